@@ -1,0 +1,207 @@
+"""Every setting of the package: validated once, read from Python, YAML, JSON, the environment or a DeepSpeed file.
+
+The names follow the ZeRO++ paper (arXiv 2306.10209): qwZ quantizes the weight gather, hpZ keeps a secondary shard on
+every node, qgZ quantizes the gradient reduction. Precedence: arguments, then ``ZEROPP_<FIELD>`` variables, then the
+file named by ``ZEROPP_CONFIG_FILE``, then the defaults below.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+ENV_PREFIX = "ZEROPP_"
+ENV_CONFIG_FILE = "ZEROPP_CONFIG_FILE"
+# Variables that share the prefix but are no settings of a run: the kernel choice belongs to ops.py.
+ENV_OTHER = frozenset({ENV_CONFIG_FILE, "ZEROPP_KERNELS"})
+
+WEIGHT_BITS = (8, 4, None)
+GRADIENT_BITS = (4, 8, None)
+MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 4096, 32
+
+
+@dataclasses.dataclass(frozen=True)
+class ZeroPPConfig:
+    """Settings of ZeRO++ for one model.
+
+    Args:
+        qwz_bits: bits per weight on the wire of a gather; 8, 4, or None (the compute dtype, unquantized).
+        hpz_size: ranks that share one secondary copy of the weights. "node" (the ranks of a node), an int, or
+            None (no copy is kept: every gather crosses the nodes).
+        qgz_bits: bits per gradient across nodes; 4, 8, or None (the reduce dtype, unquantized).
+        qgz_intra_bits: bits per gradient within a node; 8, 4, or None.
+        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (paper section 5.3: qwZ and
+            hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own loops call
+            ``handle.set_progress``.
+        weight_block: weights that share one scale.
+        grad_block: gradients that share one scale.
+        overlap: start collectives early and finish them late on backends without streams (gloo); the results are
+            the same bit for bit. False helps to see what a collective costs.
+        ranks_per_node: "auto" (LOCAL_WORLD_SIZE, as launchers export it), or an int, which emulates nodes of that
+            many consecutive ranks on one machine.
+    """
+
+    qwz_bits: int | None = 8
+    hpz_size: int | Literal["node"] | None = "node"
+    qgz_bits: int | None = 4
+    qgz_intra_bits: int | None = 8
+    qgz_until: float = 1.0
+    weight_block: int = 256
+    grad_block: int = 128
+    overlap: bool = True
+    ranks_per_node: int | Literal["auto"] = "auto"
+
+    def __post_init__(self) -> None:
+        _check_choice("qwz_bits", self.qwz_bits, WEIGHT_BITS)
+        _check_choice("qgz_bits", self.qgz_bits, GRADIENT_BITS)
+        _check_choice("qgz_intra_bits", self.qgz_intra_bits, GRADIENT_BITS)
+        _check_size("hpz_size", self.hpz_size, ("node", None))
+        _check_size("ranks_per_node", self.ranks_per_node, ("auto",))
+        _check_block("weight_block", self.weight_block)
+        _check_block("grad_block", self.grad_block)
+        _check_fraction("qgz_until", self.qgz_until)
+        if not isinstance(self.overlap, bool):
+            raise ValueError(f"overlap must be true or false, got {self.overlap!r}.")
+        if self.qgz_until < 1 and not self.quantizes_gradients:
+            raise ValueError(
+                f"qgz_until={self.qgz_until} says when to stop quantizing gradients, but qgz_bits and "
+                "qgz_intra_bits are both None, so they never are. Set qgz_bits, or leave qgz_until at 1.0."
+            )
+
+    @property
+    def quantizes_gradients(self) -> bool:
+        return self.qgz_bits is not None or self.qgz_intra_bits is not None
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> ZeroPPConfig:
+        """Build from a mapping; an unknown key is an error that names the nearest valid one."""
+        if not isinstance(settings, Mapping):
+            raise TypeError(f"ZeRO++ settings must be a mapping, got {type(settings).__name__}: {settings!r}")
+        valid = field_names()
+        for key in settings:
+            if key not in valid:
+                raise ValueError(f"Unknown ZeRO++ setting {key!r}.{_nearest(str(key), valid)} Valid: {', '.join(valid)}.")
+        return cls(**settings)
+
+    @classmethod
+    def from_file(cls, path: str | os.PathLike[str]) -> ZeroPPConfig:
+        """Read a YAML or JSON file: the settings at top level, under ``zeropp_config:``, or a DeepSpeed file."""
+        return cls.from_dict(_read_settings(Path(path)))
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> ZeroPPConfig:
+        """Read ``ZEROPP_CONFIG_FILE``, then let ``ZEROPP_<FIELD>`` variables override it."""
+        environ = os.environ if environ is None else environ
+        path = environ.get(ENV_CONFIG_FILE)
+        settings = _read_settings(Path(path)) if path else {}
+        return cls.from_dict({**settings, **_env_settings(environ)})
+
+    @classmethod
+    def from_deepspeed(cls, settings: Mapping[str, Any]) -> ZeroPPConfig:
+        """Translate a DeepSpeed configuration with ZeRO++ keys (``zero_quantized_weights`` and its siblings)."""
+        return cls.from_dict(_translate_deepspeed(settings))
+
+    @classmethod
+    def resolve(cls, settings: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> ZeroPPConfig:
+        """Accept what users pass: a config, a mapping, a file path, or None (the environment)."""
+        if isinstance(settings, ZeroPPConfig):
+            return settings
+        if settings is None:
+            return cls.from_env()
+        if isinstance(settings, (str, os.PathLike)):
+            return cls.from_file(settings)
+        return cls.from_dict(settings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def field_names() -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(ZeroPPConfig))
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise ValueError(f"Cannot read the ZeRO++ config file {str(path)!r}: {error}. Check the path.") from error
+    try:
+        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"The ZeRO++ config file {str(path)!r} is no valid YAML or JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise ValueError(f"The ZeRO++ config file {str(path)!r} must hold `key: value` lines, got: {settings!r}")
+    if "zero_optimization" in settings:
+        return _translate_deepspeed(settings)
+    return settings.get("zeropp_config", settings)
+
+
+def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
+    settings = {}
+    valid = [ENV_PREFIX + name.upper() for name in field_names()]
+    for key, text in environ.items():
+        if not key.startswith(ENV_PREFIX) or key in ENV_OTHER:
+            continue
+        if key not in valid:
+            raise ValueError(f"Unknown environment variable {key}.{_nearest(key, valid)}")
+        settings[key.removeprefix(ENV_PREFIX).lower()] = _parse_env_value(text)
+    return settings
+
+
+def _parse_env_value(text: str) -> Any:
+    return None if text.strip().lower() in ("none", "null", "") else yaml.safe_load(text)
+
+
+def _translate_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed keys to ours. DeepSpeed's qgZ uses INT4 in both hops."""
+    zero = settings.get("zero_optimization", {})
+    if zero.get("stage") != 3:
+        raise ValueError(f"ZeRO++ builds on ZeRO stage 3, the DeepSpeed file says stage {zero.get('stage')!r}.")
+    hpz_size = zero.get("zero_hpz_partition_size", 1)
+    quantized_gradients = zero.get("zero_quantized_gradients", False)
+    return {
+        "qwz_bits": 8 if zero.get("zero_quantized_weights", False) else None,
+        "hpz_size": hpz_size if hpz_size > 1 else None,
+        "qgz_bits": 4 if quantized_gradients else None,
+        "qgz_intra_bits": 4 if quantized_gradients else None,
+    }
+
+
+def _nearest(key: str, valid: tuple[str, ...] | list[str]) -> str:
+    matches = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
+    return f" Did you mean {matches[0]!r}?" if matches else ""
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
+    if isinstance(value, bool) or value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+
+
+def _check_size(name: str, value: Any, words: tuple[Any, ...]) -> None:
+    if value in words and not isinstance(value, bool):
+        return
+    if not _is_int(value) or value < 1:
+        raise ValueError(f"{name} must be a positive int or one of {words}, got {value!r}.")
+
+
+def _check_block(name: str, value: Any) -> None:
+    if not _is_int(value) or not MIN_BLOCK <= value <= MAX_BLOCK or value % BLOCK_MULTIPLE:
+        raise ValueError(
+            f"{name} must be a multiple of {BLOCK_MULTIPLE} from {MIN_BLOCK} to {MAX_BLOCK}, got {value!r}."
+        )
+
+
+def _check_fraction(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}.")
