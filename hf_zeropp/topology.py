@@ -1,0 +1,110 @@
+"""Which ranks share a node, and the two process groups every two-hop collective needs.
+
+The world's W ranks are cut into Y = W / N nodes of N consecutive ranks; rank r = y * N + x.
+
+    node group   the N ranks of node y        {y * N + x' : x' < N}      fast links
+    cross group  the Y ranks with the same x  {y' * N + x : y' < Y}      the slow network
+
+Two groups in all per rank, however many units a model has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """One rank's place in a world of ``num_nodes`` x ``ranks_per_node`` ranks, and its two groups."""
+
+    rank: int
+    world_size: int
+    ranks_per_node: int
+    mesh: DeviceMesh = dataclasses.field(compare=False, repr=False)
+
+    @property
+    def num_nodes(self) -> int:
+        return self.world_size // self.ranks_per_node
+
+    @property
+    def node_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("node")
+
+    @property
+    def cross_group(self) -> dist.ProcessGroup:
+        return self.mesh.get_group("cross")
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.ranks_per_node
+
+
+def detect_ranks_per_node(setting: int | str, world_size: int) -> int:
+    """N from the setting and the launcher's LOCAL_WORLD_SIZE.
+
+    Raises:
+        ValueError: N is unknown, or does not divide the world.
+    """
+    if setting != "auto":
+        ranks_per_node, source = int(setting), f"ranks_per_node={setting}"
+    elif "LOCAL_WORLD_SIZE" in os.environ:
+        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+        source = f"LOCAL_WORLD_SIZE={ranks_per_node}"
+    elif world_size == 1:
+        return 1
+    else:
+        raise ValueError(
+            'ranks_per_node="auto" reads LOCAL_WORLD_SIZE, which is not set. Start with `accelerate launch`, '
+            "`hf-zeropp launch` or `torchrun`, or set ranks_per_node to the number of ranks of one node."
+        )
+    check_divides(source, ranks_per_node, world_size)
+    return ranks_per_node
+
+
+def resolve_hpz_size(setting: int | str | None, ranks_per_node: int, world_size: int) -> int | None:
+    """Ranks that share one secondary copy, or None when none is kept.
+
+    Raises:
+        ValueError: the size does not divide the world, or cuts nodes unevenly.
+    """
+    if setting is None:
+        return None
+    if setting == "node":
+        return ranks_per_node
+    hpz_size = int(setting)
+    check_divides(f"hpz_size={setting}", hpz_size, world_size)
+    if ranks_per_node % hpz_size and hpz_size % ranks_per_node:
+        raise ValueError(
+            f"hpz_size={hpz_size} must divide the {ranks_per_node} ranks of a node or be a multiple of them, so "
+            'that no node is cut unevenly. Use hpz_size="node".'
+        )
+    return hpz_size
+
+
+def check_divides(source: str, size: int, world_size: int) -> None:
+    if size > world_size or world_size % size:
+        raise ValueError(
+            f"{source} must divide the world of {world_size} ranks: nodes must have equal numbers of ranks. "
+            f"Divisors: {[d for d in range(1, world_size + 1) if world_size % d == 0]}."
+        )
+
+
+_topologies: dict[tuple[dist.ProcessGroup, str, int], Topology] = {}
+
+
+def get_topology(ranks_per_node: int, device_type: str) -> Topology:
+    """The topology with nodes of ``ranks_per_node`` ranks. Creates its groups once: every rank must call it."""
+    key = (dist.group.WORLD, device_type, ranks_per_node)
+    if key not in _topologies:
+        _topologies[key] = _build_topology(ranks_per_node, device_type)
+    return _topologies[key]
+
+
+def _build_topology(ranks_per_node: int, device_type: str) -> Topology:
+    world_size = dist.get_world_size()
+    shape = (world_size // ranks_per_node, ranks_per_node)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("cross", "node"))
+    return Topology(dist.get_rank(), world_size, ranks_per_node, mesh)
