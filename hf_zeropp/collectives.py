@@ -1,0 +1,237 @@
+"""Two-hop collectives over wire buffers: the core of ZeRO++, without FSDP2.
+
+A flat all-gather or reduce-scatter over W = Y * N ranks sends most bytes across the slow network. Both are split in
+two hops, one across nodes (cross group, Y ranks) and one within the node (node group, N ranks). Shapes: a slice is
+one rank's shard, S elements; on the wire it takes B bytes; [a, b] are slices, rank r = y * N + x.
+
+    gather   shard [S] --encode--> [B] --hop 1, across--> secondary [Y, B] --hop 2, within--> [N, Y, B] --decode--> [W, S]
+    reduce   full [W, S] --encode--> [N, Y, B] --hop 1, within--> sum over N: [Y, S] fp32
+             [Y, S] --encode--> [Y, B'] --hop 2, across--> sum over Y: [S]
+
+What a rank holds after the gather's hop 1 is its *secondary shard*: kept, it makes hop 1 unnecessary until the
+weights change (hpZ, paper section 4.2). What it holds after the reduction's hop 1 is 1/N of the unit's gradient summed
+over the node: kept, it accumulates micro-steps, and hop 2 runs once per step (qgZ, section 4.3, which exchanges at
+every micro-step).
+
+Ranks lie as [y, x] in the flat buffers and as [x, y] on the wire. That transposition of slices is done by the encode
+and decode kernels while they write (the paper's slice reordering), never as a pass of its own.
+
+Each hop is started by one method and finished by another, so that a caller can compute in between (overlap.py).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+
+import torch
+import torch.distributed as dist
+
+from hf_zeropp import ops
+from hf_zeropp.format import WireLayout
+from hf_zeropp.topology import Topology
+from hf_zeropp.traffic import Peers, Traffic
+
+# torch 2.13 renamed all_gather_into_tensor; both names move one contiguous buffer.
+_all_gather_buffers = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class Hop:
+    """Collectives of wire buffers over one process group, with their bytes counted under one name.
+
+    Args:
+        is_async: return works to wait for, instead of waiting. Streams order them where there are streams; this is
+            for gloo on CPU.
+    """
+
+    def __init__(self, name: str, group: dist.ProcessGroup, traffic: Traffic, *, is_async: bool = False) -> None:
+        self.name = name
+        self.group = group
+        self.size = group.size()
+        self.peers = Peers.of(group, traffic.ranks_per_node)
+        self.is_async = is_async
+        self._traffic = traffic
+
+    def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> dist.Work | None:
+        """output [size * B] <- every rank's wire [B], in group order."""
+        if not wire.numel():
+            return None
+        self._traffic.record(self.name, self.peers.bytes_of(wire.numel()))
+        return _all_gather_buffers(output, wire, group=self.group, async_op=self.is_async)
+
+    def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> dist.Work | None:
+        """output [size * B] <- from each rank the part of its wire [size * B] that is addressed to this rank."""
+        if not wire.numel():
+            return None
+        self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
+        return dist.all_to_all_single(output, wire, group=self.group, async_op=self.is_async)
+
+
+class WireBuffers:
+    """Reused uint8 buffers on CPU, where a fresh allocation of many megabytes costs more than the kernel that fills it.
+
+    On other devices the caching allocator does this already, and orders the reuse by stream.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []  # by size
+
+    def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """A buffer [num_bytes] with arbitrary content; ``give`` it back when its bytes are no longer needed."""
+        fit = bisect.bisect_left(self._free, num_bytes, key=torch.Tensor.numel)
+        if device.type == "cpu" and fit < len(self._free):
+            return self._free.pop(fit)[:num_bytes]
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+
+    def give(self, *buffers: torch.Tensor) -> None:
+        for buffer in buffers:
+            if buffer.device.type == "cpu":
+                whole = buffer if buffer._base is None else buffer._base
+                bisect.insort(self._free, whole, key=torch.Tensor.numel)
+
+
+@dataclasses.dataclass
+class Flight:
+    """A hop under way: the buffer where its bytes arrive, the work to wait for, and the buffers it reads from."""
+
+    received: torch.Tensor
+    work: dist.Work | None = None
+    sent: tuple[torch.Tensor, ...] = ()
+
+    def land(self, buffers: WireBuffers) -> torch.Tensor:
+        """Wait, free what was sent, and return what was received."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        buffers.give(*self.sent)
+        self.sent = ()
+        return self.received
+
+
+class TwoHopGather:
+    """All-gather of flat shards in two hops.
+
+    Args:
+        cross: the hop across nodes, where ``cross.size`` is Y; the shards of its group form a secondary shard.
+        node: the hop over the N ranks that share one secondary copy (hpZ).
+    """
+
+    def __init__(self, cross: Hop, node: Hop, buffers: WireBuffers) -> None:
+        self.cross = cross
+        self.node = node
+        self._buffers = buffers
+
+    def start(self, shard: torch.Tensor, layout: WireLayout, secondary: torch.Tensor | None = None) -> Flight:
+        """Start hop 1: encode this rank's shard [S] and exchange it across nodes.
+
+        Args:
+            secondary: uint8 [Y * B] to receive into, or None for a new one.
+        """
+        if secondary is None:
+            secondary = torch.empty(self.cross.size * layout.nbytes, dtype=torch.uint8, device=shard.device)
+        wire = self._buffers.take(layout.nbytes, shard.device)
+        ops.quantize(shard, layout, out=wire)
+        return Flight(secondary, self.cross.all_gather(secondary, wire), sent=(wire,))
+
+    def land(self, flight: Flight) -> torch.Tensor:
+        """Finish hop 1. Returns the secondary shard: the wire slices [Y * B] of the cross group, in node order."""
+        return flight.land(self._buffers)
+
+    def decode(self, secondary: torch.Tensor, layout: WireLayout, output: torch.Tensor) -> None:
+        """Hop 2: exchange secondary shards [Y * B] within the node and decode into output [W * S], in rank order."""
+        if self.node.size == 1:
+            ops.dequantize(secondary, layout, dtype=output.dtype, out=output)
+            return
+        wire = self._buffers.take(self.node.size * secondary.numel(), secondary.device)
+        Flight(wire, self.node.all_gather(wire, secondary)).land(self._buffers)
+        ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=self.node.size, out=output)
+        self._buffers.give(wire)
+
+    def __call__(self, output: torch.Tensor, shard: torch.Tensor, layout: WireLayout) -> None:
+        """Both hops; nothing is kept."""
+        secondary = self._buffers.take(self.cross.size * layout.nbytes, shard.device)
+        self.decode(self.land(self.start(shard, layout, secondary)), layout, output)
+        self._buffers.give(secondary)
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceLayouts:
+    """Wire layouts of one slice in the two hops of a reduction."""
+
+    node: WireLayout
+    cross: WireLayout
+
+
+class TwoHopReduce:
+    """Sum of flat gradients over the world, each rank receiving its slice, in two hops.
+
+    Sums are fp32 in rank order, so every run and every backend gives the same bits. With one rank per node hop 1 is
+    empty and the gradients are encoded once.
+    """
+
+    def __init__(self, node: Hop, cross: Hop, buffers: WireBuffers) -> None:
+        self.node = node
+        self.cross = cross
+        self._buffers = buffers
+
+    def start(self, full: torch.Tensor, layouts: ReduceLayouts) -> Flight:
+        """Start hop 1: encode full [y, x, S] as wire [x, y, B], send part x to rank x; [source, y, B] arrives."""
+        if self.node.size == 1:
+            return Flight(full)
+        num_bytes = self.node.size * self.cross.size * layouts.node.nbytes
+        wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
+        ops.quantize(full, layouts.node, slice_rows=self.cross.size, out=wire)
+        return Flight(received, self.node.all_to_all(received, wire), sent=(wire,))
+
+    def accumulate(self, flight: Flight, layouts: ReduceLayouts, partial: torch.Tensor | None) -> torch.Tensor:
+        """Finish hop 1 and stop there: partial, fp32 [Y * S], plus the node's sum (None starts it)."""
+        received = flight.land(self._buffers)
+        if self.node.size == 1:
+            return received.to(torch.float32, copy=True) if partial is None else partial.add_(received)
+        partial = ops.dequantize_sum(
+            received, layouts.node, num_sources=self.node.size, initial=partial, out=partial
+        )
+        self._buffers.give(received)
+        return partial
+
+    def cross_over(self, flight: Flight, layouts: ReduceLayouts, partial: torch.Tensor | None) -> Flight:
+        """Finish hop 1 and start hop 2 with the node's sum, plus the partial sums so far."""
+        received = flight.land(self._buffers)
+        if self.node.size == 1:
+            return self.start_across(received if partial is None else partial.add_(received), layouts)
+        wire = self._buffers.take(self.cross.size * layouts.cross.nbytes, received.device)
+        ops.dequantize_sum_quantize(
+            received, layouts.node, layouts.cross, num_sources=self.node.size, initial=partial, out=wire
+        )
+        self._buffers.give(received)
+        return self._exchange_across(wire)
+
+    def start_across(self, partial: torch.Tensor, layouts: ReduceLayouts) -> Flight:
+        """Start hop 2 with partial sums [Y * S] alone."""
+        wire = self._buffers.take(self.cross.size * layouts.cross.nbytes, partial.device)
+        ops.quantize(partial, layouts.cross, out=wire)
+        return self._exchange_across(wire)
+
+    def finish(self, flight: Flight, layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
+        """Finish hop 2: output [S] <- scale * (sum over nodes)."""
+        received = flight.land(self._buffers)
+        ops.dequantize_sum(
+            received, layouts.cross, num_sources=self.cross.size, scale=scale, dtype=output.dtype, out=output
+        )
+        self._buffers.give(received)
+
+    def abandon(self, flight: Flight) -> None:
+        """Wait for a hop whose result nobody wants any more."""
+        self._buffers.give(flight.land(self._buffers))
+
+    def __call__(
+        self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, partial: torch.Tensor | None = None
+    ) -> None:
+        """Both hops at once: output [S] <- sum over ranks of full [W * S], plus the partial sums so far."""
+        self.finish(self.cross_over(self.start(full, layouts), layouts, partial), layouts, output)
+
+    def _exchange_across(self, wire: torch.Tensor) -> Flight:
+        if self.cross.size == 1:
+            return Flight(wire)
+        received = self._buffers.take(wire.numel(), wire.device)
+        return Flight(received, self.cross.all_to_all(received, wire), sent=(wire,))
