@@ -1,0 +1,298 @@
+"""``apply_zeropp(model, config)``: the only place that installs anything on a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_zeropp.collectives import Hop, TwoHopGather, TwoHopReduce, WireBuffers
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp_comm import ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
+from hf_zeropp.overlap import GatherAhead, ReducePipeline
+from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Bytes, Traffic
+from hf_zeropp.units import Unit, find_units
+
+logger = logging.getLogger(__name__)
+
+_handles: weakref.WeakKeyDictionary[nn.Module, ZeroPPHandle] = weakref.WeakKeyDictionary()
+
+
+def apply_zeropp(
+    model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None
+) -> ZeroPPHandle:
+    """Run a sharded model's weight gathers and gradient reductions as ZeRO++ does. Idempotent.
+
+    Args:
+        model: sharded by ``fully_shard`` over the whole world (Accelerate's FSDP2 and Transformers'
+            ``distributed_config`` do so).
+        config: the settings, a mapping or file of them, or None for the environment.
+
+    Returns:
+        The handle: ``.traffic``, ``.invalidate()``, ``.set_last_micro_step()``, ``.set_progress()``.
+
+    Raises:
+        ValueError: on every rank, when on any rank the model is not sharded over the whole world, the settings do not
+            fit the world, or ranks differ in settings.
+    """
+    config = ZeroPPConfig.resolve(config)
+    if model in _handles:
+        return _handles[model].check_same_config(config)
+    _require_process_group()
+    plan = _agree(model, config)
+    handle = ZeroPPHandle(model, config, plan)
+    _handles[model] = handle
+    return handle
+
+
+def get_handle(model: nn.Module) -> ZeroPPHandle | None:
+    """The handle of a model ``apply_zeropp`` was called with, or None."""
+    return _handles.get(model)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Plan:
+    """What every rank must have in common before anything is installed."""
+
+    settings: tuple[tuple[str, Any], ...]
+    ranks_per_node: int
+    hpz_size: int | None
+    units: tuple[tuple[str, int], ...]
+
+
+class ZeroPPHandle:
+    """ZeRO++ on one model.
+
+    Attributes:
+        config: the settings in force.
+        topology: this rank's nodes and groups.
+        traffic: bytes counted since the last ``traffic.reset()``.
+        is_active: False with one node only, where FSDP2's own collectives stay.
+    """
+
+    def __init__(self, model: nn.Module, config: ZeroPPConfig, plan: _Plan) -> None:
+        self.config = config
+        self.units = find_units(model)
+        self.topology = get_topology(plan.ranks_per_node, self.units[0].device_type)
+        self.traffic = _new_traffic(self.units, self.topology)
+        self.gathers: list[ZeroPPAllGather] = []
+        self.reduces: list[ZeroPPReduceScatter] = []
+        # Where there are streams, FSDP2's overlap and ours must not be added to each other.
+        self._overlaps = config.overlap and self.units[0].device_type == "cpu"
+        pipeline = ReducePipeline() if self._overlaps else None
+        self._clock = ReduceClock(config.quantizes_gradients, self.traffic, pipeline)
+        if not self.is_active:
+            logger.info(
+                "One node only (%d ranks): nothing crosses nodes, so FSDP2's own collectives stay.",
+                self.topology.world_size,
+            )
+            return
+        buffers = WireBuffers()
+        self._install_gathers(plan, buffers)
+        self._install_reduces(buffers)
+        self._watch_weights(model)
+
+    @property
+    def is_active(self) -> bool:
+        return self.topology.num_nodes > 1
+
+    def invalidate(self) -> None:
+        """Gather across nodes again at the next use. Call it on all ranks after weights changed behind autograd's
+        back: through ``param.data``, raw pointers, or a kernel of your own."""
+        for gather in self.gathers:
+            gather.expire()
+
+    def set_last_micro_step(self, is_last: bool | Callable[[], bool]) -> None:
+        """Tell whether the coming backward passes end an accumulation; or give a function that tells it each time."""
+        self._clock.is_last_micro_step = is_last if callable(is_last) else lambda: is_last
+
+    def set_progress(self, fraction: float) -> None:
+        """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
+        self._clock.quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
+
+    def discard_accumulated(self) -> None:
+        """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""
+        for reduce in self.reduces:
+            reduce.discard()
+
+    def predict(self, micro_steps: int = 1) -> dict[str, Bytes]:
+        """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective. After a first forward."""
+        counts: dict[str, Bytes] = {}
+        for comm in [*self.gathers, *self.reduces]:
+            for name, count in comm.predict(micro_steps).items():
+                counts.setdefault(name, Bytes()).add(count)
+        return counts
+
+    def secondary_bytes(self) -> int:
+        """Bytes this rank holds in secondary shards."""
+        return sum(gather.secondary_bytes() for gather in self.gathers)
+
+    def partial_bytes(self) -> int:
+        """Bytes this rank holds in accumulated partial gradients."""
+        return sum(reduce.partial_bytes() for reduce in self.reduces)
+
+    def check_same_config(self, config: ZeroPPConfig) -> ZeroPPHandle:
+        if config != self.config:
+            raise ValueError(
+                f"This model already runs ZeRO++ with {self.config}; it cannot change to {config}. Shard it anew."
+            )
+        return self
+
+    def _install_gathers(self, plan: _Plan, buffers: WireBuffers) -> None:
+        keep_secondary = plan.hpz_size is not None
+        if plan.hpz_size == self.topology.world_size or (not keep_secondary and self.config.qwz_bits is None):
+            return  # one hop would do all the work: FSDP2's own gather
+        groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.units[0].device_type)
+        cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
+        node = Hop(GATHER_NODE, groups.node_group, self.traffic)
+        gather = TwoHopGather(cross, node, buffers)
+        ahead = GatherAhead() if self._overlaps and keep_secondary else None
+        for unit in self.units:
+            comm = ZeroPPAllGather(
+                unit, gather, self.config, self.traffic, ahead=ahead, keep_secondary=keep_secondary
+            )
+            unit.set_all_gather(comm)
+            self.gathers.append(comm)
+
+    def _install_reduces(self, buffers: WireBuffers) -> None:
+        node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=self._overlaps)
+        cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=self._overlaps)
+        reduce = TwoHopReduce(node, cross, buffers)
+        for unit in self.units:
+            comm = ZeroPPReduceScatter(unit, reduce, self.config, self.traffic, self._clock)
+            unit.set_reduce_scatter(comm)
+            self.reduces.append(comm)
+        self._clock.reduces = self.reduces
+
+    def _watch_weights(self, model: nn.Module) -> None:
+        """The guards of [Note: when a secondary shard is stale] that version counters cannot give."""
+        this = weakref.ref(self)
+
+        def after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+            if (handle := this()) is not None:
+                handle._after_optimizer_step(optimizer)
+
+        def after_load(module: nn.Module, incompatible_keys) -> None:
+            if (handle := this()) is not None:
+                handle.invalidate()
+
+        hook = register_optimizer_step_post_hook(after_optimizer_step)
+        weakref.finalize(self, hook.remove)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.register_load_state_dict_post_hook(after_load)
+        clock = self._clock
+        model.register_forward_pre_hook(lambda module, args: clock.forget_aborted_backward(), prepend=True)
+        for gather in self.gathers:
+            for module in gather.unit.modules:
+                module.register_forward_pre_hook(_reshard_if_stale(gather), prepend=True)
+
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        own = {id(param) for unit in self.units for param in unit.trainable}
+        stepped = (param for group in optimizer.param_groups for param in group["params"])
+        if any(id(param) in own for param in stepped):
+            self.traffic.steps += 1
+        for gather in self.gathers:
+            if gather.unit.trainable:
+                gather.expire()
+
+
+def _reshard_if_stale(gather: ZeroPPAllGather) -> Callable[[nn.Module, Any], None]:
+    """A unit that stays unsharded after forward (FSDP2's root) would compute with weights that changed meanwhile."""
+
+    def before_forward(module: nn.Module, args) -> None:
+        if gather.unit.is_unsharded and not gather.is_fresh:
+            gather.unit.reshard()
+
+    return before_forward
+
+
+def _new_traffic(units: list[Unit], topology: Topology) -> Traffic:
+    model_bytes = sum(param.numel() * unit.param_dtype.itemsize for unit in units for param in unit.params)
+    trainable_bytes = sum(param.numel() * unit.reduce_dtype.itemsize for unit in units for param in unit.trainable)
+    return Traffic(topology.ranks_per_node, topology.num_nodes, model_bytes, trainable_bytes)
+
+
+def _require_process_group() -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "apply_zeropp needs a process group. Start with `accelerate launch` or `torchrun`, and call "
+            "torch.distributed.init_process_group (Accelerate does) before sharding the model."
+        )
+
+
+def _agree(model: nn.Module, config: ZeroPPConfig) -> _Plan:
+    """Check this rank's model and settings, exchange the outcome, and raise on every rank if any rank objects."""
+    plan, error = None, None
+    try:
+        plan = _make_plan(model, config)
+    except ValueError as exception:
+        error = str(exception)
+    outcomes: list[tuple[_Plan | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (plan, error))
+    for rank, (_, rank_error) in enumerate(outcomes):
+        if rank_error is not None:
+            raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
+    _check_same_plan([rank_plan for rank_plan, _ in outcomes])
+    return plan
+
+
+def _make_plan(model: nn.Module, config: ZeroPPConfig) -> _Plan:
+    world_size = dist.get_world_size()
+    units = find_units(model)
+    if not units:
+        raise ValueError(
+            "the model is not sharded: expected FSDP2 modules (torch.distributed.fsdp.fully_shard), found none. "
+            "Prepare it with Accelerate and a ZeroPPPlugin, or call fully_shard on its blocks and on the model."
+        )
+    for unit in units:
+        _check_unit(unit, world_size)
+    ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
+    return _Plan(
+        settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
+        ranks_per_node=ranks_per_node,
+        hpz_size=resolve_hpz_size(config.hpz_size, ranks_per_node, world_size),
+        units=tuple((unit.name, sum(shard.padded_numel for shard in unit.param_shards())) for unit in units),
+    )
+
+
+def _check_unit(unit: Unit, world_size: int) -> None:
+    if unit.is_hsdp:
+        raise ValueError(
+            f"unit {unit.name} is sharded over a 2-D mesh (HSDP), which replicates over nodes what ZeRO++ shards. "
+            "Call fully_shard with a 1-D mesh over all ranks (leave dp_replicate_size at 1)."
+        )
+    ranks = dist.get_process_group_ranks(unit.shard_group)
+    if ranks != list(range(world_size)):
+        raise ValueError(
+            f"unit {unit.name} is sharded over ranks {ranks}, expected all {world_size} ranks in order. "
+            "Call fully_shard with a 1-D mesh over the whole world."
+        )
+
+
+def _check_same_plan(plans: list[_Plan]) -> None:
+    """Raises: ValueError naming the first rank and field that differ from rank 0."""
+    for rank, plan in enumerate(plans[1:], start=1):
+        for field in dataclasses.fields(_Plan):
+            ours, theirs = getattr(plans[0], field.name), getattr(plan, field.name)
+            if ours != theirs:
+                differing = [pair for pair in zip(_as_items(ours), _as_items(theirs), strict=False) if len(set(pair)) > 1]
+                raise ValueError(
+                    f"Ranks must agree on ZeRO++'s {field.name}: rank 0 has {differing[0][0] if differing else ours}, "
+                    f"rank {rank} has {differing[0][1] if differing else theirs}. Give all ranks the same settings, "
+                    "environment and model."
+                )
+
+
+def _as_items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
