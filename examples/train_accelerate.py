@@ -1,0 +1,155 @@
+"""Pretrain a causal language model under ZeRO++ with Accelerate, on CPU or GPUs, from the same script.
+
+    hf-zeropp launch --config_file examples/configs/cpu_2_nodes_x_2_ranks.yaml examples/train_accelerate.py
+
+By default: a Llama-style model of about 20 M parameters, on the source text of Python's standard library, with a BPE
+tokenizer trained on it. `--zeropp off` runs stock FSDP2 on the same data and seed, for comparison.
+"""
+
+import argparse
+import glob
+import os
+import sysconfig
+import time
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from datasets import Dataset, load_dataset
+from tokenizers import ByteLevelBPETokenizer
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_zeropp import ZeroPPPlugin
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", help="hub name or path to fine-tune; default: a new 20 M Llama")
+    parser.add_argument("--dataset", help="hub name of a dataset with a text column; default: --text-files")
+    parser.add_argument("--text-files", help="glob of text files; default: the standard library's modules")
+    parser.add_argument("--zeropp", default="on", help="on (environment and launch config), off (FSDP2), or a YAML file")
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-step")
+    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--output-dir", default="runs/train_accelerate")
+    return parser.parse_args()
+
+
+def load_text(args: argparse.Namespace) -> Dataset:
+    if args.dataset:
+        return load_dataset(args.dataset, split="train").select_columns("text")
+    pattern = args.text_files or os.path.join(sysconfig.get_path("stdlib"), "*.py")
+    files = sorted(glob.glob(pattern, recursive=True))
+    return load_dataset("text", data_files=files, sample_by="document", split="train")
+
+
+def load_tokenizer(args: argparse.Namespace, text: Dataset) -> PreTrainedTokenizerFast:
+    """The model's own, or a BPE tokenizer trained on the text, once, by the first process."""
+    if args.model:
+        return AutoTokenizer.from_pretrained(args.model)
+    path = os.path.join(args.output_dir, "tokenizer")
+    if not os.path.isdir(path):
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator(text["text"], vocab_size=args.vocab_size, special_tokens=["<eos>"], show_progress=False)
+        PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(path)
+    return AutoTokenizer.from_pretrained(path)
+
+
+def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Dataset:
+    """Documents, joined by end-of-text tokens, cut into sequences of seq_len tokens."""
+
+    def pack(batch: dict) -> dict:
+        documents = tokenizer(batch["text"], add_special_tokens=False)["input_ids"]
+        tokens = [token for document in documents for token in (*document, tokenizer.eos_token_id)]
+        whole = len(tokens) // seq_len * seq_len
+        return {"input_ids": [tokens[i : i + seq_len] for i in range(0, whole, seq_len)]}
+
+    return text.map(pack, batched=True, batch_size=64, remove_columns=text.column_names).with_format("torch")
+
+
+def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
+    if args.model:
+        return AutoModelForCausalLM.from_pretrained(args.model)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        max_position_embeddings=args.seq_len,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> float:
+    model.eval()
+    losses = [model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss for batch in loader]
+    model.train()
+    return accelerator.gather(torch.stack(losses).float()).mean().item()
+
+
+def main() -> None:
+    args = parse_args()
+    zeropp = {"on": None, "off": False}.get(args.zeropp, args.zeropp)
+    plugin = ZeroPPPlugin(zeropp=zeropp)
+    accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=args.gradient_accumulation_steps)
+    set_seed(args.seed)
+
+    with accelerator.main_process_first():
+        text = load_text(args)
+        tokenizer = load_tokenizer(args, text)
+        tokens = tokenize(text, tokenizer, args.seq_len).train_test_split(test_size=256, seed=args.seed)
+    model = build_model(args, tokenizer)
+    accelerator.print(f"{model.num_parameters() / 1e6:.1f} M parameters, {len(tokens['train'])} training sequences")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
+    train_loader = DataLoader(tokens["train"], batch_size=args.batch_size, shuffle=True, drop_last=True)
+    eval_loader = DataLoader(tokens["test"], batch_size=args.batch_size * 4)
+    model, optimizer, train_loader, eval_loader = accelerator.prepare(model, optimizer, train_loader, eval_loader)
+
+    loss_before = evaluate(accelerator, model, eval_loader)
+    if handle := plugin.handle_of(model):
+        handle.traffic.reset()
+    start = time.perf_counter()
+    train(args, accelerator, model, optimizer, train_loader)
+    seconds = time.perf_counter() - start
+    predicted = handle and handle.predict(args.gradient_accumulation_steps)
+    if handle and accelerator.is_main_process:
+        handle.traffic.print(predicted)
+    loss_after = evaluate(accelerator, model, eval_loader)
+
+    num_tokens = args.steps * args.gradient_accumulation_steps * args.batch_size * args.seq_len * accelerator.num_processes
+    accelerator.print(f"{args.steps} steps in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens/s")
+    accelerator.print(f"validation loss {loss_before:.4f} -> {loss_after:.4f}")
+    accelerator.end_training()
+
+
+def train(args, accelerator, model, optimizer, loader) -> None:
+    progress = tqdm(total=args.steps, desc="training", disable=not accelerator.is_main_process)
+    step = 0
+    while step < args.steps:
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                progress.set_postfix(loss=f"{loss.item():.3f}")
+                progress.update()
+                step += 1
+                if step == args.steps:
+                    break
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""Real multi-process runs for tests: W gloo ranks, each a fresh process, forked from a server that imported all once.
+
+``run_ranks(function, world_size, *args)`` calls ``function(rank, *args)`` on every rank and returns the results in
+rank order. The function must be defined at module level (it travels by name). A rank that raises, dies or hangs fails
+the test with every rank's traceback.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import wait
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "accelerate", "hf_zeropp"]
+LIMIT_S = 120.0
+GRACE_S = 20.0  # after a rank failed, what its peers get to notice
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOAD)
+
+
+class RankError(AssertionError):
+    """One or more ranks raised, died or hung. ``errors`` holds (rank, exception type name, message)."""
+
+    def __init__(self, report: str, errors: list[tuple[int, str, str]]) -> None:
+        super().__init__(report)
+        self.errors = errors
+
+
+def run_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    env: dict[str, str] | None = None,
+    init: bool = True,
+    limit_s: float = LIMIT_S,
+) -> list[Any]:
+    """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group and return what they returned.
+
+    Args:
+        env: further environment variables of the ranks.
+        init: False leaves ``init_process_group`` to the function (Accelerate does it).
+        limit_s: seconds until ranks that have not ended are killed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [_start(function, rank, world_size, args, env or {}, init, folder) for rank in range(world_size)]
+        return _collect(ranks, limit_s)
+
+
+def expect_errors(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[str]:
+    """Run and expect every rank to raise; return ``"Type: message"`` in rank order."""
+    try:
+        results = run_ranks(function, world_size, *args, **kwargs)
+    except RankError as error:
+        assert len(error.errors) == world_size, f"expected an error on all {world_size} ranks:\n{error}"
+        return [f"{kind}: {message}" for _, kind, message in sorted(error.errors)]
+    raise AssertionError(f"expected every rank to raise, got {results}")
+
+
+def _start(function, rank, world_size, args, env, init, folder):
+    receiver, sender = _context.Pipe(duplex=False)
+    variables = _rank_environment(rank, world_size, folder) | env
+    process = _context.Process(
+        target=_rank_main, args=(sender, function, rank, world_size, args, variables, init, folder), daemon=True
+    )
+    process.start()
+    sender.close()
+    return process, receiver
+
+
+def _rank_environment(rank: int, world_size: int, folder: str) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(20000 + int(folder[-6:].encode().hex(), 16) % 40000),
+        "ACCELERATE_USE_CPU": "true",
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def _rank_main(sender, function, rank, world_size, args, variables, init, folder) -> None:
+    os.environ.update(variables)
+    try:
+        import torch
+        import torch.distributed as dist
+
+        torch.set_num_threads(1)
+        torch.manual_seed(0)
+        if init:
+            store = dist.FileStore(os.path.join(folder, "store"), world_size)
+            dist.init_process_group(
+                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
+            )
+        result = function(rank, *args)
+        if dist.is_initialized():
+            dist.barrier()
+            dist.destroy_process_group()
+        sender.send((True, result))
+    except BaseException as error:  # noqa: BLE001 - the parent shows it
+        sender.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+    finally:
+        sender.close()
+
+
+def _collect(ranks, limit_s: float) -> list[Any]:
+    results, failures = {}, []
+    deadline = time.monotonic() + limit_s
+    pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
+    while pending:
+        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            failures += [(rank, "TimeoutError", f"no result after {limit_s:.0f} s", "") for rank in pending.values()]
+            break
+        for receiver in ready:
+            rank = pending.pop(receiver)
+            try:
+                succeeded, value = receiver.recv()
+            except EOFError:
+                succeeded, value = False, ("ProcessDied", f"exit code {_exit_code(ranks[rank][0])}", "")
+            if succeeded:
+                results[rank] = value
+            else:
+                failures.append((rank, *value))
+                deadline = min(deadline, time.monotonic() + GRACE_S)
+    _stop(ranks, kill=bool(failures))
+    if failures:
+        raise RankError(_report(failures), [failure[:3] for failure in failures])
+    return [results[rank] for rank in range(len(ranks))]
+
+
+def _report(failures: list[tuple[int, str, str, str]]) -> str:
+    """Each distinct traceback once, with the ranks it came from."""
+    ranks_of: dict[tuple[str, str, str], list[int]] = {}
+    for rank, *failure in failures:
+        ranks_of.setdefault(tuple(failure), []).append(rank)
+    return "\n".join(f"[ranks {ranks}] {kind}: {message}\n{trace}" for (kind, message, trace), ranks in ranks_of.items())
+
+
+def _exit_code(process) -> int | None:
+    process.join(5)
+    return process.exitcode
+
+
+def _stop(ranks, kill: bool) -> None:
+    for process, receiver in ranks:
+        if kill:
+            process.kill()
+        process.join(20)
+        receiver.close()
