@@ -29,7 +29,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", help="hub name or path to fine-tune; default: a new 20 M Llama")
     parser.add_argument("--dataset", help="hub name of a dataset with a text column; default: --text-files")
     parser.add_argument("--text-files", help="glob of text files; default: the standard library's modules")
-    parser.add_argument("--zeropp", default="on", help="on (environment and launch config), off (FSDP2), or a YAML file")
+    parser.add_argument("--zeropp", default="on", help="on (launch config, environment), off (FSDP2), or a file")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-step")
     parser.add_argument("--seq-len", type=int, default=128)
@@ -116,6 +116,7 @@ def main() -> None:
 
     loss_before = evaluate(accelerator, model, eval_loader)
     if handle := plugin.handle_of(model):
+        handle.invalidate()  # count from a cold start: evaluation left its copy of the weights in the nodes
         handle.traffic.reset()
     start = time.perf_counter()
     train(args, accelerator, model, optimizer, train_loader)
@@ -125,8 +126,8 @@ def main() -> None:
         handle.traffic.print(predicted)
     loss_after = evaluate(accelerator, model, eval_loader)
 
-    num_tokens = args.steps * args.gradient_accumulation_steps * args.batch_size * args.seq_len * accelerator.num_processes
-    accelerator.print(f"{args.steps} steps in {seconds:.1f} s, {num_tokens / seconds:.0f} tokens/s")
+    num_sequences = args.steps * args.gradient_accumulation_steps * args.batch_size * accelerator.num_processes
+    accelerator.print(f"{args.steps} steps in {seconds:.1f} s, {num_sequences * args.seq_len / seconds:.0f} tokens/s")
     accelerator.print(f"validation loss {loss_before:.4f} -> {loss_after:.4f}")
     accelerator.end_training()
 
