@@ -21,11 +21,12 @@ from hf_zeropp.fsdp_comm import ReduceClock, ZeroPPAllGather, ZeroPPReduceScatte
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Bytes, Traffic
-from hf_zeropp.units import Unit, find_units
+from hf_zeropp.units import Unit, find_units, without_compile_wrapper
 
 logger = logging.getLogger(__name__)
 
-_handles: weakref.WeakKeyDictionary[nn.Module, ZeroPPHandle] = weakref.WeakKeyDictionary()
+# A module's attribute and no weak dictionary: the handle holds the model's modules, so it must die with the model.
+_HANDLE = "_zeropp_handle"
 
 
 def apply_zeropp(
@@ -45,19 +46,19 @@ def apply_zeropp(
         ValueError: on every rank, when on any rank the model is not sharded over the whole world, the settings do not
             fit the world, or ranks differ in settings.
     """
-    config = ZeroPPConfig.resolve(config)
-    if model in _handles:
-        return _handles[model].check_same_config(config)
+    if (handle := get_handle(model)) is not None:
+        return handle.check_same_config(ZeroPPConfig.resolve(config))
     _require_process_group()
+    model = without_compile_wrapper(model)
     plan = _agree(model, config)
-    handle = ZeroPPHandle(model, config, plan)
-    _handles[model] = handle
+    handle = ZeroPPHandle(model, ZeroPPConfig(**dict(plan.settings)), plan)
+    setattr(model, _HANDLE, handle)
     return handle
 
 
 def get_handle(model: nn.Module) -> ZeroPPHandle | None:
     """The handle of a model ``apply_zeropp`` was called with, or None."""
-    return _handles.get(model)
+    return vars(without_compile_wrapper(model)).get(_HANDLE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +113,12 @@ class ZeroPPHandle:
         for gather in self.gathers:
             gather.expire()
 
+    def reshard(self) -> None:
+        """Drop what stayed unsharded after a forward (FSDP2's root): torch's full-state load mistakes it for shards."""
+        for unit in self.units:
+            if unit.is_unsharded:
+                unit.reshard()
+
     def set_last_micro_step(self, is_last: bool | Callable[[], bool]) -> None:
         """Tell whether the coming backward passes end an accumulation; or give a function that tells it each time."""
         self._clock.is_last_micro_step = is_last if callable(is_last) else lambda: is_last
@@ -150,8 +157,8 @@ class ZeroPPHandle:
 
     def _install_gathers(self, plan: _Plan, buffers: WireBuffers) -> None:
         keep_secondary = plan.hpz_size is not None
-        if plan.hpz_size == self.topology.world_size or (not keep_secondary and self.config.qwz_bits is None):
-            return  # one hop would do all the work: FSDP2's own gather
+        if self.config.qwz_bits is None and plan.hpz_size in (None, self.topology.world_size):
+            return  # nothing to quantize and nothing to keep: FSDP2's own gather
         groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.units[0].device_type)
         cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
         node = Hop(GATHER_NODE, groups.node_group, self.traffic)
@@ -191,8 +198,7 @@ class ZeroPPHandle:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.register_load_state_dict_post_hook(after_load)
-        clock = self._clock
-        model.register_forward_pre_hook(lambda module, args: clock.forget_aborted_backward(), prepend=True)
+        model.register_forward_pre_hook(_forget_aborted_backward(self._clock), prepend=True)
         for gather in self.gathers:
             for module in gather.unit.modules:
                 module.register_forward_pre_hook(_reshard_if_stale(gather), prepend=True)
@@ -210,9 +216,20 @@ class ZeroPPHandle:
 def _reshard_if_stale(gather: ZeroPPAllGather) -> Callable[[nn.Module, Any], None]:
     """A unit that stays unsharded after forward (FSDP2's root) would compute with weights that changed meanwhile."""
 
+    @torch.compiler.disable
     def before_forward(module: nn.Module, args) -> None:
         if gather.unit.is_unsharded and not gather.is_fresh:
             gather.unit.reshard()
+
+    return before_forward
+
+
+def _forget_aborted_backward(clock: ReduceClock) -> Callable[[nn.Module, Any], None]:
+    """A backward pass that raised leaves reductions under way, which must not reach the gradients of the next."""
+
+    @torch.compiler.disable
+    def before_forward(module: nn.Module, args) -> None:
+        clock.forget_aborted_backward()
 
     return before_forward
 
@@ -231,13 +248,13 @@ def _require_process_group() -> None:
         )
 
 
-def _agree(model: nn.Module, config: ZeroPPConfig) -> _Plan:
+def _agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> _Plan:
     """Check this rank's model and settings, exchange the outcome, and raise on every rank if any rank objects."""
     plan, error = None, None
     try:
-        plan = _make_plan(model, config)
-    except ValueError as exception:
-        error = str(exception)
+        plan = _make_plan(model, ZeroPPConfig.resolve(config))
+    except Exception as exception:  # whatever it is, the other ranks must hear of it, or they would wait for ever
+        error = f"{type(exception).__name__}: {exception}"
     outcomes: list[tuple[_Plan | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(outcomes, (plan, error))
     for rank, (_, rank_error) in enumerate(outcomes):
@@ -267,10 +284,20 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> _Plan:
 
 
 def _check_unit(unit: Unit, world_size: int) -> None:
+    if isinstance(unit.reduce_scatter, ZeroPPReduceScatter):
+        raise ValueError(
+            f"unit {unit.name} already runs ZeRO++ through another apply_zeropp call, on a module above or below this "
+            "one. Call it once, on the model."
+        )
     if unit.is_hsdp:
         raise ValueError(
             f"unit {unit.name} is sharded over a 2-D mesh (HSDP), which replicates over nodes what ZeRO++ shards. "
             "Call fully_shard with a 1-D mesh over all ranks (leave dp_replicate_size at 1)."
+        )
+    if unit.reshards_to_part_of_the_world:
+        raise ValueError(
+            f"unit {unit.name} was sharded with reshard_after_forward=<int>, which keeps other shards for backward; "
+            "ZeRO++ keeps its own. Call fully_shard with reshard_after_forward=True (and set hpz_size to that int)."
         )
     ranks = dist.get_process_group_ranks(unit.shard_group)
     if ranks != list(range(world_size)):

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from hf_zeropp import ops
 from hf_zeropp.format import WireLayout
+from hf_zeropp.timing import TimedWork
 from hf_zeropp.topology import Topology
 from hf_zeropp.traffic import Peers, Traffic
 
@@ -52,19 +53,30 @@ class Hop:
         self.is_async = is_async
         self._traffic = traffic
 
-    def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> dist.Work | None:
+    def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> TimedWork | None:
         """output [size * B] <- every rank's wire [B], in group order."""
         if not wire.numel():
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel()))
-        return _all_gather_buffers(output, wire, group=self.group, async_op=self.is_async)
+        with self._traffic.timer.measure(wire.device):
+            work = _all_gather_buffers(output, wire, group=self.group, async_op=self.is_async)
+        return self._traffic.timer.watch(work)
 
-    def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> dist.Work | None:
+    def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> TimedWork | None:
         """output [size * B] <- from each rank the part of its wire [size * B] that is addressed to this rank."""
         if not wire.numel():
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
-        return dist.all_to_all_single(output, wire, group=self.group, async_op=self.is_async)
+        with self._traffic.timer.measure(wire.device):
+            work = dist.all_to_all_single(output, wire, group=self.group, async_op=self.is_async)
+        return self._traffic.timer.watch(work)
+
+
+@torch.inference_mode(False)
+def new_wire(num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A wire buffer that outlives a forward under ``inference_mode``: tensors made in that mode could not be reused
+    in training."""
+    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 class WireBuffers:
@@ -81,7 +93,7 @@ class WireBuffers:
         fit = bisect.bisect_left(self._free, num_bytes, key=torch.Tensor.numel)
         if device.type == "cpu" and fit < len(self._free):
             return self._free.pop(fit)[:num_bytes]
-        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return new_wire(num_bytes, device)
 
     def give(self, *buffers: torch.Tensor) -> None:
         for buffer in buffers:
@@ -95,7 +107,7 @@ class Flight:
     """A hop under way: the buffer where its bytes arrive, the work to wait for, and the buffers it reads from."""
 
     received: torch.Tensor
-    work: dist.Work | None = None
+    work: TimedWork | None = None
     sent: tuple[torch.Tensor, ...] = ()
 
     def land(self, buffers: WireBuffers) -> torch.Tensor:
@@ -128,7 +140,7 @@ class TwoHopGather:
             secondary: uint8 [Y * B] to receive into, or None for a new one.
         """
         if secondary is None:
-            secondary = torch.empty(self.cross.size * layout.nbytes, dtype=torch.uint8, device=shard.device)
+            secondary = new_wire(self.cross.size * layout.nbytes, shard.device)
         wire = self._buffers.take(layout.nbytes, shard.device)
         ops.quantize(shard, layout, out=wire)
         return Flight(secondary, self.cross.all_gather(secondary, wire), sent=(wire,))
@@ -222,7 +234,9 @@ class TwoHopReduce:
 
     def abandon(self, flight: Flight) -> None:
         """Wait for a hop whose result nobody wants any more."""
-        self._buffers.give(flight.land(self._buffers))
+        received = flight.land(self._buffers)
+        if received.dtype == torch.uint8:  # with one rank per node hop 1 is empty, and these are the gradients
+            self._buffers.give(received)
 
     def __call__(
         self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, partial: torch.Tensor | None = None

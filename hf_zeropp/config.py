@@ -184,7 +184,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if isinstance(value, bool) or value not in choices:
+    if not (value is None or _is_int(value)) or value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
 
 

@@ -218,20 +218,23 @@ class ZeroPPReduceScatter(_Comm, ReduceScatter):
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_unquantized(output_tensor, input_tensor, group, op, async_op)
         scale = _scale_of(op, group.size())
+        self._drop_abandoned_partial()
         layouts = self.layouts(input_tensor.dtype)
         if input_tensor.numel() != group.size() * layouts.node.numel:
             return self._reduce_part(output_tensor, input_tensor, group, scale)
-        self._drop_abandoned_partial()
-        flight = self.reduce.start(input_tensor, layouts)
+        is_last = self._clock.is_last_micro_step()
         if self._clock.pipeline is not None and not self.unit.shows_reduced_output:
-            output_tensor.zero_()
-            is_last = self._clock.is_last_micro_step()
+            self._clock.pipeline.advance()
+            flight = self.reduce.start(input_tensor, layouts)
             self._clock.pipeline.submit(ReduceJob(self, layouts, scale, is_last, flight))
-        elif self._clock.is_last_micro_step():
+            output_tensor.zero_()
+            return None
+        flight = self.reduce.start(input_tensor, layouts)
+        if is_last:
             self.reduce.finish(self.cross_over(flight, layouts), layouts, output_tensor, scale)
         else:
-            output_tensor.zero_()
             self.accumulate(flight, layouts, scale)
+            output_tensor.zero_()
         return None
 
     def accumulate(self, flight: Flight, layouts: ReduceLayouts, scale: float) -> None:

@@ -28,7 +28,7 @@ from hf_zeropp.collectives import Flight, ReduceLayouts
 if TYPE_CHECKING:
     from hf_zeropp.fsdp_comm import ZeroPPAllGather, ZeroPPReduceScatter
 
-MAX_CROSSING = 4
+MAX_CROSSING = 3
 """Reductions whose hop 2 may be under way: bounds the wire buffers a slow network can pile up."""
 
 
@@ -68,12 +68,15 @@ class ReducePipeline:
     def __len__(self) -> int:
         return len(self._in_node) + len(self._crossing)
 
-    def submit(self, job: ReduceJob) -> None:
-        """Take a job whose hop 1 was started, and advance the one before it."""
+    def advance(self) -> None:
+        """Move the job in hop 1 on to hop 2. Before the next one starts, which then finds its wire buffers free."""
         self._leave_node()
-        self._in_node.append(job)
         while len(self._crossing) > MAX_CROSSING:
             self._arrive(self._crossing.popleft())
+
+    def submit(self, job: ReduceJob) -> None:
+        """Take a job whose hop 1 was started."""
+        self._in_node.append(job)
 
     def drain(self) -> None:
         """Finish everything."""

@@ -16,6 +16,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from hf_zeropp.timing import CommTimer
+
 GATHER_CROSS = "gather, across nodes"
 GATHER_NODE = "gather, within node"
 REDUCE_NODE = "reduce, within node"
@@ -78,6 +80,7 @@ class Traffic:
         self.reset()
 
     def reset(self) -> None:
+        self.timer = CommTimer()
         self.steps = 0
         self.micro_steps = 0
         self._counts: dict[str, Bytes] = defaultdict(Bytes)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed._composable_state import _module_state_mapping
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
@@ -108,6 +109,11 @@ class Unit:
         return self._group._reshard_after_forward
 
     @property
+    def reshards_to_part_of_the_world(self) -> bool:
+        """Whether backward gathers from other shards than forward, in another group (``reshard_after_forward=<int>``)."""
+        return self._group._use_post_forward_mesh
+
+    @property
     def is_unsharded(self) -> bool:
         return self._group.is_unsharded
 
@@ -166,28 +172,30 @@ class Unit:
         return WeightStamp.of(self.params)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class WeightStamp:
-    """Identity and version counters of a unit's sharded parameters at one moment.
+    """Identity and version counters of a unit's sharded parameters, and of their local tensors, at one moment.
 
-    Both counters are kept: a DTensor's own moves with optimizers and with operations on the parameter, its local
-    tensor's with writes through ``to_local()``. Writes through ``.data`` or raw pointers move neither.
+    Both are kept: a DTensor's own counter moves with optimizers and with operations on the parameter, its local
+    tensor's with writes through ``to_local()``. Conversions (``model.half()``) keep the parameter object and swap the
+    local tensor inside. Writes through ``.data``, raw pointers, ``torch._foreach_*`` or collectives move nothing.
+
+    The references are strong: a weak one makes ``model.to()`` fail (``torch.utils.swap_tensors`` refuses tensors with
+    weak references), and an id may be taken again by the successor of a freed tensor.
     """
 
-    params: tuple[weakref.ref, ...]
-    versions: tuple[tuple[int, int], ...]
+    tensors: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
 
     @classmethod
     def of(cls, params: list[DTensor]) -> WeightStamp:
-        return cls(tuple(weakref.ref(param) for param in params), _versions(params))
+        tensors = tuple(tensor for param in params for tensor in (param, param._local_tensor))
+        return cls(tensors, tuple(tensor._version for tensor in tensors))
 
     def matches(self, params: list[DTensor]) -> bool:
-        same_tensors = all(ref() is param for ref, param in zip(self.params, params, strict=True))
-        return same_tensors and self.versions == _versions(params)
-
-
-def _versions(params: list[DTensor]) -> tuple[tuple[int, int], ...]:
-    return tuple((param._version, param._local_tensor._version) for param in params)
+        now = WeightStamp.of(params)
+        same_tensors = all(ours is theirs for ours, theirs in zip(self.tensors, now.tensors, strict=True))
+        return same_tensors and self.versions == now.versions
 
 
 def find_units(model: nn.Module) -> list[Unit]:
@@ -212,6 +220,11 @@ def find_units(model: nn.Module) -> list[Unit]:
     return units
 
 
+def find_sharded_modules() -> list[FSDPModule]:
+    """All FSDP2 modules alive in this process, whatever model they belong to. For warnings: ranks may see others."""
+    return [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+
+
 def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule))
 
@@ -233,6 +246,11 @@ def current_backward() -> int:
     return torch._C._current_graph_task_id()
 
 
+def without_compile_wrapper(model: nn.Module) -> nn.Module:
+    """The module that ``torch.compile(model)`` wraps, or the model itself."""
+    return getattr(model, "_orig_mod", model)
+
+
 def on_first_use(model: nn.Module, action: Callable[[], None]) -> None:
     """Run ``action`` once, before the first forward of the model or of any of its submodules.
 
@@ -242,7 +260,7 @@ def on_first_use(model: nn.Module, action: Callable[[], None]) -> None:
     members = weakref.WeakSet(model.modules())
 
     def before_forward(module: nn.Module, args) -> None:
-        if module in members:
+        if without_compile_wrapper(module) in members:
             handle.remove()
             action()
 
