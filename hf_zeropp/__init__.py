@@ -13,4 +13,12 @@ from hf_zeropp.integrations.accelerate import ZeroPPPlugin
 
 __version__ = "0.1.0"
 
-__all__ = ["ZeroPPConfig", "ZeroPPHandle", "ZeroPPPlugin", "apply_zeropp", "get_handle", "traffic"]
+__all__ = ["ZeroPPCallback", "ZeroPPConfig", "ZeroPPHandle", "ZeroPPPlugin", "apply_zeropp", "get_handle", "traffic"]
+
+
+def __getattr__(name: str):
+    if name == "ZeroPPCallback":  # the Trainer takes seconds to import: only for those who use it
+        from hf_zeropp.integrations.trainer import ZeroPPCallback
+
+        return ZeroPPCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -67,8 +67,10 @@ def environment_table() -> Table:
     table.add_row("python", platform.python_version())
     for package in PACKAGES:
         table.add_row(package, _version(package))
-    for key, value in ops.kernel_info().items():
-        table.add_row(key, str(value))
+    kernels = ops.kernel_info()
+    table.add_row("CPU kernels", f"{kernels.cpu} (available: {', '.join(kernels.available)})")
+    table.add_row("CPU library", kernels.library or f"none: {kernels.reason}")
+    table.add_row("CUDA library", kernels.cuda_library or "none: GPU tensors use the PyTorch reference")
     table.add_row("accelerator", _accelerator())
     try:
         config = ZeroPPConfig.from_env()

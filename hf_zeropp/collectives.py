@@ -30,7 +30,6 @@ import torch.distributed as dist
 from hf_zeropp import ops
 from hf_zeropp.format import WireLayout
 from hf_zeropp.timing import TimedWork
-from hf_zeropp.topology import Topology
 from hf_zeropp.traffic import Peers, Traffic
 
 # torch 2.13 renamed all_gather_into_tensor; both names move one contiguous buffer.
@@ -91,7 +90,8 @@ class WireBuffers:
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """A buffer [num_bytes] with arbitrary content; ``give`` it back when its bytes are no longer needed."""
         fit = bisect.bisect_left(self._free, num_bytes, key=torch.Tensor.numel)
-        if device.type == "cpu" and fit < len(self._free):
+        # One twice as large would be missed where it is needed, and a second of its size allocated there.
+        if device.type == "cpu" and fit < len(self._free) and self._free[fit].numel() <= 2 * num_bytes:
             return self._free.pop(fit)[:num_bytes]
         return new_wire(num_bytes, device)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
@@ -20,6 +21,9 @@ from typing import Any
 PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "accelerate", "hf_zeropp"]
 LIMIT_S = 120.0
 GRACE_S = 20.0  # after a rank failed, what its peers get to notice
+# Settings of the shell that runs the tests must not reach the ranks; ZEROPP_KERNELS picks the kernels under test.
+FOREIGN_PREFIXES = ("ZEROPP_", "FSDP_", "ACCELERATE_", "HF_ACCELERATE_")
+KEPT_VARIABLES = frozenset({"ZEROPP_KERNELS"})
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
@@ -48,8 +52,9 @@ def run_ranks(
         init: False leaves ``init_process_group`` to the function (Accelerate does it).
         limit_s: seconds until ranks that have not ended are killed.
     """
+    port = free_port()
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(function, rank, world_size, args, env or {}, init, folder) for rank in range(world_size)]
+        ranks = [_start(function, rank, world_size, args, env or {}, init, folder, port) for rank in range(world_size)]
         return _collect(ranks, limit_s)
 
 
@@ -63,9 +68,24 @@ def expect_errors(function: Callable[..., Any], world_size: int, *args: Any, **k
     raise AssertionError(f"expected every rank to raise, got {results}")
 
 
-def _start(function, rank, world_size, args, env, init, folder):
+def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
+    """Call ``check(case)`` for every case and fail once, naming all that failed.
+
+    For ranks that go through many cases in one run. An assertion must stand behind the collectives of its case: the
+    rank that fails goes on with the next case, as its peers do.
+    """
+    failures = []
+    for case in cases:
+        try:
+            check(case)
+        except AssertionError as error:
+            failures.append(f"{case}: {error}")
+    assert not failures, f"{len(failures)} cases failed:\n" + "\n".join(failures[:20])
+
+
+def _start(function, rank, world_size, args, env, init, folder, port):
     receiver, sender = _context.Pipe(duplex=False)
-    variables = _rank_environment(rank, world_size, folder) | env
+    variables = _rank_environment(rank, world_size, port) | env
     process = _context.Process(
         target=_rank_main, args=(sender, function, rank, world_size, args, variables, init, folder), daemon=True
     )
@@ -74,21 +94,31 @@ def _start(function, rank, world_size, args, env, init, folder):
     return process, receiver
 
 
-def _rank_environment(rank: int, world_size: int, folder: str) -> dict[str, str]:
+def free_port() -> int:
+    """A TCP port nobody listens on now, for a store that ranks make themselves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(20000 + int(folder[-6:].encode().hex(), 16) % 40000),
+        "MASTER_PORT": str(port),
         "ACCELERATE_USE_CPU": "true",
         "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
 
 
 def _rank_main(sender, function, rank, world_size, args, variables, init, folder) -> None:
+    for name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES) and name not in KEPT_VARIABLES]:
+        del os.environ[name]
     os.environ.update(variables)
     try:
         import torch

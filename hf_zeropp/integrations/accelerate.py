@@ -57,7 +57,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         if self.auto_wrap_policy is None:
             self.auto_wrap_policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
         super().__post_init__()
-        _watch_accelerator_state()
+        watch_accelerator_state()
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Accelerate calls this just before it shards ``model``: arm ZeRO++ for its first forward."""
@@ -65,11 +65,12 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         if self.zeropp is False:
             return
         GradientState().plugin_kwargs["sync_each_batch"] = True
-        on_first_use(model, lambda: self.apply(model))
+        on_first_use(model, lambda: self.handle_of(model))
 
     def apply(self, model: nn.Module) -> ZeroPPHandle:
         """Apply ZeRO++ to a sharded model now and let its accumulation follow Accelerate's."""
         handle = apply_zeropp(model, self.zeropp)
+        GradientState().plugin_kwargs["sync_each_batch"] = True
         handle.set_last_micro_step(lambda: GradientState().sync_gradients)
         return handle
 
@@ -91,7 +92,17 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         self.fsdp_version = 2
 
 
-def _watch_accelerator_state() -> None:
+_stock_counts_on_cpu = False
+
+
+def let_stock_plugin_count_on_cpu() -> None:
+    """From now on FSDP2 on CPU also works with Accelerate's own plugin, which the Trainer builds from its arguments."""
+    global _stock_counts_on_cpu
+    _stock_counts_on_cpu = True
+    watch_accelerator_state()
+
+
+def watch_accelerator_state() -> None:
     """Wrap ``AcceleratorState.__init__`` once, the one place where Accelerate decides whether a plugin counts."""
     original = AcceleratorState.__init__
     if hasattr(original, "__wrapped__"):
@@ -103,6 +114,8 @@ def _watch_accelerator_state() -> None:
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if isinstance(fsdp_plugin, ZeroPPPlugin):
             _check_plugin_counts(self, fsdp_plugin, existed)
+            use_plugin(fsdp_plugin)
+        elif _stock_counts_on_cpu and fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             use_plugin(fsdp_plugin)
 
     AcceleratorState.__init__ = initialize
@@ -116,7 +129,7 @@ def _check_plugin_counts(state: AcceleratorState, plugin: ZeroPPPlugin, existed:
         )
 
 
-def use_plugin(plugin: ZeroPPPlugin) -> None:
+def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     """Make ``plugin`` the active FSDP plugin of the AcceleratorState that exists, on CPU too.
 
     Raises:
@@ -134,7 +147,7 @@ def use_plugin(plugin: ZeroPPPlugin) -> None:
             f"ZeroPPPlugin needs `distributed_type: FSDP`, but this process runs as {state.distributed_type}. Change the "
             "Accelerate config."
         )
-    if state.distributed_type != DistributedType.FSDP and state.mixed_precision != "no":
+    if state.mixed_precision != "no":  # keeps a policy that is set
         plugin.set_mixed_precision(state.mixed_precision)
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = plugin
