@@ -35,7 +35,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--gradient-accumulation-steps", type=int, default=1)
     parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--vocab-size", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default="runs/train_accelerate")
     return parser.parse_args()
@@ -56,7 +55,7 @@ def load_tokenizer(args: argparse.Namespace, text: Dataset) -> PreTrainedTokeniz
     path = os.path.join(args.output_dir, "tokenizer")
     if not os.path.isdir(path):
         bpe = ByteLevelBPETokenizer()
-        bpe.train_from_iterator(text["text"], vocab_size=args.vocab_size, special_tokens=["<eos>"], show_progress=False)
+        bpe.train_from_iterator(text["text"], vocab_size=4096, special_tokens=["<eos>"], show_progress=False)
         PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(path)
     return AutoTokenizer.from_pretrained(path)
 
@@ -76,30 +75,26 @@ def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) ->
 def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        max_position_embeddings=args.seq_len,
-        eos_token_id=tokenizer.eos_token_id,
-    )
+    size = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=5, num_attention_heads=8)
+    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **size)
     return LlamaForCausalLM(config)
 
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> float:
+    """Mean loss per token over the validation set, in fp32 (the model's own loss is rounded to the compute dtype)."""
     model.eval()
-    losses = [model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss for batch in loader]
+    losses = []
+    for batch in loader:
+        logits = model(input_ids=batch["input_ids"]).logits[:, :-1].float()
+        losses.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"][:, 1:].flatten()))
     model.train()
-    return accelerator.gather(torch.stack(losses).float()).mean().item()
+    return accelerator.gather(torch.stack(losses)).mean().item()
 
 
 def main() -> None:
     args = parse_args()
-    zeropp = {"on": None, "off": False}.get(args.zeropp, args.zeropp)
-    plugin = ZeroPPPlugin(zeropp=zeropp)
+    plugin = ZeroPPPlugin(zeropp={"on": None, "off": False}.get(args.zeropp, args.zeropp))
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=args.gradient_accumulation_steps)
     set_seed(args.seed)
 
@@ -121,9 +116,8 @@ def main() -> None:
     start = time.perf_counter()
     train(args, accelerator, model, optimizer, train_loader)
     seconds = time.perf_counter() - start
-    predicted = handle and handle.predict(args.gradient_accumulation_steps)
     if handle and accelerator.is_main_process:
-        handle.traffic.print(predicted)
+        handle.traffic.print(handle.predict(args.gradient_accumulation_steps))
     loss_after = evaluate(accelerator, model, eval_loader)
 
     num_sequences = args.steps * args.gradient_accumulation_steps * args.batch_size * accelerator.num_processes
