@@ -11,7 +11,7 @@ import dataclasses
 import difflib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,6 +24,7 @@ ENV_OTHER = frozenset({ENV_CONFIG_FILE, "ZEROPP_KERNELS"})
 
 WEIGHT_BITS = (8, 4, None)
 GRADIENT_BITS = (4, 8, None)
+FROZEN_BITS = (8, 4, None)
 MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 4096, 32
 
 
@@ -40,6 +41,8 @@ class ZeroPPConfig:
         qgz_until: fraction of training, 0 to 1, during which gradients are quantized (paper section 5.3: qwZ and
             hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own loops call
             ``handle.set_progress``.
+        frozen_bits: bits in which frozen weights are stored (LoRA's base); 8, 4, or None (as they are loaded). Either
+            way they are sharded within the node and never cross it.
         weight_block: weights that share one scale.
         grad_block: gradients that share one scale.
         overlap: start collectives early and finish them late on backends without streams (gloo); the results are
@@ -53,6 +56,7 @@ class ZeroPPConfig:
     qgz_bits: int | None = 4
     qgz_intra_bits: int | None = 8
     qgz_until: float = 1.0
+    frozen_bits: int | None = None
     weight_block: int = 256
     grad_block: int = 128
     overlap: bool = True
@@ -62,6 +66,7 @@ class ZeroPPConfig:
         _check_choice("qwz_bits", self.qwz_bits, WEIGHT_BITS)
         _check_choice("qgz_bits", self.qgz_bits, GRADIENT_BITS)
         _check_choice("qgz_intra_bits", self.qgz_intra_bits, GRADIENT_BITS)
+        _check_choice("frozen_bits", self.frozen_bits, FROZEN_BITS)
         _check_size("hpz_size", self.hpz_size, ("node", None))
         _check_size("ranks_per_node", self.ranks_per_node, ("auto",))
         _check_block("weight_block", self.weight_block)
@@ -174,9 +179,10 @@ def _translate_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _nearest(key: str, valid: tuple[str, ...] | list[str]) -> str:
-    matches = difflib.get_close_matches(key, valid, n=1, cutoff=0.4)
-    return f" Did you mean {matches[0]!r}?" if matches else ""
+def _nearest(key: str, valid: Iterable[str]) -> str:
+    folded = {name.lower(): name for name in valid}
+    matches = difflib.get_close_matches(key.lower(), folded, n=1, cutoff=0.4)
+    return f" Did you mean {folded[matches[0]]!r}?" if matches else ""
 
 
 def _is_int(value: Any) -> bool:

@@ -1,0 +1,124 @@
+"""The command line: launching with a zeropp_config block or a file, and what ``hf-zeropp env`` tells."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_zeropp import cli
+
+ACCELERATE = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "use_cpu": True,
+    "num_machines": 1,
+    "num_processes": 2,
+    "mixed_precision": "bf16",
+    "fsdp_config": {"fsdp_version": 2},
+}
+SETTINGS = {"qwz_bits": 4, "qgz_bits": 8, "ranks_per_node": 1}
+
+SCRIPT = """
+import json, sys
+import torch
+from accelerate import Accelerator
+from hf_zeropp import ZeroPPPlugin
+
+plugin = ZeroPPPlugin()
+accelerator = Accelerator(fsdp_plugin=plugin)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model, optimizer = accelerator.prepare(model, optimizer)
+model(torch.ones(2, 8)).sum().backward()
+handle = plugin.handle_of(model)
+if accelerator.is_main_process:
+    facts = {"argv": sys.argv[2:], "bits": [handle.config.qwz_bits, handle.config.qgz_bits], "active": handle.is_active}
+    facts |= {"cross": handle.traffic.cross_node_bytes, "precision": accelerator.mixed_precision}
+    open(sys.argv[1], "w").write(json.dumps(facts))
+accelerator.end_training()
+"""
+
+
+def launch(command: list[str], folder: Path, **environ: str) -> dict:
+    """Run SCRIPT under a launcher and return the facts its first rank wrote."""
+    (folder / "script.py").write_text(SCRIPT)
+    facts = folder / "facts.json"
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ZEROPP_", "ACCELERATE_"))}
+    result = subprocess.run(
+        [*command, str(folder / "script.py"), str(facts), "--steps", "3"],
+        env=inherited | environ,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(facts.read_text())
+
+
+def write_yaml(path: Path, content: dict) -> str:
+    path.write_text(yaml.safe_dump(content))
+    return str(path)
+
+
+def test_launch_takes_the_zeropp_block_and_delegates_the_rest(tmp_path) -> None:
+    config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "zeropp_config": SETTINGS})
+    facts = launch([sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", config], tmp_path)
+    assert facts["bits"] == [4, 8] and facts["active"] and facts["cross"] > 0
+    assert facts["argv"] == ["--steps", "3"] and facts["precision"] == "bf16"
+
+
+def test_the_stock_launcher_with_a_config_file_variable(tmp_path) -> None:
+    config = write_yaml(tmp_path / "config.yaml", ACCELERATE)
+    zeropp = write_yaml(tmp_path / "zeropp.yaml", SETTINGS)
+    stock = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", config]
+    facts = launch(stock, tmp_path, ZEROPP_CONFIG_FILE=zeropp, ACCELERATE_USE_CPU="true")
+    assert facts["bits"] == [4, 8] and facts["active"] and facts["cross"] > 0
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--config_file", "a.yaml", "s.py"], ["--config-file=a.yaml", "s.py"], ["--cpu", "--config_file=a.yaml", "s.py"]],
+)
+def test_the_config_file_flag_is_replaced_in_every_spelling(flags: list[str]) -> None:
+    replaced = cli._with_config_file(flags, "b.yaml")
+    assert "b.yaml" in " ".join(replaced) and "a.yaml" not in " ".join(replaced) and replaced[-1] == "s.py"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [({**ACCELERATE, "zeropp_config": {"qwz_bitz": 8}}, "qwz_bits"), ("just words", "key: value")],
+)
+def test_mistakes_show_before_any_process_starts(tmp_path, monkeypatch, content, words: str) -> None:
+    monkeypatch.delenv("ZEROPP_CONFIG_FILE", raising=False)
+    config = write_yaml(tmp_path / "config.yaml", content)
+    with pytest.raises((ValueError, SystemExit), match=words):
+        cli.main(["launch", "--config_file", config, "absent.py"])
+
+
+def test_two_sources_of_settings_are_refused(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("ZEROPP_CONFIG_FILE", write_yaml(tmp_path / "z.yaml", SETTINGS))
+    config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "zeropp_config": SETTINGS})
+    with pytest.raises(SystemExit, match="both"):
+        cli.main(["launch", "--config_file", config, "absent.py"])
+
+
+def test_env_tells_versions_kernels_and_settings(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("ZEROPP_QGZ_BITS", "8")
+    monkeypatch.setenv("COLUMNS", "200")
+    cli.main(["env"])
+    shown = capsys.readouterr().out
+    for words in ("torch", "accelerate", "CPU kernels", "qgz_bits"):
+        assert words in shown
+    assert any("qgz_bits" in line and "8" in line for line in shown.splitlines())
+
+
+def test_env_shows_a_mistake_in_the_settings(capsys, monkeypatch) -> None:
+    monkeypatch.setenv("ZEROPP_QGZ_BITZ", "8")
+    monkeypatch.setenv("COLUMNS", "200")
+    cli.main(["env"])
+    assert "ZEROPP_QGZ_BITS" in capsys.readouterr().out

@@ -1,0 +1,137 @@
+"""Settings: every source, every mistake. An error names the setting, what came, and what is valid."""
+
+import json
+
+import pytest
+
+from hf_zeropp import ZeroPPConfig
+from hf_zeropp.config import MAX_BLOCK, field_names
+from hf_zeropp.format import MAX_BLOCK as FORMAT_MAX_BLOCK
+from hf_zeropp.format import QMAX
+
+
+def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:
+    config = ZeroPPConfig()
+    assert (config.qwz_bits, config.hpz_size, config.qgz_bits, config.qgz_intra_bits) == (8, "node", 4, 8)
+
+
+def test_the_config_allows_what_the_format_can_do() -> None:
+    assert MAX_BLOCK <= FORMAT_MAX_BLOCK
+    for bits in QMAX:
+        ZeroPPConfig(qwz_bits=bits, qgz_bits=bits, qgz_intra_bits=bits, frozen_bits=bits)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"qwz_bits": 5}, ["qwz_bits", "5", "8, 4, None"]),
+        ({"qwz_bits": True}, ["qwz_bits", "True"]),
+        ({"qgz_bits": "4"}, ["qgz_bits", "'4'"]),
+        ({"qgz_intra_bits": 4.0}, ["qgz_intra_bits", "4.0"]),
+        ({"hpz_size": 0}, ["hpz_size", "0", "node"]),
+        ({"hpz_size": "nodes"}, ["hpz_size", "nodes", "node"]),
+        ({"ranks_per_node": -1}, ["ranks_per_node", "-1", "auto"]),
+        ({"ranks_per_node": None}, ["ranks_per_node", "None", "auto"]),
+        ({"weight_block": 100}, ["weight_block", "100", "multiple of 32"]),
+        ({"weight_block": 8192}, ["weight_block", "8192", str(MAX_BLOCK)]),
+        ({"grad_block": 0}, ["grad_block", "0"]),
+        ({"grad_block": 64.0}, ["grad_block", "64.0"]),
+        ({"qgz_until": 1.5}, ["qgz_until", "1.5", "from 0 to 1"]),
+        ({"overlap": "yes"}, ["overlap", "'yes'"]),
+        ({"qgz_until": 0.5, "qgz_bits": None, "qgz_intra_bits": None}, ["qgz_until", "qgz_bits", "None"]),
+    ],
+    ids=str,
+)
+def test_bad_values_name_the_setting_what_came_and_what_is_valid(settings: dict, named: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        ZeroPPConfig(**settings)
+    for words in named:
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"), [("qwz_bit", "qwz_bits"), ("hpz", "hpz_size"), ("grad_blocks", "grad_block"), ("QGZ_bits", "qgz_bits")]
+)
+def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
+    with pytest.raises(ValueError, match=f"{key}.*Did you mean '{nearest}'"):
+        ZeroPPConfig.from_dict({key: 8})
+
+
+def test_settings_survive_a_round_trip_through_a_dict() -> None:
+    config = ZeroPPConfig(qwz_bits=4, hpz_size=2, qgz_until=0.5, ranks_per_node=2)
+    assert ZeroPPConfig.from_dict(config.to_dict()) == config
+    assert set(config.to_dict()) == set(field_names())
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("z.yaml", "qwz_bits: 4\nqgz_bits: null\n"),
+        ("z.yaml", "zeropp_config:\n  qwz_bits: 4\n  qgz_bits: null\n"),
+        ("z.json", '{"qwz_bits": 4, "qgz_bits": null}'),
+    ],
+)
+def test_files_in_yaml_and_json(tmp_path, name: str, text: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert ZeroPPConfig.from_file(path) == ZeroPPConfig(qwz_bits=4, qgz_bits=None)
+    assert ZeroPPConfig.resolve(str(path)) == ZeroPPConfig(qwz_bits=4, qgz_bits=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("z.yaml", "qwz_bits: [", "no valid YAML"),
+        ("z.json", "{qwz_bits: 4", "no valid YAML or JSON"),
+        ("z.yaml", "just words", "key: value"),
+        ("z.yaml", "", "key: value"),
+        ("z.yaml", "zeropp_config: 8", "mapping"),
+        ("z.yaml", "qwz_bitz: 8", "Did you mean 'qwz_bits'"),
+    ],
+)
+def test_bad_files_say_what_is_wrong(tmp_path, name: str, text: str, words: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises((ValueError, TypeError), match=words):
+        ZeroPPConfig.from_file(path)
+
+
+def test_a_missing_file_is_named(tmp_path) -> None:
+    path = tmp_path / "absent.yaml"
+    with pytest.raises(ValueError, match="absent.yaml"):
+        ZeroPPConfig.from_env({"ZEROPP_CONFIG_FILE": str(path)})
+
+
+def test_environment_overrides_the_file(tmp_path) -> None:
+    path = tmp_path / "z.yaml"
+    path.write_text("qwz_bits: 4\nhpz_size: 2\n")
+    environ = {
+        "ZEROPP_CONFIG_FILE": str(path),
+        "ZEROPP_QWZ_BITS": "none",
+        "ZEROPP_QGZ_UNTIL": "0.5",
+        "ZEROPP_KERNELS": "reference",
+        "OTHER": "x",
+    }
+    assert ZeroPPConfig.from_env(environ) == ZeroPPConfig(qwz_bits=None, hpz_size=2, qgz_until=0.5)
+
+
+def test_an_unknown_variable_names_the_nearest() -> None:
+    with pytest.raises(ValueError, match="ZEROPP_QWZ_BIT.*ZEROPP_QWZ_BITS"):
+        ZeroPPConfig.from_env({"ZEROPP_QWZ_BIT": "8"})
+
+
+def test_a_deepspeed_file_is_translated(tmp_path) -> None:
+    zero = {
+        "stage": 3,
+        "zero_quantized_weights": True,
+        "zero_hpz_partition_size": 8,
+        "zero_quantized_gradients": True,
+    }
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": zero}))
+    expected = ZeroPPConfig(qwz_bits=8, hpz_size=8, qgz_bits=4, qgz_intra_bits=4)
+    assert ZeroPPConfig.from_file(path) == expected
+    plain = ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 3}})
+    assert plain == ZeroPPConfig(qwz_bits=None, hpz_size=None, qgz_bits=None, qgz_intra_bits=None)
+    with pytest.raises(ValueError, match="stage 2"):
+        ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 2}})
