@@ -1,0 +1,167 @@
+"""The quantization format and its byte arithmetic.
+
+A rank's flat shard of a unit is one *slice*: several parameters, one after the other. On the wire the slice becomes one
+run of bytes, and this module alone knows where each parameter lies in it:
+
+    segment 0             segment 1               segment 2 (raw)
+    | scales | codes      | scales | codes        | bytes            |      every part starts 16-byte aligned
+
+- A quantized segment is one bf16 scale per block, then 8- or 4-bit codes. Blocks never straddle segments, so that one
+  parameter's large values cannot spoil its neighbour's scale. A raw segment travels unquantized in the raw dtype.
+- Alignment is relative to the slice. It keeps 16-byte loads aligned and costs at most 30 bytes a segment.
+- Padding is always written, as zeros: equal inputs give equal wires, byte for byte.
+
+The mathematics (how a block becomes a scale and codes) is in `reference.py` and, for compiled code, `ops/format.h`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+QMAX = {8: 127, 4: 7}
+"""Largest code of each quantized width; codes are symmetric, -qmax..qmax."""
+
+ALIGNMENT = 16
+"""Bytes. Every part of a slice, and every slice of a wire buffer, starts at a multiple of it."""
+
+MAX_BLOCK = 4096
+"""Elements. A block must fit a core's first-level cache, and a CUDA thread block's registers."""
+
+SCALE_NAN = 0x7FC0
+"""bf16 bits stored as the scale of a block that holds a NaN or an Inf: every element decodes to NaN."""
+
+SCALE_MIN = (127 - 100) << 7
+"""bf16 bits of 2^-100. A smaller scale is stored as zero, so neither encode nor decode ever meets a denormal."""
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What encode reads, decode writes and raw segments travel in. Positions are the dtype codes of the C ABI."""
+
+_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+
+
+def align(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def num_blocks(numel: int, block: int) -> int:
+    return -(-numel // block)
+
+
+def scale_bytes(numel: int, bits: int, block: int) -> int:
+    """Bytes of the scales of `numel` elements, padding included; 0 for raw widths (16, 32)."""
+    return align(2 * num_blocks(numel, block)) if bits in QMAX else 0
+
+
+def code_bytes(numel: int, bits: int) -> int:
+    """Bytes of `numel` codes or raw elements of `bits` bits each, padding included."""
+    return align(-(-numel * bits // 8))
+
+
+def wire_bytes(numel: int, bits: int, block: int) -> int:
+    """Bytes on the wire of one segment. `bits`: 8 or 4 for codes, 16 or 32 for a segment that travels raw."""
+    return scale_bytes(numel, bits, block) + code_bytes(numel, bits)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One parameter of a slice: `numel` elements, quantized to `bits` (8, 4) or raw (None)."""
+
+    numel: int
+    bits: int | None
+
+    def __post_init__(self) -> None:
+        if self.numel < 0:
+            raise ValueError(f"Segment: expected numel >= 0, got {self.numel}")
+        if self.bits is not None and self.bits not in QMAX:
+            raise ValueError(f"Segment: expected bits 8, 4 or None (raw), got {self.bits}")
+
+
+class Part(NamedTuple):
+    """Where one segment lies. Byte offsets count from the start of the slice's wire. A row of `WireLayout.table`."""
+
+    element: int  # first element, in the slice
+    numel: int
+    bits: int  # 8, 4; 0 for raw
+    scales: int  # byte offset of the scales
+    codes: int  # byte offset of the codes or raw bytes
+    end: int  # byte offset behind the padding
+    first_block: int  # index of its first block, in the slice; raw segments count blocks too
+
+
+@dataclass(frozen=True)
+class WireLayout:
+    """Where the parts of one slice lie in its wire buffer. Immutable and hashable: equal layouts describe equal bytes.
+
+    segments: the slice's parameters in order; zero-length segments are legal.
+    block: elements that share one scale, 1..MAX_BLOCK.
+    raw_dtype: what raw segments travel in (fp32, bf16 or fp16).
+
+    `numel` and `nbytes` are the size of one slice in elements and on the wire. `spec` is the layout as text; the
+    registered ops take it as an argument, which keeps them self-contained under `torch.compile` and fake tensors.
+    """
+
+    segments: tuple[Segment, ...]
+    block: int
+    raw_dtype: torch.dtype = torch.bfloat16
+    parts: tuple[Part, ...] = field(init=False, repr=False, compare=False)
+    numel: int = field(init=False, compare=False)
+    nbytes: int = field(init=False, compare=False)
+    spec: str = field(init=False, repr=False, compare=False)
+    _tables: dict[torch.device, torch.Tensor] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __init__(self, segments: Iterable[Segment], block: int, raw_dtype: torch.dtype = torch.bfloat16) -> None:
+        if not 1 <= block <= MAX_BLOCK:
+            raise ValueError(f"WireLayout: expected a block of 1..{MAX_BLOCK} elements, got {block}")
+        if raw_dtype not in FLOAT_DTYPES:
+            raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {raw_dtype}")
+        segments = tuple(segments)
+        parts = tuple(_lay_out(segments, block, raw_dtype.itemsize * 8))
+        derived = {
+            "parts": parts,
+            "numel": sum(segment.numel for segment in segments),
+            "nbytes": parts[-1].end if parts else 0,
+            "spec": _to_spec(segments, block, raw_dtype),
+            "_tables": {},
+        }
+        for name, value in {"segments": segments, "block": block, "raw_dtype": raw_dtype, **derived}.items():
+            object.__setattr__(self, name, value)
+
+    @staticmethod
+    @cache
+    def from_spec(spec: str) -> WireLayout:
+        """The inverse of `spec`. One object per text, so its device tables are built once."""
+        block, raw_dtype, *segments = spec.split(" ")
+        return WireLayout(map(_segment_from_spec, segments), int(block), _DTYPE_NAMES[raw_dtype])
+
+    def table(self, device: torch.device | str) -> torch.Tensor:
+        """`parts` as an int64 tensor [num_segments, len(Part._fields)] on `device`, built once per device."""
+        device = torch.device(device)
+        if device not in self._tables:
+            rows = torch.tensor(self.parts, dtype=torch.int64).reshape(-1, len(Part._fields))
+            self._tables[device] = rows.to(device)
+        return self._tables[device]
+
+
+def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterator[Part]:
+    element = offset = first_block = 0
+    for numel, bits in ((segment.numel, segment.bits) for segment in segments):
+        codes = offset + scale_bytes(numel, bits or raw_bits, block)
+        end = offset + wire_bytes(numel, bits or raw_bits, block)
+        yield Part(element, numel, bits or 0, offset, codes, end, first_block)
+        element, offset, first_block = element + numel, end, first_block + num_blocks(numel, block)
+
+
+def _to_spec(segments: tuple[Segment, ...], block: int, raw_dtype: torch.dtype) -> str:
+    """For example "256 bfloat16 int8*4096 raw*64": block, raw dtype, then one word per segment."""
+    words = (f"{f'int{segment.bits}' if segment.bits else 'raw'}*{segment.numel}" for segment in segments)
+    return " ".join([str(block), str(raw_dtype).removeprefix("torch."), *words])
+
+
+def _segment_from_spec(word: str) -> Segment:
+    codec, numel = word.split("*")
+    return Segment(int(numel), None if codec == "raw" else int(codec.removeprefix("int")))

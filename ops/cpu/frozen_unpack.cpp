@@ -1,0 +1,35 @@
+// Decode the rows of a frozen weight.
+#include "abi.h"
+#include "frozen.h"
+
+namespace {
+namespace zeropp {
+
+// One row: Out is float, BFloat16 or Float16.
+template <class Out>
+void unpack_row(const uint8_t* codes, const BFloat16* scales, const FrozenRows& shape, Out* out) {
+  alignas(64) float values[kMaxBlock];
+  alignas(64) int8_t unpacked[kMaxBlock];
+  for (int64_t b = 0; b < shape.num_blocks(); ++b) {
+    const int64_t n = shape.block_size(b);
+    decode_block<Set>(load_codes(codes, shape, b, unpacked), n, scales[b], values);
+    convert(values, n, out + b * shape.block);
+  }
+}
+
+}  // namespace zeropp
+}  // namespace
+
+ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const zeropp::BFloat16* scales, int64_t rows, int64_t columns,
+                             int64_t block, int64_t bits, void* output, int64_t dtype) {
+  using namespace zeropp;
+  const FrozenRows shape{rows, columns, block, bits};
+  return for_each_row(shape, [&](int64_t row) {
+    const uint8_t* row_codes = codes + row * shape.code_bytes();
+    const BFloat16* row_scales = scales + row * shape.num_blocks();
+    const int64_t first = row * columns;
+    if (dtype == kFloat32) unpack_row(row_codes, row_scales, shape, static_cast<float*>(output) + first);
+    else if (dtype == kBFloat16) unpack_row(row_codes, row_scales, shape, static_cast<BFloat16*>(output) + first);
+    else unpack_row(row_codes, row_scales, shape, static_cast<Float16*>(output) + first);
+  });
+}

@@ -1,0 +1,167 @@
+// The inner loops, over runs of elements that lie in the first-level cache. They are plain loops over the scalar
+// functions of format.h, in the form compilers vectorize well: three instruction sets come from compiling them thrice.
+#pragma once
+
+#include "../format.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+namespace zeropp {
+
+// ---- Conversions.
+
+template <class To, class From>
+void convert(const From* __restrict from, int64_t n, To* __restrict to) {
+  for (int64_t i = 0; i < n; ++i) assign(to[i], to_float(from[i]));
+}
+
+#if defined(__F16C__)  // compilers do not find these instructions in a loop
+inline void convert(const Float16* __restrict from, int64_t n, float* __restrict to) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  }
+  for (; i < n; ++i) to[i] = to_float(from[i]);
+}
+
+inline void convert(const float* __restrict from, int64_t n, Float16* __restrict to) {
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    const __m256 values = _mm256_loadu_ps(from + i);
+    const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
+    const __m256 canonical = _mm256_blendv_ps(values, _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000)), is_nan);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                     _mm256_cvtps_ph(canonical, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  for (; i < n; ++i) assign(to[i], from[i]);
+}
+#endif
+
+// ---- One block. In: float or BFloat16.
+
+template <class In>
+uint32_t block_amax(const In* in, int64_t n) {
+  decltype(magnitude(*in)) amax = 0;
+  for (int64_t i = 0; i < n; ++i) amax = magnitude(in[i]) > amax ? magnitude(in[i]) : amax;
+  return amax_bits(amax);
+}
+
+template <class In>
+void encode_block(const In* __restrict in, int64_t n, BFloat16 stored_scale, int8_t* __restrict codes) {
+  if (!has_codes(stored_scale)) {
+    memset(codes, 0, n);
+    return;
+  }
+  const float scale = to_float(stored_scale);
+  for (int64_t i = 0; i < n; ++i) codes[i] = encode(to_float(in[i]), scale);
+}
+
+// What decoded elements do to what is there: replace it, or add to it. The only NaN ever decoded is the canonical one.
+struct Set {
+  static void apply(float& to, float value) { to = value; }
+  static void apply(BFloat16& to, float value) { to.bits = round_to_bfloat16(value); }
+};
+struct Add {
+  static void apply(float& to, float value) { to += value; }
+};
+
+template <class Update, class Out>
+void decode_block(const int8_t* __restrict codes, int64_t n, BFloat16 stored_scale, Out* __restrict out) {
+  const float scale = to_float(stored_scale);
+  for (int64_t i = 0; i < n; ++i) Update::apply(out[i], decode(codes[i], scale));
+}
+
+#if defined(__AVX512BW__)
+// An INT4 block has few values: round each to bf16 once, then look them up, 32 at a time. A lookup takes the low five
+// bits of a code, hence the table of 0..7, -8..-1, and the same again, made in registers: through memory it stalls.
+inline void look_up_block(const int8_t* codes, int64_t n, BFloat16 stored_scale, BFloat16* out) {
+  const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(integers, _mm512_set1_ps(to_float(stored_scale))));
+  const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
+  const __m512i table = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    const __m256i indices = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
+    _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(_mm512_cvtepi8_epi16(indices), table));
+  }
+  for (; i < n; ++i) Set::apply(out[i], decode(codes[i], to_float(stored_scale)));
+}
+#endif
+
+// Raw elements: any NaN.
+template <class Update>
+void update(const float* __restrict values, int64_t n, float* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) Update::apply(out[i], values[i]);
+}
+
+template <class Update>
+void update(const float* __restrict values, int64_t n, BFloat16* __restrict out) {
+  convert(values, n, out);
+}
+
+// ---- INT4: two codes in a byte, the low nibble first; an odd last one shares its byte with zero.
+
+inline void pack_nibbles(const int8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
+  for (int64_t i = 0; i < n / 2; ++i) {
+    uint16_t pair;  // little-endian: the first code is the low byte
+    memcpy(&pair, codes + 2 * i, sizeof pair);
+    out[i] = static_cast<uint8_t>((pair & 0x0F) | (pair >> 4 & 0xF0));
+  }
+  if (n % 2) out[n / 2] = static_cast<uint8_t>(codes[n - 1] & 0x0F);
+}
+
+// Writes an even number of codes: one more than n where n is odd.
+inline void unpack_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
+  for (int64_t i = 0; i < (n + 1) / 2; ++i) {
+    const uint32_t pair = (in[i] & 0x0Fu) | (in[i] & 0xF0u) << 4;
+    const uint16_t extended = static_cast<uint16_t>(pair | (pair & 0x0808) * 0x1E);  // copy each sign bit upwards
+    memcpy(codes + 2 * i, &extended, sizeof extended);
+  }
+}
+
+// ---- Memory.
+
+inline void prefetch(const void* from, int64_t nbytes) {
+  for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
+}
+
+// Copy past the caches: a large result would only push out what is still needed, after being read in to be overwritten.
+inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t nbytes) {
+#if defined(__AVX512F__)
+  using Line = __m512i;
+  const auto stream = [](void* at, Line line) { _mm512_stream_si512(static_cast<Line*>(at), line); };
+#elif defined(__AVX2__)
+  using Line = __m256i;
+  const auto stream = [](void* at, Line line) { _mm256_stream_si256(static_cast<Line*>(at), line); };
+#elif defined(__SSE2__)
+  using Line = __m128i;
+  const auto stream = [](void* at, Line line) { _mm_stream_si128(static_cast<Line*>(at), line); };
+#endif
+  int64_t i = 0;
+#if defined(__SSE2__)
+  const int64_t head = -reinterpret_cast<intptr_t>(to) & (sizeof(Line) - 1);
+  if (head < nbytes) {
+    memcpy(to, from, head);
+    for (i = head; i + static_cast<int64_t>(sizeof(Line)) <= nbytes; i += sizeof(Line)) {
+      Line line;
+      memcpy(&line, from + i, sizeof line);
+      stream(to + i, line);
+    }
+  }
+#endif
+  memcpy(to + i, from + i, nbytes - i);
+}
+
+// Streaming stores are ordered by nothing else, neither by locks nor by a thread's end.
+inline void stream_fence() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace zeropp
+}  // namespace

@@ -1,0 +1,14 @@
+// Encode slices for the wire.
+#include "abi.h"
+#include "tile.h"
+
+ZEROPP_KERNEL(quantize)(const void* input, int64_t dtype, const zeropp::Layout* layout, int64_t num_slices,
+                        int64_t slice_rows, uint8_t* wire, void*) {
+  using namespace zeropp;
+  const int64_t size = item_size(dtype);
+  return for_each_tile(*layout, num_slices, num_slices * layout->nbytes, [&](const Tile& tile, Worker& worker) {
+    const char* from = static_cast<const char*>(input) + (tile.slice * layout->numel + tile.element()) * size;
+    uint8_t* slot = wire + permuted(tile.slice, num_slices, slice_rows) * layout->nbytes;
+    worker.encode(from, dtype, tile, *layout, slot);
+  });
+}

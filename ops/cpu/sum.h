@@ -1,0 +1,37 @@
+// The sum both fused kernels share.
+#pragma once
+
+#include "tile.h"
+
+namespace {
+namespace zeropp {
+
+// What several ranks sent, and where their sum starts.
+struct Sources {
+  const uint8_t* wire;  // [num_sources, num_sums, nbytes]
+  const Layout& layout;
+  const float* initial;  // [num_sums, numel], or null: start from source 0
+  int64_t num_sources;
+  int64_t num_sums;
+
+  // initial + source 0 + source 1 + ..., in that order, of a tile of slice `tile.slice`.
+  void sum(Tile tile, const Part* parts, Worker& worker, float* out) const {
+    tile.part = layout.parts + (tile.part - parts);
+    const uint8_t* from = wire + tile.slice * layout.nbytes;
+    int64_t source = 0;
+    if (initial) {
+      const float* start = initial + tile.slice * layout.numel + tile.element();
+      prefetch(start + tile.numel, tile.numel * sizeof *start);
+      memcpy(out, start, tile.numel * sizeof *out);
+    } else {
+      worker.decode<Set>(from, tile, layout, out);
+      source = 1;
+    }
+    for (; source < num_sources; ++source) {
+      worker.decode<Add>(from + source * num_sums * layout.nbytes, tile, layout, out);
+    }
+  }
+};
+
+}  // namespace zeropp
+}  // namespace

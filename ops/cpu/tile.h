@@ -1,0 +1,188 @@
+// A tile is an even number of whole blocks of one segment of one slice, small enough to stay in the first-level cache
+// from its first load to its last store. Everything happens tile by tile, in fp32: kernels compose the steps below.
+// (Even, so that with odd blocks too a tile of INT4 codes starts at a byte.)
+#pragma once
+
+#include "loops.h"
+#include "parallel.h"
+
+namespace {
+namespace zeropp {
+
+constexpr int64_t kTileNumel = 2048;                 // aimed at: 8 KiB of fp32
+constexpr int64_t kMaxTileNumel = 2 * kMaxBlock;     // reached with the largest blocks
+constexpr int64_t kNumelPerThread = 32768;           // PyTorch's own grain: less work is not worth a thread
+constexpr int64_t kStreamBytes = int64_t{4} << 20;   // results from this size on bypass the caches
+
+struct Tile {
+  const Part* part;
+  int64_t slice;
+  int64_t first;  // first element, in the part
+  int64_t numel;
+
+  bool is_last() const { return first + numel == part->numel; }
+  int64_t element() const { return part->element + first; }  // in the slice
+};
+
+inline int64_t tile_numel(int64_t block) {
+  return 2 * block * max(kTileNumel / (2 * block), 1);
+}
+
+// The steps of a tile, and the buffers between them. Each thread has its own, on its stack.
+// fp32 and bf16 go straight in and out of the steps, fp16 by way of fp32.
+class Worker {
+ public:
+  // stream: results bypass the caches.
+  explicit Worker(bool stream) : stream_(stream) {}
+
+  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire.
+  void encode(const void* values, int64_t dtype, const Tile& tile, const Layout& layout, uint8_t* wire) {
+    if (tile.part->bits == 0) {
+      encode_raw(load(values, dtype, tile.numel), tile, layout.raw_dtype, wire);
+    } else if (dtype == kBFloat16) {
+      encode_quantized(static_cast<const BFloat16*>(values), tile, layout.block, wire);
+    } else {
+      encode_quantized(load(values, dtype, tile.numel), tile, layout.block, wire);
+    }
+  }
+
+  // The tile's part of its slice's wire -> fp32 or bf16, set or added. A tile made for another layout may begin and end
+  // within this layout's blocks: one run for each block it touches.
+  template <class Update, class Out>
+  void decode(const uint8_t* wire, const Tile& tile, const Layout& layout, Out* out) {
+    const Part& part = *tile.part;
+    if (part.bits == 0) return update<Update>(load_raw(wire + part.codes, tile, layout.raw_dtype), tile.numel, out);
+    const int8_t* codes = load_codes(wire + part.codes, tile, part.bits);
+    const uint8_t* scales = wire + part.scales + tile.first / layout.block * sizeof(BFloat16);
+    int64_t size = layout.block - tile.first % layout.block;
+    for (int64_t at = 0; at < tile.numel; at += size, size = layout.block, scales += sizeof(BFloat16)) {
+      BFloat16 scale;
+      memcpy(&scale, scales, sizeof scale);
+      const int64_t n = min(size, tile.numel - at);
+#if defined(__AVX512BW__)
+      if constexpr (sizeof *out == sizeof(BFloat16)) {
+        if (part.bits == 4) {
+          look_up_block(codes + at, n, scale, out + at);
+          continue;
+        }
+      }
+#endif
+      decode_block<Update>(codes + at, n, scale, out + at);
+    }
+  }
+
+  // n values -> `dtype` in memory.
+  void store(const float* values, int64_t n, int64_t dtype, void* to) {
+    if (dtype == kFloat32) return write(to, values, n * sizeof *values);
+    if (dtype == kBFloat16) convert(values, n, reinterpret_cast<BFloat16*>(halves_));
+    if (dtype == kFloat16) convert(values, n, reinterpret_cast<Float16*>(halves_));
+    write(to, halves_, 2 * n);
+  }
+
+  void write(void* to, const void* from, int64_t nbytes) {
+    if (stream_) stream_copy(static_cast<uint8_t*>(to), static_cast<const uint8_t*>(from), nbytes);
+    else memcpy(to, from, nbytes);
+  }
+
+ private:
+  // n elements of `dtype` -> fp32; in place, where they are fp32 already.
+  const float* load(const void* from, int64_t dtype, int64_t n) {
+    if (dtype == kFloat32) return static_cast<const float*>(from);
+    if (dtype == kBFloat16) convert(static_cast<const BFloat16*>(from), n, values_);
+    if (dtype == kFloat16) convert(static_cast<const Float16*>(from), n, values_);
+    return values_;
+  }
+
+  void encode_raw(const float* values, const Tile& tile, int64_t dtype, uint8_t* wire) {
+    const Part& part = *tile.part;
+    store(values, tile.numel, dtype, wire + part.codes + tile.first * item_size(dtype));
+    if (tile.is_last()) write_zeros(wire + part.codes + part.numel * item_size(dtype), wire + part.end);
+  }
+
+  template <class In>
+  void encode_quantized(const In* values, const Tile& tile, int64_t block, uint8_t* wire) {
+    const Part& part = *tile.part;
+    const int64_t num_blocks = encode_scales(values, tile.numel, block, qmax_of(part.bits));
+    encode_codes(values, tile.numel, block);
+    const int64_t nbytes = ceil_div(tile.numel * part.bits, 8);
+    uint8_t* scales = wire + part.scales + tile.first / block * 2;
+    uint8_t* codes = wire + part.codes + tile.first * part.bits / 8;
+    if (part.bits == 4) pack_nibbles(codes_, tile.numel, packed_);
+    write(scales, scales_, 2 * num_blocks);
+    write(codes, part.bits == 4 ? static_cast<const void*>(packed_) : codes_, nbytes);
+    if (!tile.is_last()) return;
+    write_zeros(scales + 2 * num_blocks, wire + part.codes);
+    write_zeros(codes + nbytes, wire + part.end);
+  }
+
+  // The scale of every block, into scales_. Returns how many.
+  template <class In>
+  int64_t encode_scales(const In* values, int64_t n, int64_t block, int qmax) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < n; i += block) amax_[count++] = block_amax(values + i, min(block, n - i));
+    for (int64_t b = 0; b < count; ++b) scales_[b] = encode_scale(amax_[b], qmax);
+    return count;
+  }
+
+  // The codes of every block, into codes_, while the next tile is on its way from memory.
+  template <class In>
+  void encode_codes(const In* values, int64_t n, int64_t block) {
+    for (int64_t i = 0, b = 0; i < n; i += block, ++b) {
+      const int64_t size = min(block, n - i);
+      prefetch(values + n + i, size * sizeof *values);
+      encode_block(values + i, size, scales_[b], codes_ + i);
+    }
+  }
+
+  const int8_t* load_codes(const uint8_t* from, const Tile& tile, int64_t bits) {
+    const uint8_t* codes = from + tile.first * bits / 8;
+    prefetch(codes + tile.numel * bits / 8, tile.numel * bits / 8);
+    if (bits == 8) return reinterpret_cast<const int8_t*>(codes);
+    unpack_nibbles(codes, tile.numel, codes_);
+    return codes_;
+  }
+
+  // Copied first: a wire buffer may begin anywhere, floats in memory may not.
+  const float* load_raw(const uint8_t* from, const Tile& tile, int64_t dtype) {
+    const int64_t size = item_size(dtype);
+    memcpy(dtype == kFloat32 ? static_cast<void*>(values_) : halves_, from + tile.first * size, tile.numel * size);
+    return dtype == kFloat32 ? values_ : load(halves_, dtype, tile.numel);
+  }
+
+  static void write_zeros(uint8_t* from, uint8_t* to) { memset(from, 0, to - from); }
+
+  const bool stream_;
+  alignas(64) float values_[kMaxTileNumel];
+  alignas(64) uint16_t halves_[kMaxTileNumel];
+  alignas(64) uint32_t amax_[kMaxTileNumel];
+  alignas(64) BFloat16 scales_[kMaxTileNumel];
+  alignas(64) int8_t codes_[kMaxTileNumel];
+  alignas(64) uint8_t packed_[kMaxTileNumel / 2];
+};
+
+// body(tile, worker) for every tile of `num_slices` slices; `result_bytes` is the size of all that the bodies write.
+template <class Body>
+Status for_each_tile(const Layout& layout, int64_t num_slices, int64_t result_bytes, const Body& body) {
+  const int64_t step = tile_numel(layout.block);
+  int64_t per_slice = 0;
+  for (int64_t p = 0; p < layout.num_parts; ++p) per_slice += ceil_div(layout.parts[p].numel, step);
+
+  const auto run = [&](int64_t begin, int64_t end) {
+    Worker worker(result_bytes >= kStreamBytes);
+    for (int64_t slice = begin / per_slice; slice * per_slice < end; ++slice) {
+      int64_t index = slice * per_slice;
+      for (const Part* part = layout.parts; part != layout.parts + layout.num_parts; ++part) {
+        const int64_t count = ceil_div(part->numel, step);
+        for (int64_t t = max(begin - index, 0); t < min(count, end - index); ++t) {
+          body(Tile{part, slice, t * step, min(step, part->numel - t * step)}, worker);
+        }
+        index += count;
+      }
+    }
+    stream_fence();
+  };
+  return parallel_for(num_slices * per_slice, kNumelPerThread / step + 1, run) ? kOk : kParallelFailed;
+}
+
+}  // namespace zeropp
+}  // namespace
