@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import socket
 import tempfile
 import time
@@ -18,7 +19,16 @@ from datetime import timedelta
 from multiprocessing.connection import wait
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "accelerate", "hf_zeropp"]
+PRELOAD = [
+    "torch",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers",
+    "accelerate",
+    "hf_zeropp",
+    "hf_zeropp.integrations.trainer",
+    "datasets",
+]
 LIMIT_S = 120.0
 GRACE_S = 20.0  # after a rank failed, what its peers get to notice
 # Settings of the shell that runs the tests must not reach the ranks; ZEROPP_KERNELS picks the kernels under test.
@@ -83,6 +93,53 @@ def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
     assert not failures, f"{len(failures)} cases failed:\n" + "\n".join(failures[:20])
 
 
+class Scenarios:
+    """Many short tests in one start of the ranks.
+
+    A scenario is a function ``(rank, *args)`` of a module. All of them run one after the other in the same processes,
+    each in its own try block; ``check(name)`` fails if that one raised, and returns what it returned.
+
+        SCENARIOS = Scenarios(4, [freezing, clipping])
+
+        @SCENARIOS.parametrize
+        def test_features(scenario):
+            SCENARIOS.check(scenario)
+
+    A scenario that raises on some ranks only, in between collectives, spoils those behind it.
+    """
+
+    def __init__(self, world_size: int, functions: Iterable[Callable[..., Any]], *args: Any, **kwargs: Any) -> None:
+        self.world_size = world_size
+        self.functions = {function.__name__: function for function in functions}
+        self._args = args
+        self._kwargs = kwargs
+        self._outcomes: list[dict[str, tuple[bool, Any]]] | None = None
+
+    def parametrize(self, test: Callable[..., None]) -> Callable[..., None]:
+        import pytest
+
+        return pytest.mark.parametrize("scenario", list(self.functions))(test)
+
+    def check(self, name: str) -> list[Any]:
+        """What the scenario returned, in rank order."""
+        if self._outcomes is None:
+            functions = list(self.functions.values())
+            self._outcomes = run_ranks(_run_scenarios, self.world_size, functions, *self._args, **self._kwargs)
+        failures = {rank: told[name][1] for rank, told in enumerate(self._outcomes) if not told[name][0]}
+        assert not failures, f"{name} failed on ranks {sorted(failures)}:\n" + "\n".join(sorted(set(failures.values())))
+        return [told[name][1] for told in self._outcomes]
+
+
+def _run_scenarios(rank: int, functions: list[Callable[..., Any]], *args: Any) -> dict[str, tuple[bool, Any]]:
+    outcomes = {}
+    for function in functions:
+        try:
+            outcomes[function.__name__] = (True, function(rank, *args))
+        except Exception:  # noqa: BLE001 - the parent shows it
+            outcomes[function.__name__] = (False, traceback.format_exc())
+    return outcomes
+
+
 def _start(function, rank, world_size, args, env, init, folder, port):
     receiver, sender = _context.Pipe(duplex=False)
     variables = _rank_environment(rank, world_size, port) | env
@@ -135,9 +192,10 @@ def _rank_main(sender, function, rank, world_size, args, variables, init, folder
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
-        sender.send((True, result))
+        sender.send_bytes(pickle.dumps((True, result)))  # tensors by value: the rank is gone when they are read
     except BaseException as error:  # noqa: BLE001 - the parent shows it
-        sender.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+        failure = type(error).__name__, str(error), traceback.format_exc()
+        sender.send_bytes(pickle.dumps((False, failure)))
     finally:
         sender.close()
 
@@ -154,8 +212,8 @@ def _collect(ranks, limit_s: float) -> list[Any]:
         for receiver in ready:
             rank = pending.pop(receiver)
             try:
-                succeeded, value = receiver.recv()
-            except EOFError:
+                succeeded, value = pickle.loads(receiver.recv_bytes())
+            except (EOFError, ConnectionResetError):
                 succeeded, value = False, ("ProcessDied", f"exit code {_exit_code(ranks[rank][0])}", "")
             if succeeded:
                 results[rank] = value
@@ -173,7 +231,9 @@ def _report(failures: list[tuple[int, str, str, str]]) -> str:
     ranks_of: dict[tuple[str, str, str], list[int]] = {}
     for rank, *failure in failures:
         ranks_of.setdefault(tuple(failure), []).append(rank)
-    return "\n".join(f"[ranks {ranks}] {kind}: {message}\n{trace}" for (kind, message, trace), ranks in ranks_of.items())
+    return "\n".join(
+        f"[ranks {ranks}] {kind}: {message}\n{trace}" for (kind, message, trace), ranks in ranks_of.items()
+    )
 
 
 def _exit_code(process) -> int | None:

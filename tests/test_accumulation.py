@@ -1,0 +1,250 @@
+"""Gradient accumulation: one reduction across nodes per step, nothing of full size kept, nothing lost.
+
+Two nodes of two ranks; every scenario with overlapping and with blocking communication.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Scenarios
+from toy import POLICIES, Reduction, backward, check_gradients, loss_of, loss_without_head, make_lm, shard
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
+
+REDUCTION = Reduction(node_bits=8, cross_bits=4, ranks_per_node=2)
+
+
+def apply(model: torch.nn.Module, overlap: bool, **settings) -> ZeroPPHandle:
+    return apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap} | settings)
+
+
+def accumulate(model, handle: ZeroPPHandle, rank: int, steps) -> None:
+    for index, step in enumerate(steps):
+        handle.set_last_micro_step(index == len(steps) - 1)
+        backward(model, rank, step)
+
+
+def micro_steps_add_up(rank: int, overlap: bool) -> None:
+    """Any number of them, in every dtype; and again in the next step."""
+    for policy in POLICIES:
+        reduction = Reduction(8, 4, 2, POLICIES[policy].reduce_dtype or torch.float32)
+        model = shard(make_lm(), POLICIES[policy])
+        handle = apply(model, overlap)
+        for steps in ((0,), (1, 2), (3, 4, 5, 6, 7)):
+            accumulate(model, handle, rank, steps)
+            check_gradients(model, make_lm(), rank, reduction, steps=steps)
+            model.zero_grad()
+
+
+def with_one_rank_per_node(rank: int, overlap: bool) -> None:
+    model = shard(make_lm())
+    handle = apply(model, overlap, ranks_per_node=1)
+    accumulate(model, handle, rank, (0, 1, 2))
+    check_gradients(model, make_lm(), rank, Reduction(8, 4, 1), steps=(0, 1, 2))
+
+
+def the_last_micro_step_by_a_function(rank: int, overlap: bool) -> None:
+    """As the Accelerate plugin gives it: asked anew at each reduction."""
+    model, state = shard(make_lm()), {"last": False}
+    apply(model, overlap).set_last_micro_step(lambda: state["last"])
+    backward(model, rank, 0)
+    state["last"] = True
+    backward(model, rank, 1)
+    check_gradients(model, make_lm(), rank, REDUCTION, steps=(0, 1))
+
+
+def gradients_are_zeros_until_the_last(rank: int, overlap: bool) -> None:
+    model = shard(make_lm())
+    handle = apply(model, overlap)
+    handle.set_last_micro_step(False)
+    backward(model, rank)
+    assert all(param.grad.to_local().abs().sum() == 0 for param in model.parameters())
+    assert handle.partial_bytes() > 0
+    handle.set_last_micro_step(True)
+    backward(model, rank)
+    assert handle.partial_bytes() == 0
+
+
+def zero_grad_starts_over(rank: int, overlap: bool) -> None:
+    """Dropped micro-steps are gone, whichever way the gradients are dropped; also for a unit the rest skips."""
+    for drop in (lambda model, handle: model.zero_grad(), lambda model, handle: handle.discard_accumulated()):
+        model = shard(make_lm())
+        handle = apply(model, overlap)
+        accumulate(model, handle, rank, (0,))
+        model.zero_grad()
+        handle.set_last_micro_step(False)
+        for step in (5, 6):
+            backward(model, rank, step)
+        drop(model, handle)
+        accumulate(model, handle, rank, (1, 2))
+        check_gradients(model, make_lm(), rank, REDUCTION, steps=(1, 2))
+        model.zero_grad()
+        handle.set_last_micro_step(False)
+        backward(model, rank, 5)
+        drop(model, handle)
+        model.zero_grad()
+        check_skipping(model, handle, rank)
+
+
+def check_skipping(model, handle: ZeroPPHandle, rank: int) -> None:
+    """Only one block takes part from here on: the other has no gradient, or one of zeros."""
+    model.path = [0]
+    handle.set_last_micro_step(True)
+    backward(model, rank, 1)
+    left = model.blocks[1].up.weight.grad
+    model.path = [0, 1]
+    assert left is None or left.to_local().abs().sum() == 0
+
+
+def zero_grad_keeping_tensors(rank: int, overlap: bool) -> None:
+    """``set_to_none=False``: FSDP2's zeros look just as if they had been zeroed, so nobody can tell by looking."""
+    model = shard(make_lm())
+    handle = apply(model, overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle.set_last_micro_step(False)
+    backward(model, rank, 5)
+    optimizer.zero_grad(set_to_none=False)
+    accumulate(model, handle, rank, (1, 2))
+    check_gradients(model, make_lm(), rank, REDUCTION, steps=(1, 2))
+
+
+def a_block_skipped_in_the_last_micro_step(rank: int, overlap: bool) -> None:
+    """Stochastic depth: its accumulated gradient still arrives (for fp16, divided as FSDP2 divides)."""
+    for policy in POLICIES:
+        reduction = Reduction(8, 4, 2, POLICIES[policy].reduce_dtype or torch.float32)
+        model = shard(make_lm(depth=3), POLICIES[policy])
+        handle = apply(model, overlap)
+        accumulate(model, handle, rank, (0,))
+        model.zero_grad()
+        handle.set_last_micro_step(False)
+        for step in (0, 1):
+            backward(model, rank, step)
+        handle.set_last_micro_step(True)
+        model.path = [0, 2]
+        backward(model, rank, 2)
+        model.path = [0, 1, 2]
+        reference = make_lm(depth=3, paths=[[0, 1, 2], [0, 1, 2], [0, 2]])
+        check_gradients(model, reference, rank, reduction, steps=(0, 1, 2))
+        assert handle.partial_bytes() == 0
+
+
+def a_block_used_twice(rank: int, overlap: bool) -> None:
+    """It is reduced once per use, so the errors of two reductions add up."""
+    model, reference = shard(make_lm()), make_lm()
+    model.path = reference.path = [0, 1, 0]
+    handle = apply(model, overlap)
+    accumulate(model, handle, rank, (0, 1, 2))
+    # Twice the bound: two gradients, each of which may be as large as their sum, or larger where they cancel.
+    check_gradients(model, reference, rank, Reduction(8, 4, 2), steps=(0, 1, 2), slack=2.0)
+
+
+def parameters_without_gradient_now_and_then(rank: int, overlap: bool) -> None:
+    """A unit that is reduced as a whole, in part, and as a whole again: no micro-step is lost, none comes back."""
+    model = shard(make_lm())
+    handle = apply(model, overlap)
+    accumulate(model, handle, rank, (0,))
+    for drop in (False, True):
+        model.zero_grad()
+        handle.set_last_micro_step(False)
+        backward(model, rank, 0)
+        if drop:
+            model.zero_grad()
+        backward(model, rank, 1, loss_without_head)
+        handle.set_last_micro_step(True)
+        backward(model, rank, 2)
+        steps, losses = (0, 1, 2), (loss_of, loss_without_head, loss_of)
+        check_gradients(model, make_lm(), rank, REDUCTION, steps=steps[drop:], loss=losses[drop:])
+
+
+def bytes_held_and_sent(rank: int, overlap: bool) -> None:
+    """During accumulation: 1/N of every unit in fp32, no unsharded gradient alive, no byte of weights across nodes."""
+    model = shard(make_lm(depth=3))
+    handle = apply(model, overlap)
+    handle.set_last_micro_step(False)
+    backward(model, rank, 0)
+    shard_numel = sum(shard_of.padded_numel for unit in handle.units for shard_of in unit.param_shards())
+    assert handle.partial_bytes() == 2 * shard_numel * 4  # two nodes' shards; padding aside, half of the model
+    assert unsharded_gradients(model) == []
+    handle.traffic.reset()
+    backward(model, rank, 1)
+    counts = handle.traffic.counts
+    assert {GATHER_NODE, REDUCE_NODE} == counts.keys(), "a later micro-step crossed nodes"
+    assert counts[GATHER_NODE].cross_node == counts[REDUCE_NODE].cross_node == 0
+    handle.set_last_micro_step(True)
+    backward(model, rank, 2)
+    counts = handle.traffic.counts
+    assert GATHER_CROSS not in counts
+    assert counts[REDUCE_CROSS].calls == len(handle.reduces)
+
+
+def full_gradients_that_fsdp2_keeps(rank: int, overlap: bool) -> None:
+    """The measure of the scenario above can fail: without our accumulation, it finds every gradient in full size."""
+    model = shard(make_lm(depth=3))
+    apply(model, overlap)
+    model.set_requires_gradient_sync(False)
+    backward(model, rank)
+    assert len(unsharded_gradients(model)) == len(list(model.parameters()))
+
+
+def unsharded_gradients(model) -> list[str]:
+    """Names of the parameters whose gradient FSDP2 holds in full size."""
+    groups = [unit._get_fsdp_state()._fsdp_param_group for unit in (model, *model.blocks)]
+    return [
+        param._param_fqn
+        for group in groups
+        for param in group.fsdp_params
+        if param.unsharded_accumulated_grad is not None or param._unsharded_param.grad is not None
+    ]
+
+
+def progress_turns_quantization_off(rank: int, overlap: bool) -> None:
+    """``qgz_until``: beyond it gradients are exact, also when it passes between micro-steps."""
+    model = shard(make_lm())
+    handle = apply(model, overlap, qgz_until=0.5)
+    exact, quantized = Reduction(None, None, 2), REDUCTION
+    for progress, reduction, rough in ((0.0, quantized, True), (0.49, quantized, True), (0.5, exact, False)):
+        model.zero_grad()
+        handle.set_progress(progress)
+        accumulate(model, handle, rank, (0, 1))
+        check_gradients(model, make_lm(), rank, reduction, steps=(0, 1))
+        share = check_gradients(model, make_lm(), rank, quantized, steps=(0, 1))["blocks.0.up.weight"]
+        assert (share > 0.01) == rough, share
+    model.zero_grad()
+    handle.set_progress(0.2)
+    handle.set_last_micro_step(False)
+    backward(model, rank, 0)
+    handle.set_progress(0.7)
+    handle.set_last_micro_step(True)
+    backward(model, rank, 1)
+    check_gradients(model, make_lm(), rank, quantized, steps=(0, 1))
+
+
+EVERY = [
+    micro_steps_add_up,
+    with_one_rank_per_node,
+    the_last_micro_step_by_a_function,
+    gradients_are_zeros_until_the_last,
+    zero_grad_starts_over,
+    a_block_skipped_in_the_last_micro_step,
+    a_block_used_twice,
+    parameters_without_gradient_now_and_then,
+    bytes_held_and_sent,
+    full_gradients_that_fsdp2_keeps,
+    progress_turns_quantization_off,
+]
+GAPS = Scenarios(4, [zero_grad_keeping_tensors], True)
+WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scenario", list(WAYS["overlap"].functions))
+def test_accumulation(scenario, way):
+    WAYS[way].check(scenario)
+
+
+@GAPS.parametrize
+@pytest.mark.xfail(strict=True, reason="zeroed gradients look like FSDP2's zeros; discard_accumulated() is the way")
+def test_known_gap(scenario):
+    GAPS.check(scenario)

@@ -1,0 +1,348 @@
+"""The two hops against the exact collective: every world, every node size that divides it, every dtype and width.
+
+All inputs are functions of (case, rank), so each rank computes the exact answer for itself, in fp64, without
+communicating. Bounds are per element, from the largest value of the element's block (see ``block_errors``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import each_case, run_ranks
+
+from hf_zeropp.collectives import Hop, ReduceLayouts, TwoHopGather, TwoHopReduce, WireBuffers
+from hf_zeropp.format import QMAX, Segment, WireLayout
+from hf_zeropp.topology import get_topology
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = (8, 4, None)
+BLOCK = 32
+# Lengths of a slice's segments; a negative one always travels raw (a norm). Odd, around a block's length, empty.
+SLICES = {
+    "one element": (1,),
+    "norm only": (-3,),
+    "awkward": (65, -7, 0, 31, 1),
+    "blocks": (64, -32, 97),
+    "empty": (0, 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    ranks_per_node: int
+    slice: str
+    dtype: torch.dtype
+    node_bits: int | None  # a gather has one width, in node_bits
+    cross_bits: int | None = None
+
+    def layout(self, bits: int | None) -> WireLayout:
+        segments = [Segment(abs(length), bits if length > 0 else None) for length in SLICES[self.slice]]
+        return WireLayout(segments, BLOCK, self.dtype)
+
+    def values(self, rank: int, num_slices: int, seed: int = 0) -> torch.Tensor:
+        """What ``rank`` contributes: blocks of very different size, so that block bounds matter."""
+        key = int(hashlib.sha1(f"{self}{rank}{seed}".encode()).hexdigest()[:12], 16)
+        generator = torch.Generator().manual_seed(key)
+        values = torch.randn(num_slices * self.layout(None).numel, generator=generator)
+        size = 2.0 ** torch.randint(-6, 4, values.shape, generator=generator).float()
+        return (values * size).to(self.dtype)
+
+
+def node_sizes(world: int) -> list[int]:
+    return [size for size in range(1, world + 1) if world % size == 0]
+
+
+def block_errors(values: torch.Tensor, layout: WireLayout, slack: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Largest error of encoding values [..., S] (known up to slack) in the layout, per element.
+
+    A quantized block: half a step, the step being amax / qmax rounded up to bf16, at most 1 + 2^-7 of it. A raw one:
+    half a unit in the last place of the raw dtype (or of its least normal number).
+    """
+    errors = torch.zeros_like(values)
+    size = values.abs() + slack
+    for part in layout.parts:
+        here = slice(part.element, part.element + part.numel)
+        if not part.bits:
+            info = torch.finfo(layout.raw_dtype)
+            errors[..., here] = size[..., here].clamp_min(info.smallest_normal) * info.eps / 2
+            continue
+        for start in range(part.element, part.element + part.numel, layout.block):
+            block = slice(start, min(start + layout.block, part.element + part.numel))
+            amax = size[..., block].amax(-1, keepdim=True)
+            errors[..., block] = 0.5 * amax / QMAX[part.bits] * (1 + 2.0**-7) * (1 + 1e-5)
+    return errors
+
+
+def rounding(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    info = torch.finfo(dtype)
+    return values.abs().clamp_min(info.smallest_normal) * info.eps / 2
+
+
+class World:
+    """The hops of one node size, as apply.py builds them: blocking, or started and waited for later (overlap)."""
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self.topology = get_topology(ranks_per_node, "cpu")
+        self.traffic = Traffic(ranks_per_node, self.topology.num_nodes)
+        self.buffers = WireBuffers()
+        groups = {"cross": self.topology.cross_group, "node": self.topology.node_group}
+
+        def hop(name: str, group: str, is_async: bool) -> Hop:
+            return Hop(name, groups[group], self.traffic, is_async=is_async)
+
+        self.gather, self.gather_async = (
+            TwoHopGather(hop(GATHER_CROSS, "cross", later), hop(GATHER_NODE, "node", False), self.buffers)
+            for later in (False, True)
+        )
+        self.reduce, self.reduce_async = (
+            TwoHopReduce(hop(REDUCE_NODE, "node", later), hop(REDUCE_CROSS, "cross", later), self.buffers)
+            for later in (False, True)
+        )
+
+    def poison(self) -> None:
+        """Fill every reused buffer with garbage: whatever a collective does not write must not be read."""
+        for buffer in self.buffers._free:
+            buffer.fill_(0xAB)
+
+
+_worlds: dict[int, World] = {}
+
+
+def world_of(ranks_per_node: int) -> World:
+    if ranks_per_node not in _worlds:
+        _worlds[ranks_per_node] = World(ranks_per_node)
+    return _worlds[ranks_per_node]
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    return hashlib.sha1(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()
+
+
+def gather(case: Case, rank: int) -> torch.Tensor:
+    world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
+    output = torch.full((dist.get_world_size() * layout.numel,), float("nan"), dtype=case.dtype)
+    world.gather(output, case.values(rank, 1), layout)
+    return output
+
+
+def gather_twice_from_secondary(case: Case, rank: int) -> torch.Tensor:
+    """Hop 1 once, started ahead; hop 2 twice with the buffers overwritten in between. Returns the second result."""
+    world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
+    flight = world.gather_async.start(case.values(rank, 1), layout)
+    secondary = world.gather_async.land(flight)
+    assert secondary.numel() == world.topology.num_nodes * layout.nbytes
+    output = torch.empty(dist.get_world_size() * layout.numel, dtype=case.dtype)
+    for _ in range(2):
+        world.poison()
+        output.fill_(float("nan"))
+        world.gather.decode(secondary, layout, output)
+    return output
+
+
+def check_gather(case: Case, rank: int, digests: dict) -> None:
+    """Within the bound of the exact all-gather (bitwise if nothing is quantized), run-to-run and secondary alike."""
+    world_size, layout = dist.get_world_size(), case.layout(case.node_bits)
+    first = gather(case, rank)
+    world_of(case.ranks_per_node).poison()
+    second, from_secondary = gather(case, rank), gather_twice_from_secondary(case, rank)
+    digests[case] = digest(first)
+    exact = torch.stack([case.values(source, 1) for source in range(world_size)])
+    first, second = first.view(world_size, -1), second.view(world_size, -1)
+    assert torch.equal(first, second), "two runs differ"
+    assert torch.equal(first, from_secondary.view(world_size, -1)), "a kept secondary shard decodes differently"
+    for part in layout.parts:
+        if not part.bits:
+            here = slice(part.element, part.element + part.numel)
+            assert torch.equal(first[:, here], exact[:, here]), "an unquantized segment changed"
+    error = (first.double() - exact.double()).abs()
+    bound = block_errors(exact.double(), layout) + rounding(exact.double(), case.dtype)
+    assert (error <= bound).all(), f"error {error.max()} over the bound by {(error - bound).max()}"
+
+
+def run_gathers(rank: int) -> dict[Case, str]:
+    digests: dict[Case, str] = {}
+    sizes = node_sizes(dist.get_world_size())
+    cases = [Case(*choice) for choice in itertools.product(sizes, SLICES, DTYPES, BITS)]
+    each_case(cases, lambda case: check_gather(case, rank, digests))
+    return digests
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gather_equals_all_gather_up_to_half_a_step(world_size):
+    """Also: every rank holds the same bits, its own shard included."""
+    per_rank = run_ranks(run_gathers, world_size)
+    assert all(digests == per_rank[0] for digests in per_rank), "ranks hold different gathered bits"
+    assert len(per_rank[0]) == len(node_sizes(world_size)) * len(SLICES) * len(DTYPES) * len(BITS)
+
+
+def reduce_layouts(case: Case) -> ReduceLayouts:
+    return ReduceLayouts(case.layout(case.node_bits), case.layout(case.cross_bits))
+
+
+def reduce(case: Case, rank: int, scale: float = 1.0, later: bool = False) -> torch.Tensor:
+    world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
+    reduce = world.reduce_async if later else world.reduce
+    output = torch.full((layouts.node.numel,), float("nan"), dtype=case.dtype)
+    flight = reduce.start(case.values(rank, dist.get_world_size()), layouts)
+    reduce.finish(reduce.cross_over(flight, layouts, None), layouts, output, scale)
+    return output
+
+
+def exact_and_bound(case: Case, rank: int, seeds=(0,)) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's slice of the sum over all ranks and micro-steps (seeds), fp64, and the largest error, per element."""
+    world_size, layouts = dist.get_world_size(), reduce_layouts(case)
+    ranks_per_node = case.ranks_per_node
+    total, error = 0.0, 0.0
+    for node in range(world_size // ranks_per_node):
+        partial = torch.zeros(layouts.node.numel, dtype=torch.float64)
+        slack = torch.zeros_like(partial)
+        for source, seed in itertools.product(range(node * ranks_per_node, (node + 1) * ranks_per_node), seeds):
+            values = case.values(source, world_size, seed).view(world_size, -1)[rank].double()
+            partial += values
+            slack += values.abs() * 2.0**-22 * world_size * len(seeds)  # fp32 sums
+            if ranks_per_node > 1:  # with one rank per node hop 1 is empty
+                slack += block_errors(values, layouts.node)
+        total = total + partial
+        error = error + slack + block_errors(partial, layouts.cross, slack)
+    return total, error + (total.abs() + error) * 2.0**-22 * world_size
+
+
+def check_reduce(case: Case, rank: int, digests: dict) -> None:
+    """The sum within the bound, a mean too, twice the same bits."""
+    world_size = dist.get_world_size()
+    first = reduce(case, rank)
+    world_of(case.ranks_per_node).poison()
+    second, mean = reduce(case, rank, later=True), reduce(case, rank, scale=1 / world_size)
+    digests[case] = digest(first)
+    assert torch.equal(first, second), "two runs differ (the second started its hops and waited later)"
+    for result, scale in ((first, 1.0), (mean, 1 / world_size)):
+        exact, bound = (scale * tensor for tensor in exact_and_bound(case, rank))
+        error = (result.double() - exact).abs()
+        bound = bound + rounding(exact.abs() + bound, case.dtype)
+        assert (error <= bound).all(), f"scale {scale}: error {error.max()} over the bound by {(error - bound).max()}"
+
+
+def run_reduces(rank: int) -> dict[Case, str]:
+    digests: dict[Case, str] = {}
+    sizes = node_sizes(dist.get_world_size())
+    slices = [name for name in SLICES if name != "norm only"]
+    cases = [Case(*choice) for choice in itertools.product(sizes, slices, DTYPES, BITS, BITS)]
+    each_case(cases, lambda case: check_reduce(case, rank, digests))
+    return digests
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
+    """Also: a second start of the whole world gives the same bits."""
+    runs = [run_ranks(run_reduces, world_size)]
+    if world_size == 4:
+        runs.append(run_ranks(run_reduces, world_size))
+        assert runs[0] == runs[1]
+    assert len(runs[0][0]) == len(node_sizes(world_size)) * 4 * len(DTYPES) * len(BITS) ** 2
+
+
+def check_accumulation(case: Case, rank: int) -> None:
+    """Two micro-steps of hop 1, then the last one: with its own gradients, or none (a skipped layer)."""
+    world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
+    world_size, reduce = dist.get_world_size(), world.reduce_async
+    outputs = [torch.full((layouts.node.numel,), float("nan"), dtype=case.dtype) for _ in range(2)]
+    for output, last in zip(outputs, ("reduce", "flush"), strict=True):
+        partial = None
+        for seed in (1, 2):
+            world.poison()
+            flight = reduce.start(case.values(rank, world_size, seed), layouts)
+            partial = reduce.accumulate(flight, layouts, partial)
+            assert partial.dtype == torch.float32
+            assert partial.numel() == world.topology.num_nodes * layouts.node.numel, "1/N of the unit"
+        if last == "reduce":
+            flight = reduce.cross_over(reduce.start(case.values(rank, world_size, 3), layouts), layouts, partial)
+        else:
+            flight = reduce.start_across(partial, layouts)
+        reduce.finish(flight, layouts, output)
+    for output, seeds in zip(outputs, ((1, 2, 3), (1, 2)), strict=True):
+        exact, bound = exact_and_bound(case, rank, seeds)
+        error = (output.double() - exact).abs()
+        bound = bound + rounding(exact.abs() + bound, case.dtype)
+        assert (error <= bound).all(), f"{seeds}: error {error.max()} over the bound by {(error - bound).max()}"
+
+
+def run_accumulations(rank: int) -> None:
+    sizes = node_sizes(dist.get_world_size())
+    bits = ((8, 4), (None, None), (4, None), (None, 8))
+    cases = [
+        Case(size, name, dtype, *pair)
+        for size, name, dtype, pair in itertools.product(sizes, ("awkward", "empty"), DTYPES, bits)
+    ]
+    each_case(cases, lambda case: check_accumulation(case, rank))
+
+
+@pytest.mark.parametrize("world_size", (1, 4, 6))
+def test_accumulated_hop_1_sums_reach_hop_2(world_size):
+    run_ranks(run_accumulations, world_size)
+
+
+def run_special_values(rank: int) -> dict[str, list]:
+    """NaN, Inf and zeros put into one block of one rank's gradients, as this rank's slice shows them."""
+    result = {}
+    for bits, poison in itertools.product(((8, 4), (4, 4), (None, None)), ("nan", "inf", "-inf", "zero")):
+        case = Case(2, "blocks", torch.float32, *bits)
+        world, layouts = world_of(2), reduce_layouts(case)
+        full = torch.zeros(4, layouts.node.numel) if poison == "zero" else case.values(rank, 4).view(4, -1)
+        if poison != "zero" and rank == 1:
+            full[2, 40] = float(poison)  # slice of rank 2, second block of the first matrix
+        output = torch.empty(layouts.node.numel)
+        world.reduce(output, full.flatten(), layouts)
+        result[bits, poison] = (~output.isfinite()).nonzero().flatten().tolist(), output.abs().max().item()
+    return result
+
+
+def test_nan_and_inf_reach_the_owner_of_the_block_and_zeros_stay_zeros():
+    results = run_ranks(run_special_values, 4)
+    for rank, result in enumerate(results):
+        for (bits, poison), (spoiled, largest) in result.items():
+            if poison == "zero":
+                assert largest == 0.0
+            elif rank == 2:  # the whole block when quantized, the element alone when not
+                assert spoiled == (list(range(32, 64)) if bits[0] else [40]), (bits, poison)
+            else:
+                assert spoiled == [], (rank, bits, poison)
+
+
+def run_counted_bytes(rank: int) -> tuple[dict, int, int]:
+    """A gather and a reduction at 3 x 2 ranks, with the sizes the layouts give."""
+    case = Case(2, "awkward", torch.bfloat16, 8, 4)
+    gather(case, rank)
+    reduce(case, rank)
+    return world_of(2).traffic.counts, case.layout(8).nbytes, case.layout(4).nbytes
+
+
+def test_hops_count_what_a_rank_receives():
+    """Three nodes of two: from 2 other nodes and from 1 neighbour. Nothing crosses within, nothing stays across."""
+    for counts, wide, narrow in run_ranks(run_counted_bytes, 6):
+        assert (counts[GATHER_CROSS].calls, counts[GATHER_CROSS].intra_node) == (1, 0)
+        assert counts[GATHER_CROSS].cross_node == 2 * wide
+        assert (counts[GATHER_NODE].intra_node, counts[GATHER_NODE].cross_node) == (3 * wide, 0)
+        assert (counts[REDUCE_NODE].intra_node, counts[REDUCE_NODE].cross_node) == (3 * wide, 0)
+        assert (counts[REDUCE_CROSS].intra_node, counts[REDUCE_CROSS].cross_node) == (0, 2 * narrow)
+
+
+def run_inference_then_training(rank: int) -> None:
+    """Buffers first used under inference_mode serve training later: no tensor may stay an inference tensor."""
+    case = Case(2, "awkward", torch.float32, 8)
+    world, layout = world_of(2), case.layout(8)
+    with torch.inference_mode():
+        gather(case, rank)
+        secondary = world.gather.land(world.gather.start(case.values(rank, 1), layout))
+    world.gather.land(world.gather.start(case.values(rank, 1), layout, secondary))
+    gather(case, rank)
+
+
+def test_buffers_made_in_inference_mode_serve_training():
+    run_ranks(run_inference_then_training, 4)
