@@ -1,0 +1,138 @@
+"""Pretrain a causal language model under ZeRO++ with transformers' Trainer, on CPU or GPUs, from the same script.
+
+    hf-zeropp launch --config_file examples/configs/cpu_2_nodes_x_2_ranks.yaml examples/train_trainer.py \
+        --fsdp --fsdp_config examples/configs/zeropp_trainer.json --max_steps 60
+
+Or with the stock launcher (on CPU: export ACCELERATE_USE_CPU=true):
+
+    accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 examples/train_trainer.py --fsdp --fsdp_config ...
+
+All TrainingArguments are flags. The JSON's `ranks_per_node: 2` treats one machine as nodes of two; remove it on a
+real cluster. `"zeropp": false` in it runs stock FSDP2 on the same data and seed.
+"""
+
+import dataclasses
+import glob
+import os
+import sysconfig
+
+import torch
+from datasets import Dataset, load_dataset
+from tokenizers import ByteLevelBPETokenizer
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    HfArgumentParser,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from hf_zeropp import ZeroPPCallback
+
+
+@dataclasses.dataclass
+class ScriptArguments:
+    model: str | None = dataclasses.field(default=None, metadata={"help": "hub name or path; default: a new Llama"})
+    dataset: str | None = dataclasses.field(default=None, metadata={"help": "hub name, with a text column"})
+    text_files: str = os.path.join(sysconfig.get_path("stdlib"), "*.py")
+    seq_len: int = 128
+    vocab_size: int = 4096
+
+
+@dataclasses.dataclass
+class Arguments(TrainingArguments):
+    """TrainingArguments with defaults for a run of a minute."""
+
+    output_dir: str = "runs/train_trainer"
+    max_steps: int = 60
+    per_device_train_batch_size: int = 4
+    per_device_eval_batch_size: int = 16
+    learning_rate: float = 1e-3
+    lr_scheduler_type: str = "cosine"
+    logging_steps: float = 10
+    eval_strategy: str = "steps"
+    eval_steps: float | None = 30
+    save_strategy: str = "no"
+    report_to: str = "none"
+    use_cpu: bool = not torch.accelerator.is_available()
+
+
+def load_text(script: ScriptArguments) -> Dataset:
+    if script.dataset:
+        return load_dataset(script.dataset, split="train").select_columns("text")
+    files = sorted(glob.glob(script.text_files, recursive=True))
+    return load_dataset("text", data_files=files, sample_by="document", split="train")
+
+
+def load_tokenizer(script: ScriptArguments, text: Dataset, output_dir: str) -> PreTrainedTokenizerFast:
+    """The model's own, or a BPE tokenizer trained on the text, once, by the first process."""
+    if script.model:
+        return AutoTokenizer.from_pretrained(script.model)
+    path = os.path.join(output_dir, "tokenizer")
+    if not os.path.isdir(path):
+        bpe = ByteLevelBPETokenizer()
+        bpe.train_from_iterator(
+            text["text"], vocab_size=script.vocab_size, special_tokens=["<eos>"], show_progress=False
+        )
+        PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(path)
+    return AutoTokenizer.from_pretrained(path)
+
+
+def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Dataset:
+    """Documents, joined by end-of-text tokens, cut into sequences of seq_len tokens."""
+
+    def pack(batch: dict) -> dict:
+        documents = tokenizer(batch["text"], add_special_tokens=False)["input_ids"]
+        tokens = [token for document in documents for token in (*document, tokenizer.eos_token_id)]
+        whole = len(tokens) // seq_len * seq_len
+        ids = [tokens[i : i + seq_len] for i in range(0, whole, seq_len)]
+        return {"input_ids": ids, "labels": ids}
+
+    return text.map(pack, batched=True, batch_size=64, remove_columns=text.column_names)
+
+
+def build_model(script: ScriptArguments, tokenizer: PreTrainedTokenizerFast):
+    if script.model:
+        return AutoModelForCausalLM.from_pretrained(script.model)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=512,
+        intermediate_size=1408,
+        num_hidden_layers=5,
+        num_attention_heads=8,
+        max_position_embeddings=script.seq_len,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return LlamaForCausalLM(config)
+
+
+def main() -> None:
+    script, args = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
+    set_seed(args.seed)
+    with args.main_process_first():
+        text = load_text(script)
+        tokenizer = load_tokenizer(script, text, args.output_dir)
+        tokens = tokenize(text, tokenizer, script.seq_len).train_test_split(test_size=256, seed=args.seed)
+    trainer = Trainer(
+        model=build_model(script, tokenizer),
+        args=args,
+        train_dataset=tokens["train"],
+        eval_dataset=tokens["test"],
+        data_collator=default_data_collator,
+        processing_class=tokenizer,
+        callbacks=[ZeroPPCallback()],
+    )
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    trainer.save_model()
+    trainer.save_state()
+    if args.process_index == 0:
+        print(f"saved to {args.output_dir}; open it with AutoModelForCausalLM.from_pretrained")
+
+
+if __name__ == "__main__":
+    main()

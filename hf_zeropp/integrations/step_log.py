@@ -1,0 +1,95 @@
+"""What the Trainer callback logs: bytes and time of the steps since the last log."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from hf_zeropp.apply import ZeroPPHandle
+
+CROSS_NODE = "zeropp/cross_node_gb_per_step"
+INTRA_NODE = "zeropp/intra_node_gb_per_step"
+SAVING = "zeropp/saving_vs_zero3"
+TIME_SHARE = "zeropp/share_of_step_in_collectives"
+
+
+@dataclasses.dataclass(frozen=True)
+class Totals:
+    """Counters that only grow; what happened in between is a difference of two."""
+
+    steps: int = 0
+    cross_node_bytes: int = 0
+    intra_node_bytes: int = 0
+    zero3_bytes: float = 0.0
+    step_s: float = 0.0
+    collectives_s: float = 0.0
+
+    def __sub__(self, earlier: Totals) -> Totals:
+        return Totals(*(ours - theirs for ours, theirs in zip(self.astuple(), earlier.astuple(), strict=True)))
+
+    def astuple(self) -> tuple[float, ...]:
+        return dataclasses.astuple(self)
+
+    def log_entries(self) -> dict[str, float]:
+        """Bytes of a node, in GB. Evaluation and generation between the steps count as bytes, not as step time."""
+        if not self.steps:
+            return {}
+        entries = {
+            CROSS_NODE: self.cross_node_bytes / self.steps / 1e9,
+            INTRA_NODE: self.intra_node_bytes / self.steps / 1e9,
+        }
+        if self.cross_node_bytes:
+            entries[SAVING] = self.zero3_bytes / self.cross_node_bytes
+        if self.step_s:
+            entries[TIME_SHARE] = self.collectives_s / self.step_s
+        return entries
+
+
+class StepLog:
+    """Follows the traffic of a Trainer's models from step to step.
+
+    Args:
+        handles: the trained model's first, then those of models that are only evaluated (reference models). The
+            figure for ZeRO-3, and so the saving, knows the trained model's steps alone.
+    """
+
+    def __init__(self, handles: Sequence[ZeroPPHandle]) -> None:
+        self.handles = list(handles)
+        self._step_s = 0.0
+        self._collectives_s = 0.0
+        self._step_began = (0.0, 0.0)
+        self._start = self._logged = self.totals()
+
+    def step_begins(self) -> None:
+        self._step_began = (time.perf_counter(), self._collectives_so_far())
+
+    def step_ends(self) -> None:
+        began_s, collectives_s = self._step_began
+        self._step_s += time.perf_counter() - began_s
+        self._collectives_s += self._collectives_so_far() - collectives_s
+
+    def since_last_log(self) -> dict[str, float]:
+        """Log entries for the steps since the last call; empty when there were none."""
+        now = self.totals()
+        entries = (now - self._logged).log_entries()
+        if entries:
+            self._logged = now
+        return entries
+
+    def since_start(self) -> dict[str, float]:
+        return (self.totals() - self._start).log_entries()
+
+    def totals(self) -> Totals:
+        trained = self.handles[0].traffic
+        return Totals(
+            steps=trained.steps,
+            cross_node_bytes=sum(handle.traffic.cross_node_bytes for handle in self.handles),
+            intra_node_bytes=sum(handle.traffic.intra_node_bytes for handle in self.handles),
+            zero3_bytes=trained.zero3_bytes_per_step() * max(trained.steps, 1),
+            step_s=self._step_s,
+            collectives_s=self._collectives_s,
+        )
+
+    def _collectives_so_far(self) -> float:
+        return sum(handle.traffic.timer.seconds for handle in self.handles)

@@ -1,0 +1,236 @@
+"""ZeroPPCallback under transformers' Trainer: losses, bytes, schedule, logs, cost, mistakes."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from harness import expect_errors, run_ranks
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from trainer_runs import (
+    TWO_NODES,
+    UNQUANTIZED,
+    build_trainer,
+    callback_of,
+    logged,
+    losses,
+    num_engine_gathers,
+    tiny_model,
+    token_data,
+    training_arguments,
+)
+from transformers import Trainer, TrainerCallback
+
+from hf_zeropp import traffic
+from hf_zeropp.integrations import trainer as integration
+from hf_zeropp.integrations.step_log import CROSS_NODE, INTRA_NODE, SAVING, TIME_SHARE
+from hf_zeropp.integrations.trainer import ZeroPPCallback
+
+
+def train(rank: int, folder: str, zeropp, arguments: dict):
+    """Losses; per step and node in bytes: logged, counted, predicted; and units left to FSDP2."""
+    trainer = build_trainer(folder, zeropp, **arguments)
+    trainer.train()
+    handle = callback_of(trainer).handle
+    if handle is None:
+        return losses(trainer), None
+    node, steps = handle.topology.ranks_per_node, handle.traffic.steps
+    predicted = traffic.total(handle.predict(trainer.args.gradient_accumulation_steps).values())
+    return losses(trainer), {
+        "logged": [1e9 * value for value in logged(trainer, CROSS_NODE)],
+        "logged_intra": [1e9 * value for value in logged(trainer, INTRA_NODE)],
+        "counted": handle.traffic.cross_node_bytes / steps,
+        "counted_intra": handle.traffic.intra_node_bytes / steps,
+        "predicted": node * predicted.cross_node,
+        "predicted_intra": node * predicted.intra_node,
+        "engine_gathers": num_engine_gathers(trainer.model),
+        "shares": logged(trainer, TIME_SHARE),
+        "savings": logged(trainer, SAVING),
+    }
+
+
+VARIANTS = {
+    "plain": {},
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "bf16, checkpointing, no clipping": {"bf16": True, "gradient_checkpointing": True, "max_grad_norm": 0.0},
+}
+
+
+@pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
+def test_losses_follow_stock_and_bytes_follow_the_prediction(tmp_path, arguments):
+    stock, _ = run_ranks(train, 4, str(tmp_path), False, arguments)[0]
+    ours, bytes_ = run_ranks(train, 4, str(tmp_path), TWO_NODES, arguments)[0]
+    assert ours == pytest.approx(stock, rel=0.01)
+    assert bytes_["engine_gathers"] == 0
+    for suffix in ("", "_intra"):
+        mean = sum(bytes_[f"logged{suffix}"]) / len(bytes_[f"logged{suffix}"])
+        assert mean == pytest.approx(bytes_[f"counted{suffix}"])
+    assert bytes_["counted"] == pytest.approx(bytes_["predicted"], rel=0.04)
+    assert all(0 < share < 1 for share in bytes_["shares"])
+    assert all(saving > 3 for saving in bytes_["savings"])
+
+
+def test_unquantized_follows_stock_closely_and_accumulation_is_free(tmp_path):
+    zeropp = TWO_NODES | UNQUANTIZED
+    stock, _ = run_ranks(train, 4, str(tmp_path), False, {"gradient_accumulation_steps": 2})[0]
+    twice, bytes_of_2 = run_ranks(train, 4, str(tmp_path), zeropp, {"gradient_accumulation_steps": 2})[0]
+    _, bytes_of_1 = run_ranks(train, 4, str(tmp_path), zeropp, {})[0]
+    assert twice == pytest.approx(stock, rel=1e-4)
+    assert bytes_of_1["counted"] == pytest.approx(bytes_of_2["counted"])
+
+
+def test_schedule_changes_the_bytes_at_half_the_steps(tmp_path):
+    _, bytes_ = run_ranks(train, 4, str(tmp_path), TWO_NODES | {"qgz_until": 0.5}, {"max_steps": 8})[0]
+    _, quantized = run_ranks(train, 4, str(tmp_path), TWO_NODES, {"max_steps": 1})[0]
+    assert bytes_["logged"][:4] == pytest.approx([quantized["predicted"]] * 4, rel=0.04)
+    assert bytes_["logged"][4:] == pytest.approx([bytes_["predicted"]] * 4, rel=0.04)  # of the phase that is on
+    assert bytes_["logged"][4] > 1.5 * bytes_["logged"][3]
+
+
+def train_with_tensorboard(rank: int, folder: str):
+    trainer = build_trainer(folder, report_to="tensorboard", logging_steps=2, eval_strategy="steps", eval_steps=3)
+    trainer.train()
+    return [entry for entry in trainer.state.log_history if CROSS_NODE in entry]
+
+
+def test_tensorboard_receives_the_figures(tmp_path, monkeypatch):
+    folder = tmp_path / "runs"
+    env = {"TENSORBOARD_LOGGING_DIR": str(folder)}
+    entries = run_ranks(train_with_tensorboard, 4, str(tmp_path), env=env)[0]
+    events = EventAccumulator(str(folder)).Reload()
+    for key in (CROSS_NODE, INTRA_NODE, SAVING, TIME_SHARE):
+        scalars = {event.step: event.value for event in events.Scalars(f"train/{key}")}
+        assert scalars == pytest.approx({entry["step"]: entry[key] for entry in entries}, rel=1e-6)
+        assert sorted(scalars) == [2, 4, 6]
+
+
+def train_and_time_the_callback(rank: int, folder: str):
+    spent = {"callback": 0.0, "start": 0.0, "all": 0.0}
+
+    def timed(method):
+        def call(*args, **kwargs):
+            start = time.perf_counter()
+            method(*args, **kwargs)
+            spent["callback"] += time.perf_counter() - start
+
+        return call
+
+    class Clock(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 5:  # past warm-up
+                spent["callback"], spent["start"] = 0.0, time.perf_counter()
+
+        def on_step_end(self, args, state, control, **kwargs):
+            spent["all"] = time.perf_counter() - spent["start"]
+
+    zeropp = TWO_NODES | UNQUANTIZED
+    trainer = build_trainer(folder, zeropp, model=tiny_model(hidden_size=128), callbacks=[Clock()], max_steps=20)
+    for each in trainer.callback_handler.callbacks:
+        if isinstance(each, (ZeroPPCallback, integration._DefaultCallback)):
+            for event in ("on_step_begin", "on_step_end", "on_log"):
+                setattr(each, event, timed(getattr(each, event)))
+    trainer.train()
+    return spent["callback"] / spent["all"]
+
+
+def test_callback_costs_under_2_percent_of_a_step(tmp_path):
+    shares = run_ranks(train_and_time_the_callback, 4, str(tmp_path))
+    assert max(shares) < 0.02, shares
+
+
+def train_in_one_node(rank: int, folder: str):
+    trainer = build_trainer(folder, {"ranks_per_node": 2}, max_steps=2)
+    trainer.train()
+    return losses(trainer), logged(trainer, CROSS_NODE)
+
+
+def test_one_node_trains_on_fsdp2_and_logs_nothing(tmp_path):
+    assert run_ranks(train_in_one_node, 2, str(tmp_path))[0][1] == []
+
+
+def settings_from_a_file(rank: int, folder: str, path: str):
+    trainer = build_trainer(folder, fsdp=True, fsdp_config=None, max_steps=1)
+    trainer.args.fsdp_config["zeropp"] = path
+    callback = callback_of(trainer)
+    callback.on_init_end(trainer.args, trainer.state, trainer.control, model=trainer.model)
+    return callback._plugin.zeropp.to_dict()
+
+
+def test_settings_may_stand_in_a_file(tmp_path):
+    path = tmp_path / "zeropp.json"
+    path.write_text(json.dumps({"qwz_bits": 4, "ranks_per_node": 2}))
+    settings = run_ranks(settings_from_a_file, 2, str(tmp_path), str(path))[0]
+    assert (settings["qwz_bits"], settings["ranks_per_node"]) == (4, 2)
+
+
+def callback_without_fsdp(rank: int, folder: str):
+    build_trainer(folder, fsdp=None, fsdp_config=None)
+
+
+def settings_without_callback(rank: int, folder: str):
+    Trainer(tiny_model(), training_arguments(folder), train_dataset=token_data())
+
+
+def callback_of_another_trainer(rank: int, folder: str):
+    build_trainer(folder)
+    Trainer(tiny_model(), training_arguments(folder), train_dataset=token_data()).train()
+
+
+def callback_added_late(rank: int, folder: str):
+    trainer = Trainer(tiny_model(), training_arguments(folder, {}), train_dataset=token_data())
+    trainer.add_callback(ZeroPPCallback())
+    trainer.train()
+
+
+def fsdp_version_1(rank: int, folder: str):
+    build_trainer(folder, fsdp_config={"version": 1, "sync_module_states": False})
+
+
+def deepspeed_too(rank: int, folder: str):
+    args = training_arguments(folder)
+    args.deepspeed = "zero3.json"
+    Trainer(tiny_model(), args, train_dataset=token_data(), callbacks=[ZeroPPCallback()])
+
+
+def unknown_key(rank: int, folder: str):
+    build_trainer(folder, {"qwz_bit": 8})
+
+
+def attach_to_another(rank: int, folder: str):
+    ZeroPPCallback().attach(build_trainer(folder))
+
+
+MISTAKES = {
+    callback_without_fsdp: "ZeroPPCallback needs a model sharded by FSDP2: set TrainingArguments(fsdp=True",
+    settings_without_callback: "no ZeroPPCallback was passed to this Trainer",
+    callback_of_another_trainer: "no ZeroPPCallback was passed to this Trainer",
+    callback_added_late: "ZeroPPCallback must be there when the Trainer is built",
+    fsdp_version_1: "expected fsdp_version=2, got 1",
+    deepspeed_too: "ZeroPPCallback and DeepSpeed exclude each other",
+    unknown_key: "Did you mean 'qwz_bits'?",
+    attach_to_another: "this callback was not passed to that trainer",
+}
+
+
+def every_mistake(rank: int, folder: str) -> dict[str, str]:
+    messages = {}
+    for mistake in MISTAKES:
+        integration._callbacks.clear()
+        try:
+            mistake(rank, folder)
+            messages[mistake.__name__] = "no error"
+        except ValueError as error:
+            messages[mistake.__name__] = str(error)
+    return messages
+
+
+def test_mistakes_are_errors_that_say_what_to_do(tmp_path):
+    for messages in run_ranks(every_mistake, 2, str(tmp_path)):
+        for mistake, expected in MISTAKES.items():
+            assert expected in messages[mistake.__name__], mistake.__name__
+
+
+def test_a_mistake_raises_on_every_rank(tmp_path):
+    for message in expect_errors(unknown_key, 2, str(tmp_path)):
+        assert message.startswith("ValueError: Unknown ZeRO++ setting 'qwz_bit'")

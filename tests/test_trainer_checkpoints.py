@@ -1,0 +1,133 @@
+"""Saving, resuming and loading under the Trainer: exact, in every format, with standard tools."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from harness import run_ranks
+from trainer_runs import TWO_NODES, build_trainer, callback_of, losses, same_weights, tiny_model, weights
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
+
+
+def train(rank: int, folder: str, zeropp: dict, kind: str, resume_from: str | None, arguments: dict):
+    trainer = build_trainer(folder, zeropp, fsdp_config={"state_dict_type": kind}, **arguments)
+    trainer.train(resume_from_checkpoint=resume_from)
+    return losses(trainer), weights(trainer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resume_is_exact_with_accumulation_and_across_the_schedule(tmp_path, kind):
+    zeropp = TWO_NODES | {"qgz_until": 0.5}
+    arguments = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    straight = run_ranks(train, 4, str(tmp_path), zeropp, kind, None, arguments)
+    checkpoint = str(tmp_path / "checkpoint-2")
+    resumed = run_ranks(train, 4, str(tmp_path / "resumed"), zeropp, kind, checkpoint, arguments)
+    for (losses_a, weights_a), (losses_b, weights_b) in zip(straight, resumed, strict=True):
+        assert losses_b == losses_a
+        assert same_weights(weights_a, weights_b)
+
+
+@pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (4, 1), (6, 3)])
+def test_sharded_checkpoint_resumes_on_another_shape(tmp_path, world_size, ranks_per_node):
+    arguments = {"save_strategy": "steps", "save_steps": 4, "learning_rate": 1e-3}
+    losses_a, _ = run_ranks(train, 4, str(tmp_path), TWO_NODES, "SHARDED_STATE_DICT", None, arguments)[0]
+    arguments |= {"max_steps": 8, "ignore_data_skip": True}
+    zeropp = {"ranks_per_node": ranks_per_node}
+    checkpoint = str(tmp_path / "checkpoint-4")
+    folder = str(tmp_path / "resumed")
+    losses_b, _ = run_ranks(train, world_size, folder, zeropp, "SHARDED_STATE_DICT", checkpoint, arguments)[0]
+    assert losses_b[:4] == losses_a[:4]
+    assert len(losses_b) == 8
+    assert max(losses_b[4:]) < losses_a[0], (losses_a, losses_b)  # it went on from there
+
+
+class RaiseLearningRate(TrainerCallback):
+    """Makes the last steps diverge, so that the best model is not the last."""
+
+    def on_step_begin(self, args, state, control, optimizer=None, **kwargs):
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 if state.global_step < 4 else 1.0
+
+
+def load_best(rank: int, folder: str, kind: str):
+    trainer = build_trainer(
+        folder,
+        fsdp_config={"state_dict_type": kind},
+        save_strategy="steps",
+        eval_strategy="steps",
+        save_steps=2,
+        eval_steps=2,
+        load_best_model_at_end=True,
+        callbacks=[RaiseLearningRate()],
+    )
+    trainer.train()
+    best, history = trainer.state.best_metric, trainer.state.log_history
+    return best, [entry["eval_loss"] for entry in history if "eval_loss" in entry], trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_load_best_model_at_end(tmp_path, kind):
+    for best, evaluated, after in run_ranks(load_best, 4, str(tmp_path), kind):
+        assert best == min(evaluated) != evaluated[-1]
+        assert after == pytest.approx(best, abs=1e-6)
+
+
+def save_after_training(rank: int, folder: str, kind: str):
+    config = {"state_dict_type": kind}
+    trainer = build_trainer(folder, fsdp_config=config, max_steps=3, save_strategy="steps", save_steps=3)
+    trainer.train()
+    trainer.save_model(os.path.join(folder, "final"))
+    return weights(trainer)
+
+
+def open_weights(folder) -> dict[str, np.ndarray]:
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    return {name: param.detach().numpy() for name, param in model.named_parameters()}
+
+
+def test_saved_model_opens_without_this_package(tmp_path):
+    expected = run_ranks(save_after_training, 4, str(tmp_path), "FULL_STATE_DICT")[0]
+    for folder in ("final", "checkpoint-3"):
+        assert same_weights(open_weights(tmp_path / folder), expected)
+    assert b"zeropp" not in (tmp_path / "final" / "config.json").read_bytes()
+
+
+def test_accelerate_merges_sharded_weights(tmp_path):
+    expected = run_ranks(save_after_training, 4, str(tmp_path), "SHARDED_STATE_DICT")[0]
+    sharded, merged = tmp_path / "checkpoint-3" / "pytorch_model_fsdp_0", tmp_path / "merged"
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "merge-weights", str(sharded), str(merged)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    tiny_model().config.save_pretrained(merged)
+    assert same_weights(open_weights(merged), expected)
+
+
+def load_full_state_after_evaluation(rank: int, folder: str):
+    """A full-state load after a no-grad forward left units unsharded must show in the next forward."""
+    trainer = build_trainer(
+        folder, fsdp_config={"state_dict_type": "FULL_STATE_DICT"}, save_strategy="steps", save_steps=2
+    )
+    trainer.train()
+    trainer.evaluate()
+    trainer._load_from_checkpoint(os.path.join(folder, "checkpoint-2"))
+    loaded = trainer.evaluate()["eval_loss"]
+    callback_of(trainer).invalidate()
+    return loaded, trainer.evaluate()["eval_loss"], weights(trainer)
+
+
+def evaluate_from_pretrained(rank: int, folder: str, checkpoint: str):
+    trainer = build_trainer(folder, model=AutoModelForCausalLM.from_pretrained(checkpoint))
+    callback_of(trainer).attach(trainer)
+    return trainer.evaluate()["eval_loss"]
+
+
+def test_full_state_load_after_a_forward_without_gradients(tmp_path):
+    results = run_ranks(load_full_state_after_evaluation, 4, str(tmp_path))
+    fresh = run_ranks(evaluate_from_pretrained, 4, str(tmp_path / "fresh"), str(tmp_path / "checkpoint-2"))
+    for (loaded, invalidated, _), expected in zip(results, fresh, strict=True):
+        assert loaded == invalidated == expected

@@ -1,0 +1,148 @@
+"""Evaluate, predict and train in any order; models sharded at load; compiled models."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from harness import run_ranks
+from torch.distributed.fsdp import FSDPModule
+from trainer_runs import (
+    TWO_NODES,
+    UNQUANTIZED,
+    build_trainer,
+    callback_of,
+    losses,
+    num_engine_gathers,
+    same_weights,
+    tiny_model,
+    token_data,
+    weights,
+)
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+
+def train_only(rank: int, folder: str):
+    trainer = build_trainer(folder)
+    trainer.train()
+    return losses(trainer), weights(trainer)
+
+
+def evaluate_then_train(rank: int, folder: str):
+    trainer = build_trainer(folder)
+    callback_of(trainer).attach(trainer)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    return losses(trainer), weights(trainer), before, trainer.evaluate()["eval_loss"]
+
+
+def predict_then_train(rank: int, folder: str):
+    trainer = build_trainer(folder)
+    callback_of(trainer).attach(trainer)
+    before = trainer.predict(token_data(16, seed=2)).metrics["test_loss"]
+    trainer.train()
+    return losses(trainer), weights(trainer), before, trainer.predict(token_data(16, seed=2)).metrics["test_loss"]
+
+
+def evaluate_every_step(rank: int, folder: str):
+    """A forward between two steps refills secondary shards; the next step must not use them."""
+    trainer = build_trainer(folder, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    return losses(trainer), weights(trainer)
+
+
+def local_loss(rank: int, state: dict[str, np.ndarray]) -> float:
+    """The weights in one unsharded model, in the same batches as `evaluate`."""
+    model = tiny_model()
+    model.load_state_dict({name: torch.tensor(value) for name, value in state.items()}, strict=False)
+    ids = torch.tensor(token_data(16, seed=2)["input_ids"])
+    with torch.no_grad():
+        return model(input_ids=ids, labels=ids).loss.item()
+
+
+def test_evaluation_before_between_and_after_changes_nothing(tmp_path):
+    expected = run_ranks(train_only, 4, str(tmp_path))
+    for function in (evaluate_then_train, predict_then_train, evaluate_every_step):
+        for (losses_a, weights_a), (losses_b, weights_b, *_) in zip(
+            expected, run_ranks(function, 4, str(tmp_path)), strict=True
+        ):
+            assert losses_a == losses_b, function.__name__
+            assert same_weights(weights_a, weights_b), function.__name__
+
+
+def test_evaluation_sees_the_weights_of_the_moment(tmp_path):
+    for function in (evaluate_then_train, predict_then_train):
+        _, trained, before, after = run_ranks(function, 4, str(tmp_path))[0]
+        initial = {name: param.detach().numpy() for name, param in tiny_model().named_parameters()}
+        assert before == pytest.approx(local_loss(0, initial), rel=2e-3)  # INT8 weights
+        assert after == pytest.approx(local_loss(0, trained), rel=5e-3)
+        assert after < 0.95 * before
+
+
+def reshard(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def train_twice(rank: int, folder: str, zeropp):
+    trainer = build_trainer(folder, zeropp, max_steps=3)
+    trainer.train()
+    first = trainer.evaluate()["eval_loss"]
+    if zeropp is False:  # else stock FSDP2 cannot train again: what is unsharded has left the optimizer
+        reshard(trainer.model)
+    trainer.train()
+    return first, trainer.evaluate()["eval_loss"], losses(trainer)
+
+
+def test_train_evaluate_train(tmp_path):
+    stock = run_ranks(train_twice, 4, str(tmp_path), False)[0]
+    ours = run_ranks(train_twice, 4, str(tmp_path), TWO_NODES)[0]
+    assert ours[0] == pytest.approx(stock[0], rel=0.01)
+    assert ours[1] == pytest.approx(stock[1], rel=0.01)
+    assert ours[1] < ours[0]
+
+
+def train_sharded_at_load(rank: int, folder: str, saved: str, zeropp, micro_steps: int):
+    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(fsdp_size=4))
+    assert isinstance(model, FSDPModule)
+    arguments = {"fsdp": None, "gradient_accumulation_steps": micro_steps, "max_grad_norm": 0.0}
+    trainer = build_trainer(folder, zeropp, model=model, **arguments)
+    before = trainer.evaluate()["eval_loss"]
+    if zeropp is False:  # else stock FSDP2 builds the optimizer on unsharded weights, and does not train them
+        reshard(model)
+    trainer.train()
+    handle = callback_of(trainer).handle
+    counted = handle and (handle.traffic.cross_node_bytes_per_step, handle.traffic.steps, num_engine_gathers(model))
+    return before, losses(trainer), counted
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_model_sharded_at_load(tmp_path, micro_steps):
+    saved = str(tmp_path / "model")
+    tiny_model().save_pretrained(saved)
+    stock = run_ranks(train_sharded_at_load, 4, str(tmp_path), saved, False, micro_steps)[0]
+    ours = run_ranks(train_sharded_at_load, 4, str(tmp_path), saved, TWO_NODES, micro_steps)[0]
+    assert ours[0] == pytest.approx(stock[0], rel=2e-3)
+    assert ours[1] == pytest.approx(stock[1], rel=0.01)
+    cross_node_bytes, steps, engine_gathers = ours[2]
+    assert (steps, engine_gathers) == (6, 0)
+    assert 0 < cross_node_bytes
+
+
+def train_compiled(rank: int, folder: str, zeropp):
+    trainer = build_trainer(folder, zeropp, torch_compile=True, torch_compile_backend="eager", max_steps=3)
+    trainer.train()
+    handle = callback_of(trainer).handle
+    return losses(trainer), trainer.evaluate()["eval_loss"], handle and handle.traffic.steps
+
+
+def test_torch_compile(tmp_path):
+    stock = run_ranks(train_compiled, 4, str(tmp_path), False)[0]
+    exact = run_ranks(train_compiled, 4, str(tmp_path), TWO_NODES | UNQUANTIZED)[0]
+    ours = run_ranks(train_compiled, 4, str(tmp_path), TWO_NODES)[0]
+    assert exact[0] == pytest.approx(stock[0], rel=1e-4)
+    assert ours[0] == pytest.approx(stock[0], rel=0.01)
+    assert ours[1] == pytest.approx(stock[1], rel=0.01)
+    assert ours[2] == 3

@@ -1,0 +1,204 @@
+"""Unmodified TRL trainers under the callback: they train, as stock FSDP2 does, with every gather through our comms."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from datasets import Dataset
+from harness import run_ranks
+from peft import LoraConfig
+from tokenizers import Tokenizer, models, pre_tokenizers
+from trainer_runs import TWO_NODES, UNQUANTIZED, callback_of, losses, num_engine_gathers, tiny_model
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
+
+from hf_zeropp import ZeroPPCallback, traffic
+
+WORDS = [f"w{i}" for i in range(120)]
+STEPS = 4
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **names)
+
+
+def phrases(num: int, length: int, seed: int) -> list[str]:
+    ids = torch.randint(0, len(WORDS), (num, length), generator=torch.Generator().manual_seed(seed))
+    return [" " + " ".join(WORDS[i] for i in row) for row in ids.tolist()]
+
+
+def new_model(cls=LlamaForCausalLM, **overrides) -> torch.nn.Module:
+    config = tiny_model(**overrides).config
+    set_seed(0)
+    return cls(config)
+
+
+def arguments(folder: str, zeropp) -> dict:
+    return {
+        "output_dir": folder,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "fsdp": True,
+        "fsdp_config": {"zeropp": zeropp},
+    }
+
+
+def sft(folder: str, zeropp):
+    from trl import SFTConfig, SFTTrainer
+
+    data = Dataset.from_dict({"text": phrases(64, 12, 1)})
+    args = SFTConfig(**arguments(folder, zeropp), max_length=16)
+    return SFTTrainer(new_model(), args, train_dataset=data, **common())
+
+
+def preferences() -> Dataset:
+    return Dataset.from_dict({"prompt": phrases(64, 4, 1), "chosen": phrases(64, 4, 2), "rejected": phrases(64, 4, 3)})
+
+
+def dpo_lora(folder: str, zeropp):
+    from trl import DPOConfig, DPOTrainer
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    args = DPOConfig(**arguments(folder, zeropp))
+    return DPOTrainer(new_model(), args=args, train_dataset=preferences(), peft_config=lora, **common())
+
+
+def dpo_reference(folder: str, zeropp):
+    from trl import DPOConfig, DPOTrainer
+
+    args = DPOConfig(**arguments(folder, zeropp))
+    models = (new_model(), new_model())
+    return DPOTrainer(*models, args=args, train_dataset=preferences(), **common())
+
+
+def dpo_synced_reference(folder: str, zeropp):
+    from trl import DPOConfig, DPOTrainer
+
+    args = DPOConfig(
+        **arguments(folder, zeropp), sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0
+    )
+    models = (new_model(), new_model())
+    return DPOTrainer(*models, args=args, train_dataset=preferences(), **common())
+
+
+def reward(folder: str, zeropp):
+    from trl import RewardConfig, RewardTrainer
+
+    model = new_model(LlamaForSequenceClassification, num_labels=1)
+    args = RewardConfig(**arguments(folder, zeropp))
+    return RewardTrainer(model, args=args, train_dataset=preferences(), **common())
+
+
+def kto(folder: str, zeropp):
+    from trl import KTOConfig, KTOTrainer
+
+    pairs = {"prompt": phrases(64, 4, 1), "completion": phrases(64, 4, 2), "label": [i % 2 == 0 for i in range(64)]}
+    args = KTOConfig(**arguments(folder, zeropp))
+    models = (new_model(), new_model())
+    return KTOTrainer(*models, args=args, train_dataset=Dataset.from_dict(pairs), **common())
+
+
+def distinct_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    return [len(set(ids)) + ids[0] / len(WORDS) for ids in completion_ids]
+
+
+ONLINE = {"num_generations": 4, "max_completion_length": 8}
+
+
+def grpo(folder: str, zeropp):
+    from trl import GRPOConfig, GRPOTrainer
+
+    args = GRPOConfig(**arguments(folder, zeropp), **ONLINE, beta=0.0)
+    data = Dataset.from_dict({"prompt": phrases(64, 4, 1)})
+    return GRPOTrainer(new_model(), distinct_tokens, args=args, train_dataset=data, **common())
+
+
+def rloo(folder: str, zeropp):
+    from trl import RLOOConfig, RLOOTrainer
+
+    args = RLOOConfig(**arguments(folder, zeropp), **ONLINE, beta=0.0)
+    data = Dataset.from_dict({"prompt": phrases(64, 4, 1)})
+    return RLOOTrainer(new_model(), distinct_tokens, args=args, train_dataset=data, **common())
+
+
+def common() -> dict:
+    return {"processing_class": tokenizer(), "callbacks": [ZeroPPCallback()]}
+
+
+def train(rank: int, build, folder: str, zeropp) -> dict:
+    trainer = build(folder, zeropp)
+    callback = callback_of(trainer).attach(trainer)
+    trainer.train()
+    references = [trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else []
+    handles = [handle for handle in (callback.handle, *callback._auxiliary) if handle is not None]
+    return {
+        "losses": losses(trainer),
+        "engine_gathers": sum(num_engine_gathers(model) for model in (trainer.model, *references)),
+        "collectives": [set(handle.traffic.counts) for handle in handles],
+        "reference_crossings": [handle.traffic.counts[traffic.GATHER_CROSS].calls for handle in handles[1:]],
+    }
+
+
+def train_each(rank: int, build, folder: str, *settings) -> list[dict]:
+    return [train(rank, build, folder, zeropp) for zeropp in settings]
+
+
+def assert_ours(run: dict) -> None:
+    assert len(run["losses"]) == STEPS
+    assert run["engine_gathers"] == 0
+    assert all(traffic.GATHER_CROSS in names for names in run["collectives"])
+    assert all(traffic.ENGINE_GATHER not in names for names in run["collectives"])
+
+
+@pytest.mark.parametrize("build", [sft, dpo_lora, dpo_reference, reward, kto], ids=lambda build: build.__name__)
+def test_offline_trainers(tmp_path, build):
+    stock, ours = run_ranks(train_each, 4, build, str(tmp_path), False, TWO_NODES)[0]
+    assert_ours(ours)
+    assert ours["losses"] == pytest.approx(stock["losses"], rel=0.01)
+    assert ours["reference_crossings"] in ([], [1])  # frozen: crosses once, not once per step
+
+
+@pytest.mark.parametrize("build", [grpo, rloo], ids=lambda build: build.__name__)
+def test_online_trainers(tmp_path, build):
+    settings = (False, TWO_NODES | UNQUANTIZED, TWO_NODES)
+    stock, exact, ours = run_ranks(train_each, 4, build, str(tmp_path), *settings)[0]
+    assert_ours(exact)
+    assert_ours(ours)  # samples its own completions: its losses are not comparable
+    assert exact["losses"] == pytest.approx(stock["losses"], abs=1e-4)
+    assert any(stock["losses"])
+
+
+def test_reference_model_sync_is_seen(tmp_path):
+    """A synced reference equals the policy, so the next step's loss is that of the first: log 2."""
+    run = run_ranks(train, 4, dpo_synced_reference, str(tmp_path), TWO_NODES)[0]
+    assert run["losses"][2] == pytest.approx(run["losses"][0], abs=1e-6)
+    assert run["losses"][3] != pytest.approx(run["losses"][0], abs=1e-6)
+    assert run["reference_crossings"] == [2]  # before and after the one sync between two forwards
+
+
+def train_without_attach(rank: int, folder: str) -> list[str]:
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("hf_zeropp").addHandler(handler)
+    dpo_reference(folder, TWO_NODES).train()
+    return messages
+
+
+def test_reference_model_left_to_fsdp2_is_reported(tmp_path):
+    messages = run_ranks(train_without_attach, 4, str(tmp_path))[0]
+    assert any("call ZeroPPCallback.attach(trainer) before train()" in message for message in messages)
