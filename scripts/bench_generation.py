@@ -1,0 +1,167 @@
+"""Tokens per second of a sharded model on the emulated cluster: stock FSDP2, HSDP, and this package.
+
+    python scripts/bench_generation.py                              the whole study
+    python scripts/bench_generation.py --rates 200mbit --variants stock all
+
+Greedy decoding with a key-value cache; every rank generates for prompts of its own, so every token needs all weights on
+every rank. Stock FSDP2 gathers them across nodes for each token, hpZ once for as long as they do not change.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench_cluster import step_seconds
+from cluster import Cluster, Ranks, bits_per_second, enter_sandbox
+from cluster_report import num_parameters
+from pages import Grid, write_page
+from rich.console import Console
+from rich.progress import Progress
+from study import ROOT, Study, command_line, make_parser, parse, progress_bar, rank_environment, shape_of
+
+sys.path.insert(0, str(ROOT))
+
+VARIANT_NAMES = ["compute", "stock", "hsdp", "hpz", "all"]
+QUICK = {"rates": ["100mbit"], "variants": ["stock", "all"], "tokens": 4, "hidden_size": 256, "layers": 4}
+TITLE = "Generation on an emulated cluster"
+INTRO = """Greedy tokens from a Llama with random weights, sharded over all ranks, each with prompts of its own; nodes
+are network namespaces of one machine. `stock` is Accelerate's FSDP2, `hsdp` shards within the node, `hpz` keeps a
+16-bit secondary shard and `all` an 8-bit one; `compute` runs without any collective. Seconds are medians per token; the
+prompt is not in them. Bytes are those of the busiest node, by its interface's counters."""
+FIXED = ("nodes", "ranks_per_node", "model", "batch_size", "prompt_len")
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    parser = make_parser(__doc__, "generation.json")
+    parser.add_argument("--rates", nargs="+", default=["unlimited", "1gbit", "200mbit", "100mbit"])
+    parser.add_argument("--variants", nargs="+", default=VARIANT_NAMES, choices=VARIANT_NAMES)
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=16, help="generated per prompt, after one that is not timed")
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts per rank")
+    parser.add_argument("--prompt-len", type=int, default=32)
+    return parse(parser, QUICK, argv)
+
+
+def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
+    from training_run import VARIANTS
+
+    wanted = [(rate, name) for rate in args.rates for name in args.variants]
+    missing = [(rate, name) for rate, name in wanted if study.find("cells", rate=rate, variant=name) is None]
+    if not missing:
+        return
+    task = progress.add_task("starting", total=len(missing))
+    environment = rank_environment(threads=1)
+    with Cluster(args.nodes, args.ranks_per_node, environment) as cluster, contextlib.ExitStack() as stack:
+        runs = {
+            name: stack.enter_context(
+                cluster.start(
+                    "generation_run:GenerationRun", VARIANTS[name], shape_of(args), args.batch_size, args.prompt_len
+                )
+            )
+            for name in dict.fromkeys(name for _, name in missing)
+        }
+        for rate, name in missing:
+            progress.update(task, description=f"{name}, {rate}")
+            cluster.set_link(rate)
+            study.add("cells", {"rate": rate, "variant": name, **_measure(runs[name], args)})
+            progress.advance(task)
+
+
+def _measure(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
+    """A short generation first: the weights of a fresh model cross the network once whoever is measured."""
+    ranks.call("generate", 1)
+    measurements = ranks.call("generate", args.tokens)
+    seconds = step_seconds(measurements)
+    nodes = measurements[:: args.ranks_per_node]
+    return {
+        "token_s": statistics.median(seconds[1:] or seconds),
+        "prompt_s": seconds[0],
+        "tokens_per_s": args.batch_size * len(measurements) / statistics.median(seconds[1:] or seconds),
+        "link_bytes_per_token": max(max(node.link.values()) for node in nodes) / len(seconds),
+    }
+
+
+def token_grid(study: Study, rate: str) -> Grid:
+    """One line per variant: speed, ratio to stock, bytes over the link per token."""
+    columns = ("variant", "s per token", "tokens/s, all ranks", "x stock", "link MB per token", "in M")
+    grid = Grid(f"generation, {rate}", columns)
+    stock = study.find("cells", rate=rate, variant="stock")
+    for cell in (cell for cell in study.rows("cells") if cell["rate"] == rate):
+        sent = cell["link_bytes_per_token"]
+        row = [
+            cell["variant"],
+            f"{cell['token_s']:.4f}",
+            f"{cell['tokens_per_s']:.2f}",
+            f"{stock['token_s'] / cell['token_s']:.2f}" if stock else "",
+            f"{sent / 1e6:.3f}",
+            f"{sent / (2 * num_parameters(study.conditions['model'])):.3f}",
+        ]
+        grid.rows.append(row)
+    return grid
+
+
+def plot_tokens(study: Study, path: Path) -> None:
+    """Tokens per second over the link's rate, one line per variant."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(5.5, 4))
+    rates = sorted(
+        {cell["rate"] for cell in study.rows("cells")}, key=lambda rate: bits_per_second(rate) or float("inf")
+    )
+    for variant in dict.fromkeys(cell["variant"] for cell in study.rows("cells")):
+        cells = [study.find("cells", rate=rate, variant=variant) for rate in rates]
+        axis.plot([cell and cell["tokens_per_s"] for cell in cells], marker="o", label=variant)
+    axis.set_xticks(range(len(rates)), rates)
+    axis.set(xlabel="link between nodes", ylabel="tokens per second, all ranks", yscale="log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def check_direction(study: Study, args: argparse.Namespace) -> None:
+    """The quick form's verdict, for CI."""
+    rate = min(args.rates, key=lambda rate: bits_per_second(rate) or float("inf"))
+    stock, ours = (study.find("cells", rate=rate, variant=name) for name in ("stock", "all"))
+    checks = {
+        f"generation is faster than stock at {rate}": ours["token_s"] < stock["token_s"],
+        "no weights cross the network": ours["link_bytes_per_token"] < 0.01 * stock["link_bytes_per_token"],
+    }
+    if failed := [claim for claim, holds in checks.items() if not holds]:
+        raise SystemExit(f"It does not hold that: {'; '.join(failed)}")
+
+
+def main() -> None:
+    args = parse_args(sys.argv[1:])
+    enter_sandbox()
+    console = Console(width=None if sys.stdout.isatty() else 132)
+    conditions = {key: getattr(args, key) for key in FIXED if key != "model"}
+    conditions |= {"command": command_line(__file__), "model": dataclasses.asdict(shape_of(args))}
+    study = Study(args.output, conditions, FIXED, fresh=args.fresh)
+    with progress_bar(console) as progress:
+        run_study(args, study, progress)
+    grids = [token_grid(study, rate) for rate in args.rates]
+    for grid in grids:
+        console.print(grid.rich())
+    if args.plot:
+        plot_tokens(study, args.plot)
+    if study.path:
+        plot = study.path.with_suffix(".png")
+        plot_tokens(study, plot)
+        write_page(study.path.with_suffix(".md"), TITLE, study.conditions, INTRO, grids, plot)
+    if args.quick:
+        check_direction(study, args)
+
+
+if __name__ == "__main__":
+    main()

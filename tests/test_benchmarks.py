@@ -1,0 +1,245 @@
+"""The benchmarks in their quick form: the direction of each result, and nothing left on the machine afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import cluster  # noqa: E402
+import profiling  # noqa: E402
+
+WHY_IMPOSSIBLE = cluster.why_impossible() if sys.platform == "linux" else "this is not Linux."
+needs_namespaces = pytest.mark.skipif(WHY_IMPOSSIBLE is not None, reason=f"no emulated cluster: {WHY_IMPOSSIBLE}")
+
+LIMIT_S = 120
+
+DRIVER = """
+import sys
+sys.path.insert(0, {scripts!r})
+from cluster import Cluster, ClusterError, enter_sandbox
+enter_sandbox()
+with Cluster(2, 1, {{"PYTHONPATH": {tests!r}}}) as one:
+    print("up", flush=True)
+    {body}
+"""
+
+
+class Exchange:
+    """Served on ranks by the tests below (as `test_benchmarks:Exchange`)."""
+
+    def megabytes(self, count: int) -> float:
+        """Seconds for an all-gather in which each of two ranks sends so many megabytes."""
+        import torch
+        import torch.distributed as dist
+
+        dist.barrier()
+        start = time.monotonic()
+        dist.all_gather(
+            [torch.empty(count * 10**6, dtype=torch.uint8) for _ in range(2)],
+            torch.zeros(count * 10**6, dtype=torch.uint8),
+        )
+        return time.monotonic() - start
+
+    def fail(self) -> None:
+        raise LookupError("on purpose")
+
+    def die(self) -> None:
+        os._exit(3)
+
+
+def network() -> tuple[set[str], str]:
+    """This machine's interfaces, and its named network namespaces."""
+    named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
+    return set(os.listdir("/sys/class/net")), named
+
+
+def ranks_alive(mark: str) -> list[int]:
+    """Processes whose environment carries the mark."""
+    alive = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (folder / "environ").read_bytes():
+                alive.append(int(folder.name))
+        except OSError:
+            continue
+    return alive
+
+
+@pytest.fixture
+def untouched_network():
+    before = network()
+    yield
+    assert network() == before
+
+
+def start(body: str, tmp_path: Path, mark: str = "unmarked") -> subprocess.Popen:
+    script = tmp_path / "driver.py"
+    script.write_text(DRIVER.format(scripts=str(SCRIPTS), tests=os.path.dirname(__file__), body=body))
+    environment = os.environ | {"TEST_MARK": mark, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
+    return subprocess.Popen(
+        [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+
+
+def run(body: str, tmp_path: Path) -> tuple[int, str, str]:
+    process = start(body, tmp_path)
+    out, err = process.communicate(timeout=LIMIT_S)
+    return process.returncode, out, err
+
+
+# --------------------------------------------------------------------------------------------------------- the cluster
+
+
+@needs_namespaces
+def test_links_are_as_slow_as_asked(tmp_path: Path, untouched_network: None) -> None:
+    """5 MB each way take 0.4 s at 100 Mbit/s, and next to nothing without a limit."""
+    body = """
+    with one.start("test_benchmarks:Exchange") as ranks:
+        ranks.call("megabytes", 1)
+        fast = max(ranks.call("megabytes", 5))
+        one.set_link("100mbit")
+        print(fast, max(ranks.call("megabytes", 5)))"""
+    status, out, err = run(body, tmp_path)
+    assert status == 0, err
+    fast, slow = map(float, out.split()[1:])
+    assert slow > 0.35
+    assert slow > 2 * fast
+
+
+@needs_namespaces
+def test_a_rank_that_raises_is_shown_with_its_traceback(tmp_path: Path, untouched_network: None) -> None:
+    status, _, err = run('with one.start("test_benchmarks:Exchange") as ranks: ranks.call("fail")', tmp_path)
+    assert status == 1
+    assert "LookupError: on purpose" in err
+
+
+@needs_namespaces
+def test_a_rank_that_dies_ends_the_run(tmp_path: Path, untouched_network: None) -> None:
+    status, _, err = run('with one.start("test_benchmarks:Exchange") as ranks: ranks.call("die")', tmp_path)
+    assert status == 1
+    assert "ClusterError: rank" in err and "died" in err
+
+
+@needs_namespaces
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_network: None) -> None:
+    mark = f"cluster-test-{os.getpid()}-{how}"
+    process = start("import time; time.sleep(100)", tmp_path, mark)
+    assert process.stdout.readline() == "up\n"
+    assert len(ranks_alive(mark)) > 2
+    if how == "SIGINT":  # as a terminal does: to the whole group
+        for pid in ranks_alive(mark):
+            os.kill(pid, signal.SIGINT)
+    else:
+        process.send_signal(signal.Signals[how])
+    process.communicate(timeout=30)
+    deadline = time.monotonic() + 20
+    while (alive := ranks_alive(mark)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("text", "bits"), [("200mbit", 2e8), ("1gbit", 1e9), ("1.5mbit", 1.5e6), ("64kbit", 6.4e4), ("unlimited", None)]
+)
+def test_rates(text: str, bits: float | None) -> None:
+    assert cluster.bits_per_second(text) == bits
+
+
+def test_a_rate_must_be_one() -> None:
+    with pytest.raises(ValueError, match="expected a rate such as 200mbit"):
+        cluster.bits_per_second("fast")
+
+
+def test_without_namespaces_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv(cluster.SANDBOX_MARK, raising=False)
+    with pytest.raises(SystemExit, match="No emulated cluster on this machine: unshare, ip, tc, mount not found"):
+        cluster.enter_sandbox()
+
+
+# ------------------------------------------------------------------------------------------------------ the benchmarks
+
+
+def run_quick(script: str, *flags: str) -> str:
+    result = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), "--quick", *flags],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@needs_namespaces
+def test_cluster_benchmark(tmp_path: Path, untouched_network: None) -> None:
+    """Its own checks: faster than stock at the lowest rate, fewer bytes, interface and accounting within 3 %."""
+    output = tmp_path / "cluster.json"
+    shown = run_quick("bench_cluster.py", "--output", str(output), "--variants", "compute", "stock", "all", "--profile")
+    study = json.loads(output.read_text())
+    assert [cell["variant"] for cell in study["cells"]] == ["compute", "stock", "all"]
+    assert study["conditions"]["kernels"] in shown
+    phases = next(row["seconds"] for row in study["profiles"] if row["variant"] == "all")
+    assert {"encode", "decode", "gather, across nodes", "reduce, within node", "computation"} <= set(phases)
+    assert min(phases.values()) >= 0
+    assert run_quick("bench_cluster.py", "--output", str(output), "--variants", "compute", "stock", "all")  # from file
+    assert json.loads(output.read_text())["cells"] == study["cells"]
+
+
+@needs_namespaces
+def test_generation_benchmark(untouched_network: None) -> None:
+    """Its own checks: more tokens per second than stock at the lowest rate, and no weights on the network."""
+    assert "tokens/s" in run_quick("bench_generation.py")
+
+
+@needs_namespaces
+def test_convergence_benchmark(untouched_network: None) -> None:
+    """Its own checks: all three near stock, one scale per shard further away."""
+    assert "unblocked" in run_quick("bench_convergence.py")
+
+
+def test_a_study_is_not_continued_under_other_conditions(tmp_path: Path) -> None:
+    from study import Study
+
+    path = tmp_path / "study.json"
+    Study(path, {"model": "small", "note": 1}, ["model"], fresh=False).add("cells", {"a": 1, "value": 2})
+    assert Study(path, {"model": "small", "note": 2}, ["model"], fresh=False).find("cells", a=1) == {"a": 1, "value": 2}
+    assert Study(path, {"model": "large"}, ["model"], fresh=True).rows("cells") == []
+    with pytest.raises(SystemExit, match="measured under other conditions"):
+        Study(path, {"model": "large"}, ["model"], fresh=False)
+
+
+# --------------------------------------------------------------------------------------------------------- the profile
+
+
+def summary(*events: profiling.Event, wall: float = 10.0) -> dict:
+    return {"steps": 1, "wall": wall, "events": [vars(event) for event in events]}
+
+
+def test_who_waits_for_a_peer_is_told_from_who_waits_for_bytes() -> None:
+    """Rank 0 enters at 1 s, rank 1 at 4 s; both leave at 6 s: 3 s of rank 0's 5 were rank 1's doing."""
+    early = profiling.Event("gather", start=1, end=6, exclusive=5, started=1, group=(0, 1))
+    late = profiling.Event("gather", start=4, end=6, exclusive=2, started=4, group=(0, 1))
+    seconds = profiling.phase_seconds([summary(early), summary(late)])
+    assert seconds == {"gather": 2.0, profiling.WAITING: 1.5, profiling.COMPUTE: 6.5}
+    assert sum(seconds.values()) == 10.0
+
+
+def test_waiting_for_an_asynchronous_collective_begins_when_one_waits() -> None:
+    """Started by all at 1 s, waited for at 5 s: what is left then is bytes, not peers."""
+    launch = profiling.Event("gather", start=1, end=1, exclusive=0, started=1, group=(0, 1))
+    wait = profiling.Event("gather", start=5, end=7, exclusive=2, started=1, group=(0, 1))
+    seconds = profiling.phase_seconds([summary(launch, wait), summary(launch, wait)])
+    assert seconds == {"gather": 2.0, profiling.WAITING: 0.0, profiling.COMPUTE: 8.0}
