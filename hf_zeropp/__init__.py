@@ -7,18 +7,34 @@
 The idea in one page: collectives.py. How it meets FSDP2: fsdp_comm.py.
 """
 
+import importlib
+
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.frozen import quantize_frozen
+from hf_zeropp.generation import generation_mode
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
 
 __version__ = "0.1.0"
 
-__all__ = ["ZeroPPCallback", "ZeroPPConfig", "ZeroPPHandle", "ZeroPPPlugin", "apply_zeropp", "get_handle", "traffic"]
+__all__ = [
+    "ZeroPPCallback",
+    "ZeroPPConfig",
+    "ZeroPPHandle",
+    "ZeroPPPlugin",
+    "ZeroPPQuantConfig",
+    "apply_zeropp",
+    "generation_mode",
+    "get_handle",
+    "quantize_frozen",
+    "traffic",
+]
+
+# Both need a part of Transformers that takes seconds to import: only for those who use them.
+_LAZY = {"ZeroPPCallback": "hf_zeropp.integrations.trainer", "ZeroPPQuantConfig": "hf_zeropp.frozen_loading"}
 
 
 def __getattr__(name: str):
-    if name == "ZeroPPCallback":  # the Trainer takes seconds to import: only for those who use it
-        from hf_zeropp.integrations.trainer import ZeroPPCallback
-
-        return ZeroPPCallback
+    if name in _LAZY:
+        return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

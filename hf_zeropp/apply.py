@@ -17,6 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zeropp.collectives import Hop, TwoHopGather, TwoHopReduce, WireBuffers
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.frozen import dense_numel
+from hf_zeropp.frozen_units import NodeAllGather
 from hf_zeropp.fsdp_comm import ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
@@ -83,11 +85,15 @@ class ZeroPPHandle:
 
     def __init__(self, model: nn.Module, config: ZeroPPConfig, plan: _Plan) -> None:
         self.config = config
-        self.units = find_units(model)
-        self.topology = get_topology(plan.ranks_per_node, self.units[0].device_type)
-        self.traffic = _new_traffic(self.units, self.topology)
+        self._hpz_size = plan.hpz_size
+        units = find_units(model)
+        self.topology = get_topology(plan.ranks_per_node, units[0].device_type)
+        self.units = [unit for unit in units if unit.shard_group.size() == self.topology.world_size]
+        self.frozen_units = [unit for unit in units if unit not in self.units]
+        self.traffic = _new_traffic(self.units, self.frozen_units, self.topology)
         self.gathers: list[ZeroPPAllGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
+        self.frozen_gathers: list[NodeAllGather] = []
         # Where there are streams, FSDP2's overlap and ours must not be added to each other.
         self._overlaps = config.overlap and self.units[0].device_type == "cpu"
         pipeline = ReducePipeline() if self._overlaps else None
@@ -101,6 +107,7 @@ class ZeroPPHandle:
         buffers = WireBuffers()
         self._install_gathers(plan, buffers)
         self._install_reduces(buffers)
+        self._install_frozen()
         self._watch_weights(model)
 
     @property
@@ -135,10 +142,23 @@ class ZeroPPHandle:
     def predict(self, micro_steps: int = 1) -> dict[str, Bytes]:
         """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective. After a first forward."""
         counts: dict[str, Bytes] = {}
-        for comm in [*self.gathers, *self.reduces]:
+        for comm in [*self.gathers, *self.reduces, *self.frozen_gathers]:
             for name, count in comm.predict(micro_steps).items():
                 counts.setdefault(name, Bytes()).add(count)
         return counts
+
+    def start_stale_gathers(self) -> None:
+        """Start hop 1 of every unit whose secondary shard is stale. Call it on all ranks."""
+        for gather in self.gathers:
+            gather.start_ahead()
+
+    def lockstep_group(self) -> dist.ProcessGroup | None:
+        """The ranks that must run the same forwards while no weight changes; None for all."""
+        in_groups = bool(self.gathers) and all(gather.stays_in_group for gather in self.gathers)
+        if not self.is_active or not (in_groups or not self.units):
+            return None
+        size = max(self.topology.ranks_per_node, self._hpz_size or 1)
+        return get_topology(size, self.topology.mesh.device_type).node_group
 
     def secondary_bytes(self) -> int:
         """Bytes this rank holds in secondary shards."""
@@ -165,9 +185,7 @@ class ZeroPPHandle:
         gather = TwoHopGather(cross, node, buffers)
         ahead = GatherAhead() if self._overlaps and keep_secondary else None
         for unit in self.units:
-            comm = ZeroPPAllGather(
-                unit, gather, self.config, self.traffic, ahead=ahead, keep_secondary=keep_secondary
-            )
+            comm = ZeroPPAllGather(unit, gather, self.config, self.traffic, ahead=ahead, keep_secondary=keep_secondary)
             unit.set_all_gather(comm)
             self.gathers.append(comm)
 
@@ -180,6 +198,13 @@ class ZeroPPHandle:
             unit.set_reduce_scatter(comm)
             self.reduces.append(comm)
         self._clock.reduces = self.reduces
+
+    def _install_frozen(self) -> None:
+        """Frozen units stay FSDP2's, within the node; their bytes are counted."""
+        for unit in self.frozen_units:
+            comm = NodeAllGather(unit, self.traffic)
+            unit.set_all_gather(comm)
+            self.frozen_gathers.append(comm)
 
     def _watch_weights(self, model: nn.Module) -> None:
         """The guards of [Note: when a secondary shard is stale] that version counters cannot give."""
@@ -234,8 +259,10 @@ def _forget_aborted_backward(clock: ReduceClock) -> Callable[[nn.Module, Any], N
     return before_forward
 
 
-def _new_traffic(units: list[Unit], topology: Topology) -> Traffic:
+def _new_traffic(units: list[Unit], frozen_units: list[Unit], topology: Topology) -> Traffic:
     model_bytes = sum(param.numel() * unit.param_dtype.itemsize for unit in units for param in unit.params)
+    frozen_modules = {module for unit in frozen_units for module in unit.modules}
+    model_bytes += sum(dense_numel(module) for module in frozen_modules) * torch.bfloat16.itemsize
     trainable_bytes = sum(param.numel() * unit.reduce_dtype.itemsize for unit in units for param in unit.trainable)
     return Traffic(topology.ranks_per_node, topology.num_nodes, model_bytes, trainable_bytes)
 
@@ -272,9 +299,9 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> _Plan:
             "the model is not sharded: expected FSDP2 modules (torch.distributed.fsdp.fully_shard), found none. "
             "Prepare it with Accelerate and a ZeroPPPlugin, or call fully_shard on its blocks and on the model."
         )
-    for unit in units:
-        _check_unit(unit, world_size)
     ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
+    for unit in units:
+        _check_unit(unit, world_size, ranks_per_node)
     return _Plan(
         settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
         ranks_per_node=ranks_per_node,
@@ -283,7 +310,7 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> _Plan:
     )
 
 
-def _check_unit(unit: Unit, world_size: int) -> None:
+def _check_unit(unit: Unit, world_size: int, ranks_per_node: int) -> None:
     if isinstance(unit.reduce_scatter, ZeroPPReduceScatter):
         raise ValueError(
             f"unit {unit.name} already runs ZeRO++ through another apply_zeropp call, on a module above or below this "
@@ -300,9 +327,12 @@ def _check_unit(unit: Unit, world_size: int) -> None:
             "ZeRO++ keeps its own. Call fully_shard with reshard_after_forward=True (and set hpz_size to that int)."
         )
     ranks = dist.get_process_group_ranks(unit.shard_group)
-    if ranks != list(range(world_size)):
+    first = dist.get_rank() // ranks_per_node * ranks_per_node
+    is_in_node = ranks == list(range(first, first + ranks_per_node))
+    if ranks != list(range(world_size)) and not (is_in_node and not unit.trainable):
         raise ValueError(
-            f"unit {unit.name} is sharded over ranks {ranks}, expected all {world_size} ranks in order. "
+            f"unit {unit.name} is sharded over ranks {ranks}, expected all {world_size} ranks in order"
+            f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {first}'}. "
             "Call fully_shard with a 1-D mesh over the whole world."
         )
 
@@ -313,7 +343,9 @@ def _check_same_plan(plans: list[_Plan]) -> None:
         for field in dataclasses.fields(_Plan):
             ours, theirs = getattr(plans[0], field.name), getattr(plan, field.name)
             if ours != theirs:
-                differing = [pair for pair in zip(_as_items(ours), _as_items(theirs), strict=False) if len(set(pair)) > 1]
+                differing = [
+                    pair for pair in zip(_as_items(ours), _as_items(theirs), strict=False) if len(set(pair)) > 1
+                ]
                 raise ValueError(
                     f"Ranks must agree on ZeRO++'s {field.name}: rank 0 has {differing[0][0] if differing else ours}, "
                     f"rank {rank} has {differing[0][1] if differing else theirs}. Give all ranks the same settings, "

@@ -1,13 +1,16 @@
-"""``hf-zeropp launch | env``: start a job with ZeRO++ settings; say what runs on this machine."""
+"""``hf-zeropp launch | env | estimate | export``: start a job; say what runs on this machine; say what a job will take;
+write a merged model."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import sys
 import tempfile
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -29,11 +32,18 @@ def main(argv: list[str] | None = None) -> None:
         help="`accelerate launch` (all its flags) for a config file with a `zeropp_config:` block",
     )
     commands.add_parser("env", help="versions, the kernels that run here, and the settings in force")
+    _add_estimate(commands.add_parser("estimate", help="memory per rank and bytes per step, beside other methods"))
+    _add_export(commands.add_parser("export", help="merge an adapter into its base and write 16-bit safetensors"))
     if argv[:1] == ["launch"]:  # every flag after it is Accelerate's or the script's, unparsed
         launch(argv[1:])
         return
-    parser.parse_args(argv)
-    Console().print(environment_table())
+    args = parser.parse_args(argv)
+    if args.command == "estimate":
+        run_estimate(args)
+    elif args.command == "export":
+        run_export(args)
+    else:
+        Console().print(environment_table())
 
 
 def launch(flags: list[str]) -> None:
@@ -55,6 +65,83 @@ def launch(flags: list[str]) -> None:
             args = parser.parse_args(_with_config_file(flags, _write_yaml(settings, folder, "accelerate.yaml")))
         ZeroPPConfig.from_env()  # a mistake shows here, once, not on every rank
         launch_command(args)
+
+
+def run_export(args: argparse.Namespace) -> None:
+    import torch
+
+    from hf_zeropp.export import export
+
+    try:
+        folder = export(
+            args.output,
+            args.model,
+            args.adapter,
+            dtype=getattr(torch, args.dtype),
+            max_shard_size=args.max_shard_size,
+        )
+    except ValueError as error:
+        raise SystemExit(f"hf-zeropp export: {error}") from error
+    Console().print(f"Wrote {folder}", soft_wrap=True)
+
+
+def run_estimate(args: argparse.Namespace) -> None:
+    """A table, or JSON, of what every method holds and sends. No process group, no weights."""
+    from hf_zeropp import estimate
+
+    try:
+        model = estimate.ModelShape.of(args.model, args.trainable)
+        setup = estimate.Setup(
+            world_size=args.world,
+            ranks_per_node=args.ranks_per_node,
+            micro_steps=args.accumulation,
+            optimizer=args.optimizer,
+            config=ZeroPPConfig.resolve(args.zeropp),
+            fp32_reduce=args.fp32_reduce,
+        )
+        estimates = estimate.estimate(model, setup)
+    except ValueError as error:
+        raise SystemExit(f"hf-zeropp estimate: {error}") from error
+    if args.json:
+        print(json.dumps(estimate.to_json(estimates, model, setup), indent=1))
+    else:
+        Console().print(estimate.table(estimates, model, setup))
+    if args.plot:
+        estimate.plot(estimates, args.plot)
+
+
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", help="the base, 16-bit or packed; default: what the adapter's config names")
+    parser.add_argument("--adapter", help="a PEFT adapter folder; without it, a packed base is only decoded")
+    parser.add_argument("--output", required=True, help="a folder that is empty or does not exist")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument("--max-shard-size", default="2GB", help="bytes of a safetensors file, such as 5GB")
+
+
+def _add_estimate(parser: argparse.ArgumentParser) -> None:
+    from hf_zeropp.estimate import OPTIMIZER_STATE_BYTES
+
+    parser.add_argument("model", help="a parameter count (7B, 350M), or a hub name or path of a Hugging Face config")
+    parser.add_argument("--world", type=int, required=True, help="ranks in all")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZER_STATE_BYTES)
+    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
+    parser.add_argument(
+        "--trainable", type=_count, help="train this many parameters beside the frozen model (LoRA): 20M"
+    )
+    parser.add_argument("--zeropp", help="YAML or JSON file with settings; default: the environment, else the defaults")
+    parser.add_argument("--fp32-reduce", action="store_true", help="gradients are reduced in fp32 instead of bf16")
+    parser.add_argument("--json", action="store_true", help="bytes, instead of the table")
+    parser.add_argument("--plot", type=Path, help="also write a plot (needs matplotlib)")
+
+
+def _count(text: str) -> int:
+    from hf_zeropp.estimate import parse_count
+
+    count = parse_count(text)
+    if count is None:
+        raise argparse.ArgumentTypeError(f"expected a count such as 20M, got {text!r}")
+    return count
 
 
 def environment_table() -> Table:

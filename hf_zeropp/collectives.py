@@ -200,9 +200,7 @@ class TwoHopReduce:
         received = flight.land(self._buffers)
         if self.node.size == 1:
             return received.to(torch.float32, copy=True) if partial is None else partial.add_(received)
-        partial = ops.dequantize_sum(
-            received, layouts.node, num_sources=self.node.size, initial=partial, out=partial
-        )
+        partial = ops.dequantize_sum(received, layouts.node, num_sources=self.node.size, initial=partial, out=partial)
         self._buffers.give(received)
         return partial
 

@@ -92,7 +92,9 @@ class ZeroPPConfig:
         valid = field_names()
         for key in settings:
             if key not in valid:
-                raise ValueError(f"Unknown ZeRO++ setting {key!r}.{_nearest(str(key), valid)} Valid: {', '.join(valid)}.")
+                raise ValueError(
+                    f"Unknown ZeRO++ setting {key!r}.{_nearest(str(key), valid)} Valid: {', '.join(valid)}."
+                )
         return cls(**settings)
 
     @classmethod
@@ -135,7 +137,7 @@ def field_names() -> tuple[str, ...]:
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"Cannot read the ZeRO++ config file {str(path)!r}: {error}. Check the path.") from error
     try:
         settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
@@ -145,7 +147,10 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ValueError(f"The ZeRO++ config file {str(path)!r} must hold `key: value` lines, got: {settings!r}")
     if "zero_optimization" in settings:
         return _translate_deepspeed(settings)
-    return settings.get("zeropp_config", settings)
+    block = settings.get("zeropp_config", settings)
+    if block is not None and not isinstance(block, dict):
+        raise ValueError(f"zeropp_config in {str(path)!r} must be a mapping of settings, got: {block!r}")
+    return block or {}  # `zeropp_config:` and nothing under it: the defaults
 
 
 def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -156,7 +161,10 @@ def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         if key not in valid:
             raise ValueError(f"Unknown environment variable {key}.{_nearest(key, valid)}")
-        settings[key.removeprefix(ENV_PREFIX).lower()] = _parse_env_value(text)
+        try:
+            settings[key.removeprefix(ENV_PREFIX).lower()] = _parse_env_value(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"The environment variable {key}={text!r} is no valid YAML value: {error}") from error
     return settings
 
 

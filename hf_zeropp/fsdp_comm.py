@@ -52,14 +52,14 @@ def wire_layout(shards: Sequence[ParamShard], bits: int | None, block: int, raw_
     return WireLayout(segments, block, raw_dtype)
 
 
-class _Comm:
+class CommObject:
     """What FSDP2 asks of both comm objects besides the call itself: memory."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class ZeroPPAllGather(_Comm, AllGather):
+class ZeroPPAllGather(CommObject, AllGather):
     """qwZ and hpZ: gathers a unit's weights in wire form and keeps the secondary shard between weight changes.
 
     Args:
@@ -123,8 +123,13 @@ class ZeroPPAllGather(_Comm, AllGather):
     def start_ahead(self) -> None:
         """Start hop 1 now, if it is due and its input can be had without FSDP2."""
         dtype = self.unit.param_dtype
-        if not self.is_fresh and dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
+        if self._keep_secondary and not self.is_fresh and dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
             self._start(self.unit.flat_shard(dtype), self.layout(dtype))
+
+    @property
+    def stays_in_group(self) -> bool:
+        """Whether a gather of a fresh unit stays among the ranks that share a secondary copy."""
+        return self._keep_secondary and self.unit.param_dtype in FLOAT_DTYPES
 
     def secondary_bytes(self) -> int:
         """Bytes this rank holds between gathers for hpZ."""
@@ -143,10 +148,14 @@ class ZeroPPAllGather(_Comm, AllGather):
             return {ENGINE_GATHER: peers.bytes_of(self.unit.shard_bytes()).times(gathers)}
         num_bytes = self.layout(self.unit.param_dtype).nbytes
         cross, node = self._gather.cross, self._gather.node
-        return {
-            cross.name: cross.peers.bytes_of(num_bytes).times(1 if self._keep_secondary else gathers),
-            node.name: node.peers.bytes_of(num_bytes * cross.size).times(gathers),
-        }
+        counts = {}
+        if not self._keep_secondary:
+            counts[cross.name] = cross.peers.bytes_of(num_bytes).times(gathers)
+        elif self.unit.trainable:  # frozen weights crossed before this step
+            counts[cross.name] = cross.peers.bytes_of(num_bytes)
+        if node.size > 1:
+            counts[node.name] = node.peers.bytes_of(num_bytes * cross.size).times(gathers)
+        return counts
 
     def _fresh_secondary(self, shard: torch.Tensor, layout: WireLayout) -> torch.Tensor:
         """The secondary shard, gathered across nodes if it is stale, and this stream ordered behind its arrival."""
@@ -182,7 +191,7 @@ class ZeroPPAllGather(_Comm, AllGather):
         return self._engine(output, shard, group, async_op)
 
 
-class ZeroPPReduceScatter(_Comm, ReduceScatter):
+class ZeroPPReduceScatter(CommObject, ReduceScatter):
     """qgZ: reduces a unit's gradients in two hops, across nodes once per optimizer step.
 
     Args:
@@ -295,10 +304,10 @@ class ZeroPPReduceScatter(_Comm, ReduceScatter):
             return {}
         node, cross = self.reduce.node, self.reduce.cross
         layouts = self.layouts(self.unit.reduce_dtype)
-        return {
-            node.name: node.peers.bytes_of(cross.size * layouts.node.nbytes).times(micro_steps),
-            cross.name: cross.peers.bytes_of(layouts.cross.nbytes),
-        }
+        counts = {cross.name: cross.peers.bytes_of(layouts.cross.nbytes)}
+        if node.size > 1:
+            counts[node.name] = node.peers.bytes_of(cross.size * layouts.node.nbytes).times(micro_steps)
+        return counts
 
     def _drop_abandoned_partial(self) -> None:
         """``zero_grad`` between micro-steps means to start over: FSDP2's zeros are gone, so the partial goes too."""
@@ -391,7 +400,9 @@ def _scale_of(op: ReduceOp, world_size: int) -> float:
         return 1.0 / world_size
     if kind == ReduceOp.RedOpType.PREMUL_SUM:
         return float(factor)
-    raise ValueError(f"Gradients can be reduced by SUM, AVG or a pre-multiplied sum, got {kind} on rank {dist.get_rank()}.")
+    raise ValueError(
+        f"Gradients can be reduced by SUM, AVG or a pre-multiplied sum, got {kind} on rank {dist.get_rank()}."
+    )
 
 
 def _record_event(device: torch.device) -> torch.Event | None:
@@ -405,7 +416,7 @@ def _record_event(device: torch.device) -> torch.Event | None:
 _warned: set[tuple[type, str]] = set()
 
 
-def _warn_once(comm: _Comm, message: str, *args) -> None:
+def _warn_once(comm: CommObject, message: str, *args) -> None:
     key = (type(comm), message, comm.unit.name)
     if key not in _warned:
         _warned.add(key)

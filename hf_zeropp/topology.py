@@ -51,8 +51,8 @@ def detect_ranks_per_node(setting: int | str, world_size: int) -> int:
     if setting != "auto":
         ranks_per_node, source = int(setting), f"ranks_per_node={setting}"
     elif "LOCAL_WORLD_SIZE" in os.environ:
-        ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-        source = f"LOCAL_WORLD_SIZE={ranks_per_node}"
+        text = os.environ["LOCAL_WORLD_SIZE"]
+        ranks_per_node, source = int(text) if text.isdigit() else 0, f"LOCAL_WORLD_SIZE={text}"
     elif world_size == 1:
         return 1
     else:
@@ -85,7 +85,7 @@ def resolve_hpz_size(setting: int | str | None, ranks_per_node: int, world_size:
 
 
 def check_divides(source: str, size: int, world_size: int) -> None:
-    if size > world_size or world_size % size:
+    if not 1 <= size <= world_size or world_size % size:
         raise ValueError(
             f"{source} must divide the world of {world_size} ranks: nodes must have equal numbers of ranks. "
             f"Divisors: {[d for d in range(1, world_size + 1) if world_size % d == 0]}."

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
 )
 from torch.distributed.tensor import DTensor
 
-__all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "WeightStamp", "find_units"]
+__all__ = [
+    "AllGather",
+    "DefaultAllGather",
+    "DefaultReduceScatter",
+    "ReduceScatter",
+    "Unit",
+    "WeightStamp",
+    "find_units",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,14 +85,35 @@ class Unit:
     def shard_bytes(self) -> int:
         """Bytes of the flat shard when dtypes are mixed and FSDP2 gathers it as bytes."""
         return sum(
-            shard.padded_numel * (self._group.mp_policy.param_dtype or param.dtype).itemsize
+            shard.padded_numel * self._gather_dtype(param).itemsize
             for shard, param in zip(self.param_shards(), self.params, strict=True)
         )
+
+    def _gather_dtype(self, param: DTensor) -> torch.dtype:
+        """Of one parameter: FSDP2 casts floats alone."""
+        cast = self._group.mp_policy.param_dtype if param.dtype.is_floating_point else None
+        return cast or param.dtype
+
+    def gathered_bytes(self) -> int:
+        """Bytes of the unit while it is unsharded."""
+        return self.shard_bytes() * self.shard_group.size()
+
+    @contextmanager
+    def kept_gathered(self) -> Iterator[None]:
+        """Gather the unit now and keep it so, whatever runs inside."""
+        reshards = self.reshards_after_forward
+        self._module.unshard()
+        self._module.set_reshard_after_forward(False, recurse=False)
+        try:
+            yield
+        finally:
+            self._module.set_reshard_after_forward(reshards, recurse=False)
+            self._module.reshard()
 
     @property
     def param_dtype(self) -> torch.dtype:
         """The dtype in which weights are gathered (uint8 when parameters of several dtypes are mixed)."""
-        dtypes = {self._group.mp_policy.param_dtype or param.dtype for param in self.params}
+        dtypes = {self._gather_dtype(param) for param in self.params}
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     @property
@@ -222,7 +252,8 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 def find_sharded_modules() -> list[FSDPModule]:
     """All FSDP2 modules alive in this process, whatever model they belong to. For warnings: ranks may see others."""
-    return [module for module in list(_module_state_mapping) if isinstance(module, FSDPModule)]
+    modules = (module for module in list(_module_state_mapping) if isinstance(module, FSDPModule))
+    return [module for module in modules if any(True for _ in module.parameters())]
 
 
 def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:

@@ -3,6 +3,9 @@
 import json
 
 import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from hf_zeropp import ZeroPPConfig
 from hf_zeropp.config import MAX_BLOCK, field_names
@@ -50,7 +53,8 @@ def test_bad_values_name_the_setting_what_came_and_what_is_valid(settings: dict,
 
 
 @pytest.mark.parametrize(
-    ("key", "nearest"), [("qwz_bit", "qwz_bits"), ("hpz", "hpz_size"), ("grad_blocks", "grad_block"), ("QGZ_bits", "qgz_bits")]
+    ("key", "nearest"),
+    [("qwz_bit", "qwz_bits"), ("hpz", "hpz_size"), ("grad_blocks", "grad_block"), ("QGZ_bits", "qgz_bits")],
 )
 def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"{key}.*Did you mean '{nearest}'"):
@@ -135,3 +139,67 @@ def test_a_deepspeed_file_is_translated(tmp_path) -> None:
     assert plain == ZeroPPConfig(qwz_bits=None, hpz_size=None, qgz_bits=None, qgz_intra_bits=None)
     with pytest.raises(ValueError, match="stage 2"):
         ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 2}})
+
+
+VALID = st.fixed_dictionaries(
+    {
+        "qwz_bits": st.sampled_from([8, 4, None]),
+        "hpz_size": st.sampled_from(["node", None, 1, 2, 8]),
+        "qgz_bits": st.sampled_from([4, 8]),
+        "qgz_intra_bits": st.sampled_from([8, 4, None]),
+        "qgz_until": st.floats(0, 1),
+        "weight_block": st.integers(1, 128).map(lambda blocks: 32 * blocks),
+        "grad_block": st.integers(1, 128).map(lambda blocks: 32 * blocks),
+        "ranks_per_node": st.sampled_from(["auto", 1, 4]),
+        "overlap": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(VALID)
+def test_every_source_gives_the_same_settings(chosen: dict) -> None:
+    config = ZeroPPConfig(**chosen)
+    environ = {f"ZEROPP_{name.upper()}": yaml.safe_dump(value) for name, value in chosen.items()}
+    assert ZeroPPConfig.from_env(environ) == config
+    assert ZeroPPConfig.from_dict(yaml.safe_load(yaml.safe_dump(config.to_dict()))) == config
+    assert ZeroPPConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.sampled_from(field_names()), st.one_of(st.text(), st.integers(), st.floats(), st.lists(st.integers())))
+def test_any_value_is_taken_or_refused_by_name(name: str, value: object) -> None:
+    """Never another exception, never an error that does not name the setting."""
+    try:
+        ZeroPPConfig(**{name: value})
+    except ValueError as error:
+        assert name in str(error)
+
+
+@pytest.mark.parametrize("from_where", ["file", "environment"])
+def test_an_empty_block_means_the_defaults(tmp_path, from_where: str) -> None:
+    path = tmp_path / "z.yaml"
+    path.write_text("zeropp_config:\n")
+    environ = {"ZEROPP_CONFIG_FILE": str(path)}
+    config = ZeroPPConfig.from_file(path) if from_where == "file" else ZeroPPConfig.from_env(environ)
+    assert config == ZeroPPConfig()
+
+
+@pytest.mark.parametrize("content", [b"zeropp_config: 8", b"zeropp_config: [1]", b"\xff\xfe\x00\x01", b"- 8"])
+def test_files_that_hold_something_else_are_named(tmp_path, content: bytes) -> None:
+    """Through the environment too, where settings of variables are laid over them."""
+    path = tmp_path / "z.yaml"
+    path.write_bytes(content)
+    for read in (ZeroPPConfig.from_file, lambda path: ZeroPPConfig.from_env({"ZEROPP_CONFIG_FILE": str(path)})):
+        with pytest.raises(ValueError, match="z.yaml"):
+            read(path)
+
+
+def test_a_folder_is_no_config_file(tmp_path) -> None:
+    with pytest.raises(ValueError, match="Cannot read the ZeRO"):
+        ZeroPPConfig.from_file(tmp_path)
+
+
+def test_a_variable_that_is_no_yaml_is_named() -> None:
+    with pytest.raises(ValueError, match="ZEROPP_QWZ_BITS='\\[8'"):
+        ZeroPPConfig.from_env({"ZEROPP_QWZ_BITS": "[8"})

@@ -13,6 +13,7 @@ import logging
 
 import pytest
 import torch
+import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn as nn
 from harness import Scenarios
 from torch.distributed._composable import checkpoint
@@ -353,6 +354,47 @@ def hpz_of_other_sizes(rank: int, overlap: bool) -> None:
         assert counted == predicted, f"hpz_size={hpz_size}: {counted} != {predicted}"
 
 
+def models_in_half_precision(rank: int, overlap: bool) -> None:
+    """No mixed precision: weights, gradients and sums in the model's own 16-bit dtype."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model = shard(make_lm().to(dtype))
+        handle = apply(model, overlap)
+        for step in range(2):
+            handle.set_last_micro_step(step == 1)
+            backward(model, rank, step)
+        assert model.head.weight.grad.dtype == dtype
+        check_gradients(model, make_lm(), rank, Reduction(8, 4, 2, dtype), steps=(0, 1))
+
+
+def units_of_every_kind(rank: int, overlap: bool) -> None:
+    """One of a norm alone, one without parameters, one inside another, and a root that has nothing left."""
+    model = make_lm()
+    model.blocks.append(nn.Identity())
+    model.path.append(2)
+    for part in (model.embed, model.blocks[0].up, model.norm, model.head):
+        fully_shard(part)
+    handle = apply(shard(model), overlap)
+    for step in range(2):
+        handle.set_last_micro_step(step == 1)
+        backward(model, rank, step)
+    check_gradients(model, make_lm(), rank, REDUCTION, steps=(0, 1))
+
+
+def weights_that_come_after_sharding(rank: int, overlap: bool) -> None:
+    """Sharded on the meta device, ZeRO++ applied, then materialized and loaded: FSDP2's way for large models."""
+    with torch.device("meta"):
+        model = make_lm()
+    shard(model)
+    apply(model, overlap)
+    model.to_empty(device="cpu")
+    dcp.set_model_state_dict(model, make_lm().state_dict(), options=dcp.StateDictOptions(full_state_dict=True))
+    backward(model, rank)
+    check_gradients(model, make_lm(), rank, REDUCTION)
+    model.reshard()
+    expected = dict(make_lm().named_parameters())
+    assert all(torch.equal(weight, expected[name]) for name, weight in full_weights(model).items())
+
+
 def compiled_blocks(rank: int, overlap: bool) -> None:
     model = make_lm()
     for block in model.blocks:
@@ -392,6 +434,9 @@ EAGER = [
     inference_mode_between_steps,
     converted_models,
     hpz_of_other_sizes,
+    models_in_half_precision,
+    units_of_every_kind,
+    weights_that_come_after_sharding,
 ]
 WAYS = {
     "overlap": Scenarios(4, [*EAGER, what_is_not_quantized_is_said_once], True),

@@ -8,15 +8,19 @@ away, where the comparison must fail: otherwise it would prove nothing.
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed.checkpoint as dcp_io
 import torch.distributed.checkpoint.state_dict as dcp
 from harness import Scenarios
 from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp.fsdp_comm import ZeroPPAllGather
 from hf_zeropp.units import Unit, WeightStamp
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
@@ -159,6 +163,22 @@ def load_state_dict(rank: int) -> None:
     check(rank, load, without_invalidation, without_versions)
 
 
+class LoadsThroughData(torch.nn.Linear):
+    """As layers with a format of their own load: no counter moves, the hook alone tells."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        self.weight.data.copy_(state_dict[prefix + "weight"])
+
+
+def load_through_data(rank: int) -> None:
+    def load(model, handle) -> None:
+        name = "blocks.0.up.weight"
+        model.blocks[0].up.__class__ = LoadsThroughData
+        model.load_state_dict({name: model.state_dict()[name] * 2}, strict=False)
+
+    check(rank, load, without_invalidation)
+
+
 def load_part_of_a_state_dict(rank: int) -> None:
     """Into a submodule that is no unit itself: no hook of ours sees it, the version counters do."""
 
@@ -209,6 +229,24 @@ def load_with_distributed_checkpoint_sharded(rank: int) -> None:
     def load(model, handle) -> None:
         state = {name: value * 2 for name, value in dcp.get_model_state_dict(model).items()}
         dcp.set_model_state_dict(model, state)
+
+    check(rank, load, without_invalidation, without_versions)
+
+
+def load_in_place_with_distributed_checkpoint(rank: int) -> None:
+    """``dcp.load`` writes into the shards behind every counter; the ``load_state_dict`` that must follow tells."""
+
+    def load(model, handle) -> None:
+        model.reshard()
+        state = model.state_dict()
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        torch.distributed.broadcast_object_list(folder)
+        dcp_io.save({name: value * 2 for name, value in state.items()}, checkpoint_id=folder[0])
+        dcp_io.load(state, checkpoint_id=folder[0])
+        model.load_state_dict(state)
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(folder[0])
 
     check(rank, load, without_invalidation, without_versions)
 
@@ -287,6 +325,58 @@ def optimizer_step_under_an_unsharded_root(rank: int) -> None:
     check(rank, lambda model, handle: step(model, torch.optim.SGD, rank), without_resharding)
 
 
+# Hop 1 that was started ahead of its use.
+
+
+def edit_of_a_unit_whose_gather_is_under_way(rank: int) -> None:
+    """The root's gather starts those of all blocks; the second block is skipped, its copy in flight when edited."""
+
+    def change(model, handle) -> None:
+        model.reshard()
+        with torch.no_grad():
+            model.head.weight.add_(1)
+            model.blocks[1].up.weight.add_(1)
+        model.path = [0]
+        forward(model, rank)
+        model.reshard()
+        with torch.no_grad():
+            model.blocks[1].up.weight.add_(1)
+        model.path = [0, 1]
+
+    check(rank, change, without_versions)
+    with mock.patch.object(ZeroPPAllGather, "_start", start_unless_started(ZeroPPAllGather._start)):
+        model, handle = warm_model(rank)
+        change(model, handle)
+        assert not sees_the_weights(model, rank), "the change shows without a new start: the test cannot fail"
+
+
+def start_unless_started(start):
+    """As if a gather under way were as good as a new one."""
+
+    def maybe_start(self, shard, layout) -> None:
+        if self._flight is None:
+            start(self, shard, layout)
+
+    return maybe_start
+
+
+def units_in_another_order(rank: int) -> None:
+    """Blocks used in another order, some not at all, at every step: what was started ahead is used, or started anew."""
+    model = shard(make_lm(depth=3))
+    apply_zeropp(model, CONFIG)
+    reference = make_lm(depth=3)
+    for path in ([0, 1, 2], [2, 1, 0], [1], [0, 2], [2], [0, 1, 2]):
+        model.path = reference.path = path
+        logits = forward(model, rank)
+        model.reshard()
+        reference.load_state_dict(full_weights(model))
+        assert torch.equal(logits, forward(reference, rank)), path
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 # Conversions keep the parameter object, and swap what is in it.
 
 
@@ -302,11 +392,13 @@ SCENARIOS = Scenarios(
         optimizer_that_writes_through_pointers,
         step_of_a_loop_of_forwards,
         load_state_dict,
+        load_through_data,
         load_part_of_a_state_dict,
         assign_state_dict_before_the_first_forward,
         assign_full_state_dict_as_accelerate_does,
         load_with_distributed_checkpoint_full,
         load_with_distributed_checkpoint_sharded,
+        load_in_place_with_distributed_checkpoint,
         edit_in_place,
         edit_local_tensor,
         edit_detached,
@@ -315,6 +407,8 @@ SCENARIOS = Scenarios(
         invalidate_after_foreach,
         edit_of_an_unsharded_root,
         optimizer_step_under_an_unsharded_root,
+        edit_of_a_unit_whose_gather_is_under_way,
+        units_in_another_order,
         converted_parameters,
     ],
 )

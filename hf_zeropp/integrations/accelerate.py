@@ -24,6 +24,8 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.generation import install_generate
+from hf_zeropp.integrations.frozen_base import prepare_frozen, watch_prepare
 from hf_zeropp.units import on_first_use
 
 logger = logging.getLogger(__name__)
@@ -58,14 +60,18 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
             self.auto_wrap_policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
         super().__post_init__()
         watch_accelerator_state()
+        watch_prepare()
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Accelerate calls this just before it shards ``model``: arm ZeRO++ for its first forward."""
+        """Accelerate calls this just before it shards ``model``: pack and shard its frozen weights, and arm ZeRO++ for
+        its first forward."""
         super().set_auto_wrap_policy(model)
         if self.zeropp is False:
             return
+        prepare_frozen(self, model, PartialState().device.type)
         GradientState().plugin_kwargs["sync_each_batch"] = True
         on_first_use(model, lambda: self.handle_of(model))
+        install_generate(model, lambda: self.handle_of(model))
 
     def apply(self, model: nn.Module) -> ZeroPPHandle:
         """Apply ZeRO++ to a sharded model now and let its accumulation follow Accelerate's."""
@@ -124,8 +130,8 @@ def watch_accelerator_state() -> None:
 def _check_plugin_counts(state: AcceleratorState, plugin: ZeroPPPlugin, existed: bool) -> None:
     if existed and getattr(state, "fsdp_plugin", None) is not plugin:
         raise ValueError(
-            "An Accelerator was built before, without this ZeroPPPlugin, so Accelerate would ignore it. Pass the plugin "
-            "to the first Accelerator of the process, or call AcceleratorState._reset_state() before."
+            "An Accelerator was built before, without this ZeroPPPlugin, so Accelerate would ignore it. Pass the "
+            "plugin to the first Accelerator of the process, or call AcceleratorState._reset_state() before."
         )
 
 
@@ -144,8 +150,8 @@ def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         return
     if state.distributed_type not in (DistributedType.FSDP, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU):
         raise ValueError(
-            f"ZeroPPPlugin needs `distributed_type: FSDP`, but this process runs as {state.distributed_type}. Change the "
-            "Accelerate config."
+            f"ZeroPPPlugin needs `distributed_type: FSDP`, but this process runs as {state.distributed_type}. Change "
+            "the Accelerate config."
         )
     if state.mixed_precision != "no":  # keeps a policy that is set
         plugin.set_mixed_precision(state.mixed_precision)

@@ -1,0 +1,76 @@
+"""What the tests of frozen weights share: a tiny Llama, adapters on it, and the unsharded model to compare with.
+
+A vocabulary of 97 and a feed-forward of 140 divide by nothing: rows are uneven over the ranks, blocks over the columns.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn as nn
+from accelerate import Accelerator
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_zeropp import ZeroPPPlugin, quantize_frozen
+
+VOCAB = 97
+UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
+
+
+def tiny_llama(**overrides) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 140,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
+
+
+def with_adapter(model: nn.Module, adapters: tuple[str, ...] = ("default",), **settings) -> PeftModel:
+    """Adapters on all linear layers, with weights that matter from the start."""
+    torch.manual_seed(1)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    model = get_peft_model(model, config, adapter_name=adapters[0])
+    for adapter in adapters[1:]:
+        model.add_adapter(adapter, config)
+    return model
+
+
+def packed_copy(model: nn.Module, bits: int | None) -> nn.Module:
+    """The model as it is without sharding."""
+    model = copy.deepcopy(model)
+    return model if bits is None else quantize_frozen(model, bits)
+
+
+def trainable(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.requires_grad]
+
+
+def prepare(model: nn.Module, *, ranks_per_node: int = 2, mixed_precision: str = "no", ram_efficient=False, **zeropp):
+    """Shard ``model`` over nodes of ``ranks_per_node``. Returns the accelerator, its plugin, the model, an optimizer."""
+    plugin = ZeroPPPlugin(zeropp={"ranks_per_node": ranks_per_node, **zeropp}, cpu_ram_efficient_loading=ram_efficient)
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=mixed_precision)
+    optimizer = torch.optim.SGD(trainable(model), lr=0.05)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    return accelerator, plugin, model, optimizer
+
+
+def reset_accelerate() -> None:
+    """So that the same processes can build another Accelerator."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=False)
+
+
+def tokens(num_sequences: int = 4, length: int = 9, seed: int = 5) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (num_sequences, length), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,148 @@
+"""Generation on 4 ranks (2 nodes): the unsharded model's tokens, and bytes within the node alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from frozen_runs import UNQUANTIZED, VOCAB, packed_copy, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
+from harness import expect_errors, run_ranks
+
+from hf_zeropp.generation import generation_mode, parse_bytes
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_FROZEN, GATHER_NODE
+
+WAYS = {
+    "greedy": {"do_sample": False},
+    "sampling": {"do_sample": True, "temperature": 1.5},
+    "beams": {"do_sample": False, "num_beams": 3},
+    "no cache": {"do_sample": False, "use_cache": False},
+}
+SETUPS = {
+    "lora 4 bits": (True, {"frozen_bits": 4, **UNQUANTIZED}),
+    "lora 16 bits": (True, {"frozen_bits": None, **UNQUANTIZED}),
+    "full": (False, UNQUANTIZED),
+    "lora, no secondary": (True, {"frozen_bits": 8, "hpz_size": None, **UNQUANTIZED}),
+}
+
+
+def generate(model, rank: int, **way) -> torch.Tensor:
+    """Prompts and lengths differ between ranks."""
+    prompt = torch.randint(3, VOCAB, (2, 4 + rank), generator=torch.Generator().manual_seed(rank))
+    torch.manual_seed(rank)
+    return model.generate(
+        input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=3 + 2 * rank, pad_token_id=0, **way
+    )
+
+
+def run_setups(rank: int) -> dict[str, dict]:
+    results = {}
+    for name, (has_adapter, zeropp) in SETUPS.items():
+        results[name] = run_setup(rank, has_adapter, zeropp)
+        reset_accelerate()
+    return results
+
+
+def run_setup(rank: int, has_adapter: bool, zeropp: dict) -> dict:
+    model = tiny_llama(tie_word_embeddings=not has_adapter)
+    model = with_adapter(model) if has_adapter else model
+    reference = packed_copy(model, zeropp.get("frozen_bits"))
+    accelerator, plugin, model, optimizer = prepare(model, **zeropp)
+    with groups_of_all_reduces() as groups:  # the first forward of all is one of `generate`
+        same = {
+            name: torch.equal(generate(model, rank, **way), generate(reference, rank, **way))
+            for name, way in WAYS.items()
+        }
+    traffic = plugin.handle_of(model).traffic
+
+    def counted(action) -> dict[str, tuple[int, int]]:
+        traffic.reset()
+        action()
+        return {collective: (count.calls, count.cross_node) for collective, count in traffic.counts.items()}
+
+    def with_budget() -> None:
+        with generation_mode(model, memory_budget="1GB"):
+            same["budget"] = torch.equal(
+                generate(model, rank, do_sample=False), generate(reference, rank, do_sample=False)
+            )
+            generate(model, rank, do_sample=False)
+
+    def train() -> None:
+        own = tokens(seed=rank)
+        accelerator.backward(model(input_ids=own, labels=own).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    later, budget = counted(lambda: generate(model, rank, do_sample=False)), counted(with_budget)
+    train()
+    updated = counted(lambda: generate(model, rank, do_sample=False))
+    return {"same": same, "groups": groups, "later": later, "budget": budget, "updated": updated}
+
+
+class groups_of_all_reduces(list):
+    """Sizes of the groups that ``dist.all_reduce`` was called on inside."""
+
+    def __enter__(self) -> groups_of_all_reduces:
+        self._original = dist.all_reduce
+
+        def all_reduce(tensor, *args, group=None, **kwargs):
+            self.append(dist.get_world_size(group))
+            return self._original(tensor, *args, group=group, **kwargs)
+
+        dist.all_reduce = all_reduce
+        return self
+
+    def __exit__(self, *exception) -> None:
+        dist.all_reduce = self._original
+
+
+@pytest.fixture(scope="module")
+def results():
+    return run_ranks(run_setups, 4)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_tokens_are_those_of_the_unsharded_model(results, setup):
+    for rank in results:
+        assert all(rank[setup]["same"].values()), rank[setup]["same"]
+
+
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if "no secondary" not in setup])
+def test_nothing_crosses_nodes_after_the_first_token(results, setup):
+    for rank in results:
+        assert set(rank[setup]["groups"]) == {2}, "ranks ask those of their node whether to go on"
+        assert all(cross == 0 for _, cross in rank[setup]["later"].values())
+        assert all(cross == 0 for _, cross in rank[setup]["budget"].values())
+
+
+def test_after_an_update_trainable_units_cross_once_and_the_base_never(results):
+    for rank in results:
+        updated = rank["lora 4 bits"]["updated"]
+        assert updated[GATHER_CROSS][0] == 2 and updated[GATHER_CROSS][1] > 0  # two blocks hold adapters
+        assert updated[GATHER_FROZEN][1] == 0
+        assert updated[GATHER_NODE][0] > 2 * updated[GATHER_CROSS][0]
+
+
+def test_a_memory_budget_gathers_once(results):
+    for rank in results:
+        assert rank["lora 4 bits"]["budget"][GATHER_FROZEN][0] == 5  # embedding, two blocks, norm, head
+        assert rank["lora 4 bits"]["later"][GATHER_FROZEN][0] > 5
+
+
+def test_without_secondary_shards_the_world_goes_on_together(results):
+    for rank in results:
+        assert set(rank["lora, no secondary"]["groups"]) == {4}
+
+
+def run_without_zeropp(rank: int) -> None:
+    with generation_mode(tiny_llama()):
+        pass
+
+
+def test_generation_mode_needs_zeropp():
+    assert "prepare it with Accelerate" in expect_errors(run_without_zeropp, 1)[0]
+
+
+def test_memory_budgets():
+    assert [parse_bytes(size) for size in (None, 5, "800MB", "1.5 GB", "7b")] == [0, 5, 800_000_000, 1_500_000_000, 7]
+    with pytest.raises(ValueError, match="1.5GB"):
+        parse_bytes("lots")
