@@ -61,7 +61,7 @@ def shard_frozen(
     for unit in find_frozen_units(model, blocks):
         if from_rank_0:
             broadcast_parameters(unit.leaves)
-        modules = [*unit.leaves, _anchor(unit.owner)] if unit.leaves != [unit.owner] else unit.leaves
+        modules = unit.leaves if unit.owner in unit.leaves else [*unit.leaves, _anchor(unit.owner)]
         fully_shard(modules, mesh=node_mesh, mp_policy=policy, offload_policy=offload_policy or OffloadPolicy())
 
 
@@ -75,11 +75,9 @@ def find_frozen_units(model: nn.Module, blocks: Iterable[nn.Module]) -> list[Fro
             (unit_of_param[param] for param in leaf.parameters(recurse=False) if param in unit_of_param), None
         )
         owner = next((module for module in reversed(ancestors) if module in blocks), None) or _user_of(leaf, ancestors)
-        if shared is not None:
-            shared.owner = model  # used in two places: gathered from the first to the end of the model
-            unit = shared
-        else:
-            unit = units.setdefault(owner, FrozenUnit(owner, []))
+        unit = shared or units.setdefault(owner, FrozenUnit(owner, []))
+        if shared is not None and owner is not leaf:
+            unit.owner = model  # used in two places, read by an adapter: gathered until the model's end
         unit.leaves.append(leaf)
         unit_of_param.update(dict.fromkeys(leaf.parameters(recurse=False), unit))
     return list(units.values())

@@ -117,8 +117,8 @@ def _handle_of(model: nn.Module) -> ZeroPPHandle:
 
 
 def _bypasses_root(model: nn.Module) -> bool:
-    """Whether ``generate`` calls a submodule's forward (PEFT) and not the model's own."""
-    return hasattr(model, "peft_config")
+    """Whether ``generate`` calls a submodule's forward (PEFT, wrappers) and not the model's own."""
+    return not any(cls.__name__ == "GenerationMixin" for cls in type(model).__mro__)
 
 
 def _enter_root(model: nn.Module, function: Callable[[], T]) -> T:

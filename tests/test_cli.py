@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import yaml
@@ -41,6 +42,15 @@ if accelerator.is_main_process:
     open(sys.argv[1], "w").write(json.dumps(facts))
 accelerator.end_training()
 """
+
+
+@pytest.fixture(autouse=True)
+def own_environment():
+    """``hf-zeropp launch`` exports settings for the job it becomes: here the next test would find them."""
+    with mock.patch.dict(os.environ):
+        for name in [name for name in os.environ if name.startswith("ZEROPP_") and name != "ZEROPP_KERNELS"]:
+            del os.environ[name]
+        yield
 
 
 def launch(command: list[str], folder: Path, **environ: str) -> dict:

@@ -23,7 +23,7 @@ import torch.nn as nn
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 
-from hf_zeropp.frozen import convert_frozen, quantize_frozen, refuse_foreign_quantizer
+from hf_zeropp.frozen import adapter_modules, convert_frozen, quantize_frozen, refuse_foreign_quantizer
 from hf_zeropp.frozen_format import FrozenFormat
 from hf_zeropp.frozen_units import broadcast_parameters, shard_frozen
 from hf_zeropp.topology import detect_ranks_per_node, get_topology
@@ -101,8 +101,11 @@ def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], froze
         ValueError: it holds weights that are packed or about to be, or such that the model does not have (any more).
     """
     names = {param: name for model in models for name, param in model.named_parameters()}
+    kept = {
+        param for model in models for module in adapter_modules(model) for param in module.parameters(recurse=False)
+    }
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    frozen = [param for param in held if not param.requires_grad]
+    frozen = [param for param in held if not param.requires_grad and param not in kept]
     packed = [param for param in frozen if frozen_bits is not None or not param.is_floating_point()]
     foreign = [param for param in frozen if param not in names]
     if packed or foreign:
@@ -113,4 +116,4 @@ def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], froze
             "AdamW(param for param in model.parameters() if param.requires_grad)."
         )
     for group in optimizer.param_groups:
-        group["params"] = [param for param in group["params"] if param.requires_grad]
+        group["params"] = [param for param in group["params"] if param.requires_grad or param in kept]
