@@ -62,7 +62,7 @@ def sft(folder: str, zeropp):
 
     data = Dataset.from_dict({"text": phrases(64, 12, 1)})
     args = SFTConfig(**arguments(folder, zeropp), max_length=16)
-    return SFTTrainer(new_model(), args, train_dataset=data, **common())
+    return SFTTrainer(new_model(), args, **common(data))
 
 
 def preferences() -> Dataset:
@@ -74,7 +74,7 @@ def dpo_lora(folder: str, zeropp):
 
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     args = DPOConfig(**arguments(folder, zeropp))
-    return DPOTrainer(new_model(), args=args, train_dataset=preferences(), peft_config=lora, **common())
+    return DPOTrainer(new_model(), args=args, peft_config=lora, **common(preferences()))
 
 
 def dpo_reference(folder: str, zeropp):
@@ -82,7 +82,7 @@ def dpo_reference(folder: str, zeropp):
 
     args = DPOConfig(**arguments(folder, zeropp))
     models = (new_model(), new_model())
-    return DPOTrainer(*models, args=args, train_dataset=preferences(), **common())
+    return DPOTrainer(*models, args=args, **common(preferences()))
 
 
 def dpo_synced_reference(folder: str, zeropp):
@@ -92,7 +92,7 @@ def dpo_synced_reference(folder: str, zeropp):
         **arguments(folder, zeropp), sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0
     )
     models = (new_model(), new_model())
-    return DPOTrainer(*models, args=args, train_dataset=preferences(), **common())
+    return DPOTrainer(*models, args=args, **common(preferences()))
 
 
 def reward(folder: str, zeropp):
@@ -100,7 +100,7 @@ def reward(folder: str, zeropp):
 
     model = new_model(LlamaForSequenceClassification, num_labels=1)
     args = RewardConfig(**arguments(folder, zeropp))
-    return RewardTrainer(model, args=args, train_dataset=preferences(), **common())
+    return RewardTrainer(model, args=args, **common(preferences()))
 
 
 def kto(folder: str, zeropp):
@@ -109,7 +109,7 @@ def kto(folder: str, zeropp):
     pairs = {"prompt": phrases(64, 4, 1), "completion": phrases(64, 4, 2), "label": [i % 2 == 0 for i in range(64)]}
     args = KTOConfig(**arguments(folder, zeropp))
     models = (new_model(), new_model())
-    return KTOTrainer(*models, args=args, train_dataset=Dataset.from_dict(pairs), **common())
+    return KTOTrainer(*models, args=args, **common(Dataset.from_dict(pairs)))
 
 
 def distinct_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
@@ -124,7 +124,7 @@ def grpo(folder: str, zeropp):
 
     args = GRPOConfig(**arguments(folder, zeropp), **ONLINE, beta=0.0)
     data = Dataset.from_dict({"prompt": phrases(64, 4, 1)})
-    return GRPOTrainer(new_model(), distinct_tokens, args=args, train_dataset=data, **common())
+    return GRPOTrainer(new_model(), distinct_tokens, args=args, **common(data))
 
 
 def rloo(folder: str, zeropp):
@@ -132,11 +132,13 @@ def rloo(folder: str, zeropp):
 
     args = RLOOConfig(**arguments(folder, zeropp), **ONLINE, beta=0.0)
     data = Dataset.from_dict({"prompt": phrases(64, 4, 1)})
-    return RLOOTrainer(new_model(), distinct_tokens, args=args, train_dataset=data, **common())
+    return RLOOTrainer(new_model(), distinct_tokens, args=args, **common(data))
 
 
-def common() -> dict:
-    return {"processing_class": tokenizer(), "callbacks": [ZeroPPCallback()]}
+def common(data: Dataset) -> dict:
+    parts = data.train_test_split(16, shuffle=False)
+    datasets = {"train_dataset": parts["train"], "eval_dataset": parts["test"]}
+    return {**datasets, "processing_class": tokenizer(), "callbacks": [ZeroPPCallback()]}
 
 
 def train(rank: int, build, folder: str, zeropp) -> dict:
@@ -145,11 +147,13 @@ def train(rank: int, build, folder: str, zeropp) -> dict:
     trainer.train()
     references = [trainer.ref_model] if getattr(trainer, "ref_model", None) is not None else []
     handles = [handle for handle in (callback.handle, *callback._auxiliary) if handle is not None]
+    crossings = [handle.traffic.counts[traffic.GATHER_CROSS].calls for handle in handles[1:]]
     return {
         "losses": losses(trainer),
+        "eval_loss": trainer.evaluate()["eval_loss"],
         "engine_gathers": sum(num_engine_gathers(model) for model in (trainer.model, *references)),
         "collectives": [set(handle.traffic.counts) for handle in handles],
-        "reference_crossings": [handle.traffic.counts[traffic.GATHER_CROSS].calls for handle in handles[1:]],
+        "reference_crossings": crossings,
     }
 
 
@@ -169,6 +173,7 @@ def test_offline_trainers(tmp_path, build):
     stock, ours = run_ranks(train_each, 4, build, str(tmp_path), False, TWO_NODES)[0]
     assert_ours(ours)
     assert ours["losses"] == pytest.approx(stock["losses"], rel=0.01)
+    assert ours["eval_loss"] == pytest.approx(stock["eval_loss"], rel=0.01)
     assert ours["reference_crossings"] in ([], [1])  # frozen: crosses once, not once per step
 
 
@@ -179,6 +184,7 @@ def test_online_trainers(tmp_path, build):
     assert_ours(exact)
     assert_ours(ours)  # samples its own completions: its losses are not comparable
     assert exact["losses"] == pytest.approx(stock["losses"], abs=1e-4)
+    assert exact["eval_loss"] == pytest.approx(stock["eval_loss"], abs=1e-3)
     assert any(stock["losses"])
 
 
