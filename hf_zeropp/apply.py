@@ -95,7 +95,7 @@ class ZeroPPHandle:
         self.reduces: list[ZeroPPReduceScatter] = []
         self.frozen_gathers: list[NodeAllGather] = []
         # Where there are streams, FSDP2's overlap and ours must not be added to each other.
-        self._overlaps = config.overlap and self.units[0].device_type == "cpu"
+        self._overlaps = config.overlap and self.topology.mesh.device_type == "cpu"
         pipeline = ReducePipeline() if self._overlaps else None
         self._clock = ReduceClock(config.quantizes_gradients, self.traffic, pipeline)
         if not self.is_active:
@@ -179,7 +179,7 @@ class ZeroPPHandle:
         keep_secondary = plan.hpz_size is not None
         if self.config.qwz_bits is None and plan.hpz_size in (None, self.topology.world_size):
             return  # nothing to quantize and nothing to keep: FSDP2's own gather
-        groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.units[0].device_type)
+        groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.topology.mesh.device_type)
         cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
         node = Hop(GATHER_NODE, groups.node_group, self.traffic)
         gather = TwoHopGather(cross, node, buffers)

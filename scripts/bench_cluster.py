@@ -19,6 +19,7 @@ import sys
 from typing import Any
 
 from cluster import Cluster, Ranks, enter_sandbox
+from pages import headline
 from profiling import phase_seconds
 from rich.console import Console
 from rich.progress import Progress
@@ -186,6 +187,7 @@ def main() -> None:
     study = Study(args.output, conditions(args), FIXED, fresh=args.fresh)
     with progress_bar(console) as progress:
         run_study(args, study, progress)
+    console.print(headline(study.conditions))
     for grid in grids(study, args):
         console.print(grid.rich())
     if args.plot:

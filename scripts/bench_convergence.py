@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster, Ranks, enter_sandbox
-from pages import Grid, write_page
+from pages import Grid, headline, write_page
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from study import ROOT, Study, command_line, make_parser, parse, progress_bar, rank_environment, shape_of
@@ -86,7 +86,7 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
     if not missing:
         return
     task = progress.add_task("tokenizing", total=len(missing) * args.points)
-    with tempfile.TemporaryDirectory() as folder, Cluster(2, 2, rank_environment(threads=1)) as cluster:
+    with tempfile.TemporaryDirectory(dir="/run") as folder, Cluster(2, 2, rank_environment(threads=1)) as cluster:
         files = write_tokens(Path(folder), args.vocab_size)
         cluster.set_link()
         for variant, seed in missing:
@@ -192,6 +192,7 @@ def main() -> None:
     study = Study(args.output, conditions, FIXED, fresh=args.fresh)
     with progress_bar(console) as progress:
         run_study(args, study, progress)
+    console.print(headline(study.conditions))
     grid = loss_grid(study, args)
     console.print(grid.rich())
     if args.plot:

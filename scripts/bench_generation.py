@@ -20,7 +20,7 @@ from typing import Any
 from bench_cluster import step_seconds
 from cluster import Cluster, Ranks, bits_per_second, enter_sandbox
 from cluster_report import num_parameters
-from pages import Grid, write_page
+from pages import Grid, headline, write_page
 from rich.console import Console
 from rich.progress import Progress
 from study import ROOT, Study, command_line, make_parser, parse, progress_bar, rank_environment, shape_of
@@ -150,6 +150,7 @@ def main() -> None:
     study = Study(args.output, conditions, FIXED, fresh=args.fresh)
     with progress_bar(console) as progress:
         run_study(args, study, progress)
+    console.print(headline(study.conditions))
     grids = [token_grid(study, rate) for rate in args.rates]
     for grid in grids:
         console.print(grid.rich())

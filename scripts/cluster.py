@@ -134,7 +134,7 @@ class Cluster:
 
     def __enter__(self) -> Cluster:
         self._stack = contextlib.ExitStack()
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="cluster-"))
+        folder = self._stack.enter_context(tempfile.TemporaryDirectory(dir="/run"))  # the sandbox's own
         self._listener = self._stack.enter_context(Listener(os.path.join(folder, "socket"), "AF_UNIX"))
         self._stack.callback(self._tear_down)
         self._build_network()

@@ -33,6 +33,12 @@ class Grid:
         return "\n".join([*lines, *map(_row, self.rows)])
 
 
+def headline(conditions: dict[str, Any]) -> str:
+    """What the terminal shows above the tables."""
+    versions = ", ".join(f"{name} {version}" for name, version in conditions["versions"].items())
+    return f"{conditions['cores']} cores, {conditions['kernels']} kernels, {versions}"
+
+
 def write_page(path: Path, title: str, conditions: dict[str, Any], intro: str, grids: list[Grid], plot: Path) -> None:
     """The page of one study: command, conditions, plot, tables; then whatever was written by hand before."""
     kept = path.read_text().partition(BY_HAND)[2] if path.exists() else "\n"

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Iterable
 from importlib import metadata
@@ -94,7 +95,7 @@ class Study:
 def command_line(script: str) -> str:
     """The command for the results page, without anybody's folders."""
     words = (Path(word).name if os.sep in word else word for word in sys.argv[1:])
-    return " ".join([f"python scripts/{Path(script).name}", *words])
+    return " ".join([f"python scripts/{Path(script).name}", *map(shlex.quote, words)])
 
 
 def versions() -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -58,6 +59,9 @@ def launch(command: list[str], folder: Path, **environ: str) -> dict:
     (folder / "script.py").write_text(SCRIPT)
     facts = folder / "facts.json"
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ZEROPP_", "ACCELERATE_"))}
+    with socket.socket() as free:  # another job on this machine may hold the launcher's default port
+        free.bind(("127.0.0.1", 0))
+        command = [*command, "--main_process_port", str(free.getsockname()[1])]
     result = subprocess.run(
         [*command, str(folder / "script.py"), str(facts), "--steps", "3"],
         env=inherited | environ,

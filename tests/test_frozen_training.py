@@ -176,6 +176,26 @@ def test_resident_bytes_of_the_base(bits, limit):
         assert nbytes <= limit / 2 * numel
 
 
+def run_without_trainable_parameters(rank: int) -> tuple[float, set[str]]:
+    """A reference model: prepared alone, evaluated, and used to generate."""
+    from accelerate import Accelerator
+
+    from hf_zeropp import ZeroPPPlugin
+
+    model = tiny_llama().requires_grad_(False)
+    reference = packed_copy(model, 8)
+    plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": 8})
+    model = Accelerator(fsdp_plugin=plugin).prepare_model(model)
+    batch = tokens()
+    gap = (model(batch).logits - reference(batch).logits).abs().max().item()
+    assert torch.equal(*(each.generate(batch, max_new_tokens=3 + rank, do_sample=False) for each in (model, reference)))
+    return gap, {name for name, count in plugin.handle_of(model).traffic.counts.items() if count.cross_node}
+
+
+def test_a_model_without_trainable_parameters_never_crosses_nodes():
+    assert run_ranks(run_without_trainable_parameters, 4) == [(0.0, set())] * 4
+
+
 def run_with_frozen_parameters_in_the_optimizer(rank: int, bits: int | None) -> int:
     from accelerate import Accelerator
 

@@ -25,6 +25,7 @@ from toy import (
     local_gradients,
     loss_of,
     make_lm,
+    premultiplied_sum,
     shard,
     tokens_of,
 )
@@ -220,7 +221,7 @@ def test_hpz_alone_changes_only_the_order_of_sums_of_four_ranks():
         (ReduceOp.SUM, 1.0),
         (ReduceOp(ReduceOp.SUM), 1.0),
         (ReduceOp.AVG, 1 / 6),
-        (ReduceOp.PREMUL_SUM(0.3), 0.3),
+        (premultiplied_sum(0.3), 0.3),
     ],
 )
 def test_reduce_ops_become_factors(op, scale):

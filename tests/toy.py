@@ -228,3 +228,8 @@ def encode_error(amax: torch.Tensor, bits: int | None, dtype: torch.dtype) -> to
         return amax * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
     qmax = {8: 127, 4: 7}[bits]
     return 0.5 * (amax / qmax) * (1 + 2.0**-7) * (1 + 1e-5) + qmax * 2.0**-100
+
+
+def premultiplied_sum(factor: float):
+    """The reduce op that FSDP2 makes of a gradient divide factor (torch 2.13 spells it ReduceOp.PREMUL_SUM(factor))."""
+    return torch.distributed._make_nccl_premul_sum(factor)

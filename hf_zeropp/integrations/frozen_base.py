@@ -38,7 +38,8 @@ def prepare_frozen(plugin: ZeroPPPlugin, model: nn.Module, device_type: str) -> 
     """Pack (``frozen_bits``) and shard the frozen weights of ``model``. Nothing happens the second time."""
     if isinstance(model, torch.distributed.fsdp.FSDPModule):  # it is sharded already: `prepare` for a second training
         return
-    if dist.get_world_size() == 1 or not any(not param.requires_grad for param in model.parameters()):
+    has_frozen = any(not param.requires_grad for param in model.parameters())
+    if not has_frozen or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     refuse_foreign_quantizer(model)
     ranks_per_node = detect_ranks_per_node(plugin.zeropp.ranks_per_node, dist.get_world_size())
