@@ -25,7 +25,7 @@ ACCELERATE = {
 SETTINGS = {"qwz_bits": 4, "qgz_bits": 8, "ranks_per_node": 1}
 
 SCRIPT = """
-import json, sys
+import json, sys, time
 import torch
 from accelerate import Accelerator
 from hf_zeropp import ZeroPPPlugin
@@ -42,6 +42,9 @@ if accelerator.is_main_process:
     facts |= {"cross": handle.traffic.cross_node_bytes, "precision": accelerator.mixed_precision}
     open(sys.argv[1], "w").write(json.dumps(facts))
 accelerator.end_training()
+# Gloo's threads drop their last works a moment after the collectives end, and need the interpreter for it: a process
+# that is finalizing by then aborts ("terminate called without an active exception"), stock FSDP2's as well.
+time.sleep(0.5)
 """
 
 

@@ -179,13 +179,15 @@ def test_resident_bytes_of_the_base(bits, limit):
 def run_without_trainable_parameters(rank: int) -> tuple[float, set[str]]:
     """A reference model: prepared alone, evaluated, and used to generate."""
     from accelerate import Accelerator
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     from hf_zeropp import ZeroPPPlugin
 
     model = tiny_llama().requires_grad_(False)
     reference = packed_copy(model, 8)
     plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": 8})
-    model = Accelerator(fsdp_plugin=plugin).prepare_model(model)
+    # `Accelerator.prepare` wants an optimizer beside a model; this is what it calls, and what trainers use.
+    model = fsdp2_prepare_model(Accelerator(fsdp_plugin=plugin), model)
     batch = tokens()
     gap = (model(batch).logits - reference(batch).logits).abs().max().item()
     assert torch.equal(*(each.generate(batch, max_new_tokens=3 + rank, do_sample=False) for each in (model, reference)))
