@@ -20,6 +20,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen import dense_numel
 from hf_zeropp.frozen_units import NodeAllGather
 from hf_zeropp.fsdp_comm import ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
+from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Bytes, Traffic
@@ -96,6 +97,7 @@ class ZeroPPHandle:
         self.frozen_gathers: list[NodeAllGather] = []
         # Where there are streams, FSDP2's overlap and ours must not be added to each other.
         self._overlaps = config.overlap and self.topology.mesh.device_type == "cpu"
+        self._shares_memory = config.shared_memory and self.topology.mesh.device_type == "cpu"
         pipeline = ReducePipeline() if self._overlaps else None
         self._clock = ReduceClock(config.quantizes_gradients, self.traffic, pipeline)
         if not self.is_active:
@@ -182,7 +184,8 @@ class ZeroPPHandle:
         groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.topology.mesh.device_type)
         cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
         node = Hop(GATHER_NODE, groups.node_group, self.traffic)
-        gather = TwoHopGather(cross, node, buffers)
+        memory = NodeMemory.connect(node.group) if self._shares_memory and keep_secondary else None
+        gather = TwoHopGather(cross, node, buffers, memory)
         ahead = GatherAhead() if self._overlaps and keep_secondary else None
         for unit in self.units:
             comm = ZeroPPAllGather(unit, gather, self.config, self.traffic, ahead=ahead, keep_secondary=keep_secondary)

@@ -16,7 +16,8 @@ every micro-step).
 Ranks lie as [y, x] in the flat buffers and as [x, y] on the wire. That transposition of slices is done by the encode
 and decode kernels while they write (the paper's slice reordering), never as a pass of its own.
 
-Each hop is started by one method and finished by another, so that a caller can compute in between (overlap.py).
+Each hop is started by one method and finished by another, so that a caller can compute in between (overlap.py). On CPU
+the ranks of a node read secondary shards in each other's memory, and hop 2 of a gather moves nothing (node_memory.py).
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import torch.distributed as dist
 
 from hf_zeropp import ops
 from hf_zeropp.format import WireLayout
+from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.timing import TimedWork
 from hf_zeropp.traffic import Peers, Traffic
 
@@ -69,6 +71,16 @@ class Hop:
         with self._traffic.timer.measure(wire.device):
             work = dist.all_to_all_single(output, wire, group=self.group, async_op=self.is_async)
         return self._traffic.timer.watch(work)
+
+    def barrier(self) -> None:
+        """Wait until every rank of the group is here (on CPU, between uses of memory that they share)."""
+        with self._traffic.timer.measure(torch.device("cpu")):
+            dist.barrier(group=self.group)
+
+    def read_peers(self, wire: torch.Tensor) -> torch.Tensor:
+        """Shared memory [size * B], which takes the place of an all-gather: as many bytes, read where they lie."""
+        self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
+        return wire
 
 
 @torch.inference_mode(False)
@@ -120,50 +132,76 @@ class Flight:
         return self.received
 
 
+@dataclasses.dataclass
+class Secondary:
+    """A rank's secondary shard.
+
+    Attributes:
+        own: the wire slices [Y * B] of this rank's cross group, in node order.
+        node: those of all ranks of the node, [N * Y * B], of which ``own`` is a part; None where they share no memory.
+    """
+
+    own: torch.Tensor
+    node: torch.Tensor | None = None
+
+
 class TwoHopGather:
     """All-gather of flat shards in two hops.
 
     Args:
         cross: the hop across nodes, where ``cross.size`` is Y; the shards of its group form a secondary shard.
         node: the hop over the N ranks that share one secondary copy (hpZ).
+        memory: memory that the ranks of ``node`` share, which makes hop 2 a read; None where they have none.
     """
 
-    def __init__(self, cross: Hop, node: Hop, buffers: WireBuffers) -> None:
+    def __init__(self, cross: Hop, node: Hop, buffers: WireBuffers, memory: NodeMemory | None = None) -> None:
         self.cross = cross
         self.node = node
         self._buffers = buffers
+        self._memory = memory
 
-    def start(self, shard: torch.Tensor, layout: WireLayout, secondary: torch.Tensor | None = None) -> Flight:
-        """Start hop 1: encode this rank's shard [S] and exchange it across nodes.
+    def new_secondary(self, layout: WireLayout, device: torch.device) -> Secondary:
+        """Room for a secondary shard that is kept. Collective over the node's ranks where they share memory."""
+        num_bytes = self.cross.size * layout.nbytes
+        if self._memory is None:
+            return Secondary(new_wire(num_bytes, device))
+        shared = self._memory.allocate(num_bytes)
+        return Secondary(shared[self.node.group.rank()], shared.view(-1))
 
-        Args:
-            secondary: uint8 [Y * B] to receive into, or None for a new one.
-        """
-        if secondary is None:
-            secondary = new_wire(self.cross.size * layout.nbytes, shard.device)
+    def start(self, shard: torch.Tensor, layout: WireLayout, secondary: Secondary) -> Flight:
+        """Start hop 1: encode this rank's shard [S] and exchange it across nodes, into ``secondary``."""
+        if secondary.node is not None:
+            self.node.barrier()  # a slower peer may still read what is about to be overwritten
         wire = self._buffers.take(layout.nbytes, shard.device)
         ops.quantize(shard, layout, out=wire)
-        return Flight(secondary, self.cross.all_gather(secondary, wire), sent=(wire,))
+        return Flight(secondary.own, self.cross.all_gather(secondary.own, wire), sent=(wire,))
 
-    def land(self, flight: Flight) -> torch.Tensor:
-        """Finish hop 1. Returns the secondary shard: the wire slices [Y * B] of the cross group, in node order."""
-        return flight.land(self._buffers)
+    def land(self, flight: Flight, secondary: Secondary) -> None:
+        """Finish hop 1: ``secondary`` holds what it is to hold, on every rank that reads it."""
+        flight.land(self._buffers)
+        if secondary.node is not None:
+            self.node.barrier()
 
-    def decode(self, secondary: torch.Tensor, layout: WireLayout, output: torch.Tensor) -> None:
+    def decode(self, secondary: Secondary, layout: WireLayout, output: torch.Tensor) -> None:
         """Hop 2: exchange secondary shards [Y * B] within the node and decode into output [W * S], in rank order."""
         if self.node.size == 1:
-            ops.dequantize(secondary, layout, dtype=output.dtype, out=output)
+            ops.dequantize(secondary.own, layout, dtype=output.dtype, out=output)
             return
-        wire = self._buffers.take(self.node.size * secondary.numel(), secondary.device)
-        Flight(wire, self.node.all_gather(wire, secondary)).land(self._buffers)
+        if secondary.node is not None:
+            wire = self.node.read_peers(secondary.node)
+            ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=self.node.size, out=output)
+            return
+        wire = self._buffers.take(self.node.size * secondary.own.numel(), secondary.own.device)
+        Flight(wire, self.node.all_gather(wire, secondary.own)).land(self._buffers)
         ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=self.node.size, out=output)
         self._buffers.give(wire)
 
     def __call__(self, output: torch.Tensor, shard: torch.Tensor, layout: WireLayout) -> None:
         """Both hops; nothing is kept."""
-        secondary = self._buffers.take(self.cross.size * layout.nbytes, shard.device)
-        self.decode(self.land(self.start(shard, layout, secondary)), layout, output)
-        self._buffers.give(secondary)
+        secondary = Secondary(self._buffers.take(self.cross.size * layout.nbytes, shard.device))
+        self.land(self.start(shard, layout, secondary), secondary)
+        self.decode(secondary, layout, output)
+        self._buffers.give(secondary.own)
 
 
 @dataclasses.dataclass(frozen=True)

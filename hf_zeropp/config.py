@@ -47,6 +47,8 @@ class ZeroPPConfig:
         grad_block: gradients that share one scale.
         overlap: start collectives early and finish them late on backends without streams (gloo); the results are
             the same bit for bit. False helps to see what a collective costs.
+        shared_memory: on CPU, the ranks of a machine read each other's secondary copy in place of gathering it; the
+            results are the same bit for bit. False sends it through sockets.
         ranks_per_node: "auto" (LOCAL_WORLD_SIZE, as launchers export it), or an int, which emulates nodes of that
             many consecutive ranks on one machine.
     """
@@ -60,6 +62,7 @@ class ZeroPPConfig:
     weight_block: int = 256
     grad_block: int = 128
     overlap: bool = True
+    shared_memory: bool = True
     ranks_per_node: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
@@ -72,8 +75,9 @@ class ZeroPPConfig:
         _check_block("weight_block", self.weight_block)
         _check_block("grad_block", self.grad_block)
         _check_fraction("qgz_until", self.qgz_until)
-        if not isinstance(self.overlap, bool):
-            raise ValueError(f"overlap must be true or false, got {self.overlap!r}.")
+        for name in ("overlap", "shared_memory"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
         if self.qgz_until < 1 and not self.quantizes_gradients:
             raise ValueError(
                 f"qgz_until={self.qgz_until} says when to stop quantizing gradients, but qgz_bits and "

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from hf_zeropp.collectives import Flight, ReduceLayouts, TwoHopGather, TwoHopReduce
+from hf_zeropp.collectives import Flight, ReduceLayouts, Secondary, TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.format import FLOAT_DTYPES, Segment, WireLayout
 from hf_zeropp.overlap import GatherAhead, ReduceJob, ReducePipeline
@@ -88,7 +88,7 @@ class ZeroPPAllGather(CommObject, AllGather):
         self._keep_secondary = keep_secondary
         self._engine = DefaultAllGather()
         self._layouts: dict[torch.dtype, WireLayout] = {}
-        self._secondary: torch.Tensor | None = None
+        self._secondary: Secondary | None = None
         self._stamp: WeightStamp | None = None
         self._flight: Flight | None = None  # hop 1 under way
         self._hop1_done: torch.Event | None = None
@@ -133,7 +133,7 @@ class ZeroPPAllGather(CommObject, AllGather):
 
     def secondary_bytes(self) -> int:
         """Bytes this rank holds between gathers for hpZ."""
-        return 0 if self._secondary is None else self._secondary.numel()
+        return 0 if self._secondary is None else self._secondary.own.numel()
 
     def layout(self, dtype: torch.dtype) -> WireLayout:
         if dtype not in self._layouts:
@@ -157,14 +157,14 @@ class ZeroPPAllGather(CommObject, AllGather):
             counts[node.name] = node.peers.bytes_of(num_bytes * cross.size).times(gathers)
         return counts
 
-    def _fresh_secondary(self, shard: torch.Tensor, layout: WireLayout) -> torch.Tensor:
+    def _fresh_secondary(self, shard: torch.Tensor, layout: WireLayout) -> Secondary:
         """The secondary shard, gathered across nodes if it is stale, and this stream ordered behind its arrival."""
         if not self.is_fresh:
             self._start(shard, layout)
             if self._ahead is not None:
                 self._ahead.start_from(self)
         if self._flight is not None:
-            self._secondary, self._flight = self._gather.land(self._flight), None
+            self._land()
             self._hop1_done = _record_event(shard.device)
         elif self._hop1_done is not None:
             torch.accelerator.current_stream().wait_event(self._hop1_done)
@@ -172,13 +172,15 @@ class ZeroPPAllGather(CommObject, AllGather):
 
     def _start(self, shard: torch.Tensor, layout: WireLayout) -> None:
         if self._flight is not None:  # started ahead, and the weights changed since
-            self._secondary = self._gather.land(self._flight)
+            self._land()
+        if self._secondary is None or self._secondary.own.numel() != self._gather.cross.size * layout.nbytes:
+            self._secondary = self._gather.new_secondary(layout, shard.device)
         self._stamp = self.unit.stamp()
-        self._flight = self._gather.start(shard, layout, self._reusable_secondary(layout))
+        self._flight = self._gather.start(shard, layout, self._secondary)
 
-    def _reusable_secondary(self, layout: WireLayout) -> torch.Tensor | None:
-        fits = self._secondary is not None and self._secondary.numel() == self._gather.cross.size * layout.nbytes
-        return self._secondary if fits else None
+    def _land(self) -> None:
+        self._gather.land(self._flight, self._secondary)
+        self._flight = None
 
     def _gather_unquantized(self, output, shard, group, async_op) -> dist.Work | None:
         _warn_once(

@@ -17,6 +17,7 @@ from harness import each_case, run_ranks
 
 from hf_zeropp.collectives import Hop, ReduceLayouts, TwoHopGather, TwoHopReduce, WireBuffers
 from hf_zeropp.format import QMAX, Segment, WireLayout
+from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.topology import get_topology
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic
 
@@ -97,9 +98,11 @@ class World:
         def hop(name: str, group: str, is_async: bool) -> Hop:
             return Hop(name, groups[group], self.traffic, is_async=is_async)
 
-        self.gather, self.gather_async = (
-            TwoHopGather(hop(GATHER_CROSS, "cross", later), hop(GATHER_NODE, "node", False), self.buffers)
-            for later in (False, True)
+        memory = NodeMemory.connect(self.topology.node_group)
+        assert (memory is None) == (ranks_per_node == 1)
+        self.gather, self.gather_async, self.gather_shared = (
+            TwoHopGather(hop(GATHER_CROSS, "cross", later), hop(GATHER_NODE, "node", False), self.buffers, shared)
+            for later, shared in ((False, None), (True, None), (True, memory))
         )
         self.reduce, self.reduce_async = (
             TwoHopReduce(hop(REDUCE_NODE, "node", later), hop(REDUCE_CROSS, "cross", later), self.buffers)
@@ -132,17 +135,17 @@ def gather(case: Case, rank: int) -> torch.Tensor:
     return output
 
 
-def gather_twice_from_secondary(case: Case, rank: int) -> torch.Tensor:
+def gather_twice_from_secondary(gather: TwoHopGather, case: Case, rank: int) -> torch.Tensor:
     """Hop 1 once, started ahead; hop 2 twice with the buffers overwritten in between. Returns the second result."""
     world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
-    flight = world.gather_async.start(case.values(rank, 1), layout)
-    secondary = world.gather_async.land(flight)
-    assert secondary.numel() == world.topology.num_nodes * layout.nbytes
+    secondary = gather.new_secondary(layout, torch.device("cpu"))
+    assert secondary.own.numel() == world.topology.num_nodes * layout.nbytes
+    gather.land(gather.start(case.values(rank, 1), layout, secondary), secondary)
     output = torch.empty(dist.get_world_size() * layout.numel, dtype=case.dtype)
     for _ in range(2):
         world.poison()
         output.fill_(float("nan"))
-        world.gather.decode(secondary, layout, output)
+        gather.decode(secondary, layout, output)
     return output
 
 
@@ -150,13 +153,18 @@ def check_gather(case: Case, rank: int, digests: dict) -> None:
     """Within the bound of the exact all-gather (bitwise if nothing is quantized), run-to-run and secondary alike."""
     world_size, layout = dist.get_world_size(), case.layout(case.node_bits)
     first = gather(case, rank)
-    world_of(case.ranks_per_node).poison()
-    second, from_secondary = gather(case, rank), gather_twice_from_secondary(case, rank)
+    world = world_of(case.ranks_per_node)
+    world.poison()
+    second = gather(case, rank)
     digests[case] = digest(first)
     exact = torch.stack([case.values(source, 1) for source in range(world_size)])
     first, second = first.view(world_size, -1), second.view(world_size, -1)
     assert torch.equal(first, second), "two runs differ"
+    from_secondary = gather_twice_from_secondary(world.gather_async, case, rank)
     assert torch.equal(first, from_secondary.view(world_size, -1)), "a kept secondary shard decodes differently"
+    if case.dtype == torch.bfloat16:  # one dtype: each case maps memory anew
+        from_shared = gather_twice_from_secondary(world.gather_shared, case, rank)
+        assert torch.equal(first, from_shared.view(world_size, -1)), "a shared secondary shard decodes differently"
     for part in layout.parts:
         if not part.bits:
             here = slice(part.element, part.element + part.numel)
@@ -348,8 +356,9 @@ def run_inference_then_training(rank: int) -> None:
     world, layout = world_of(2), case.layout(8)
     with torch.inference_mode():
         gather(case, rank)
-        secondary = world.gather.land(world.gather.start(case.values(rank, 1), layout))
-    world.gather.land(world.gather.start(case.values(rank, 1), layout, secondary))
+        secondaries = [each.new_secondary(layout, torch.device("cpu")) for each in (world.gather, world.gather_shared)]
+    for each, secondary in zip((world.gather, world.gather_shared), secondaries, strict=True):
+        each.land(each.start(case.values(rank, 1), layout, secondary), secondary)
     gather(case, rank)
 
 

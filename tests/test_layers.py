@@ -17,6 +17,7 @@ LAYERS = [
     "reference",
     "ops",
     "topology",
+    "node_memory",
     "timing",
     "traffic",
     "units",

@@ -1,0 +1,121 @@
+"""Memory that the ranks of a node share: seen by all, refused by all or none, and never read while it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import expect_errors, run_ranks
+from toy import backward, full_weights, make_lm, shard
+
+from hf_zeropp import apply_zeropp, node_memory
+from hf_zeropp.collectives import Hop, TwoHopGather, WireBuffers
+from hf_zeropp.format import Segment, WireLayout
+from hf_zeropp.node_memory import NodeMemory
+from hf_zeropp.topology import get_topology
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, Traffic
+
+WORLD_SIZE, RANKS_PER_NODE = 4, 2
+
+
+def connect() -> NodeMemory:
+    return NodeMemory.connect(get_topology(RANKS_PER_NODE, "cpu").node_group)
+
+
+def write_and_read(rank: int, num_bytes: int) -> list[int]:
+    memory = connect()
+    shared = memory.allocate(num_bytes)
+    assert shared.shape == (RANKS_PER_NODE, num_bytes) and not shared.any()
+    dist.barrier()
+    shared[memory.group.rank()] = rank + 1
+    dist.barrier()
+    return shared.view(-1).tolist()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4097])
+def test_every_rank_of_a_node_sees_what_the_others_wrote(num_bytes):
+    nodes = [[2 * node + 1] * num_bytes + [2 * node + 2] * num_bytes for node in range(WORLD_SIZE // RANKS_PER_NODE)]
+    assert run_ranks(write_and_read, WORLD_SIZE, num_bytes) == [nodes[0], nodes[0], nodes[1], nodes[1]]
+
+
+def open_files_after_allocations(rank: int) -> int:
+    memory = connect()
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [memory.allocate(100) for _ in range(5)]
+    return len(os.listdir("/proc/self/fd")) - before - len(kept)
+
+
+def test_a_buffer_costs_one_file_at_most():
+    """The mapping holds one; the descriptors it was opened by are closed."""
+    assert all(extra <= 0 for extra in run_ranks(open_files_after_allocations, WORLD_SIZE))
+
+
+def fail(*args):
+    raise OSError("no such memory")
+
+
+def one_rank_cannot_map(rank: int) -> None:
+    memory = connect()
+    is_second_of_its_node = rank % RANKS_PER_NODE == 1
+    with mock.patch.object(node_memory, "_map", fail) if is_second_of_its_node else contextlib.nullcontext():
+        memory.allocate(10)
+
+
+def test_one_rank_that_cannot_map_is_an_error_on_its_whole_node():
+    errors = expect_errors(one_rank_cannot_map, WORLD_SIZE)
+    assert all("rank 1: no such memory" in error for error in errors)
+
+
+def train_where_memory_cannot_be_shared(rank: int, name: str, shared_memory: bool) -> list[torch.Tensor]:
+    replacement = {"_place": lambda: (f"host {rank}", 0), "_create": fail, "none": None}[name]
+    with mock.patch.object(node_memory, name, replacement) if replacement else contextlib.nullcontext():
+        model = shard(make_lm())
+        apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE, "shared_memory": shared_memory})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(full_weights(model).values())
+
+
+def test_without_shared_memory_training_is_the_same_bit_for_bit():
+    """Ranks on several hosts, a system without room for it, the setting off: the sockets serve."""
+    expected = run_ranks(train_where_memory_cannot_be_shared, WORLD_SIZE, "none", True)[0]
+    for name, shared_memory in (("_place", True), ("_create", True), ("none", False)):
+        for weights in run_ranks(train_where_memory_cannot_be_shared, WORLD_SIZE, name, shared_memory):
+            assert all(map(torch.equal, weights, expected)), name
+
+
+def steps_with_a_late_rank(rank: int, late: str, has_barriers: bool) -> bool:
+    """Gather other weights at each of three steps, where one rank is late to send or to read. All arrived right?"""
+    topology = get_topology(RANKS_PER_NODE, "cpu")
+    traffic = Traffic(RANKS_PER_NODE, topology.num_nodes)
+    hops = Hop(GATHER_CROSS, topology.cross_group, traffic), Hop(GATHER_NODE, topology.node_group, traffic)
+    gather = TwoHopGather(*hops, WireBuffers(), connect())
+    layout = WireLayout([Segment(64, None)], 32, torch.float32)
+    secondary = gather.new_secondary(layout, torch.device("cpu"))
+    right = []
+    with mock.patch.object(Hop, "barrier", Hop.barrier if has_barriers else lambda self: None):
+        for step in range(3):
+            is_late = topology.node_group.rank() == 1  # in both nodes, so that hop 1 itself holds nobody up
+            time.sleep(0.3 * (is_late and late == "sender"))
+            shard = torch.full((64,), float(10 * step + rank))
+            gather.land(gather.start(shard, layout, secondary), secondary)
+            time.sleep(0.3 * (is_late and late == "reader"))
+            output = torch.empty(WORLD_SIZE * 64)
+            gather.decode(secondary, layout, output)
+            right.append(torch.equal(output.view(WORLD_SIZE, 64)[:, 0], 10.0 * step + torch.arange(WORLD_SIZE)))
+    return all(right)
+
+
+@pytest.mark.parametrize("late", ["sender", "reader"])
+def test_no_rank_reads_what_a_peer_has_yet_to_write_or_has_written_since(late):
+    """And the test can fail: without its barrier, what a late rank sends or reads is wrong."""
+    assert all(run_ranks(steps_with_a_late_rank, WORLD_SIZE, late, True))
+    assert not all(run_ranks(steps_with_a_late_rank, WORLD_SIZE, late, False))
