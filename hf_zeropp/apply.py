@@ -81,6 +81,7 @@ class ZeroPPHandle:
         config: the settings in force.
         topology: this rank's nodes and groups.
         traffic: bytes counted since the last ``traffic.reset()``.
+        shares_memory: whether the ranks of a node read secondary shards in each other's memory (on CPU).
         is_active: False with one node only, where FSDP2's own collectives stay.
     """
 
@@ -97,7 +98,7 @@ class ZeroPPHandle:
         self.frozen_gathers: list[NodeAllGather] = []
         # Where there are streams, FSDP2's overlap and ours must not be added to each other.
         self._overlaps = config.overlap and self.topology.mesh.device_type == "cpu"
-        self._shares_memory = config.shared_memory and self.topology.mesh.device_type == "cpu"
+        self.shares_memory = False
         pipeline = ReducePipeline() if self._overlaps else None
         self._clock = ReduceClock(config.quantizes_gradients, self.traffic, pipeline)
         if not self.is_active:
@@ -184,7 +185,9 @@ class ZeroPPHandle:
         groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.topology.mesh.device_type)
         cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
         node = Hop(GATHER_NODE, groups.node_group, self.traffic)
-        memory = NodeMemory.connect(node.group) if self._shares_memory and keep_secondary else None
+        may_share = self.config.shared_memory and keep_secondary and self.topology.mesh.device_type == "cpu"
+        memory = NodeMemory.connect(node.group) if may_share else None
+        self.shares_memory = memory is not None
         gather = TwoHopGather(cross, node, buffers, memory)
         ahead = GatherAhead() if self._overlaps and keep_secondary else None
         for unit in self.units:
