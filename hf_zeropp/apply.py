@@ -20,6 +20,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen import dense_numel
 from hf_zeropp.frozen_units import NodeAllGather
 from hf_zeropp.fsdp_comm import ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
+from hf_zeropp.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
@@ -56,6 +57,7 @@ def apply_zeropp(
     plan = _agree(model, config)
     handle = ZeroPPHandle(model, ZeroPPConfig(**dict(plan.settings)), plan)
     setattr(model, _HANDLE, handle)
+    give_gloo_time_at_exit()
     return handle
 
 

@@ -31,6 +31,7 @@ LAYERS = [
     "frozen_loading",
     "model_shape",
     "estimate",
+    "gloo_exit",
     "apply",
     "generation",
     "export",
