@@ -38,9 +38,9 @@ class ZeroPPConfig:
             None (no copy is kept: every gather crosses the nodes).
         qgz_bits: bits per gradient across nodes; 4, 8, or None (the reduce dtype, unquantized).
         qgz_intra_bits: bits per gradient within a node; 8, 4, or None.
-        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (paper section 5.3: qwZ and
-            hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own loops call
-            ``handle.set_progress``.
+        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper's convergence study
+            interleaves so: qwZ and hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own
+            loops call ``handle.set_progress``.
         frozen_bits: bits in which frozen weights are stored (LoRA's base); 8, 4, or None (as they are loaded). Either
             way they are sharded within the node and never cross it.
         weight_block: weights that share one scale.

@@ -26,7 +26,9 @@ threading.Thread(target=drop_last_work, daemon=True).start()
 
 def printed(*, applies: bool) -> str:
     script = SCRIPT.format(applies=applies)
-    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120).stdout
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
 
 
 def test_threads_finish_behind_the_scripts_last_line() -> None:
