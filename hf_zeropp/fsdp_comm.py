@@ -68,6 +68,43 @@ class CommObject(ABC):
         """Bytes of one training step of ``micro_steps`` forward and backward passes, per collective."""
 
 
+class CountedAllGather(CommObject, AllGather):
+    """FSDP2's own gather of a unit, with its bytes counted under ``name``."""
+
+    def __init__(self, unit: Unit, traffic: Traffic, name: str = ENGINE_GATHER) -> None:
+        self.unit = unit
+        self.name = name
+        self._traffic = traffic
+        self._engine = DefaultAllGather()
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._traffic.record(self.name, self._peers().bytes_in_ring(input_tensor.nbytes))
+        with self._traffic.timer.measure(input_tensor.device):
+            return self._engine(output_tensor, input_tensor, group, async_op)
+
+    def predict(self, micro_steps: int) -> dict[str, Bytes]:
+        """Bytes of one training step of ``micro_steps`` forward and backward passes."""
+        if self.unit.shard_group.size() == 1:
+            return {}
+        return {
+            self.name: self._peers().bytes_in_ring(self.unit.shard_bytes()).times(gathers_of(self.unit, micro_steps))
+        }
+
+    def _peers(self) -> Peers:
+        return Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
+
+
+def gathers_of(unit: Unit, micro_steps: int) -> int:
+    """How often FSDP2 gathers a unit in ``micro_steps`` forward and backward passes."""
+    return micro_steps * (2 if unit.reshards_after_forward else 1)
+
+
 class ZeroPPAllGather(CommObject, AllGather):
     """qwZ and hpZ: gathers a unit's weights in wire form and keeps the secondary shard between weight changes.
 
@@ -95,7 +132,7 @@ class ZeroPPAllGather(CommObject, AllGather):
         self._traffic = traffic
         self._ahead = ahead
         self._keep_secondary = keep_secondary
-        self._engine = DefaultAllGather()
+        self._engine = CountedAllGather(unit, traffic)
         self._layouts: dict[torch.dtype, WireLayout] = {}
         self._secondary: Secondary | None = None
         self._stamp: WeightStamp | None = None
@@ -151,10 +188,9 @@ class ZeroPPAllGather(CommObject, AllGather):
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Bytes of one training step of ``micro_steps`` forward and backward passes."""
-        gathers = micro_steps * (2 if self.unit.reshards_after_forward else 1)
         if self.unit.param_dtype not in FLOAT_DTYPES:
-            peers = Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
-            return {ENGINE_GATHER: peers.bytes_of(self.unit.shard_bytes()).times(gathers)}
+            return self._engine.predict(micro_steps)
+        gathers = gathers_of(self.unit, micro_steps)
         num_bytes = self.layout(self.unit.param_dtype).nbytes
         cross, node = self._gather.cross, self._gather.node
         counts = {}
@@ -202,7 +238,6 @@ class ZeroPPAllGather(CommObject, AllGather):
             "FSDP2, unquantized and across nodes. Give its parameters one dtype, or set mixed_precision.",
             self.unit.name,
         )
-        self._traffic.record(ENGINE_GATHER, Peers.of(group, self._traffic.ranks_per_node).bytes_of(shard.nbytes))
         return self._engine(output, shard, group, async_op)
 
 
@@ -250,32 +285,32 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         is_last = self._clock.is_last_micro_step()
         if self._clock.pipeline is not None and not self.unit.shows_reduced_output:
             self._clock.pipeline.advance()
-            flight = self.reduce.start(input_tensor, layouts)
-            self._clock.pipeline.submit(ReduceJob(self, layouts, scale, is_last, flight))
+            flights = self.reduce.start(input_tensor, layouts)
+            self._clock.pipeline.submit(ReduceJob(self, layouts, scale, is_last, flights))
             output_tensor.zero_()
             return None
-        flight = self.reduce.start(input_tensor, layouts)
+        flights = self.reduce.start(input_tensor, layouts)
         if is_last:
-            self.reduce.finish(self.cross_over(flight, layouts), layouts, output_tensor, scale)
+            self.reduce.finish(self.cross_over(flights, layouts), layouts, output_tensor, scale)
         else:
-            self.accumulate(flight, layouts, scale)
+            self.accumulate(flights, layouts, scale)
             output_tensor.zero_()
         return None
 
-    def accumulate(self, flight: Flight, layouts: ReduceLayouts, scale: float) -> None:
+    def accumulate(self, flights: list[Flight], layouts: ReduceLayouts, scale: float) -> None:
         """Hop 1 has ended on a micro-step that is not the last: keep the node's sums."""
-        self._partial = self.reduce.accumulate(flight, layouts, self._partial)
+        self._partial = self.reduce.accumulate(flights, layouts, self._partial)
         self._partial_layouts, self._partial_scale = layouts, scale
 
-    def cross_over(self, flight: Flight, layouts: ReduceLayouts) -> Flight:
+    def cross_over(self, flights: list[Flight], layouts: ReduceLayouts) -> list[Flight]:
         """Hop 1 has ended on the last micro-step: start hop 2 with all that was accumulated."""
         partial, self._partial = self._partial, None
-        return self.reduce.cross_over(flight, layouts, partial)
+        return self.reduce.cross_over(flights, layouts, partial)
 
-    def add_to_grads(self, flight: Flight, layouts: ReduceLayouts, scale: float) -> None:
+    def add_to_grads(self, flights: list[Flight], layouts: ReduceLayouts, scale: float) -> None:
         """Hop 2 has ended after FSDP2 took zeros for its output: do what FSDP2 does with an output."""
-        reduced = torch.empty(layouts.cross.numel, dtype=layouts.cross.raw_dtype, device=flight.received.device)
-        self.reduce.finish(flight, layouts, reduced, scale)
+        reduced = torch.empty(layouts.cross.numel, dtype=layouts.cross.raw_dtype, device=flights[0].received.device)
+        self.reduce.finish(flights, layouts, reduced, scale)
         self.unit.divide_after_reduce(reduced)
         offset = 0
         for shard, param in zip(self.unit.param_shards(trainable_only=True), self.unit.trainable, strict=True):
@@ -321,9 +356,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             return {}
         node, cross = self.reduce.node, self.reduce.cross
         layouts = self.layouts(self.unit.reduce_dtype)
-        counts = {cross.name: cross.peers.bytes_of(layouts.cross.nbytes)}
+        chunks = self.reduce.chunks(layouts)
+        counts = {cross.name: cross.peers.bytes_of(sum(chunk.cross.nbytes for chunk in chunks))}
         if node.size > 1:
-            counts[node.name] = node.peers.bytes_of(cross.size * layouts.node.nbytes).times(micro_steps)
+            node_bytes = cross.size * sum(chunk.node.nbytes for chunk in chunks)
+            counts[node.name] = node.peers.bytes_of(node_bytes).times(micro_steps)
         return counts
 
     def _drop_abandoned_partial(self) -> None:
@@ -346,8 +383,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         )
         layout = WireLayout([Segment(part.numel() // group.size(), None)], self._config.grad_block, part.dtype)
         layouts = ReduceLayouts(layout, layout)
-        flight = self.reduce.cross_over(self.reduce.start(part, layouts), layouts, None)
-        self.reduce.finish(flight, layouts, output, scale)
+        self.reduce(output, part, layouts, scale=scale)
 
     def _reduce_unquantized(
         self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool

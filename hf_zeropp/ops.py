@@ -202,7 +202,22 @@ class ReferenceKernels:
 
     def __getattr__(self, operator: str) -> Callable[..., None]:
         compute = getattr(reference, operator)
-        return lambda *args: args[-1].copy_(compute(*args[:-1]).view_as(args[-1]))
+
+        def run(*args: Any) -> None:
+            layout = next(arg for arg in args if isinstance(arg, WireLayout))
+            _assign(args[-1], compute(*args[:-1]), layout)
+
+        return run
+
+
+def _assign(out: Tensor, result: Tensor, layout: WireLayout) -> None:
+    """out <- result; where these are elements, those in gaps of the layout keep what they were."""
+    if out.dtype == torch.uint8 or not layout.has_gaps:
+        out.copy_(result.view_as(out))
+        return
+    for part in layout.parts:
+        here = slice(part.element, part.element + part.numel)
+        out.view(-1, layout.numel)[:, here] = result.view(-1, layout.numel)[:, here]
 
 
 class _Layout(ctypes.Structure):
@@ -442,6 +457,10 @@ def _define(name: str, arguments: str, result: Callable[..., _Result]) -> None:
 
     def run(*args: Any) -> Tensor:
         out = fake(*args)
+        if out.dtype != torch.uint8 and any(arg.has_gaps for arg in _with_layouts(args) if isinstance(arg, WireLayout)):
+            raise ValueError(
+                f"{name}: expected `out` for a layout with gaps, whose elements would be arbitrary: pass it"
+            )
         compute(args, out)
         return out
 

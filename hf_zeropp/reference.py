@@ -43,7 +43,7 @@ def quantize(input: Tensor, layout: WireLayout, slice_rows: int = 1) -> Tensor:
 def dequantize(wire: Tensor, layout: WireLayout, dtype: torch.dtype, slice_rows: int = 1) -> Tensor:
     """uint8 wire of K slices -> [K, layout.numel] in `dtype`."""
     slots = _permute(wire.reshape(-1, layout.nbytes), slice_rows)
-    output = torch.empty(slots.shape[0], layout.numel, dtype=dtype, device=wire.device)
+    output = torch.zeros(slots.shape[0], layout.numel, dtype=dtype, device=wire.device)
     for part in _parts(layout):
         values = _decode(slots, part, layout.block) if part.bits else _read_raw(slots, part, layout.raw_dtype)
         output[:, part.element : part.element + part.numel] = round_to(values, dtype)
