@@ -18,7 +18,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_zeropp.collectives import Hop, TwoHopGather, TwoHopReduce, WireBuffers
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen import dense_numel
-from hf_zeropp.fsdp_comm import CountedAllGather, ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
+from hf_zeropp.fsdp_comm import CommObject, CountedAllGather, ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
+from hf_zeropp.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
@@ -64,6 +65,7 @@ def apply_zeropp(
     plan = _agree(model, config)
     handle = ZeroPPHandle(model, ZeroPPConfig(**dict(plan.settings)), plan)
     setattr(model, _HANDLE, handle)
+    give_gloo_time_at_exit()
     return handle
 
 
@@ -153,7 +155,8 @@ class ZeroPPHandle:
     def predict(self, micro_steps: int = 1) -> dict[str, Bytes]:
         """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective. After a first forward."""
         counts: dict[str, Bytes] = {}
-        for comm in [*self.gathers, *self.reduces, *self.engine_gathers]:
+        comms: list[CommObject] = [*self.gathers, *self.reduces, *self.engine_gathers]
+        for comm in comms:
             for name, count in comm.predict(micro_steps).items():
                 counts.setdefault(name, Bytes()).add(count)
         return counts
@@ -226,11 +229,11 @@ class ZeroPPHandle:
         """The guards of [Note: when a secondary shard is stale] that version counters cannot give."""
         this = weakref.ref(self)
 
-        def after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        def after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (handle := this()) is not None:
                 handle._after_optimizer_step(optimizer)
 
-        def after_load(module: nn.Module, incompatible_keys) -> None:
+        def after_load(module: nn.Module, incompatible_keys: Any) -> None:
             if (handle := this()) is not None:
                 handle.invalidate()
 
@@ -258,7 +261,7 @@ def _reshard_if_stale(gather: ZeroPPAllGather) -> Callable[[nn.Module, Any], Non
     """A unit that stays unsharded after forward (FSDP2's root) would compute with weights that changed meanwhile."""
 
     @torch.compiler.disable
-    def before_forward(module: nn.Module, args) -> None:
+    def before_forward(module: nn.Module, args: Any) -> None:
         if gather.unit.is_unsharded and not gather.is_fresh:
             gather.unit.reshard()
 
@@ -269,7 +272,7 @@ def _forget_aborted_backward(clock: ReduceClock) -> Callable[[nn.Module, Any], N
     """A backward pass that raised leaves reductions under way, which must not reach the gradients of the next."""
 
     @torch.compiler.disable
-    def before_forward(module: nn.Module, args) -> None:
+    def before_forward(module: nn.Module, args: Any) -> None:
         clock.forget_aborted_backward()
 
     return before_forward
@@ -300,11 +303,13 @@ def _agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os
         error = f"{type(exception).__name__}: {exception}"
     outcomes: list[tuple[_Plan | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(outcomes, (plan, error))
-    for rank, (_, rank_error) in enumerate(outcomes):
-        if rank_error is not None:
+    plans = []
+    for rank, (rank_plan, rank_error) in enumerate(outcomes):
+        if rank_plan is None:
             raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
-    _check_same_plan([rank_plan for rank_plan, _ in outcomes])
-    return plan
+        plans.append(rank_plan)
+    _check_same_plan(plans)
+    return plans[dist.get_rank()]
 
 
 def _make_plan(model: nn.Module, config: ZeroPPConfig) -> _Plan:

@@ -9,9 +9,8 @@ one rank's shard, S elements; on the wire it takes B bytes; [a, b] are slices, r
              [Y, S] --encode--> [Y, B'] --hop 2, across--> sum over Y: [S]
 
 What a rank holds after the gather's hop 1 is its *secondary shard*: kept, it makes hop 1 unnecessary until the
-weights change (hpZ, paper section 4.2). What it holds after the reduction's hop 1 is 1/N of the unit's gradient summed
-over the node: kept, it accumulates micro-steps, and hop 2 runs once per step (qgZ, section 4.3, which exchanges at
-every micro-step).
+weights change (the paper's hpZ). What it holds after the reduction's hop 1 is 1/N of the unit's gradient summed over the
+node: kept, it accumulates micro-steps, and hop 2 runs once per step (the paper's qgZ exchanges at every micro-step).
 
 Ranks lie as [y, x] in the flat buffers and as [x, y] on the wire. That transposition of slices is done by the encode
 and decode kernels while they write (the paper's slice reordering), never as a pass of its own.

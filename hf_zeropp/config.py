@@ -39,9 +39,9 @@ class ZeroPPConfig:
             None (no copy is kept: every gather crosses the nodes).
         qgz_bits: bits per gradient across nodes; 4, 8, or None (the reduce dtype, unquantized).
         qgz_intra_bits: bits per gradient within a node; 8, 4, or None.
-        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (paper section 5.3: qwZ and
-            hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own loops call
-            ``handle.set_progress``.
+        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper's convergence study
+            interleaves so: qwZ and hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own
+            loops call ``handle.set_progress``.
         qgz_chunks: pieces, 1 to 64, in which a unit's gradients are reduced: while one crosses the nodes, the next is
             still within one (paper section 4.1.2). The results are the same bit for bit.
         frozen_bits: bits in which frozen weights are stored (LoRA's base); 8, 4, or None (as they are loaded). Either

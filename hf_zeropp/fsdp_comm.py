@@ -20,11 +20,14 @@ micro-step's backward pass are flushed then.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp.collectives import Flight, ReduceLayouts, Secondary, TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
@@ -52,11 +55,17 @@ def wire_layout(shards: Sequence[ParamShard], bits: int | None, block: int, raw_
     return WireLayout(segments, block, raw_dtype)
 
 
-class CommObject:
-    """What FSDP2 asks of both comm objects besides the call itself: memory."""
+class CommObject(ABC):
+    """What comm objects have in common besides the call itself: memory, for FSDP2, and a prediction of their bytes."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    unit: Unit
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+    @abstractmethod
+    def predict(self, micro_steps: int) -> dict[str, Bytes]:
+        """Bytes of one training step of ``micro_steps`` forward and backward passes, per collective."""
 
 
 class CountedAllGather(CommObject, AllGather):
@@ -204,6 +213,7 @@ class ZeroPPAllGather(CommObject, AllGather):
             self._hop1_done = _record_event(shard.device)
         elif self._hop1_done is not None:
             torch.accelerator.current_stream().wait_event(self._hop1_done)
+        assert self._secondary is not None
         return self._secondary
 
     def _start(self, shard: torch.Tensor, layout: WireLayout) -> None:
@@ -215,10 +225,13 @@ class ZeroPPAllGather(CommObject, AllGather):
         self._flight = self._gather.start(shard, layout, self._secondary)
 
     def _land(self) -> None:
+        assert self._flight is not None and self._secondary is not None
         self._gather.land(self._flight, self._secondary)
         self._flight = None
 
-    def _gather_unquantized(self, output, shard, group, async_op) -> dist.Work | None:
+    def _gather_unquantized(
+        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
         _warn_once(
             self,
             "The unit %s mixes dtypes (or holds one that is no float of 16 or 32 bits): its weights are gathered by "
@@ -267,7 +280,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._drop_abandoned_partial()
         layouts = self.layouts(input_tensor.dtype)
         if input_tensor.numel() != group.size() * layouts.node.numel:
-            return self._reduce_part(output_tensor, input_tensor, group, scale)
+            self._reduce_part(output_tensor, input_tensor, group, scale)
+            return None
         is_last = self._clock.is_last_micro_step()
         if self._clock.pipeline is not None and not self.unit.shows_reduced_output:
             self._clock.pipeline.advance()
@@ -300,7 +314,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self.unit.divide_after_reduce(reduced)
         offset = 0
         for shard, param in zip(self.unit.param_shards(trainable_only=True), self.unit.trainable, strict=True):
-            if param.grad is not None:
+            if isinstance(param.grad, DTensor):
                 grad = param.grad._local_tensor
                 grad += reduced[offset : offset + shard.numel].view(grad.shape).to(grad.dtype)
             offset += shard.padded_numel
@@ -309,6 +323,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Run hop 2 for a partial that no reduction of the last micro-step took."""
         partial, self._partial = self._partial, None
         layouts = self._partial_layouts
+        assert partial is not None and layouts is not None
         self.add_to_grads(self.reduce.start_across(partial, layouts), layouts, self._partial_scale)
 
     def layouts(self, dtype: torch.dtype) -> ReduceLayouts:
@@ -353,7 +368,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if self._partial is not None and all(param.grad is None for param in self.unit.trainable):
             self._partial = None
 
-    def _reduce_part(self, output, part, group, scale) -> None:
+    def _reduce_part(self, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, scale: float) -> None:
         """Some parameters of the unit got no gradient, and FSDP2 does not say which: no layout, no quantization.
 
         Exact, both hops at once, so nothing is left to accumulate; what other micro-steps accumulated is flushed.
@@ -370,7 +385,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         layouts = ReduceLayouts(layout, layout)
         self.reduce(output, part, layouts, scale=scale)
 
-    def _reduce_unquantized(self, output, full, group, op, async_op) -> dist.Work | None:
+    def _reduce_unquantized(
+        self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
+    ) -> dist.Work | None:
         _warn_once(
             self,
             "Unit %s reduces gradients in %s, for which there is no wire form: FSDP2 reduces them, across nodes at "
@@ -423,7 +440,7 @@ class ReduceClock:
                     reduce.flush()
 
 
-def _scale_of(op: ReduceOp, world_size: int) -> float:
+def _scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
     """The factor a reduce op applies to the sum.
 
     Raises:
@@ -431,12 +448,13 @@ def _scale_of(op: ReduceOp, world_size: int) -> float:
     """
     # A ReduceOp carries the factor of a pre-multiplied sum where only its pickled state shows it.
     # (`type`, not `isinstance`: ReduceOp claims its own enum members as instances.)
-    kind, factor = (op if type(op) is ReduceOp else ReduceOp(op)).__getstate__()
-    if kind == ReduceOp.RedOpType.SUM:
+    state: Any = (op if type(op) is ReduceOp else ReduceOp(cast(ReduceOp.RedOpType, op))).__getstate__()
+    kind, factor = state
+    if kind == ReduceOp.SUM:
         return 1.0
-    if kind == ReduceOp.RedOpType.AVG:
+    if kind == ReduceOp.AVG:
         return 1.0 / world_size
-    if kind == ReduceOp.RedOpType.PREMUL_SUM:
+    if kind == ReduceOp.PREMUL_SUM:
         return float(factor)
     raise ValueError(
         f"Gradients can be reduced by SUM, AVG or a pre-multiplied sum, got {kind} on rank {dist.get_rank()}."
@@ -451,10 +469,10 @@ def _record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
-_warned: set[tuple[type, str]] = set()
+_warned: set[tuple[type, str, str]] = set()
 
 
-def _warn_once(comm: CommObject, message: str, *args) -> None:
+def _warn_once(comm: CommObject, message: str, *args: object) -> None:
     key = (type(comm), message, comm.unit.name)
     if key not in _warned:
         _warned.add(key)
