@@ -75,8 +75,8 @@ void decode_block(const int8_t* __restrict codes, int64_t n, BFloat16 stored_sca
 }
 
 #if defined(__AVX512BW__)
-// [Note: nibbles in registers] INT4 and bf16, 32 elements at a time and without leaving the registers: as 16-bit pairs in 32-bit lanes, the elements of
-// a byte of codes lie in one lane, the first one below.
+// [Note: nibbles in registers] INT4 and bf16, 32 elements at a time, without a buffer of codes in between: in lanes of 32
+// bits lie the two elements of a byte of codes, the first one below.
 
 // bf16 is the upper half of fp32. Two codes per lane, in its low byte. See [Note: quotients of bf16] in format.h.
 inline __m128i encode_pairs(__m512i pairs, __m512 reciprocal) {
