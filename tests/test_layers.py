@@ -33,7 +33,9 @@ LAYERS = [
     "units",
     "collectives",
     "overlap",
-    "fsdp_comm",
+    "comm_object",
+    "gather_comm",
+    "reduce_comm",
     "frozen_format",
     "packed_weight",
     "frozen",
@@ -58,7 +60,7 @@ PRIVATE_IMPORTS = {"packed_weight": {"torch.distributed.tensor._utils", "torch.u
 FOREIGN_PRIVATE: dict[str, dict[str, object]] = {
     "collectives": {"_base": torch.Tensor},  # the buffer behind a slice of it
     "format": {"_fields": Part},  # public, whatever its name: of every named tuple
-    "fsdp_comm": {"_local_tensor": DTensor},  # `to_local` without autograd
+    "reduce_comm": {"_local_tensor": DTensor},  # `to_local` without autograd
     "generation": {"_has_unfinished_sequences": GenerationMixin},  # which ranks must agree on another token
     "integrations.accelerate": {"_shared_state": AcceleratorState},  # a plugin for a state that exists
     "integrations.frozen_base": {"_prepare_fsdp2": Accelerator},  # sees a model and its optimizers together

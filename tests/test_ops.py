@@ -110,6 +110,24 @@ def test_chunks_do_to_their_elements_what_the_whole_does(kernels, case, count):
     assert bits_equal(total, ops.dequantize_sum(whole, layout, num_sources=rows, initial=initial).flatten())
 
 
+@needs_compiled
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_quotient_of_bf16(bits):
+    """Every largest value of a block, and below it every value that does not plainly encode to zero."""
+    below = torch.arange(0x3C80, 0x4300, dtype=torch.int16).view(torch.bfloat16)  # 2^-6 to 2^7
+    first = {8: 0x4280, 4: 0x4000}[bits]
+    largest = torch.arange(first, first + 128, dtype=torch.int16).view(torch.bfloat16)  # every significand
+    rows = [torch.cat([below[below <= top], -below[below <= top]]) for top in largest]
+    block = max(map(len, rows))
+    values = torch.stack([torch.nn.functional.pad(row, (0, block - len(row))) for row in rows])
+    layout = WireLayout([Segment(values.numel(), bits)], block)
+    ops.set_kernels("reference")
+    expected = ops.quantize(values, layout)
+    for name in COMPILED:
+        ops.set_kernels(name)
+        assert torch.equal(ops.quantize(values, layout), expected), name
+
+
 def test_elements_in_gaps_are_never_made_up():
     layout = WireLayout([Segment(64, 8), Segment(64, GAP)], 32)
     with pytest.raises(ValueError, match="expected `out` for a layout with gaps"):
