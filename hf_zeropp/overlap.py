@@ -14,7 +14,7 @@ Reductions (`ReducePipeline`). A unit's reduction is cut into three stages, one 
 
 FSDP2 must be given an output at once: it gets zeros, and the result is added to ``.grad`` at the end of the backward
 pass, before anybody may look at it. The same flush serves gradient accumulation: see
-[Note: gradient accumulation] in fsdp_comm.py.
+[Note: gradient accumulation] in reduce_comm.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from hf_zeropp.collectives import Flight, ReduceLayouts
 
 if TYPE_CHECKING:
-    from hf_zeropp.fsdp_comm import ZeroPPAllGather, ZeroPPReduceScatter
+    from hf_zeropp.gather_comm import ZeroPPAllGather
+    from hf_zeropp.reduce_comm import ZeroPPReduceScatter
 
 MAX_CROSSING = 3
 """Reductions whose hop 2 may be under way: bounds the wire buffers a slow network can pile up."""
@@ -55,7 +56,7 @@ class ReduceJob:
     layouts: ReduceLayouts
     scale: float
     is_last_micro_step: bool
-    flight: Flight
+    flights: list[Flight]
 
 
 class ReducePipeline:
@@ -87,7 +88,7 @@ class ReducePipeline:
     def discard(self) -> None:
         """Forget the jobs of a backward pass that raised."""
         for job in (*self._in_node, *self._crossing):
-            job.comm.reduce.abandon(job.flight)
+            job.comm.reduce.abandon(job.flights)
         self._in_node.clear()
         self._crossing.clear()
 
@@ -95,10 +96,10 @@ class ReducePipeline:
         while self._in_node:
             job = self._in_node.popleft()
             if job.is_last_micro_step:
-                job.flight = job.comm.cross_over(job.flight, job.layouts)
+                job.flights = job.comm.cross_over(job.flights, job.layouts)
                 self._crossing.append(job)
             else:
-                job.comm.accumulate(job.flight, job.layouts, job.scale)
+                job.comm.accumulate(job.flights, job.layouts, job.scale)
 
     def _arrive(self, job: ReduceJob) -> None:
-        job.comm.add_to_grads(job.flight, job.layouts, job.scale)
+        job.comm.add_to_grads(job.flights, job.layouts, job.scale)

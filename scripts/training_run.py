@@ -58,6 +58,12 @@ VARIANTS = {
         Variant("hpz", OFF | {"hpz_size": "node"}),
         Variant("qgz", OFF | {"qgz_bits": 4, "qgz_intra_bits": 8}),
         Variant("all", {}),
+        # What each part of the implementation buys: see scripts/results/overlap.md.
+        Variant("blocking", {"overlap": False}),
+        Variant("sockets", {"shared_memory": False}),
+        Variant("blocking-sockets", {"overlap": False, "shared_memory": False}),
+        *(Variant(f"chunks-{count}", {"qgz_chunks": count}) for count in (2, 4, 8)),
+        *(Variant(f"blocking-chunks-{count}", {"overlap": False, "qgz_chunks": count}) for count in (2, 4, 8)),
         Variant("lora-stock", lora=True),
         Variant("lora-16", {}, lora=True),
         Variant("lora-8", {"frozen_bits": 8}, lora=True),
