@@ -27,7 +27,7 @@ class Arguments(GRPOConfig):
     output_dir: str = "runs/grpo_lora"
     base: str = dataclasses.field(default="runs/python_lines", metadata={"help": "made there if it does not exist"})
     frozen_bits: int = dataclasses.field(default=4, metadata={"help": "of the base: 8 or 4"})
-    max_steps: int = 60
+    max_steps: int = 40
     per_device_train_batch_size: int = 24
     num_generations: int | None = 12
     max_completion_length: int | None = MAX_TOKENS

@@ -187,6 +187,10 @@ def reward_loss(model: Roles, rollout: Rollout) -> Tensor:
     return F.binary_cross_entropy_with_logits(scores, rollout.compiles)
 
 
+def mean_of_last(history: list[Tensor], count: int = 5) -> list[float]:
+    return torch.stack(history[-count:]).mean(0).tolist()
+
+
 class Phases:
     """Seconds and bytes across nodes of each phase."""
 
@@ -225,6 +229,7 @@ def main() -> None:
         optimizer_of[role].step()
         optimizer_of[role].zero_grad()
 
+    history = []  # per iteration: score, share that compiles, KL
     for iteration in range(args.iterations):
         with phases("generation"), generation_mode(model, args.memory_budget):
             rollout = roll_out(model, tokenizer, args.batch_size)
@@ -236,10 +241,14 @@ def main() -> None:
                 if iteration >= args.reward_iterations:
                     step("actor", actor_loss(args, model, rollout, accelerator))
         figures = torch.stack((rollout.scores.mean(), rollout.compiles.mean(), rollout.kl.mean()))
-        score, compiles, kl = accelerator.reduce(figures, "mean").tolist()
+        history.append(accelerator.reduce(figures, "mean"))
+        score, compiles, kl = history[-1].tolist()
         accelerator.print(
             f"iteration {iteration:3}  reward {score:.2f}  compiles {compiles:.2f}  KL {kl:.2f}", flush=True
         )
+    untrained = history[: args.reward_iterations or 1]  # the actor is the reference still
+    (score, compiles, _), (new_score, new_compiles, _) = (mean_of_last(part) for part in (untrained, history))
+    accelerator.print(f"mean reward {score:.2f} -> {new_score:.2f}, compiles {compiles:.2f} -> {new_compiles:.2f}")
     for name, (seconds, megabytes) in phases.totals.items():
         accelerator.print(f"{name}: {seconds:.1f} s, {megabytes:.2f} MB into this node")
     accelerator.end_training()

@@ -175,7 +175,7 @@ def quantize_frozen(
             ``get_peft_model``, or on a frozen model (``model.requires_grad_(False)``) before.
         bits: 8 or 4.
         block: weights of a row that share one scale.
-        skip: module names, or their last parts ("lm_head"), to leave as they are.
+        skip: modules to leave as they are, with all inside: names, or parts of names ("lm_head", "layers.0.mlp").
 
     Returns:
         The model.
@@ -260,17 +260,17 @@ def packable_weights(
     model: nn.Module, skip: Iterable[str] = (), *, frozen_only: bool
 ) -> list[list[tuple[nn.Module, str]]]:
     """Matrices that can be packed, each as the places (module, parameter name) where it is used: several if tied."""
-    places = defaultdict(list)
-    skip = tuple(skip)
-    adapters = adapter_modules(model)
+    places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+    left: set[nn.Parameter] = set()  # as they are, also where else they are used
+    skip, adapters = tuple(skip), adapter_modules(model)
     for module_name, module in model.named_modules():
-        if module in adapters or is_skipped(module_name, skip):
-            continue
+        is_left = module in adapters or is_skipped(module_name, skip)
         for name, param in module.named_parameters(recurse=False):
-            is_wanted = not (frozen_only and param.requires_grad)
-            if is_wanted and is_packable(module, name, param):
+            if is_left:
+                left.add(param)
+            elif not (frozen_only and param.requires_grad) and is_packable(module, name, param):
                 places[param].append((module, name))
-    return list(places.values())
+    return [users for param, users in places.items() if param not in left]
 
 
 def dense_numel(module: nn.Module) -> int:
@@ -312,7 +312,8 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def is_skipped(module_name: str, skip: Iterable[str]) -> bool:
-    return any(module_name == part or module_name.endswith("." + part) for part in skip)
+    """Whether whole components of the name are among ``skip``: PEFT puts prefixes before them and ``base_layer`` behind."""
+    return any(f".{part}." in f".{module_name}." for part in skip)
 
 
 def is_packable(module: nn.Module, name: str, param: nn.Parameter) -> bool:

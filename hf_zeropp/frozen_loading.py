@@ -45,8 +45,8 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
     Args:
         bits: 8 or 4.
         block: weights of a row that share one scale.
-        skip: names of modules, or their last parts ("lm_head"), to leave in 16 bits, for instance because an adapter
-            config trains them (``modules_to_save``).
+        skip: modules to leave in 16 bits, with all inside: names, or parts of names ("lm_head"), for instance because an
+            adapter config trains them (``modules_to_save``). A weight tied to one of them stays too.
     """
 
     bits: int = 4
@@ -75,9 +75,18 @@ class ZeroPPQuantizer(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         module, name = get_module_from_name(model, param_name)
-        if isinstance(module, Packed) or is_skipped(param_name.rpartition(".")[0], self.quantization_config.skip):
+        if isinstance(module, Packed) or is_skipped(param_name.rpartition(".")[0], self._skip(model)):
             return False
         return is_packable(module, name, getattr(module, name))
+
+    def _skip(self, model: PreTrainedModel) -> set[str]:
+        """Modules to leave in 16 bits: those asked for, and those that share a weight with one of them."""
+        skip = set(self.quantization_config.skip)
+        for pair in model.all_tied_weights_keys.items():
+            owners = {name.rpartition(".")[0] for name in pair}
+            if any(is_skipped(owner, self.quantization_config.skip) for owner in owners):
+                skip |= owners
+        return skip
 
     def get_quantize_ops(self) -> ConversionOps:
         return PackOnLoad(self.quantization_config.format)
@@ -89,8 +98,7 @@ class ZeroPPQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
         """A packed checkpoint's keys are those of packed modules."""
         if self.pre_quantized:
-            config = self.quantization_config
-            convert_frozen(model, config.format, config.skip, frozen_only=False)
+            convert_frozen(model, self.quantization_config.format, self._skip(model), frozen_only=False)
             model.all_tied_weights_keys = _tied_keys(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:

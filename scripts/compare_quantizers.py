@@ -1,10 +1,12 @@
 """Quality of frozen weights in 8 and 4 bits beside bitsandbytes and torchao: weight error, perplexity, LoRA on top.
 
-    python scripts/compare_quantizers.py            # trains a small model, about ten minutes on one core
+    pip install bitsandbytes torchao                # what is missing is left out
+    python scripts/compare_quantizers.py            # trains a small model, about five minutes on one core
 
-All methods see the same trained model and quantize the same matrices (every linear layer of the blocks). Each is a function
-from a weight to what it decodes to, so that formats are compared and not kernels; bits per weight include scales. Missing
-packages are left out. LoRA is trained on each base on text of another kind (comments) than the base was trained on (code).
+All methods see the same trained model, rounded to bf16 as checkpoints are, and quantize the same matrices (every linear layer
+of the blocks). Each is a function from a weight to what it decodes to in fp32, so that formats are compared and not kernels;
+bits per weight include scales. LoRA is trained on each base on text of another kind (comments) than the base was trained on
+(code). Rows go to a JSON file as they are measured, and the same command continues an interrupted run.
 """
 
 import argparse
@@ -16,11 +18,13 @@ import random
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
-from pages import Grid
+from pages import Grid, headline
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from study import RESULTS, ROOT, Study
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -30,19 +34,21 @@ from hf_zeropp.format import Segment, WireLayout
 from hf_zeropp.frozen_format import FrozenFormat
 from hf_zeropp.ops import dequantize, quantize
 
-LENGTH = 128
-Method = Callable[[Tensor], tuple[Tensor, float]]  # weight -> what it decodes to, bits per weight
+LENGTH = 128  # bytes of text in a sequence
+NUM_HELD_OUT = 256  # sequences
+Method = Callable[[Tensor], tuple[Tensor, float]]  # weight -> what it decodes to (fp32), bits per weight
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=400)
-    parser.add_argument("--lora-steps", type=int, default=150)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--lora-steps", type=int, default=100)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--model", default="runs/compare_quantizers.pt", help="kept here between runs")
+    parser.add_argument("--output", type=Path, default=RESULTS / "quantizers.json", help="JSON, continued if it exists")
+    parser.add_argument("--fresh", action="store_true", help="measure all anew")
     return parser.parse_args()
 
 
@@ -55,15 +61,15 @@ def frozen(weight: Tensor, bits: int, block: int = 128) -> tuple[Tensor, float]:
     return decoded, 8 * format.nbytes(weight.shape) / weight.numel()
 
 
-def wire(weight: Tensor, bits: int, block: int = 128) -> tuple[Tensor, float]:
-    """Scales of the largest magnitude, never clipped: what a search is to be better than."""
+def unsearched(weight: Tensor, bits: int, block: int = 128) -> tuple[Tensor, float]:
+    """Scales of the largest magnitude, never clipped, as on the wire: what a search is to be better than."""
     layout = WireLayout([Segment(weight.numel(), bits)], block)
-    return dequantize(quantize(weight, layout), layout, dtype=torch.float32).view_as(
-        weight
-    ), 8 * layout.nbytes / weight.numel()
+    decoded = dequantize(quantize(weight, layout), layout, dtype=torch.float32)
+    return decoded.view_as(weight), 8 * layout.nbytes / weight.numel()
 
 
 def nf4(weight: Tensor, block: int, nested: bool = False) -> tuple[Tensor, float]:
+    """Scales in fp32, or `nested`: in 8 bits, 256 of them to one in fp32."""
     from bitsandbytes import functional
 
     quantized, state = functional.quantize_4bit(weight, blocksize=block, quant_type="nf4", compress_statistics=nested)
@@ -79,13 +85,21 @@ def llm_int8(weight: Tensor) -> tuple[Tensor, float]:
     return functional.int8_vectorwise_dequant(codes, scales).float(), 8 + 32 / weight.shape[1]
 
 
-def torchao_int(weight: Tensor, bits: int, block: int) -> tuple[Tensor, float]:
+def torchao_int(weight: Tensor, bits: int, block: int, algorithm: str = "AFFINE") -> tuple[Tensor, float]:
+    """Symmetric, scales in bf16 as for a bf16 model."""
     from torchao.quantization import IntxWeightOnlyConfig, PerGroup, quantize_
+    from torchao.quantization.quantize_.workflows import IntxChooseQParamsAlgorithm
 
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
     layer.weight = nn.Parameter(weight.clone(), requires_grad=False)
-    quantize_(layer, IntxWeightOnlyConfig(weight_dtype=getattr(torch, f"int{bits}"), granularity=PerGroup(block)))
-    return layer.weight.dequantize().float(), bits + 32 / block
+    config = IntxWeightOnlyConfig(
+        weight_dtype=getattr(torch, f"int{bits}"),
+        granularity=PerGroup(block),
+        scale_dtype=torch.bfloat16,
+        intx_choose_qparams_algorithm=IntxChooseQParamsAlgorithm[algorithm],
+    )
+    quantize_(layer, config)
+    return layer.weight.dequantize(), bits + 16 / block
 
 
 METHODS: dict[str, Method] = {
@@ -94,16 +108,21 @@ METHODS: dict[str, Method] = {
     "torchao INT8, block 128": functools.partial(torchao_int, bits=8, block=128),
     "bitsandbytes LLM.int8, per row": llm_int8,
     "**ours INT4**, block 128": functools.partial(frozen, bits=4),
-    "**ours INT4**, block 64": functools.partial(frozen, bits=4, block=64),
-    "**ours INT4**, block 32": functools.partial(frozen, bits=4, block=32),
-    "INT4 without search, block 128": functools.partial(wire, bits=4),
-    "bitsandbytes NF4, block 128": functools.partial(nf4, block=128),
-    "bitsandbytes NF4, block 64": functools.partial(nf4, block=64),
-    "bitsandbytes NF4, block 64, nested scales": functools.partial(nf4, block=64, nested=True),
+    "without its search, block 128": functools.partial(unsearched, bits=4),
     "torchao INT4, block 128": functools.partial(torchao_int, bits=4, block=128),
+    "torchao INT4, HQQ scales, block 128": functools.partial(
+        torchao_int, bits=4, block=128, algorithm="HQQ_SCALE_ONLY"
+    ),
+    "bitsandbytes NF4, block 128, nested scales": functools.partial(nf4, block=128, nested=True),
+    "bitsandbytes NF4, block 64, nested scales": functools.partial(nf4, block=64, nested=True),
+    "**ours INT4**, block 64": functools.partial(frozen, bits=4, block=64),
+    "bitsandbytes NF4, block 128": functools.partial(nf4, block=128),
+    "**ours INT4**, block 32": functools.partial(frozen, bits=4, block=32),
     "torchao INT4, block 32": functools.partial(torchao_int, bits=4, block=32),
+    "bitsandbytes NF4, block 64": functools.partial(nf4, block=64),
 }
-LORA_ON = ("16 bits", "**ours INT8**, block 128", "**ours INT4**, block 128", "bitsandbytes NF4, block 64")
+OURS = {"**ours INT8**, block 128": 8, "**ours INT4**, block 128": 4}  # bits: LoRA is trained on the packed layers
+LORA_ON = ("16 bits", *OURS, "bitsandbytes NF4, block 64")
 
 
 # ------------------------------------------------------------------------------------------------------ model and data
@@ -140,6 +159,7 @@ def loss_of(model: nn.Module, data: Tensor) -> float:
 
 
 def trained_model(args: argparse.Namespace, data: Tensor) -> LlamaForCausalLM:
+    """A Llama that has learned `data`, in fp32 with values that bf16 holds. Kept in runs/."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=256,
@@ -149,14 +169,20 @@ def trained_model(args: argparse.Namespace, data: Tensor) -> LlamaForCausalLM:
         num_attention_heads=args.hidden_size // 64,
         max_position_embeddings=LENGTH,
     )
-    model, path = LlamaForCausalLM(config), Path(args.model)
+    model = LlamaForCausalLM(config)
+    path = ROOT / f"runs/quantizers_{args.hidden_size}x{args.layers}_{args.steps}x{args.batch_size}.pt"
     if path.exists():
         model.load_state_dict(torch.load(path))
         return model
     train(model, data, args.steps, 2e-3, args.batch_size, "training the base")
+    for param in model.parameters():
+        param.data = param.data.bfloat16().float()
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(model.state_dict(), path)
     return model
+
+
+# ------------------------------------------------------------------------------------------------------------- measures
 
 
 def quantized(model: nn.Module, method: Method) -> tuple[nn.Module, float, float]:
@@ -172,46 +198,73 @@ def quantized(model: nn.Module, method: Method) -> tuple[nn.Module, float, float
     return model, (error / norm) ** 0.5, bits / numel
 
 
-def lora_loss(model: nn.Module, args: argparse.Namespace, data: Tensor, held_out: Tensor, bits: int | None) -> float:
-    torch.manual_seed(0)
-    model = get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
-    if bits is not None:
-        quantize_frozen(model, bits, skip=["lm_head", "embed_tokens"])
-    train(model, data, args.lora_steps, 2e-3, args.batch_size, f"LoRA on {bits or 'dense'}")
-    return loss_of(model, held_out)
-
-
-def main() -> None:
-    args = parse_args()
-    torch.set_num_threads(args.threads)
-    code = byte_sequences(lambda line: bool(line) and not line.startswith(("#", '"')), seed=0)
-    comments = byte_sequences(lambda line: line.startswith("#"), seed=0)
-    model = trained_model(args, code[256:])
-    title = f"{model.num_parameters() / 1e6:.1f} M parameters, {LENGTH} bytes of Python"
-    quality = Grid(title, ["format", "bits per weight", "relative weight error", "perplexity", "against 16 bits"])
-    lora = Grid("LoRA (rank 8), held-out loss", ["base", "loss before", "loss after", "against 16 bits"])
-    reference = lora_reference = None
+def measure_quality(study: Study, model: nn.Module, held_out: Tensor) -> None:
     for name, method in METHODS.items():
+        if study.find("quality", format=name):
+            continue
         try:
             candidate, error, bits = quantized(model, method)
         except ImportError as missing:
             print(f"{name}: left out, {missing}")
             continue
-        perplexity = torch.tensor(loss_of(candidate, code[:256])).exp().item()
-        reference = reference or perplexity
-        change = f"{perplexity / reference - 1:+.2%}"
-        quality.rows.append([name, f"{bits:.3f}", f"{error:.4f}", f"{perplexity:.4f}", change])
-        if name in LORA_ON:
-            before = loss_of(candidate, comments[:128])
-            is_ours = "ours" in name  # trained on the packed layers themselves
-            base = copy.deepcopy(model) if is_ours else candidate
-            after = lora_loss(
-                base, args, comments[128:], comments[:128], (8 if "INT8" in name else 4) if is_ours else None
-            )
-            lora_reference = lora_reference or after
-            lora.rows.append([name, f"{before:.4f}", f"{after:.4f}", f"{after / lora_reference - 1:+.2%}"])
-    for grid in (quality, lora):
-        Console(width=120).print(grid.rich())
+        row = {"format": name, "bits": bits, "error": error, "loss": loss_of(candidate, held_out)}
+        study.add("quality", row)
+
+
+def measure_lora(study: Study, args: argparse.Namespace, model: nn.Module, comments: Tensor) -> None:
+    for name in LORA_ON:
+        if study.find("lora", base=name) or not study.find("quality", format=name):
+            continue
+        base, *_ = quantized(model, METHODS[name])
+        before = loss_of(base, comments[:NUM_HELD_OUT])
+        base = packed_with_adapter(copy.deepcopy(model), OURS[name]) if name in OURS else with_adapter(base)
+        train(base, comments[NUM_HELD_OUT:], args.lora_steps, 2e-3, args.batch_size, f"LoRA on {name.strip('*')}")
+        study.add("lora", {"base": name, "before": before, "after": loss_of(base, comments[:NUM_HELD_OUT])})
+
+
+def with_adapter(model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+
+
+def packed_with_adapter(model: nn.Module, bits: int) -> nn.Module:
+    return quantize_frozen(with_adapter(model), bits, skip=["lm_head", "embed_tokens"])
+
+
+def quality_grid(study: Study, title: str) -> Grid:
+    grid = Grid(title, ["format", "bits per weight", "relative weight error", "perplexity", "against 16 bits"])
+    for row in study.rows("quality"):
+        loss = torch.tensor(row["loss"])
+        change = (loss - study.rows("quality")[0]["loss"]).exp().item() - 1
+        grid.rows.append(
+            [row["format"], f"{row['bits']:.3f}", f"{row['error']:.4f}", f"{loss.exp():.4f}", f"{change:+.2%}"]
+        )
+    return grid
+
+
+def lora_grid(study: Study) -> Grid:
+    grid = Grid("LoRA (rank 8), held-out loss", ["base", "loss before", "loss after", "against 16 bits"])
+    for row in study.rows("lora"):
+        change = row["after"] / study.rows("lora")[0]["after"] - 1
+        grid.rows.append([row["base"], f"{row['before']:.4f}", f"{row['after']:.4f}", f"{change:+.2%}"])
+    return grid
+
+
+def main() -> None:
+    args = parse_args()
+    torch.set_num_threads(args.threads)
+    conditions: dict[str, Any] = {key: value for key, value in vars(args).items() if key not in ("output", "fresh")}
+    study = Study(args.output, conditions, conditions, fresh=args.fresh)
+    code = byte_sequences(lambda line: bool(line) and not line.startswith(("#", '"')), seed=0)
+    comments = byte_sequences(lambda line: line.startswith("#"), seed=0)
+    model = trained_model(args, code[NUM_HELD_OUT:])
+    measure_quality(study, model, code[:NUM_HELD_OUT])
+    measure_lora(study, args, model, comments)
+    title = f"{model.num_parameters() / 1e6:.1f} M parameters, {LENGTH} bytes of Python"
+    console = Console(width=120)
+    console.print(headline(study.conditions))
+    for grid in (quality_grid(study, title), lora_grid(study)):
+        console.print(grid.rich())
         print(grid.markdown())
 
 

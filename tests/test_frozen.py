@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn as nn
 from frozen_runs import packed_copy, tiny_llama, tokens, trainable, with_adapter
-from transformers import MixtralConfig, MixtralForCausalLM
+from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from hf_zeropp import quantize_frozen
+from hf_zeropp import ZeroPPQuantConfig, quantize_frozen
 from hf_zeropp.frozen import PackedEmbedding, PackedLinear, pack_weight
 from hf_zeropp.frozen_format import FrozenFormat
-from hf_zeropp.integrations.frozen_base import drop_frozen
+from hf_zeropp.integrations.frozen_base import drop_frozen, pack_base
 from hf_zeropp.packed_weight import PackedWeight
 
 
@@ -182,4 +182,29 @@ def test_optimizers_lose_frozen_parameters_or_are_refused():
 def test_skipped_modules_stay_dense():
     model = quantize_frozen(tiny_llama().requires_grad_(False), 4, skip=["lm_head", "model.layers.0.mlp"])
     assert type(model.lm_head) is nn.Linear
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear, "a skipped module is left with all inside"
+    assert type(model.model.layers[1].mlp.up_proj) is PackedLinear
     assert type(model.model.layers[0].self_attn.q_proj) is PackedLinear
+
+
+def test_skipped_modules_stay_dense_under_an_adapter():
+    model = quantize_frozen(with_adapter(tiny_llama()), 4, skip=["layers.0.mlp.up_proj"])
+    layers = model.base_model.model.model.layers
+    assert type(layers[0].mlp.up_proj.base_layer) is nn.Linear
+    assert type(layers[1].mlp.up_proj.base_layer) is PackedLinear
+
+
+def test_a_weight_tied_to_a_skipped_one_stays_tied():
+    model = quantize_frozen(tiny_llama(tie_word_embeddings=True).requires_grad_(False), 4, skip=["lm_head"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert isinstance(model.lm_head.weight, nn.Parameter) and model.lm_head.weight.dtype == torch.float32
+
+
+def test_what_loading_skipped_is_not_packed_later(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    config = ZeroPPQuantConfig(bits=4, skip=["lm_head"])
+    model = with_adapter(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+    pack_base(model, bits=8)
+    assert type(model.base_model.model.lm_head) is nn.Linear
+    pack_base(dense := tiny_llama().requires_grad_(False), bits=8)
+    assert type(dense.lm_head) is PackedLinear

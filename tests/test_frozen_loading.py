@@ -47,6 +47,16 @@ def test_skipped_modules_stay_dense(tmp_path):
     assert type(loaded.model.layers[0].mlp.up_proj) is PackedLinear
 
 
+def test_a_weight_tied_to_a_skipped_one_stays_dense(tmp_path):
+    tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "dense")
+    config = ZeroPPQuantConfig(bits=8, skip=["lm_head"])
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+    assert type(loaded.lm_head.weight) is torch.nn.Parameter
+    loaded.save_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")), logits(loaded))
+
+
 def test_fused_experts_round_trip(tmp_path):
     torch.manual_seed(0)
     config = MixtralConfig(

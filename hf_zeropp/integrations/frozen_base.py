@@ -48,7 +48,7 @@ def prepare_frozen(plugin: ZeroPPPlugin, config: ZeroPPConfig, model: nn.Module,
     node_mesh = get_topology(ranks_per_node, device_type).mesh["node"]
     from_rank_0 = bool(plugin.cpu_ram_efficient_loading)
     if config.frozen_bits is not None:
-        _pack(model, config.frozen_bits, is_source=not from_rank_0 or dist.get_rank() == 0)
+        pack_base(model, config.frozen_bits, is_source=not from_rank_0 or dist.get_rank() == 0)
     policy = cast(MixedPrecisionPolicy | None, plugin.mixed_precision_policy)  # FSDP2's, by now, as is
     offload = cast(OffloadPolicy | None, plugin.cpu_offload or None)
     shard_frozen(
@@ -64,11 +64,14 @@ def prepare_frozen(plugin: ZeroPPPlugin, config: ZeroPPConfig, model: nn.Module,
         plugin.cpu_ram_efficient_loading = False
 
 
-def _pack(model: nn.Module, bits: int, *, is_source: bool) -> None:
+def pack_base(model: nn.Module, bits: int, *, is_source: bool = True) -> None:
+    """Pack what is frozen and not packed yet, but for what ``ZeroPPQuantConfig(skip=...)`` left in 16 bits at loading."""
+    configs = (getattr(getattr(module, "config", None), "quantization_config", None) for module in model.modules())
+    skip = {part for config in configs for part in getattr(config, "skip", ())}
     if is_source:
-        quantize_frozen(model, bits)
+        quantize_frozen(model, bits, skip=skip)
     else:
-        convert_frozen(model, FrozenFormat(bits))  # shapes alone: rank 0 sends the codes
+        convert_frozen(model, FrozenFormat(bits), skip)  # shapes alone: rank 0 sends the codes
 
 
 def _blocks(plugin: ZeroPPPlugin, model: nn.Module) -> list[nn.Module]:
