@@ -8,6 +8,7 @@ The idea in one page: collectives.py. How it meets FSDP2: fsdp_comm.py.
 """
 
 import importlib
+from typing import Any
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.config import ZeroPPConfig
@@ -34,7 +35,7 @@ __all__ = [
 _LAZY = {"ZeroPPCallback": "hf_zeropp.integrations.trainer", "ZeroPPQuantConfig": "hf_zeropp.frozen_loading"}
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

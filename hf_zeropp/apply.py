@@ -18,12 +18,21 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_zeropp.collectives import Hop, TwoHopGather, TwoHopReduce, WireBuffers
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen import dense_numel
-from hf_zeropp.frozen_units import NodeAllGather
-from hf_zeropp.fsdp_comm import ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
+from hf_zeropp.fsdp_comm import CommObject, CountedAllGather, ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
+from hf_zeropp.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
-from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Bytes, Traffic
+from hf_zeropp.traffic import (
+    ENGINE_GATHER,
+    GATHER_CROSS,
+    GATHER_FROZEN,
+    GATHER_NODE,
+    REDUCE_CROSS,
+    REDUCE_NODE,
+    Bytes,
+    Traffic,
+)
 from hf_zeropp.units import Unit, find_units, without_compile_wrapper
 
 logger = logging.getLogger(__name__)
@@ -56,6 +65,7 @@ def apply_zeropp(
     plan = _agree(model, config)
     handle = ZeroPPHandle(model, ZeroPPConfig(**dict(plan.settings)), plan)
     setattr(model, _HANDLE, handle)
+    give_gloo_time_at_exit()
     return handle
 
 
@@ -81,6 +91,7 @@ class ZeroPPHandle:
         config: the settings in force.
         topology: this rank's nodes and groups.
         traffic: bytes counted since the last ``traffic.reset()``.
+        shares_memory: whether the ranks of a node read secondary shards in each other's memory (on CPU).
         is_active: False with one node only, where FSDP2's own collectives stay.
     """
 
@@ -94,10 +105,10 @@ class ZeroPPHandle:
         self.traffic = _new_traffic(self.units, self.frozen_units, self.topology)
         self.gathers: list[ZeroPPAllGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
-        self.frozen_gathers: list[NodeAllGather] = []
+        self.engine_gathers: list[CountedAllGather] = []
         # Where there are streams, FSDP2's overlap and ours must not be added to each other.
         self._overlaps = config.overlap and self.topology.mesh.device_type == "cpu"
-        self._shares_memory = config.shared_memory and self.topology.mesh.device_type == "cpu"
+        self.shares_memory = False
         pipeline = ReducePipeline() if self._overlaps else None
         self._clock = ReduceClock(config.quantizes_gradients, self.traffic, pipeline)
         if not self.is_active:
@@ -109,7 +120,7 @@ class ZeroPPHandle:
         buffers = WireBuffers()
         self._install_gathers(plan, buffers)
         self._install_reduces(buffers)
-        self._install_frozen()
+        self._count_engine_gathers(self.frozen_units, GATHER_FROZEN)  # within the node
         self._watch_weights(model)
 
     @property
@@ -144,7 +155,8 @@ class ZeroPPHandle:
     def predict(self, micro_steps: int = 1) -> dict[str, Bytes]:
         """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective. After a first forward."""
         counts: dict[str, Bytes] = {}
-        for comm in [*self.gathers, *self.reduces, *self.frozen_gathers]:
+        comms: list[CommObject] = [*self.gathers, *self.reduces, *self.engine_gathers]
+        for comm in comms:
             for name, count in comm.predict(micro_steps).items():
                 counts.setdefault(name, Bytes()).add(count)
         return counts
@@ -180,11 +192,14 @@ class ZeroPPHandle:
     def _install_gathers(self, plan: _Plan, buffers: WireBuffers) -> None:
         keep_secondary = plan.hpz_size is not None
         if self.config.qwz_bits is None and plan.hpz_size in (None, self.topology.world_size):
-            return  # nothing to quantize and nothing to keep: FSDP2's own gather
+            self._count_engine_gathers(self.units, ENGINE_GATHER)  # nothing to quantize and nothing to keep
+            return
         groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.topology.mesh.device_type)
         cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
         node = Hop(GATHER_NODE, groups.node_group, self.traffic)
-        memory = NodeMemory.connect(node.group) if self._shares_memory and keep_secondary else None
+        may_share = self.config.shared_memory and keep_secondary and self.topology.mesh.device_type == "cpu"
+        memory = NodeMemory.connect(node.group) if may_share else None
+        self.shares_memory = memory is not None
         gather = TwoHopGather(cross, node, buffers, memory)
         ahead = GatherAhead() if self._overlaps and keep_secondary else None
         for unit in self.units:
@@ -193,31 +208,32 @@ class ZeroPPHandle:
             self.gathers.append(comm)
 
     def _install_reduces(self, buffers: WireBuffers) -> None:
-        node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=self._overlaps)
-        cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=self._overlaps)
-        reduce = TwoHopReduce(node, cross, buffers)
+        is_async = self._overlaps or self.config.qgz_chunks > 1  # chunks overlap with each other on any backend
+        node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=is_async)
+        cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=is_async)
+        reduce = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks)
         for unit in self.units:
             comm = ZeroPPReduceScatter(unit, reduce, self.config, self.traffic, self._clock)
             unit.set_reduce_scatter(comm)
             self.reduces.append(comm)
         self._clock.reduces = self.reduces
 
-    def _install_frozen(self) -> None:
-        """Frozen units stay FSDP2's, within the node; their bytes are counted."""
-        for unit in self.frozen_units:
-            comm = NodeAllGather(unit, self.traffic)
+    def _count_engine_gathers(self, units: list[Unit], name: str) -> None:
+        """These units' gathers stay FSDP2's."""
+        for unit in units:
+            comm = CountedAllGather(unit, self.traffic, name)
             unit.set_all_gather(comm)
-            self.frozen_gathers.append(comm)
+            self.engine_gathers.append(comm)
 
     def _watch_weights(self, model: nn.Module) -> None:
         """The guards of [Note: when a secondary shard is stale] that version counters cannot give."""
         this = weakref.ref(self)
 
-        def after_optimizer_step(optimizer: torch.optim.Optimizer, args, kwargs) -> None:
+        def after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (handle := this()) is not None:
                 handle._after_optimizer_step(optimizer)
 
-        def after_load(module: nn.Module, incompatible_keys) -> None:
+        def after_load(module: nn.Module, incompatible_keys: Any) -> None:
             if (handle := this()) is not None:
                 handle.invalidate()
 
@@ -245,7 +261,7 @@ def _reshard_if_stale(gather: ZeroPPAllGather) -> Callable[[nn.Module, Any], Non
     """A unit that stays unsharded after forward (FSDP2's root) would compute with weights that changed meanwhile."""
 
     @torch.compiler.disable
-    def before_forward(module: nn.Module, args) -> None:
+    def before_forward(module: nn.Module, args: Any) -> None:
         if gather.unit.is_unsharded and not gather.is_fresh:
             gather.unit.reshard()
 
@@ -256,7 +272,7 @@ def _forget_aborted_backward(clock: ReduceClock) -> Callable[[nn.Module, Any], N
     """A backward pass that raised leaves reductions under way, which must not reach the gradients of the next."""
 
     @torch.compiler.disable
-    def before_forward(module: nn.Module, args) -> None:
+    def before_forward(module: nn.Module, args: Any) -> None:
         clock.forget_aborted_backward()
 
     return before_forward
@@ -287,11 +303,13 @@ def _agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os
         error = f"{type(exception).__name__}: {exception}"
     outcomes: list[tuple[_Plan | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(outcomes, (plan, error))
-    for rank, (_, rank_error) in enumerate(outcomes):
-        if rank_error is not None:
+    plans = []
+    for rank, (rank_plan, rank_error) in enumerate(outcomes):
+        if rank_plan is None:
             raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
-    _check_same_plan([rank_plan for rank_plan, _ in outcomes])
-    return plan
+        plans.append(rank_plan)
+    _check_same_plan(plans)
+    return plans[dist.get_rank()]
 
 
 def _make_plan(model: nn.Module, config: ZeroPPConfig) -> _Plan:

@@ -9,9 +9,8 @@ one rank's shard, S elements; on the wire it takes B bytes; [a, b] are slices, r
              [Y, S] --encode--> [Y, B'] --hop 2, across--> sum over Y: [S]
 
 What a rank holds after the gather's hop 1 is its *secondary shard*: kept, it makes hop 1 unnecessary until the
-weights change (hpZ, paper section 4.2). What it holds after the reduction's hop 1 is 1/N of the unit's gradient summed
-over the node: kept, it accumulates micro-steps, and hop 2 runs once per step (qgZ, section 4.3, which exchanges at
-every micro-step).
+weights change (the paper's hpZ). What it holds after the reduction's hop 1 is 1/N of the unit's gradient summed over the
+node: kept, it accumulates micro-steps, and hop 2 runs once per step (the paper's qgZ exchanges at every micro-step).
 
 Ranks lie as [y, x] in the flat buffers and as [x, y] on the wire. That transposition of slices is done by the encode
 and decode kernels while they write (the paper's slice reordering), never as a pass of its own.
@@ -24,6 +23,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 
 import torch
 import torch.distributed as dist
@@ -42,8 +42,8 @@ class Hop:
     """Collectives of wire buffers over one process group, with their bytes counted under one name.
 
     Args:
-        is_async: return works to wait for, instead of waiting. Streams order them where there are streams; this is
-            for gloo on CPU.
+        is_async: return works to wait for, instead of waiting. On accelerators waiting orders streams and holds up no
+            host.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, traffic: Traffic, *, is_async: bool = False) -> None:
@@ -61,7 +61,7 @@ class Hop:
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel()))
         with self._traffic.timer.measure(wire.device):
             work = _all_gather_buffers(output, wire, group=self.group, async_op=self.is_async)
-        return self._traffic.timer.watch(work)
+        return self._traffic.timer.watch(work, wire.device)
 
     def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> TimedWork | None:
         """output [size * B] <- from each rank the part of its wire [size * B] that is addressed to this rank."""
@@ -70,7 +70,7 @@ class Hop:
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
         with self._traffic.timer.measure(wire.device):
             work = dist.all_to_all_single(output, wire, group=self.group, async_op=self.is_async)
-        return self._traffic.timer.watch(work)
+        return self._traffic.timer.watch(work, wire.device)
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here (on CPU, between uses of memory that they share)."""
@@ -211,77 +211,118 @@ class ReduceLayouts:
     node: WireLayout
     cross: WireLayout
 
+    def chunks(self, count: int) -> tuple[ReduceLayouts, ...]:
+        """Layouts that carry parts of the slice: `count` of them, or fewer for few blocks."""
+        pairs = zip(self.node.chunks(count), self.cross.chunks(count), strict=True)
+        return tuple(ReduceLayouts(node, cross) for node, cross in pairs)
+
 
 class TwoHopReduce:
     """Sum of flat gradients over the world, each rank receiving its slice, in two hops.
 
     Sums are fp32 in rank order, so every run and every backend gives the same bits. With one rank per node hop 1 is
     empty and the gradients are encoded once.
+
+    A slice travels in chunks, each in its own two hops: while a chunk crosses the nodes, the next is still within one
+    (paper section 4.1.2). Chunks are cut between blocks and change no bit.
+
+    Args:
+        num_chunks: of a slice, fewer where it has fewer blocks.
     """
 
-    def __init__(self, node: Hop, cross: Hop, buffers: WireBuffers) -> None:
+    def __init__(self, node: Hop, cross: Hop, buffers: WireBuffers, num_chunks: int = 1) -> None:
         self.node = node
         self.cross = cross
         self._buffers = buffers
+        self._num_chunks = num_chunks
 
-    def start(self, full: torch.Tensor, layouts: ReduceLayouts) -> Flight:
+    def chunks(self, layouts: ReduceLayouts) -> tuple[ReduceLayouts, ...]:
+        """What one slice is cut into: the same on every rank, since slices have equal sizes."""
+        return _chunks_of(layouts, self._num_chunks)
+
+    def start(self, full: torch.Tensor, layouts: ReduceLayouts) -> list[Flight]:
         """Start hop 1: encode full [y, x, S] as wire [x, y, B], send part x to rank x; [source, y, B] arrives."""
         if self.node.size == 1:
-            return Flight(full)
-        num_bytes = self.node.size * self.cross.size * layouts.node.nbytes
-        wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
-        ops.quantize(full, layouts.node, slice_rows=self.cross.size, out=wire)
-        return Flight(received, self.node.all_to_all(received, wire), sent=(wire,))
+            return [Flight(full)]
+        return [self._start_chunk(full, chunk.node) for chunk in self.chunks(layouts)]
 
-    def accumulate(self, flight: Flight, layouts: ReduceLayouts, partial: torch.Tensor | None) -> torch.Tensor:
+    def accumulate(self, flights: list[Flight], layouts: ReduceLayouts, partial: torch.Tensor | None) -> torch.Tensor:
         """Finish hop 1 and stop there: partial, fp32 [Y * S], plus the node's sum (None starts it)."""
-        received = flight.land(self._buffers)
         if self.node.size == 1:
-            return received.to(torch.float32, copy=True) if partial is None else partial.add_(received)
-        partial = ops.dequantize_sum(received, layouts.node, num_sources=self.node.size, initial=partial, out=partial)
-        self._buffers.give(received)
-        return partial
+            full = flights[0].received
+            return full.to(torch.float32, copy=True) if partial is None else partial.add_(full)
+        shape = (self.cross.size, layouts.node.numel)
+        total = partial if partial is not None else _new_partial(shape, flights[0].received.device)
+        for flight, chunk in zip(flights, self.chunks(layouts), strict=True):
+            received = flight.land(self._buffers)
+            ops.dequantize_sum(received, chunk.node, num_sources=self.node.size, initial=partial, out=total)
+            self._buffers.give(received)
+        return total
 
-    def cross_over(self, flight: Flight, layouts: ReduceLayouts, partial: torch.Tensor | None) -> Flight:
+    def cross_over(self, flights: list[Flight], layouts: ReduceLayouts, partial: torch.Tensor | None) -> list[Flight]:
         """Finish hop 1 and start hop 2 with the node's sum, plus the partial sums so far."""
-        received = flight.land(self._buffers)
         if self.node.size == 1:
-            return self.start_across(received if partial is None else partial.add_(received), layouts)
-        wire = self._buffers.take(self.cross.size * layouts.cross.nbytes, received.device)
-        ops.dequantize_sum_quantize(
-            received, layouts.node, layouts.cross, num_sources=self.node.size, initial=partial, out=wire
-        )
-        self._buffers.give(received)
-        return self._exchange_across(wire)
+            full = flights[0].received
+            return self.start_across(full if partial is None else partial.add_(full), layouts)
+        chunks = self.chunks(layouts)
+        return [self._cross_chunk(*pair, partial) for pair in zip(flights, chunks, strict=True)]
 
-    def start_across(self, partial: torch.Tensor, layouts: ReduceLayouts) -> Flight:
+    def start_across(self, partial: torch.Tensor, layouts: ReduceLayouts) -> list[Flight]:
         """Start hop 2 with partial sums [Y * S] alone."""
-        wire = self._buffers.take(self.cross.size * layouts.cross.nbytes, partial.device)
-        ops.quantize(partial, layouts.cross, out=wire)
-        return self._exchange_across(wire)
+        flights = []
+        for chunk in self.chunks(layouts):
+            wire = self._buffers.take(self.cross.size * chunk.cross.nbytes, partial.device)
+            ops.quantize(partial, chunk.cross, out=wire)
+            flights.append(self._exchange_across(wire))
+        return flights
 
-    def finish(self, flight: Flight, layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
+    def finish(self, flights: list[Flight], layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
         """Finish hop 2: output [S] <- scale * (sum over nodes)."""
-        received = flight.land(self._buffers)
-        ops.dequantize_sum(
-            received, layouts.cross, num_sources=self.cross.size, scale=scale, dtype=output.dtype, out=output
-        )
-        self._buffers.give(received)
-
-    def abandon(self, flight: Flight) -> None:
-        """Wait for a hop whose result nobody wants any more."""
-        received = flight.land(self._buffers)
-        if received.dtype == torch.uint8:  # with one rank per node hop 1 is empty, and these are the gradients
+        for flight, chunk in zip(flights, self.chunks(layouts), strict=True):
+            received = flight.land(self._buffers)
+            ops.dequantize_sum(
+                received, chunk.cross, num_sources=self.cross.size, scale=scale, dtype=output.dtype, out=output
+            )
             self._buffers.give(received)
 
-    def __call__(
-        self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, partial: torch.Tensor | None = None
-    ) -> None:
-        """Both hops at once: output [S] <- sum over ranks of full [W * S], plus the partial sums so far."""
-        self.finish(self.cross_over(self.start(full, layouts), layouts, partial), layouts, output)
+    def abandon(self, flights: list[Flight]) -> None:
+        """Wait for hops whose results nobody wants any more."""
+        for flight in flights:
+            received = flight.land(self._buffers)
+            if received.dtype == torch.uint8:  # with one rank per node hop 1 is empty, and these are the gradients
+                self._buffers.give(received)
+
+    def __call__(self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, *, scale: float = 1.0) -> None:
+        """Both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
+        self.finish(self.cross_over(self.start(full, layouts), layouts, None), layouts, output, scale)
+
+    def _start_chunk(self, full: torch.Tensor, layout: WireLayout) -> Flight:
+        num_bytes = self.node.size * self.cross.size * layout.nbytes
+        wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
+        ops.quantize(full, layout, slice_rows=self.cross.size, out=wire)
+        return Flight(received, self.node.all_to_all(received, wire), sent=(wire,))
+
+    def _cross_chunk(self, flight: Flight, chunk: ReduceLayouts, partial: torch.Tensor | None) -> Flight:
+        received = flight.land(self._buffers)
+        wire = self._buffers.take(self.cross.size * chunk.cross.nbytes, received.device)
+        ops.dequantize_sum_quantize(
+            received, chunk.node, chunk.cross, num_sources=self.node.size, initial=partial, out=wire
+        )
+        self._buffers.give(received)
+        return self._exchange_across(wire)
 
     def _exchange_across(self, wire: torch.Tensor) -> Flight:
         if self.cross.size == 1:
             return Flight(wire)
         received = self._buffers.take(wire.numel(), wire.device)
         return Flight(received, self.cross.all_to_all(received, wire), sent=(wire,))
+
+
+@functools.cache
+def _chunks_of(layouts: ReduceLayouts, count: int) -> tuple[ReduceLayouts, ...]:
+    return layouts.chunks(count)
+
+
+@torch.inference_mode(False)
+def _new_partial(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=device)

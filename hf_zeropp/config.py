@@ -26,6 +26,7 @@ WEIGHT_BITS = (8, 4, None)
 GRADIENT_BITS = (4, 8, None)
 FROZEN_BITS = (8, 4, None)
 MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 4096, 32
+MAX_CHUNKS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +39,11 @@ class ZeroPPConfig:
             None (no copy is kept: every gather crosses the nodes).
         qgz_bits: bits per gradient across nodes; 4, 8, or None (the reduce dtype, unquantized).
         qgz_intra_bits: bits per gradient within a node; 8, 4, or None.
-        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (paper section 5.3: qwZ and
-            hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own loops call
-            ``handle.set_progress``.
+        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper's convergence study
+            interleaves so: qwZ and hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own
+            loops call ``handle.set_progress``.
+        qgz_chunks: pieces, 1 to 64, in which a unit's gradients are reduced: while one crosses the nodes, the next is
+            still within one (paper section 4.1.2). The results are the same bit for bit.
         frozen_bits: bits in which frozen weights are stored (LoRA's base); 8, 4, or None (as they are loaded). Either
             way they are sharded within the node and never cross it.
         weight_block: weights that share one scale.
@@ -58,6 +61,7 @@ class ZeroPPConfig:
     qgz_bits: int | None = 4
     qgz_intra_bits: int | None = 8
     qgz_until: float = 1.0
+    qgz_chunks: int = 1
     frozen_bits: int | None = None
     weight_block: int = 256
     grad_block: int = 128
@@ -75,6 +79,8 @@ class ZeroPPConfig:
         _check_block("weight_block", self.weight_block)
         _check_block("grad_block", self.grad_block)
         _check_fraction("qgz_until", self.qgz_until)
+        if not _is_int(self.qgz_chunks) or not 1 <= self.qgz_chunks <= MAX_CHUNKS:
+            raise ValueError(f"qgz_chunks must be an integer from 1 to {MAX_CHUNKS}, got {self.qgz_chunks!r}.")
         for name in ("overlap", "shared_memory"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")

@@ -153,13 +153,13 @@ def _paper(
 def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> Bytes:
     """Gathers or reductions of `num_bytes` over the world: what must enter a node, and be spread within it."""
     outside = num_bytes * (setup.num_nodes - 1) / setup.num_nodes
-    return Bytes(0, (setup.ranks_per_node - 1) * num_bytes * times, outside * times)
+    return Bytes(0, round((setup.ranks_per_node - 1) * num_bytes * times), round(outside * times))
 
 
 def _hpz_bytes(everything: float, trained: float, setup: Setup) -> Bytes:
     """The paper's: the forward gather and the reduction cross nodes, the backward gather does not."""
     total = _flat_bytes(everything + trained, setup, times=setup.micro_steps)
-    total.intra_node += (setup.ranks_per_node - 1) * everything * setup.micro_steps
+    total.intra_node += round((setup.ranks_per_node - 1) * everything * setup.micro_steps)
     return total
 
 
@@ -293,7 +293,7 @@ def _peers(group: Iterable[int], setup: Setup) -> Peers:
 
 def _per_rank(node: Bytes, setup: Setup) -> Bytes:
     share = setup.ranks_per_node
-    return Bytes(0, node.intra_node / share, node.cross_node / share)
+    return Bytes(0, round(node.intra_node / share), round(node.cross_node / share))
 
 
 def _sharded_memory(model: ModelShape, setup: Setup) -> dict[str, float]:

@@ -15,6 +15,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -117,7 +118,9 @@ class _Base:
                 "with ZeroPPQuantConfig. Give the 16-bit base as --model."
             )
         self._format = FrozenFormat(quantization.get("bits", 8), quantization.get("block", DEFAULT_BLOCK))
-        self._columns = {name: param.shape[-1] for name, param in self.skeleton.named_parameters() if param.ndim}
+        self._columns: dict[str, int] = {
+            name: param.shape[-1] for name, param in self.skeleton.named_parameters() if param.ndim
+        }
         self._files: dict[str, Path] = {}  # of each stored tensor
         for file in sorted(path.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
@@ -158,7 +161,9 @@ class _Merger:
         _materialize_trainable(model)
         set_peft_model_state_dict(model, load_peft_weights(str(adapter), device="cpu"))
         root = model.get_base_model()
-        self._layers = {name: module for name, module in root.named_modules() if isinstance(module, BaseTunerLayer)}
+        self._layers: dict[str, Any] = {  # BaseTunerLayers
+            name: module for name, module in root.named_modules() if isinstance(module, BaseTunerLayer)
+        }
         self._replaced = {
             name: module for name, module in root.named_modules() if isinstance(module, ModulesToSaveWrapper)
         }
@@ -204,8 +209,8 @@ def _materialize_trainable(model: nn.Module) -> None:
                 setattr(module, name, nn.Parameter(torch.empty_like(param, device="cpu")))
 
 
-def _merge_layer(layer: nn.Module, weight: Tensor) -> Tensor:
-    """PEFT's own merge, in fp32."""
+def _merge_layer(layer: Any, weight: Tensor) -> Tensor:
+    """PEFT's own merge, in fp32. layer: a BaseTunerLayer, no Module by its type."""
     base_layer = layer.get_base_layer()
     on_meta = base_layer.weight
     base_layer.weight = nn.Parameter(weight.float(), requires_grad=False)
@@ -224,7 +229,7 @@ def _skeleton(base: Path) -> nn.Module:
     config = transformers.AutoConfig.from_pretrained(base)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    model_class = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    model_class: Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
     with torch.device("meta"):
         return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
 
@@ -251,7 +256,7 @@ class _ShardWriter:
         """Write the rest, then name the shards, whose number is known only now."""
         self._flush()
         count = len(self._shards)
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for i, names in enumerate(self._shards, start=1):
             file = WEIGHTS if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
             self._path(i).rename(self._folder / file)

@@ -26,6 +26,9 @@ import torch
 QMAX = {8: 127, 4: 7}
 """Largest code of each quantized width; codes are symmetric, -qmax..qmax."""
 
+GAP = 0
+"""`bits` of a segment that does not travel in this wire: another chunk of the slice carries it."""
+
 ALIGNMENT = 16
 """Bytes. Every part of a slice, and every slice of a wire buffer, starts at a multiple of it."""
 
@@ -69,7 +72,7 @@ def wire_bytes(numel: int, bits: int, block: int) -> int:
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter of a slice: `numel` elements, quantized to `bits` (8, 4) or raw (None)."""
+    """One parameter of a slice: `numel` elements, quantized to `bits` (8, 4), raw (None), or left out (GAP)."""
 
     numel: int
     bits: int | None
@@ -77,8 +80,8 @@ class Segment:
     def __post_init__(self) -> None:
         if self.numel < 0:
             raise ValueError(f"Segment: expected numel >= 0, got {self.numel}")
-        if self.bits is not None and self.bits not in QMAX:
-            raise ValueError(f"Segment: expected bits 8, 4 or None (raw), got {self.bits}")
+        if self.bits not in (*QMAX, None, GAP):
+            raise ValueError(f"Segment: expected bits 8, 4, None (raw) or GAP, got {self.bits}")
 
 
 class Part(NamedTuple):
@@ -101,7 +104,8 @@ class WireLayout:
     block: elements that share one scale, 1..MAX_BLOCK.
     raw_dtype: what raw segments travel in (fp32, bf16 or fp16).
 
-    `numel` and `nbytes` are the size of one slice in elements and on the wire. `spec` is the layout as text; the
+    `numel` and `nbytes` are the size of one slice in elements and on the wire. A layout with gaps encodes and decodes some
+    elements of a slice, and leaves the others alone. `spec` is the layout as text; the
     registered ops take it as an argument, which keeps them self-contained under `torch.compile` and fake tensors.
     """
 
@@ -119,7 +123,7 @@ class WireLayout:
             raise ValueError(f"WireLayout: expected a block of 1..{MAX_BLOCK} elements, got {block}")
         if raw_dtype not in FLOAT_DTYPES:
             raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {raw_dtype}")
-        segments = tuple(segments)
+        segments = tuple(segment for segment in segments if segment.numel or segment.bits != GAP)
         parts = tuple(_lay_out(segments, block, raw_dtype.itemsize * 8))
         derived = {
             "parts": parts,
@@ -138,6 +142,42 @@ class WireLayout:
         block, raw_dtype, *segments = spec.split(" ")
         return WireLayout(map(_segment_from_spec, segments), int(block), _DTYPE_NAMES[raw_dtype])
 
+    @property
+    def has_gaps(self) -> bool:
+        return any(segment.bits == GAP for segment in self.segments)
+
+    def chunks(self, count: int) -> tuple[WireLayout, ...]:
+        """`count` layouts, fewer for few blocks, that carry this layout's elements between them, about as many each.
+
+        Cut between blocks, so every element is encoded as in the whole. Layouts with equal segment sizes and blocks are
+        cut alike.
+        """
+        bounds = sorted({self._block_bound(self.numel * i // count) for i in range(1, count)} - {0, self.numel})
+        if not bounds:
+            return (self,)
+        pairs = zip([0, *bounds], [*bounds, self.numel], strict=True)
+        return tuple(WireLayout(self._between(start, end), self.block, self.raw_dtype) for start, end in pairs)
+
+    def _block_bound(self, element: int) -> int:
+        """The last element at or before `element` where a block starts."""
+        start = 0
+        for segment in self.segments:
+            if element < start + segment.numel:
+                return element - (element - start) % self.block
+            start += segment.numel
+        return start
+
+    def _between(self, first: int, end: int) -> Iterator[Segment]:
+        """The segments, those outside of elements first..end turned into gaps."""
+        yield Segment(first, GAP)
+        start = 0
+        for segment in self.segments:
+            numel = min(end, start + segment.numel) - max(first, start)
+            if numel > 0:
+                yield Segment(numel, segment.bits)
+            start += segment.numel
+        yield Segment(self.numel - end, GAP)
+
     def table(self, device: torch.device | str) -> torch.Tensor:
         """`parts` as an int64 tensor [num_segments, len(Part._fields)] on `device`, built once per device."""
         device = torch.device(device)
@@ -150,6 +190,9 @@ class WireLayout:
 def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterator[Part]:
     element = offset = first_block = 0
     for numel, bits in ((segment.numel, segment.bits) for segment in segments):
+        if bits == GAP:
+            element += numel
+            continue
         codes = offset + scale_bytes(numel, bits or raw_bits, block)
         end = offset + wire_bytes(numel, bits or raw_bits, block)
         yield Part(element, numel, bits or 0, offset, codes, end, first_block)
@@ -158,10 +201,14 @@ def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterat
 
 def _to_spec(segments: tuple[Segment, ...], block: int, raw_dtype: torch.dtype) -> str:
     """For example "256 bfloat16 int8*4096 raw*64": block, raw dtype, then one word per segment."""
-    words = (f"{f'int{segment.bits}' if segment.bits else 'raw'}*{segment.numel}" for segment in segments)
+    words = (f"{_codec(segment)}*{segment.numel}" for segment in segments)
     return " ".join([str(block), str(raw_dtype).removeprefix("torch."), *words])
+
+
+def _codec(segment: Segment) -> str:
+    return {None: "raw", GAP: "gap"}.get(segment.bits, f"int{segment.bits}")
 
 
 def _segment_from_spec(word: str) -> Segment:
     codec, numel = word.split("*")
-    return Segment(int(numel), None if codec == "raw" else int(codec.removeprefix("int")))
+    return Segment(int(numel), {"raw": None, "gap": GAP}.get(codec) if codec in ("raw", "gap") else int(codec[3:]))

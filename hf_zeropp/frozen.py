@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn as nn
@@ -27,10 +28,13 @@ from hf_zeropp.format import FLOAT_DTYPES
 from hf_zeropp.frozen_format import DEFAULT_BLOCK, FrozenFormat
 from hf_zeropp.packed_weight import PackedWeight, write_weight
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 CODES, SCALES = "_codes", "_scales"
 
 
-class Packed:
+class Packed(nn.Module):
     """Mixin of modules with packed weights. ``packed_formats``: what each of them was, by name.
 
     A packed weight can be read (``module.weight`` decodes), assigned to (it is packed again: PEFT merges this way) and tied
@@ -44,7 +48,7 @@ class Packed:
         codes, scales = getattr(self, name + CODES), getattr(self, name + SCALES)
         return PackedWeight(codes, scales, format, columns, dtype, owner=(self, name))
 
-    def __setattr__(self, name: str, value: object) -> None:
+    def __setattr__(self, name: str, value: Any) -> None:
         if name not in self.__dict__.get("packed_formats", ()):
             super().__setattr__(name, value)
         elif isinstance(value, PackedWeight):
@@ -53,13 +57,13 @@ class Packed:
         else:
             write_weight(self, name, value)
 
-    def _apply(self, fn, recurse: bool = True) -> nn.Module:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """``module.to(dtype)``: codes stay as they are, and decode to the new dtype."""
         for name, (format, columns, dtype) in self.packed_formats.items():
             self.packed_formats[name] = (format, columns, fn(torch.empty(0, dtype=dtype)).dtype)
         return super()._apply(fn, recurse)
 
-    def requires_grad_(self, requires_grad: bool = True) -> nn.Module:
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         if requires_grad:
             raise ValueError(
                 f"{type(self).__name__} holds packed weights, which cannot be trained. Exclude the module from packing "
@@ -70,6 +74,9 @@ class Packed:
 
 class PackedLinear(Packed, nn.Linear):
     """``nn.Linear`` with a packed weight."""
+
+    weight_codes: Tensor
+    weight_scales: Tensor
 
     weight = property(lambda self: self.packed_weight("weight"))
 
@@ -86,6 +93,9 @@ class PackedLinear(Packed, nn.Linear):
 class PackedEmbedding(Packed, nn.Embedding):
     """``nn.Embedding`` with a packed weight: only the rows looked up are decoded."""
 
+    weight_codes: Tensor
+    weight_scales: Tensor
+
     weight = property(lambda self: self.packed_weight("weight"))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -101,7 +111,15 @@ class _PackedLinearFunction(torch.autograd.Function):
     """input [..., in] -> [..., out]; backward decodes again."""
 
     @staticmethod
-    def forward(ctx, input, codes, scales, bias, format, columns):
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        codes: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        format: FrozenFormat,
+        columns: int,
+    ) -> Tensor:
         ctx.save_for_backward(codes, scales)
         ctx.format, ctx.columns = format, columns
         ctx.needs_bias = bias is not None and bias.requires_grad
@@ -113,7 +131,7 @@ class _PackedLinearFunction(torch.autograd.Function):
         return F.linear(input, _decode_to_scratch(codes, scales, columns, format, input.dtype), bias)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         codes, scales = ctx.saved_tensors
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
@@ -173,8 +191,7 @@ def quantize_frozen(
             "(peft.get_peft_model), or freeze the model: model.requires_grad_(False)."
         )
     for (module, name), *tied in packable_weights(model, skip, frozen_only=True):
-        pack_weight(module, name, format)
-        _tie_all(module, name, tied, format)
+        _tie_all(pack_weight(module, name, format), name, tied, format)
     return model
 
 
@@ -183,19 +200,17 @@ def convert_frozen(
 ) -> nn.Module:
     """What ``quantize_frozen`` does, without values: codes and scales are on ``meta``, for a loader to fill in."""
     for (module, name), *tied in packable_weights(model, skip, frozen_only=frozen_only):
-        convert_module(module, name, format)
-        _tie_all(module, name, tied, format)
+        _tie_all(convert_module(module, name, format), name, tied, format)
     return model
 
 
 def _tie_all(module: Packed, name: str, others: Iterable[tuple[nn.Module, str]], format: FrozenFormat) -> None:
     for other, other_name in others:
-        convert_module(other, other_name, format)
-        _tie(other, other_name, module.packed_weight(name))
+        _tie(convert_module(other, other_name, format), other_name, module.packed_weight(name))
 
 
-def pack_weight(module: nn.Module, name: str, format: FrozenFormat) -> None:
-    """Replace a frozen parameter by its codes and scales.
+def pack_weight(module: nn.Module, name: str, format: FrozenFormat) -> Packed:
+    """Replace a frozen parameter by its codes and scales. Returns the module, whose class is another now.
 
     Raises:
         ValueError: the parameter is trainable.
@@ -207,11 +222,12 @@ def pack_weight(module: nn.Module, name: str, format: FrozenFormat) -> None:
             "lost in rounding. Freeze it (requires_grad_(False)), or leave it out."
         )
     codes, scales = frozen_format.pack(param.detach(), format)
-    convert_module(module, name, format)
-    set_packed(module, name, codes, scales)
+    packed = convert_module(module, name, format)
+    set_packed(packed, name, codes, scales)
+    return packed
 
 
-def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: torch.dtype | None = None) -> None:
+def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: torch.dtype | None = None) -> Packed:
     """Make ``module`` one whose weight ``name`` is packed, with codes and scales of the right shapes on ``meta``.
 
     Args:
@@ -221,11 +237,12 @@ def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: to
     shape = weight.shape
     formats = {**getattr(module, "packed_formats", {}), name: (format, shape[-1], dtype or weight.dtype)}
     delattr(module, name)
-    module.__class__ = _packed_class(type(module), name)
+    module.__class__ = _packed_class(type(module), name)  # type: ignore[arg-type]  # classes are hashable
     object.__setattr__(module, "packed_formats", formats)
     codes = torch.empty(*shape[:-1], format.code_columns(shape[-1]), dtype=torch.uint8, device="meta")
     scales = torch.empty(*shape[:-1], format.scale_columns(shape[-1]), dtype=torch.uint8, device="meta")
     set_packed(module, name, codes, scales)
+    return cast(Packed, module)
 
 
 def set_packed(module: nn.Module, name: str, codes: Tensor, scales: Tensor) -> None:
@@ -258,10 +275,11 @@ def packable_weights(
 
 def dense_numel(module: nn.Module) -> int:
     """Elements of a module's own parameters, packed ones counted as what they stand for."""
-    packed = getattr(module, "packed_formats", {})
-    stored = {name + suffix for name in packed for suffix in (CODES, SCALES)}
+    if not isinstance(module, Packed):
+        return sum(param.numel() for param in module.parameters(recurse=False))
+    stored = {name + suffix for name in module.packed_formats for suffix in (CODES, SCALES)}
     plain = (param.numel() for name, param in module.named_parameters(recurse=False) if name not in stored)
-    return sum(plain) + sum(module.packed_weight(name).numel() for name in packed)
+    return sum(plain) + sum(module.packed_weight(name).numel() for name in module.packed_formats)
 
 
 def packed_modules(model: nn.Module) -> Iterator[tuple[str, Packed]]:
@@ -307,8 +325,8 @@ def is_packable(module: nn.Module, name: str, param: nn.Parameter) -> bool:
 
 
 def _tie(module: Packed, name: str, weight: PackedWeight) -> None:
-    module.register_parameter(name + CODES, weight.codes)
-    module.register_parameter(name + SCALES, weight.scales)
+    module.register_parameter(name + CODES, cast(nn.Parameter, weight.codes))
+    module.register_parameter(name + SCALES, cast(nn.Parameter, weight.scales))
 
 
 @functools.cache

@@ -52,7 +52,7 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
     bits: int = 4
     block: int = DEFAULT_BLOCK
     skip: list[str] = dataclasses.field(default_factory=list)
-    quant_method: str = METHOD
+    quant_method: Any = METHOD  # Transformers declares an enum of its own methods
 
     def __post_init__(self) -> None:
         self.post_init()
@@ -125,10 +125,13 @@ class PackOnLoad(ConversionOps):
     def convert(
         self,
         input_dict: dict[str, Any],
+        source_patterns: list[str] | None = None,
+        target_patterns: list[str] | None = None,
+        *,
         model: PreTrainedModel | None = None,
         missing_keys: set[str] | None = None,
         **kwargs: Any,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, list[torch.Tensor]]:
         for full_name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
             module, name = get_module_from_name(model, full_name)
@@ -144,7 +147,7 @@ class PackOnLoad(ConversionOps):
 
 def _tied_keys(model: PreTrainedModel) -> dict[str, str]:
     """``all_tied_weights_keys``, target to source, in terms of the parameters that there are."""
-    keys = {}
+    keys: dict[str, str] = {}
     for target, source in model.all_tied_weights_keys.items():
         module, name = get_module_from_name(model, source)
         is_packed = isinstance(module, Packed) and name in module.packed_formats

@@ -26,9 +26,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from hf_zeropp.frozen import adapter_modules
-from hf_zeropp.fsdp_comm import CommObject
-from hf_zeropp.traffic import GATHER_FROZEN, Bytes, Peers, Traffic
-from hf_zeropp.units import AllGather, DefaultAllGather, Unit
 
 
 @dataclasses.dataclass
@@ -120,32 +117,3 @@ def broadcast_parameters(modules: Iterable[nn.Module]) -> None:
             module.register_parameter(name, sent[param])  # tied ones stay tied
         for buffer in module.buffers(recurse=False):
             dist.broadcast(buffer, src=0)
-
-
-class NodeAllGather(CommObject, AllGather):
-    """FSDP2's own gather of a frozen unit, with its bytes counted."""
-
-    def __init__(self, unit: Unit, traffic: Traffic) -> None:
-        self.unit = unit
-        self._traffic = traffic
-        self._engine = DefaultAllGather()
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._traffic.record(GATHER_FROZEN, self._received(input_tensor.nbytes))
-        with self._traffic.timer.measure(input_tensor.device):
-            return self._engine(output_tensor, input_tensor, group, async_op)
-
-    def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Forward and backward gather once each; a node of one rank has nothing to gather."""
-        if self.unit.shard_group.size() == 1:
-            return {}
-        return {GATHER_FROZEN: self._received(self.unit.shard_bytes()).times(2 * micro_steps)}
-
-    def _received(self, shard_bytes: int) -> Bytes:
-        return Peers.of(self.unit.shard_group, self._traffic.ranks_per_node).bytes_of(shard_bytes)

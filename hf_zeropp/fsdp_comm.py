@@ -20,11 +20,14 @@ micro-step's backward pass are flushed then.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp.collectives import Flight, ReduceLayouts, Secondary, TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
@@ -52,11 +55,54 @@ def wire_layout(shards: Sequence[ParamShard], bits: int | None, block: int, raw_
     return WireLayout(segments, block, raw_dtype)
 
 
-class CommObject:
-    """What FSDP2 asks of both comm objects besides the call itself: memory."""
+class CommObject(ABC):
+    """What comm objects have in common besides the call itself: memory, for FSDP2, and a prediction of their bytes."""
 
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    unit: Unit
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+    @abstractmethod
+    def predict(self, micro_steps: int) -> dict[str, Bytes]:
+        """Bytes of one training step of ``micro_steps`` forward and backward passes, per collective."""
+
+
+class CountedAllGather(CommObject, AllGather):
+    """FSDP2's own gather of a unit, with its bytes counted under ``name``."""
+
+    def __init__(self, unit: Unit, traffic: Traffic, name: str = ENGINE_GATHER) -> None:
+        self.unit = unit
+        self.name = name
+        self._traffic = traffic
+        self._engine = DefaultAllGather()
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        self._traffic.record(self.name, self._peers().bytes_in_ring(input_tensor.nbytes))
+        with self._traffic.timer.measure(input_tensor.device):
+            return self._engine(output_tensor, input_tensor, group, async_op)
+
+    def predict(self, micro_steps: int) -> dict[str, Bytes]:
+        """Bytes of one training step of ``micro_steps`` forward and backward passes."""
+        if self.unit.shard_group.size() == 1:
+            return {}
+        return {
+            self.name: self._peers().bytes_in_ring(self.unit.shard_bytes()).times(gathers_of(self.unit, micro_steps))
+        }
+
+    def _peers(self) -> Peers:
+        return Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
+
+
+def gathers_of(unit: Unit, micro_steps: int) -> int:
+    """How often FSDP2 gathers a unit in ``micro_steps`` forward and backward passes."""
+    return micro_steps * (2 if unit.reshards_after_forward else 1)
 
 
 class ZeroPPAllGather(CommObject, AllGather):
@@ -86,7 +132,7 @@ class ZeroPPAllGather(CommObject, AllGather):
         self._traffic = traffic
         self._ahead = ahead
         self._keep_secondary = keep_secondary
-        self._engine = DefaultAllGather()
+        self._engine = CountedAllGather(unit, traffic)
         self._layouts: dict[torch.dtype, WireLayout] = {}
         self._secondary: Secondary | None = None
         self._stamp: WeightStamp | None = None
@@ -142,10 +188,9 @@ class ZeroPPAllGather(CommObject, AllGather):
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Bytes of one training step of ``micro_steps`` forward and backward passes."""
-        gathers = micro_steps * (2 if self.unit.reshards_after_forward else 1)
         if self.unit.param_dtype not in FLOAT_DTYPES:
-            peers = Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
-            return {ENGINE_GATHER: peers.bytes_of(self.unit.shard_bytes()).times(gathers)}
+            return self._engine.predict(micro_steps)
+        gathers = gathers_of(self.unit, micro_steps)
         num_bytes = self.layout(self.unit.param_dtype).nbytes
         cross, node = self._gather.cross, self._gather.node
         counts = {}
@@ -168,6 +213,7 @@ class ZeroPPAllGather(CommObject, AllGather):
             self._hop1_done = _record_event(shard.device)
         elif self._hop1_done is not None:
             torch.accelerator.current_stream().wait_event(self._hop1_done)
+        assert self._secondary is not None
         return self._secondary
 
     def _start(self, shard: torch.Tensor, layout: WireLayout) -> None:
@@ -179,17 +225,19 @@ class ZeroPPAllGather(CommObject, AllGather):
         self._flight = self._gather.start(shard, layout, self._secondary)
 
     def _land(self) -> None:
+        assert self._flight is not None and self._secondary is not None
         self._gather.land(self._flight, self._secondary)
         self._flight = None
 
-    def _gather_unquantized(self, output, shard, group, async_op) -> dist.Work | None:
+    def _gather_unquantized(
+        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+    ) -> dist.Work | None:
         _warn_once(
             self,
             "The unit %s mixes dtypes (or holds one that is no float of 16 or 32 bits): its weights are gathered by "
             "FSDP2, unquantized and across nodes. Give its parameters one dtype, or set mixed_precision.",
             self.unit.name,
         )
-        self._traffic.record(ENGINE_GATHER, Peers.of(group, self._traffic.ranks_per_node).bytes_of(shard.nbytes))
         return self._engine(output, shard, group, async_op)
 
 
@@ -232,40 +280,41 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._drop_abandoned_partial()
         layouts = self.layouts(input_tensor.dtype)
         if input_tensor.numel() != group.size() * layouts.node.numel:
-            return self._reduce_part(output_tensor, input_tensor, group, scale)
+            self._reduce_part(output_tensor, input_tensor, group, scale)
+            return None
         is_last = self._clock.is_last_micro_step()
         if self._clock.pipeline is not None and not self.unit.shows_reduced_output:
             self._clock.pipeline.advance()
-            flight = self.reduce.start(input_tensor, layouts)
-            self._clock.pipeline.submit(ReduceJob(self, layouts, scale, is_last, flight))
+            flights = self.reduce.start(input_tensor, layouts)
+            self._clock.pipeline.submit(ReduceJob(self, layouts, scale, is_last, flights))
             output_tensor.zero_()
             return None
-        flight = self.reduce.start(input_tensor, layouts)
+        flights = self.reduce.start(input_tensor, layouts)
         if is_last:
-            self.reduce.finish(self.cross_over(flight, layouts), layouts, output_tensor, scale)
+            self.reduce.finish(self.cross_over(flights, layouts), layouts, output_tensor, scale)
         else:
-            self.accumulate(flight, layouts, scale)
+            self.accumulate(flights, layouts, scale)
             output_tensor.zero_()
         return None
 
-    def accumulate(self, flight: Flight, layouts: ReduceLayouts, scale: float) -> None:
+    def accumulate(self, flights: list[Flight], layouts: ReduceLayouts, scale: float) -> None:
         """Hop 1 has ended on a micro-step that is not the last: keep the node's sums."""
-        self._partial = self.reduce.accumulate(flight, layouts, self._partial)
+        self._partial = self.reduce.accumulate(flights, layouts, self._partial)
         self._partial_layouts, self._partial_scale = layouts, scale
 
-    def cross_over(self, flight: Flight, layouts: ReduceLayouts) -> Flight:
+    def cross_over(self, flights: list[Flight], layouts: ReduceLayouts) -> list[Flight]:
         """Hop 1 has ended on the last micro-step: start hop 2 with all that was accumulated."""
         partial, self._partial = self._partial, None
-        return self.reduce.cross_over(flight, layouts, partial)
+        return self.reduce.cross_over(flights, layouts, partial)
 
-    def add_to_grads(self, flight: Flight, layouts: ReduceLayouts, scale: float) -> None:
+    def add_to_grads(self, flights: list[Flight], layouts: ReduceLayouts, scale: float) -> None:
         """Hop 2 has ended after FSDP2 took zeros for its output: do what FSDP2 does with an output."""
-        reduced = torch.empty(layouts.cross.numel, dtype=layouts.cross.raw_dtype, device=flight.received.device)
-        self.reduce.finish(flight, layouts, reduced, scale)
+        reduced = torch.empty(layouts.cross.numel, dtype=layouts.cross.raw_dtype, device=flights[0].received.device)
+        self.reduce.finish(flights, layouts, reduced, scale)
         self.unit.divide_after_reduce(reduced)
         offset = 0
         for shard, param in zip(self.unit.param_shards(trainable_only=True), self.unit.trainable, strict=True):
-            if param.grad is not None:
+            if isinstance(param.grad, DTensor):
                 grad = param.grad._local_tensor
                 grad += reduced[offset : offset + shard.numel].view(grad.shape).to(grad.dtype)
             offset += shard.padded_numel
@@ -274,6 +323,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Run hop 2 for a partial that no reduction of the last micro-step took."""
         partial, self._partial = self._partial, None
         layouts = self._partial_layouts
+        assert partial is not None and layouts is not None
         self.add_to_grads(self.reduce.start_across(partial, layouts), layouts, self._partial_scale)
 
     def layouts(self, dtype: torch.dtype) -> ReduceLayouts:
@@ -306,9 +356,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             return {}
         node, cross = self.reduce.node, self.reduce.cross
         layouts = self.layouts(self.unit.reduce_dtype)
-        counts = {cross.name: cross.peers.bytes_of(layouts.cross.nbytes)}
+        chunks = self.reduce.chunks(layouts)
+        counts = {cross.name: cross.peers.bytes_of(sum(chunk.cross.nbytes for chunk in chunks))}
         if node.size > 1:
-            counts[node.name] = node.peers.bytes_of(cross.size * layouts.node.nbytes).times(micro_steps)
+            node_bytes = cross.size * sum(chunk.node.nbytes for chunk in chunks)
+            counts[node.name] = node.peers.bytes_of(node_bytes).times(micro_steps)
         return counts
 
     def _drop_abandoned_partial(self) -> None:
@@ -316,7 +368,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if self._partial is not None and all(param.grad is None for param in self.unit.trainable):
             self._partial = None
 
-    def _reduce_part(self, output, part, group, scale) -> None:
+    def _reduce_part(self, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, scale: float) -> None:
         """Some parameters of the unit got no gradient, and FSDP2 does not say which: no layout, no quantization.
 
         Exact, both hops at once, so nothing is left to accumulate; what other micro-steps accumulated is flushed.
@@ -331,10 +383,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         )
         layout = WireLayout([Segment(part.numel() // group.size(), None)], self._config.grad_block, part.dtype)
         layouts = ReduceLayouts(layout, layout)
-        flight = self.reduce.cross_over(self.reduce.start(part, layouts), layouts, None)
-        self.reduce.finish(flight, layouts, output, scale)
+        self.reduce(output, part, layouts, scale=scale)
 
-    def _reduce_unquantized(self, output, full, group, op, async_op) -> dist.Work | None:
+    def _reduce_unquantized(
+        self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
+    ) -> dist.Work | None:
         _warn_once(
             self,
             "Unit %s reduces gradients in %s, for which there is no wire form: FSDP2 reduces them, across nodes at "
@@ -387,7 +440,7 @@ class ReduceClock:
                     reduce.flush()
 
 
-def _scale_of(op: ReduceOp, world_size: int) -> float:
+def _scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
     """The factor a reduce op applies to the sum.
 
     Raises:
@@ -395,12 +448,13 @@ def _scale_of(op: ReduceOp, world_size: int) -> float:
     """
     # A ReduceOp carries the factor of a pre-multiplied sum where only its pickled state shows it.
     # (`type`, not `isinstance`: ReduceOp claims its own enum members as instances.)
-    kind, factor = (op if type(op) is ReduceOp else ReduceOp(op)).__getstate__()
-    if kind == ReduceOp.RedOpType.SUM:
+    state: Any = (op if type(op) is ReduceOp else ReduceOp(cast(ReduceOp.RedOpType, op))).__getstate__()
+    kind, factor = state
+    if kind == ReduceOp.SUM:
         return 1.0
-    if kind == ReduceOp.RedOpType.AVG:
+    if kind == ReduceOp.AVG:
         return 1.0 / world_size
-    if kind == ReduceOp.RedOpType.PREMUL_SUM:
+    if kind == ReduceOp.PREMUL_SUM:
         return float(factor)
     raise ValueError(
         f"Gradients can be reduced by SUM, AVG or a pre-multiplied sum, got {kind} on rank {dist.get_rank()}."
@@ -415,10 +469,10 @@ def _record_event(device: torch.device) -> torch.Event | None:
     return event
 
 
-_warned: set[tuple[type, str]] = set()
+_warned: set[tuple[type, str, str]] = set()
 
 
-def _warn_once(comm: CommObject, message: str, *args) -> None:
+def _warn_once(comm: CommObject, message: str, *args: object) -> None:
     key = (type(comm), message, comm.unit.name)
     if key not in _warned:
         _warned.add(key)

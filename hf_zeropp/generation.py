@@ -21,7 +21,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,6 +34,7 @@ from hf_zeropp.units import Unit, without_compile_wrapper
 T = TypeVar("T")
 _APPLY = "_zeropp_apply"
 _IN_ROOT = "_zeropp_in_root"
+_WRAPPED = "__wrapped_by_zeropp__"
 _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -76,17 +77,17 @@ def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None] 
     if apply is not None:
         setattr(model, _APPLY, apply)
     original = getattr(model, "generate", None)
-    if original is None or hasattr(original, "__wrapped_by_zeropp__"):
+    if original is None or hasattr(original, _WRAPPED):
         return
 
     @functools.wraps(original)
-    def generate(*args, **kwargs):
+    def generate(*args: Any, **kwargs: Any) -> Any:
         with generation_mode(model):
             call = functools.partial(original, *args, **kwargs)
             return _enter_root(model, call) if _bypasses_root(model) else call()
 
-    generate.__wrapped_by_zeropp__ = True
-    model.generate = generate
+    setattr(generate, _WRAPPED, True)
+    vars(model)["generate"] = generate
 
 
 def parse_bytes(size: int | str | None) -> int:
@@ -146,12 +147,12 @@ def _stop_together(model: nn.Module, group: dist.ProcessGroup) -> Iterator[None]
 
     generators = [module for module in model.modules() if hasattr(type(module), "_has_unfinished_sequences")]
     for module in generators:
-        module._has_unfinished_sequences = has_unfinished
+        vars(module)["_has_unfinished_sequences"] = has_unfinished
     try:
         yield
     finally:
         for module in generators:
-            del module._has_unfinished_sequences
+            del vars(module)["_has_unfinished_sequences"]
 
 
 def _fitting(handle: ZeroPPHandle, budget: int) -> list[Unit]:

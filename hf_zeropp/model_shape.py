@@ -9,8 +9,12 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
@@ -78,7 +82,7 @@ def parse_count(text: str) -> int | None:
     return round(float(match[1]) * COUNT_UNITS[match[2]]) if match else None
 
 
-def units_of(model: torch.nn.Module) -> tuple[UnitShape, ...]:
+def units_of(model: PreTrainedModel) -> tuple[UnitShape, ...]:
     """The units Accelerate makes of a Transformers model: each block; the embeddings; final norm and head; the rest.
 
     The head, with the final norm, and the rest are not resharded after the forward pass.

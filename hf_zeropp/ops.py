@@ -202,7 +202,22 @@ class ReferenceKernels:
 
     def __getattr__(self, operator: str) -> Callable[..., None]:
         compute = getattr(reference, operator)
-        return lambda *args: args[-1].copy_(compute(*args[:-1]).view_as(args[-1]))
+
+        def run(*args: Any) -> None:
+            layout = next(arg for arg in args if isinstance(arg, WireLayout))
+            _assign(args[-1], compute(*args[:-1]), layout)
+
+        return run
+
+
+def _assign(out: Tensor, result: Tensor, layout: WireLayout) -> None:
+    """out <- result; where these are elements, those in gaps of the layout keep what they were."""
+    if out.dtype == torch.uint8 or not layout.has_gaps:
+        out.copy_(result.view_as(out))
+        return
+    for part in layout.parts:
+        here = slice(part.element, part.element + part.numel)
+        out.view(-1, layout.numel)[:, here] = result.view(-1, layout.numel)[:, here]
 
 
 class _Layout(ctypes.Structure):
@@ -237,7 +252,7 @@ class CompiledKernels:
             function.argtypes, function.errcheck = argtypes, _check_status
             self._functions[kernel] = function
 
-    def quantize(self, input, layout, slice_rows, out):
+    def quantize(self, input: Tensor, layout: WireLayout, slice_rows: int, out: Tensor) -> None:
         self._functions["quantize"](
             input.data_ptr(),
             _DTYPE_CODES[input.dtype],
@@ -248,7 +263,7 @@ class CompiledKernels:
             None,
         )
 
-    def dequantize(self, wire, layout, dtype, slice_rows, out):
+    def dequantize(self, wire: Tensor, layout: WireLayout, dtype: torch.dtype, slice_rows: int, out: Tensor) -> None:
         self._functions["dequantize"](
             wire.data_ptr(),
             self._layout(layout, wire.device),
@@ -259,7 +274,16 @@ class CompiledKernels:
             None,
         )
 
-    def dequantize_sum(self, wire, layout, num_sources, initial, scale, dtype, out):
+    def dequantize_sum(
+        self,
+        wire: Tensor,
+        layout: WireLayout,
+        num_sources: int,
+        initial: Tensor | None,
+        scale: float,
+        dtype: torch.dtype,
+        out: Tensor,
+    ) -> None:
         self._functions["dequantize_sum"](
             wire.data_ptr(),
             self._layout(layout, wire.device),
@@ -272,7 +296,15 @@ class CompiledKernels:
             None,
         )
 
-    def dequantize_sum_quantize(self, wire, layout, out_layout, num_sources, initial, out):
+    def dequantize_sum_quantize(
+        self,
+        wire: Tensor,
+        layout: WireLayout,
+        out_layout: WireLayout,
+        num_sources: int,
+        initial: Tensor | None,
+        out: Tensor,
+    ) -> None:
         self._functions["dequantize_sum_quantize"](
             wire.data_ptr(),
             self._layout(layout, wire.device),
@@ -329,13 +361,17 @@ def set_kernels(name: str = "auto") -> None:
     """Choose the CPU kernels of this process, as `ZEROPP_KERNELS` does at import."""
     if name not in ("auto", *_INSTRUCTION_SETS, "reference"):
         raise ValueError(f"ZEROPP_KERNELS: expected auto, avx512, avx2, baseline or reference, got {name!r}")
+    library, reason = _cpu_library()
     available = _available()
     if name == "auto":
         name = available[0]
     if name not in available:
-        reason = _cpu_library()[1] or "this machine lacks the instructions"
-        raise RuntimeError(f"ZEROPP_KERNELS={name}: {reason}; available here: {', '.join(available)}")
-    _kernels["cpu"] = ReferenceKernels() if name == "reference" else CompiledKernels(_cpu_library()[0], name)
+        why = reason or "this machine lacks the instructions"
+        raise RuntimeError(f"ZEROPP_KERNELS={name}: {why}; available here: {', '.join(available)}")
+    if library is None or name == "reference":
+        _kernels["cpu"] = ReferenceKernels()
+    else:
+        _kernels["cpu"] = CompiledKernels(library, name)
 
 
 def _available() -> tuple[str, ...]:
@@ -410,8 +446,8 @@ def _define(name: str, arguments: str, result: Callable[..., _Result]) -> None:
         return torch.empty(shape, dtype=dtype, device=device)
 
     def fake_out(*args: Any) -> None:
-        *args, out = args
-        shape, dtype, device = result(*_with_layouts(args))
+        shape, dtype, device = result(*_with_layouts(args[:-1]))
+        out = args[-1]
         _check_tensor(name, "out", out, (dtype,), device)
         _check_size(name, "out", out, math.prod(shape))
 
@@ -421,6 +457,10 @@ def _define(name: str, arguments: str, result: Callable[..., _Result]) -> None:
 
     def run(*args: Any) -> Tensor:
         out = fake(*args)
+        if out.dtype != torch.uint8 and any(arg.has_gaps for arg in _with_layouts(args) if isinstance(arg, WireLayout)):
+            raise ValueError(
+                f"{name}: expected `out` for a layout with gaps, whose elements would be arbitrary: pass it"
+            )
         compute(args, out)
         return out
 

@@ -55,7 +55,7 @@ class ReduceJob:
     layouts: ReduceLayouts
     scale: float
     is_last_micro_step: bool
-    flight: Flight
+    flights: list[Flight]
 
 
 class ReducePipeline:
@@ -87,7 +87,7 @@ class ReducePipeline:
     def discard(self) -> None:
         """Forget the jobs of a backward pass that raised."""
         for job in (*self._in_node, *self._crossing):
-            job.comm.reduce.abandon(job.flight)
+            job.comm.reduce.abandon(job.flights)
         self._in_node.clear()
         self._crossing.clear()
 
@@ -95,10 +95,10 @@ class ReducePipeline:
         while self._in_node:
             job = self._in_node.popleft()
             if job.is_last_micro_step:
-                job.flight = job.comm.cross_over(job.flight, job.layouts)
+                job.flights = job.comm.cross_over(job.flights, job.layouts)
                 self._crossing.append(job)
             else:
-                job.comm.accumulate(job.flight, job.layouts, job.scale)
+                job.comm.accumulate(job.flights, job.layouts, job.scale)
 
     def _arrive(self, job: ReduceJob) -> None:
-        job.comm.add_to_grads(job.flight, job.layouts, job.scale)
+        job.comm.add_to_grads(job.flights, job.layouts, job.scale)

@@ -18,7 +18,8 @@ second packed copy of what was merged, a rank's shard of it.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -31,6 +32,9 @@ from torch.utils._pytree import tree_map
 
 from hf_zeropp import frozen_format
 from hf_zeropp.frozen_format import FrozenFormat
+
+if TYPE_CHECKING:
+    from hf_zeropp.frozen import Packed
 
 aten = torch.ops.aten
 
@@ -48,6 +52,9 @@ _VIEWS = {
 }
 _IDENTITIES = {aten.detach.default, aten.alias.default}
 
+Owner = tuple["Packed", str]
+Views = tuple[tuple[Any, tuple[Any, ...]], ...]
+
 
 class PackedWeight(Tensor):
     """A weight [..., columns] in the form of its codes and scales.
@@ -63,7 +70,16 @@ class PackedWeight(Tensor):
     _is_param = True  # counts as nn.Parameter, for which transformers and PEFT ask before they touch `.weight`
 
     @staticmethod
-    def __new__(cls, codes, scales, format, columns, dtype, owner=None, views=()):
+    def __new__(
+        cls,
+        codes: Tensor,
+        scales: Tensor,
+        format: FrozenFormat,
+        columns: int,
+        dtype: torch.dtype,
+        owner: Owner | None = None,
+        views: Views = (),
+    ) -> PackedWeight:
         like = torch.empty(*codes.shape[:-1], columns, dtype=dtype, device="meta")
         for func, args in views:
             like = func(like, *args)
@@ -71,15 +87,25 @@ class PackedWeight(Tensor):
             cls, like.shape, strides=like.stride(), dtype=dtype, device=codes.device, requires_grad=False
         )
 
-    def __init__(self, codes, scales, format, columns, dtype, owner=None, views=()):
-        self.codes: Tensor = codes
-        self.scales: Tensor = scales
-        self.format: FrozenFormat = format
-        self.columns: int = columns
+    def __init__(
+        self,
+        codes: Tensor,
+        scales: Tensor,
+        format: FrozenFormat,
+        columns: int,
+        dtype: torch.dtype,
+        owner: Owner | None = None,
+        views: Views = (),
+    ) -> None:
+        self.codes = codes
+        self.scales = scales
+        self.format = format
+        self.columns = columns
         self.owner = owner
         self._views = views
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    # mypy knows these two and __repr__ by what Tensor happens to hold, not by PyTorch's protocol for subclasses.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> PackedWeight:
@@ -102,7 +128,7 @@ class PackedWeight(Tensor):
             dense = func(dense, *args)
         return dense
 
-    def _view(self, func: Any, args: tuple) -> PackedWeight:
+    def _view(self, func: Any, args: tuple[Any, ...]) -> PackedWeight:
         is_expert = func is aten.select.int and args[0] == 0 and self.codes.ndim == 3 and not self._views
         if is_expert and not isinstance(self.codes, DTensor):
             codes, scales = self.codes[args[1]], self.scales[args[1]]
@@ -118,7 +144,9 @@ class PackedWeight(Tensor):
         write_weight(*self.owner, value)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         first, kwargs = args[0], kwargs or {}
         if isinstance(first, cls) and func in _IDENTITIES:
             return PackedWeight(
@@ -134,17 +162,17 @@ class PackedWeight(Tensor):
             return first
         return result
 
-    def __repr__(self, *, tensor_contents=None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, bits={self.format.bits})"
 
-    def __deepcopy__(self, memo: dict) -> Tensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.decode().clone()
 
-    def __reduce_ex__(self, protocol: int):
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.decode().__reduce_ex__(protocol)
 
 
-def write_weight(module: torch.nn.Module, name: str, value: Tensor) -> None:
+def write_weight(module: Packed, name: str, value: Tensor) -> None:
     """Pack ``value`` into a module's packed weight, in place. See [Note: merging and unmerging]."""
     if isinstance(module, FSDPModule):
         module.reshard()
@@ -198,7 +226,7 @@ class _Kept:
 
 def _decode_sharded(weight: PackedWeight, mesh: DeviceMesh) -> DTensor:
     """Gather the codes within the node, decode this rank's rows of the world. See [Note: packed weights under FSDP2]."""
-    codes, scales = weight.codes.full_tensor(), weight.scales.full_tensor()
+    codes, scales = _full(weight.codes), _full(weight.scales)
     shape = torch.Size((*codes.shape[:-1], weight.columns))
     (num_rows, *_), (first, *_) = compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])
     rows = slice(first, first + num_rows)
@@ -209,15 +237,17 @@ def _decode_sharded(weight: PackedWeight, mesh: DeviceMesh) -> DTensor:
 
 def _local_rows(value: Tensor, codes: Tensor) -> Tensor:
     """The rows of a full or sharded ``value`` whose codes this rank stores."""
-    value = value.detach()
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
+    value = _full(value.detach())
     if not isinstance(codes, DTensor):
         return value
     (num_rows, *_), (first, *_) = compute_local_shape_and_global_offset(
         codes.shape, codes.device_mesh, codes.placements
     )
     return value[first : first + num_rows]
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _local(tensor: Tensor) -> Tensor:

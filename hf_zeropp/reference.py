@@ -3,7 +3,7 @@
 Everything is bit for bit what `ops/format.h` does, on any device. What that takes is commented where it happens; only
 *which* NaN a decoded NaN is stays open.
 
-Encoding a block x (ZeRO++, section 3.1, with symmetric scales):
+Encoding a block x (the paper's qwZ, with symmetric scales):
 
     amax  = max |x|                                    exact: an integer maximum of the bits, where NaN and Inf win
     scale = amax / qmax, rounded up to bf16            up, so that the largest element is never clipped
@@ -43,7 +43,7 @@ def quantize(input: Tensor, layout: WireLayout, slice_rows: int = 1) -> Tensor:
 def dequantize(wire: Tensor, layout: WireLayout, dtype: torch.dtype, slice_rows: int = 1) -> Tensor:
     """uint8 wire of K slices -> [K, layout.numel] in `dtype`."""
     slots = _permute(wire.reshape(-1, layout.nbytes), slice_rows)
-    output = torch.empty(slots.shape[0], layout.numel, dtype=dtype, device=wire.device)
+    output = torch.zeros(slots.shape[0], layout.numel, dtype=dtype, device=wire.device)
     for part in _parts(layout):
         values = _decode(slots, part, layout.block) if part.bits else _read_raw(slots, part, layout.raw_dtype)
         output[:, part.element : part.element + part.numel] = round_to(values, dtype)
@@ -59,10 +59,13 @@ def dequantize_sum(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """uint8 wire [num_sources, P, nbytes] -> [P, numel] in `dtype`: (initial + sum over sources, in order) * scale."""
-    total = None if initial is None else initial.reshape(-1, layout.numel)
-    for source in wire.reshape(num_sources, -1):
-        decoded = dequantize(source, layout, torch.float32)
-        total = decoded if total is None else total + decoded
+    sources = iter(wire.reshape(num_sources, -1))
+    if initial is None:
+        total = dequantize(next(sources), layout, torch.float32)
+    else:
+        total = initial.reshape(-1, layout.numel)
+    for source in sources:
+        total = total + dequantize(source, layout, torch.float32)
     return round_to(total if scale == 1.0 else total * scale, dtype)
 
 

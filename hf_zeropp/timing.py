@@ -40,9 +40,9 @@ class CommTimer:
         end.record()
         self._running.append((start, end))
 
-    def watch(self, work: dist.Work | None) -> TimedWork | None:
+    def watch(self, work: dist.Work | None, device: torch.device) -> TimedWork | None:
         """The same work, whose ``wait`` is counted."""
-        return None if work is None else TimedWork(work, self)
+        return None if work is None else TimedWork(work, self, device)
 
     @property
     def seconds(self) -> float:
@@ -58,14 +58,15 @@ class CommTimer:
 
 
 class TimedWork:
-    """A work started on CPU whose ``wait`` counts as time in collectives."""
+    """A work whose ``wait`` (of the caller, or on an accelerator of its stream) counts as time in collectives."""
 
-    def __init__(self, work: dist.Work, timer: CommTimer) -> None:
+    def __init__(self, work: dist.Work, timer: CommTimer, device: torch.device) -> None:
         self._work = work
         self._timer = timer
+        self._device = device
 
     def wait(self) -> None:
-        with self._timer.measure(torch.device("cpu")):
+        with self._timer.measure(self._device):
             self._work.wait()
 
 

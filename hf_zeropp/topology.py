@@ -92,7 +92,7 @@ def check_divides(source: str, size: int, world_size: int) -> None:
         )
 
 
-_topologies: dict[tuple[dist.ProcessGroup, str, int], Topology] = {}
+_topologies: dict[tuple[dist.ProcessGroup | None, str, int], Topology] = {}
 
 
 def get_topology(ranks_per_node: int, device_type: str) -> Topology:

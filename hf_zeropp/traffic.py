@@ -2,8 +2,8 @@
 
 Bytes are what a rank receives from other ranks (in every collective here it sends as much), split by whether the peer
 is on the same node. A node's cross-node bytes are the sum over its ranks. Scales and padding count; protocol headers
-do not. The algorithm below (ring, tree) may route bytes through third ranks: that is not counted either, nor is it
-for the ZeRO-3 line, so the comparison favours neither.
+do not. Flat gathers that are left to FSDP2 count as the ring that carries them. The ZeRO-3 line of the table is the least
+a node must receive, whatever the algorithm: it favours ZeRO-3.
 """
 
 from __future__ import annotations
@@ -61,6 +61,13 @@ class Peers:
     def bytes_of(self, slice_bytes: int) -> Bytes:
         """One collective in which each peer sends this rank ``slice_bytes``."""
         return Bytes(1, self.intra_node * slice_bytes, self.cross_node * slice_bytes)
+
+    def bytes_in_ring(self, slice_bytes: int) -> Bytes:
+        """One flat all-gather, as gloo and NCCL run it: every slice is handed on from rank to rank, and one of a
+        node's ranks has its predecessor on another node. This rank's part of its node's bytes."""
+        received = (self.intra_node + self.cross_node) * slice_bytes
+        from_outside = received // (self.intra_node + 1) if self.cross_node else 0
+        return Bytes(1, received - from_outside, from_outside)
 
 
 class Traffic:

@@ -13,6 +13,7 @@ import dataclasses
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
     _get_gradient_divide_factors,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 __all__ = [
@@ -51,7 +55,7 @@ class ParamShard:
 class Unit:
     """One FSDP2 communication group: its parameters, its group, and the places where comm objects go."""
 
-    def __init__(self, name: str, module: FSDPModule, param_group) -> None:
+    def __init__(self, name: str, module: FSDPModule, param_group: FSDPParamGroup) -> None:
         self.name = name
         self._module = module
         self._group = param_group
@@ -63,7 +67,7 @@ class Unit:
     @property
     def params(self) -> list[DTensor]:
         """The sharded parameters, in the order of the flat shard. Not the unsharded ones a module shows in forward."""
-        return [fsdp_param.sharded_param for fsdp_param in self._group.fsdp_params]
+        return [cast(DTensor, fsdp_param.sharded_param) for fsdp_param in self._group.fsdp_params]
 
     @property
     def trainable(self) -> list[DTensor]:
@@ -124,7 +128,7 @@ class Unit:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        return self._group.mesh_info.shard_process_group
+        return cast(FSDPMeshInfo, self._group.mesh_info).shard_process_group
 
     @property
     def is_hsdp(self) -> bool:
@@ -234,7 +238,8 @@ def find_units(model: nn.Module) -> list[Unit]:
     Raises:
         ValueError: a ``fully_shard`` call made several communication groups (``shard_placement_fn`` with meshes).
     """
-    units, seen = [], set()
+    units: list[Unit] = []
+    seen: set[int] = set()
     for name, module in _fsdp_modules(model):
         state = module._get_fsdp_state()
         if id(state) in seen:
@@ -260,7 +265,7 @@ def _fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, FSDPModule))
 
 
-def _param_groups(state) -> list:
+def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     """Torch 2.12 and later hold a list of groups, 2.11 one or None."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -282,7 +287,7 @@ def without_compile_wrapper(model: nn.Module) -> nn.Module:
     return getattr(model, "_orig_mod", model)
 
 
-def on_first_use(model: nn.Module, action: Callable[[], None]) -> None:
+def on_first_use(model: nn.Module, action: Callable[[], object]) -> None:
     """Run ``action`` once, before the first forward of the model or of any of its submodules.
 
     A global pre-hook and not one of the model: it runs ahead of FSDP2's own, and it also sees calls that bypass the
@@ -290,7 +295,7 @@ def on_first_use(model: nn.Module, action: Callable[[], None]) -> None:
     """
     members = weakref.WeakSet(model.modules())
 
-    def before_forward(module: nn.Module, args) -> None:
+    def before_forward(module: nn.Module, args: Any) -> None:
         if without_compile_wrapper(module) in members:
             handle.remove()
             action()

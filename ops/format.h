@@ -153,6 +153,21 @@ ZEROPP_HD int8_t encode(float value, float scale) {
   return static_cast<int8_t>(bits_of(value / scale + kRoundToInteger));
 }
 
+// [Note: quotients of bf16] Of bf16 values a multiplication finds the same code. With integers X, S of 8 bits, value / scale
+// is 2^c X / S, c >= -2 where the code is not plainly 0: a half-integer, or at least 2^-3 / 255 > 2^-11 away from one. The
+// product with the reciprocal is off by less than 2^-16. Added to kSnap, it is rounded to a multiple of 2^-12: half-integers
+// become exact again, and nothing else gets to one or past it.
+constexpr float kSnap = 3072.0f;  // 1.5 * 2^11
+
+ZEROPP_HD int8_t encode(BFloat16 value, float reciprocal) {
+  const float snapped = to_float(value) * reciprocal + kSnap;
+  return static_cast<int8_t>(bits_of(snapped + (kRoundToInteger - kSnap)));
+}
+
+// What `encode` takes beside values of this type.
+ZEROPP_HD float divisor_for(float, float scale) { return scale; }
+ZEROPP_HD float divisor_for(BFloat16, float scale) { return 1.0f / scale; }
+
 ZEROPP_HD float decode(int8_t code, float scale) { return static_cast<float>(code) * scale; }
 
 }  // namespace zeropp

@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 RATES = ["unlimited", "10gbit", "1gbit", "200mbit", "100mbit"]
 VARIANT_NAMES = ["compute", "stock", "stock-fp32", "hsdp", "qwz", "hpz", "qgz", "all"]
+PARTS = ["blocking", "sockets", "blocking-sockets", "chunks-N", "blocking-chunks-N (N: 2, 4, 8)"]
 QUICK = {
     "rates": ["100mbit"],
     "variants": ["compute", "stock", "hsdp", "all"],
@@ -43,7 +44,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = make_parser(__doc__, "cluster.json")
     parser.add_argument("--rates", nargs="+", default=RATES, help="of each link, both ways: 200mbit, 1gbit, unlimited")
     parser.add_argument("--delay", help="added to every packet in each direction, such as 1ms")
-    parser.add_argument("--variants", nargs="+", default=VARIANT_NAMES, choices=VARIANT_NAMES)
+    parser.add_argument("--variants", nargs="+", default=VARIANT_NAMES, help=f"also: {', '.join(PARTS)}")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 8], help="micro-steps per step")
     parser.add_argument("--nodes", type=int, default=2)
     parser.add_argument("--ranks-per-node", type=int, default=2)

@@ -17,7 +17,7 @@ bf16 reduction, `stock-fp32` the same with fp32 reduction, `hsdp` shards within 
 `qwz`, `hpz`, `qgz` and `all` are this package; `compute` runs the same step without any collective. Step times are
 medians. The floor is `compute` plus the bytes that crossed the link over its rate. M is the model in bf16; link MB are
 those of the busiest node per step, by its interface's counters, headers and acknowledgements included; counted MB are
-our own accounting of payload."""
+our own accounting of payload (and, for `qgz`, of FSDP2's gathers as a ring carries them)."""
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", "peak")
 
 
@@ -125,7 +125,7 @@ def _plot_panel(axis: Any, study: Any, micro_steps: int) -> None:
             axis.plot(*zip(*points, strict=True), marker="o", linewidth=2.5 if variant == "all" else 1.2, label=variant)
     axis.set_xticks(range(len(rates)), rates)
     axis.set_yscale("log", base=2)
-    axis.set_yticks([0.5, 1, 2, 4, 8], ["0.5", "1", "2", "4", "8"])
+    axis.set_yticks([0.5, 1, 2, 4, 8, 16], ["0.5", "1", "2", "4", "8", "16"])
     axis.grid(alpha=0.3)
     axis.set_title(f"{micro_steps} micro-step{'s' if micro_steps > 1 else ''} per step")
     axis.set_xlabel("link between nodes")

@@ -7,6 +7,7 @@ import time
 import torch
 import torch.distributed as dist
 from cluster_node import link_bytes
+from torch.distributed.fsdp import register_fsdp_forward_method
 from training_run import Measurement, ModelShape, TrainingRun, Variant
 
 
@@ -16,6 +17,8 @@ class GenerationRun(TrainingRun):
     def __init__(self, variant: Variant, shape: ModelShape, batch_size: int, prompt_len: int) -> None:
         super().__init__(variant, shape, batch_size, prompt_len)
         self.model.eval()
+        if variant.lora and not self.handle:  # PEFT's `generate` passes FSDP2's root by: what a user must do about it
+            register_fsdp_forward_method(self.model, "generate")
 
     @torch.no_grad()
     def generate(self, num_tokens: int) -> Measurement:

@@ -61,6 +61,7 @@ class Profile:
             self._wrap(ops, name, _plain_event(phase))
         self._wrap(collectives.Hop, "all_gather", _hop_event)
         self._wrap(collectives.Hop, "all_to_all", _hop_event)
+        self._wrap(collectives.Hop, "barrier", _barrier_event)
         self._wrap_stock()
         self._begin = time.monotonic()
         return self
@@ -141,6 +142,10 @@ def _plain_event(phase: str) -> Callable[..., Event]:
 
 def _hop_event(hop: Any, *args: Any, **kwargs: Any) -> Event:
     return _group_event(hop.name)(group=hop.group)
+
+
+def _barrier_event(hop: Any) -> Event:
+    return _group_event("barrier within node")(group=hop.group)
 
 
 def _group_event(phase: str) -> Callable[..., Event]:

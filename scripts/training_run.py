@@ -36,6 +36,7 @@ class Variant:
     fp32_reduce: gradients are reduced in fp32 instead of bf16.
     hsdp: shard within the node, replicate over nodes (what Transformers recommends between nodes).
     silent: no collective at all: what is left is the computation, and FSDP2's own copies.
+    lora: a frozen bf16 base with LoRA adapters on its linear layers, instead of a model that trains as a whole.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Variant:
     fp32_reduce: bool = False
     hsdp: bool = False
     silent: bool = False
+    lora: bool = False
 
 
 VARIANTS = {
@@ -56,6 +58,16 @@ VARIANTS = {
         Variant("hpz", OFF | {"hpz_size": "node"}),
         Variant("qgz", OFF | {"qgz_bits": 4, "qgz_intra_bits": 8}),
         Variant("all", {}),
+        # What each part of the implementation buys: see scripts/results/overlap.md.
+        Variant("blocking", {"overlap": False}),
+        Variant("sockets", {"shared_memory": False}),
+        Variant("blocking-sockets", {"overlap": False, "shared_memory": False}),
+        *(Variant(f"chunks-{count}", {"qgz_chunks": count}) for count in (2, 4, 8)),
+        *(Variant(f"blocking-chunks-{count}", {"overlap": False, "qgz_chunks": count}) for count in (2, 4, 8)),
+        Variant("lora-stock", lora=True),
+        Variant("lora-16", {}, lora=True),
+        Variant("lora-8", {"frozen_bits": 8}, lora=True),
+        Variant("lora-4", {"frozen_bits": 4}, lora=True),
     )
 }
 
@@ -108,8 +120,9 @@ class TrainingRun:
         self.accelerator = Accelerator(
             cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin, parallelism_config=_parallelism(variant)
         )
-        model = shape.build()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+        model = _with_lora(shape.build()) if variant.lora else shape.build()
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        optimizer = torch.optim.AdamW(trainable, lr=1e-4, foreach=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if variant.silent:
             _silence(self.model)
@@ -139,7 +152,7 @@ class TrainingRun:
 
         def look() -> None:
             nonlocal peak, partial
-            peak = max(peak, _live_tensor_bytes())
+            peak = max(peak, _live_tensor_bytes() - self._peers_bytes())
             partial = max(partial, self.handle.partial_bytes() if self.handle else 0)
 
         kinds: dict[str, int] = {}
@@ -170,6 +183,12 @@ class TrainingRun:
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return loss.item()
+
+    def _peers_bytes(self) -> int:
+        """What other ranks of the node hold, in memory that this rank maps too."""
+        if self.handle is None or not self.handle.shares_memory:
+            return 0
+        return (self.handle.topology.ranks_per_node - 1) * self.handle.secondary_bytes()
 
     def _memory_by_kind(self) -> dict[str, int]:
         params = list(self.model.parameters())
@@ -223,6 +242,12 @@ class _SilentReduceScatter(ReduceScatter):
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[0])
+
+
+def _with_lora(base: torch.nn.Module) -> torch.nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(base.to(torch.bfloat16), LoraConfig(r=8, target_modules="all-linear"))
 
 
 def _silence(model: torch.nn.Module) -> None:

@@ -104,9 +104,9 @@ class World:
             TwoHopGather(hop(GATHER_CROSS, "cross", later), hop(GATHER_NODE, "node", False), self.buffers, shared)
             for later, shared in ((False, None), (True, None), (True, memory))
         )
-        self.reduce, self.reduce_async = (
-            TwoHopReduce(hop(REDUCE_NODE, "node", later), hop(REDUCE_CROSS, "cross", later), self.buffers)
-            for later in (False, True)
+        self.reduce, self.reduce_async, self.reduce_in_chunks = (
+            TwoHopReduce(hop(REDUCE_NODE, "node", later), hop(REDUCE_CROSS, "cross", later), self.buffers, num_chunks)
+            for later, num_chunks in ((False, 1), (True, 1), (True, 3))
         )
 
     def poison(self) -> None:
@@ -194,12 +194,10 @@ def reduce_layouts(case: Case) -> ReduceLayouts:
     return ReduceLayouts(case.layout(case.node_bits), case.layout(case.cross_bits))
 
 
-def reduce(case: Case, rank: int, scale: float = 1.0, later: bool = False) -> torch.Tensor:
-    world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
-    reduce = world.reduce_async if later else world.reduce
+def reduce(two_hops: TwoHopReduce, case: Case, rank: int, scale: float = 1.0) -> torch.Tensor:
+    layouts = reduce_layouts(case)
     output = torch.full((layouts.node.numel,), float("nan"), dtype=case.dtype)
-    flight = reduce.start(case.values(rank, dist.get_world_size()), layouts)
-    reduce.finish(reduce.cross_over(flight, layouts, None), layouts, output, scale)
+    two_hops(output, case.values(rank, dist.get_world_size()), layouts, scale=scale)
     return output
 
 
@@ -225,11 +223,13 @@ def exact_and_bound(case: Case, rank: int, seeds=(0,)) -> tuple[torch.Tensor, to
 def check_reduce(case: Case, rank: int, digests: dict) -> None:
     """The sum within the bound, a mean too, twice the same bits."""
     world_size = dist.get_world_size()
-    first = reduce(case, rank)
-    world_of(case.ranks_per_node).poison()
-    second, mean = reduce(case, rank, later=True), reduce(case, rank, scale=1 / world_size)
+    world = world_of(case.ranks_per_node)
+    first = reduce(world.reduce, case, rank)
+    world.poison()
+    second, mean = reduce(world.reduce_async, case, rank), reduce(world.reduce, case, rank, scale=1 / world_size)
     digests[case] = digest(first)
     assert torch.equal(first, second), "two runs differ (the second started its hops and waited later)"
+    assert torch.equal(first, reduce(world.reduce_in_chunks, case, rank)), "chunks change the sum"
     for result, scale in ((first, 1.0), (mean, 1 / world_size)):
         exact, bound = (scale * tensor for tensor in exact_and_bound(case, rank))
         error = (result.double() - exact).abs()
@@ -268,21 +268,22 @@ def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
 def check_accumulation(case: Case, rank: int) -> None:
     """Two micro-steps of hop 1, then the last one: with its own gradients, or none (a skipped layer)."""
     world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
-    world_size, reduce = dist.get_world_size(), world.reduce_async
+    world_size = dist.get_world_size()
+    reduce = world.reduce_in_chunks if case.dtype == torch.bfloat16 else world.reduce_async
     outputs = [torch.full((layouts.node.numel,), float("nan"), dtype=case.dtype) for _ in range(2)]
     for output, last in zip(outputs, ("reduce", "flush"), strict=True):
         partial = None
         for seed in (1, 2):
             world.poison()
-            flight = reduce.start(case.values(rank, world_size, seed), layouts)
-            partial = reduce.accumulate(flight, layouts, partial)
+            flights = reduce.start(case.values(rank, world_size, seed), layouts)
+            partial = reduce.accumulate(flights, layouts, partial)
             assert partial.dtype == torch.float32
             assert partial.numel() == world.topology.num_nodes * layouts.node.numel, "1/N of the unit"
         if last == "reduce":
-            flight = reduce.cross_over(reduce.start(case.values(rank, world_size, 3), layouts), layouts, partial)
+            flights = reduce.cross_over(reduce.start(case.values(rank, world_size, 3), layouts), layouts, partial)
         else:
-            flight = reduce.start_across(partial, layouts)
-        reduce.finish(flight, layouts, output)
+            flights = reduce.start_across(partial, layouts)
+        reduce.finish(flights, layouts, output)
     for output, seeds in zip(outputs, ((1, 2, 3), (1, 2)), strict=True):
         exact, bound = exact_and_bound(case, rank, seeds)
         error = (output.double() - exact).abs()
@@ -336,7 +337,7 @@ def run_counted_bytes(rank: int) -> tuple[dict, int, int]:
     """A gather and a reduction at 3 x 2 ranks, with the sizes the layouts give."""
     case = Case(2, "awkward", torch.bfloat16, 8, 4)
     gather(case, rank)
-    reduce(case, rank)
+    reduce(world_of(2).reduce, case, rank)
     return world_of(2).traffic.counts, case.layout(8).nbytes, case.layout(4).nbytes
 
 

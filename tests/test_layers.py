@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import ast
+import ctypes
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+import transformers.modeling_utils
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from torch.distributed.tensor import DTensor
+from transformers import GenerationMixin, PreTrainedModel
 
 PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 
@@ -31,6 +39,7 @@ LAYERS = [
     "frozen_loading",
     "model_shape",
     "estimate",
+    "gloo_exit",
     "apply",
     "generation",
     "export",
@@ -43,17 +52,26 @@ LAYERS = [
 ]
 # Private modules of PyTorch that are imported outside of units.py: a tensor subclass needs both.
 PRIVATE_IMPORTS = {"packed_weight": {"torch.distributed.tensor._utils", "torch.utils._pytree"}}
-# Private names of others that are used outside of units.py, where those of FSDP2 stand. tests/test_units.py and
-# tests/test_accelerate.py fail when one that matters moves; the rest is public in all but name.
-FOREIGN_PRIVATE = {
-    "collectives": {"_base"},
-    "fsdp_comm": {"_local_tensor"},
-    "format": {"_fields"},
-    "integrations.accelerate": {"_shared_state"},
-    "model_shape": {"_no_split_modules"},
-    "ops": {"_name"},
-    "packed_weight": {"_C", "_disabled_torch_function_impl", "_make_wrapper_subclass", "_schema", "_unsafe_view"},
+# Private names of others that are used outside of units.py, where those of FSDP2 stand: in which module, and who has them.
+FOREIGN_PRIVATE: dict[str, dict[str, object]] = {
+    "collectives": {"_base": torch.Tensor},  # the buffer behind a slice of it
+    "frozen_loading": {"_is_hf_initialized": transformers.modeling_utils},  # so that a packed weight is not drawn anew
+    "fsdp_comm": {"_local_tensor": DTensor},  # `to_local` without autograd
+    "generation": {"_has_unfinished_sequences": GenerationMixin},  # which ranks must agree on another token
+    "integrations.accelerate": {"_shared_state": AcceleratorState},  # a plugin for a state that exists
+    "integrations.frozen_base": {"_prepare_fsdp2": Accelerator},  # sees a model and its optimizers together
+    "model_shape": {"_no_split_modules": PreTrainedModel},  # what Accelerate wraps, before there is anything to wrap
+    "ops": {"_name": ctypes.CDLL},  # the path of a loaded library
+    "packed_weight": {  # a tensor subclass has no public way to any of these
+        "_C": torch,
+        "_disabled_torch_function_impl": torch._C,
+        "_make_wrapper_subclass": torch.Tensor,
+        "_schema": torch.ops.aten.add.Tensor,
+        "_unsafe_view": torch.ops.aten,
+    },
 }
+# Marks that are set on our classes for others to read: in which module of theirs.
+READ_BY_OTHERS = {"_is_hf_initialized": transformers.modeling_utils, "_is_param": torch.nn.parameter}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -123,14 +141,16 @@ def test_only_units_imports_private_names(name):
 
 
 def names_of_our_own() -> set[str]:
-    """Functions, classes, variables and attributes that the package itself defines."""
+    """Functions, classes, variables and attributes of ``self`` that the package itself defines."""
     names = set()
     for tree in MODULES.values():
         for node in ast.walk(tree):
             if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
                 names.add(node.name)
-            elif isinstance(node, (ast.Attribute, ast.Name)) and isinstance(node.ctx, ast.Store):
-                names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names |= {node.attr} if getattr(node.value, "id", None) in ("self", "cls") else set()
     return names
 
 
@@ -148,4 +168,29 @@ def private_attributes(tree: ast.Module) -> set[str]:
 def test_private_names_of_others_are_known(name):
     foreign = private_attributes(MODULES[name]) - names_of_our_own()
     torch_foreach = {attribute for attribute in foreign if attribute.startswith("_foreach_")}  # stable, if undocumented
-    assert foreign - torch_foreach == FOREIGN_PRIVATE.get(name, set())
+    assert foreign - torch_foreach == FOREIGN_PRIVATE.get(name, {}).keys()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"), [(module, name) for module in FOREIGN_PRIVATE for name in FOREIGN_PRIVATE[module]]
+)
+def test_private_names_of_others_are_there(module, name):
+    """A release that moves one fails here first, with a name to look for. Behaviour is tested where it is used."""
+    owner = FOREIGN_PRIVATE[module][name]
+    assert hasattr(owner, name) or name in READ_BY_OTHERS, f"{owner} has no {name} any more, which {module}.py uses"
+
+
+@pytest.mark.parametrize("name", READ_BY_OTHERS)
+def test_marks_are_read(name):
+    assert f'"{name}"' in inspect.getsource(READ_BY_OTHERS[name]), f"{READ_BY_OTHERS[name]} does not ask for {name}"
+
+
+def test_signatures_of_replaced_functions():
+    """Ours stand in for these, and are called with what theirs take."""
+    unfinished = inspect.signature(GenerationMixin._has_unfinished_sequences)
+    assert list(unfinished.parameters) == ["self", "this_peer_finished", "synced_gpus", "device"]
+    prepare = inspect.signature(Accelerator._prepare_fsdp2)
+    assert [parameter.kind.name for parameter in prepare.parameters.values()] == [
+        "POSITIONAL_OR_KEYWORD",
+        "VAR_POSITIONAL",
+    ]

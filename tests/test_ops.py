@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from hf_zeropp import ops
-from hf_zeropp.format import FLOAT_DTYPES, MAX_BLOCK, QMAX, SCALE_NAN, Segment, WireLayout
+from hf_zeropp.format import FLOAT_DTYPES, GAP, MAX_BLOCK, QMAX, SCALE_NAN, Segment, WireLayout
 
 COMPILED = [name for name in ops.kernel_info().available if name != "reference"]
 if os.environ.get("ZEROPP_KERNELS") == "reference":
@@ -90,6 +90,48 @@ def test_compiled_equals_reference(case, dtype, with_initial):
         actual = everything(*case[:4], unaligned(values), dtype, None if initial is None else unaligned(initial))
         for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert bits_equal(one, other), f"{name}, result {index}"
+
+
+@pytest.mark.parametrize("kernels", [*COMPILED, "reference"])
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases(), st.integers(1, 5))
+def test_chunks_do_to_their_elements_what_the_whole_does(kernels, case, count):
+    layout, _, rows, columns, values = case
+    ops.set_kernels(kernels)
+    pieces = layout.chunks(count)
+    wires = [ops.quantize(values, piece, slice_rows=rows) for piece in pieces]
+    whole = ops.quantize(values, layout, slice_rows=rows)
+    decoded, total = torch.empty_like(values), torch.ones(columns * layout.numel)
+    for wire, piece in zip(wires, pieces, strict=True):
+        ops.dequantize(wire, piece, dtype=values.dtype, slice_rows=columns, out=decoded)
+        ops.dequantize_sum(wire, piece, num_sources=rows, initial=total, out=total)
+    assert bits_equal(decoded, ops.dequantize(whole, layout, dtype=values.dtype, slice_rows=columns))
+    initial = torch.ones_like(total)
+    assert bits_equal(total, ops.dequantize_sum(whole, layout, num_sources=rows, initial=initial).flatten())
+
+
+@needs_compiled
+@pytest.mark.parametrize("bits", [8, 4])
+def test_every_quotient_of_bf16(bits):
+    """Every largest value of a block, and below it every value that does not plainly encode to zero."""
+    below = torch.arange(0x3C80, 0x4300, dtype=torch.int16).view(torch.bfloat16)  # 2^-6 to 2^7
+    first = {8: 0x4280, 4: 0x4000}[bits]
+    largest = torch.arange(first, first + 128, dtype=torch.int16).view(torch.bfloat16)  # every significand
+    rows = [torch.cat([below[below <= top], -below[below <= top]]) for top in largest]
+    block = max(map(len, rows))
+    values = torch.stack([torch.nn.functional.pad(row, (0, block - len(row))) for row in rows])
+    layout = WireLayout([Segment(values.numel(), bits)], block)
+    ops.set_kernels("reference")
+    expected = ops.quantize(values, layout)
+    for name in COMPILED:
+        ops.set_kernels(name)
+        assert torch.equal(ops.quantize(values, layout), expected), name
+
+
+def test_elements_in_gaps_are_never_made_up():
+    layout = WireLayout([Segment(64, 8), Segment(64, GAP)], 32)
+    with pytest.raises(ValueError, match="expected `out` for a layout with gaps"):
+        ops.dequantize(ops.quantize(torch.ones(128), layout), layout, dtype=torch.float32)
 
 
 @needs_compiled

@@ -15,8 +15,8 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
 
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -57,25 +57,33 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
             self.zeropp = ZeroPPConfig.resolve(self.zeropp)
         self._require_fsdp2()
         if self.auto_wrap_policy is None:
-            self.auto_wrap_policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
+            # Any of the names that Accelerate takes, in any case: it checks them.
+            self.auto_wrap_policy = cast(Any, os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"))
         super().__post_init__()
         watch_accelerator_state()
         watch_prepare()
+
+    @property
+    def zeropp_config(self) -> ZeroPPConfig | None:
+        """The settings; None with ``zeropp=False``."""
+        return self.zeropp if isinstance(self.zeropp, ZeroPPConfig) else None
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
         """Accelerate calls this just before it shards ``model``: pack and shard its frozen weights, and arm ZeRO++ for
         its first forward."""
         super().set_auto_wrap_policy(model)
-        if self.zeropp is False:
+        if self.zeropp_config is None:
             return
-        prepare_frozen(self, model, PartialState().device.type)
+        device = PartialState().device
+        assert device is not None  # it is set with the process group
+        prepare_frozen(self, self.zeropp_config, model, device.type)
         GradientState().plugin_kwargs["sync_each_batch"] = True
         on_first_use(model, lambda: self.handle_of(model))
         install_generate(model, lambda: self.handle_of(model))
 
     def apply(self, model: nn.Module) -> ZeroPPHandle:
-        """Apply ZeRO++ to a sharded model now and let its accumulation follow Accelerate's."""
-        handle = apply_zeropp(model, self.zeropp)
+        """Apply ZeRO++ to a sharded model, once, and let its accumulation follow Accelerate's."""
+        handle = apply_zeropp(model, self.zeropp_config)
         GradientState().plugin_kwargs["sync_each_batch"] = True
         handle.set_last_micro_step(lambda: GradientState().sync_gradients)
         return handle
@@ -83,7 +91,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     def handle_of(self, model: nn.Module) -> ZeroPPHandle | None:
         """The handle of a prepared model, None with ``zeropp=False``. Applies ZeRO++ where no forward did: call it on
         all ranks."""
-        return None if self.zeropp is False else get_handle(model) or self.apply(model)
+        return None if self.zeropp_config is None else get_handle(model) or self.apply(model)
 
     def _require_fsdp2(self) -> None:
         if self.fsdp_version not in (None, 2):
@@ -110,12 +118,14 @@ def let_stock_plugin_count_on_cpu() -> None:
 
 def watch_accelerator_state() -> None:
     """Wrap ``AcceleratorState.__init__`` once, the one place where Accelerate decides whether a plugin counts."""
-    original = AcceleratorState.__init__
+    original: Callable[..., None] = AcceleratorState.__init__
     if hasattr(original, "__wrapped__"):
         return
 
     @functools.wraps(original)
-    def initialize(self, *args, fsdp_plugin=None, **kwargs) -> None:
+    def initialize(
+        self: AcceleratorState, *args: Any, fsdp_plugin: FullyShardedDataParallelPlugin | None = None, **kwargs: Any
+    ) -> None:
         existed = bool(AcceleratorState._shared_state)
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if isinstance(fsdp_plugin, ZeroPPPlugin):
@@ -124,7 +134,7 @@ def watch_accelerator_state() -> None:
         elif _stock_counts_on_cpu and fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
             use_plugin(fsdp_plugin)
 
-    AcceleratorState.__init__ = initialize
+    AcceleratorState.__init__ = initialize  # type: ignore[method-assign]
 
 
 def _check_plugin_counts(state: AcceleratorState, plugin: ZeroPPPlugin, existed: bool) -> None:

@@ -15,14 +15,16 @@ from __future__ import annotations
 
 import functools
 import logging
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
+from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen import adapter_modules, convert_frozen, quantize_frozen, refuse_foreign_quantizer
 from hf_zeropp.frozen_format import FrozenFormat
 from hf_zeropp.frozen_units import broadcast_parameters, shard_frozen
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def prepare_frozen(plugin: ZeroPPPlugin, model: nn.Module, device_type: str) -> None:
+def prepare_frozen(plugin: ZeroPPPlugin, config: ZeroPPConfig, model: nn.Module, device_type: str) -> None:
     """Pack (``frozen_bits``) and shard the frozen weights of ``model``. Nothing happens the second time."""
     if isinstance(model, torch.distributed.fsdp.FSDPModule):  # it is sharded already: `prepare` for a second training
         return
@@ -42,18 +44,19 @@ def prepare_frozen(plugin: ZeroPPPlugin, model: nn.Module, device_type: str) -> 
     if not has_frozen or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     refuse_foreign_quantizer(model)
-    ranks_per_node = detect_ranks_per_node(plugin.zeropp.ranks_per_node, dist.get_world_size())
+    ranks_per_node = detect_ranks_per_node(config.ranks_per_node, dist.get_world_size())
     node_mesh = get_topology(ranks_per_node, device_type).mesh["node"]
     from_rank_0 = bool(plugin.cpu_ram_efficient_loading)
-    if plugin.zeropp.frozen_bits is not None:
-        _pack(model, plugin.zeropp.frozen_bits, is_source=not from_rank_0 or dist.get_rank() == 0)
-    policy = plugin.mixed_precision_policy
+    if config.frozen_bits is not None:
+        _pack(model, config.frozen_bits, is_source=not from_rank_0 or dist.get_rank() == 0)
+    policy = cast(MixedPrecisionPolicy | None, plugin.mixed_precision_policy)  # FSDP2's, by now, as is
+    offload = cast(OffloadPolicy | None, plugin.cpu_offload or None)
     shard_frozen(
         model,
         _blocks(plugin, model),
         node_mesh,
-        param_dtype=policy and policy.param_dtype,
-        offload_policy=plugin.cpu_offload or None,
+        param_dtype=None if policy is None else policy.param_dtype,
+        offload_policy=offload,
         from_rank_0=from_rank_0,
     )
     if from_rank_0:
@@ -85,14 +88,15 @@ def watch_prepare() -> None:
         return
 
     @functools.wraps(original)
-    def prepare(self: Accelerator, *objects):
-        if getattr(self.state.fsdp_plugin, "zeropp", False):
+    def prepare(self: Accelerator, *objects: Any) -> Any:
+        config = getattr(self.state.fsdp_plugin, "zeropp_config", None)
+        if config is not None:
             for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer)):
                 models = [obj for obj in objects if isinstance(obj, nn.Module)]
-                drop_frozen(optimizer, models, self.state.fsdp_plugin.zeropp.frozen_bits)
+                drop_frozen(optimizer, models, config.frozen_bits)
         return original(self, *objects)
 
-    Accelerator._prepare_fsdp2 = prepare
+    Accelerator._prepare_fsdp2 = prepare  # type: ignore[method-assign]
 
 
 def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], frozen_bits: int | None) -> None:

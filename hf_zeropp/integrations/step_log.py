@@ -6,6 +6,8 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
+from rich.console import Console
+
 from hf_zeropp.apply import ZeroPPHandle
 
 CROSS_NODE = "zeropp/cross_node_gb_per_step"
@@ -26,10 +28,14 @@ class Totals:
     collectives_s: float = 0.0
 
     def __sub__(self, earlier: Totals) -> Totals:
-        return Totals(*(ours - theirs for ours, theirs in zip(self.astuple(), earlier.astuple(), strict=True)))
-
-    def astuple(self) -> tuple[float, ...]:
-        return dataclasses.astuple(self)
+        return Totals(
+            steps=self.steps - earlier.steps,
+            cross_node_bytes=self.cross_node_bytes - earlier.cross_node_bytes,
+            intra_node_bytes=self.intra_node_bytes - earlier.intra_node_bytes,
+            zero3_bytes=self.zero3_bytes - earlier.zero3_bytes,
+            step_s=self.step_s - earlier.step_s,
+            collectives_s=self.collectives_s - earlier.collectives_s,
+        )
 
     def log_entries(self) -> dict[str, float]:
         """Bytes of a node, in GB. Evaluation and generation between the steps count as bytes, not as step time."""
@@ -61,6 +67,10 @@ class StepLog:
         self._step_began = (0.0, 0.0)
         self._start = self._logged = self.totals()
 
+    @property
+    def trained(self) -> ZeroPPHandle:
+        return self.handles[0]
+
     def step_begins(self) -> None:
         self._step_began = (time.perf_counter(), self._collectives_so_far())
 
@@ -80,8 +90,19 @@ class StepLog:
     def since_start(self) -> dict[str, float]:
         return (self.totals() - self._start).log_entries()
 
+    def print_summary(self, micro_steps: int) -> None:
+        """The trained model's traffic; predicted where one prediction holds for all of training.
+
+        Counts include evaluation and generation, the prediction does not.
+        """
+        config = self.trained.config
+        has_one_phase = config.qgz_until in (0.0, 1.0) or not config.quantizes_gradients
+        self.trained.traffic.print(self.trained.predict(micro_steps) if has_one_phase else None)
+        if TIME_SHARE in (entries := self.since_start()):
+            Console().print(f"{entries[TIME_SHARE]:.0%} of the step time in these collectives")
+
     def totals(self) -> Totals:
-        trained = self.handles[0].traffic
+        trained = self.trained.traffic
         return Totals(
             steps=trained.steps,
             cross_node_bytes=sum(handle.traffic.cross_node_bytes for handle in self.handles),

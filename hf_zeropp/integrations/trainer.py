@@ -22,19 +22,18 @@ from __future__ import annotations
 import json
 import logging
 import weakref
-from typing import Any
+from typing import Any, cast
 
 import torch.nn as nn
 import transformers.trainer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
-from rich.console import Console
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zeropp.apply import ZeroPPHandle
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, let_stock_plugin_count_on_cpu, use_plugin
-from hf_zeropp.integrations.step_log import TIME_SHARE, StepLog
+from hf_zeropp.integrations.step_log import StepLog
 from hf_zeropp.units import find_sharded_modules, on_first_use
 
 logger = logging.getLogger(__name__)
@@ -71,9 +70,9 @@ class ZeroPPCallback(TrainerCallback):
         let_stock_plugin_count_on_cpu()
 
     @property
-    def is_on(self) -> bool:
-        """False with ``zeropp: False``, and before the Trainer is built."""
-        return self._plugin is not None and self._plugin.zeropp is not False
+    def _active_plugin(self) -> ZeroPPPlugin | None:
+        """None with ``zeropp: False``, and before the Trainer is built."""
+        return None if self._plugin is None or self._plugin.zeropp_config is None else self._plugin
 
     def serves(self, args: TrainingArguments) -> bool:
         return self._args is args
@@ -88,25 +87,25 @@ class ZeroPPCallback(TrainerCallback):
         """
         if not self.serves(trainer.args):
             raise ValueError("attach: this callback was not passed to that trainer. Use Trainer(callbacks=[callback]).")
-        if not _is_sharded(trainer.model):
+        if not _is_sharded(_model_of(trainer)):
             _shard(trainer)
-        if self.is_on:
-            self._auxiliary = [self._plugin.apply(_frozen_in_eval(model)) for model in _auxiliary_models(trainer)]
+        if (plugin := self._active_plugin) is not None:
+            self._auxiliary = [plugin.apply(_frozen_in_eval(model)) for model in _auxiliary_models(trainer)]
         return self
 
     def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         _check_arguments(args, model)
         self._args = args
-        self._plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=_settings_of(args))
+        self._plugin = plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=_settings_of(args))
         if _is_sharded(model):
-            on_first_use(model, lambda: self._plugin.handle_of(model))
+            on_first_use(model, lambda: plugin.handle_of(model))
         if getattr(AcceleratorState(), "fsdp_plugin", None) is not None:
-            use_plugin(self._plugin)
+            use_plugin(plugin)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         """The model is sharded, and its weights may just have been loaded from a checkpoint."""
         if self._plugin is None:
@@ -114,49 +113,54 @@ class ZeroPPCallback(TrainerCallback):
                 "ZeroPPCallback must be there when the Trainer is built: pass it as Trainer(callbacks=[...]), not to "
                 "add_callback."
             )
-        if not self.is_on:
+        if (plugin := self._active_plugin) is None:
             return
-        self.handle = self._plugin.handle_of(model)
-        self.handle.discard_accumulated()
-        self.handle.traffic.reset()
+        self.handle = handle = plugin.apply(model)
+        handle.discard_accumulated()
+        handle.traffic.reset()
         self.invalidate()
         if state.is_world_process_zero:
-            self._warn_of_strangers(model)
-        self._log = StepLog([self.handle, *self._auxiliary])
+            _warn_of_strangers(model, [handle, *self._auxiliary])
+        self._log = StepLog([handle, *self._auxiliary])
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """Progress is a function of the step alone, so that a resumed run follows the same schedule."""
         if self._log is not None:
-            self.handle.set_progress(state.global_step / max(state.max_steps, 1))
+            self._log.trained.set_progress(state.global_step / max(state.max_steps, 1))
             self._log.step_begins()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if self._log is None:
             return
         self._log.step_ends()
-        if getattr(args, "sync_ref_model", False) and state.global_step % args.ref_model_sync_steps == 0:
+        syncs_every = getattr(args, "ref_model_sync_steps", 0) if getattr(args, "sync_ref_model", False) else 0
+        if syncs_every and state.global_step % syncs_every == 0:
             for handle in self._auxiliary:  # TRL mixes weights in through `.data`, before or after this callback
                 handle.invalidate()
 
     def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         """Loading a full state dict (best model, checkpoint) comes next, or training: both want shards."""
-        if self.is_on and _is_sharded(model):
-            self._plugin.handle_of(model).reshard()
+        if (plugin := self._active_plugin) is not None and _is_sharded(model):
+            plugin.apply(model).reshard()
 
     def on_predict(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         self.on_evaluate(args, state, control, model)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         """The best model may just have been loaded."""
         if self._log is None:
             return
         self.invalidate()
-        if state.is_world_process_zero and self.handle.is_active:
-            self.print_summary(args.gradient_accumulation_steps)
+        if state.is_world_process_zero and self._log.trained.is_active:
+            self._log.print_summary(args.gradient_accumulation_steps)
         self._log = None
 
     def invalidate(self) -> None:
@@ -167,44 +171,24 @@ class ZeroPPCallback(TrainerCallback):
 
     def log_entries(self) -> dict[str, float]:
         """What happened since the last call, per step."""
-        return {} if self._log is None or not self.handle.is_active else self._log.since_last_log()
-
-    def print_summary(self, micro_steps: int) -> None:
-        """The trained model's traffic; predicted where one prediction holds for all of training.
-
-        Counts include evaluation and generation, the prediction does not.
-        """
-        has_one_phase = self.handle.config.qgz_until in (0, 1) or not self.handle.config.quantizes_gradients
-        self.handle.traffic.print(self.handle.predict(micro_steps) if has_one_phase else None)
-        if TIME_SHARE in (entries := self._log.since_start()):
-            Console().print(f"{entries[TIME_SHARE]:.0%} of the step time in these collectives")
-
-    def _warn_of_strangers(self, model: nn.Module) -> None:
-        known = {id(module) for unit in self.handle.units for module in unit.modules}
-        known |= {id(module) for handle in self._auxiliary for unit in handle.units for module in unit.modules}
-        known |= {id(module) for module in model.modules()}
-        strangers = {type(module).__name__ for module in find_sharded_modules() if id(module) not in known}
-        if strangers:
-            logger.warning(
-                "Sharded models besides the trained one (%s) run FSDP2's own collectives. If they belong to this "
-                "Trainer (a reference model), call ZeroPPCallback.attach(trainer) before train().",
-                ", ".join(sorted(strangers)),
-            )
+        return {} if self._log is None or not self._log.trained.is_active else self._log.since_last_log()
 
 
 class _DefaultCallback(TrainerCallback):
     """Part of every Trainer built after this module was imported, ahead of trackers and of the user's callbacks."""
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if _wants_zeropp(args) and not _callbacks:
             raise ValueError(_NO_CALLBACK)
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs) -> None:
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
         if _wants_zeropp(args) and not any(callback.serves(args) for callback in _callbacks):
             raise ValueError(_NO_CALLBACK)
 
     def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         if not {"loss", "train_loss"} & logs.keys():  # an evaluation's: leave the steps for the next training log
             return
@@ -215,7 +199,7 @@ class _DefaultCallback(TrainerCallback):
                 state.log_history[-1].update(entries)
 
 
-transformers.trainer.DEFAULT_CALLBACKS.append(_DefaultCallback)
+cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_DefaultCallback)
 
 _NO_CALLBACK = (
     'fsdp_config["zeropp"] is set but no ZeroPPCallback was passed to this Trainer, so it would train on stock FSDP2. '
@@ -250,6 +234,23 @@ def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
         )
 
 
+def _warn_of_strangers(model: nn.Module, handles: list[ZeroPPHandle]) -> None:
+    known = {id(module) for handle in handles for unit in handle.units for module in unit.modules}
+    known |= {id(module) for module in model.modules()}
+    strangers = {type(module).__name__ for module in find_sharded_modules() if id(module) not in known}
+    if strangers:
+        logger.warning(
+            "Sharded models besides the trained one (%s) run FSDP2's own collectives. If they belong to this "
+            "Trainer (a reference model), call ZeroPPCallback.attach(trainer) before train().",
+            ", ".join(sorted(strangers)),
+        )
+
+
+def _model_of(trainer: Trainer) -> nn.Module:
+    assert trainer.model is not None
+    return trainer.model
+
+
 def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
@@ -264,7 +265,7 @@ def _shard(trainer: Trainer) -> None:
 def _auxiliary_models(trainer: Trainer) -> list[nn.Module]:
     """Sharded models among a trainer's attributes and in its lists, without the trained one."""
     values = [item for value in vars(trainer).values() for item in (value if isinstance(value, list) else [value])]
-    trained = set(trainer.model.modules())
+    trained = set(_model_of(trainer).modules())
     models = [value for value in values if isinstance(value, nn.Module) and value not in trained]
     return [model for model in dict.fromkeys(models) if _is_sharded(model) and trained.isdisjoint(model.modules())]
 

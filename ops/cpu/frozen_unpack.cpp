@@ -2,6 +2,8 @@
 #include "../abi.h"
 #include "frozen.h"
 
+#include <type_traits>
+
 namespace {
 namespace zeropp {
 
@@ -12,6 +14,14 @@ void unpack_row(const uint8_t* codes, const BFloat16* scales, const FrozenRows& 
   alignas(64) int8_t unpacked[kMaxBlock];
   for (int64_t b = 0; b < shape.num_blocks(); ++b) {
     const int64_t n = shape.block_size(b);
+#if defined(__AVX512BW__)
+    if constexpr (std::is_same_v<Out, BFloat16>) {
+      if (shape.bits == 4) {
+        decode_nibbles(codes + b * shape.block / 2, n, scales[b], out + b * shape.block);
+        continue;
+      }
+    }
+#endif
     decode_block<Set>(load_codes(codes, shape, b, unpacked), n, scales[b], values);
     convert(values, n, out + b * shape.block);
   }

@@ -55,8 +55,8 @@ void encode_block(const In* __restrict in, int64_t n, BFloat16 stored_scale, int
     memset(codes, 0, n);
     return;
   }
-  const float scale = to_float(stored_scale);
-  for (int64_t i = 0; i < n; ++i) codes[i] = encode(to_float(in[i]), scale);
+  const float scale = divisor_for(*in, to_float(stored_scale));
+  for (int64_t i = 0; i < n; ++i) codes[i] = encode(in[i], scale);
 }
 
 // What decoded elements do to what is there: replace it, or add to it. The only NaN ever decoded is the canonical one.
@@ -75,20 +75,61 @@ void decode_block(const int8_t* __restrict codes, int64_t n, BFloat16 stored_sca
 }
 
 #if defined(__AVX512BW__)
-// An INT4 block has few values: round each to bf16 once, then look them up, 32 at a time. A lookup takes the low five
-// bits of a code, hence the table of 0..7, -8..-1, and the same again, made in registers: through memory it stalls.
-inline void look_up_block(const int8_t* codes, int64_t n, BFloat16 stored_scale, BFloat16* out) {
+// [Note: nibbles in registers] INT4 and bf16, 32 elements at a time, without a buffer of codes in between: in lanes of 32
+// bits lie the two elements of a byte of codes, the first one below.
+
+// bf16 is the upper half of fp32. Two codes per lane, in its low byte. See [Note: quotients of bf16] in format.h.
+inline __m128i encode_pairs(__m512i pairs, __m512 reciprocal) {
+  const auto code = [&](__m512i bits) {
+    const __m512 snapped = _mm512_fmadd_ps(_mm512_castsi512_ps(bits), reciprocal, _mm512_set1_ps(kSnap));
+    return _mm512_castps_si512(_mm512_add_ps(snapped, _mm512_set1_ps(kRoundToInteger - kSnap)));
+  };
+  const __m512i low = code(_mm512_slli_epi32(pairs, 16));
+  const __m512i high = _mm512_slli_epi32(code(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF0000))), 4);
+  return _mm512_cvtepi32_epi8(_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x0F), low, high, 0xCA));  // mask ? low : high
+}
+
+// An INT4 block has few values: round each to bf16 once, then look them up. The table of 0..7, -8..-1 is there twice, since
+// a lookup takes five bits of an index. It is made in registers: through memory it stalls.
+inline __m512i lookup_table(BFloat16 stored_scale) {
   const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
   const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(integers, _mm512_set1_ps(to_float(stored_scale))));
   const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
-  const __m512i table = _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+  return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
+}
+
+inline __m512i look_up_pairs(const uint8_t* codes, __m512i table) {
+  const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+  return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), table);
+}
+
+// A block that starts at a byte, straight from values to packed codes and back.
+inline void encode_nibbles(const BFloat16* __restrict in, int64_t n, BFloat16 stored_scale, uint8_t* __restrict out) {
+  const float reciprocal = 1.0f / to_float(stored_scale);
+  if (!has_codes(stored_scale)) {
+    memset(out, 0, (n + 1) / 2);
+    return;
+  }
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    const __m256i indices = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes + i));
-    _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(_mm512_cvtepi8_epi16(indices), table));
+    const __m128i codes = encode_pairs(_mm512_loadu_si512(in + i), _mm512_set1_ps(reciprocal));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i / 2), codes);
   }
-  for (; i < n; ++i) Set::apply(out[i], decode(codes[i], to_float(stored_scale)));
+  for (; i < n; i += 2) {
+    const int8_t second = i + 1 < n ? encode(in[i + 1], reciprocal) : 0;
+    out[i / 2] = static_cast<uint8_t>((encode(in[i], reciprocal) & 0x0F) | second << 4);
+  }
+}
+
+inline void decode_nibbles(const uint8_t* __restrict in, int64_t n, BFloat16 stored_scale, BFloat16* __restrict out) {
+  const __m512i table = lookup_table(stored_scale);
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) _mm512_storeu_si512(out + i, look_up_pairs(in + i / 2, table));
+  for (; i < n; ++i) {
+    const int nibble = in[i / 2] >> i % 2 * 4 & 0x0F;
+    Set::apply(out[i], decode(static_cast<int8_t>((nibble ^ 8) - 8), to_float(stored_scale)));
+  }
 }
 #endif
 

@@ -52,7 +52,10 @@ class Worker {
   void decode(const uint8_t* wire, const Tile& tile, const Layout& layout, Out* out) {
     const Part& part = *tile.part;
     if (part.bits == 0) return update<Update>(load_raw(wire + part.codes, tile, layout.raw_dtype), tile.numel, out);
-    const int8_t* codes = load_codes(wire + part.codes, tile, part.bits);
+    const bool in_registers = has_nibble_loops<Out>(part, layout.block);
+    const uint8_t* packed = wire + part.codes + tile.first * part.bits / 8;
+    prefetch(packed + tile.numel * part.bits / 8, tile.numel * part.bits / 8);
+    const int8_t* codes = in_registers ? nullptr : load_codes(packed, tile.numel, part.bits);
     const uint8_t* scales = wire + part.scales + tile.first / layout.block * sizeof(BFloat16);
     int64_t size = layout.block - tile.first % layout.block;
     for (int64_t at = 0; at < tile.numel; at += size, size = layout.block, scales += sizeof(BFloat16)) {
@@ -61,8 +64,8 @@ class Worker {
       const int64_t n = min(size, tile.numel - at);
 #if defined(__AVX512BW__)
       if constexpr (sizeof *out == sizeof(BFloat16)) {
-        if (part.bits == 4) {
-          look_up_block(codes + at, n, scale, out + at);
+        if (in_registers) {
+          decode_nibbles(packed + at / 2, n, scale, out + at);
           continue;
         }
       }
@@ -103,11 +106,11 @@ class Worker {
   void encode_quantized(const In* values, const Tile& tile, int64_t block, uint8_t* wire) {
     const Part& part = *tile.part;
     const int64_t num_blocks = encode_scales(values, tile.numel, block, qmax_of(part.bits));
-    encode_codes(values, tile.numel, block);
     const int64_t nbytes = ceil_div(tile.numel * part.bits, 8);
     uint8_t* scales = wire + part.scales + tile.first / block * 2;
     uint8_t* codes = wire + part.codes + tile.first * part.bits / 8;
-    if (part.bits == 4) pack_nibbles(codes_, tile.numel, packed_);
+    encode_codes(values, tile.numel, block, has_nibble_loops<In>(part, block));
+    if (part.bits == 4 && !has_nibble_loops<In>(part, block)) pack_nibbles(codes_, tile.numel, packed_);
     write(scales, scales_, 2 * num_blocks);
     write(codes, part.bits == 4 ? static_cast<const void*>(packed_) : codes_, nbytes);
     if (!tile.is_last()) return;
@@ -124,21 +127,37 @@ class Worker {
     return count;
   }
 
-  // The codes of every block, into codes_, while the next tile is on its way from memory.
+  // The codes of every block, into codes_ (or packed_), while the next tile is on its way from memory.
   template <class In>
-  void encode_codes(const In* values, int64_t n, int64_t block) {
+  void encode_codes(const In* values, int64_t n, int64_t block, [[maybe_unused]] bool in_registers) {
     for (int64_t i = 0, b = 0; i < n; i += block, ++b) {
       const int64_t size = min(block, n - i);
       prefetch(values + n + i, size * sizeof *values);
+#if defined(__AVX512BW__)
+      if constexpr (sizeof *values == sizeof(BFloat16)) {
+        if (in_registers) {
+          encode_nibbles(values + i, size, scales_[b], packed_ + i / 2);
+          continue;
+        }
+      }
+#endif
       encode_block(values + i, size, scales_[b], codes_ + i);
     }
   }
 
-  const int8_t* load_codes(const uint8_t* from, const Tile& tile, int64_t bits) {
-    const uint8_t* codes = from + tile.first * bits / 8;
-    prefetch(codes + tile.numel * bits / 8, tile.numel * bits / 8);
-    if (bits == 8) return reinterpret_cast<const int8_t*>(codes);
-    unpack_nibbles(codes, tile.numel, codes_);
+  // See [Note: nibbles in registers]. Blocks of an odd size do not all start at a byte.
+  template <class T>
+  static bool has_nibble_loops([[maybe_unused]] const Part& part, [[maybe_unused]] int64_t block) {
+#if defined(__AVX512BW__)
+    return sizeof(T) == sizeof(BFloat16) && part.bits == 4 && block % 2 == 0;
+#else
+    return false;
+#endif
+  }
+
+  const int8_t* load_codes(const uint8_t* from, int64_t n, int64_t bits) {
+    if (bits == 8) return reinterpret_cast<const int8_t*>(from);
+    unpack_nibbles(from, n, codes_);
     return codes_;
   }
 

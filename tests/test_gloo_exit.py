@@ -1,0 +1,40 @@
+"""A process that ran ZeRO++ gives other threads the interpreter before it ends, as gloo's need it."""
+
+import subprocess
+import sys
+
+SCRIPT = """
+import threading, time
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from hf_zeropp import apply_zeropp
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = torch.nn.Linear(4, 4)
+fully_shard(model)
+if {applies}:
+    apply_zeropp(model, {{"ranks_per_node": 1}})
+
+def drop_last_work():  # as late as a thread may be that was preempted
+    time.sleep(0.02)
+    print("dropped", flush=True)
+
+threading.Thread(target=drop_last_work, daemon=True).start()
+"""
+
+
+def printed(*, applies: bool) -> str:
+    script = SCRIPT.format(applies=applies)
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+
+
+def test_threads_finish_behind_the_scripts_last_line() -> None:
+    assert printed(applies=True) == "dropped\n"
+
+
+def test_without_zeropp_they_do_not() -> None:
+    """Else the test above proves nothing."""
+    assert printed(applies=False) == ""
