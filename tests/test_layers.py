@@ -23,6 +23,7 @@ LAYERS = [
     "config",
     "format",
     "reference",
+    "native",
     "ops",
     "topology",
     "node_memory",

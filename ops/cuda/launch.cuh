@@ -28,11 +28,12 @@ inline int log2_floor(int64_t value) {
 }
 
 // About 1024 elements to a tile, exactly so many where blocks are a power of two; an even number of odd blocks, so that
-// tiles of INT4 codes begin at a byte.
+// tiles of INT4 codes begin at a byte. A part adds at most one block to those that its elements fill.
 inline Tiling tiling_of(const Layout& layout) {
   const int log2_blocks = log2_floor(max(kTileNumel / layout.block, 1 + layout.block % 2));
-  const int64_t tile_numel = layout.block << log2_blocks;
-  return {static_cast<int>(layout.block), log2_blocks, static_cast<int>(layout.numel / tile_numel + layout.num_parts)};
+  const int64_t num_blocks = layout.numel / layout.block + layout.num_parts;
+  const int64_t num_tiles = layout.num_parts ? (num_blocks >> log2_blocks) + layout.num_parts : 0;
+  return {static_cast<int>(layout.block), log2_blocks, static_cast<int>(num_tiles)};
 }
 
 inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kCudaError + error; }
@@ -50,6 +51,7 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, 
 template <class... Parameters, class... Arguments>
 int launch_tiles(void (*kernel)(Parameters...), const Tiling& tiling, int64_t num_slices, void* stream,
                  Arguments... arguments) {
+  if (tiling.num_tiles == 0) return kOk;  // all gaps
   const dim3 grid(static_cast<unsigned>(ceil_div(tiling.num_tiles, kWarps)),
                   static_cast<unsigned>(min(num_slices, kMaxGridRows)));
   return launch(kernel, grid, kThreads, stream, tiling, num_slices, arguments...);

@@ -6,7 +6,7 @@
 //     first_tile(p) = floor(first_block(p) / 2^s) + p
 //
 // leaves part p as many numbers as it has tiles, or one more, whatever the sizes: no second table, and no kernel that would
-// compute it. A warp whose number is no tile's has nothing to do; there are at most as many as parts.
+// compute it. A warp whose number is no tile's has nothing to do; there are no more such than two for each part.
 #pragma once
 
 #include "rows.cuh"
