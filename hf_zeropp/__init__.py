@@ -4,7 +4,7 @@
     accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin())      # settings from ZEROPP_CONFIG_FILE, or pass them
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The idea in one page: collectives.py. How it meets FSDP2: fsdp_comm.py.
+The idea in one page: collectives.py. How it meets FSDP2: gather_comm.py, reduce_comm.py.
 """
 
 import importlib

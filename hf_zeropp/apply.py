@@ -16,12 +16,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zeropp.collectives import Hop, TwoHopGather, TwoHopReduce, WireBuffers
+from hf_zeropp.comm_object import CommObject, CountedAllGather
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen import dense_numel
-from hf_zeropp.fsdp_comm import CommObject, CountedAllGather, ReduceClock, ZeroPPAllGather, ZeroPPReduceScatter
+from hf_zeropp.gather_comm import ZeroPPAllGather
 from hf_zeropp.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
+from hf_zeropp.reduce_comm import ReduceClock, ZeroPPReduceScatter
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
 from hf_zeropp.traffic import (
     ENGINE_GATHER,

@@ -279,7 +279,7 @@ class _Reduce:
 def _layout(
     params: Iterable[ParamShape], bits: int | None, block: int, raw_dtype: torch.dtype, setup: Setup
 ) -> WireLayout:
-    """A unit's shard on the wire: matrices in `bits`, 1-D parameters unquantized (as fsdp_comm.wire_layout)."""
+    """A unit's shard on the wire: matrices in `bits`, 1-D parameters unquantized (as comm_object.wire_layout)."""
     shapes = ((param.padded_shard_numel(setup.world_size), len(param.shape)) for param in params)
     return WireLayout([Segment(numel, bits if ndim > 1 else None) for numel, ndim in shapes], block, raw_dtype)
 

@@ -14,7 +14,7 @@ Reductions (`ReducePipeline`). A unit's reduction is cut into three stages, one 
 
 FSDP2 must be given an output at once: it gets zeros, and the result is added to ``.grad`` at the end of the backward
 pass, before anybody may look at it. The same flush serves gradient accumulation: see
-[Note: gradient accumulation] in fsdp_comm.py.
+[Note: gradient accumulation] in reduce_comm.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from typing import TYPE_CHECKING
 from hf_zeropp.collectives import Flight, ReduceLayouts
 
 if TYPE_CHECKING:
-    from hf_zeropp.fsdp_comm import ZeroPPAllGather, ZeroPPReduceScatter
+    from hf_zeropp.gather_comm import ZeroPPAllGather
+    from hf_zeropp.reduce_comm import ZeroPPReduceScatter
 
 MAX_CROSSING = 3
 """Reductions whose hop 2 may be under way: bounds the wire buffers a slow network can pile up."""

@@ -1,7 +1,7 @@
 """What FSDP2 users do besides a plain step, under ZeRO++: each must give the exact mean's gradients within the bound.
 
 Two nodes of two ranks and the default settings (INT8 weights, INT8 and INT4 gradients) unless a scenario says so.
-Every scenario runs twice: blocking and overlapping communication take different ways through fsdp_comm.py.
+Every scenario runs twice: blocking and overlapping communication take different ways through the comm objects.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def reduction_in(policy: str) -> Reduction:
 
 @contextlib.contextmanager
 def warnings_of_comms():
-    """The messages fsdp_comm.py logs inside."""
+    """The messages comm objects log inside."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("hf_zeropp.fsdp_comm")
+    logger = logging.getLogger("hf_zeropp.comm_object")
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)

@@ -16,6 +16,8 @@ from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 
+from hf_zeropp.format import Part
+
 PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 
 # Each module imports only modules that stand above it. A new module belongs in here, at its place.
@@ -32,7 +34,9 @@ LAYERS = [
     "units",
     "collectives",
     "overlap",
-    "fsdp_comm",
+    "comm_object",
+    "gather_comm",
+    "reduce_comm",
     "frozen_format",
     "packed_weight",
     "frozen",
@@ -56,8 +60,8 @@ PRIVATE_IMPORTS = {"packed_weight": {"torch.distributed.tensor._utils", "torch.u
 # Private names of others that are used outside of units.py, where those of FSDP2 stand: in which module, and who has them.
 FOREIGN_PRIVATE: dict[str, dict[str, object]] = {
     "collectives": {"_base": torch.Tensor},  # the buffer behind a slice of it
-    "frozen_loading": {"_is_hf_initialized": transformers.modeling_utils},  # so that a packed weight is not drawn anew
-    "fsdp_comm": {"_local_tensor": DTensor},  # `to_local` without autograd
+    "format": {"_fields": Part},  # public, whatever its name: of every named tuple
+    "reduce_comm": {"_local_tensor": DTensor},  # `to_local` without autograd
     "generation": {"_has_unfinished_sequences": GenerationMixin},  # which ranks must agree on another token
     "integrations.accelerate": {"_shared_state": AcceleratorState},  # a plugin for a state that exists
     "integrations.frozen_base": {"_prepare_fsdp2": Accelerator},  # sees a model and its optimizers together

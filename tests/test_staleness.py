@@ -20,7 +20,7 @@ from harness import Scenarios
 from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.fsdp_comm import ZeroPPAllGather
+from hf_zeropp.gather_comm import ZeroPPAllGather
 from hf_zeropp.units import Unit, WeightStamp
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}

@@ -31,7 +31,7 @@ from toy import (
 )
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp
-from hf_zeropp.fsdp_comm import _scale_of
+from hf_zeropp.reduce_comm import _scale_of
 from hf_zeropp.units import DefaultReduceScatter
 
 SETTINGS = {

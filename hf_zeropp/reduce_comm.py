@@ -1,14 +1,4 @@
-"""FSDP2 comm objects: one all-gather and one reduce-scatter per unit, over the two-hop collectives.
-
-[Note: when a secondary shard is stale]
-A secondary shard is a copy of the weights. It serves until they change, which we learn from three signals:
-1. the stamp (identity and version counters of the unit's sharded parameters) differs from the one taken at hop 1;
-2. an optimizer stepped (a global post-hook): optimizers may write through data pointers, which moves no counter;
-3. somebody said so: ``load_state_dict`` hooks, or ``handle.invalidate()`` after writes through ``.data``.
-The signals are local, and they decide which collectives run. Ranks agree on them because a program changes weights on
-all ranks or on none, as every operation on a DTensor must; a change made on one rank alone would hang.
-A forward between ``backward()`` and ``optimizer.step()`` refills the copy with weights that are about to change:
-signal 2 covers it.
+"""qgZ for FSDP2: one reduce-scatter object per unit, over the two-hop reduction.
 
 [Note: gradient accumulation]
 On every micro-step but the last only hop 1 runs; its sums go to a partial of 1/N of the unit in fp32 and FSDP2
@@ -19,9 +9,7 @@ micro-step's backward pass are flushed then.
 
 from __future__ import annotations
 
-import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -29,216 +17,13 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from hf_zeropp.collectives import Flight, ReduceLayouts, Secondary, TwoHopGather, TwoHopReduce
+from hf_zeropp.collectives import Flight, ReduceLayouts, TwoHopReduce
+from hf_zeropp.comm_object import CommObject, warn_once, wire_layout
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.format import FLOAT_DTYPES, Segment, WireLayout
-from hf_zeropp.overlap import GatherAhead, ReduceJob, ReducePipeline
-from hf_zeropp.traffic import ENGINE_GATHER, ENGINE_REDUCE, Bytes, Peers, Traffic
-from hf_zeropp.units import (
-    AllGather,
-    DefaultAllGather,
-    DefaultReduceScatter,
-    ParamShard,
-    ReduceScatter,
-    Unit,
-    WeightStamp,
-    current_backward,
-    queue_after_backward,
-)
-
-logger = logging.getLogger(__name__)
-
-
-def wire_layout(shards: Sequence[ParamShard], bits: int | None, block: int, raw_dtype: torch.dtype) -> WireLayout:
-    """Layout of a unit's flat shard: matrices in ``bits``, 1-D parameters (norms, biases) unquantized."""
-    segments = [Segment(shard.padded_numel, bits if shard.ndim > 1 else None) for shard in shards]
-    return WireLayout(segments, block, raw_dtype)
-
-
-class CommObject(ABC):
-    """What comm objects have in common besides the call itself: memory, for FSDP2, and a prediction of their bytes."""
-
-    unit: Unit
-
-    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    @abstractmethod
-    def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Bytes of one training step of ``micro_steps`` forward and backward passes, per collective."""
-
-
-class CountedAllGather(CommObject, AllGather):
-    """FSDP2's own gather of a unit, with its bytes counted under ``name``."""
-
-    def __init__(self, unit: Unit, traffic: Traffic, name: str = ENGINE_GATHER) -> None:
-        self.unit = unit
-        self.name = name
-        self._traffic = traffic
-        self._engine = DefaultAllGather()
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        self._traffic.record(self.name, self._peers().bytes_in_ring(input_tensor.nbytes))
-        with self._traffic.timer.measure(input_tensor.device):
-            return self._engine(output_tensor, input_tensor, group, async_op)
-
-    def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Bytes of one training step of ``micro_steps`` forward and backward passes."""
-        if self.unit.shard_group.size() == 1:
-            return {}
-        return {
-            self.name: self._peers().bytes_in_ring(self.unit.shard_bytes()).times(gathers_of(self.unit, micro_steps))
-        }
-
-    def _peers(self) -> Peers:
-        return Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
-
-
-def gathers_of(unit: Unit, micro_steps: int) -> int:
-    """How often FSDP2 gathers a unit in ``micro_steps`` forward and backward passes."""
-    return micro_steps * (2 if unit.reshards_after_forward else 1)
-
-
-class ZeroPPAllGather(CommObject, AllGather):
-    """qwZ and hpZ: gathers a unit's weights in wire form and keeps the secondary shard between weight changes.
-
-    Args:
-        unit: the unit it serves.
-        gather: the two hops; shared by all units.
-        ahead: starts hop 1 of other units early, shared by all; None where streams do that.
-        keep_secondary: hpZ on.
-    """
-
-    def __init__(
-        self,
-        unit: Unit,
-        gather: TwoHopGather,
-        config: ZeroPPConfig,
-        traffic: Traffic,
-        *,
-        ahead: GatherAhead | None,
-        keep_secondary: bool,
-    ) -> None:
-        self.unit = unit
-        self._gather = gather
-        self._bits = config.qwz_bits
-        self._block = config.weight_block
-        self._traffic = traffic
-        self._ahead = ahead
-        self._keep_secondary = keep_secondary
-        self._engine = CountedAllGather(unit, traffic)
-        self._layouts: dict[torch.dtype, WireLayout] = {}
-        self._secondary: Secondary | None = None
-        self._stamp: WeightStamp | None = None
-        self._flight: Flight | None = None  # hop 1 under way
-        self._hop1_done: torch.Event | None = None
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
-        if input_tensor.dtype not in FLOAT_DTYPES:
-            return self._gather_unquantized(output_tensor, input_tensor, group, async_op)
-        layout = self.layout(input_tensor.dtype)
-        if self._keep_secondary:
-            self._gather.decode(self._fresh_secondary(input_tensor, layout), layout, output_tensor)
-        else:
-            self._stamp = self.unit.stamp()
-            self._gather(output_tensor, input_tensor, layout)
-        return None
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether what was gathered last is still the unit's weights. See [Note: when a secondary shard is stale]."""
-        return self._stamp is not None and self._stamp.matches(self.unit.params)
-
-    def expire(self) -> None:
-        """Gather across nodes again at the next use. The buffer is kept and overwritten."""
-        self._stamp = None
-
-    def start_ahead(self) -> None:
-        """Start hop 1 now, if it is due and its input can be had without FSDP2."""
-        dtype = self.unit.param_dtype
-        if self._keep_secondary and not self.is_fresh and dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
-            self._start(self.unit.flat_shard(dtype), self.layout(dtype))
-
-    @property
-    def stays_in_group(self) -> bool:
-        """Whether a gather of a fresh unit stays among the ranks that share a secondary copy."""
-        return self._keep_secondary and self.unit.param_dtype in FLOAT_DTYPES
-
-    def secondary_bytes(self) -> int:
-        """Bytes this rank holds between gathers for hpZ."""
-        return 0 if self._secondary is None else self._secondary.own.numel()
-
-    def layout(self, dtype: torch.dtype) -> WireLayout:
-        if dtype not in self._layouts:
-            self._layouts[dtype] = wire_layout(self.unit.param_shards(), self._bits, self._block, dtype)
-        return self._layouts[dtype]
-
-    def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Bytes of one training step of ``micro_steps`` forward and backward passes."""
-        if self.unit.param_dtype not in FLOAT_DTYPES:
-            return self._engine.predict(micro_steps)
-        gathers = gathers_of(self.unit, micro_steps)
-        num_bytes = self.layout(self.unit.param_dtype).nbytes
-        cross, node = self._gather.cross, self._gather.node
-        counts = {}
-        if not self._keep_secondary:
-            counts[cross.name] = cross.peers.bytes_of(num_bytes).times(gathers)
-        elif self.unit.trainable:  # frozen weights crossed before this step
-            counts[cross.name] = cross.peers.bytes_of(num_bytes)
-        if node.size > 1:
-            counts[node.name] = node.peers.bytes_of(num_bytes * cross.size).times(gathers)
-        return counts
-
-    def _fresh_secondary(self, shard: torch.Tensor, layout: WireLayout) -> Secondary:
-        """The secondary shard, gathered across nodes if it is stale, and this stream ordered behind its arrival."""
-        if not self.is_fresh:
-            self._start(shard, layout)
-            if self._ahead is not None:
-                self._ahead.start_from(self)
-        if self._flight is not None:
-            self._land()
-            self._hop1_done = _record_event(shard.device)
-        elif self._hop1_done is not None:
-            torch.accelerator.current_stream().wait_event(self._hop1_done)
-        assert self._secondary is not None
-        return self._secondary
-
-    def _start(self, shard: torch.Tensor, layout: WireLayout) -> None:
-        if self._flight is not None:  # started ahead, and the weights changed since
-            self._land()
-        if self._secondary is None or self._secondary.own.numel() != self._gather.cross.size * layout.nbytes:
-            self._secondary = self._gather.new_secondary(layout, shard.device)
-        self._stamp = self.unit.stamp()
-        self._flight = self._gather.start(shard, layout, self._secondary)
-
-    def _land(self) -> None:
-        assert self._flight is not None and self._secondary is not None
-        self._gather.land(self._flight, self._secondary)
-        self._flight = None
-
-    def _gather_unquantized(
-        self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-    ) -> dist.Work | None:
-        _warn_once(
-            self,
-            "The unit %s mixes dtypes (or holds one that is no float of 16 or 32 bits): its weights are gathered by "
-            "FSDP2, unquantized and across nodes. Give its parameters one dtype, or set mixed_precision.",
-            self.unit.name,
-        )
-        return self._engine(output, shard, group, async_op)
+from hf_zeropp.overlap import ReduceJob, ReducePipeline
+from hf_zeropp.traffic import ENGINE_REDUCE, Bytes, Peers, Traffic
+from hf_zeropp.units import DefaultReduceScatter, ReduceScatter, Unit, current_backward, queue_after_backward
 
 
 class ZeroPPReduceScatter(CommObject, ReduceScatter):
@@ -373,7 +158,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
         Exact, both hops at once, so nothing is left to accumulate; what other micro-steps accumulated is flushed.
         """
-        _warn_once(
+        warn_once(
             self,
             "Only %d of the %d gradient elements of unit %s arrived (parameters without gradient): they are reduced "
             "unquantized, at every micro-step. If that is meant, freeze those parameters or shard them apart.",
@@ -388,7 +173,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def _reduce_unquantized(
         self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
     ) -> dist.Work | None:
-        _warn_once(
+        warn_once(
             self,
             "Unit %s reduces gradients in %s, for which there is no wire form: FSDP2 reduces them, across nodes at "
             "every micro-step. Use float32, bfloat16 or float16.",
@@ -459,21 +244,3 @@ def _scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
     raise ValueError(
         f"Gradients can be reduced by SUM, AVG or a pre-multiplied sum, got {kind} on rank {dist.get_rank()}."
     )
-
-
-def _record_event(device: torch.device) -> torch.Event | None:
-    if device.type == "cpu":
-        return None
-    event = torch.Event(device)
-    event.record()
-    return event
-
-
-_warned: set[tuple[type, str, str]] = set()
-
-
-def _warn_once(comm: CommObject, message: str, *args: object) -> None:
-    key = (type(comm), message, comm.unit.name)
-    if key not in _warned:
-        _warned.add(key)
-        logger.warning(message, *args)
