@@ -25,6 +25,7 @@ LAYERS = [
     "config",
     "format",
     "reference",
+    "native",
     "ops",
     "topology",
     "node_memory",
