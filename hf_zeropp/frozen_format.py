@@ -109,7 +109,7 @@ def _pack_op(weight: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     if not weight.numel():
         return codes, scales
     if (kernels := ops.compiled_kernels(weight.device.type)) is None:
-        return reference_pack(weight, FrozenFormat(bits, block))
+        return _pack_in_pieces(weight, FrozenFormat(bits, block))
     columns = weight.shape[-1]
     rows = weight.numel() // columns
     dtype = FLOAT_DTYPES.index(weight.dtype)
@@ -171,6 +171,18 @@ def _padded_blocks(x: Tensor, block: int) -> Tensor:
 
 
 # ----------------------------------------------------------------------------------------------------------- reference
+
+
+PIECE = 2**18
+"""Weights that PyTorch packs at once, rounded down to rows: its temporaries take about a hundred bytes for each."""
+
+
+def _pack_in_pieces(weight: Tensor, format: FrozenFormat) -> tuple[Tensor, Tensor]:
+    """`reference_pack`, without temporaries many times as large as the weight."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    pieces = [reference_pack(piece, format) for piece in rows.split(max(1, PIECE // rows.shape[1]))]
+    codes, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return codes.view(*weight.shape[:-1], codes.shape[-1]), scales.view(*weight.shape[:-1], scales.shape[-1])
 
 
 def reference_pack(weight: Tensor, format: FrozenFormat) -> tuple[Tensor, Tensor]:

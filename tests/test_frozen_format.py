@@ -55,6 +55,15 @@ def test_kernels_equal_the_reference_bit_for_bit(kernels, bits, block):
                 assert torch.equal(product.nan_to_num(7), expected.nan_to_num(7)), case
 
 
+@pytest.mark.parametrize("piece", (1, 5 * 33))
+def test_pieces_change_no_bit(monkeypatch, piece):
+    """PyTorch packs a large weight a few rows at a time."""
+    format, value = FrozenFormat(4, 32), weight((2, 7, 33), torch.bfloat16)
+    expected = frozen_format.reference_pack(value, format)
+    monkeypatch.setattr(frozen_format, "PIECE", piece)
+    assert all(map(torch.equal, frozen_format._pack_in_pieces(value, format), expected))
+
+
 def test_nan_blocks_decode_to_nan_and_tiny_ones_to_zero(kernels):
     for bits in (4, 8):
         format = FrozenFormat(bits)
