@@ -157,7 +157,8 @@ def environment_table() -> Table:
     kernels = ops.kernel_info()
     table.add_row("CPU kernels", f"{kernels.cpu} (available: {', '.join(kernels.available)})")
     table.add_row("CPU library", kernels.library or f"none: {kernels.reason}")
-    table.add_row("CUDA library", kernels.cuda_library or "none: GPU tensors use the PyTorch reference")
+    table.add_row("CUDA kernels", "cuda" if kernels.cuda_reason is None else f"reference: {kernels.cuda_reason}")
+    table.add_row("CUDA library", kernels.cuda_library or "none")
     table.add_row("accelerator", _accelerator())
     try:
         config = ZeroPPConfig.from_env()

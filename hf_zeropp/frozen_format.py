@@ -23,9 +23,7 @@ scripts/results/quantizers.md.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
-import functools
 from collections.abc import Callable
 
 import torch
@@ -100,50 +98,23 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, format: Froze
 
 def has_fast_matmul(x: Tensor) -> bool:
     """Whether `matmul` takes x [M, columns] and runs compiled."""
-    return x.shape[0] <= MAX_INPUTS and x.device.type == "cpu" and _kernels() is not None
+    return x.shape[0] <= MAX_INPUTS and ops.compiled_kernels(x.device.type) is not None
 
 
 # ------------------------------------------------------------------------------------------------------------- kernels
-
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURES = {
-    "frozen_pack": (_POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER),
-    "frozen_unpack": (_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT),
-    "frozen_matmul": (_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER),
-}
-
-
-def _kernels() -> dict[str, Callable[..., int]] | None:
-    """The compiled functions of the instruction set that `ops.set_kernels` chose, None for the reference."""
-    return _load(ops._kernels["cpu"].name)
-
-
-@functools.cache
-def _load(instruction_set: str) -> dict[str, Callable[..., int]] | None:
-    library, _ = ops._cpu_library()
-    if library is None or instruction_set == "reference":
-        return None
-    functions = {name: getattr(library, f"zeropp_{name}_{instruction_set}") for name in _SIGNATURES}
-    for name, function in functions.items():
-        function.argtypes, function.errcheck = _SIGNATURES[name], ops._check_status
-    return functions
-
-
-def _compiled(tensor: Tensor, name: str) -> Callable[..., int] | None:
-    kernels = _kernels() if tensor.device.type == "cpu" else None
-    return None if kernels is None else kernels[name]
 
 
 def _pack_op(weight: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     codes, scales = _pack_fake(weight, bits, block)
     if not weight.numel():
         return codes, scales
-    if (kernel := _compiled(weight, "frozen_pack")) is None:
+    if (kernels := ops.compiled_kernels(weight.device.type)) is None:
         return reference_pack(weight, FrozenFormat(bits, block))
     columns = weight.shape[-1]
     rows = weight.numel() // columns
     dtype = FLOAT_DTYPES.index(weight.dtype)
-    kernel(weight.data_ptr(), dtype, rows, columns, block, bits, codes.data_ptr(), scales.data_ptr())
+    outputs = codes.data_ptr(), scales.data_ptr()
+    kernels.call("frozen_pack", weight.device, weight.data_ptr(), dtype, rows, columns, block, bits, *outputs)
     return codes, scales
 
 
@@ -166,12 +137,13 @@ def _unpack_fake(codes: Tensor, scales: Tensor, columns: int, bits: int, block: 
 def _unpack_out_op(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
     if not out.numel():
         return
-    if (kernel := _compiled(codes, "frozen_unpack")) is None:
+    if (kernels := ops.compiled_kernels(codes.device.type)) is None:
         out.copy_(reference_unpack(codes, scales, out.shape[-1], FrozenFormat(bits, block), out.dtype))
         return
     columns = out.shape[-1]
     codes, scales, dtype = codes.contiguous(), scales.contiguous(), FLOAT_DTYPES.index(out.dtype)
-    kernel(codes.data_ptr(), scales.data_ptr(), out.numel() // columns, columns, block, bits, out.data_ptr(), dtype)
+    shape = out.numel() // columns, columns, block, bits
+    kernels.call("frozen_unpack", codes.device, codes.data_ptr(), scales.data_ptr(), *shape, out.data_ptr(), dtype)
 
 
 def _matmul_op(x: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
@@ -179,12 +151,11 @@ def _matmul_op(x: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int) 
     out = torch.empty(x.shape[0], codes.shape[0], dtype=torch.float32, device=x.device)
     if not out.numel():
         return out.to(x.dtype)
-    if (kernel := _compiled(x, "frozen_matmul")) is None:
+    if (kernels := ops.compiled_kernels(x.device.type)) is None:
         return reference_matmul(x, codes, scales, FrozenFormat(bits, block))
-    rows, columns = codes.shape[0], x.shape[1]
-    kernel(
-        padded.data_ptr(), x.shape[0], codes.data_ptr(), scales.data_ptr(), rows, columns, block, bits, out.data_ptr()
-    )
+    shape = codes.shape[0], x.shape[1], block, bits
+    inputs = padded.data_ptr(), x.shape[0], codes.data_ptr(), scales.data_ptr()
+    kernels.call("frozen_matmul", x.device, *inputs, *shape, out.data_ptr())
     return out.to(x.dtype)
 
 

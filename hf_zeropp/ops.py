@@ -14,19 +14,16 @@ needs, and neither fake tensors nor `torch.compile` ever see a lookup table.
 from __future__ import annotations
 
 import ctypes
-import functools
 import math
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_zeropp import reference
+from hf_zeropp import native, reference
 from hf_zeropp.format import FLOAT_DTYPES, WireLayout
 
 # ----------------------------------------------------------------------------------------------------- public functions
@@ -220,24 +217,7 @@ def _assign(out: Tensor, result: Tensor, layout: WireLayout) -> None:
         out.view(-1, layout.numel)[:, here] = result.view(-1, layout.numel)[:, here]
 
 
-class _Layout(ctypes.Structure):
-    """`zeropp::Layout` of ops/format.h."""
-
-    _fields_ = [
-        ("parts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_parts", "numel", "nbytes", "block", "raw_dtype")),
-    ]
-
-
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURES = {  # the last argument is a CUDA stream
-    "quantize": (_POINTER, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
-    "dequantize": (_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER),
-    "dequantize_sum": (_POINTER, _POINTER, _INT, _INT, _POINTER, ctypes.c_float, _POINTER, _INT, _POINTER),
-    "dequantize_sum_quantize": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, _POINTER),
-}
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_DTYPES)}
-_STATUS = {1: "the thread pool failed"}
 
 
 class CompiledKernels:
@@ -245,33 +225,35 @@ class CompiledKernels:
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.name = name
-        self._layouts: dict[tuple[str, torch.device], _Layout] = {}
-        self._functions = {}
-        for kernel, argtypes in _SIGNATURES.items():
-            function = getattr(library, f"zeropp_{kernel}_{name}")
-            function.argtypes, function.errcheck = argtypes, _check_status
-            self._functions[kernel] = function
+        self._layouts: dict[tuple[str, torch.device], native.Layout] = {}
+        self._functions = native.functions(library, name)
+
+    def call(self, kernel: str, device: torch.device, *arguments: Any) -> None:
+        """Run `kernel` on tensors of `device`: addresses and numbers as its C function takes them."""
+        self._functions[kernel](*arguments, None)
 
     def quantize(self, input: Tensor, layout: WireLayout, slice_rows: int, out: Tensor) -> None:
-        self._functions["quantize"](
+        self.call(
+            "quantize",
+            input.device,
             input.data_ptr(),
             _DTYPE_CODES[input.dtype],
             self._layout(layout, input.device),
             input.numel() // layout.numel,
             slice_rows,
             out.data_ptr(),
-            None,
         )
 
     def dequantize(self, wire: Tensor, layout: WireLayout, dtype: torch.dtype, slice_rows: int, out: Tensor) -> None:
-        self._functions["dequantize"](
+        self.call(
+            "dequantize",
+            wire.device,
             wire.data_ptr(),
             self._layout(layout, wire.device),
             wire.numel() // layout.nbytes,
             slice_rows,
             out.data_ptr(),
             _DTYPE_CODES[dtype],
-            None,
         )
 
     def dequantize_sum(
@@ -284,7 +266,9 @@ class CompiledKernels:
         dtype: torch.dtype,
         out: Tensor,
     ) -> None:
-        self._functions["dequantize_sum"](
+        self.call(
+            "dequantize_sum",
+            wire.device,
             wire.data_ptr(),
             self._layout(layout, wire.device),
             num_sources,
@@ -293,7 +277,6 @@ class CompiledKernels:
             scale,
             out.data_ptr(),
             _DTYPE_CODES[dtype],
-            None,
         )
 
     def dequantize_sum_quantize(
@@ -305,7 +288,9 @@ class CompiledKernels:
         initial: Tensor | None,
         out: Tensor,
     ) -> None:
-        self._functions["dequantize_sum_quantize"](
+        self.call(
+            "dequantize_sum_quantize",
+            wire.device,
             wire.data_ptr(),
             self._layout(layout, wire.device),
             num_sources,
@@ -313,14 +298,13 @@ class CompiledKernels:
             None if initial is None else initial.data_ptr(),
             self._layout(out_layout, wire.device),
             out.data_ptr(),
-            None,
         )
 
     def _layout(self, layout: WireLayout, device: torch.device) -> int:
-        """The address of `layout`'s C form, which is kept for the life of the process."""
+        """The address of `layout`'s C form, which is kept for the life of the process, its table on `device`."""
         key = (layout.spec, device)
         if key not in self._layouts:
-            self._layouts[key] = _Layout(
+            self._layouts[key] = native.Layout(
                 parts=layout.table(device).data_ptr(),
                 num_parts=len(layout.parts),
                 numel=layout.numel,
@@ -331,9 +315,15 @@ class CompiledKernels:
         return ctypes.addressof(self._layouts[key])
 
 
-def _check_status(status: int, function: Any, arguments: Any) -> None:
-    if status:
-        raise RuntimeError(f"{function.__name__}: {_STATUS.get(status, f'status {status}')}")
+class CudaKernels(CompiledKernels):
+    """Kernels on the device of their tensors, in the stream that PyTorch works in. The host waits for nothing."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        super().__init__(library, "cuda")
+
+    def call(self, kernel: str, device: torch.device, *arguments: Any) -> None:
+        with torch.cuda.device(device):
+            self._functions[kernel](*arguments, torch.cuda.current_stream(device).cuda_stream)
 
 
 # ---------------------------------------------------------------------------------------------------- choice of kernels
@@ -348,20 +338,28 @@ class KernelInfo(NamedTuple):
     available: tuple[str, ...]  # what set_kernels takes on this machine, the fastest first
     library: str | None  # path of the CPU library
     reason: str | None  # why there is no CPU library
-    cuda_library: str | None
+    cuda_library: str | None  # path of the CUDA library
+    cuda_reason: str | None  # why tensors on GPUs, if there are any, go by the PyTorch reference
 
 
 def kernel_info() -> KernelInfo:
-    library, reason = _cpu_library()
+    library, reason = native.cpu_library()
     path = None if library is None else library._name
-    return KernelInfo(_kernels["cpu"].name, _available(), path, reason, _library_path("cuda"))
+    return KernelInfo(
+        cpu=_kernels["cpu"].name,
+        available=_available(),
+        library=path,
+        reason=reason,
+        cuda_library=native.library_path("cuda"),
+        cuda_reason=native.cuda_library()[1],
+    )
 
 
 def set_kernels(name: str = "auto") -> None:
     """Choose the CPU kernels of this process, as `ZEROPP_KERNELS` does at import."""
     if name not in ("auto", *_INSTRUCTION_SETS, "reference"):
         raise ValueError(f"ZEROPP_KERNELS: expected auto, avx512, avx2, baseline or reference, got {name!r}")
-    library, reason = _cpu_library()
+    library, reason = native.cpu_library()
     available = _available()
     if name == "auto":
         name = available[0]
@@ -375,54 +373,39 @@ def set_kernels(name: str = "auto") -> None:
 
 
 def _available() -> tuple[str, ...]:
-    library, _ = _cpu_library()
+    library, _ = native.cpu_library()
     compiled = [name for name in _INSTRUCTION_SETS if library is not None and library.zeropp_supports(name.encode())]
     return (*compiled, "reference")
 
 
-@functools.cache
-def _cpu_library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The compiled library, its threads connected to PyTorch's pool; or None, and why not."""
-    path = _library_path("cpu")
-    if path is None:
-        return None, "the compiled library is missing: reinstall hf-zeropp with a C++ compiler at hand"
-    try:
-        library = ctypes.CDLL(path)
-    except OSError as error:
-        return None, f"{path} does not load: {error}"
-    library.zeropp_set_parallel_for(ctypes.c_void_p(_parallel_for_address()))
-    return library, None
-
-
-def _library_path(device_type: str) -> str | None:
-    # An editable install keeps built files apart from the sources; both lie on the package's path.
-    package_path = sys.modules[__package__].__path__
-    found = (path for root in package_path for path in Path(root, "_libs").glob(f"libzeropp_{device_type}.*"))
-    return next(map(str, found), None)
-
-
-def _parallel_for_address() -> int | None:
-    """Address of PyTorch's C function for threads (torch/csrc/stable/c/shim.h); None, that is serial, without it."""
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
-    try:
-        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu{suffix}")).torch_parallel_for
-    except (OSError, AttributeError):
-        return None
-    return ctypes.cast(function, ctypes.c_void_p).value
+def compiled_kernels(device_type: str) -> CompiledKernels | None:
+    """The compiled kernels chosen for tensors of this device type; None where PyTorch code runs."""
+    kernels = _kernels_of(device_type) if device_type in ("cpu", "cuda") else None
+    return kernels if isinstance(kernels, CompiledKernels) else None
 
 
 def _kernels_of(device_type: str) -> ReferenceKernels | CompiledKernels:
     if device_type not in _kernels:
-        warnings.warn(f"hf_zeropp: no compiled kernels for {device_type}: PyTorch code runs, slowly", stacklevel=4)
-        _kernels[device_type] = ReferenceKernels()
+        _kernels[device_type] = _first_kernels(device_type)
     return _kernels[device_type]
+
+
+def _first_kernels(device_type: str) -> ReferenceKernels | CudaKernels:
+    """For a device type other than the CPU, whose kernels are chosen at import. Warns once, since it is asked once."""
+    reason = "there are no kernels for it"
+    if device_type == "cuda":
+        library, reason = native.cuda_library()
+        if library is not None:
+            return CudaKernels(library)
+    warnings.warn(f"hf_zeropp: PyTorch code runs on {device_type}, slowly: {reason}", stacklevel=5)
+    return ReferenceKernels()
 
 
 def _choose_at_import(environment: Mapping[str, str]) -> None:
     name = environment.get("ZEROPP_KERNELS", "auto")
     set_kernels(name)
     if _kernels["cpu"].name == "reference" != name:
-        warnings.warn(f"hf_zeropp: {_cpu_library()[1]}. PyTorch code runs instead, slowly.", stacklevel=2)
+        warnings.warn(f"hf_zeropp: {native.cpu_library()[1]}. PyTorch code runs instead, slowly.", stacklevel=2)
 
 
 _kernels: dict[str, ReferenceKernels | CompiledKernels] = {}

@@ -22,7 +22,7 @@ from hf_zeropp.comm_object import CommObject, warn_once, wire_layout
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.format import FLOAT_DTYPES, Segment, WireLayout
 from hf_zeropp.overlap import ReduceJob, ReducePipeline
-from hf_zeropp.traffic import ENGINE_REDUCE, Bytes, Peers, Traffic
+from hf_zeropp.traffic import ENGINE_REDUCE, Bytes, Peers, Traffic, total
 from hf_zeropp.units import DefaultReduceScatter, ReduceScatter, Unit, current_backward, queue_after_backward
 
 
@@ -142,10 +142,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         node, cross = self.reduce.node, self.reduce.cross
         layouts = self.layouts(self.unit.reduce_dtype)
         chunks = self.reduce.chunks(layouts)
-        counts = {cross.name: cross.peers.bytes_of(sum(chunk.cross.nbytes for chunk in chunks))}
+        counts = {cross.name: total(cross.peers.bytes_of(chunk.cross.nbytes) for chunk in chunks)}
         if node.size > 1:
-            node_bytes = cross.size * sum(chunk.node.nbytes for chunk in chunks)
-            counts[node.name] = node.peers.bytes_of(node_bytes).times(micro_steps)
+            received = total(node.peers.bytes_of(cross.size * chunk.node.nbytes) for chunk in chunks)
+            counts[node.name] = received.times(micro_steps)
         return counts
 
     def _drop_abandoned_partial(self) -> None:

@@ -1,6 +1,7 @@
 """Time the operators of hf_zeropp/ops.py against what memory allows, eager PyTorch and torch.compile.
 
     python scripts/bench_ops.py --threads 1 --numel 16777216
+    python scripts/bench_ops.py --device cuda --output scripts/results/ops_cuda.md      (bench_cuda_ops.py)
 
 The yardstick is a copy: an operator that reads and writes b bytes is compared with moving b / 2 bytes from one buffer
 to another. Copy and operator alternate within one loop, so that neither finds its data in the cache and both meet the
@@ -14,6 +15,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -42,10 +44,15 @@ class Timing(NamedTuple):
 
 def main() -> None:
     arguments = parse_arguments()
+    if arguments.device == "cuda":
+        import bench_cuda_ops
+
+        bench_cuda_ops.run(arguments)
+        return
     torch.set_num_threads(arguments.threads)
     rows = []
     for bits in BLOCKS:
-        for case in cases(bits, arguments.numel, arguments.device):
+        for case in cases(bits, arguments.numel):
             rows.append(measure(case, arguments))
     report = {"conditions": conditions(arguments), "rows": rows}
     if arguments.json:
@@ -57,26 +64,27 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--numel", type=int, default=1 << 24, help="elements of one slice")
+    parser.add_argument("--numel", type=int, default=1 << 24, help="elements of one slice, on the CPU")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=25)
     parser.add_argument(
         "--baselines", action=argparse.BooleanOptionalAction, default=True, help="time PyTorch code too"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", type=Path, help="with --device cuda: a Markdown page, and a plot beside it")
     return parser.parse_args()
 
 
-def cases(bits: int, numel: int, device: str) -> list[Case]:
+def cases(bits: int, numel: int) -> list[Case]:
     layout = WireLayout([Segment(numel, bits)], BLOCKS[bits])
     return [
-        *(case for dtype in (torch.float32, torch.bfloat16) for case in codec_cases(layout, bits, dtype, device)),
-        *sum_cases(layout, bits, device),
+        *(case for dtype in (torch.float32, torch.bfloat16) for case in codec_cases(layout, bits, dtype)),
+        *sum_cases(layout, bits),
     ]
 
 
-def codec_cases(layout: WireLayout, bits: int, dtype: torch.dtype, device: str) -> list[Case]:
-    values = torch.randn(layout.numel, device=device).to(dtype)
+def codec_cases(layout: WireLayout, bits: int, dtype: torch.dtype) -> list[Case]:
+    values = torch.randn(layout.numel).to(dtype)
     wire, output = ops.quantize(values, layout), torch.empty_like(values)
     nbytes, label = values.nbytes + wire.nbytes, f"INT{bits} {str(dtype).removeprefix('torch.')}"
     torch.compiler.reset()  # or the recompile limit would turn later cases into eager ones
@@ -99,11 +107,11 @@ def codec_cases(layout: WireLayout, bits: int, dtype: torch.dtype, device: str) 
     ]
 
 
-def sum_cases(layout: WireLayout, bits: int, device: str) -> list[Case]:
+def sum_cases(layout: WireLayout, bits: int) -> list[Case]:
     """The reduction's steps: four ranks' wires, one of them summed into an fp32 accumulator, one sent on."""
-    wires = ops.quantize(torch.randn(NUM_SOURCES, layout.numel, device=device), layout)
-    total = torch.zeros(1, layout.numel, device=device)
-    wire = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+    wires = ops.quantize(torch.randn(NUM_SOURCES, layout.numel), layout)
+    total = torch.zeros(1, layout.numel)
+    wire = torch.empty(layout.nbytes, dtype=torch.uint8)
     n = NUM_SOURCES
     return [
         Case(
@@ -140,51 +148,42 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict:
         "of_copy": timing.copy_seconds / timing.seconds,
     }
     if arguments.baselines:
-        row["eager"] = median_seconds(case.reference, arguments, repeats=3) / timing.seconds
+        row["eager"] = median_seconds(case.reference, repeats=3) / timing.seconds
         if case.compiled:
-            row["compile"] = median_seconds(case.compiled, arguments, repeats=7) / timing.seconds
+            row["compile"] = median_seconds(case.compiled, repeats=7) / timing.seconds
     return row
 
 
 def copier(nbytes: int, arguments: argparse.Namespace) -> Callable[[], object]:
-    """One thread copies with C's memmove; more, or a GPU, with PyTorch's copy."""
-    source = torch.ones(nbytes, dtype=torch.uint8, device=arguments.device)
+    """One thread copies with C's memmove; more, with PyTorch's copy."""
+    source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
-    if arguments.device == "cpu" and arguments.threads == 1:
+    if arguments.threads == 1:
         # The default arguments keep both tensors alive.
         return lambda source=source, target=target: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
     return lambda: target.copy_(source)
 
 
 def interleaved(run: Callable, copy: Callable, arguments: argparse.Namespace) -> Timing:
-    pairs = [(seconds(copy, arguments), seconds(run, arguments)) for _ in range(arguments.repeats + 1)][1:]
+    pairs = [(seconds(copy), seconds(run)) for _ in range(arguments.repeats + 1)][1:]
     copies, runs = zip(*pairs, strict=True)
     return Timing(statistics.median(runs), statistics.median(copies))
 
 
-def median_seconds(run: Callable, arguments: argparse.Namespace, repeats: int) -> float:
-    return statistics.median([seconds(run, arguments) for _ in range(repeats + 1)][1:])
+def median_seconds(run: Callable, repeats: int) -> float:
+    return statistics.median([seconds(run) for _ in range(repeats + 1)][1:])
 
 
-def seconds(run: Callable, arguments: argparse.Namespace) -> float:
-    if arguments.device == "cuda":
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
+def seconds(run: Callable) -> float:
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def conditions(arguments: argparse.Namespace) -> dict:
-    info = ops.kernel_info()
-    kernels = info.cpu if arguments.device == "cpu" else info.cuda_library or "reference"
     return {
-        "processor": processor(arguments.device),
-        "kernels": kernels,
+        "processor": processor(),
+        "kernels": ops.kernel_info().cpu,
         "threads": arguments.threads,
         "numel": arguments.numel,
         "repeats": arguments.repeats,
@@ -193,9 +192,7 @@ def conditions(arguments: argparse.Namespace) -> dict:
     }
 
 
-def processor(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
+def processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             fields = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)

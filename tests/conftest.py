@@ -1,5 +1,17 @@
 import os
 import sys
 
+import pytest
+import torch
+
 # Test modules import `harness`, and the ranks it starts import the test modules by name.
 sys.path.insert(0, os.path.dirname(__file__))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none, and say so."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

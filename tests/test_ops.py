@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from hf_zeropp import ops
+from hf_zeropp import native, ops
 from hf_zeropp.format import FLOAT_DTYPES, GAP, MAX_BLOCK, QMAX, SCALE_NAN, Segment, WireLayout
 
 COMPILED = [name for name in ops.kernel_info().available if name != "reference"]
@@ -481,8 +481,8 @@ def test_environment_is_read_at_import():
 
 
 def test_without_library_the_reference_runs_with_one_warning(monkeypatch):
-    monkeypatch.setattr(ops, "_library_path", lambda device_type: None)
-    ops._cpu_library.cache_clear()
+    monkeypatch.setattr(native, "library_path", lambda device_type: None)
+    native.cpu_library.cache_clear()
     try:
         with pytest.raises(RuntimeError, match="ZEROPP_KERNELS=avx2.*compiler.*available here: reference"):
             ops.set_kernels("avx2")
@@ -491,4 +491,4 @@ def test_without_library_the_reference_runs_with_one_warning(monkeypatch):
         assert len(caught) == 1 and ops.kernel_info().cpu == "reference" and ops.kernel_info().library is None
     finally:
         monkeypatch.undo()
-        ops._cpu_library.cache_clear()
+        native.cpu_library.cache_clear()

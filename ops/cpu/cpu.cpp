@@ -1,5 +1,5 @@
 // What the CPU library shares between instruction sets: which of them this machine runs, and the thread pool.
-#include "abi.h"
+#include "../abi.h"
 #include "parallel.h"
 
 #include <cstring>

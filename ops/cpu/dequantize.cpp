@@ -1,5 +1,5 @@
 // Decode slices from the wire.
-#include "abi.h"
+#include "../abi.h"
 #include "tile.h"
 
 ZEROPP_KERNEL(dequantize)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_slices, int64_t slice_rows,

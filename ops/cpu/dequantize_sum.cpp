@@ -1,5 +1,5 @@
 // Decode what several ranks sent, and add it up: output = (initial + sum of sources) * scale.
-#include "abi.h"
+#include "../abi.h"
 #include "sum.h"
 
 ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_sources, int64_t num_sums,

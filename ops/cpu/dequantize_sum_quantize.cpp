@@ -1,5 +1,5 @@
 // Decode what several ranks sent, add it up, and encode the sum for the next hop.
-#include "abi.h"
+#include "../abi.h"
 #include "sum.h"
 
 ZEROPP_KERNEL(dequantize_sum_quantize)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_sources,

@@ -1,4 +1,4 @@
-// Rows of a frozen weight: codes [rows, code_bytes], scales [rows, num_blocks], blocks along the row, of an even size.
+// What the kernels over rows of a frozen weight share.
 #pragma once
 
 #include "../frozen_format.h"
@@ -7,19 +7,6 @@
 
 namespace {
 namespace zeropp {
-
-constexpr int64_t kMaxInputs = 4;  // of frozen_matmul; frozen_format.MAX_INPUTS
-
-struct FrozenRows {
-  int64_t rows;
-  int64_t columns;
-  int64_t block;
-  int64_t bits;
-
-  int64_t code_bytes() const { return ceil_div(columns * bits, 8); }
-  int64_t num_blocks() const { return ceil_div(columns, block); }
-  int64_t block_size(int64_t b) const { return columns - b * block < block ? columns - b * block : block; }
-};
 
 // Codes of a row's block b as int8, in `buffer` where they must be unpacked. Fetches a block ahead.
 inline const int8_t* load_codes(const uint8_t* row, const FrozenRows& shape, int64_t b, int8_t* buffer) {

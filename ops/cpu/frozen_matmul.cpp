@@ -1,5 +1,5 @@
 // A few rows of activations times a frozen weight: generation reads codes and never makes a dense weight.
-#include "abi.h"
+#include "../abi.h"
 #include "frozen.h"
 
 namespace {
@@ -31,7 +31,7 @@ inline float fold(float* lanes) {
 
 // x: fp32 [num_inputs <= 4, num_blocks, block], the columns and zeros behind them. output: fp32 [num_inputs, rows].
 ZEROPP_KERNEL(frozen_matmul)(const float* x, int64_t num_inputs, const uint8_t* codes, const zeropp::BFloat16* scales,
-                             int64_t rows, int64_t columns, int64_t block, int64_t bits, float* output) {
+                             int64_t rows, int64_t columns, int64_t block, int64_t bits, float* output, void*) {
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   const int64_t stride = shape.num_blocks() * block;

@@ -1,5 +1,5 @@
 // Encode the rows of a frozen weight.
-#include "abi.h"
+#include "../abi.h"
 #include "frozen.h"
 
 namespace {
@@ -11,10 +11,10 @@ inline BFloat16 search_scale(const float* values, int64_t n, float amax) {
   for (int64_t i = 0; i < n; ++i) fixed[i] = to_fixed(values[i], amax);
   double best = -1;
   int64_t best_xq = 0, best_qq = 1;
-  for (const float trial : kTrials) {
+  for (int t = 0; t < kNumTrials; ++t) {
     int32_t xq = 0, qq = 0;  // at most 4096 * 2^18: they fit
     for (int64_t i = 0; i < n; ++i) {
-      const int32_t code = trial_code(fixed[i], trial);
+      const int32_t code = trial_code(fixed[i], t);
       xq += fixed[i] * code;
       qq += code * code;
     }
@@ -57,7 +57,7 @@ void pack_row(const In* in, const FrozenRows& shape, uint8_t* codes, BFloat16* s
 }  // namespace
 
 ZEROPP_KERNEL(frozen_pack)(const void* input, int64_t dtype, int64_t rows, int64_t columns, int64_t block, int64_t bits,
-                           uint8_t* codes, zeropp::BFloat16* scales) {
+                           uint8_t* codes, zeropp::BFloat16* scales, void*) {
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   return for_each_row(shape, [&](int64_t row) {

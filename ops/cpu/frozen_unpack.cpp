@@ -1,5 +1,5 @@
 // Decode the rows of a frozen weight.
-#include "abi.h"
+#include "../abi.h"
 #include "frozen.h"
 
 #include <type_traits>
@@ -31,7 +31,7 @@ void unpack_row(const uint8_t* codes, const BFloat16* scales, const FrozenRows& 
 }  // namespace
 
 ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const zeropp::BFloat16* scales, int64_t rows, int64_t columns,
-                             int64_t block, int64_t bits, void* output, int64_t dtype) {
+                             int64_t block, int64_t bits, void* output, int64_t dtype, void*) {
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   return for_each_row(shape, [&](int64_t row) {

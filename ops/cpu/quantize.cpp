@@ -1,5 +1,5 @@
 // Encode slices for the wire.
-#include "abi.h"
+#include "../abi.h"
 #include "tile.h"
 
 ZEROPP_KERNEL(quantize)(const void* input, int64_t dtype, const zeropp::Layout* layout, int64_t num_slices,

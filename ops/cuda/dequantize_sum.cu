@@ -1,0 +1,48 @@
+// Decode what several ranks sent, and add it up: output = (initial + sum of sources) * scale.
+#include "launch.cuh"
+#include "sum.cuh"
+
+namespace {
+namespace zeropp {
+
+template <class Out>
+__global__ void __launch_bounds__(kThreads, 5)
+dequantize_sum_rows(Tiling tiling, int64_t num_sums, Sources sources, float scale, Out* output) {
+  __shared__ Staging staging[kWarps];
+  for_my_tile(sources.layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {
+    float values[kPerLane];
+    sources.sum_rows<kVector<Out>>(tile, index, staging[threadIdx.x / kLanes], values);
+#pragma unroll
+    for (int i = 0; i < kPerLane; ++i) values[i] *= scale;
+    const int64_t first = sources.layout.parts[tile.part].element + tile.first;
+    store_rows<kVector<Out>>(values, tile.numel, output + index * sources.layout.numel + first);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+dequantize_sum_elements(Tiling tiling, int64_t num_sums, Sources sources, float scale, void* output, int64_t dtype) {
+  for_my_tile(sources.layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {
+    const Part& part = sources.layout.parts[tile.part];
+    const int64_t first = index * sources.layout.numel + part.element;
+    for (int64_t i = tile.first + lane_index(); i < tile.first + tile.numel; i += kLanes) {
+      store_element(output, dtype, first + i, sources.sum_element(part, index, i) * scale);
+    }
+  });
+}
+
+}  // namespace zeropp
+}  // namespace
+
+ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_sources, int64_t num_sums,
+                              const float* initial, float scale, void* output, int64_t dtype, void* stream) {
+  using namespace zeropp;
+  const Tiling tiling = tiling_of(*layout);
+  const Sources sources{wire, *layout, initial, num_sources, num_sums, log2_floor(layout->block)};
+  if (!has_row_blocks(*layout, wire)) {
+    return launch_tiles(dequantize_sum_elements, tiling, num_sums, stream, sources, scale, output, dtype);
+  }
+  return with_dtype(dtype, [&](auto type) {
+    using Out = decltype(type);
+    return launch_tiles(dequantize_sum_rows<Out>, tiling, num_sums, stream, sources, scale, static_cast<Out*>(output));
+  });
+}

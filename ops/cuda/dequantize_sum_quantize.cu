@@ -1,0 +1,48 @@
+// Decode what several ranks sent, add it up, and encode the sum for the next hop: every wire is read once, and nothing
+// but the new wire is written.
+#include "launch.cuh"
+#include "sum.cuh"
+
+namespace {
+namespace zeropp {
+
+constexpr int kSumVector = 8;  // 8 or 4 bytes of codes: the fewest accesses to the staging
+
+__global__ void __launch_bounds__(kThreads, 5)
+dequantize_sum_quantize_rows(Tiling tiling, int64_t num_sums, Sources sources, Layout out_layout, uint8_t* out_wire) {
+  __shared__ Staging staging[kWarps];
+  const int log2_block = 31 - __clz(tiling.block);
+  for_my_tile(out_layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {
+    Staging& mine = staging[threadIdx.x / kLanes];
+    float values[kPerLane];
+    sources.sum_rows<kSumVector>(tile, index, mine, values);
+    const Part& part = out_layout.parts[tile.part];
+    uint8_t* slot = out_wire + index * out_layout.nbytes;
+    encode_tile<kSumVector>(values, {slot, part, tile, log2_block}, out_layout.raw_dtype, mine);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+dequantize_sum_quantize_elements(Tiling tiling, int64_t num_sums, Sources sources, Layout out_layout,
+                                 uint8_t* out_wire) {
+  for_my_tile(out_layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {
+    const Part& part = sources.layout.parts[tile.part];
+    const auto value_of = [&](int64_t element) { return sources.sum_element(part, index, element); };
+    uint8_t* slot = out_wire + index * out_layout.nbytes;
+    encode_elements(value_of, tile, out_layout.parts[tile.part], out_layout, slot);
+  });
+}
+
+}  // namespace zeropp
+}  // namespace
+
+ZEROPP_KERNEL(dequantize_sum_quantize)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_sources,
+                                       int64_t num_sums, const float* initial, const zeropp::Layout* out_layout,
+                                       uint8_t* out_wire, void* stream) {
+  using namespace zeropp;
+  const Tiling tiling = tiling_of(*out_layout);
+  const Sources sources{wire, *layout, initial, num_sources, num_sums, log2_floor(layout->block)};
+  const bool rows = has_row_blocks(*layout, wire) && has_row_blocks(*out_layout, out_wire);
+  const auto kernel = rows ? dequantize_sum_quantize_rows : dequantize_sum_quantize_elements;
+  return launch_tiles(kernel, tiling, num_sums, stream, sources, *out_layout, out_wire);
+}

@@ -1,0 +1,61 @@
+// From the C ABI to a grid.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "../abi.h"
+#include "wire.cuh"
+
+namespace {
+namespace zeropp {
+
+constexpr int64_t kMaxGridRows = 65535;
+
+// Blocks that the kernels on rows take: 32, 64 .. 1024 elements.
+inline bool is_row_block(int64_t block) {
+  return (block & (block - 1)) == 0 && block >= kLanes && block <= kTileNumel;
+}
+
+// Such blocks, in a wire where 16-byte accesses may go.
+inline bool has_row_blocks(const Layout& layout, const void* wire) {
+  return is_row_block(layout.block) && is_aligned(wire);
+}
+
+inline int log2_floor(int64_t value) {
+  int log2 = 0;
+  while (value >> (log2 + 1)) ++log2;
+  return log2;
+}
+
+// About 1024 elements to a tile, exactly so many where blocks are a power of two; an even number of odd blocks, so that
+// tiles of INT4 codes begin at a byte. A part adds at most one block to those that its elements fill.
+inline Tiling tiling_of(const Layout& layout) {
+  const int log2_blocks = log2_floor(max(kTileNumel / layout.block, 1 + layout.block % 2));
+  const int64_t num_blocks = layout.numel / layout.block + layout.num_parts;
+  const int64_t num_tiles = layout.num_parts ? (num_blocks >> log2_blocks) + layout.num_parts : 0;
+  return {static_cast<int>(layout.block), log2_blocks, static_cast<int>(num_tiles)};
+}
+
+inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kCudaError + error; }
+
+template <class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, Arguments... arguments) {
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.stream = static_cast<cudaStream_t>(stream);
+  return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+// A warp for each tile of a slice, along x; slices along y.
+template <class... Parameters, class... Arguments>
+int launch_tiles(void (*kernel)(Parameters...), const Tiling& tiling, int64_t num_slices, void* stream,
+                 Arguments... arguments) {
+  if (tiling.num_tiles == 0) return kOk;  // all gaps
+  const dim3 grid(static_cast<unsigned>(ceil_div(tiling.num_tiles, kWarps)),
+                  static_cast<unsigned>(min(num_slices, kMaxGridRows)));
+  return launch(kernel, grid, kThreads, stream, tiling, num_slices, arguments...);
+}
+
+}  // namespace zeropp
+}  // namespace

@@ -1,0 +1,52 @@
+// The instructions that C++ cannot say. tests/cuda_emulation has the same functions for a CPU and defines the guard, so
+// that the kernels compile there as they stand.
+#ifndef ZEROPP_PTX
+#define ZEROPP_PTX
+
+#include "../format.h"
+
+namespace {
+namespace zeropp {
+
+// Two floats, each rounded to nearest even, as bf16 or fp16: `low` in the low half. A NaN becomes 0x7FFF.
+__device__ __forceinline__ uint32_t round_pair(float low, float high, BFloat16) {
+  uint32_t pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ uint32_t round_pair(float low, float high, Float16) {
+  uint32_t pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& high, Float16) {
+  asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
+      : "=f"(low), "=f"(high)
+      : "r"(pair));
+}
+
+// sums[16, 8] += a[16, 16] b[16, 8]: bf16 factors, fp32 sums. With g = lane / 4 and t = lane % 4 a lane holds
+//   a     rows g, g + 8, g, g + 8 of columns 2t .. 2t + 1, and twice the same of columns 2t + 8 .. 2t + 9, as a[0..3]
+//   b     rows 2t .. 2t + 1 and 2t + 8 .. 2t + 9 of column g, as b[0..1]
+//   sums  columns 2t .. 2t + 1 of row g, then of row g + 8
+__device__ __forceinline__ void multiply_tile(const uint32_t (&a)[4], const uint32_t (&b)[2], float (&sums)[4]) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// a - b of both halves, bf16.
+__device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
+  uint32_t difference;
+  asm("{.reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 %0, %1, one, %2;}"
+      : "=r"(difference)
+      : "r"(a), "r"(b ^ 0x80008000));
+  return difference;
+}
+
+}  // namespace zeropp
+}  // namespace
+#endif

@@ -1,0 +1,117 @@
+// A tile's values in registers: what a warp loads, works on and stores.
+//
+// A tile has 1024 elements, 32 to a lane, in rows of 32 vectors of V elements: lane l holds elements (32 j + l) V ..
+// + V - 1 of each row j. Where V elements fill 16 bytes, a row is 512 contiguous bytes to a load or store, and all rows of
+// a tile are on their way before the first is used.
+#pragma once
+
+#include "ptx.cuh"
+
+namespace {
+namespace zeropp {
+
+constexpr int kLanes = 32;
+constexpr int kTileNumel = 1024;
+constexpr int kPerLane = kTileNumel / kLanes;
+constexpr uint32_t kAllLanes = 0xFFFFFFFF;
+
+template <class T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+__device__ __forceinline__ int lane_index() { return threadIdx.x % kLanes; }
+
+// The first element of this lane's vector in row j.
+template <int V>
+__device__ __forceinline__ int element_of(int j) {
+  return (j * kLanes + lane_index()) * V;
+}
+
+// N words of memory, moved in as few instructions as there can be.
+template <int N>
+struct alignas(N < 4 ? 4 * N : 16) Words {
+  uint32_t at[N];
+};
+
+ZEROPP_HD bool is_aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+// ---- Words and the floats in them.
+
+__device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& high, BFloat16) {
+  low = float_of(pair << 16);
+  high = float_of(pair & 0xFFFF0000);
+}
+
+__device__ __forceinline__ uint32_t canonical_nan(BFloat16) { return kBFloat16NaN; }
+__device__ __forceinline__ uint32_t canonical_nan(Float16) { return kFloat16NaN; }
+
+// Bit for bit what assign() of format.h makes of each.
+template <class T>
+__device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
+  uint32_t pair = round_pair(low, high, T{});
+  if (low != low) pair = (pair & 0xFFFF0000) | canonical_nan(T{});
+  if (high != high) pair = (pair & 0x0000FFFF) | canonical_nan(T{}) << 16;
+  return pair;
+}
+
+template <class T, int N>
+__device__ __forceinline__ void widen(const Words<N>& words, float* values) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (sizeof(T) == sizeof(float)) values[i] = float_of(words.at[i]);
+    else widen_pair(words.at[i], values[2 * i], values[2 * i + 1], T{});
+  }
+}
+
+template <class T, int N>
+__device__ __forceinline__ Words<N> narrow(const float* values) {
+  Words<N> words;
+#pragma unroll
+  for (int i = 0; i < N; ++i) {
+    if constexpr (sizeof(T) == sizeof(float)) words.at[i] = bits_of(values[i]);
+    else words.at[i] = narrow_pair<T>(values[2 * i], values[2 * i + 1]);
+  }
+  return words;
+}
+
+// ---- A tile, from and to memory. `numel` of its elements exist. Memory that is not 16-byte aligned, and the tile at the
+// end of a part, are moved element by element.
+
+template <int V, class T>
+__device__ __forceinline__ void load_rows(const T* from, int numel, float (&values)[kPerLane]) {
+  constexpr int kWords = V * sizeof(T) / 4, kRows = kPerLane / V;
+  if (numel == kTileNumel && is_aligned(from)) {
+    Words<kWords> rows[kRows];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) rows[j] = reinterpret_cast<const Words<kWords>*>(from)[j * kLanes + lane_index()];
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) widen<T>(rows[j], values + j * V);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int element = element_of<V>(i / V) + i % V;
+    values[i] = element < numel ? to_float(from[element]) : 0.0f;
+  }
+}
+
+template <int V, class T>
+__device__ __forceinline__ void store_rows(const float (&values)[kPerLane], int numel, T* to) {
+  constexpr int kWords = V * sizeof(T) / 4, kRows = kPerLane / V;
+  if (numel == kTileNumel && is_aligned(to)) {
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      reinterpret_cast<Words<kWords>*>(to)[j * kLanes + lane_index()] = narrow<T, kWords>(values + j * V);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) {
+    const int element = element_of<V>(i / V) + i % V;
+    if (element < numel) assign(to[element], values[i]);
+  }
+}
+
+}  // namespace zeropp
+}  // namespace

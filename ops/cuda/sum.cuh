@@ -1,0 +1,43 @@
+// The sum both fused kernels share.
+#pragma once
+
+#include "elements.cuh"
+
+namespace {
+namespace zeropp {
+
+// What several ranks sent, and where their sums start.
+struct Sources {
+  const uint8_t* wire;  // [num_sources, num_sums, nbytes]
+  Layout layout;
+  const float* initial;  // [num_sums, numel], or null: start from source 0
+  int64_t num_sources;
+  int64_t num_sums;
+  int log2_block;  // of layout.block, where it is a power of two
+
+  __device__ int64_t stride() const { return num_sums * layout.nbytes; }
+
+  // initial + source 0 + source 1 + ..., in that order, of a tile of sum `index`. Tiles are of whole blocks of this layout.
+  template <int V>
+  __device__ __forceinline__ void sum_rows(const Tile& tile, int64_t index, Staging& staging,
+                                           float (&values)[kPerLane]) const {
+    const Part& part = layout.parts[tile.part];
+    if (initial) load_rows<V>(initial + index * layout.numel + part.element + tile.first, tile.numel, values);
+    else clear(values);
+    const TileMemory<const uint8_t> from{wire + index * layout.nbytes, part, tile, log2_block};
+    add_sources<V>(from, num_sources, stride(), layout.raw_dtype, staging, values);
+  }
+
+  // The same, of one element of a part.
+  __device__ float sum_element(const Part& part, int64_t index, int64_t element) const {
+    float value = initial ? initial[index * layout.numel + part.element + element] : -0.0f;
+    const uint8_t* from = wire + index * layout.nbytes;
+    for (int64_t source = 0; source < num_sources; ++source, from += stride()) {
+      value += decode_element(from, part, layout, element);
+    }
+    return value;
+  }
+};
+
+}  // namespace zeropp
+}  // namespace

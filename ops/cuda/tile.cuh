@@ -1,0 +1,63 @@
+// Which elements a warp works on.
+//
+// [Note: tiles] A tile is a run of whole blocks of one part of one slice, for one warp. All parts of all slices are worked
+// on in one launch, so a warp has to find its tile from its number, in the table of parts. With tiles of 2^s blocks,
+//
+//     first_tile(p) = floor(first_block(p) / 2^s) + p
+//
+// leaves part p as many numbers as it has tiles, or one more, whatever the sizes: no second table, and no kernel that would
+// compute it. A warp whose number is no tile's has nothing to do; there are no more such than two for each part.
+#pragma once
+
+#include "rows.cuh"
+
+namespace {
+namespace zeropp {
+
+constexpr int kWarps = 4;  // in a thread block
+constexpr int kThreads = kWarps * kLanes;
+
+struct Tiling {
+  int block;
+  int log2_blocks;  // of the blocks in a tile
+  int num_tiles;    // numbers that may be a tile's, in one slice
+
+  ZEROPP_HD int tile_numel() const { return block << log2_blocks; }
+};
+
+struct Tile {
+  int part;       // index
+  int64_t first;  // first element, in the part
+  int numel;      // 0: no tile
+
+  __device__ bool is_last(const Part& of) const { return first + numel == of.numel; }
+};
+
+// All lanes of a warp look for the tile together: how many parts begin at or before its number?
+__device__ __forceinline__ Tile find_tile(const Layout& layout, const Tiling& tiling, int number) {
+  const auto first_tile = [&](int part) {
+    return static_cast<int>(layout.parts[part].first_block >> tiling.log2_blocks) + part;
+  };
+  int begun = 0;
+  for (int base = 0; base == begun && base < layout.num_parts; base += kLanes) {
+    const int part = base + lane_index();
+    begun += __popc(__ballot_sync(kAllLanes, part < layout.num_parts && first_tile(part) <= number));
+  }
+  const int part = begun - 1;
+  const int64_t first = static_cast<int64_t>(number - first_tile(part)) * tiling.tile_numel();
+  const int64_t left = max(layout.parts[part].numel - first, 0);
+  return {part, first, static_cast<int>(min(left, tiling.tile_numel()))};
+}
+
+// body(tile, slice) for this warp's tile, of every slice that its row of the grid takes.
+template <class Body>
+__device__ __forceinline__ void for_my_tile(const Layout& layout, const Tiling& tiling, int64_t num_slices, Body body) {
+  const int number = blockIdx.x * kWarps + threadIdx.x / kLanes;
+  if (number >= tiling.num_tiles) return;
+  const Tile tile = find_tile(layout, tiling, number);
+  if (tile.numel == 0) return;
+  for (int64_t slice = blockIdx.y; slice < num_slices; slice += gridDim.y) body(tile, slice);
+}
+
+}  // namespace zeropp
+}  // namespace

@@ -1,0 +1,71 @@
+// The functions of ops/cuda/ptx.cuh, in C++. Included before any kernel; the guard keeps the original out.
+#pragma once
+#define ZEROPP_PTX
+
+#include <cuda_runtime.h>
+
+#include "../../ops/format.h"
+
+namespace {
+namespace zeropp {
+
+template <class T>
+inline uint32_t round_bits(float value) {
+  if (value != value) return 0x7FFF;  // as the instruction does
+  T rounded;
+  assign(rounded, value);
+  return rounded.bits;
+}
+
+inline uint32_t round_pair(float low, float high, BFloat16) {
+  return round_bits<BFloat16>(low) | round_bits<BFloat16>(high) << 16;
+}
+
+inline uint32_t round_pair(float low, float high, Float16) {
+  return round_bits<Float16>(low) | round_bits<Float16>(high) << 16;
+}
+
+inline void widen_pair(uint32_t pair, float& low, float& high, Float16) {
+  low = to_float(Float16{static_cast<uint16_t>(pair)});
+  high = to_float(Float16{static_cast<uint16_t>(pair >> 16)});
+}
+
+inline float half_of(uint32_t pair, int index) { return float_of(index ? pair & 0xFFFF0000 : pair << 16); }
+
+// The hardware adds the products in an order of its own and, within an instruction, to more than 24 bits: a tolerance
+// covers both.
+inline void multiply_tile(const uint32_t (&a)[4], const uint32_t (&b)[2], float (&sums)[4]) {
+  float rows[16][16], columns[16][8];
+  const auto all = [](uint32_t mine, const char* place, uint32_t* copy) {
+    memcpy(copy, emulation::exchange(mine, place), emulation::kLanes * sizeof *copy);
+  };
+  for (int i = 0; i < 4; ++i) {
+    uint32_t pairs[emulation::kLanes];
+    all(a[i], EMULATION_PLACE, pairs);
+    for (int lane = 0; lane < emulation::kLanes; ++lane) {
+      for (int k = 0; k < 2; ++k) {
+        rows[lane / 4 + i % 2 * 8][lane % 4 * 2 + i / 2 * 8 + k] = half_of(pairs[lane], k);
+      }
+    }
+  }
+  for (int i = 0; i < 2; ++i) {
+    uint32_t pairs[emulation::kLanes];
+    all(b[i], EMULATION_PLACE, pairs);
+    for (int lane = 0; lane < emulation::kLanes; ++lane) {
+      for (int k = 0; k < 2; ++k) columns[lane % 4 * 2 + i * 8 + k][lane / 4] = half_of(pairs[lane], k);
+    }
+  }
+  const int group = EMULATION_LANE / 4, pair = EMULATION_LANE % 4 * 2;
+  for (int i = 0; i < 4; ++i) {
+    double sum = sums[i];
+    for (int k = 0; k < 16; ++k) sum += static_cast<double>(rows[group + i / 2 * 8][k]) * columns[k][pair + i % 2];
+    sums[i] = static_cast<float>(sum);
+  }
+}
+
+inline uint32_t subtract_pair(uint32_t a, uint32_t b) {
+  return round_pair(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1), BFloat16{});
+}
+
+}  // namespace zeropp
+}  // namespace

@@ -1,0 +1,187 @@
+"""The CUDA kernels on a GPU, against those of the CPU, bit for bit: `pytest -m gpu`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import cuda_cases
+import pytest
+import torch
+from cuda_cases import OTHER_BLOCKS, ROW_BLOCKS, Case, Guarded, placed, same_bits, same_wire
+
+from hf_zeropp import frozen_format, ops
+from hf_zeropp.format import FLOAT_DTYPES, Segment, WireLayout
+from hf_zeropp.frozen_format import FrozenFormat
+
+pytestmark = pytest.mark.gpu
+
+CASES = int(os.environ.get("ZEROPP_GPU_CASES", 12_000))
+GROUPS = 12
+SANITIZED = "test_sanitized_cases"
+
+
+def check_everything(case: Case) -> None:
+    """Each operator from the same inputs on both devices. Results lie between guards."""
+    wire = ops.quantize(case.values, case.layout, slice_rows=case.rows)
+    num_wire = wire.numel()
+    out = Guarded(num_wire, torch.uint8, case.offset, "cuda")
+    ops.quantize(placed(case.values.cuda(), case.offset), case.layout, slice_rows=case.rows, out=out.tensor)
+    assert same_wire(out.tensor.cpu(), wire, case.layout) and out.is_intact(), f"quantize: {case}"
+
+    on_gpu = placed(wire.cuda(), case.offset)
+    settings = {"dtype": case.dtype, "slice_rows": case.columns}
+    out = Guarded(case.values.numel(), case.dtype, case.offset, "cuda")
+    ops.dequantize(on_gpu, case.layout, **settings, out=out.tensor)
+    expected = ops.dequantize(wire, case.layout, **settings)
+    assert same_bits(out.tensor.cpu(), expected) and out.is_intact(), f"dequantize: {case}"
+
+    initial = None if case.initial is None else placed(case.initial.cuda(), case.offset)
+    settings = {"num_sources": case.rows, "scale": case.scale, "dtype": case.dtype}
+    out = Guarded(case.columns * case.layout.numel, case.dtype, case.offset, "cuda")
+    ops.dequantize_sum(on_gpu, case.layout, initial=initial, **settings, out=out.tensor)
+    expected = ops.dequantize_sum(wire, case.layout, initial=case.initial, **settings).flatten()
+    assert same_bits(out.tensor.cpu(), expected) and out.is_intact(), f"dequantize_sum: {case}"
+
+    layouts = (case.layout, case.out_layout)
+    out = Guarded(case.columns * case.out_layout.nbytes, torch.uint8, case.offset, "cuda")
+    ops.dequantize_sum_quantize(on_gpu, *layouts, num_sources=case.rows, initial=initial, out=out.tensor)
+    expected = ops.dequantize_sum_quantize(wire, *layouts, num_sources=case.rows, initial=case.initial).flatten()
+    assert same_wire(out.tensor.cpu(), expected, case.out_layout) and out.is_intact(), f"sum_quantize: {case}"
+
+
+def test_the_kernels_are_there():
+    """Everything below would pass without them, by the PyTorch reference."""
+    assert ops.kernel_info().cuda_reason is None
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_cases(group):
+    blocks = OTHER_BLOCKS if group % 4 == 3 else ROW_BLOCKS
+    for seed in range(group * CASES // GROUPS, (group + 1) * CASES // GROUPS):
+        check_everything(cuda_cases.make_case(seed, blocks, max_numel=20_000))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sanitized_cases(seed):
+    check_everything(cuda_cases.make_case(seed, ROW_BLOCKS if seed % 2 else OTHER_BLOCKS))
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_compute_sanitizer_is_content(tool):
+    sanitizer = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer not found")
+    tests = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-k", SANITIZED]
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *tests]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-4000:]
+
+
+@pytest.mark.parametrize("bits", [8, 4, None])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_large_slices(bits, dtype):
+    """More elements than one wave of thread blocks holds, the last tile not full."""
+    layout = WireLayout([Segment(9_000_000, bits), Segment(77, None), Segment(8_000_003, bits)], 256, dtype)
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(2 * layout.numel, generator=generator).to(dtype)
+    check_everything(Case(layout, layout, 2, 1, values, None, dtype, 0.5, 0))
+
+
+def test_offsets_beyond_32_bits():
+    layout = WireLayout([Segment(2**31 + 4096, 4)], 1024)
+    values = torch.zeros(layout.numel, dtype=torch.bfloat16, device="cuda")
+    values[-1000:] = torch.arange(1000, device="cuda") % 15 - 7
+    decoded = ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.bfloat16)
+    assert torch.equal(decoded[-1000:], values[-1000:]) and not decoded[:-1000].any()
+
+
+def test_accumulation_in_place():
+    layout = WireLayout([Segment(70_000, 8), Segment(30, None)], 256)
+    wire = ops.quantize(torch.randn(6, layout.numel), layout)
+    accumulator = torch.randn(2, layout.numel)
+    expected = ops.dequantize_sum(wire, layout, num_sources=3, initial=accumulator, scale=0.25)
+    total = accumulator.cuda()
+    ops.dequantize_sum(wire.cuda(), layout, num_sources=3, initial=total, scale=0.25, out=total)
+    assert torch.equal(total.cpu(), expected)
+
+
+def test_kernels_run_in_the_current_stream_and_the_host_does_not_wait():
+    """A second of work stands before the operator in its stream; it must neither overtake it nor wait for it."""
+    layout = WireLayout([Segment(1 << 20, 8)], 256)
+    values, wire = torch.zeros(1 << 20, device="cuda"), torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
+    ops.quantize(values, layout, out=wire)  # the layout's table is on the device from here on
+    stream, done = torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000_000)
+            values.fill_(1.0)
+            ops.quantize(values, layout, out=wire)
+            done.record()
+        assert not done.query(), "the host waited"
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert torch.equal(wire.cpu(), ops.quantize(torch.ones(1 << 20), layout))
+
+
+def test_cuda_graphs():
+    """Captured and replayed: nothing in a call needs the host."""
+    layout = WireLayout([Segment(100_000, 4)], 128)
+    values = torch.randn(100_000, device="cuda")
+    wire = ops.quantize(values, layout)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        ops.quantize(values, layout, out=wire)
+    values.normal_()
+    graph.replay()
+    assert torch.equal(wire.cpu(), ops.quantize(values.cpu(), layout))
+
+
+# ---- Frozen weights.
+
+SHAPES = [(5, 7, 32), (4, 384, 128), (300, 2048, 512), (7, 131, 160), (333, 96, 32), (1000, 4096, 128)]
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("rows", "columns", "block"), SHAPES)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_frozen_pack_and_unpack(bits, rows, columns, block, dtype):
+    format = FrozenFormat(bits, block)
+    weight = torch.randn(rows, columns).to(dtype)
+    weight[0, : columns // 2], weight[1, 3], weight[2, 5] = 0, float("nan"), float("inf")
+    codes, scales = frozen_format.pack(weight, format)
+    on_gpu = frozen_format.pack(weight.cuda(), format)
+    assert torch.equal(on_gpu[0].cpu(), codes) and torch.equal(on_gpu[1].cpu(), scales)
+    for out_dtype in FLOAT_DTYPES:
+        decoded = frozen_format.unpack(*on_gpu, columns, format, out_dtype)
+        assert same_bits(decoded.cpu(), frozen_format.unpack(codes, scales, columns, format, out_dtype))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_inputs", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_matmul_is_near_the_exact_product(bits, num_inputs, dtype):
+    """Tensor cores add in an order of their own: the bound is that of ops/cuda/frozen_matmul.cu, in sum |x w|."""
+    for rows, columns in ((33, 1280), (4096, 4096), (1000, 11008)):
+        format = FrozenFormat(bits, 128)
+        codes, scales = frozen_format.pack(torch.randn(rows, columns, device="cuda"), format)
+        weight = frozen_format.unpack(codes, scales, columns, format, torch.float32).double()
+        x = torch.randn(num_inputs, columns, device="cuda").to(dtype)
+        product = frozen_format.matmul(x, codes, scales, columns, format).double()
+        exact, bound = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+        rounding = torch.finfo(dtype).eps / 2 * exact.abs()
+        assert ((product - exact).abs() <= 2.0**-15 * bound + rounding).all()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_matmul_of_other_blocks_equals_the_cpu(bits):
+    format = FrozenFormat(bits, 64)
+    codes, scales = frozen_format.pack(torch.randn(50, 200), format)
+    x = torch.randn(3, 200)
+    product = frozen_format.matmul(x.cuda(), codes.cuda(), scales.cuda(), 200, format)
+    assert torch.equal(product.cpu(), frozen_format.matmul(x, codes, scales, 200, format))
