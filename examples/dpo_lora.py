@@ -27,7 +27,7 @@ class Arguments(DPOConfig):
     output_dir: str = "runs/dpo_lora"
     base: str = dataclasses.field(default="runs/python_lines", metadata={"help": "made there if it does not exist"})
     frozen_bits: int = dataclasses.field(default=4, metadata={"help": "of the base: 8 or 4"})
-    max_steps: int = 120
+    max_steps: int = 180
     per_device_train_batch_size: int = 8
     per_device_eval_batch_size: int = 32
     learning_rate: float = 2e-3
@@ -36,7 +36,7 @@ class Arguments(DPOConfig):
     max_length: int | None = 48
     logging_steps: float = 10
     eval_strategy: str = "steps"
-    eval_steps: float | None = 40
+    eval_steps: float | None = 60
     eval_on_start: bool = True
     save_strategy: str = "no"
     report_to: str = "none"

@@ -13,8 +13,10 @@ import argparse
 import copy
 import functools
 import glob
+import math
 import os
 import random
+import statistics
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -154,8 +156,13 @@ def train(model: nn.Module, data: Tensor, steps: int, learning_rate: float, batc
 
 
 @torch.no_grad()
+def losses_of(model: nn.Module, data: Tensor) -> list[float]:
+    """Nats per byte of each batch."""
+    return [model(input_ids=batch, labels=batch).loss.item() for batch in data.split(16)]
+
+
 def loss_of(model: nn.Module, data: Tensor) -> float:
-    return sum(model(input_ids=batch, labels=batch).loss.item() for batch in data.split(32)) / len(data.split(32))
+    return statistics.mean(losses_of(model, data))
 
 
 def trained_model(args: argparse.Namespace, data: Tensor) -> LlamaForCausalLM:
@@ -207,7 +214,7 @@ def measure_quality(study: Study, model: nn.Module, held_out: Tensor) -> None:
         except ImportError as missing:
             print(f"{name}: left out, {missing}")
             continue
-        row = {"format": name, "bits": bits, "error": error, "loss": loss_of(candidate, held_out)}
+        row = {"format": name, "bits": bits, "error": error, "losses": losses_of(candidate, held_out)}
         study.add("quality", row)
 
 
@@ -233,12 +240,14 @@ def packed_with_adapter(model: nn.Module, bits: int) -> nn.Module:
 
 def quality_grid(study: Study, title: str) -> Grid:
     grid = Grid(title, ["format", "bits per weight", "relative weight error", "perplexity", "against 16 bits"])
+    dense = study.rows("quality")[0]["losses"]
     for row in study.rows("quality"):
-        loss = torch.tensor(row["loss"])
-        change = (loss - study.rows("quality")[0]["loss"]).exp().item() - 1
-        grid.rows.append(
-            [row["format"], f"{row['bits']:.3f}", f"{row['error']:.4f}", f"{loss.exp():.4f}", f"{change:+.2%}"]
-        )
+        perplexity = math.exp(statistics.mean(row["losses"]))
+        # Of so small a difference of losses, a hundred times is per cent of perplexity.
+        changes = [100 * (loss - before) for loss, before in zip(row["losses"], dense, strict=True)]
+        error = statistics.stdev(changes) / len(changes) ** 0.5
+        change = f"{statistics.mean(changes):+.2f} ± {error:.2f} %"
+        grid.rows.append([row["format"], f"{row['bits']:.3f}", f"{row['error']:.4f}", f"{perplexity:.3f}", change])
     return grid
 
 
