@@ -392,11 +392,9 @@ def _kernels_of(device_type: str) -> ReferenceKernels | CompiledKernels:
 
 def _first_kernels(device_type: str) -> ReferenceKernels | CudaKernels:
     """For a device type other than the CPU, whose kernels are chosen at import. Warns once, since it is asked once."""
-    reason = "there are no kernels for it"
-    if device_type == "cuda":
-        library, reason = native.cuda_library()
-        if library is not None:
-            return CudaKernels(library)
+    library, reason = native.cuda_library() if device_type == "cuda" else (None, "there are no kernels for it")
+    if library is not None:
+        return CudaKernels(library)
     warnings.warn(f"hf_zeropp: PyTorch code runs on {device_type}, slowly: {reason}", stacklevel=5)
     return ReferenceKernels()
 

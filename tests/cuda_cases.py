@@ -39,7 +39,7 @@ class Case:
         )
 
 
-def make_case(seed: int, blocks: tuple[int, ...] = ROW_BLOCKS + OTHER_BLOCKS, max_numel: int = 3000) -> Case:
+def make_case(seed: int, blocks: tuple[int, ...] = ROW_BLOCKS + OTHER_BLOCKS, max_numel: int = 2100) -> Case:
     choose = random.Random(seed)
     block, out_block = choose.choice(blocks), choose.choice(blocks)
     sizes = (0, 1, 2, 15, 63, block - 1, block, block + 1, 1023, 1024, 1025, choose.randrange(max_numel))

@@ -1,7 +1,7 @@
 """The sources of ops/cuda, run on a CPU by tests/cuda_emulation and compared with the CPU kernels, bit for bit.
 
 What it shows: arithmetic, indexing, and that lanes meet where they must. What it does not: anything of the hardware, of
-ptxas, or of speed. ZEROPP_EMULATED_CASES raises the number of cases (default: those that take some 30 seconds).
+ptxas, or of speed. ZEROPP_EMULATED_CASES raises the number of cases (default: ten thousand comparisons, some 20 seconds).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_zeropp import frozen_format, ops
 from hf_zeropp.format import FLOAT_DTYPES, GAP, QMAX, Segment, WireLayout
 from hf_zeropp.frozen_format import FrozenFormat
 
-CASES = int(os.environ.get("ZEROPP_EMULATED_CASES", 3000))  # with four operators each
+CASES = int(os.environ.get("ZEROPP_EMULATED_CASES", 2520))  # with four operators each
 GROUPS = 12
 
 pytestmark = [
@@ -129,9 +129,9 @@ def test_gaps_are_left_alone(emulated):
 
 
 def test_more_slices_than_rows_of_a_grid(emulated):
-    layout = lasting(WireLayout([Segment(3, 8)], 32))
-    values = torch.randn(70_000 * 3)
-    check_everything(emulated, Case(layout, layout, 70_000, 1, values, None, torch.float32, 1.0, 0))
+    layout = lasting(WireLayout([Segment(1, None)], 32))
+    values = torch.randn(65_536 + 5)
+    check_quantize(emulated, Case(layout, layout, 1, len(values), values, None, torch.float32, 1.0, 0))
 
 
 # ---- Frozen weights.

@@ -12,12 +12,15 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
-HOT_PATH = ("collectives", "fsdp_comm", "overlap", "ops", "native", "units", "frozen_format")
+HOT_PATH = (
+    *("collectives", "comm_object", "gather_comm", "reduce_comm", "node_memory", "overlap"),
+    *("ops", "native", "units", "frozen_format"),
+)
 # Methods of tensors, streams and events for which the host waits, and conversions of a tensor to a number.
 WAITING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "is_nonzero", "equal", "allclose"}
 CONVERSIONS = {"bool", "int", "float"}
 # Conversions of what is a number already: module, function.
-NUMBERS = {("fsdp_comm", "_scale_of")}
+NUMBERS = {("reduce_comm", "_scale_of")}
 
 
 def waits(tree: ast.AST, module: str) -> Iterator[str]:

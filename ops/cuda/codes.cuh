@@ -13,9 +13,9 @@ namespace zeropp {
 //
 //     q = a r,   e = a - q b,   q' = q + e r,       the last two by one fused multiply-add each,
 //
-// is a / b correctly rounded (Markstein; e is exact), three instructions to the ten of a division, unless something
-// underflows or b's significand is all ones. Scales are bf16, never all ones, from 2^-100 to 2^126; so r is normal, and e
-// underflows only where |a / b| < 2^-20 or so: then a / b and q' both round to the code 0.
+// is a / b correctly rounded (Markstein's theorem; e is exact), three instructions to the ten of a division, unless
+// something underflows or b's significand is all ones. Scales are bf16, never all ones, from 2^-100 to 2^126: r is normal,
+// and e underflows only where |a / b| < 2^-10, which both quotients round to the code 0.
 struct Divisor {
   float scale;
   float reciprocal;  // 0: a block without codes

@@ -43,7 +43,7 @@ ZEROPP_KERNEL(dequantize)(const uint8_t* wire, const zeropp::Layout* layout, int
   if (!has_row_blocks(*layout, wire)) {
     return launch_tiles(dequantize_elements, tiling, num_slices, stream, wire, *layout, slice_rows, output, dtype);
   }
-  return with_dtype(dtype, [&](auto type) {
+  return for_dtype(dtype, [&](auto type) {
     using Out = decltype(type);
     Out* typed = static_cast<Out*>(output);
     return launch_tiles(dequantize_rows<Out>, tiling, num_slices, stream, wire, *layout, slice_rows, typed);

@@ -6,7 +6,7 @@ namespace {
 namespace zeropp {
 
 template <class Out>
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, 4)
 dequantize_sum_rows(Tiling tiling, int64_t num_sums, Sources sources, float scale, Out* output) {
   __shared__ Staging staging[kWarps];
   for_my_tile(sources.layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {
@@ -41,7 +41,7 @@ ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const zeropp::Layout* layout,
   if (!has_row_blocks(*layout, wire)) {
     return launch_tiles(dequantize_sum_elements, tiling, num_sums, stream, sources, scale, output, dtype);
   }
-  return with_dtype(dtype, [&](auto type) {
+  return for_dtype(dtype, [&](auto type) {
     using Out = decltype(type);
     return launch_tiles(dequantize_sum_rows<Out>, tiling, num_sums, stream, sources, scale, static_cast<Out*>(output));
   });

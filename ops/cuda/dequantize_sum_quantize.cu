@@ -8,7 +8,7 @@ namespace zeropp {
 
 constexpr int kSumVector = 8;  // 8 or 4 bytes of codes: the fewest accesses to the staging
 
-__global__ void __launch_bounds__(kThreads, 5)
+__global__ void __launch_bounds__(kThreads, 4)
 dequantize_sum_quantize_rows(Tiling tiling, int64_t num_sums, Sources sources, Layout out_layout, uint8_t* out_wire) {
   __shared__ Staging staging[kWarps];
   const int log2_block = 31 - __clz(tiling.block);

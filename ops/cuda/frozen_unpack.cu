@@ -49,7 +49,7 @@ ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const uint8_t* scales, int64_
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   if (columns % block == 0 && is_row_block(block) && is_aligned(codes)) {
-    return with_dtype(dtype, [&](auto type) {
+    return for_dtype(dtype, [&](auto type) {
       return launch_rows<decltype(type)>(codes, scales, shape, output, stream);
     });
   }

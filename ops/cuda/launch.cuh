@@ -38,6 +38,14 @@ inline Tiling tiling_of(const Layout& layout) {
 
 inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kCudaError + error; }
 
+// launch(T{}) with the type that `dtype` names.
+template <class Launch>
+int for_dtype(int64_t dtype, const Launch& launch) {
+  if (dtype == kFloat32) return launch(float{});
+  if (dtype == kBFloat16) return launch(BFloat16{});
+  return launch(Float16{});
+}
+
 template <class... Parameters, class... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, Arguments... arguments) {
   cudaLaunchConfig_t config = {};

@@ -41,7 +41,7 @@ ZEROPP_KERNEL(quantize)(const void* input, int64_t dtype, const zeropp::Layout* 
   if (!has_row_blocks(*layout, wire)) {
     return launch_tiles(quantize_elements, tiling, num_slices, stream, input, dtype, *layout, slice_rows, wire);
   }
-  return with_dtype(dtype, [&](auto type) {
+  return for_dtype(dtype, [&](auto type) {
     using In = decltype(type);
     const In* typed = static_cast<const In*>(input);
     return launch_tiles(quantize_rows<In>, tiling, num_slices, stream, typed, *layout, slice_rows, wire);

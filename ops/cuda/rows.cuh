@@ -78,28 +78,58 @@ __device__ __forceinline__ Words<N> narrow(const float* values) {
 // ---- A tile, from and to memory. `numel` of its elements exist. Memory that is not 16-byte aligned, and the tile at the
 // end of a part, are moved element by element.
 
+template <class T>
+__device__ __forceinline__ bool is_whole(const T* memory, int numel) {
+  return numel == kTileNumel && is_aligned(memory);
+}
+
+template <int V, class T>
+__device__ __forceinline__ auto row_vector(const T* from, int j) {
+  return reinterpret_cast<const Words<V * sizeof(T) / 4>*>(from)[j * kLanes + lane_index()];
+}
+
+// A lane's V values of row j; zeros behind the last element.
+template <int V, class T>
+__device__ __forceinline__ void load_elements(const T* from, int numel, int j, float* values) {
+#pragma unroll
+  for (int i = 0; i < V; ++i) {
+    const int element = element_of<V>(j) + i;
+    values[i] = element < numel ? to_float(from[element]) : 0.0f;
+  }
+}
+
 template <int V, class T>
 __device__ __forceinline__ void load_rows(const T* from, int numel, float (&values)[kPerLane]) {
-  constexpr int kWords = V * sizeof(T) / 4, kRows = kPerLane / V;
-  if (numel == kTileNumel && is_aligned(from)) {
-    Words<kWords> rows[kRows];
+  constexpr int kRows = kPerLane / V;
+  if (is_whole(from, numel)) {
+    decltype(row_vector<V>(from, 0)) rows[kRows];
 #pragma unroll
-    for (int j = 0; j < kRows; ++j) rows[j] = reinterpret_cast<const Words<kWords>*>(from)[j * kLanes + lane_index()];
+    for (int j = 0; j < kRows; ++j) rows[j] = row_vector<V>(from, j);
 #pragma unroll
     for (int j = 0; j < kRows; ++j) widen<T>(rows[j], values + j * V);
-    return;
-  }
+  } else {
 #pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int element = element_of<V>(i / V) + i % V;
-    values[i] = element < numel ? to_float(from[element]) : 0.0f;
+    for (int j = 0; j < kRows; ++j) load_elements<V>(from, numel, j, values + j * V);
+  }
+}
+
+// values += a tile, row by row: with sums in registers, there is no room for all at once.
+template <int V, class T>
+__device__ __forceinline__ void add_rows(const T* from, int numel, float (&values)[kPerLane]) {
+#pragma unroll
+  for (int j = 0; j < kPerLane / V; ++j) {
+    float terms[V];
+    if (is_whole(from, numel)) widen<T>(row_vector<V>(from, j), terms);
+    else load_elements<V>(from, numel, j, terms);
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[j * V + i] += terms[i];
   }
 }
 
 template <int V, class T>
 __device__ __forceinline__ void store_rows(const float (&values)[kPerLane], int numel, T* to) {
   constexpr int kWords = V * sizeof(T) / 4, kRows = kPerLane / V;
-  if (numel == kTileNumel && is_aligned(to)) {
+  if (is_whole(to, numel)) {
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
       reinterpret_cast<Words<kWords>*>(to)[j * kLanes + lane_index()] = narrow<T, kWords>(values + j * V);

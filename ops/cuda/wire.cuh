@@ -7,9 +7,10 @@
 namespace {
 namespace zeropp {
 
-// visit(T{}) with the type that `dtype` names.
+// visit(T{}) with the type that `dtype` names. (The host has its own, in launch.cuh: one function cannot call lambdas of
+// both.)
 template <class Visit>
-ZEROPP_HD auto with_dtype(int64_t dtype, const Visit& visit) {
+__device__ __forceinline__ auto with_dtype(int64_t dtype, const Visit& visit) {
   if (dtype == kFloat32) return visit(float{});
   if (dtype == kBFloat16) return visit(BFloat16{});
   return visit(Float16{});
@@ -86,10 +87,7 @@ __device__ __forceinline__ void add_raw(TileMemory<const uint8_t> from, int64_t 
   with_dtype(raw_dtype, [&](auto type) {
     using T = decltype(type);
     for (int64_t source = 0; source < num_sources; ++source, from.wire += stride) {
-      float terms[kPerLane];
-      load_rows<V>(from.raw<T>(), from.tile.numel, terms);
-#pragma unroll
-      for (int i = 0; i < kPerLane; ++i) values[i] += terms[i];
+      add_rows<V>(from.raw<T>(), from.tile.numel, values);
     }
   });
 }
