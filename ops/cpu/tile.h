@@ -12,6 +12,8 @@ namespace zeropp {
 constexpr int64_t kTileNumel = 2048;                 // aimed at: 8 KiB of fp32
 constexpr int64_t kMaxTileNumel = 2 * kMaxBlock;     // reached with the largest blocks
 constexpr int64_t kNumelPerThread = 32768;           // PyTorch's own grain: less work is not worth a thread
+constexpr int64_t kEncodeAhead = 2;                  // tiles, of what is fetched while this one is encoded: measured
+constexpr int64_t kDecodeAhead = 4;                  // ... or decoded
 constexpr int64_t kStreamBytes = int64_t{4} << 20;   // results from this size on bypass the caches
 
 struct Tile {
@@ -54,7 +56,7 @@ class Worker {
     if (part.bits == 0) return update<Update>(load_raw(wire + part.codes, tile, layout.raw_dtype), tile.numel, out);
     const bool in_registers = has_nibble_loops<Out>(part, layout.block);
     const uint8_t* packed = wire + part.codes + tile.first * part.bits / 8;
-    prefetch(packed + tile.numel * part.bits / 8, tile.numel * part.bits / 8);
+    prefetch(packed + kDecodeAhead * tile.numel * part.bits / 8, tile.numel * part.bits / 8);
     const int8_t* codes = in_registers ? nullptr : load_codes(packed, tile.numel, part.bits);
     const uint8_t* scales = wire + part.scales + tile.first / layout.block * sizeof(BFloat16);
     int64_t size = layout.block - tile.first % layout.block;
@@ -127,12 +129,12 @@ class Worker {
     return count;
   }
 
-  // The codes of every block, into codes_ (or packed_), while the next tile is on its way from memory.
+  // The codes of every block, into codes_ (or packed_), while a later tile is on its way from memory.
   template <class In>
   void encode_codes(const In* values, int64_t n, int64_t block, [[maybe_unused]] bool in_registers) {
     for (int64_t i = 0, b = 0; i < n; i += block, ++b) {
       const int64_t size = min(block, n - i);
-      prefetch(values + n + i, size * sizeof *values);
+      prefetch(values + kEncodeAhead * n + i, size * sizeof *values);
 #if defined(__AVX512BW__)
       if constexpr (sizeof *values == sizeof(BFloat16)) {
         if (in_registers) {
