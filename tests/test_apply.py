@@ -16,7 +16,8 @@ from toy import EXACT, backward, full_gradients, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.apply import ZeroPPHandle
-from hf_zeropp.units import DefaultAllGather, find_units
+from hf_zeropp.comm_object import CountedAllGather
+from hf_zeropp.units import find_units
 
 NODES = {"ranks_per_node": 2}
 LIMIT_S = 60.0  # a hang would take gloo's timeout of 60 s: errors must come well before it
@@ -98,10 +99,10 @@ def models_are_freed(rank: int) -> None:
 
 
 def nothing_to_quantize_nothing_to_keep(rank: int) -> None:
-    """qgZ alone leaves the gathers to FSDP2."""
+    """qgZ alone leaves the gathers to FSDP2, and counts their bytes."""
     handle = apply_zeropp(shard(make_lm()), NODES | EXACT | {"qgz_bits": 4})
     assert handle.gathers == []
-    assert all(type(unit.all_gather) is DefaultAllGather for unit in handle.units)
+    assert all(type(unit.all_gather) is CountedAllGather for unit in handle.units)
 
 
 def torch_compiled_or_not(rank: int) -> None:
