@@ -99,7 +99,7 @@ def models_are_freed(rank: int) -> None:
 
 
 def nothing_to_quantize_nothing_to_keep(rank: int) -> None:
-    """qgZ alone leaves the gathers to FSDP2, and counts them."""
+    """qgZ alone leaves the gathers to FSDP2, and counts their bytes."""
     handle = apply_zeropp(shard(make_lm()), NODES | EXACT | {"qgz_bits": 4})
     assert handle.gathers == []
     assert all(type(unit.all_gather) is CountedAllGather for unit in handle.units)
