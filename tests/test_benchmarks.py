@@ -134,7 +134,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path: Path, untouched_network: None) 
 @pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
 def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_network: None) -> None:
     mark = f"cluster-test-{os.getpid()}-{how}"
-    process = start("import time; time.sleep(100)", tmp_path, mark)
+    process = start("import time; time.sleep(300)", tmp_path, mark)
     assert process.stdout.readline() == "up\n"
     assert len(ranks_alive(mark)) > 2
     if how == "SIGINT":  # as a terminal does: to the whole group
@@ -142,7 +142,7 @@ def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_ne
             os.kill(pid, signal.SIGINT)
     else:
         process.send_signal(signal.Signals[how])
-    process.communicate(timeout=30)
+    process.communicate(timeout=120)
     deadline = time.monotonic() + 20
     while (alive := ranks_alive(mark)) and time.monotonic() < deadline:
         time.sleep(0.2)
