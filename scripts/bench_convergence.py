@@ -155,15 +155,17 @@ def plot_curves(study: Study, path: Path) -> None:
     for variant in dict.fromkeys(run["variant"] for run in study.rows("runs")):
         runs = [run for run in study.rows("runs") if run["variant"] == variant]
         steps = runs[0]["curve"]["step"]
-        left.plot(steps, np.mean([run["curve"]["validation"] for run in runs], axis=0), label=variant, linewidth=1)
+        losses = np.mean([run["curve"]["validation"] for run in runs], axis=0)
+        (line,) = left.plot(steps, losses, label=variant, linewidth=1)
         changes = [
             100 * (np.array(run["curve"]["validation"]) / stock[run["seed"]] - 1)
             for run in runs
             if run["seed"] in stock
         ]
         if changes and variant != "stock":
-            (line,) = right.plot(steps, np.mean(changes, axis=0), label=variant, linewidth=1)
-            right.fill_between(steps, np.min(changes, 0), np.max(changes, 0), color=line.get_color(), alpha=0.15)
+            color = line.get_color()
+            right.plot(steps, np.mean(changes, axis=0), color=color, linewidth=1)
+            right.fill_between(steps, np.min(changes, 0), np.max(changes, 0), color=color, alpha=0.15)
     left.set(xlabel="step", ylabel="validation loss")
     right.set(xlabel="step", ylabel="% above stock, same seed")
     right.axhline(0, color="black", linewidth=0.5)
