@@ -11,7 +11,7 @@ import torch
 import torch.nn as nn
 from accelerate import Accelerator
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_zeropp import ZeroPPPlugin, quantize_frozen
 
@@ -34,6 +34,21 @@ def tiny_llama(**overrides) -> LlamaForCausalLM:
         "eos_token_id": 2,
     }
     return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
+
+
+def tiny_mixtral(**overrides) -> MixtralForCausalLM:
+    """With experts fused into 3-D tensors."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    }
+    return MixtralForCausalLM(MixtralConfig(**(settings | overrides)))
 
 
 def with_adapter(model: nn.Module, adapters: tuple[str, ...] = ("default",), **settings) -> PeftModel:

@@ -8,8 +8,8 @@ import io
 import pytest
 import torch
 import torch.nn as nn
-from frozen_runs import packed_copy, tiny_llama, tokens, trainable, with_adapter
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens, trainable, with_adapter
+from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, quantize_frozen
 from hf_zeropp.frozen import PackedEmbedding, PackedLinear, pack_weight
@@ -106,18 +106,7 @@ def test_tied_weights_are_packed_once():
 
 @pytest.mark.parametrize("implementation", ("eager", "grouped_mm"))
 def test_fused_experts(implementation):
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        experts_implementation=implementation,
-    )
-    model = MixtralForCausalLM(config).requires_grad_(False)
+    model = tiny_mixtral(experts_implementation=implementation).requires_grad_(False)
     packed = packed_copy(model, 8)
     assert packed.model.layers[0].mlp.experts.gate_up_proj_codes.shape == (4, 192, 64)
     embeddings = model.get_input_embeddings()(tokens())

@@ -9,8 +9,8 @@ import textwrap
 
 import pytest
 import torch
-from frozen_runs import packed_copy, tiny_llama, tokens
-from transformers import AutoModelForCausalLM, MixtralConfig, MixtralForCausalLM
+from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens
+from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig
 from hf_zeropp.frozen import PackedLinear
@@ -58,17 +58,7 @@ def test_a_weight_tied_to_a_skipped_one_stays_dense(tmp_path):
 
 
 def test_fused_experts_round_trip(tmp_path):
-    torch.manual_seed(0)
-    config = MixtralConfig(
-        vocab_size=97,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-    )
-    model = MixtralForCausalLM(config)
+    model = tiny_mixtral()
     model.save_pretrained(tmp_path / "dense")  # one tensor per expert
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=ZeroPPQuantConfig(bits=8))
     assert loaded.model.layers[0].mlp.experts.gate_up_proj_codes.dtype == torch.uint8
