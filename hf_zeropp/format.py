@@ -6,7 +6,7 @@ run of bytes, and this module alone knows where each parameter lies in it:
     segment 0             segment 1               segment 2 (raw)
     | scales | codes      | scales | codes        | bytes            |      every part starts 16-byte aligned
 
-- A quantized segment is one bf16 scale per block, then 8- or 4-bit codes. Blocks never straddle segments, so that one
+- A quantized segment is one bf16 scale per block, then codes of 8, 4, 3 or 2 bits. Blocks never straddle segments, so that one
   parameter's large values cannot spoil its neighbour's scale. A raw segment travels unquantized in the raw dtype.
 - Alignment is relative to the slice. It keeps 16-byte loads aligned and costs at most 30 bytes a segment.
 - Padding is always written, as zeros: equal inputs give equal wires, byte for byte.
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 
-QMAX = {8: 127, 4: 7}
+QMAX = {8: 127, 4: 7, 3: 3, 2: 1}
 """Largest code of each quantized width; codes are symmetric, -qmax..qmax."""
 
 GAP = 0
@@ -34,6 +34,12 @@ ALIGNMENT = 16
 
 MAX_BLOCK = 4096
 """Elements. A block must fit a core's first-level cache, and a CUDA thread block's registers."""
+
+CODES_AT_A_BYTE = 8
+"""Codes of every width fill whole bytes in runs of so many. Blocks of 3- and 2-bit codes are multiples of it."""
+
+ROTATION_SLICE = 32
+"""Elements that a rotation mixes: it multiplies each such slice of a segment by a Hadamard matrix."""
 
 SCALE_NAN = 0x7FC0
 """bf16 bits stored as the scale of a block that holds a NaN or an Inf: every element decodes to NaN."""
@@ -66,13 +72,13 @@ def code_bytes(numel: int, bits: int) -> int:
 
 
 def wire_bytes(numel: int, bits: int, block: int) -> int:
-    """Bytes on the wire of one segment. `bits`: 8 or 4 for codes, 16 or 32 for a segment that travels raw."""
+    """Bytes on the wire of one segment. `bits`: a key of QMAX for codes, 16 or 32 for a segment that travels raw."""
     return scale_bytes(numel, bits, block) + code_bytes(numel, bits)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter of a slice: `numel` elements, quantized to `bits` (8, 4), raw (None), or left out (GAP)."""
+    """One parameter of a slice: `numel` elements, quantized to `bits`, raw (None), or left out (GAP)."""
 
     numel: int
     bits: int | None
@@ -81,7 +87,7 @@ class Segment:
         if self.numel < 0:
             raise ValueError(f"Segment: expected numel >= 0, got {self.numel}")
         if self.bits not in (*QMAX, None, GAP):
-            raise ValueError(f"Segment: expected bits 8, 4, None (raw) or GAP, got {self.bits}")
+            raise ValueError(f"Segment: expected bits 8, 4, 3, 2, None (raw) or GAP, got {self.bits}")
 
 
 class Part(NamedTuple):
@@ -89,7 +95,7 @@ class Part(NamedTuple):
 
     element: int  # first element, in the slice
     numel: int
-    bits: int  # 8, 4; 0 for raw
+    bits: int  # of a code; 0 for raw
     scales: int  # byte offset of the scales
     codes: int  # byte offset of the codes or raw bytes
     end: int  # byte offset behind the padding
@@ -124,6 +130,8 @@ class WireLayout:
         if raw_dtype not in FLOAT_DTYPES:
             raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {raw_dtype}")
         segments = tuple(segment for segment in segments if segment.numel or segment.bits != GAP)
+        if block % CODES_AT_A_BYTE and any(segment.bits in (3, 2) for segment in segments):
+            raise ValueError(f"WireLayout: 3- and 2-bit codes need a block that is a multiple of 8, got {block}")
         parts = tuple(_lay_out(segments, block, raw_dtype.itemsize * 8))
         derived = {
             "parts": parts,
@@ -134,6 +142,11 @@ class WireLayout:
         }
         for name, value in {"segments": segments, "block": block, "raw_dtype": raw_dtype, **derived}.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def widths(self) -> frozenset[int]:
+        """Of the codes that occur; 0 for raw elements."""
+        return frozenset(part.bits for part in self.parts if part.numel)
 
     @staticmethod
     @cache

@@ -196,7 +196,7 @@ def reference_pack(weight: Tensor, format: FrozenFormat) -> tuple[Tensor, Tensor
     low = -8 if format.bits == 4 else -127
     codes = (blocks / scale).clamp(low, QMAX[format.bits]).round()
     codes = torch.where(has_codes.unsqueeze(-1), codes, 0.0).to(torch.int8).flatten(1)[:, : rows.shape[1]]
-    packed = reference._pack_nibbles(codes) if format.bits == 4 else codes.contiguous().view(torch.uint8)
+    packed = reference.pack_codes(codes, 4) if format.bits == 4 else codes.contiguous().view(torch.uint8)
     scales = bits.to(torch.int16).view(torch.uint8)
     return packed.view(*weight.shape[:-1], packed.shape[-1]), scales.view(*weight.shape[:-1], scales.shape[-1])
 
@@ -247,7 +247,7 @@ def _scale_values(scales: Tensor) -> Tensor:
 
 def _decoded_codes(codes: Tensor, columns: int, format: FrozenFormat) -> Tensor:
     """uint8 [rows, bytes] -> fp32 [rows, columns], unscaled."""
-    integers = reference._unpack_nibbles(codes) if format.bits == 4 else codes.view(torch.int8)
+    integers = reference.unpack_codes(codes, 4) if format.bits == 4 else codes.view(torch.int8)
     return integers[:, :columns].float()
 
 

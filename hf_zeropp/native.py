@@ -18,10 +18,16 @@ import torch
 
 _POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
 _SIGNATURES = {  # a CUDA stream follows in each
-    "quantize": (_POINTER, _INT, _POINTER, _INT, _INT, _POINTER),
+    "quantize": (_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER),
     "dequantize": (_POINTER, _POINTER, _INT, _INT, _POINTER, _INT),
-    "dequantize_sum": (_POINTER, _POINTER, _INT, _INT, _POINTER, ctypes.c_float, _POINTER, _INT),
+    "dequantize_sum": (_POINTER, _POINTER, _INT, _INT, _POINTER, ctypes.c_float, _INT, _POINTER, _INT),
     "dequantize_sum_quantize": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
+    "quantize_difference": (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER),
+    "dequantize_update": (_POINTER, _POINTER, _POINTER, _POINTER, _INT, _POINTER),
+    "quantize_with_feedback": (
+        *(_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER),
+        *(ctypes.c_float, ctypes.c_float, _POINTER, _POINTER),
+    ),
     "frozen_pack": (_POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER),
     "frozen_unpack": (_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT),
     "frozen_matmul": (_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER),
@@ -35,7 +41,7 @@ class Layout(ctypes.Structure):
 
     _fields_ = [
         ("parts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_parts", "numel", "nbytes", "block", "raw_dtype")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "numel", "nbytes", "block", "raw_dtype", "has_3_bits")),
     ]
 
 

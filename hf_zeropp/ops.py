@@ -1,44 +1,55 @@
 """Quantize, dequantize, and sum wire buffers: the operators, registered once, whoever computes them.
 
 Each operator has one schema, one fake and one set of checks here (namespace `zeropp`), in a form that returns a new
-tensor and a form that fills `out`. Two kinds of kernels compute them: the compiled library of `ops/` (a plain C ABI,
+tensor and a form that fills `out`. Two kinds of kernels (kernels.py) compute them: the compiled library of `ops/` (a plain C ABI,
 reached with ctypes: no dependence on PyTorch's C++ ABI, a build of seconds) and the PyTorch reference, which runs
 wherever the library does not. They agree bit for bit: which one ran is a matter of speed, and `kernel_info()` tells.
 
 Layouts travel through the dispatcher as text (`WireLayout.spec`): a traced graph then carries everything an operator
-needs, and neither fake tensors nor `torch.compile` ever see a lookup table.
-
-`ZEROPP_KERNELS` = auto | avx512 | avx2 | baseline | reference picks the CPU kernels; an impossible wish is an error.
-"""
+needs, and neither fake tensors nor `torch.compile` ever see a lookup table."""
 
 from __future__ import annotations
 
-import ctypes
 import math
-import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_zeropp import native, reference
-from hf_zeropp.format import FLOAT_DTYPES, WireLayout
+from hf_zeropp.format import FLOAT_DTYPES, ROTATION_SLICE, WireLayout
+from hf_zeropp.kernels import CompiledKernels, compiled_kernels, kernel_info, kernels_of, set_kernels
+
+__all__ = [
+    "CompiledKernels",
+    "compiled_kernels",
+    "dequantize",
+    "dequantize_sum",
+    "dequantize_sum_quantize",
+    "dequantize_update",
+    "kernel_info",
+    "quantize",
+    "quantize_difference",
+    "quantize_with_feedback",
+    "set_kernels",
+]
 
 # ----------------------------------------------------------------------------------------------------- public functions
 
 
-def quantize(input: Tensor, layout: WireLayout, *, slice_rows: int = 1, out: Tensor | None = None) -> Tensor:
+def quantize(
+    input: Tensor, layout: WireLayout, *, slice_rows: int = 1, rotate: bool = False, out: Tensor | None = None
+) -> Tensor:
     """Encode K slices for the wire.
 
     input: K * layout.numel elements, contiguous, fp32, bf16 or fp16, any shape.
     slice_rows: R of K = R * C; input slice r * C + c is written to wire slot c * R + r.
+    rotate: encode each 32-slice of a quantized part times a Hadamard matrix. Takes a block that is a multiple of 32.
     Returns uint8 [K * layout.nbytes], or `out`, every byte written.
     """
     if out is None:
-        return _OPS.quantize(input, layout.spec, slice_rows)
-    _OPS.quantize_out(input, layout.spec, slice_rows, out)
+        return _OPS.quantize(input, layout.spec, slice_rows, rotate)
+    _OPS.quantize_out(input, layout.spec, slice_rows, rotate, out)
     return out
 
 
@@ -64,17 +75,19 @@ def dequantize_sum(
     initial: Tensor | None = None,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
+    rotate: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
     """Decode and add up what `num_sources` ranks sent: out[p] = (initial[p] + sum over s of wire[s, p]) * scale.
 
     wire: uint8 [num_sources, P, layout.nbytes]. initial: fp32 [P, layout.numel], or None to start from source 0.
     Sums are fp32, in source order; then rounded to `dtype`. `out` may be `initial`: accumulation in place.
+    rotate: the sum is rotated, before `scale`: back, where the sources were rotated when they were encoded.
     Returns [P, layout.numel] in `dtype`, or `out`.
     """
     if out is None:
-        return _OPS.dequantize_sum(wire, layout.spec, num_sources, initial, scale, dtype)
-    _OPS.dequantize_sum_out(wire, layout.spec, num_sources, initial, scale, dtype, out)
+        return _OPS.dequantize_sum(wire, layout.spec, num_sources, initial, scale, dtype, rotate)
+    _OPS.dequantize_sum_out(wire, layout.spec, num_sources, initial, scale, dtype, rotate, out)
     return out
 
 
@@ -95,6 +108,66 @@ def dequantize_sum_quantize(
     if out is None:
         return _OPS.dequantize_sum_quantize(wire, layout.spec, out_layout.spec, num_sources, initial)
     _OPS.dequantize_sum_quantize_out(wire, layout.spec, out_layout.spec, num_sources, initial, out)
+    return out
+
+
+def quantize_difference(
+    input: Tensor, base: Tensor, base_layout: WireLayout, layout: WireLayout, *, out: Tensor | None = None
+) -> Tensor:
+    """Encode how K slices differ from what `base` holds of them; of parts that travel raw, the values themselves.
+
+    input: K * layout.numel elements, fp32, bf16 or fp16. base: uint8 [K, base_layout.nbytes].
+    Returns uint8 [K * layout.nbytes], or `out`, every byte written.
+    """
+    if out is None:
+        return _OPS.quantize_difference(input, base, base_layout.spec, layout.spec)
+    _OPS.quantize_difference_out(input, base, base_layout.spec, layout.spec, out)
+    return out
+
+
+def dequantize_update(
+    wire: Tensor, layout: WireLayout, base: Tensor, base_layout: WireLayout, *, out: Tensor | None = None
+) -> Tensor:
+    """Add the differences in `wire` to what `base` holds, and encode the sum as `base` was; raw parts are replaced.
+
+    wire: uint8 [K, layout.nbytes]. base: uint8 [K, base_layout.nbytes]. Sums are fp32. `out` may be `base`: in place.
+    Returns uint8 [K * base_layout.nbytes], or `out`, every byte written.
+    """
+    if out is None:
+        return _OPS.dequantize_update(wire, layout.spec, base, base_layout.spec)
+    _OPS.dequantize_update_out(wire, layout.spec, base, base_layout.spec, out)
+    return out
+
+
+def quantize_with_feedback(
+    wire: Tensor | None,
+    layout: WireLayout,
+    out_layout: WireLayout,
+    residual: Tensor,
+    residual_layout: WireLayout,
+    *,
+    num_sources: int,
+    initial: Tensor | None = None,
+    rotate: bool = False,
+    decay: float = 1.0,
+    rescale: float = 1.0,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`dequantize_sum_quantize` with error feedback: what one call leaves out, the next one adds.
+
+    With t the sum (rotated, if asked) and e = residual * rescale, t + e is encoded, and the residual becomes the error r
+    of that, or (1 - decay) e + decay r. A residual block that is not finite counts as zero. Raw parts have no residual.
+
+    wire: uint8 [num_sources, P, layout.nbytes], or None, where the sum is `initial` alone and num_sources is 0.
+    residual: uint8 [P, residual_layout.nbytes], changed in place; zeros to begin with. Its layout quantizes the parts that
+        out_layout does.
+    Returns uint8 [P, out_layout.nbytes], or `out`, every byte written.
+    """
+    specs = layout.spec, out_layout.spec, residual_layout.spec
+    arguments = (wire, *specs, num_sources, initial, rotate, decay, rescale, residual)
+    if out is None:
+        return _OPS.quantize_with_feedback(*arguments)
+    _OPS.quantize_with_feedback_out(*arguments, out)
     return out
 
 
@@ -143,7 +216,23 @@ def _num_slices(op: str, name: str, tensor: Tensor, slice_size: int, divisor_nam
     return num_slices
 
 
-def _quantize_result(input: Tensor, layout: WireLayout, slice_rows: int) -> _Result:
+def _check_rotation(op: str, layout: WireLayout, rotate: bool) -> None:
+    if rotate and layout.block % ROTATION_SLICE:
+        raise ValueError(f"{op}: expected a block that is a multiple of {ROTATION_SLICE} to rotate, got {layout.block}")
+
+
+def _check_same_segments(op: str, *layouts: WireLayout) -> None:
+    first, *others = ([segment.numel for segment in layout.segments] for layout in layouts)
+    for sizes in others:
+        if sizes != first:
+            raise ValueError(
+                f"{op}: expected layouts with equal segment sizes, got {first} and {sizes}: build all from the same "
+                "parameters"
+            )
+
+
+def _quantize_result(input: Tensor, layout: WireLayout, slice_rows: int, rotate: bool) -> _Result:
+    _check_rotation("quantize", layout, rotate)
     _check_tensor("quantize", "input", input, FLOAT_DTYPES, input.device)
     num_slices = _num_slices("quantize", "input", input, layout.numel, "slice_rows", slice_rows)
     return _Result((num_slices * layout.nbytes,), torch.uint8, input.device)
@@ -166,9 +255,16 @@ def _num_sums(op: str, wire: Tensor, layout: WireLayout, num_sources: int, initi
 
 
 def _dequantize_sum_result(
-    wire: Tensor, layout: WireLayout, num_sources: int, initial: Tensor | None, scale: float, dtype: torch.dtype
+    wire: Tensor,
+    layout: WireLayout,
+    num_sources: int,
+    initial: Tensor | None,
+    scale: float,
+    dtype: torch.dtype,
+    rotate: bool,
 ) -> _Result:
     _check_dtype("dequantize_sum", dtype)
+    _check_rotation("dequantize_sum", layout, rotate)
     num_sums = _num_sums("dequantize_sum", wire, layout, num_sources, initial)
     return _Result((num_sums, layout.numel), dtype, wire.device)
 
@@ -176,238 +272,62 @@ def _dequantize_sum_result(
 def _dequantize_sum_quantize_result(
     wire: Tensor, layout: WireLayout, out_layout: WireLayout, num_sources: int, initial: Tensor | None
 ) -> _Result:
-    sizes, out_sizes = ([segment.numel for segment in one.segments] for one in (layout, out_layout))
-    if sizes != out_sizes:
-        raise ValueError(
-            f"dequantize_sum_quantize: expected out_layout with the segment sizes of layout, {sizes}, got {out_sizes}: "
-            "build both from the same parameters"
-        )
+    _check_same_segments("dequantize_sum_quantize", layout, out_layout)
     num_sums = _num_sums("dequantize_sum_quantize", wire, layout, num_sources, initial)
     return _Result((num_sums, out_layout.nbytes), torch.uint8, wire.device)
 
 
-# -------------------------------------------------------------------------------------------------------------- kernels
+def _quantize_difference_result(input: Tensor, base: Tensor, base_layout: WireLayout, layout: WireLayout) -> _Result:
+    op = "quantize_difference"
+    _check_same_segments(op, base_layout, layout)
+    _check_tensor(op, "input", input, FLOAT_DTYPES, input.device)
+    _check_tensor(op, "base", base, (torch.uint8,), input.device)
+    num_slices = _num_slices(op, "input", input, layout.numel, "slices", 1)
+    _check_size(op, "base", base, num_slices * base_layout.nbytes)
+    return _Result((num_slices * layout.nbytes,), torch.uint8, input.device)
 
 
-# Two classes with a method per operator. Arguments come checked and not empty; `out` is filled completely.
+def _dequantize_update_result(wire: Tensor, layout: WireLayout, base: Tensor, base_layout: WireLayout) -> _Result:
+    op = "dequantize_update"
+    _check_same_segments(op, base_layout, layout)
+    _check_tensor(op, "wire", wire, (torch.uint8,), base.device)
+    _check_tensor(op, "base", base, (torch.uint8,), base.device)
+    num_slices = _num_slices(op, "wire", wire, layout.nbytes, "slices", 1)
+    _check_size(op, "base", base, num_slices * base_layout.nbytes)
+    return _Result((num_slices * base_layout.nbytes,), torch.uint8, base.device)
 
 
-class ReferenceKernels:
-    """`reference.py`, on any device."""
-
-    name = "reference"
-
-    def __getattr__(self, operator: str) -> Callable[..., None]:
-        compute = getattr(reference, operator)
-
-        def run(*args: Any) -> None:
-            layout = next(arg for arg in args if isinstance(arg, WireLayout))
-            _assign(args[-1], compute(*args[:-1]), layout)
-
-        return run
-
-
-def _assign(out: Tensor, result: Tensor, layout: WireLayout) -> None:
-    """out <- result; where these are elements, those in gaps of the layout keep what they were."""
-    if out.dtype == torch.uint8 or not layout.has_gaps:
-        out.copy_(result.view_as(out))
-        return
-    for part in layout.parts:
-        here = slice(part.element, part.element + part.numel)
-        out.view(-1, layout.numel)[:, here] = result.view(-1, layout.numel)[:, here]
-
-
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_DTYPES)}
-
-
-class CompiledKernels:
-    """The functions that a library of `ops/` exports under the suffix `name`, for tensors of one device type."""
-
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self.name = name
-        self._layouts: dict[tuple[str, torch.device], native.Layout] = {}
-        self._functions = native.functions(library, name)
-
-    def call(self, kernel: str, device: torch.device, *arguments: Any) -> None:
-        """Run `kernel` on tensors of `device`: addresses and numbers as its C function takes them."""
-        self._functions[kernel](*arguments, None)
-
-    def quantize(self, input: Tensor, layout: WireLayout, slice_rows: int, out: Tensor) -> None:
-        self.call(
-            "quantize",
-            input.device,
-            input.data_ptr(),
-            _DTYPE_CODES[input.dtype],
-            self._layout(layout, input.device),
-            input.numel() // layout.numel,
-            slice_rows,
-            out.data_ptr(),
+def _quantize_with_feedback_result(
+    wire: Tensor | None,
+    layout: WireLayout,
+    out_layout: WireLayout,
+    residual_layout: WireLayout,
+    num_sources: int,
+    initial: Tensor | None,
+    rotate: bool,
+    decay: float,
+    rescale: float,
+    residual: Tensor,
+) -> _Result:
+    op = "quantize_with_feedback"
+    _check_same_segments(op, layout, out_layout, residual_layout)
+    _check_rotation(op, out_layout, rotate)
+    if [bool(part.bits) for part in residual_layout.parts] != [bool(part.bits) for part in out_layout.parts]:
+        raise ValueError(
+            f"{op}: expected residual_layout to quantize the parts that out_layout quantizes, and no others"
         )
-
-    def dequantize(self, wire: Tensor, layout: WireLayout, dtype: torch.dtype, slice_rows: int, out: Tensor) -> None:
-        self.call(
-            "dequantize",
-            wire.device,
-            wire.data_ptr(),
-            self._layout(layout, wire.device),
-            wire.numel() // layout.nbytes,
-            slice_rows,
-            out.data_ptr(),
-            _DTYPE_CODES[dtype],
-        )
-
-    def dequantize_sum(
-        self,
-        wire: Tensor,
-        layout: WireLayout,
-        num_sources: int,
-        initial: Tensor | None,
-        scale: float,
-        dtype: torch.dtype,
-        out: Tensor,
-    ) -> None:
-        self.call(
-            "dequantize_sum",
-            wire.device,
-            wire.data_ptr(),
-            self._layout(layout, wire.device),
-            num_sources,
-            wire.numel() // (layout.nbytes * num_sources),
-            None if initial is None else initial.data_ptr(),
-            scale,
-            out.data_ptr(),
-            _DTYPE_CODES[dtype],
-        )
-
-    def dequantize_sum_quantize(
-        self,
-        wire: Tensor,
-        layout: WireLayout,
-        out_layout: WireLayout,
-        num_sources: int,
-        initial: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        self.call(
-            "dequantize_sum_quantize",
-            wire.device,
-            wire.data_ptr(),
-            self._layout(layout, wire.device),
-            num_sources,
-            wire.numel() // (layout.nbytes * num_sources),
-            None if initial is None else initial.data_ptr(),
-            self._layout(out_layout, wire.device),
-            out.data_ptr(),
-        )
-
-    def _layout(self, layout: WireLayout, device: torch.device) -> int:
-        """The address of `layout`'s C form, which is kept for the life of the process, its table on `device`."""
-        key = (layout.spec, device)
-        if key not in self._layouts:
-            self._layouts[key] = native.Layout(
-                parts=layout.table(device).data_ptr(),
-                num_parts=len(layout.parts),
-                numel=layout.numel,
-                nbytes=layout.nbytes,
-                block=layout.block,
-                raw_dtype=_DTYPE_CODES[layout.raw_dtype],
-            )
-        return ctypes.addressof(self._layouts[key])
-
-
-class CudaKernels(CompiledKernels):
-    """Kernels on the device of their tensors, in the stream that PyTorch works in. The host waits for nothing."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        super().__init__(library, "cuda")
-
-    def call(self, kernel: str, device: torch.device, *arguments: Any) -> None:
-        with torch.cuda.device(device):
-            self._functions[kernel](*arguments, torch.cuda.current_stream(device).cuda_stream)
-
-
-# ---------------------------------------------------------------------------------------------------- choice of kernels
-
-_INSTRUCTION_SETS = ("avx512", "avx2", "baseline")  # the fastest first
-
-
-class KernelInfo(NamedTuple):
-    """Which kernels run, and why; what `hf-zeropp env` prints."""
-
-    cpu: str  # "avx512", "avx2", "baseline" or "reference"
-    available: tuple[str, ...]  # what set_kernels takes on this machine, the fastest first
-    library: str | None  # path of the CPU library
-    reason: str | None  # why there is no CPU library
-    cuda_library: str | None  # path of the CUDA library
-    cuda_reason: str | None  # why tensors on GPUs, if there are any, go by the PyTorch reference
-
-
-def kernel_info() -> KernelInfo:
-    library, reason = native.cpu_library()
-    path = None if library is None else library._name
-    return KernelInfo(
-        cpu=_kernels["cpu"].name,
-        available=_available(),
-        library=path,
-        reason=reason,
-        cuda_library=native.library_path("cuda"),
-        cuda_reason=native.cuda_library()[1],
-    )
-
-
-def set_kernels(name: str = "auto") -> None:
-    """Choose the CPU kernels of this process, as `ZEROPP_KERNELS` does at import."""
-    if name not in ("auto", *_INSTRUCTION_SETS, "reference"):
-        raise ValueError(f"ZEROPP_KERNELS: expected auto, avx512, avx2, baseline or reference, got {name!r}")
-    library, reason = native.cpu_library()
-    available = _available()
-    if name == "auto":
-        name = available[0]
-    if name not in available:
-        why = reason or "this machine lacks the instructions"
-        raise RuntimeError(f"ZEROPP_KERNELS={name}: {why}; available here: {', '.join(available)}")
-    if library is None or name == "reference":
-        _kernels["cpu"] = ReferenceKernels()
+    if not 0 < decay <= 1:
+        raise ValueError(f"{op}: expected a decay in (0, 1], got {decay}")
+    if wire is not None:
+        num_sums = _num_sums(op, wire, layout, num_sources, initial)
+    elif initial is not None and num_sources == 0:
+        _check_tensor(op, "initial", initial, (torch.float32,), residual.device)
+        num_sums = _num_slices(op, "initial", initial, out_layout.numel, "slices", 1)
     else:
-        _kernels["cpu"] = CompiledKernels(library, name)
-
-
-def _available() -> tuple[str, ...]:
-    library, _ = native.cpu_library()
-    compiled = [name for name in _INSTRUCTION_SETS if library is not None and library.zeropp_supports(name.encode())]
-    return (*compiled, "reference")
-
-
-def compiled_kernels(device_type: str) -> CompiledKernels | None:
-    """The compiled kernels chosen for tensors of this device type; None where PyTorch code runs."""
-    kernels = _kernels_of(device_type) if device_type in ("cpu", "cuda") else None
-    return kernels if isinstance(kernels, CompiledKernels) else None
-
-
-def _kernels_of(device_type: str) -> ReferenceKernels | CompiledKernels:
-    if device_type not in _kernels:
-        _kernels[device_type] = _first_kernels(device_type)
-    return _kernels[device_type]
-
-
-def _first_kernels(device_type: str) -> ReferenceKernels | CudaKernels:
-    """For a device type other than the CPU, whose kernels are chosen at import. Warns once, since it is asked once."""
-    library, reason = native.cuda_library() if device_type == "cuda" else (None, "there are no kernels for it")
-    if library is not None:
-        return CudaKernels(library)
-    warnings.warn(f"hf_zeropp: PyTorch code runs on {device_type}, slowly: {reason}", stacklevel=5)
-    return ReferenceKernels()
-
-
-def _choose_at_import(environment: Mapping[str, str]) -> None:
-    name = environment.get("ZEROPP_KERNELS", "auto")
-    set_kernels(name)
-    if _kernels["cpu"].name == "reference" != name:
-        warnings.warn(f"hf_zeropp: {native.cpu_library()[1]}. PyTorch code runs instead, slowly.", stacklevel=2)
-
-
-_kernels: dict[str, ReferenceKernels | CompiledKernels] = {}
-_choose_at_import(os.environ)
+        raise ValueError(f"{op}: expected a wire, or num_sources=0 and what to start from, got neither")
+    _check_tensor(op, "residual", residual, (torch.uint8,), residual.device if wire is None else wire.device)
+    _check_size(op, "residual", residual, num_sums * residual_layout.nbytes)
+    return _Result((num_sums, out_layout.nbytes), torch.uint8, residual.device)
 
 
 # ---------------------------------------------------------------------------------------------- operators: registration
@@ -434,7 +354,7 @@ def _define(name: str, arguments: str, result: Callable[..., _Result]) -> None:
 
     def compute(args: tuple[Any, ...], out: Tensor) -> None:
         if out.numel():
-            getattr(_kernels_of(out.device.type), name)(*_with_layouts(args), out)
+            getattr(kernels_of(out.device.type), name)(*_with_layouts(args), out)
 
     def run(*args: Any) -> Tensor:
         out = fake(*args)
@@ -465,15 +385,31 @@ def _register(name: str, signature: str, implementation: Callable, fake: Callabl
     torch.library.register_fake(f"zeropp::{name}", fake, lib=_LIBRARY)
 
 
-_define("quantize", "Tensor input, str layout, int slice_rows", _quantize_result)
+_define("quantize", "Tensor input, str layout, int slice_rows, bool rotate", _quantize_result)
 _define("dequantize", "Tensor wire, str layout, ScalarType dtype, int slice_rows", _dequantize_result)
 _define(
     "dequantize_sum",
-    "Tensor wire, str layout, int num_sources, Tensor? initial, float scale, ScalarType dtype",
+    "Tensor wire, str layout, int num_sources, Tensor? initial, float scale, ScalarType dtype, bool rotate",
     _dequantize_sum_result,
 )
 _define(
     "dequantize_sum_quantize",
     "Tensor wire, str layout, str out_layout, int num_sources, Tensor? initial",
     _dequantize_sum_quantize_result,
+)
+_define(
+    "quantize_difference",
+    "Tensor input, Tensor base, str base_layout, str layout",
+    _quantize_difference_result,
+)
+_define(
+    "dequantize_update",
+    "Tensor wire, str layout, Tensor base, str base_layout",
+    _dequantize_update_result,
+)
+_define(
+    "quantize_with_feedback",
+    "Tensor? wire, str layout, str out_layout, str residual_layout, int num_sources, Tensor? initial, bool rotate, "
+    "float decay, float rescale, Tensor(r!) residual",
+    _quantize_with_feedback_result,
 )

@@ -38,7 +38,7 @@ constexpr uint16_t kScaleMin = (127 - 100) << 7;  // 2^-100: smaller scales are 
 struct Part {
   int64_t element;      // first element, in the slice
   int64_t numel;
-  int64_t bits;         // 8, 4; 0 for raw
+  int64_t bits;         // of a code: 8, 4, 3, 2; 0 for raw
   int64_t scales;       // byte offset of the scales
   int64_t codes;        // byte offset of the codes or raw bytes
   int64_t end;          // byte offset behind the padding
@@ -52,6 +52,7 @@ struct Layout {
   int64_t nbytes;     // wire bytes of one slice
   int64_t block;      // elements that share one scale
   int64_t raw_dtype;  // DType of raw segments
+  int64_t has_3_bits;  // is there a segment of 3-bit codes?
 };
 
 ZEROPP_HD int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -125,7 +126,7 @@ ZEROPP_HD void assign(Float16& to, float value) {
 
 // ---- Blocks.
 
-ZEROPP_HD constexpr int qmax_of(int64_t bits) { return bits == 8 ? 127 : 7; }
+ZEROPP_HD constexpr int qmax_of(int64_t bits) { return (1 << (bits - 1)) - 1; }
 
 // What |value| contributes to a block's amax. As integers, magnitudes are ordered as floats are, Inf and NaN above all;
 // those of bf16 are the upper halves of fp32's.
@@ -167,6 +168,11 @@ ZEROPP_HD int8_t encode(BFloat16 value, float reciprocal) {
 // What `encode` takes beside values of this type.
 ZEROPP_HD float divisor_for(float, float scale) { return scale; }
 ZEROPP_HD float divisor_for(BFloat16, float scale) { return 1.0f / scale; }
+
+// ---- Rotations: a slice of so many elements times the Hadamard matrix, by sums and differences of elements 1, 2, 4, 8 and 16
+// apart, in this order; then times this, which makes the matrix its own inverse.
+constexpr int kRotationSlice = 32;
+constexpr float kRotationNorm = 0.17677669529663687f;  // 1 / sqrt(32)
 
 ZEROPP_HD float decode(int8_t code, float scale) { return static_cast<float>(code) * scale; }
 

@@ -26,6 +26,7 @@ LAYERS = [
     "format",
     "reference",
     "native",
+    "kernels",
     "ops",
     "topology",
     "node_memory",
@@ -66,7 +67,7 @@ FOREIGN_PRIVATE: dict[str, dict[str, object]] = {
     "integrations.accelerate": {"_shared_state": AcceleratorState},  # a plugin for a state that exists
     "integrations.frozen_base": {"_prepare_fsdp2": Accelerator},  # sees a model and its optimizers together
     "model_shape": {"_no_split_modules": PreTrainedModel},  # what Accelerate wraps, before there is anything to wrap
-    "ops": {"_name": ctypes.CDLL},  # the path of a loaded library
+    "kernels": {"_name": ctypes.CDLL},  # the path of a loaded library
     "packed_weight": {  # a tensor subclass has no public way to any of these
         "_C": torch,
         "_disabled_torch_function_impl": torch._C,

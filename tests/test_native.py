@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zeropp import native, ops
+from hf_zeropp import kernels, native, ops
 from hf_zeropp.cli import environment_table
 from hf_zeropp.format import Segment, WireLayout
 
@@ -24,7 +24,7 @@ def forgetful():
     native.cuda_library.cache_clear()
     yield
     native.cuda_library.cache_clear()
-    ops._kernels.pop("cuda", None)
+    kernels._kernels.pop("cuda", None)
 
 
 def test_a_missing_cuda_library_is_explained(forgetful, monkeypatch):
@@ -58,9 +58,9 @@ def test_the_env_command_says_why(forgetful, monkeypatch):
 
 def test_a_gpu_without_the_library_uses_the_reference_with_one_warning(forgetful, monkeypatch):
     monkeypatch.setattr(native, "library_path", lambda device_type: None)
-    ops._kernels.pop("cuda", None)
+    kernels._kernels.pop("cuda", None)
     with pytest.warns(UserWarning, match="PyTorch code runs on cuda, slowly: there is no CUDA library") as caught:
-        assert ops._kernels_of("cuda").name == "reference"
+        assert kernels.kernels_of("cuda").name == "reference"
     assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")

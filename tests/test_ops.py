@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 
 from hf_zeropp import native, ops
 from hf_zeropp.format import FLOAT_DTYPES, GAP, MAX_BLOCK, QMAX, SCALE_NAN, Segment, WireLayout
+from hf_zeropp.kernels import _choose_at_import
 
 COMPILED = [name for name in ops.kernel_info().available if name != "reference"]
 if os.environ.get("ZEROPP_KERNELS") == "reference":
@@ -468,7 +469,7 @@ def test_errors_say_expected_got_and_remedy(error, match, call):
 
 @pytest.mark.parametrize("name", ["reference", *COMPILED])
 def test_environment_forces_kernels(name, recwarn):
-    ops._choose_at_import({"ZEROPP_KERNELS": name})
+    _choose_at_import({"ZEROPP_KERNELS": name})
     assert ops.kernel_info().cpu == name and not recwarn
 
 
@@ -487,7 +488,7 @@ def test_without_library_the_reference_runs_with_one_warning(monkeypatch):
         with pytest.raises(RuntimeError, match="ZEROPP_KERNELS=avx2.*compiler.*available here: reference"):
             ops.set_kernels("avx2")
         with pytest.warns(UserWarning, match="C\\+\\+ compiler") as caught:
-            ops._choose_at_import({})
+            _choose_at_import({})
         assert len(caught) == 1 and ops.kernel_info().cpu == "reference" and ops.kernel_info().library is None
     finally:
         monkeypatch.undo()
