@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zeropp.collectives import Hop, TwoHopGather, TwoHopReduce, WireBuffers
 from hf_zeropp.comm_object import CommObject, CountedAllGather
@@ -24,12 +24,14 @@ from hf_zeropp.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
 from hf_zeropp.reduce_comm import ReduceClock, ZeroPPReduceScatter
+from hf_zeropp.secondary_check import SecondaryCheck, wants_check
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
 from hf_zeropp.traffic import (
     ENGINE_GATHER,
     GATHER_CROSS,
     GATHER_FROZEN,
     GATHER_NODE,
+    GATHER_RESYNC,
     REDUCE_CROSS,
     REDUCE_NODE,
     Bytes,
@@ -83,6 +85,7 @@ class _Plan:
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
     hpz_size: int | None
+    checks_secondaries: bool
     units: tuple[tuple[str, int], ...]
 
 
@@ -149,6 +152,11 @@ class ZeroPPHandle:
         """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
         self._clock.quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
 
+    def set_loss_scale(self, scale: float | Callable[[], float]) -> None:
+        """Tell the factor that losses are multiplied with (fp16), or give a function that tells it: what error feedback
+        kept is of gradients with that factor. A GradScaler's is ``scaler.get_scale``."""
+        self._clock.loss_scale = scale if callable(scale) else lambda: scale
+
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""
         for reduce in self.reduces:
@@ -180,6 +188,10 @@ class ZeroPPHandle:
         """Bytes this rank holds in secondary shards."""
         return sum(gather.secondary_bytes() for gather in self.gathers)
 
+    def residual_bytes(self) -> int:
+        """Bytes this rank holds for error feedback."""
+        return sum(reduce.residual.nbytes() for reduce in self.reduces)
+
     def partial_bytes(self) -> int:
         """Bytes this rank holds in accumulated partial gradients."""
         return sum(reduce.partial_bytes() for reduce in self.reduces)
@@ -202,10 +214,14 @@ class ZeroPPHandle:
         may_share = self.config.shared_memory and keep_secondary and self.topology.mesh.device_type == "cpu"
         memory = NodeMemory.connect(node.group) if may_share else None
         self.shares_memory = memory is not None
-        gather = TwoHopGather(cross, node, buffers, memory)
+        resync = Hop(GATHER_RESYNC, groups.cross_group, self.traffic, is_async=self._overlaps)
+        gather = TwoHopGather(cross, node, buffers, memory, resync)
+        check = SecondaryCheck(node.size) if plan.checks_secondaries else None
         ahead = GatherAhead() if self._overlaps and keep_secondary else None
         for unit in self.units:
-            comm = ZeroPPAllGather(unit, gather, self.config, self.traffic, ahead=ahead, keep_secondary=keep_secondary)
+            comm = ZeroPPAllGather(
+                unit, gather, self.config, self.traffic, ahead=ahead, keep_secondary=keep_secondary, check=check
+            )
             unit.set_all_gather(comm)
             self.gathers.append(comm)
 
@@ -231,6 +247,10 @@ class ZeroPPHandle:
         """The guards of [Note: when a secondary shard is stale] that version counters cannot give."""
         this = weakref.ref(self)
 
+        def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            if (handle := this()) is not None:
+                handle._before_optimizer_step()
+
         def after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if (handle := this()) is not None:
                 handle._after_optimizer_step(optimizer)
@@ -239,8 +259,11 @@ class ZeroPPHandle:
             if (handle := this()) is not None:
                 handle.invalidate()
 
-        hook = register_optimizer_step_post_hook(after_optimizer_step)
-        weakref.finalize(self, hook.remove)
+        for hook in (
+            register_optimizer_step_pre_hook(before_optimizer_step),
+            register_optimizer_step_post_hook(after_optimizer_step),
+        ):
+            weakref.finalize(self, hook.remove)
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.register_load_state_dict_post_hook(after_load)
@@ -249,14 +272,19 @@ class ZeroPPHandle:
             for module in gather.unit.modules:
                 module.register_forward_pre_hook(_reshard_if_stale(gather), prepend=True)
 
+    def _before_optimizer_step(self) -> None:
+        for gather in self.gathers:
+            gather.before_optimizer_step()
+
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         own = {id(param) for unit in self.units for param in unit.trainable}
         stepped = (param for group in optimizer.param_groups for param in group["params"])
         if any(id(param) in own for param in stepped):
             self.traffic.steps += 1
+            self._clock.steps.steps += 1
         for gather in self.gathers:
             if gather.unit.trainable:
-                gather.expire()
+                gather.after_optimizer_step()
 
 
 def _reshard_if_stale(gather: ZeroPPAllGather) -> Callable[[nn.Module, Any], None]:
@@ -325,10 +353,19 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> _Plan:
     ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
     for unit in units:
         _check_unit(unit, world_size, ranks_per_node)
+        if config.qwz_mode == "delta" and unit.shard_group.size() == world_size:
+            _check_deltas(unit)
+    hpz_size = resolve_hpz_size(config.hpz_size, ranks_per_node, world_size)
+    if config.qwz_mode == "delta" and hpz_size == world_size > ranks_per_node:
+        raise ValueError(
+            f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that a delta could bring up to "
+            "date. Set hpz_size='node', or qwz_mode='values'."
+        )
     return _Plan(
         settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
         ranks_per_node=ranks_per_node,
-        hpz_size=resolve_hpz_size(config.hpz_size, ranks_per_node, world_size),
+        hpz_size=hpz_size,
+        checks_secondaries=wants_check(),
         units=tuple((unit.name, sum(shard.padded_numel for shard in unit.param_shards())) for unit in units),
     )
 
@@ -357,6 +394,21 @@ def _check_unit(unit: Unit, world_size: int, ranks_per_node: int) -> None:
             f"unit {unit.name} is sharded over ranks {ranks}, expected all {world_size} ranks in order"
             f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {first}'}. "
             "Call fully_shard with a 1-D mesh over the whole world."
+        )
+
+
+def _check_deltas(unit: Unit) -> None:
+    others = {param.dtype for param in unit.trainable} - {torch.float32}
+    if others:
+        raise ValueError(
+            f"qwz_mode='delta' needs fp32 master weights, but unit {unit.name} trains parameters in {others.pop()}, whose own "
+            "rounding is what a delta would correct. Load the model in float32 with bf16 mixed precision (Accelerate then "
+            "keeps fp32 masters), or set qwz_mode='values'."
+        )
+    if not unit.has_plain_shards:
+        raise ValueError(
+            f"qwz_mode='delta' reads master weights where FSDP2 keeps them, but unit {unit.name} is offloaded to the CPU or "
+            "its parameters are tensor subclasses. Turn offloading off, or set qwz_mode='values'."
         )
 
 

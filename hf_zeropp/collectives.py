@@ -12,6 +12,10 @@ What a rank holds after the gather's hop 1 is its *secondary shard*: kept, it ma
 weights change (the paper's hpZ). What it holds after the reduction's hop 1 is 1/N of the unit's gradient summed over the
 node: kept, it accumulates micro-steps, and hop 2 runs once per step (the paper's qgZ exchanges at every micro-step).
 
+Where a secondary shard is kept, hop 1 need only send how the weights moved since: a *delta*, which every rank that keeps a
+copy adds to it, the sender included. What a delta leaves out is in the next one, since it is taken against the copy.
+Error feedback is the same thought for gradients: what hop 2 leaves out of a sum is kept, and added to the next one.
+
 Ranks lie as [y, x] in the flat buffers and as [x, y] on the wire. That transposition of slices is done by the encode
 and decode kernels while they write (the paper's slice reordering), never as a pass of its own.
 
@@ -24,6 +28,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -132,6 +137,23 @@ class Flight:
         return self.received
 
 
+class DeltaFlight(Flight):
+    """Hop 1 of a gather under way with differences, which are added to the secondary shard when they land."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GatherLayouts:
+    """Wire layouts of one slice of a gather.
+
+    Attributes:
+        kept: of a secondary shard, and of what crosses nodes to make one.
+        delta: of the differences that cross to bring a secondary shard up to date; None where it is always made anew.
+    """
+
+    kept: WireLayout
+    delta: WireLayout | None = None
+
+
 @dataclasses.dataclass
 class Secondary:
     """A rank's secondary shard.
@@ -152,11 +174,20 @@ class TwoHopGather:
         cross: the hop across nodes, where ``cross.size`` is Y; the shards of its group form a secondary shard.
         node: the hop over the N ranks that share one secondary copy (hpZ).
         memory: memory that the ranks of ``node`` share, which makes hop 2 a read; None where they have none.
+        resync: the hop across nodes under the name of gathers that send whole weights where deltas are the rule.
     """
 
-    def __init__(self, cross: Hop, node: Hop, buffers: WireBuffers, memory: NodeMemory | None = None) -> None:
+    def __init__(
+        self,
+        cross: Hop,
+        node: Hop,
+        buffers: WireBuffers,
+        memory: NodeMemory | None = None,
+        resync: Hop | None = None,
+    ) -> None:
         self.cross = cross
         self.node = node
+        self.resync = resync or cross
         self._buffers = buffers
         self._memory = memory
 
@@ -168,17 +199,33 @@ class TwoHopGather:
         shared = self._memory.allocate(num_bytes)
         return Secondary(shared[self.node.group.rank()], shared.view(-1))
 
-    def start(self, shard: torch.Tensor, layout: WireLayout, secondary: Secondary) -> Flight:
+    def start(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary) -> Flight:
         """Start hop 1: encode this rank's shard [S] and exchange it across nodes, into ``secondary``."""
         if secondary.node is not None:
             self.node.barrier()  # a slower peer may still read what is about to be overwritten
-        wire = self._buffers.take(layout.nbytes, shard.device)
-        ops.quantize(shard, layout, out=wire)
-        return Flight(secondary.own, self.cross.all_gather(secondary.own, wire), sent=(wire,))
+        hop = self.cross if layouts.delta is None else self.resync
+        wire = self._buffers.take(layouts.kept.nbytes, shard.device)
+        ops.quantize(shard, layouts.kept, out=wire)
+        return Flight(secondary.own, hop.all_gather(secondary.own, wire), sent=(wire,))
 
-    def land(self, flight: Flight, secondary: Secondary) -> None:
+    def start_delta(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary) -> DeltaFlight:
+        """Start hop 1 with what this rank's shard [S] has become since ``secondary`` was brought up to date."""
+        assert layouts.delta is not None
+        own_slice = secondary.own.view(self.cross.size, -1)[self.cross.group.rank()]
+        wire = self._buffers.take(layouts.delta.nbytes, shard.device)
+        ops.quantize_difference(shard, own_slice, layouts.kept, layouts.delta, out=wire)
+        received = self._buffers.take(self.cross.size * layouts.delta.nbytes, shard.device)
+        return DeltaFlight(received, self.cross.all_gather(received, wire), sent=(wire,))
+
+    def land(self, flight: Flight, layouts: GatherLayouts, secondary: Secondary) -> None:
         """Finish hop 1: ``secondary`` holds what it is to hold, on every rank that reads it."""
-        flight.land(self._buffers)
+        received = flight.land(self._buffers)
+        if isinstance(flight, DeltaFlight):
+            assert layouts.delta is not None
+            if secondary.node is not None:
+                self.node.barrier()
+            ops.dequantize_update(received, layouts.delta, secondary.own, layouts.kept, out=secondary.own)
+            self._buffers.give(received)
         if secondary.node is not None:
             self.node.barrier()
 
@@ -198,23 +245,49 @@ class TwoHopGather:
 
     def __call__(self, output: torch.Tensor, shard: torch.Tensor, layout: WireLayout) -> None:
         """Both hops; nothing is kept."""
+        layouts = GatherLayouts(layout)
         secondary = Secondary(self._buffers.take(self.cross.size * layout.nbytes, shard.device))
-        self.land(self.start(shard, layout, secondary), secondary)
+        self.land(self.start(shard, layouts, secondary), layouts, secondary)
         self.decode(secondary, layout, output)
         self._buffers.give(secondary.own)
 
 
 @dataclasses.dataclass(frozen=True)
 class ReduceLayouts:
-    """Wire layouts of one slice in the two hops of a reduction."""
+    """Wire layouts of one slice in the two hops of a reduction.
+
+    Attributes:
+        residual: of what hop 2 leaves out, where that is kept.
+        rotates: gradients are rotated when they are first encoded, and back when they have arrived. In between, sums are
+            sums of rotated gradients, since a rotation is linear.
+    """
 
     node: WireLayout
     cross: WireLayout
+    residual: WireLayout | None = None
+    rotates: bool = False
 
     def chunks(self, count: int) -> tuple[ReduceLayouts, ...]:
         """Layouts that carry parts of the slice: `count` of them, or fewer for few blocks."""
-        pairs = zip(self.node.chunks(count), self.cross.chunks(count), strict=True)
-        return tuple(ReduceLayouts(node, cross) for node, cross in pairs)
+        nodes, crosses = self.node.chunks(count), self.cross.chunks(count)
+        residuals = [None] * len(nodes) if self.residual is None else self.residual.chunks(count)
+        trios = zip(nodes, crosses, residuals, strict=True)
+        return tuple(ReduceLayouts(node, cross, residual, self.rotates) for node, cross, residual in trios)
+
+
+@dataclasses.dataclass
+class Feedback:
+    """What hop 2 left out of a chunk of a unit's gradients so far, and how the next one takes it in.
+
+    Attributes:
+        residual: a wire [Y * B], changed in place.
+        decay: how much of a residual is renewed at a time; 1 replaces it.
+        rescale: factor between the gradients it is of and those to come (another loss scale).
+    """
+
+    residual: torch.Tensor
+    decay: float = 1.0
+    rescale: float = 1.0
 
 
 class TwoHopReduce:
@@ -244,7 +317,7 @@ class TwoHopReduce:
         """Start hop 1: encode full [y, x, S] as wire [x, y, B], send part x to rank x; [source, y, B] arrives."""
         if self.node.size == 1:
             return [Flight(full)]
-        return [self._start_chunk(full, chunk.node) for chunk in self.chunks(layouts)]
+        return [self._start_chunk(full, chunk) for chunk in self.chunks(layouts)]
 
     def accumulate(self, flights: list[Flight], layouts: ReduceLayouts, partial: torch.Tensor | None) -> torch.Tensor:
         """Finish hop 1 and stop there: partial, fp32 [Y * S], plus the node's sum (None starts it)."""
@@ -259,20 +332,32 @@ class TwoHopReduce:
             self._buffers.give(received)
         return total
 
-    def cross_over(self, flights: list[Flight], layouts: ReduceLayouts, partial: torch.Tensor | None) -> list[Flight]:
+    def cross_over(
+        self,
+        flights: list[Flight],
+        layouts: ReduceLayouts,
+        partial: torch.Tensor | None,
+        feedback: Sequence[Feedback] | None = None,
+    ) -> list[Flight]:
         """Finish hop 1 and start hop 2 with the node's sum, plus the partial sums so far."""
         if self.node.size == 1:
             full = flights[0].received
-            return self.start_across(full if partial is None else partial.add_(full), layouts)
-        chunks = self.chunks(layouts)
-        return [self._cross_chunk(*pair, partial) for pair in zip(flights, chunks, strict=True)]
+            return self.start_across(full if partial is None else partial.add_(full), layouts, feedback)
+        chunks = zip(flights, *self._with_feedback(layouts, feedback), strict=True)
+        return [self._cross_chunk(flight, chunk, partial, own) for flight, chunk, own in chunks]
 
-    def start_across(self, partial: torch.Tensor, layouts: ReduceLayouts) -> list[Flight]:
+    def start_across(
+        self, partial: torch.Tensor, layouts: ReduceLayouts, feedback: Sequence[Feedback] | None = None
+    ) -> list[Flight]:
         """Start hop 2 with partial sums [Y * S] alone."""
+        rotate = layouts.rotates and self.node.size == 1  # otherwise hop 1 did
         flights = []
-        for chunk in self.chunks(layouts):
+        for chunk, own in zip(*self._with_feedback(layouts, feedback), strict=True):
             wire = self._buffers.take(self.cross.size * chunk.cross.nbytes, partial.device)
-            ops.quantize(partial, chunk.cross, out=wire)
+            if own is None:
+                ops.quantize(partial, chunk.cross, rotate=rotate, out=wire)
+            else:
+                _encode_with_feedback(None, chunk, own, initial=partial.float(), rotate=rotate, out=wire)
             flights.append(self._exchange_across(wire))
         return flights
 
@@ -281,7 +366,13 @@ class TwoHopReduce:
         for flight, chunk in zip(flights, self.chunks(layouts), strict=True):
             received = flight.land(self._buffers)
             ops.dequantize_sum(
-                received, chunk.cross, num_sources=self.cross.size, scale=scale, dtype=output.dtype, out=output
+                received,
+                chunk.cross,
+                num_sources=self.cross.size,
+                scale=scale,
+                dtype=output.dtype,
+                rotate=layouts.rotates,
+                out=output,
             )
             self._buffers.give(received)
 
@@ -296,18 +387,30 @@ class TwoHopReduce:
         """Both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
         self.finish(self.cross_over(self.start(full, layouts), layouts, None), layouts, output, scale)
 
-    def _start_chunk(self, full: torch.Tensor, layout: WireLayout) -> Flight:
-        num_bytes = self.node.size * self.cross.size * layout.nbytes
+    def _with_feedback(
+        self, layouts: ReduceLayouts, feedback: Sequence[Feedback] | None
+    ) -> tuple[Sequence[ReduceLayouts], Sequence[Feedback | None]]:
+        chunks = self.chunks(layouts)
+        return chunks, feedback or [None] * len(chunks)
+
+    def _start_chunk(self, full: torch.Tensor, chunk: ReduceLayouts) -> Flight:
+        num_bytes = self.node.size * self.cross.size * chunk.node.nbytes
         wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
-        ops.quantize(full, layout, slice_rows=self.cross.size, out=wire)
+        ops.quantize(full, chunk.node, slice_rows=self.cross.size, rotate=chunk.rotates, out=wire)
         return Flight(received, self.node.all_to_all(received, wire), sent=(wire,))
 
-    def _cross_chunk(self, flight: Flight, chunk: ReduceLayouts, partial: torch.Tensor | None) -> Flight:
+    def _cross_chunk(
+        self, flight: Flight, chunk: ReduceLayouts, partial: torch.Tensor | None, feedback: Feedback | None
+    ) -> Flight:
         received = flight.land(self._buffers)
         wire = self._buffers.take(self.cross.size * chunk.cross.nbytes, received.device)
-        ops.dequantize_sum_quantize(
-            received, chunk.node, chunk.cross, num_sources=self.node.size, initial=partial, out=wire
-        )
+        num_sources = self.node.size
+        if feedback is None:
+            ops.dequantize_sum_quantize(
+                received, chunk.node, chunk.cross, num_sources=num_sources, initial=partial, out=wire
+            )
+        else:
+            _encode_with_feedback(received, chunk, feedback, initial=partial, num_sources=num_sources, out=wire)
         self._buffers.give(received)
         return self._exchange_across(wire)
 
@@ -321,6 +424,32 @@ class TwoHopReduce:
 @functools.cache
 def _chunks_of(layouts: ReduceLayouts, count: int) -> tuple[ReduceLayouts, ...]:
     return layouts.chunks(count)
+
+
+def _encode_with_feedback(
+    received: torch.Tensor | None,
+    chunk: ReduceLayouts,
+    feedback: Feedback,
+    *,
+    initial: torch.Tensor | None,
+    num_sources: int = 0,
+    rotate: bool = False,
+    out: torch.Tensor,
+) -> None:
+    assert chunk.residual is not None
+    ops.quantize_with_feedback(
+        received,
+        chunk.node,
+        chunk.cross,
+        feedback.residual,
+        chunk.residual,
+        num_sources=num_sources,
+        initial=initial,
+        rotate=rotate,
+        decay=feedback.decay,
+        rescale=feedback.rescale,
+        out=out,
+    )
 
 
 @torch.inference_mode(False)

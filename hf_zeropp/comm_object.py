@@ -9,17 +9,52 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from hf_zeropp.collectives import GatherLayouts, ReduceLayouts
+from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.format import Segment, WireLayout
 from hf_zeropp.traffic import ENGINE_GATHER, Bytes, Peers, Traffic
 from hf_zeropp.units import AllGather, DefaultAllGather, ParamShard, Unit
 
 logger = logging.getLogger(__name__)
 
+FROZEN_WIRE_BITS = 8
+"""Of weights that do not train, where those that do send deltas: they cross once, and stay as they crossed."""
+
+RESIDUAL_BITS = 8
+
 
 def wire_layout(shards: Sequence[ParamShard], bits: int | None, block: int, raw_dtype: torch.dtype) -> WireLayout:
     """Layout of a unit's flat shard: matrices in ``bits``, 1-D parameters (norms, biases) unquantized."""
     segments = [Segment(shard.padded_numel, bits if shard.ndim > 1 else None) for shard in shards]
     return WireLayout(segments, block, raw_dtype)
+
+
+def gather_layouts(
+    config: ZeroPPConfig, shards: Sequence[ParamShard], dtype: torch.dtype, *, trains: bool
+) -> GatherLayouts:
+    """Of a unit's weights, gathered in ``dtype``."""
+    if config.qwz_mode != "delta":
+        return GatherLayouts(wire_layout(shards, config.qwz_bits, config.weight_block, dtype))
+    if not trains:
+        return GatherLayouts(wire_layout(shards, FROZEN_WIRE_BITS, config.weight_block, dtype))
+    return GatherLayouts(
+        kept=wire_layout(shards, config.hpz_bits, config.weight_block, dtype),
+        delta=wire_layout(shards, config.qwz_bits, config.delta_block, dtype),
+    )
+
+
+def reduce_layouts(
+    config: ZeroPPConfig, shards: Sequence[ParamShard], dtype: torch.dtype, *, quantizes: bool
+) -> ReduceLayouts:
+    """Of a unit's gradients, reduced in ``dtype``."""
+    node_bits, cross_bits = (config.qgz_intra_bits, config.qgz_bits) if quantizes else (None, None)
+    keeps_residual = quantizes and config.error_feedback_decay is not None
+    return ReduceLayouts(
+        node=wire_layout(shards, node_bits, config.grad_block, dtype),
+        cross=wire_layout(shards, cross_bits, config.grad_block, dtype),
+        residual=wire_layout(shards, RESIDUAL_BITS, config.grad_block, dtype) if keeps_residual else None,
+        rotates=quantizes and config.qgz_hadamard,
+    )
 
 
 class CommObject(ABC):

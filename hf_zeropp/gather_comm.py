@@ -9,6 +9,12 @@ The signals are local, and they decide which collectives run. Ranks agree on the
 all ranks or on none, as every operation on a DTensor must; a change made on one rank alone would hang.
 A forward between ``backward()`` and ``optimizer.step()`` refills the copy with weights that are about to change:
 signal 2 covers it.
+
+[Note: when a delta will do]
+With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by differences. They are coarse where weights moved far,
+so whole weights cross instead (a resync) where there is no secondary shard yet, and where weights changed by anything but an
+optimizer: when the stamp before an optimizer's step is not the one after the last one's. Signal 3 means that too, and a
+checkpoint, whose masters a resumed run starts from.
 """
 
 from __future__ import annotations
@@ -16,11 +22,12 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from hf_zeropp.collectives import Flight, Secondary, TwoHopGather
-from hf_zeropp.comm_object import CommObject, CountedAllGather, gathers_of, warn_once, wire_layout
+from hf_zeropp.collectives import Flight, GatherLayouts, Secondary, TwoHopGather
+from hf_zeropp.comm_object import CommObject, CountedAllGather, gather_layouts, gathers_of, warn_once
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.format import FLOAT_DTYPES, WireLayout
 from hf_zeropp.overlap import GatherAhead
+from hf_zeropp.secondary_check import SecondaryCheck
 from hf_zeropp.traffic import Bytes, Traffic
 from hf_zeropp.units import AllGather, Unit, WeightStamp
 
@@ -33,6 +40,7 @@ class ZeroPPAllGather(CommObject, AllGather):
         gather: the two hops; shared by all units.
         ahead: starts hop 1 of other units early, shared by all; None where streams do that.
         keep_secondary: hpZ on.
+        check: compares secondary shards across nodes; None where nobody asked for it.
     """
 
     def __init__(
@@ -44,18 +52,22 @@ class ZeroPPAllGather(CommObject, AllGather):
         *,
         ahead: GatherAhead | None,
         keep_secondary: bool,
+        check: SecondaryCheck | None = None,
     ) -> None:
         self.unit = unit
         self._gather = gather
-        self._bits = config.qwz_bits
-        self._block = config.weight_block
+        self._config = config
         self._traffic = traffic
         self._ahead = ahead
         self._keep_secondary = keep_secondary
+        self._check = check
         self._engine = CountedAllGather(unit, traffic)
-        self._layouts: dict[torch.dtype, WireLayout] = {}
+        self._layouts: dict[tuple[torch.dtype, bool], GatherLayouts] = {}
         self._secondary: Secondary | None = None
-        self._stamp: WeightStamp | None = None
+        self._held: GatherLayouts | None = None  # of the secondary
+        self._stamp: WeightStamp | None = None  # of the weights that the secondary holds
+        self._basis: WeightStamp | None = None  # of weights that only optimizers led to from there
+        self._num_deltas = 0  # since whole weights crossed
         self._flight: Flight | None = None  # hop 1 under way
         self._hop1_done: torch.Event | None = None
 
@@ -69,12 +81,12 @@ class ZeroPPAllGather(CommObject, AllGather):
         """output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._gather_unquantized(output_tensor, input_tensor, group, async_op)
-        layout = self.layout(input_tensor.dtype)
         if self._keep_secondary:
-            self._gather.decode(self._fresh_secondary(input_tensor, layout), layout, output_tensor)
+            secondary, layout = self._fresh_secondary(input_tensor)
+            self._gather.decode(secondary, layout, output_tensor)
         else:
             self._stamp = self.unit.stamp()
-            self._gather(output_tensor, input_tensor, layout)
+            self._gather(output_tensor, input_tensor, self.layouts(input_tensor.dtype).kept)
         return None
 
     @property
@@ -83,14 +95,25 @@ class ZeroPPAllGather(CommObject, AllGather):
         return self._stamp is not None and self._stamp.matches(self.unit.params)
 
     def expire(self) -> None:
-        """Gather across nodes again at the next use. The buffer is kept and overwritten."""
+        """Gather across nodes again at the next use, in full. The buffer is kept and overwritten."""
+        self._stamp = self._basis = None
+
+    def before_optimizer_step(self) -> None:
+        """What changed the weights up to now was no optimizer."""
+        if self._basis is not None and not self._basis.matches(self.unit.params):
+            self._basis = None
+
+    def after_optimizer_step(self) -> None:
+        """Gather across nodes again at the next use; a delta will do, where it did before."""
         self._stamp = None
+        if self._basis is not None:
+            self._basis = self.unit.stamp()
 
     def start_ahead(self) -> None:
         """Start hop 1 now, if it is due and its input can be had without FSDP2."""
         dtype = self.unit.param_dtype
         if self._keep_secondary and not self.is_fresh and dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
-            self._start(self.unit.flat_shard(dtype), self.layout(dtype))
+            self._start(dtype, None)
 
     @property
     def stays_in_group(self) -> bool:
@@ -101,31 +124,34 @@ class ZeroPPAllGather(CommObject, AllGather):
         """Bytes this rank holds between gathers for hpZ."""
         return 0 if self._secondary is None else self._secondary.own.numel()
 
-    def layout(self, dtype: torch.dtype) -> WireLayout:
-        if dtype not in self._layouts:
-            self._layouts[dtype] = wire_layout(self.unit.param_shards(), self._bits, self._block, dtype)
-        return self._layouts[dtype]
+    def layouts(self, dtype: torch.dtype) -> GatherLayouts:
+        """Of weights gathered in ``dtype``. Frozen weights cross once, so they have no use for deltas."""
+        key = (dtype, bool(self.unit.trainable))
+        if key not in self._layouts:
+            self._layouts[key] = gather_layouts(self._config, self.unit.param_shards(), dtype, trains=key[1])
+        return self._layouts[key]
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Bytes of one training step of ``micro_steps`` forward and backward passes."""
+        """Bytes of one training step of ``micro_steps`` forward and backward passes, without a resync."""
         if self.unit.param_dtype not in FLOAT_DTYPES:
             return self._engine.predict(micro_steps)
         gathers = gathers_of(self.unit, micro_steps)
-        num_bytes = self.layout(self.unit.param_dtype).nbytes
+        layouts = self.layouts(self.unit.param_dtype)
+        num_bytes = layouts.kept.nbytes
         cross, node = self._gather.cross, self._gather.node
         counts = {}
         if not self._keep_secondary:
             counts[cross.name] = cross.peers.bytes_of(num_bytes).times(gathers)
         elif self.unit.trainable:  # frozen weights crossed before this step
-            counts[cross.name] = cross.peers.bytes_of(num_bytes)
+            counts[cross.name] = cross.peers.bytes_of((layouts.delta or layouts.kept).nbytes)
         if node.size > 1:
             counts[node.name] = node.peers.bytes_of(num_bytes * cross.size).times(gathers)
         return counts
 
-    def _fresh_secondary(self, shard: torch.Tensor, layout: WireLayout) -> Secondary:
+    def _fresh_secondary(self, shard: torch.Tensor) -> tuple[Secondary, WireLayout]:
         """The secondary shard, gathered across nodes if it is stale, and this stream ordered behind its arrival."""
         if not self.is_fresh:
-            self._start(shard, layout)
+            self._start(shard.dtype, shard)
             if self._ahead is not None:
                 self._ahead.start_from(self)
         if self._flight is not None:
@@ -133,21 +159,39 @@ class ZeroPPAllGather(CommObject, AllGather):
             self._hop1_done = _record_event(shard.device)
         elif self._hop1_done is not None:
             torch.accelerator.current_stream().wait_event(self._hop1_done)
-        assert self._secondary is not None
-        return self._secondary
+        assert self._secondary is not None and self._held is not None
+        return self._secondary, self._held.kept
 
-    def _start(self, shard: torch.Tensor, layout: WireLayout) -> None:
+    def _start(self, dtype: torch.dtype, shard: torch.Tensor | None) -> None:
+        """Start hop 1 with weights in ``dtype``; ``shard`` is this rank's where FSDP2 made it already."""
         if self._flight is not None:  # started ahead, and the weights changed since
             self._land()
-        if self._secondary is None or self._secondary.own.numel() != self._gather.cross.size * layout.nbytes:
-            self._secondary = self._gather.new_secondary(layout, shard.device)
-        self._stamp = self.unit.stamp()
-        self._flight = self._gather.start(shard, layout, self._secondary)
+        layouts = self.layouts(dtype)
+        if self._secondary is not None and self._held is not None and self._delta_will_do(layouts):
+            masters = self.unit.flat_shard(torch.float32)
+            flight: Flight = self._gather.start_delta(masters, layouts, self._secondary)
+            self._num_deltas += 1
+        else:
+            shard = self.unit.flat_shard(dtype) if shard is None else shard
+            if self._secondary is None or self._secondary.own.numel() != self._gather.cross.size * layouts.kept.nbytes:
+                self._secondary = self._gather.new_secondary(layouts.kept, shard.device)
+            flight = self._gather.start(shard, layouts, self._secondary)
+            self._num_deltas = 0
+        self._flight, self._held = flight, layouts
+        self._stamp = self._basis = self.unit.stamp()
+
+    def _delta_will_do(self, layouts: GatherLayouts) -> bool:
+        """See [Note: when a delta will do]. The same on all ranks, as what makes a secondary shard stale is."""
+        is_due = self._config.qwz_resync_steps is not None and self._num_deltas >= self._config.qwz_resync_steps
+        has_basis = self._basis is not None and self._basis.matches(self.unit.params)
+        return layouts.delta is not None and layouts == self._held and has_basis and not is_due
 
     def _land(self) -> None:
-        assert self._flight is not None and self._secondary is not None
-        self._gather.land(self._flight, self._secondary)
+        assert self._flight is not None and self._held is not None and self._secondary is not None
+        self._gather.land(self._flight, self._held, self._secondary)
         self._flight = None
+        if self._check is not None:
+            self._check(self.unit.name, self._secondary.own)
 
     def _gather_unquantized(
         self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool

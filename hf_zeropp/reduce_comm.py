@@ -17,9 +17,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from hf_zeropp.collectives import Flight, ReduceLayouts, TwoHopReduce
-from hf_zeropp.comm_object import CommObject, warn_once, wire_layout
+from hf_zeropp.collectives import Feedback, Flight, ReduceLayouts, TwoHopReduce
+from hf_zeropp.comm_object import CommObject, reduce_layouts, warn_once
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.error_feedback import Residual, StepClock
 from hf_zeropp.format import FLOAT_DTYPES, Segment, WireLayout
 from hf_zeropp.overlap import ReduceJob, ReducePipeline
 from hf_zeropp.traffic import ENGINE_REDUCE, Bytes, Peers, Traffic, total
@@ -43,6 +44,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._config = config
         self._traffic = traffic
         self._clock = clock
+        self.residual = Residual(config, clock.steps)
         self._engine = DefaultReduceScatter()
         self._layouts: dict[object, ReduceLayouts] = {}
         self._partial: torch.Tensor | None = None
@@ -62,7 +64,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_unquantized(output_tensor, input_tensor, group, op, async_op)
         scale = _scale_of(op, group.size())
-        self._drop_abandoned_partial()
+        self._drop_abandoned()
         layouts = self.layouts(input_tensor.dtype)
         if input_tensor.numel() != group.size() * layouts.node.numel:
             self._reduce_part(output_tensor, input_tensor, group, scale)
@@ -90,7 +92,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def cross_over(self, flights: list[Flight], layouts: ReduceLayouts) -> list[Flight]:
         """Hop 1 has ended on the last micro-step: start hop 2 with all that was accumulated."""
         partial, self._partial = self._partial, None
-        return self.reduce.cross_over(flights, layouts, partial)
+        feedback = self._feedback(layouts, flights[0].received.device)
+        return self.reduce.cross_over(flights, layouts, partial, feedback)
 
     def add_to_grads(self, flights: list[Flight], layouts: ReduceLayouts, scale: float) -> None:
         """Hop 2 has ended after FSDP2 took zeros for its output: do what FSDP2 does with an output."""
@@ -109,19 +112,14 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         partial, self._partial = self._partial, None
         layouts = self._partial_layouts
         assert partial is not None and layouts is not None
-        self.add_to_grads(self.reduce.start_across(partial, layouts), layouts, self._partial_scale)
+        feedback = self._feedback(layouts, partial.device)
+        self.add_to_grads(self.reduce.start_across(partial, layouts, feedback), layouts, self._partial_scale)
 
     def layouts(self, dtype: torch.dtype) -> ReduceLayouts:
         shards = self.unit.param_shards(trainable_only=True)
         key = (dtype, self._clock.quantizes, tuple(shards))
         if key not in self._layouts:
-            on = self._clock.quantizes
-            node_bits = self._config.qgz_intra_bits if on else None
-            cross_bits = self._config.qgz_bits if on else None
-            self._layouts[key] = ReduceLayouts(
-                node=wire_layout(shards, node_bits, self._config.grad_block, dtype),
-                cross=wire_layout(shards, cross_bits, self._config.grad_block, dtype),
-            )
+            self._layouts[key] = reduce_layouts(self._config, shards, dtype, quantizes=self._clock.quantizes)
         return self._layouts[key]
 
     @property
@@ -148,10 +146,15 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             counts[node.name] = received.times(micro_steps)
         return counts
 
-    def _drop_abandoned_partial(self) -> None:
+    def _feedback(self, layouts: ReduceLayouts, device: torch.device) -> list[Feedback] | None:
+        """For the hop 2 that begins now."""
+        return self.residual.feedback(self.reduce.chunks(layouts), self.reduce.cross.size, device)
+
+    def _drop_abandoned(self) -> None:
         """``zero_grad`` between micro-steps means to start over: FSDP2's zeros are gone, so the partial goes too."""
-        if self._partial is not None and all(param.grad is None for param in self.unit.trainable):
+        if all(param.grad is None for param in self.unit.trainable):
             self._partial = None
+            self.residual.drop_if_unused()
 
     def _reduce_part(self, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, scale: float) -> None:
         """Some parameters of the unit got no gradient, and FSDP2 does not say which: no layout, no quantization.
@@ -190,11 +193,17 @@ class ReduceClock:
 
     Args:
         pipeline: where reductions overlap with compute; None where streams do that.
+
+    Attributes:
+        steps: optimizer steps and loss scale, which residuals go by.
+        loss_scale: tells the loss scale; asked once per backward pass.
     """
 
     def __init__(self, quantizes: bool, traffic: Traffic, pipeline: ReducePipeline | None) -> None:
         self.quantizes = quantizes
         self.is_last_micro_step: Callable[[], bool] = lambda: True
+        self.steps = StepClock()
+        self.loss_scale: Callable[[], float] = lambda: 1.0
         self.reduces: list[ZeroPPReduceScatter] = []
         self.pipeline = pipeline
         self._traffic = traffic
@@ -206,6 +215,7 @@ class ReduceClock:
             self._traffic.micro_steps += 1
         if self._backward != current_backward():
             self._backward = current_backward()
+            self.steps.loss_scale = self.loss_scale()
             queue_after_backward(self._flush)
 
     def forget_aborted_backward(self) -> None:

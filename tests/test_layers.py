@@ -35,6 +35,8 @@ LAYERS = [
     "units",
     "collectives",
     "overlap",
+    "secondary_check",
+    "error_feedback",
     "comm_object",
     "gather_comm",
     "reduce_comm",
