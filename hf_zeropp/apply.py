@@ -24,6 +24,7 @@ from hf_zeropp.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.overlap import GatherAhead, ReducePipeline
 from hf_zeropp.reduce_comm import ReduceClock, ZeroPPReduceScatter
+from hf_zeropp.run_state import load_residuals, save_residuals, state_file
 from hf_zeropp.secondary_check import SecondaryCheck, wants_check
 from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
 from hf_zeropp.traffic import (
@@ -156,6 +157,26 @@ class ZeroPPHandle:
         """Tell the factor that losses are multiplied with (fp16), or give a function that tells it: what error feedback
         kept is of gradients with that factor. A GradScaler's is ``scaler.get_scale``."""
         self._clock.loss_scale = scale if callable(scale) else lambda: scale
+
+    def save_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
+        """Write this rank's part of what an exact resume needs besides weights and optimizer states (run_state.py).
+
+        Accelerate's and the Trainer's checkpoints do it. Call it on all ranks; ``index`` tells models apart.
+        """
+        if self.config.qwz_mode == "delta":
+            self.invalidate()
+        if self.config.error_feedback_decay is not None:
+            path = state_file(folder, self.topology.rank, index)
+            save_residuals(path, self.reduces, self._clock.steps, self.topology)
+
+    def load_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
+        """Go on from what ``save_state`` wrote; from residuals of zero where that does not fit, with a log line."""
+        self.invalidate()
+        path = state_file(folder, self.topology.rank, index)
+        if self.config.error_feedback_decay is not None:
+            load_residuals(path, self.reduces, self._clock.steps, self.topology)
+        elif path.exists():
+            logger.warning("%s is left out: error feedback, which it belongs to, is off.", path.name)
 
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""

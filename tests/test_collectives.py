@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from harness import each_case, run_ranks
 
-from hf_zeropp.collectives import Hop, ReduceLayouts, TwoHopGather, TwoHopReduce, WireBuffers
+from hf_zeropp.collectives import GatherLayouts, Hop, ReduceLayouts, TwoHopGather, TwoHopReduce, WireBuffers
 from hf_zeropp.format import QMAX, Segment, WireLayout
 from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.topology import get_topology
@@ -140,7 +140,7 @@ def gather_twice_from_secondary(gather: TwoHopGather, case: Case, rank: int) -> 
     world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
     secondary = gather.new_secondary(layout, torch.device("cpu"))
     assert secondary.own.numel() == world.topology.num_nodes * layout.nbytes
-    gather.land(gather.start(case.values(rank, 1), layout, secondary), secondary)
+    gather.land(gather.start(case.values(rank, 1), GatherLayouts(layout), secondary), GatherLayouts(layout), secondary)
     output = torch.empty(dist.get_world_size() * layout.numel, dtype=case.dtype)
     for _ in range(2):
         world.poison()
@@ -355,11 +355,12 @@ def run_inference_then_training(rank: int) -> None:
     """Buffers first used under inference_mode serve training later: no tensor may stay an inference tensor."""
     case = Case(2, "awkward", torch.float32, 8)
     world, layout = world_of(2), case.layout(8)
+    layouts = GatherLayouts(layout)
     with torch.inference_mode():
         gather(case, rank)
         secondaries = [each.new_secondary(layout, torch.device("cpu")) for each in (world.gather, world.gather_shared)]
     for each, secondary in zip((world.gather, world.gather_shared), secondaries, strict=True):
-        each.land(each.start(case.values(rank, 1), layout, secondary), secondary)
+        each.land(each.start(case.values(rank, 1), layouts, secondary), layouts, secondary)
     gather(case, rank)
 
 

@@ -14,7 +14,7 @@ from harness import expect_errors, run_ranks
 from toy import backward, full_weights, make_lm, shard
 
 from hf_zeropp import apply_zeropp, node_memory
-from hf_zeropp.collectives import Hop, TwoHopGather, WireBuffers
+from hf_zeropp.collectives import GatherLayouts, Hop, TwoHopGather, WireBuffers
 from hf_zeropp.format import Segment, WireLayout
 from hf_zeropp.node_memory import NodeMemory
 from hf_zeropp.topology import get_topology
@@ -106,7 +106,7 @@ def steps_with_a_late_rank(rank: int, late: str, has_barriers: bool) -> bool:
             is_late = topology.node_group.rank() == 1  # in both nodes, so that hop 1 itself holds nobody up
             time.sleep(0.3 * (is_late and late == "sender"))
             shard = torch.full((64,), float(10 * step + rank))
-            gather.land(gather.start(shard, layout, secondary), secondary)
+            gather.land(gather.start(shard, GatherLayouts(layout), secondary), GatherLayouts(layout), secondary)
             time.sleep(0.3 * (is_late and late == "reader"))
             output = torch.empty(WORLD_SIZE * 64)
             gather.decode(secondary, layout, output)

@@ -16,8 +16,9 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
+import torch
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -25,6 +26,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.generation import install_generate
+from hf_zeropp.integrations.checkpoints import watch_checkpoints
 from hf_zeropp.integrations.frozen_base import prepare_frozen, watch_prepare
 from hf_zeropp.units import on_first_use
 
@@ -51,6 +53,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     """
 
     zeropp: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | Literal[False] | None = None
+    scaler: ClassVar[torch.amp.GradScaler | None] = None
+    """The Accelerator's, with fp16; `prepare` tells it."""
 
     def __post_init__(self) -> None:
         if self.zeropp is not False:
@@ -62,6 +66,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         super().__post_init__()
         watch_accelerator_state()
         watch_prepare()
+        watch_checkpoints()
 
     @property
     def zeropp_config(self) -> ZeroPPConfig | None:
@@ -86,6 +91,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         handle = apply_zeropp(model, self.zeropp_config)
         GradientState().plugin_kwargs["sync_each_batch"] = True
         handle.set_last_micro_step(lambda: GradientState().sync_gradients)
+        if self.scaler is not None:
+            handle.set_loss_scale(self.scaler.get_scale)
         return handle
 
     def handle_of(self, model: nn.Module) -> ZeroPPHandle | None:

@@ -94,6 +94,7 @@ def watch_prepare() -> None:
     def prepare(self: Accelerator, *objects: Any) -> Any:
         config = getattr(self.state.fsdp_plugin, "zeropp_config", None)
         if config is not None:
+            self.state.fsdp_plugin.scaler = self.scaler
             for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer)):
                 models = [obj for obj in objects if isinstance(obj, nn.Module)]
                 drop_frozen(optimizer, models, config.frozen_bits)
