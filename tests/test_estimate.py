@@ -41,6 +41,8 @@ SETTINGS = {
     "secondary of one rank": {"hpz_size": 1},
     "secondary of the world": {"hpz_size": 4},
     "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
+    "half a model": {"qwz_mode": "delta", "qwz_bits": 4, "qgz_hadamard": True, "qgz_error_feedback": "full"},
+    "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8, "qgz_error_feedback": 0.5},
 }
 
 
