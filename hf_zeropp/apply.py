@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import os
 import weakref
@@ -268,23 +269,12 @@ class ZeroPPHandle:
         """The guards of [Note: when a secondary shard is stale] that version counters cannot give."""
         this = weakref.ref(self)
 
-        def before_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (handle := this()) is not None:
-                handle._before_optimizer_step()
-
-        def after_optimizer_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if (handle := this()) is not None:
-                handle._after_optimizer_step(optimizer)
-
         def after_load(module: nn.Module, incompatible_keys: Any) -> None:
             if (handle := this()) is not None:
                 handle.invalidate()
 
-        for hook in (
-            register_optimizer_step_pre_hook(before_optimizer_step),
-            register_optimizer_step_post_hook(after_optimizer_step),
-        ):
-            weakref.finalize(self, hook.remove)
+        _live_handles.add(self)
+        _watch_optimizers()
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.register_load_state_dict_post_hook(after_load)
@@ -306,6 +296,25 @@ class ZeroPPHandle:
         for gather in self.gathers:
             if gather.unit.trainable:
                 gather.after_optimizer_step()
+
+
+_live_handles: weakref.WeakSet[ZeroPPHandle] = weakref.WeakSet()
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    """Once per process: hooks per handle would have to be removed with it, and a handle may die while hooks run."""
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for handle in _live_handles:
+            handle._before_optimizer_step()
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for handle in _live_handles:
+            handle._after_optimizer_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
 
 
 def _reshard_if_stale(gather: ZeroPPAllGather) -> Callable[[nn.Module, Any], None]:

@@ -70,7 +70,7 @@ class ZeroPPConfig:
         qgz_hadamard: rotate gradients, 32 by 32, by a Hadamard matrix while they are quantized, so that a large one does
             not cost its neighbours their digits.
         qgz_error_feedback: "full": what the hop across nodes leaves out of a step's gradients is kept (1/N of the model in
-            INT8 per rank) and added to the next step's. A number in (0, 1): the moving average of it, the newest with this
+            INT8 per rank) and added to the next step's. A number in (0, 1]: the moving average of it, the newest with this
             weight (LoCo, arXiv 2407.04480). "off".
         qgz_reset_steps: forget what was left out after so many optimizer steps; None for never.
         frozen_bits: bits in which frozen weights are stored (LoRA's base); 8, 4, or None (as they are loaded). Either
@@ -296,7 +296,7 @@ def _is_int(value: Any) -> bool:
 
 
 def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if isinstance(value, bool) or value not in choices:
+    if not (value is None or isinstance(value, str) or _is_int(value)) or value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
 
 
@@ -315,9 +315,9 @@ def _check_block(name: str, value: Any) -> None:
 
 
 def _check_feedback(value: Any) -> None:
-    is_weight = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < 1
+    is_weight = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
     if value not in ("off", "full") and not is_weight:
-        raise ValueError(f'qgz_error_feedback must be "off", "full" or a number between 0 and 1, got {value!r}.')
+        raise ValueError(f'qgz_error_feedback must be "off", "full" or a number over 0 and up to 1, got {value!r}.')
 
 
 def _check_fraction(name: str, value: Any) -> None:

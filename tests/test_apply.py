@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -82,20 +83,39 @@ def two_models(rank: int) -> None:
 
 
 def models_are_freed(rank: int) -> None:
-    """A handle dies with its model, and takes its optimizer hook with it."""
-    from torch.optim.optimizer import _global_optimizer_post_hooks
+    """A handle dies with its model; the hooks of optimizers are the process's, and no more with more models."""
+    from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-    gc.collect()
-    hooks = len(_global_optimizer_post_hooks)
+    apply_zeropp(shard(make_lm()), NODES)
+    hooks = len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)
     model = shard(make_lm())
     handle = apply_zeropp(model, NODES)
     backward(model, rank)
-    assert len(_global_optimizer_post_hooks) == hooks + 1
+    assert (len(_global_optimizer_pre_hooks), len(_global_optimizer_post_hooks)) == hooks
     died = weakref.ref(model), weakref.ref(handle)
     del model, handle
     gc.collect()
     assert [ref() for ref in died] == [None, None]
-    assert len(_global_optimizer_post_hooks) == hooks
+
+
+def a_handle_may_die_while_optimizers_step(rank: int) -> None:
+    """Collected in the middle of a hook: the step of another model goes on."""
+    models = [shard(make_lm()) for _ in range(2)]
+    handles = [apply_zeropp(model, NODES) for model in models]
+    for model in models:
+        backward(model, rank)
+    optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
+    survivor = handles[0]
+    after_step = type(survivor)._after_optimizer_step
+
+    def collect(handle, optimizer) -> None:
+        models[1:] = handles[1:] = []
+        gc.collect()
+        after_step(handle, optimizer)
+
+    with mock.patch.object(type(survivor), "_after_optimizer_step", collect):
+        optimizer.step()
+    assert survivor.traffic.steps == 1
 
 
 def nothing_to_quantize_nothing_to_keep(rank: int) -> None:
@@ -125,6 +145,7 @@ WORKS = Scenarios(
         applied_after_training_began,
         two_models,
         models_are_freed,
+        a_handle_may_die_while_optimizers_step,
         nothing_to_quantize_nothing_to_keep,
         torch_compiled_or_not,
         settings_from_the_environment,
@@ -216,7 +237,7 @@ def mistakes(tmp_path_factory) -> list[dict[str, str]]:
         ("hsdp", ["HSDP", "1-D mesh over all ranks"]),
         ("resharded to a part", ["unit blocks.1", "reshard_after_forward=<int>", "hpz_size"]),
         ("unknown setting", ["Unknown", "qwz_bit'", "Did you mean 'qwz_bits'"]),
-        ("bad value", ["qwz_bits must be one of (8, 4, None), got 3"]),
+        ("bad value", ["qwz_bits (with qwz_mode 'values') must be one of (8, 4, None), got 3"]),
         ("contradiction", ["qgz_until=0.5", "both None", "leave qgz_until at 1.0"]),
         ("nodes do not divide", ["ranks_per_node=3 must divide the world of 4", "[1, 2, 4]"]),
         ("nodes too large", ["ranks_per_node=8 must divide the world of 4", "[1, 2, 4]"]),

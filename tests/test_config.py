@@ -1,5 +1,6 @@
 """Settings: every source, every mistake. An error names the setting, what came, and what is valid."""
 
+import dataclasses
 import json
 
 import pytest
@@ -21,7 +22,29 @@ def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:
 def test_the_config_allows_what_the_format_can_do() -> None:
     assert MAX_BLOCK <= FORMAT_MAX_BLOCK
     for bits in QMAX:
+        ZeroPPConfig(qwz_mode="delta", qwz_bits=bits)
+    for bits in (8, 4):
         ZeroPPConfig(qwz_bits=bits, qgz_bits=bits, qgz_intra_bits=bits, frozen_bits=bits)
+
+
+def test_presets_are_defaults_with_a_name() -> None:
+    paper, balanced, least = (ZeroPPConfig.preset(name) for name in ("paper", "balanced", "min_traffic"))
+    assert (paper.qwz_bits, paper.qgz_bits, paper.qgz_intra_bits) == (8, 4, 4)
+    assert balanced == ZeroPPConfig()
+    assert (least.qwz_mode, least.qwz_bits, least.qgz_hadamard, least.error_feedback_decay) == ("delta", 2, True, 1.0)
+    assert ZeroPPConfig.preset("min_traffic", qwz_bits=4).qwz_bits == 4
+    assert ZeroPPConfig.from_dict({"preset": "paper", "qgz_until": 0.5}) == dataclasses.replace(paper, qgz_until=0.5)
+    assert ZeroPPConfig.from_env({"ZEROPP_PRESET": "min_traffic", "ZEROPP_QWZ_BITS": "3"}).qwz_bits == 3
+    with pytest.raises(ValueError, match="got 'mintraffic'. Did you mean 'min_traffic'"):
+        ZeroPPConfig.preset("mintraffic")
+
+
+def test_error_feedback_takes_words_and_weights(tmp_path) -> None:
+    decays = {"off": None, False: None, "full": 1.0, 1.0: 1.0, 0.25: 0.25}
+    for value, decay in decays.items():
+        assert ZeroPPConfig(qgz_error_feedback=value).error_feedback_decay == decay
+    (tmp_path / "z.yaml").write_text("qgz_error_feedback: off\n")  # YAML reads a false
+    assert ZeroPPConfig.from_file(tmp_path / "z.yaml").qgz_error_feedback == "off"
 
 
 @pytest.mark.parametrize(
@@ -41,6 +64,21 @@ def test_the_config_allows_what_the_format_can_do() -> None:
         ({"grad_block": 64.0}, ["grad_block", "64.0"]),
         ({"qgz_until": 1.5}, ["qgz_until", "1.5", "from 0 to 1"]),
         ({"overlap": "yes"}, ["overlap", "'yes'"]),
+        ({"qwz_mode": "deltas"}, ["qwz_mode", "'deltas'", "values", "delta"]),
+        ({"qwz_mode": "delta", "qwz_bits": None}, ["qwz_bits (with qwz_mode 'delta')", "(8, 4, 3, 2)", "None"]),
+        ({"qwz_bits": 2}, ["qwz_bits (with qwz_mode 'values')", "(8, 4, None)", "2"]),
+        ({"qwz_mode": "delta", "hpz_size": None}, ["hpz_size", "node"]),
+        ({"hpz_bits": 8}, ["hpz_bits", "delta"]),
+        ({"qwz_resync_steps": 100}, ["qwz_resync_steps", "delta"]),
+        ({"qwz_mode": "delta", "qwz_resync_steps": 0}, ["qwz_resync_steps", "0", "positive"]),
+        ({"delta_block": 100}, ["delta_block", "100"]),
+        ({"qgz_hadamard": 1}, ["qgz_hadamard", "1"]),
+        ({"qgz_hadamard": True, "qgz_intra_bits": None}, ["qgz_hadamard", "qgz_intra_bits", "None"]),
+        ({"qgz_error_feedback": "on"}, ["qgz_error_feedback", "'on'", "full"]),
+        ({"qgz_error_feedback": True}, ["qgz_error_feedback", "True"]),
+        ({"qgz_error_feedback": 1.5}, ["qgz_error_feedback", "1.5"]),
+        ({"qgz_error_feedback": "full", "qgz_bits": None}, ["qgz_error_feedback", "qgz_bits=None"]),
+        ({"qgz_reset_steps": 100}, ["qgz_reset_steps", "qgz_error_feedback"]),
         ({"qgz_until": 0.5, "qgz_bits": None, "qgz_intra_bits": None}, ["qgz_until", "qgz_bits", "None"]),
     ],
     ids=str,

@@ -1,0 +1,152 @@
+"""Checkpoints with deltas and error feedback: resumed bit for bit by Accelerate and the Trainer, and whatever was switched."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from pathlib import Path
+
+import accelerate.accelerator
+import accelerate.utils
+import pytest
+import transformers.trainer
+from accelerate_runs import handle_of, new_accelerator, prepared, tiny_llama
+from accelerate_runs import train as train_steps
+from accelerate_runs import weights as weights_of
+from harness import RankError, run_ranks
+from trainer_runs import TWO_NODES, build_trainer, callback_of, losses, same_weights, weights
+
+from hf_zeropp.integrations.checkpoints import LOAD, PLACES, SAVE
+from hf_zeropp.run_state import state_file
+
+HALF = TWO_NODES | {"qwz_mode": "delta", "qwz_bits": 4, "qgz_hadamard": True, "qgz_error_feedback": "full"}
+KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
+SAVING = {"save_strategy": "steps", "save_steps": 2, "bf16": True}
+
+
+def train(rank: int, folder: str, zeropp: dict, kind: str, resume_from: str | None, arguments: dict):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("hf_zeropp").addHandler(handler)
+    trainer = build_trainer(folder, zeropp, fsdp_config={"state_dict_type": kind}, **arguments)
+    trainer.train(resume_from_checkpoint=resume_from)
+    return losses(trainer), weights(trainer), lines, callback_of(trainer).handle.residual_bytes()
+
+
+# ---- The Trainer.
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_trainer_resumes_bit_for_bit(tmp_path, kind):
+    """With accumulation, and a residual that is reset on the way: the count of steps goes on too."""
+    zeropp = HALF | {"qgz_reset_steps": 5, "qwz_resync_steps": 3}
+    arguments = SAVING | {"gradient_accumulation_steps": 2}
+    straight = run_ranks(train, 4, str(tmp_path), zeropp, kind, None, arguments)
+    checkpoint = tmp_path / "checkpoint-2"
+    assert len(list(checkpoint.glob("zeropp_0_rank_*.safetensors"))) == 4
+    resumed = run_ranks(train, 4, str(tmp_path / "resumed"), zeropp, kind, str(checkpoint), arguments)
+    for ours, theirs in zip(resumed, straight, strict=True):
+        assert ours[0] == theirs[0]
+        assert same_weights(ours[1], theirs[1])
+        assert not any("residual" in line for line in ours[2])
+
+
+def test_without_its_residuals_a_run_goes_on_otherwise(tmp_path):
+    """So the test above can fail; and a checkpoint of a run without error feedback can be resumed with it."""
+    straight = run_ranks(train, 4, str(tmp_path), HALF, "SHARDED_STATE_DICT", None, SAVING)
+    checkpoint = tmp_path / "checkpoint-2"
+    for file in checkpoint.glob("zeropp_*"):
+        file.unlink()
+    resumed = run_ranks(train, 4, str(tmp_path / "resumed"), HALF, "SHARDED_STATE_DICT", str(checkpoint), SAVING)
+    for rank, (ours, theirs) in enumerate(zip(resumed, straight, strict=True)):
+        assert not same_weights(ours[1], theirs[1])
+        assert any(f"No zeropp_0_rank_{rank}.safetensors in the checkpoint" in line for line in ours[2])
+
+
+@pytest.mark.parametrize(
+    ("world_size", "zeropp", "line"),
+    [
+        (4, TWO_NODES, "error feedback, which it belongs to, is off"),
+        (4, HALF | {"qgz_chunks": 2}, None),  # other layouts: seen at the first step
+        (2, HALF | {"ranks_per_node": 1}, "was saved by 4 ranks, 2 to a node, this is 2 ranks, 1 to a node"),
+        (6, HALF | {"ranks_per_node": 3}, "No zeropp_0_rank_5.safetensors in the checkpoint"),
+    ],
+    ids=["features off", "in chunks", "2 ranks", "6 ranks"],
+)
+def test_other_settings_and_worlds_load_it(tmp_path, world_size, zeropp, line):
+    kind, arguments = "SHARDED_STATE_DICT", SAVING | {"save_steps": 4, "learning_rate": 1e-3}
+    before = run_ranks(train, 4, str(tmp_path), HALF, kind, None, arguments)[0][0]
+    arguments |= {"max_steps": 8, "ignore_data_skip": True}
+    checkpoint = str(tmp_path / "checkpoint-4")
+    results = run_ranks(train, world_size, str(tmp_path / "resumed"), zeropp, kind, checkpoint, arguments)
+    after, _, lines, residual_bytes = results[-1]
+    assert after[:4] == before[:4] and max(after[4:]) < before[0], (before, after)
+    assert line is None or any(line in each for each in lines), lines
+    assert (residual_bytes > 0) == ("qgz_error_feedback" in zeropp)
+
+
+# ---- Accelerate.
+
+
+def accelerate_run(rank: int, folder: str, steps: tuple[int, ...], resume: bool):
+    """Trains the steps; saves after the first two, or begins from what was saved then."""
+    accelerator = new_accelerator(HALF, mixed_precision="bf16")
+    model, optimizer = prepared(accelerator, tiny_llama())
+    if resume:
+        accelerator.load_state(folder)
+        return train_steps(accelerator, model, optimizer, rank, steps), weights_of(model)
+    train_steps(accelerator, model, optimizer, rank, steps[:2])
+    accelerator.save_state(folder)
+    return train_steps(accelerator, model, optimizer, rank, steps[2:]), weights_of(model)
+
+
+def test_accelerate_resumes_bit_for_bit(tmp_path):
+    straight = run_ranks(accelerate_run, 4, str(tmp_path), (0, 1, 2, 3, 4), False, init=False)
+    resumed = run_ranks(accelerate_run, 4, str(tmp_path), (2, 3, 4), True, init=False)
+    for ours, theirs in zip(resumed, straight, strict=True):
+        assert ours[0] == theirs[0]
+        assert all((ours[1][name] == weight).all() for name, weight in theirs[1].items())
+
+
+def load_damaged(rank: int, folder: str) -> None:
+    accelerator = new_accelerator(HALF | {"ranks_per_node": 1})
+    model, optimizer = prepared(accelerator)
+    train_steps(accelerator, model, optimizer, rank, (0,))
+    handle = handle_of(accelerator, model)
+    handle.save_state(folder)
+    path = state_file(folder, rank)
+    path.write_bytes(path.read_bytes()[:100])
+    handle.load_state(folder)
+
+
+def test_a_damaged_file_is_named(tmp_path):
+    with pytest.raises(RankError) as error:
+        run_ranks(load_damaged, 2, str(tmp_path), init=False)
+    for rank, kind, message in error.value.errors:
+        assert kind == "ValueError" and f"zeropp_0_rank_{rank}.safetensors cannot be read" in message
+
+
+def save_and_list(rank: int, folder: str) -> list[str]:
+    accelerator = new_accelerator(TWO_NODES)
+    model, optimizer = prepared(accelerator)
+    train_steps(accelerator, model, optimizer, rank, (0,))
+    accelerator.save_state(folder)
+    return os.listdir(folder)
+
+
+def test_runs_without_error_feedback_write_nothing_more(tmp_path):
+    for names in run_ranks(save_and_list, 4, str(tmp_path), init=False):
+        assert not [name for name in names if name.startswith("zeropp")]
+
+
+def test_both_libraries_look_up_the_functions_that_are_wrapped():
+    """Fails when they save optimizers by other names or arguments."""
+    assert set(PLACES) == {accelerate.accelerator, transformers.trainer}
+    for name, folder in ((SAVE, "output_dir"), (LOAD, "input_dir")):
+        parameters = list(inspect.signature(getattr(accelerate.utils, name)).parameters)
+        assert parameters[:4] == ["fsdp_plugin", "accelerator", "optimizer", "model"]
+        assert folder in parameters[4:6] and "optimizer_index" in parameters
+        for place in PLACES:
+            assert f"{name}(" in Path(inspect.getsourcefile(place)).read_text()
