@@ -47,13 +47,15 @@ def check_dequantize(kernels: Any, case: Case, wire: torch.Tensor, device: str) 
 def check_sum(kernels: Any, case: Case, wire: torch.Tensor, device: str) -> None:
     numel = case.columns * case.layout.numel
     ours, theirs = (Guarded(numel, case.dtype, case.offset, where) for where in (device, "cpu"))
-    initial, rotate = there(case.initial, case, device), case.rotates(case.layout)
-    settings = {"num_sources": case.rows, "scale": case.scale, "dtype": case.dtype, "rotate": rotate}
-    kernels.dequantize_sum(
-        *(there(wire, case, device), case.layout, case.rows, initial, case.scale, case.dtype, rotate, ours.tensor)
-    )
-    ops.dequantize_sum(wire, case.layout, initial=case.initial, **settings, out=theirs.tensor)
+    sent, initial, rotate = there(wire, case, device), there(case.initial, case, device), case.rotates(case.layout)
+    how = case.scale, case.dtype, rotate
+    kernels.dequantize_sum(sent, case.layout, case.rows, initial, *how, ours.tensor)
+    settings = dict(zip(("scale", "dtype", "rotate"), how, strict=True), num_sources=case.rows, out=theirs.tensor)
+    ops.dequantize_sum(wire, case.layout, initial=case.initial, **settings)
     expect_same_values("dequantize_sum", case, ours, theirs)
+    if case.initial is not None and case.dtype == torch.float32 and not case.layout.has_gaps:
+        kernels.dequantize_sum(sent, case.layout, case.rows, initial, *how, initial)
+        assert same_bits(initial.cpu(), theirs.tensor), f"dequantize_sum in place: {case}"
 
 
 def check_sum_quantize(kernels: Any, case: Case, wire: torch.Tensor, device: str) -> None:

@@ -28,9 +28,13 @@ dequantize_sum_elements(Tiling tiling, int64_t num_sums, Sources sources, float 
     const Part& part = sources.layout.parts[tile.part];
     const int64_t first = index * sources.layout.numel + part.element;
     const auto sum_of = [&](int64_t i) { return sources.sum_element(part, index, i); };
-    for (int64_t i = tile.first + lane_index(); i < tile.first + tile.numel; i += kLanes) {
-      const float sum = rotate ? rotated_element(sum_of, part, i) : sum_of(i);
-      store_element(output, dtype, first + i, sum * scale);
+    const int64_t end = tile.first + tile.numel;
+    for (int64_t begin = tile.first; begin < end; begin += kLanes) {  // a slice, where they are rotated
+      const int64_t i = begin + lane_index();
+      float sum = 0.0f;
+      if (i < end) sum = rotate ? rotated_element(sum_of, part, i) : sum_of(i);
+      __syncwarp();  // the output may be `initial`, of which all lanes read all of a slice
+      if (i < end) store_element(output, dtype, first + i, sum * scale);
     }
   });
 }

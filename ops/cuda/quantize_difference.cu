@@ -6,7 +6,7 @@ namespace {
 namespace zeropp {
 
 template <class In>
-__global__ void __launch_bounds__(kThreads, 6)
+__global__ void __launch_bounds__(kThreads, 5)
 quantize_difference_rows(Tiling tiling, int64_t num_slices, const In* input, Wires<const uint8_t> base,
                          Wires<uint8_t> wire) {
   constexpr int V = kVector<In>;

@@ -115,17 +115,34 @@ __device__ __forceinline__ void load_rows(const T* from, int numel, float (&valu
   }
 }
 
-// values <- combine(value, element) with those of a tile, row by row: with values in registers, there is no room for all at
-// once.
+// values <- combine(value, element) with those of a tile. Up to 64 bytes of a lane are on their way at once: with values in
+// registers, there is no room for more.
 template <int V, class T, class Combine>
 __device__ __forceinline__ void combine_rows(const T* from, int numel, float (&values)[kPerLane], const Combine& combine) {
-#pragma unroll
-  for (int j = 0; j < kPerLane / V; ++j) {
-    float elements[V];
-    if (is_whole(from, numel)) widen<T>(row_vector<V>(from, j), elements);
-    else load_elements<V>(from, numel, j, elements);
+  constexpr int kRows = kPerLane / V, kAtOnce = 64 / (V * sizeof(T)) < kRows ? 64 / (V * sizeof(T)) : kRows;
+  const auto combine_row = [&](int j, const float* elements) {
 #pragma unroll
     for (int i = 0; i < V; ++i) values[j * V + i] = combine(values[j * V + i], elements[i]);
+  };
+  float elements[V];
+  if (is_whole(from, numel)) {
+#pragma unroll
+    for (int first = 0; first < kRows; first += kAtOnce) {
+      decltype(row_vector<V>(from, 0)) rows[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) rows[j] = row_vector<V>(from, first + j);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        widen<T>(rows[j], elements);
+        combine_row(first + j, elements);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      load_elements<V>(from, numel, j, elements);
+      combine_row(j, elements);
+    }
   }
 }
 
