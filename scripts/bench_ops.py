@@ -1,6 +1,7 @@
 """Time the operators of hf_zeropp/ops.py against what memory allows, eager PyTorch and torch.compile.
 
     python scripts/bench_ops.py --threads 1 --numel 16777216
+    python scripts/bench_ops.py --only "dequantize_update INT4"
     python scripts/bench_ops.py --device cuda --output scripts/results/ops_cuda.md      (bench_cuda_ops.py)
 
 The yardstick is a copy: an operator that reads and writes b bytes is compared with moving b / 2 bytes from one buffer
@@ -25,7 +26,7 @@ from rich.table import Table
 from hf_zeropp import ops, reference
 from hf_zeropp.format import Segment, WireLayout
 
-BLOCKS = {8: 256, 4: 128}
+BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}
 NUM_SOURCES = 4
 OTHER_BYTES = 128 << 20
 """Touched before every measurement: more than any last-level cache holds of what the machine lets one thread use."""
@@ -55,7 +56,8 @@ def main() -> None:
     rows = []
     for bits in BLOCKS:
         for case in cases(bits, arguments.numel):
-            rows.append(measure(case, arguments))
+            if arguments.only in case.name:
+                rows.append(measure(case, arguments))
     report = {"conditions": conditions(arguments), "rows": rows}
     if arguments.json:
         print(json.dumps(report, indent=2))
@@ -72,6 +74,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--baselines", action=argparse.BooleanOptionalAction, default=True, help="time PyTorch code too"
     )
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure operators whose line in the table has this")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="with --device cuda: a Markdown page, and a plot beside it")
     return parser.parse_args()
@@ -82,6 +85,8 @@ def cases(bits: int, numel: int) -> list[Case]:
     return [
         *(case for dtype in (torch.float32, torch.bfloat16) for case in codec_cases(layout, bits, dtype)),
         *sum_cases(layout, bits),
+        *delta_cases(layout, bits),
+        *feedback_cases(layout, bits),
     ]
 
 
@@ -98,6 +103,13 @@ def codec_cases(layout: WireLayout, bits: int, dtype: torch.dtype) -> list[Case]
             lambda: ops.quantize(values, layout, out=wire),
             lambda: reference.quantize(values, layout),
             lambda: compiled_quantize(values, layout),
+        ),
+        Case(
+            f"quantize {label}, rotated",
+            nbytes,
+            lambda: ops.quantize(values, layout, rotate=True, out=wire),
+            lambda: reference.quantize(values, layout, rotate=True),
+            None,
         ),
         Case(
             f"dequantize {label}",
@@ -138,6 +150,61 @@ def sum_cases(layout: WireLayout, bits: int) -> list[Case]:
             None,
         ),
     ]
+
+
+def delta_cases(layout: WireLayout, bits: int) -> list[Case]:
+    """Weights that a node holds in bf16, and how they change: of an fp32 master copy encoded, decoded in place."""
+    base_layout = WireLayout([Segment(layout.numel, None)], layout.block)
+    values = torch.randn(layout.numel)
+    base = ops.quantize(values + 0.01 * torch.randn(layout.numel), base_layout)
+    wire = ops.quantize_difference(values, base, base_layout, layout)
+    return [
+        Case(
+            f"quantize_difference INT{bits}, base bf16",
+            values.nbytes + base.nbytes + wire.nbytes,
+            lambda: ops.quantize_difference(values, base, base_layout, layout, out=wire),
+            lambda: reference.quantize_difference(values, base, base_layout, layout),
+            None,
+        ),
+        Case(
+            f"dequantize_update INT{bits}, base bf16 in place",
+            wire.nbytes + 2 * base.nbytes,
+            lambda: ops.dequantize_update(wire, layout, base, base_layout, out=base),
+            lambda: reference.dequantize_update(wire, layout, base, base_layout),
+            None,
+        ),
+    ]
+
+
+def feedback_cases(layout: WireLayout, bits: int) -> list[Case]:
+    """The reduction's hops with error feedback: an fp32 gradient is sent, and the sum of four ranks' wires sent on."""
+    residual_layout = WireLayout([Segment(layout.numel, 8)], layout.block)
+    residual = torch.zeros(residual_layout.nbytes, dtype=torch.uint8)
+    gradient = torch.randn(1, layout.numel)
+    wires = ops.quantize(torch.randn(NUM_SOURCES, layout.numel), layout)
+    wire = torch.empty(layout.nbytes, dtype=torch.uint8)
+
+    def case(name: str, source: torch.Tensor, arguments: tuple) -> Case:
+        """`arguments` of the reference: wire, three layouts, number of sources, initial, rotate, decay, rescale."""
+        return Case(
+            f"quantize_with_feedback INT{bits}, {name}",
+            source.nbytes + 2 * residual.nbytes + wire.nbytes,
+            lambda: torch.ops.zeropp.quantize_with_feedback_out(*with_specs(arguments), residual, wire),
+            lambda: reference.quantize_with_feedback(*arguments, residual),
+            None,
+        )
+
+    layouts = (layout, layout, residual_layout)
+    return [
+        case("of values", gradient, (None, *layouts, 0, gradient, False, 1.0, 1.0)),
+        case("of values, rotated", gradient, (None, *layouts, 0, gradient, True, 1.0, 1.0)),
+        case(f"{NUM_SOURCES} sources", wires, (wires, *layouts, NUM_SOURCES, None, False, 1.0, 1.0)),
+    ]
+
+
+def with_specs(arguments: tuple) -> list:
+    """Layouts as registered operators take them."""
+    return [argument.spec if isinstance(argument, WireLayout) else argument for argument in arguments]
 
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict:

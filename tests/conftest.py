@@ -15,3 +15,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+@pytest.fixture
+def restore_kernels():
+    """For tests that set kernels."""
+    from hf_zeropp import ops
+
+    name = ops.kernel_info().cpu
+    yield
+    ops.set_kernels(name)

@@ -4,16 +4,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from op_cases import codecs
 
-from hf_zeropp.format import ALIGNMENT, GAP, MAX_BLOCK, Part, Segment, WireLayout, wire_bytes
+from hf_zeropp.format import ALIGNMENT, FLOAT_DTYPES, GAP, MAX_BLOCK, Part, Segment, WireLayout, wire_bytes
 
-SEGMENTS = st.builds(Segment, st.integers(0, 5000), st.sampled_from([8, 4, None]))
-LAYOUTS = st.builds(
-    WireLayout,
-    st.lists(SEGMENTS, max_size=6),
-    st.integers(1, MAX_BLOCK),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-)
+
+@st.composite
+def layouts(draw):
+    block = draw(st.integers(1, MAX_BLOCK))
+    segments = st.builds(Segment, st.integers(0, 5000), st.sampled_from(codecs(block)))
+    return WireLayout(draw(st.lists(segments, max_size=6)), block, draw(st.sampled_from(FLOAT_DTYPES)))
+
+
+LAYOUTS = layouts()
 
 
 @pytest.mark.parametrize(
@@ -26,6 +29,10 @@ LAYOUTS = st.builds(
         (4096, 8, 256, 32 + 4096),
         (4096, 4, 128, 64 + 2048),
         (33, 4, 64, 16 + 32),  # 17 bytes of nibbles
+        (4096, 3, 128, 64 + 1536),
+        (43, 3, 64, 16 + 32),  # 17 bytes again
+        (4096, 2, 128, 64 + 1024),
+        (65, 2, 64, 16 + 32),
         (7, 16, 256, 16),
         (9, 32, 256, 48),
     ],
@@ -115,8 +122,11 @@ def test_layouts_are_immutable():
 
 
 def test_errors_name_what_was_expected():
-    with pytest.raises(ValueError, match="bits 8, 4, None.*got 3"):
-        Segment(10, 3)
+    with pytest.raises(ValueError, match="bits 8, 4, 3, 2, None.*got 5"):
+        Segment(10, 5)
+    for bits in (3, 2):
+        with pytest.raises(ValueError, match="a block that is a multiple of 8, got 100"):
+            WireLayout([Segment(10, bits)], 100)
     with pytest.raises(ValueError, match="numel >= 0, got -1"):
         Segment(-1, 8)
     for block in (0, MAX_BLOCK + 1):

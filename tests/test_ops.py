@@ -9,73 +9,33 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from op_cases import COMPILED, bits_equal, cases, needs_compiled, unaligned, wires_equal
 from torch._subclasses import FakeTensorMode
 
 from hf_zeropp import native, ops
-from hf_zeropp.format import FLOAT_DTYPES, GAP, MAX_BLOCK, QMAX, SCALE_NAN, Segment, WireLayout
+from hf_zeropp.format import CODES_AT_A_BYTE, FLOAT_DTYPES, GAP, QMAX, ROTATION_SLICE, SCALE_NAN, Segment, WireLayout
 from hf_zeropp.kernels import _choose_at_import
 
-COMPILED = [name for name in ops.kernel_info().available if name != "reference"]
-if os.environ.get("ZEROPP_KERNELS") == "reference":
-    COMPILED = []
-needs_compiled = pytest.mark.skipif(not COMPILED, reason="ZEROPP_KERNELS=reference: nothing to compare")
-
-SPECIALS = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 2.0**-100, 2.0**-93, 65519.0, 65520.0, 6e-8, 3e38]
-
-
-@pytest.fixture(autouse=True)
-def restore_kernels():
-    name = ops.kernel_info().cpu
-    yield
-    ops.set_kernels(name)
-
-
-def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, whichever NaN a NaN is."""
-    a, b = (torch.where(t.isnan(), 1.0, t).view(torch.uint8) if t.is_floating_point() else t for t in (a, b))
-    return torch.equal(a, b)
-
-
-def unaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values one element further in memory: no vector of them is aligned."""
-    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:]
-
+pytestmark = pytest.mark.usefixtures("restore_kernels")
 
 # ---- Compiled kernels against the reference.
 
 
-@st.composite
-def cases(draw):
-    """Two layouts of the same segment sizes, and K = rows * columns slices of values of every magnitude."""
-    blocks = st.sampled_from([1, 2, 3, 16, 63, 64, 100, 128, 256, 1000, MAX_BLOCK - 1, MAX_BLOCK])
-    block, out_block = draw(blocks), draw(blocks)
-    sizes = st.sampled_from([0, 1, 2, 15, 63, 65, block - 1, block, block + 1, 2 * block + 33, 5000])
-    codecs = st.sampled_from([8, 4, None])
-    numels = draw(st.lists(sizes, min_size=1, max_size=5))
-    layout, out_layout = (
-        WireLayout([Segment(n, draw(codecs)) for n in numels], b, draw(st.sampled_from(FLOAT_DTYPES)))
-        for b in (block, out_block)
-    )
-    rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    values = torch.randn(rows * columns * layout.numel, generator=generator)
-    values *= 10.0 ** draw(st.integers(-32, 5))
-    if values.numel():
-        for special in draw(st.lists(st.sampled_from(SPECIALS), max_size=3)):
-            values[torch.randint(values.numel(), (1,), generator=generator)] = special
-    return layout, out_layout, rows, columns, values.to(draw(st.sampled_from(FLOAT_DTYPES)))
-
-
 def everything(layout, out_layout, rows, columns, values, dtype, initial):
     """Every operator, on whatever kernels are set. NaNs of raw fp32 segments are only comparable decoded."""
+    rotate = layout.block % ROTATION_SLICE == 0
     wire = unaligned(ops.quantize(values, layout, slice_rows=rows))
+    rotated = unaligned(ops.quantize(values, layout, slice_rows=rows, rotate=rotate))
     summed = ops.dequantize_sum_quantize(wire, layout, out_layout, num_sources=rows, initial=initial)
-    return [
-        wire if layout.raw_dtype != torch.float32 else ops.dequantize(wire, layout, dtype=torch.float32),
-        ops.dequantize(wire, layout, dtype=dtype, slice_rows=columns),
-        ops.dequantize_sum(wire, layout, num_sources=rows, initial=initial, scale=1 / 3, dtype=dtype),
-        summed if out_layout.raw_dtype != torch.float32 else ops.dequantize(summed, out_layout, dtype=torch.float32),
-    ]
+    sum_arguments = dict(num_sources=rows, initial=initial, scale=1 / 3, dtype=dtype)
+    return {
+        "wire": (wire, layout),
+        "rotated": (rotated, layout),
+        "decoded": (ops.dequantize(wire, layout, dtype=dtype, slice_rows=columns), None),
+        "sum": (ops.dequantize_sum(wire, layout, **sum_arguments), None),
+        "rotated back": (ops.dequantize_sum(rotated, layout, rotate=rotate, **sum_arguments), None),
+        "summed": (summed, out_layout),
+    }
 
 
 @needs_compiled
@@ -89,8 +49,10 @@ def test_compiled_equals_reference(case, dtype, with_initial):
     for name in COMPILED:
         ops.set_kernels(name)
         actual = everything(*case[:4], unaligned(values), dtype, None if initial is None else unaligned(initial))
-        for index, (one, other) in enumerate(zip(actual, expected, strict=True)):
-            assert bits_equal(one, other), f"{name}, result {index}"
+        for result, (one, result_layout) in actual.items():
+            other, _ = expected[result]
+            equal = bits_equal(one, other) if result_layout is None else wires_equal(one, other, result_layout)
+            assert equal, f"{name}, {result}"
 
 
 @pytest.mark.parametrize("kernels", [*COMPILED, "reference"])
@@ -112,11 +74,11 @@ def test_chunks_do_to_their_elements_what_the_whole_does(kernels, case, count):
 
 
 @needs_compiled
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", QMAX)
 def test_every_quotient_of_bf16(bits):
     """Every largest value of a block, and below it every value that does not plainly encode to zero."""
     below = torch.arange(0x3C80, 0x4300, dtype=torch.int16).view(torch.bfloat16)  # 2^-6 to 2^7
-    first = {8: 0x4280, 4: 0x4000}[bits]
+    first = {8: 0x4280, 4: 0x4000, 3: 0x4000, 2: 0x3F80}[bits]
     largest = torch.arange(first, first + 128, dtype=torch.int16).view(torch.bfloat16)  # every significand
     rows = [torch.cat([below[below <= top], -below[below <= top]]) for top in largest]
     block = max(map(len, rows))
@@ -136,7 +98,7 @@ def test_elements_in_gaps_are_never_made_up():
 
 
 @needs_compiled
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", QMAX)
 def test_compiled_equals_reference_around_ties(bits):
     """Every scale mantissa, every code boundary, and the floats next to it: where a wrong division would show."""
     scales = (torch.arange(128, dtype=torch.int32) + 0x3F80 << 16).view(torch.float32)
@@ -144,6 +106,7 @@ def test_compiled_equals_reference_around_ties(bits):
     ulps = torch.arange(-3, 4, dtype=torch.int32)
     values = ((scales[:, None] * ties).view(torch.int32)[..., None] + ulps).view(torch.float32).flatten(1)
     values = torch.cat([scales[:, None] * QMAX[bits], values, -values], dim=1)
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % CODES_AT_A_BYTE))
     layout = WireLayout([Segment(values.numel(), bits)], values.shape[1])
     ops.set_kernels("reference")
     expected = ops.quantize(values, layout)
@@ -155,7 +118,7 @@ def test_compiled_equals_reference_around_ties(bits):
 
 
 @needs_compiled
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", QMAX)
 def test_every_16_bit_float_in_and_out(bits):
     """All bf16 and fp16 values, NaNs and denormals included, encoded and as raw; results of all three dtypes."""
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
@@ -240,7 +203,7 @@ def test_compiled_library_is_there():
 # ---- What the format promises, whichever kernels run.
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", QMAX)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_round_trip_error_is_half_a_step(bits, dtype):
     block, n = 64, 64 * 100
@@ -254,30 +217,30 @@ def test_round_trip_error_is_half_a_step(bits, dtype):
     assert (error > step / 8).any()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", QMAX)
 def test_the_maximum_is_never_clipped(bits):
-    """In a block of its own, a value is coded as qmax; the scale was rounded up, so it decodes to no less."""
-    values = torch.rand(4096) + 1.0
-    layout = WireLayout([Segment(4096, bits)], 1)
+    """In a block of its like, a value is coded as qmax; the scale was rounded up, so it decodes to no less."""
+    values = (torch.rand(512) + 1.0).repeat_interleave(8)
+    layout = WireLayout([Segment(4096, bits)], 8)
     decoded = ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32)
     assert ((decoded - values).abs() <= values / (2 * QMAX[bits]) * (1 + 2.0**-7)).all()
-    scales = ops.quantize(values, layout)[: 2 * 4096].view(torch.bfloat16).double()
-    assert (scales * QMAX[bits] >= values.double() * (1 - 2.0**-24)).all()
+    scales = ops.quantize(values, layout)[: 2 * 512].view(torch.bfloat16).double()
+    assert (scales * QMAX[bits] >= values[::8].double() * (1 - 2.0**-24)).all()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", QMAX)
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
 def test_a_block_with_nan_or_inf_decodes_to_nan(bits, poison):
     values = torch.ones(3 * 64)
     values[64 + 5] = poison
     layout = WireLayout([Segment(3 * 64, bits)], 64)
     wire = ops.quantize(values, layout)
-    assert wire[:6].view(torch.int16)[1] == SCALE_NAN and not wire[layout.parts[0].codes :][64 * bits // 8 :][:32].any()
+    assert wire[:6].view(torch.int16)[1] == SCALE_NAN and not wire[layout.parts[0].codes :][8 * bits : 16 * bits].any()
     decoded = ops.dequantize(wire, layout, dtype=torch.bfloat16).view(3, 64)
     assert decoded[1].isnan().all() and not decoded[[0, 2]].isnan().any()
 
 
-@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("bits", QMAX)
 def test_tiny_blocks_decode_to_positive_zero(bits):
     just_below = QMAX[bits] * 2.0**-100 * (1 - 2.0**-7)
     values = torch.tensor([-0.0, 1e-45, -1e-38, -just_below, -QMAX[bits] * 2.0**-100]).repeat_interleave(64)
@@ -287,10 +250,17 @@ def test_tiny_blocks_decode_to_positive_zero(bits):
     assert torch.equal(decoded[4 * 64 :], values[4 * 64 :])
 
 
-def test_int4_nibbles_low_first_and_odd_tail():
-    values = torch.tensor([7.0, -7.0, 1.0, 0.0, -3.0])
-    wire = ops.quantize(values, WireLayout([Segment(5, 4)], 8))
-    assert wire.tolist() == [0x80, 0x3F, *[0] * 14, 0x97, 0x01, 0x0D, *[0] * 13]
+@pytest.mark.parametrize(
+    ("bits", "values", "packed"),
+    [
+        (4, [7.0, -7.0, 1.0, 0.0, -3.0], [0x97, 0x01, 0x0D]),
+        (3, [3.0, -3.0, 1.0, 0.0, -1.0], [0b01_101_011, 0b0_111_000_0]),
+        (2, [1.0, -1.0, 1.0, 0.0, -1.0], [0b00_01_11_01, 0b11]),
+    ],
+)
+def test_first_codes_are_in_the_lowest_bits(bits, values, packed):
+    wire = ops.quantize(torch.tensor(values), WireLayout([Segment(5, bits)], 8))
+    assert wire.tolist() == [0x80, 0x3F, *[0] * 14, *packed, *[0] * (16 - len(packed))]
 
 
 def test_slice_rows_permute():
@@ -383,9 +353,9 @@ def operator_arguments(layout):
     initial = torch.randn(2, layout.numel)
     spec = layout.spec
     return {
-        "quantize": ((values, spec, 2), wire),
+        "quantize": ((values, spec, 2, True), wire),
         "dequantize": ((wire, spec, torch.bfloat16, 2), values.bfloat16()),
-        "dequantize_sum": ((wire, spec, 2, initial, 0.5, torch.float16), initial.half()),
+        "dequantize_sum": ((wire, spec, 2, initial, 0.5, torch.float16, True), initial.half()),
         "dequantize_sum_quantize": ((wire, spec, spec, 2, None), wire[: len(wire) // 2].clone()),
     }
 
@@ -426,6 +396,7 @@ def test_fake_tensors():
 WIRE = torch.zeros(4 * LAYOUT.nbytes, dtype=torch.uint8)
 VALUES = torch.zeros(4, LAYOUT.numel)
 OTHER = WireLayout([Segment(LAYOUT.numel, 8)], 64)
+BLOCKS_OF_48 = WireLayout(LAYOUT.segments, 48)
 
 
 @pytest.mark.parametrize(
@@ -435,6 +406,12 @@ OTHER = WireLayout([Segment(LAYOUT.numel, 8)], 64)
         (ValueError, "input contiguous.*strides", lambda: ops.quantize(VALUES.t(), LAYOUT)),
         (ValueError, f"slices of {LAYOUT.numel} elements, got 7", lambda: ops.quantize(torch.zeros(7), LAYOUT)),
         (ValueError, "slice_rows.*divides 4 slices, got 3", lambda: ops.quantize(VALUES, LAYOUT, slice_rows=3)),
+        (ValueError, "multiple of 32 to rotate, got 48", lambda: ops.quantize(VALUES, BLOCKS_OF_48, rotate=True)),
+        (
+            ValueError,
+            "dequantize_sum: expected a block that is a multiple of 32",
+            lambda: ops.dequantize_sum(WIRE, BLOCKS_OF_48, num_sources=2, rotate=True),
+        ),
         (ValueError, "slice_rows >= 1", lambda: ops.quantize(VALUES, LAYOUT, slice_rows=0)),
         (ValueError, "out with .* elements", lambda: ops.quantize(VALUES, LAYOUT, out=WIRE[1:])),
         (TypeError, "out of dtype torch.uint8", lambda: ops.quantize(VALUES, LAYOUT, out=WIRE.char())),
@@ -456,7 +433,7 @@ OTHER = WireLayout([Segment(LAYOUT.numel, 8)], 64)
         ),
         (
             ValueError,
-            "segment sizes of layout",
+            "equal segment sizes, got .*300.* and .338.",
             lambda: ops.dequantize_sum_quantize(WIRE, LAYOUT, OTHER, num_sources=2),
         ),
         (ValueError, "expected auto, avx512.*got 'sse9'", lambda: ops.set_kernels("sse9")),
