@@ -6,6 +6,7 @@ ptxas, or of speed. ZEROPP_EMULATED_CASES raises the number of cases (default: t
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -90,6 +91,20 @@ def test_gaps_are_left_alone(emulated):
     emulated.dequantize(wire, layout, torch.float32, 1, ours)
     ops.dequantize(wire, layout, dtype=torch.float32, out=theirs)
     assert torch.equal(ours, theirs) and (ours[:100] == 5.0).all()
+
+
+@pytest.mark.parametrize("bits", QMAX)
+def test_residuals_that_are_not_finite(emulated, bits):
+    """Blocks with NaN or Inf, and those of so large values that 2-bit codes have the scale Inf, count as zero."""
+    layout, residual_layout = (lasting(WireLayout([Segment(2000, width)], 32)) for width in (4, bits))
+    left_out = torch.randn(2000)
+    left_out[torch.arange(0, 2000, 70)] = torch.tensor(cuda_cases.SPECIALS + (3.4e38,)).repeat(3)[:29]
+    for special in (0.0, *cuda_cases.SPECIALS):
+        sums = torch.randn(2000)
+        sums[::100] = special  # in turn left out, and met by the next call
+        case = Case(layout, layout, 1, 1, sums, sums, torch.float32, 1.0, 0, without_wire=True)
+        feedback = {"residual_layout": residual_layout, "left_out": left_out, "decay": 0.5}
+        check_everything(emulated, dataclasses.replace(case, **feedback))
 
 
 def test_more_slices_than_rows_of_a_grid(emulated):

@@ -34,8 +34,8 @@ __device__ __forceinline__ void load_residual(const TileMemory<const uint8_t>& f
 }
 
 __global__ void __launch_bounds__(kThreads, 4)
-quantize_with_feedback_rows(Tiling tiling, int64_t num_sums, Sources sources, Feedback feedback, Wires<uint8_t> residual,
-                            Wires<uint8_t> wire) {
+quantize_with_feedback_rows(Tiling tiling, int64_t num_sums, Sources sources, Feedback feedback,
+                            Wires<uint8_t> residual, Wires<uint8_t> wire) {
   constexpr int V = kFeedbackVector;
   __shared__ Staging staging[kWarps];
   for_my_tile(wire.layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {

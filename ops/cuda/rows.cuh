@@ -118,8 +118,9 @@ __device__ __forceinline__ void load_rows(const T* from, int numel, float (&valu
 // values <- combine(value, element) with those of a tile. Up to 64 bytes of a lane are on their way at once: with values in
 // registers, there is no room for more.
 template <int V, class T, class Combine>
-__device__ __forceinline__ void combine_rows(const T* from, int numel, float (&values)[kPerLane], const Combine& combine) {
-  constexpr int kRows = kPerLane / V, kAtOnce = 64 / (V * sizeof(T)) < kRows ? 64 / (V * sizeof(T)) : kRows;
+__device__ __forceinline__ void combine_rows(const T* from, int numel, float (&values)[kPerLane],
+                                             const Combine& combine) {
+  constexpr int kRows = kPerLane / V, kAtOnce = min(kRows, 64 / (V * sizeof(T)));
   const auto combine_row = [&](int j, const float* elements) {
 #pragma unroll
     for (int i = 0; i < V; ++i) values[j * V + i] = combine(values[j * V + i], elements[i]);
