@@ -67,6 +67,8 @@ def make_case(seed: int, blocks: tuple[int, ...] = ROW_BLOCKS + OTHER_BLOCKS, ma
     block, out_block = choose.choice(blocks), choose.choice(blocks)
     numels = make_sizes(block, choose, max_numel)
     gaps = [choose.random() < 0.1 for _ in numels]
+    if not any(n for n, gap in zip(numels, gaps, strict=True) if not gap):
+        gaps = [False] * len(numels)
     layout, out_layout = (make_layout(numels, gaps, b, choose) for b in (block, out_block))
     rows, columns = choose.choice((1, 1, 2, 3, 5)), choose.choice((1, 1, 2, 3))
     generator = torch.Generator().manual_seed(seed)
@@ -103,7 +105,7 @@ def make_sizes(block: int, choose: random.Random, max_numel: int) -> list[int]:
 def make_layout(numels: list[int], gaps: list[bool], block: int, choose: random.Random) -> WireLayout:
     widths = (*widths_of(block), None)
     segments = [Segment(n, GAP if gap else choose.choice(widths)) for n, gap in zip(numels, gaps, strict=True)]
-    return lasting(WireLayout([*segments, Segment(1, None)], block, choose.choice(FLOAT_DTYPES)))
+    return lasting(WireLayout(segments, block, choose.choice(FLOAT_DTYPES)))
 
 
 def make_residual_layout(layout: WireLayout, choose: random.Random) -> WireLayout:

@@ -93,6 +93,23 @@ def test_gaps_are_left_alone(emulated):
     assert torch.equal(ours, theirs) and (ours[:100] == 5.0).all()
 
 
+@pytest.mark.parametrize("block", [64, 96])
+def test_a_rotated_sum_in_place(emulated, block):
+    """Lanes read each other's elements of `initial`: all of a slice before one of them writes."""
+    layout = lasting(WireLayout([Segment(2000, 4)], block))
+    values, initial = torch.randn(2, 2000)
+    check_everything(emulated, Case(layout, layout, 1, 1, values, initial, torch.float32, 0.5, 0, rotate=True))
+
+
+@pytest.mark.parametrize("block", [64, 63])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_update_in_place_of_a_quantized_base(emulated, bits, block):
+    """The base gives the values from which its new scales and codes are made."""
+    layout, base_layout = (lasting(WireLayout([Segment(3000, width)], block)) for width in (4, bits))
+    values = torch.randn(3000) * torch.linspace(1, 1000, 3000)
+    check_everything(emulated, Case(layout, base_layout, 1, 1, values, None, torch.float32, 1.0, 0))
+
+
 @pytest.mark.parametrize("bits", QMAX)
 def test_residuals_that_are_not_finite(emulated, bits):
     """Blocks with NaN or Inf, and those of so large values that 2-bit codes have the scale Inf, count as zero."""

@@ -72,6 +72,12 @@ def test_large_slices(bits, dtype):
     check(dataclasses.replace(case, residual_layout=residual_layout, left_out=left_out, decay=0.9))
 
 
+def test_more_slices_than_rows_of_a_grid():
+    layout = lasting(WireLayout([Segment(1, None)], 32))
+    values = torch.randn(65_536 + 5)
+    check(Case(layout, layout, 1, len(values), values, None, torch.float32, 1.0, 0))
+
+
 def test_offsets_beyond_32_bits():
     layout = WireLayout([Segment(2**31 + 4096, 4)], 1024)
     values = torch.zeros(layout.numel, dtype=torch.bfloat16, device="cuda")
