@@ -312,7 +312,7 @@ def _quantize_with_feedback_result(
     op = "quantize_with_feedback"
     _check_same_segments(op, layout, out_layout, residual_layout)
     _check_rotation(op, out_layout, rotate)
-    if [bool(part.bits) for part in residual_layout.parts] != [bool(part.bits) for part in out_layout.parts]:
+    if [part.bits == 0 for part in residual_layout.parts] != [part.bits == 0 for part in out_layout.parts]:
         raise ValueError(
             f"{op}: expected residual_layout to quantize the parts that out_layout quantizes, and no others"
         )

@@ -55,7 +55,7 @@ struct Layout {
   int64_t has_3_bits;  // is there a segment of 3-bit codes?
 };
 
-ZEROPP_HD int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
+ZEROPP_HD constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 ZEROPP_HD int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 ZEROPP_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 ZEROPP_HD int64_t item_size(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }

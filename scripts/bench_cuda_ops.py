@@ -26,10 +26,12 @@ from hf_zeropp import frozen_format, ops
 from hf_zeropp.format import Segment, WireLayout
 from hf_zeropp.frozen_format import FrozenFormat
 
-BLOCKS = {8: 256, 4: 128}
+BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}
+FULL = (8, 4)  # widths that are measured at all sizes, beside rivals
 NUM_SOURCES = 4
 MEGABYTE = 1 << 20
 SIZES = tuple(MEGABYTE << i for i in range(0, 12))  # of the values, in bytes: 1 MB .. 2 GB
+SOME_SIZES = SIZES[::5]
 CACHE_BYTES = 256 * MEGABYTE  # several times any second-level cache
 DECODE_SHAPES = ((4096, 4096), (11008, 4096), (28672, 8192))  # rows, columns
 RIVALS = ("eager", "compile", "DeepSpeed", "torchao")
@@ -50,7 +52,7 @@ class Case(NamedTuple):
 
 
 def cases() -> Iterator[Case]:
-    for bits in BLOCKS:
+    for bits in FULL:
         for dtype in (torch.bfloat16, torch.float32):
             for size in SIZES:
                 yield from codec_cases(bits, dtype, size)
@@ -58,6 +60,20 @@ def cases() -> Iterator[Case]:
             yield from sum_cases(bits, size)
         for shape in DECODE_SHAPES:
             yield from frozen_cases(bits, *shape)
+    for bits in BLOCKS:
+        for size in SOME_SIZES:
+            yield from low_cases(bits, size)
+            yield from delta_cases(bits, size)
+            yield from feedback_cases(bits, size)
+
+
+def low_cases(bits: int, size: int) -> Iterator[Case]:
+    """What FULL leaves out, without rivals: they have no such codes."""
+    if bits in FULL:
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        yield from (case._replace(rivals=dict) for case in codec_cases(bits, dtype, size))
+    yield from (case._replace(rivals=dict) for case in sum_cases(bits, size))
 
 
 def codec_cases(bits: int, dtype: torch.dtype, size: int) -> Iterator[Case]:
@@ -110,6 +126,59 @@ def sum_cases(bits: int, size: int) -> Iterator[Case]:
         dequantize_sum_quantize,
         lambda: sum_quantize_rivals(wires(), layout, bits, NUM_SOURCES),
     )
+
+
+def delta_cases(bits: int, size: int) -> Iterator[Case]:
+    """Weights that a node holds in bf16, and how they change: encoded from bf16, decoded in place."""
+    layout = WireLayout([Segment(size // 2, bits)], BLOCKS[bits])
+    base_layout = WireLayout([Segment(size // 2, None)], BLOCKS[bits])
+
+    def values_and_base() -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.randn(layout.numel, device="cuda", dtype=torch.bfloat16)
+        return values, ops.quantize(values * 1.01, base_layout)
+
+    def quantize_difference() -> Callable[[], object]:
+        values, base = values_and_base()
+        wire = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
+        return lambda: ops.quantize_difference(values, base, base_layout, layout, out=wire)
+
+    def dequantize_update() -> Callable[[], object]:
+        values, base = values_and_base()
+        wire = ops.quantize_difference(values, base, base_layout, layout)
+        return lambda: ops.dequantize_update(wire, layout, base, base_layout, out=base)
+
+    nbytes = 2 * base_layout.nbytes + layout.nbytes
+    yield Case(f"quantize_difference INT{bits}, base bf16", size, nbytes, quantize_difference, dict)
+    yield Case(f"dequantize_update INT{bits}, base bf16 in place", size, nbytes, dequantize_update, dict)
+
+
+def feedback_cases(bits: int, size: int) -> Iterator[Case]:
+    """An fp32 gradient of `size` bytes encoded for the first hop; rotated, and with what earlier hops left out."""
+    layout = WireLayout([Segment(size // 4, bits)], BLOCKS[bits])
+    residual_layout = WireLayout([Segment(size // 4, 8)], BLOCKS[bits])
+
+    def gradient_and_wire() -> tuple[torch.Tensor, torch.Tensor]:
+        wire = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
+        return torch.randn(1, layout.numel, device="cuda"), wire
+
+    def quantize_rotated() -> Callable[[], object]:
+        gradient, wire = gradient_and_wire()
+        return lambda: ops.quantize(gradient, layout, rotate=True, out=wire)
+
+    def feedback(rotate: bool) -> Callable[[], Callable[[], object]]:
+        def make() -> Callable[[], object]:
+            gradient, wire = gradient_and_wire()
+            residual = torch.zeros(residual_layout.nbytes, dtype=torch.uint8, device="cuda")
+            settings = {"num_sources": 0, "initial": gradient, "rotate": rotate, "out": wire}
+            return lambda: ops.quantize_with_feedback(None, layout, layout, residual, residual_layout, **settings)
+
+        return make
+
+    nbytes, name = size + layout.nbytes, f"quantize_with_feedback INT{bits}, of values"
+    yield Case(f"quantize INT{bits} float32, rotated", size, nbytes, quantize_rotated, dict)
+    nbytes += 2 * residual_layout.nbytes
+    yield Case(name, size, nbytes, feedback(rotate=False), dict)
+    yield Case(f"{name}, rotated", size, nbytes, feedback(rotate=True), dict)
 
 
 def frozen_cases(bits: int, rows: int, columns: int) -> Iterator[Case]:
@@ -240,10 +309,10 @@ def plot(rows: list[dict], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
-    names = [name for name in dict.fromkeys(row["operator"] for row in rows) if not name.startswith("frozen")]
-    for name in names:
+    for name in dict.fromkeys(row["operator"] for row in rows):
         points = [(row["bytes"] / MEGABYTE, row["of_copy"]) for row in rows if row["operator"] == name]
-        axes.plot(*zip(*points, strict=True), marker=".", label=name)
+        if len(points) > len(SOME_SIZES):
+            axes.plot(*zip(*points, strict=True), marker=".", label=name)
     axes.axhline(0.85, color="grey", linestyle=":")
     axes.set(xscale="log", xlabel="values, MB", ylabel="of the bandwidth of a copy", ylim=(0, 1.15))
     axes.legend(fontsize=7, ncols=2)
@@ -255,7 +324,7 @@ def run(arguments: argparse.Namespace) -> None:
     if not torch.cuda.is_available():
         raise SystemExit("bench_ops: --device cuda needs a GPU that PyTorch sees; found none")
     rows = []
-    for case in cases():
+    for case in (case for case in cases() if arguments.only in case.name):
         rows.append(measure(case if arguments.baselines else case._replace(rivals=dict), arguments.repeats))
         torch.cuda.empty_cache()
     facts, grid = conditions(arguments, rows), grid_of(rows)

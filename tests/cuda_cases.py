@@ -8,11 +8,20 @@ import random
 
 import torch
 
-from hf_zeropp.format import FLOAT_DTYPES, MAX_BLOCK, Segment, WireLayout
+from hf_zeropp.format import (
+    CODES_AT_A_BYTE,
+    FLOAT_DTYPES,
+    GAP,
+    MAX_BLOCK,
+    QMAX,
+    ROTATION_SLICE,
+    Segment,
+    WireLayout,
+)
 
 SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 2.0**-100, 2.0**-93, 65519.0, 65520.0, 6e-8, 3e38)
 ROW_BLOCKS = (32, 64, 128, 256, 512, 1024)  # of the kernels with 16-byte accesses
-OTHER_BLOCKS = (1, 2, 3, 16, 63, 100, 1000, 2048, MAX_BLOCK - 1, MAX_BLOCK)
+OTHER_BLOCKS = (1, 2, 3, 16, 63, 96, 100, 160, 1000, 2048, MAX_BLOCK - 1, MAX_BLOCK)
 KINDS = ("normal", "spread", "ties", "zeros", "bits")
 GUARD = 64
 POISON = 0xA5
@@ -20,7 +29,11 @@ POISON = 0xA5
 
 @dataclasses.dataclass
 class Case:
-    """Two layouts of the same segment sizes and rows * columns slices of values; `dtype` is what is decoded to."""
+    """Two layouts of the same segment sizes and rows * columns slices of values; `dtype` is what is decoded to.
+
+    The new values that quantize_difference takes differ from `values` by a few percent. quantize_with_feedback encodes what
+    `out_layout` says, `columns` slices, and keeps a residual of `residual_layout`, to begin with that of `left_out`.
+    """
 
     layout: WireLayout
     out_layout: WireLayout
@@ -31,28 +44,32 @@ class Case:
     dtype: torch.dtype
     scale: float
     offset: int  # elements that tensors lie behind an aligned address
+    rotate: bool = False  # where blocks are right for it
+    residual_layout: WireLayout | None = None
+    left_out: torch.Tensor | None = None
+    decay: float = 1.0
+    rescale: float = 1.0
+    without_wire: bool = False  # the sum of quantize_with_feedback is `initial` alone
+
+    def rotates(self, layout: WireLayout) -> bool:
+        return self.rotate and layout.block % ROTATION_SLICE == 0
 
     def __str__(self) -> str:
         return (
             f"{self.layout.spec!r} -> {self.out_layout.spec!r}, {self.rows} x {self.columns} slices of "
-            f"{self.values.dtype}, to {self.dtype}, offset {self.offset}, initial {self.initial is not None}"
+            f"{self.values.dtype}, to {self.dtype}, offset {self.offset}, initial {self.initial is not None}, rotate "
+            f"{self.rotate}, residual {self.residual_layout}, decay {self.decay}, rescale {self.rescale}"
         )
 
 
 def make_case(seed: int, blocks: tuple[int, ...] = ROW_BLOCKS + OTHER_BLOCKS, max_numel: int = 2100) -> Case:
     choose = random.Random(seed)
     block, out_block = choose.choice(blocks), choose.choice(blocks)
-    sizes = (0, 1, 2, 15, 63, block - 1, block, block + 1, 1023, 1024, 1025, choose.randrange(max_numel))
-    numels = [min(choose.choice(sizes), max_numel) for _ in range(choose.choice((1, 1, 2, 3, 5, 40)))]
-    if len(numels) == 40:  # more parts than a warp has lanes, all of them small
-        numels = [numel % 70 for numel in numels]
-    numels[0] += sum(numels) == 0
-    layout, out_layout = (
-        lasting(
-            WireLayout([Segment(n, choose.choice((8, 4, 8, 4, None))) for n in numels], b, choose.choice(FLOAT_DTYPES))
-        )
-        for b in (block, out_block)
-    )
+    numels = make_sizes(block, choose, max_numel)
+    gaps = [choose.random() < 0.1 for _ in numels]
+    if not any(n for n, gap in zip(numels, gaps, strict=True) if not gap):
+        gaps = [False] * len(numels)
+    layout, out_layout = (make_layout(numels, gaps, b, choose) for b in (block, out_block))
     rows, columns = choose.choice((1, 1, 2, 3, 5)), choose.choice((1, 1, 2, 3))
     generator = torch.Generator().manual_seed(seed)
     values = make_values(rows * columns * layout.numel, choose, generator).to(choose.choice(FLOAT_DTYPES))
@@ -67,7 +84,39 @@ def make_case(seed: int, blocks: tuple[int, ...] = ROW_BLOCKS + OTHER_BLOCKS, ma
         dtype=choose.choice(FLOAT_DTYPES),
         scale=choose.choice((1.0, 1 / 3, 0.125)),
         offset=choose.choice((0, 0, 0, 1)),
+        rotate=choose.random() < 0.5,
+        residual_layout=make_residual_layout(out_layout, choose),
+        left_out=make_values(columns * layout.numel, choose, generator),
+        decay=choose.choice((1.0, 0.9, 0.3)),
+        rescale=choose.choice((1.0, 0.5, 1 / 3)),
+        without_wire=initial is not None and choose.random() < 0.3,
     )
+
+
+def make_sizes(block: int, choose: random.Random, max_numel: int) -> list[int]:
+    sizes = (0, 1, 2, 15, 63, block - 1, block, block + 1, 1023, 1024, 1025, choose.randrange(max_numel))
+    numels = [min(choose.choice(sizes), max_numel) for _ in range(choose.choice((1, 1, 2, 3, 5, 40)))]
+    if len(numels) == 40:  # more parts than a warp has lanes, all of them small
+        numels = [numel % 70 for numel in numels]
+    numels[0] += sum(numels) == 0
+    return numels
+
+
+def make_layout(numels: list[int], gaps: list[bool], block: int, choose: random.Random) -> WireLayout:
+    widths = (*widths_of(block), None)
+    segments = [Segment(n, GAP if gap else choose.choice(widths)) for n, gap in zip(numels, gaps, strict=True)]
+    return lasting(WireLayout(segments, block, choose.choice(FLOAT_DTYPES)))
+
+
+def make_residual_layout(layout: WireLayout, choose: random.Random) -> WireLayout:
+    """Of the same blocks, some width for each quantized segment."""
+    widths = widths_of(layout.block)
+    segments = [Segment(one.numel, choose.choice(widths) if one.bits else one.bits) for one in layout.segments]
+    return lasting(WireLayout(segments, layout.block, choose.choice(FLOAT_DTYPES)))
+
+
+def widths_of(block: int) -> tuple[int, ...]:
+    return tuple(QMAX) if block % CODES_AT_A_BYTE == 0 else (8, 4)
 
 
 def lasting(layout: WireLayout) -> WireLayout:

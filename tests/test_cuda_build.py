@@ -24,6 +24,9 @@ HOT = {  # kernel: what it must move 16 bytes at a time
     "dequantize_rows": ("LDG", "STG"),
     "dequantize_sum_rows": ("LDG", "STG"),
     "dequantize_sum_quantize_rows": ("LDG", "STG"),
+    "quantize_difference_rows": ("LDG", "STG"),
+    "dequantize_update_rows": ("LDG", "STG"),
+    "quantize_with_feedback_rows": ("LDG", "STG"),
     "unpack_rows": ("LDG", "STG"),
     "multiply_rows": ("LDG",),  # its results are a few floats
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 import subprocess
@@ -10,11 +11,13 @@ import sys
 import cuda_cases
 import pytest
 import torch
-from cuda_cases import OTHER_BLOCKS, ROW_BLOCKS, Case, Guarded, placed, same_bits, same_wire
+from cuda_cases import OTHER_BLOCKS, ROW_BLOCKS, Case, lasting, same_bits
+from cuda_checks import check_everything
 
 from hf_zeropp import frozen_format, ops
-from hf_zeropp.format import FLOAT_DTYPES, Segment, WireLayout
+from hf_zeropp.format import FLOAT_DTYPES, QMAX, Segment, WireLayout
 from hf_zeropp.frozen_format import FrozenFormat
+from hf_zeropp.kernels import kernels_of
 
 pytestmark = pytest.mark.gpu
 
@@ -23,33 +26,8 @@ GROUPS = 12
 SANITIZED = "test_sanitized_cases"
 
 
-def check_everything(case: Case) -> None:
-    """Each operator from the same inputs on both devices. Results lie between guards."""
-    wire = ops.quantize(case.values, case.layout, slice_rows=case.rows)
-    num_wire = wire.numel()
-    out = Guarded(num_wire, torch.uint8, case.offset, "cuda")
-    ops.quantize(placed(case.values.cuda(), case.offset), case.layout, slice_rows=case.rows, out=out.tensor)
-    assert same_wire(out.tensor.cpu(), wire, case.layout) and out.is_intact(), f"quantize: {case}"
-
-    on_gpu = placed(wire.cuda(), case.offset)
-    settings = {"dtype": case.dtype, "slice_rows": case.columns}
-    out = Guarded(case.values.numel(), case.dtype, case.offset, "cuda")
-    ops.dequantize(on_gpu, case.layout, **settings, out=out.tensor)
-    expected = ops.dequantize(wire, case.layout, **settings)
-    assert same_bits(out.tensor.cpu(), expected) and out.is_intact(), f"dequantize: {case}"
-
-    initial = None if case.initial is None else placed(case.initial.cuda(), case.offset)
-    settings = {"num_sources": case.rows, "scale": case.scale, "dtype": case.dtype}
-    out = Guarded(case.columns * case.layout.numel, case.dtype, case.offset, "cuda")
-    ops.dequantize_sum(on_gpu, case.layout, initial=initial, **settings, out=out.tensor)
-    expected = ops.dequantize_sum(wire, case.layout, initial=case.initial, **settings).flatten()
-    assert same_bits(out.tensor.cpu(), expected) and out.is_intact(), f"dequantize_sum: {case}"
-
-    layouts = (case.layout, case.out_layout)
-    out = Guarded(case.columns * case.out_layout.nbytes, torch.uint8, case.offset, "cuda")
-    ops.dequantize_sum_quantize(on_gpu, *layouts, num_sources=case.rows, initial=initial, out=out.tensor)
-    expected = ops.dequantize_sum_quantize(wire, *layouts, num_sources=case.rows, initial=case.initial).flatten()
-    assert same_wire(out.tensor.cpu(), expected, case.out_layout) and out.is_intact(), f"sum_quantize: {case}"
+def check(case: Case) -> None:
+    check_everything(kernels_of("cuda"), case, "cuda")
 
 
 def test_the_kernels_are_there():
@@ -61,12 +39,12 @@ def test_the_kernels_are_there():
 def test_random_cases(group):
     blocks = OTHER_BLOCKS if group % 4 == 3 else ROW_BLOCKS
     for seed in range(group * CASES // GROUPS, (group + 1) * CASES // GROUPS):
-        check_everything(cuda_cases.make_case(seed, blocks, max_numel=20_000))
+        check(cuda_cases.make_case(seed, blocks, max_numel=20_000))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_sanitized_cases(seed):
-    check_everything(cuda_cases.make_case(seed, ROW_BLOCKS if seed % 2 else OTHER_BLOCKS))
+    check(cuda_cases.make_case(seed, ROW_BLOCKS if seed % 2 else OTHER_BLOCKS))
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
@@ -80,14 +58,24 @@ def test_compute_sanitizer_is_content(tool):
     assert run.returncode == 0, run.stdout[-4000:]
 
 
-@pytest.mark.parametrize("bits", [8, 4, None])
+@pytest.mark.parametrize("bits", [*QMAX, None])
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES)
 def test_large_slices(bits, dtype):
     """More elements than one wave of thread blocks holds, the last tile not full."""
-    layout = WireLayout([Segment(9_000_000, bits), Segment(77, None), Segment(8_000_003, bits)], 256, dtype)
+    sizes, widths = (9_000_000, 77, 8_000_003), (bits, None, bits)
+    layout = lasting(WireLayout(map(Segment, sizes, widths), 256, dtype))
+    residual_layout = lasting(WireLayout(map(Segment, sizes, (bits and 8, None, bits and 8)), 256, dtype))
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2 * layout.numel, generator=generator).to(dtype)
-    check_everything(Case(layout, layout, 2, 1, values, None, dtype, 0.5, 0))
+    case = Case(layout, layout, 2, 1, values, None, dtype, 0.5, 0, rotate=True)
+    left_out = torch.randn(layout.numel, generator=generator)
+    check(dataclasses.replace(case, residual_layout=residual_layout, left_out=left_out, decay=0.9))
+
+
+def test_more_slices_than_rows_of_a_grid():
+    layout = lasting(WireLayout([Segment(1, None)], 32))
+    values = torch.randn(65_536 + 5)
+    check(Case(layout, layout, 1, len(values), values, None, torch.float32, 1.0, 0))
 
 
 def test_offsets_beyond_32_bits():
@@ -106,6 +94,38 @@ def test_accumulation_in_place():
     total = accumulator.cuda()
     ops.dequantize_sum(wire.cuda(), layout, num_sources=3, initial=total, scale=0.25, out=total)
     assert torch.equal(total.cpu(), expected)
+
+
+def test_updates_in_place():
+    layout = WireLayout([Segment(70_000, 3), Segment(30, None)], 128)
+    base_layout = WireLayout([Segment(70_000, None), Segment(30, None)], 128)
+    values = torch.randn(70_030)
+    base = ops.quantize(values, base_layout)
+    wire = ops.quantize_difference(values * 1.01, base, base_layout, layout)
+    held = base.cuda()
+    ops.dequantize_update(wire.cuda(), layout, held, base_layout, out=held)
+    assert torch.equal(held.cpu(), ops.dequantize_update(wire, layout, base, base_layout))
+
+
+def test_feedback_through_the_operator():
+    """With and without what other ranks sent; the residual is changed where it lies."""
+    layout = WireLayout([Segment(70_000, 4), Segment(30, None)], 128)
+    residual_layout = WireLayout([Segment(70_000, 8), Segment(30, None)], 128)
+    total = torch.randn(2, layout.numel)
+    wire = ops.quantize(total, layout)
+    residual = torch.zeros(2 * residual_layout.nbytes, dtype=torch.uint8)
+    on_gpu = residual.cuda()
+    for sent, num_sources in ((None, 0), (wire, 1)):
+        settings = {"num_sources": num_sources, "rotate": True, "decay": 0.5}
+        ours = ops.quantize_with_feedback(
+            *(None if sent is None else sent.cuda(), layout, layout, on_gpu, residual_layout),
+            **settings,
+            initial=total.cuda(),
+        )
+        expected = ops.quantize_with_feedback(
+            sent, layout, layout, residual, residual_layout, **settings, initial=total
+        )
+        assert torch.equal(ours.cpu(), expected) and torch.equal(on_gpu.cpu(), residual)
 
 
 def test_kernels_run_in_the_current_stream_and_the_host_does_not_wait():

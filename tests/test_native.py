@@ -75,4 +75,4 @@ def test_errors_of_cuda_come_back_as_exceptions_with_their_text():
     layout = WireLayout.from_spec(WireLayout([Segment(64, 8)], 64).spec)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"zeropp_quantize_cuda: CUDA error \d+, \w+"):
-        kernels.quantize(torch.zeros(64), layout, 1, out)
+        kernels.quantize(torch.zeros(64), layout, 1, False, out)

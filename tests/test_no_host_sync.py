@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 HOT_PATH = (
     *("collectives", "comm_object", "gather_comm", "reduce_comm", "node_memory", "overlap"),
-    *("ops", "native", "units", "frozen_format"),
+    *("ops", "kernels", "native", "units", "frozen_format"),
 )
 # Methods of tensors, streams and events for which the host waits, and conversions of a tensor to a number.
 WAITING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "is_nonzero", "equal", "allclose"}

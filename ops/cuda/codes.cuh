@@ -4,7 +4,7 @@
 // memory. There lane b also leaves what all need to know of block b.
 #pragma once
 
-#include "rows.cuh"
+#include "pack.cuh"
 
 namespace {
 namespace zeropp {
@@ -14,8 +14,10 @@ namespace zeropp {
 //     q = a r,   e = a - q b,   q' = q + e r,       the last two by one fused multiply-add each,
 //
 // is a / b correctly rounded (Markstein's theorem; e is exact), three instructions to the ten of a division, unless
-// something underflows or b's significand is all ones. Scales are bf16, never all ones, from 2^-100 to 2^126: r is normal,
-// and e underflows only where |a / b| < 2^-10, which both quotients round to the code 0.
+// something underflows or b's significand is all ones. Scales are bf16, never all ones, and at least 2^-100: e underflows only
+// where |a / b| < 2^-10, which both quotients round to the code 0. Scales above 2^126, which codes of 3 and 2 bits have, make
+// r a denormal that is off by up to 2^-22; then q' is off by 2^-44 before it is rounded, and a / b with the 8 bits of b is
+// never so near to where roundings change. 1 / Inf is 0, and so are the codes.
 struct Divisor {
   float scale;
   float reciprocal;  // 0: a block without codes
@@ -70,28 +72,22 @@ __device__ __forceinline__ void stage_amax(const float (&values)[kPerLane], int 
   }
 }
 
-__device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
-}
-
-// A lane's V values of one row -> V * kBits bits of codes, at their place.
+// A lane's V values of one row -> their codes, at their place among the tile's.
 template <int kBits, int V>
-__device__ __forceinline__ void stage_codes(const float* values, const Divisor& divisor, uint8_t* codes) {
-  uint32_t bits[8] = {};
+__device__ __forceinline__ void stage_codes(const float* values, const Divisor& divisor, uint8_t* codes, int element) {
+  uint32_t rounded[V];
 #pragma unroll
-  for (int i = 0; i < V; ++i) bits[i] = bits_of(divisor.quotient(values[i]) + kRoundToInteger);
+  for (int i = 0; i < V; ++i) rounded[i] = bits_of(divisor.quotient(values[i]) + kRoundToInteger);
   const uint32_t mask = divisor.reciprocal != 0.0f ? 0xFFFFFFFF : 0;
   if constexpr (kBits == 8) {
     Words<V / 4> words;
 #pragma unroll
-    for (int i = 0; i < V / 4; ++i) words.at[i] = mask & pack_bytes(bits[4 * i], bits[4 * i + 1], bits[4 * i + 2], bits[4 * i + 3]);
-    *reinterpret_cast<Words<V / 4>*>(codes) = words;
+    for (int i = 0; i < V; i += 4) {
+      words.at[i / 4] = mask & pack_bytes(rounded[i], rounded[i + 1], rounded[i + 2], rounded[i + 3]);
+    }
+    *reinterpret_cast<Words<V / 4>*>(codes + element) = words;
   } else {
-    const uint32_t even = pack_bytes(bits[0], bits[2], bits[4], bits[6]) & 0x0F0F0F0F;
-    const uint32_t odd = pack_bytes(bits[1], bits[3], bits[5], bits[7]) & 0x0F0F0F0F;
-    const uint32_t word = mask & (even | odd << 4);
-    if constexpr (V == 8) *reinterpret_cast<uint32_t*>(codes) = word;
-    else *reinterpret_cast<uint16_t*>(codes) = static_cast<uint16_t>(word);
+    put_fields<kBits, V>(mask & pack_fields<kBits, V>(rounded), codes, element);
   }
 }
 
@@ -111,7 +107,7 @@ __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], c
   for (int j = 0; j < kPerLane / V; ++j) {
     const int element = element_of<V>(j);
     const Divisor divisor = staging.divisors[element >> to.log2_block];
-    stage_codes<kBits, V>(values + j * V, divisor, staging.codes + element * kBits / 8);
+    stage_codes<kBits, V>(values + j * V, divisor, staging.codes, element);
   }
   __syncwarp();
 #pragma unroll
@@ -122,11 +118,25 @@ __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], c
   __syncwarp();  // the staging is free again
 }
 
+// values -= what `encode_blocks` has just made of them, which the staging still holds: they become what it left out.
+template <int kBits, int V>
+__device__ __forceinline__ void subtract_encoded(int log2_block, Staging& staging, float (&values)[kPerLane]) {
+#pragma unroll
+  for (int j = 0; j < kPerLane / V; ++j) {
+    const int element = element_of<V>(j);
+    add_codes<kBits, V>(staging.codes, element, -staging.divisors[element >> log2_block].scale, values + j * V);
+  }
+  __syncwarp();
+}
+
 // ---- Decode, in two steps, so that the codes of several sources can be on their way at once.
 
 template <int kBits>
+constexpr int kFetches = (kBits + 3) / 4;  // of 16 bytes to a lane; those of 3 and 2 bits leave some lanes idle
+
+template <int kBits>
 struct FetchedBlocks {
-  Words<4> codes[kBits / 4];
+  Words<4> codes[kFetches<kBits>];
   BFloat16 scale;  // lane b has that of block b
 };
 
@@ -135,7 +145,7 @@ __device__ __forceinline__ FetchedBlocks<kBits> fetch_blocks(const BlockMemory<c
   const int lane = lane_index();
   FetchedBlocks<kBits> fetched = {};
 #pragma unroll
-  for (int i = 0; i < kBits / 4; ++i) {
+  for (int i = 0; i < kFetches<kBits>; ++i) {
     const int at = 16 * (i * kLanes + lane);
     if (8 * at < from.numel * kBits) fetched.codes[i] = *reinterpret_cast<const Words<4>*>(from.codes + at);
   }
@@ -143,34 +153,11 @@ __device__ __forceinline__ FetchedBlocks<kBits> fetch_blocks(const BlockMemory<c
   return fetched;
 }
 
-// values += V codes * scale. An unsigned byte u in the low bits of 2^23 is the float 2^23 + u: no conversion is needed.
-template <int kBits, int V>
-__device__ __forceinline__ void add_codes(const uint8_t* codes, float scale, float* values) {
-  constexpr int kBias = kBits == 8 ? 128 : 8;
-  constexpr float kOffset = 8388608.0f + kBias;
-  uint32_t bytes[2];  // two words of four codes, biased; of INT4 the even and the odd codes
-  if constexpr (kBits == 8) {
-#pragma unroll
-    for (int i = 0; i < V / 4; ++i) bytes[i] = reinterpret_cast<const Words<V / 4>*>(codes)->at[i] ^ 0x80808080;
-  } else {
-    uint32_t nibbles;
-    if constexpr (V == 8) nibbles = *reinterpret_cast<const uint32_t*>(codes) ^ 0x88888888;
-    else nibbles = *reinterpret_cast<const uint16_t*>(codes) ^ 0x8888;
-    bytes[0] = nibbles & 0x0F0F0F0F;
-    bytes[1] = nibbles >> 4 & 0x0F0F0F0F;
-  }
-#pragma unroll
-  for (int i = 0; i < V; ++i) {
-    const int word = kBits == 8 ? i / 4 : i % 2, byte = kBits == 8 ? i % 4 : i / 2;
-    values[i] += (float_of(__byte_perm(bytes[word], 0x4B000000, 0x7540 + byte)) - kOffset) * scale;
-  }
-}
-
 template <int kBits, int V>
 __device__ __forceinline__ void add_blocks(const FetchedBlocks<kBits>& fetched, int log2_block, Staging& staging,
                                            float (&values)[kPerLane]) {
 #pragma unroll
-  for (int i = 0; i < kBits / 4; ++i) {
+  for (int i = 0; i < kFetches<kBits>; ++i) {
     reinterpret_cast<Words<4>*>(staging.codes)[i * kLanes + lane_index()] = fetched.codes[i];
   }
   const float scale = to_float(fetched.scale);
@@ -179,7 +166,7 @@ __device__ __forceinline__ void add_blocks(const FetchedBlocks<kBits>& fetched, 
   for (int j = 0; j < kPerLane / V; ++j) {
     const int element = element_of<V>(j);
     const float scale_of_block = __shfl_sync(kAllLanes, scale, element >> log2_block);
-    add_codes<kBits, V>(staging.codes + element * kBits / 8, scale_of_block, values + j * V);
+    add_codes<kBits, V>(staging.codes, element, scale_of_block, values + j * V);
   }
   __syncwarp();
 }

@@ -16,7 +16,7 @@ dequantize_rows(Tiling tiling, int64_t num_slices, const uint8_t* wire, Layout l
     const TileMemory<const uint8_t> from{wire + slot * layout.nbytes, part, tile, log2_block};
     float values[kPerLane];
     clear(values);
-    add_sources<kVector<Out>>(from, 1, 0, layout.raw_dtype, staging[threadIdx.x / kLanes], values);
+    add_tile<kVector<Out>>(from, layout.raw_dtype, staging[threadIdx.x / kLanes], values);
     store_rows<kVector<Out>>(values, tile.numel, output + slice * layout.numel + part.element + tile.first);
   });
 }

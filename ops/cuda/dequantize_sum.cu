@@ -1,5 +1,6 @@
-// Decode what several ranks sent, and add it up: output = (initial + sum of sources) * scale.
+// Decode what several ranks sent, and add it up: output = (initial + sum of sources) * scale, rotated if asked.
 #include "launch.cuh"
+#include "rotate.cuh"
 #include "sum.cuh"
 
 namespace {
@@ -7,25 +8,33 @@ namespace zeropp {
 
 template <class Out>
 __global__ void __launch_bounds__(kThreads, 4)
-dequantize_sum_rows(Tiling tiling, int64_t num_sums, Sources sources, float scale, Out* output) {
+dequantize_sum_rows(Tiling tiling, int64_t num_sums, Sources sources, float scale, bool rotate, Out* output) {
   __shared__ Staging staging[kWarps];
   for_my_tile(sources.layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {
     float values[kPerLane];
+    const Part& part = sources.layout.parts[tile.part];
     sources.sum_rows<kVector<Out>>(tile, index, staging[threadIdx.x / kLanes], values);
+    if (rotate && part.bits) rotate_rows<kVector<Out>>(tile.numel, values);
 #pragma unroll
     for (int i = 0; i < kPerLane; ++i) values[i] *= scale;
-    const int64_t first = sources.layout.parts[tile.part].element + tile.first;
-    store_rows<kVector<Out>>(values, tile.numel, output + index * sources.layout.numel + first);
+    store_rows<kVector<Out>>(values, tile.numel, output + index * sources.layout.numel + part.element + tile.first);
   });
 }
 
 __global__ void __launch_bounds__(kThreads)
-dequantize_sum_elements(Tiling tiling, int64_t num_sums, Sources sources, float scale, void* output, int64_t dtype) {
+dequantize_sum_elements(Tiling tiling, int64_t num_sums, Sources sources, float scale, bool rotate,
+                        void* output, int64_t dtype) {
   for_my_tile(sources.layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {
     const Part& part = sources.layout.parts[tile.part];
     const int64_t first = index * sources.layout.numel + part.element;
-    for (int64_t i = tile.first + lane_index(); i < tile.first + tile.numel; i += kLanes) {
-      store_element(output, dtype, first + i, sources.sum_element(part, index, i) * scale);
+    const auto sum_of = [&](int64_t i) { return sources.sum_element(part, index, i); };
+    const int64_t end = tile.first + tile.numel;
+    for (int64_t begin = tile.first; begin < end; begin += kLanes) {  // a slice, where they are rotated
+      const int64_t i = begin + lane_index();
+      float sum = 0.0f;
+      if (i < end) sum = rotate ? rotated_element(sum_of, part, i) : sum_of(i);
+      __syncwarp();  // the output may be `initial`, of which all lanes read all of a slice
+      if (i < end) store_element(output, dtype, first + i, sum * scale);
     }
   });
 }
@@ -34,15 +43,17 @@ dequantize_sum_elements(Tiling tiling, int64_t num_sums, Sources sources, float 
 }  // namespace
 
 ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_sources, int64_t num_sums,
-                              const float* initial, float scale, void* output, int64_t dtype, void* stream) {
+                              const float* initial, float scale, int64_t rotate, void* output, int64_t dtype,
+                              void* stream) {
   using namespace zeropp;
   const Tiling tiling = tiling_of(*layout);
   const Sources sources{wire, *layout, initial, num_sources, num_sums, log2_floor(layout->block)};
   if (!has_row_blocks(*layout, wire)) {
-    return launch_tiles(dequantize_sum_elements, tiling, num_sums, stream, sources, scale, output, dtype);
+    return launch_tiles(dequantize_sum_elements, tiling, num_sums, stream, sources, scale, rotate, output, dtype);
   }
   return for_dtype(dtype, [&](auto type) {
     using Out = decltype(type);
-    return launch_tiles(dequantize_sum_rows<Out>, tiling, num_sums, stream, sources, scale, static_cast<Out*>(output));
+    Out* typed = static_cast<Out*>(output);
+    return launch_tiles(dequantize_sum_rows<Out>, tiling, num_sums, stream, sources, scale, rotate, typed);
   });
 }

@@ -36,11 +36,12 @@ __device__ inline BFloat16 scale_of(const uint8_t* wire, const Part& part, int b
   return read_unaligned<BFloat16>(wire + part.scales + index / block * sizeof(BFloat16));
 }
 
-// Code `index` of a run of codes.
+// Code `index` of a run of codes. One of 3 bits may lie in two bytes.
 __device__ inline int8_t code_of(const uint8_t* codes, int bits, int64_t index) {
-  const uint8_t byte = codes[index * bits / 8];
-  const int nibble = byte >> index % 2 * 4 & 0x0F;
-  return static_cast<int8_t>(bits == 8 ? byte : (nibble ^ 8) - 8);
+  const uint8_t* from = codes + index * bits / 8;
+  const int shift = static_cast<int>(index * bits % 8), sign = 1 << (bits - 1);
+  const int bytes = from[0] | (shift + bits > 8 ? from[1] << 8 : 0);
+  return static_cast<int8_t>(((bytes >> shift & (2 * sign - 1)) ^ sign) - sign);
 }
 
 // Element `index` of a part.
@@ -61,31 +62,51 @@ __device__ uint32_t warp_amax(const Value& value_of, int64_t begin, int64_t end)
   return amax;
 }
 
-// The two steps of a quantized tile. Codes are made byte by byte: the two in a byte may be of different blocks.
+// ---- Encode a tile, in three steps. New scales wait in shared memory until the codes are made: what gives the values may
+// be the wire that is written, and still needs the old ones.
+
 template <class Value>
-__device__ void encode_scales(const Value& value_of, const Tile& tile, const Part& part, int block, uint8_t* wire) {
+__device__ void find_scales(const Value& value_of, const Tile& tile, const Part& part, int block, BFloat16* scales) {
   const int64_t end = tile.first + tile.numel;
   for (int64_t begin = tile.first; begin < end; begin += block) {
-    const uint32_t amax = warp_amax(value_of, begin, min(begin + block, end));
-    const BFloat16 scale = encode_scale(amax, qmax_of(part.bits));
-    if (lane_index() == 0) write_unaligned(wire + part.scales + begin / block * sizeof scale, scale);
+    const BFloat16 scale = encode_scale(warp_amax(value_of, begin, min(begin + block, end)), qmax_of(part.bits));
+    if (lane_index() == 0) scales[(begin - tile.first) / block] = scale;
+  }
+  __syncwarp();
+}
+
+// A lane makes all codes that share bytes: 8 codes of 3 bits, or those of one byte, which may be of different blocks.
+template <class Value>
+__device__ void encode_codes(const Value& value_of, const Tile& tile, const Part& part, int block,
+                             const BFloat16* scales, uint8_t* codes) {
+  const auto code_at = [&](int64_t i) -> uint32_t {
+    const BFloat16 scale = scales[(i - tile.first) / block];
+    return has_codes(scale) ? encode(value_of(i), to_float(scale)) : 0;
+  };
+  const int bits = static_cast<int>(part.bits), run = bits == 3 ? 8 : 8 / bits;
+  const int64_t end = tile.first + tile.numel;
+  for (int64_t first = tile.first + lane_index() * run; first < end; first += kLanes * run) {
+    const int count = static_cast<int>(min(run, end - first));
+    uint32_t word = 0;
+    for (int i = 0; i < count; ++i) word |= (code_at(first + i) & ((1 << bits) - 1)) << bits * i;
+    for (int byte = 0; 8 * byte < bits * count; ++byte) {
+      codes[first * bits / 8 + byte] = static_cast<uint8_t>(word >> 8 * byte);
+    }
   }
   __syncwarp();
 }
 
 template <class Value>
-__device__ void encode_codes(const Value& value_of, const Tile& tile, const Part& part, int block, uint8_t* wire) {
-  const auto code_at = [&](int64_t i) {
-    const BFloat16 scale = scale_of(wire, part, block, i);
-    return has_codes(scale) ? encode(value_of(i), to_float(scale)) : 0;
-  };
-  const int64_t end = tile.first + tile.numel;
-  const int per_byte = 8 / static_cast<int>(part.bits);
-  for (int64_t i = tile.first + lane_index() * per_byte; i < end; i += kLanes * per_byte) {
-    int byte = code_at(i);
-    if (part.bits == 4) byte = (byte & 0x0F) | (i + 1 < end ? code_at(i + 1) << 4 : 0);
-    wire[part.codes + i / per_byte] = static_cast<uint8_t>(byte);
+__device__ void encode_tile_codes(const Value& value_of, const Tile& tile, const Part& part, int block, uint8_t* wire) {
+  __shared__ BFloat16 staged[kWarps][kTileNumel];  // no tile has more blocks
+  BFloat16* scales = staged[threadIdx.x / kLanes];
+  find_scales(value_of, tile, part, block, scales);
+  encode_codes(value_of, tile, part, block, scales, wire + part.codes);
+  uint8_t* to = wire + part.scales + tile.first / block * sizeof(BFloat16);
+  for (int b = lane_index(); b < ceil_div(tile.numel, block); b += kLanes) {
+    write_unaligned(to + b * sizeof(BFloat16), scales[b]);
   }
+  __syncwarp();  // the shared memory is free again, and the tile there to be read
 }
 
 // Values -> the tile's part of the wire, padding included. value_of(index): element `index` of the part.
@@ -99,8 +120,7 @@ __device__ void encode_elements(const Value& value_of, const Tile& tile, const P
       store_element(wire + part.codes, layout.raw_dtype, i, value_of(i));
     }
   } else {
-    encode_scales(value_of, tile, part, block, wire);
-    encode_codes(value_of, tile, part, block, wire);
+    encode_tile_codes(value_of, tile, part, block, wire);
     nbytes = ceil_div(part.numel * part.bits, 8);
   }
   if (!tile.is_last(part)) return;

@@ -36,6 +36,11 @@ inline Tiling tiling_of(const Layout& layout) {
   return {static_cast<int>(layout.block), log2_blocks, static_cast<int>(num_tiles)};
 }
 
+template <class Byte>
+Wires<Byte> wires_of(Byte* bytes, const Layout& layout) {
+  return {bytes, layout, log2_floor(layout.block)};
+}
+
 inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kCudaError + error; }
 
 // launch(T{}) with the type that `dtype` names.
@@ -55,13 +60,14 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, 
   return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 
-// A warp for each tile of a slice, along x; slices along y.
+// A warp for each tile of a slice, along x; slices along y and, where they are too many, z.
 template <class... Parameters, class... Arguments>
 int launch_tiles(void (*kernel)(Parameters...), const Tiling& tiling, int64_t num_slices, void* stream,
                  Arguments... arguments) {
   if (tiling.num_tiles == 0) return kOk;  // all gaps
-  const dim3 grid(static_cast<unsigned>(ceil_div(tiling.num_tiles, kWarps)),
-                  static_cast<unsigned>(min(num_slices, kMaxGridRows)));
+  const int64_t layers = ceil_div(num_slices, kMaxGridRows), rows = ceil_div(num_slices, layers);
+  const dim3 grid(static_cast<unsigned>(ceil_div(tiling.num_tiles, kWarps)), static_cast<unsigned>(rows),
+                  static_cast<unsigned>(layers));
   return launch(kernel, grid, kThreads, stream, tiling, num_slices, arguments...);
 }
 

@@ -75,6 +75,8 @@ __device__ __forceinline__ Words<N> narrow(const float* values) {
   return words;
 }
 
+__device__ __forceinline__ bool is_finite(BFloat16 value) { return (value.bits & 0x7F80) != 0x7F80; }
+
 // ---- A tile, from and to memory. `numel` of its elements exist. Memory that is not 16-byte aligned, and the tile at the
 // end of a part, are moved element by element.
 
@@ -113,17 +115,41 @@ __device__ __forceinline__ void load_rows(const T* from, int numel, float (&valu
   }
 }
 
-// values += a tile, row by row: with sums in registers, there is no room for all at once.
+// values <- combine(value, element) with those of a tile. Up to 64 bytes of a lane are on their way at once: with values in
+// registers, there is no room for more.
+template <int V, class T, class Combine>
+__device__ __forceinline__ void combine_rows(const T* from, int numel, float (&values)[kPerLane],
+                                             const Combine& combine) {
+  constexpr int kRows = kPerLane / V, kAtOnce = min(kRows, 64 / (V * sizeof(T)));
+  const auto combine_row = [&](int j, const float* elements) {
+#pragma unroll
+    for (int i = 0; i < V; ++i) values[j * V + i] = combine(values[j * V + i], elements[i]);
+  };
+  float elements[V];
+  if (is_whole(from, numel)) {
+#pragma unroll
+    for (int first = 0; first < kRows; first += kAtOnce) {
+      decltype(row_vector<V>(from, 0)) rows[kAtOnce];
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) rows[j] = row_vector<V>(from, first + j);
+#pragma unroll
+      for (int j = 0; j < kAtOnce; ++j) {
+        widen<T>(rows[j], elements);
+        combine_row(first + j, elements);
+      }
+    }
+  } else {
+#pragma unroll
+    for (int j = 0; j < kRows; ++j) {
+      load_elements<V>(from, numel, j, elements);
+      combine_row(j, elements);
+    }
+  }
+}
+
 template <int V, class T>
 __device__ __forceinline__ void add_rows(const T* from, int numel, float (&values)[kPerLane]) {
-#pragma unroll
-  for (int j = 0; j < kPerLane / V; ++j) {
-    float terms[V];
-    if (is_whole(from, numel)) widen<T>(row_vector<V>(from, j), terms);
-    else load_elements<V>(from, numel, j, terms);
-#pragma unroll
-    for (int i = 0; i < V; ++i) values[j * V + i] += terms[i];
-  }
+  combine_rows<V>(from, numel, values, [](float value, float element) { return value + element; });
 }
 
 template <int V, class T>

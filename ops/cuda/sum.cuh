@@ -1,4 +1,4 @@
-// The sum both fused kernels share.
+// The sum of several sources, for all kernels that add up.
 #pragma once
 
 #include "elements.cuh"
@@ -8,7 +8,7 @@ namespace zeropp {
 
 // What several ranks sent, and where their sums start.
 struct Sources {
-  const uint8_t* wire;  // [num_sources, num_sums, nbytes]
+  const uint8_t* wire;  // [num_sources, num_sums, nbytes]; null for no sources
   Layout layout;
   const float* initial;  // [num_sums, numel], or null: start from source 0
   int64_t num_sources;

@@ -49,14 +49,15 @@ __device__ __forceinline__ Tile find_tile(const Layout& layout, const Tiling& ti
   return {part, first, static_cast<int>(min(left, tiling.tile_numel()))};
 }
 
-// body(tile, slice) for this warp's tile, of every slice that its row of the grid takes.
+// body(tile, slice) for this warp's tile of its row's slice. A loop over slices would cost registers: whatever is the same for
+// all of them would be kept in some.
 template <class Body>
 __device__ __forceinline__ void for_my_tile(const Layout& layout, const Tiling& tiling, int64_t num_slices, Body body) {
   const int number = blockIdx.x * kWarps + threadIdx.x / kLanes;
-  if (number >= tiling.num_tiles) return;
+  const int64_t slice = blockIdx.z * static_cast<int64_t>(gridDim.y) + blockIdx.y;
+  if (number >= tiling.num_tiles || slice >= num_slices) return;
   const Tile tile = find_tile(layout, tiling, number);
-  if (tile.numel == 0) return;
-  for (int64_t slice = blockIdx.y; slice < num_slices; slice += gridDim.y) body(tile, slice);
+  if (tile.numel) body(tile, slice);
 }
 
 }  // namespace zeropp

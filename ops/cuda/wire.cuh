@@ -1,5 +1,7 @@
-// A tile of a slice's wire: raw, INT8 or INT4, as its part says. All lanes of a warp take the same branch.
+// A tile of a slice's wire: raw, or codes of 8, 4, 3 or 2 bits, as its part says. All lanes of a warp take the same branch.
 #pragma once
+
+#include <type_traits>
 
 #include "codes.cuh"
 #include "tile.cuh"
@@ -14,6 +16,18 @@ __device__ __forceinline__ auto with_dtype(int64_t dtype, const Visit& visit) {
   if (dtype == kFloat32) return visit(float{});
   if (dtype == kBFloat16) return visit(BFloat16{});
   return visit(Float16{});
+}
+
+// visit(Bits<n>{}) with n = `bits`, the width of a code.
+template <int n>
+using Bits = std::integral_constant<int, n>;
+
+template <class Visit>
+__device__ __forceinline__ void with_bits(int64_t bits, const Visit& visit) {
+  if (bits == 8) visit(Bits<8>{});
+  else if (bits == 4) visit(Bits<4>{});
+  else if (bits == 3) visit(Bits<3>{});
+  else visit(Bits<2>{});
 }
 
 // One slice's part of a tile, in a wire whose blocks have 2^log2_block elements.
@@ -43,16 +57,39 @@ struct TileMemory {
   }
 };
 
+// Wires of several slices, of one layout.
+template <class Byte>
+struct Wires {
+  Byte* bytes;  // [num_slices, nbytes]
+  Layout layout;
+  int log2_block;  // of layout.block, where it is a power of two
+
+  __device__ const Part& part(const Tile& tile) const { return layout.parts[tile.part]; }
+  __device__ Byte* slice(int64_t index) const { return bytes + index * layout.nbytes; }
+  __device__ TileMemory<Byte> memory(const Tile& tile, int64_t index) const {
+    return {slice(index), part(tile), tile, log2_block};
+  }
+};
+
 __device__ __forceinline__ void write_zeros(uint8_t* from, const uint8_t* to) {
   for (uint8_t* at = from + lane_index(); at < to; at += kLanes) *at = 0;
 }
 
-// values -> the tile's scales and codes, or raw elements, and the padding behind the part's last.
+// values -> the tile's scales and codes, and the padding behind the part's last.
+template <int V>
+__device__ __forceinline__ void encode_quantized(const float (&values)[kPerLane], const TileMemory<uint8_t>& to,
+                                                 Staging& staging) {
+  with_bits(to.part.bits, [&](auto bits) {
+    constexpr int kBits = decltype(bits)::value;
+    encode_blocks<kBits, V>(values, to.blocks(kBits), to.num_scales(), staging);
+  });
+}
+
+// The same, or raw elements, and the padding behind the part's last.
 template <int V>
 __device__ __forceinline__ void encode_tile(const float (&values)[kPerLane], const TileMemory<uint8_t>& to,
                                             int64_t raw_dtype, Staging& staging) {
-  if (to.part.bits == 8) return encode_blocks<8, V>(values, to.blocks(8), to.num_scales(), staging);
-  if (to.part.bits == 4) return encode_blocks<4, V>(values, to.blocks(4), to.num_scales(), staging);
+  if (to.part.bits) return encode_quantized<V>(values, to, staging);
   with_dtype(raw_dtype, [&](auto type) {
     using T = decltype(type);
     T* elements = to.raw<T>();
@@ -66,7 +103,7 @@ __device__ __forceinline__ void encode_tile(const float (&values)[kPerLane], con
 template <int kBits, int V>
 __device__ __forceinline__ void add_quantized(TileMemory<const uint8_t> from, int64_t num_sources, int64_t stride,
                                               Staging& staging, float (&values)[kPerLane]) {
-  constexpr int kAtOnce = 16 / kBits;
+  constexpr int kAtOnce = 4 / kFetches<kBits>;
   for (int64_t source = 0; source < num_sources; source += kAtOnce) {
     FetchedBlocks<kBits> fetched[kAtOnce];
 #pragma unroll
@@ -95,9 +132,18 @@ __device__ __forceinline__ void add_raw(TileMemory<const uint8_t> from, int64_t 
 template <int V>
 __device__ __forceinline__ void add_sources(const TileMemory<const uint8_t>& from, int64_t num_sources, int64_t stride,
                                             int64_t raw_dtype, Staging& staging, float (&values)[kPerLane]) {
-  if (from.part.bits == 8) return add_quantized<8, V>(from, num_sources, stride, staging, values);
-  if (from.part.bits == 4) return add_quantized<4, V>(from, num_sources, stride, staging, values);
+  if (from.part.bits) {
+    return with_bits(from.part.bits, [&](auto bits) {
+      add_quantized<decltype(bits)::value, V>(from, num_sources, stride, staging, values);
+    });
+  }
   add_raw<V>(from, num_sources, stride, raw_dtype, values);
+}
+
+template <int V>
+__device__ __forceinline__ void add_tile(const TileMemory<const uint8_t>& from, int64_t raw_dtype, Staging& staging,
+                                         float (&values)[kPerLane]) {
+  add_sources<V>(from, 1, 0, raw_dtype, staging, values);
 }
 
 // What sums start from: adding anything to -0 leaves it as it is, +0 and -0 included.

@@ -132,10 +132,12 @@ void run_grid(dim3 grid, dim3 block, void (*kernel)(void*), void* arguments) {
   blockDim = block;
   body = kernel;
   context = arguments;
-  for (unsigned y = 0; y < grid.y; ++y) {
-    for (unsigned x = 0; x < grid.x; ++x) {
-      blockIdx = dim3(x, y, 0);
-      run_block();
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) {
+        blockIdx = dim3(x, y, z);
+        run_block();
+      }
     }
   }
 }

@@ -1,0 +1,51 @@
+// Add the differences in a wire to what `base` holds, and encode the sum as base was; raw parts of the wire replace. In place,
+// where base is also the output: a warp reads all of its tile before it writes any.
+#include "elements.cuh"
+#include "launch.cuh"
+
+namespace {
+namespace zeropp {
+
+constexpr int kUpdateVector = 8;  // 16 bytes of a 16-bit base
+
+__global__ void __launch_bounds__(kThreads, 6)
+dequantize_update_rows(Tiling tiling, int64_t num_slices, Wires<const uint8_t> wire, Wires<const uint8_t> base,
+                       Wires<uint8_t> output) {
+  __shared__ Staging staging[kWarps];
+  for_my_tile(output.layout, tiling, num_slices, [&](const Tile& tile, int64_t slice) {
+    Staging& mine = staging[threadIdx.x / kLanes];
+    float values[kPerLane];
+    clear(values);
+    if (wire.part(tile).bits) {
+      add_tile<kUpdateVector>(base.memory(tile, slice), base.layout.raw_dtype, mine, values);
+    }
+    add_tile<kUpdateVector>(wire.memory(tile, slice), wire.layout.raw_dtype, mine, values);
+    encode_tile<kUpdateVector>(values, output.memory(tile, slice), output.layout.raw_dtype, mine);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+dequantize_update_elements(Tiling tiling, int64_t num_slices, Wires<const uint8_t> wire, Wires<const uint8_t> base,
+                           Wires<uint8_t> output) {
+  for_my_tile(output.layout, tiling, num_slices, [&](const Tile& tile, int64_t slice) {
+    const Part& part = wire.part(tile);
+    const auto value_of = [&](int64_t index) {
+      const float change = decode_element(wire.slice(slice), part, wire.layout, index);
+      if (part.bits == 0) return change;
+      return decode_element(base.slice(slice), base.part(tile), base.layout, index) + change;
+    };
+    encode_elements(value_of, tile, output.part(tile), output.layout, output.slice(slice));
+  });
+}
+
+}  // namespace zeropp
+}  // namespace
+
+ZEROPP_KERNEL(dequantize_update)(const uint8_t* wire, const zeropp::Layout* layout, const uint8_t* base,
+                                 const zeropp::Layout* base_layout, int64_t num_slices, uint8_t* output, void* stream) {
+  using namespace zeropp;
+  const bool rows = has_row_blocks(*layout, wire) && has_row_blocks(*base_layout, base) && is_aligned(output);
+  const auto kernel = rows ? dequantize_update_rows : dequantize_update_elements;
+  return launch_tiles(kernel, tiling_of(*base_layout), num_slices, stream, wires_of(wire, *layout),
+                      wires_of(base, *base_layout), wires_of(output, *base_layout));
+}
