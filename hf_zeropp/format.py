@@ -143,11 +143,6 @@ class WireLayout:
         for name, value in {"segments": segments, "block": block, "raw_dtype": raw_dtype, **derived}.items():
             object.__setattr__(self, name, value)
 
-    @property
-    def widths(self) -> frozenset[int]:
-        """Of the codes that occur; 0 for raw elements."""
-        return frozenset(part.bits for part in self.parts if part.numel)
-
     @staticmethod
     @cache
     def from_spec(spec: str) -> WireLayout:

@@ -201,7 +201,6 @@ class CompiledKernels:
                 nbytes=layout.nbytes,
                 block=layout.block,
                 raw_dtype=_DTYPE_CODES[layout.raw_dtype],
-                has_3_bits=3 in layout.widths,
             )
         return ctypes.addressof(self._layouts[key])
 

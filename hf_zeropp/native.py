@@ -41,7 +41,7 @@ class Layout(ctypes.Structure):
 
     _fields_ = [
         ("parts", ctypes.c_void_p),
-        *((name, ctypes.c_int64) for name in ("num_parts", "numel", "nbytes", "block", "raw_dtype", "has_3_bits")),
+        *((name, ctypes.c_int64) for name in ("num_parts", "numel", "nbytes", "block", "raw_dtype")),
     ]
 
 

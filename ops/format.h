@@ -52,7 +52,6 @@ struct Layout {
   int64_t nbytes;     // wire bytes of one slice
   int64_t block;      // elements that share one scale
   int64_t raw_dtype;  // DType of raw segments
-  int64_t has_3_bits;  // is there a segment of 3-bit codes?
 };
 
 ZEROPP_HD constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -27,7 +27,7 @@ def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def wires_equal(a: torch.Tensor, b: torch.Tensor, layout: WireLayout) -> bool:
     """Byte for byte; where fp32 travels raw, as far as decoding tells: any NaN may stand for another."""
-    if layout.raw_dtype == torch.float32 and 0 in layout.widths:
+    if layout.raw_dtype == torch.float32 and any(part.bits == 0 for part in layout.parts if part.numel):
         a, b = (ops.dequantize(wire.flatten(), layout, dtype=torch.float32) for wire in (a, b))
     return bits_equal(a.flatten(), b.flatten())
 
