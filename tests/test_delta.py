@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
 from harness import Scenarios, expect_errors, run_ranks
 from test_staleness import WritesData, WritesPointers
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from toy import POLICIES, VOCAB, backward, full_weights, gathered_weights, make_lm, shard, tokens_of
+from torch.distributed.tensor import DTensor
+from toy import POLICIES, VOCAB, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
+from hf_zeropp.units import Unit
 
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4, "ranks_per_node": 2}
 SIZES = {"depth": 2, "hidden": 64, "inner": 256}
@@ -253,6 +256,46 @@ def three_nodes(rank: int) -> tuple[float, int]:
 def test_an_odd_number_of_nodes():
     results = run_ranks(three_nodes, 6, env={"ZEROPP_CHECK": "1"})
     assert {error for error, _ in results} == {results[0][0]} and results[0][0] <= GOAL
+
+
+def switching_adapters(rank: int) -> tuple[list[float], bool]:
+    """LoRA on a base in 4 bits: each adapter trains in turn, and the one that rests keeps its weights."""
+    settings = DELTA | {"qgz_hadamard": True, "qgz_error_feedback": "full", "frozen_bits": 4}
+    model = with_adapter(tiny_llama(), ("default", "other"))
+    accelerator, _, model, _ = prepare(model, mixed_precision="bf16", **settings)
+    errors, rests = [], True
+    for adapter in ("default", "other", "default"):
+        model.set_adapter(adapter)
+        resting = {
+            name: full(p).clone() for name, p in model.named_parameters() if "lora" in name and adapter not in name
+        }
+        optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
+        for step in range(3):
+            accelerator.backward(model(input_ids=tokens(seed=step), labels=tokens(seed=step)).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            model(input_ids=tokens())
+        errors += [unit_error(gather.unit) for gather in get_handle(model).gathers]
+        now = dict(model.named_parameters())
+        rests &= all(torch.equal(full(now[name]), weight) for name, weight in resting.items())
+    return errors, rests
+
+
+def unit_error(unit: Unit) -> float:
+    """Of one unit's matrices, as they are gathered now."""
+    module = unit.modules[0]
+    with unit.kept_gathered():
+        gathered = {name: param.detach().clone() for name, param in module.named_parameters()}
+    masters = {name: full(param.detach()) for name, param in module.named_parameters() if isinstance(param, DTensor)}
+    trained = [name for name in masters if "lora" in name]
+    off = sum((gathered[name].double() - masters[name].double()).square().sum() for name in trained)
+    return (off / sum(masters[name].double().square().sum() for name in trained)).sqrt().item()
+
+
+def test_switching_adapters():
+    for errors, rests in run_ranks(switching_adapters, 4, init=False):
+        assert rests and errors and max(errors) <= GOAL, errors
 
 
 # ---- What it refuses, on every rank.
