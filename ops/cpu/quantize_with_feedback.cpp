@@ -33,7 +33,7 @@ ZEROPP_KERNEL(quantize_with_feedback)(const uint8_t* wire, const zeropp::Layout*
     sources.sum(tile.moved(*out_layout, *layout), worker, sum);
     uint8_t* out_slot = out + tile.slice * out_layout->nbytes;
     if (tile.part->bits == 0) return worker.encode(sum, kFloat32, tile, *out_layout, out_slot);
-    if (rotate) rotate_slices(sum, tile.numel);
+    if (rotate) rotate_slices(sum, tile.numel, sum);
 
     const Tile residual_tile = tile.moved(*out_layout, *residual_layout);
     uint8_t* residual_slot = residual + tile.slice * residual_layout->nbytes;
