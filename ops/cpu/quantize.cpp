@@ -13,6 +13,6 @@ ZEROPP_KERNEL(quantize)(const void* input, int64_t dtype, const zeropp::Layout* 
     if (!rotate || tile.part->bits == 0) return worker.encode(from, dtype, tile, *layout, slot);
     alignas(64) float rotated[kMaxTileNumel];
     rotate_slices(worker.load(from, dtype, tile.numel), tile.numel, rotated);
-    worker.encode(rotated, kFloat32, tile, *layout, slot);
+    worker.encode(rotated, kFloat32, tile, *layout, slot, from);
   });
 }

@@ -17,6 +17,6 @@ ZEROPP_KERNEL(quantize_difference)(const void* input, int64_t dtype, const uint8
     worker.decode<Set>(base_slot, tile.moved(*layout, *base_layout), *base_layout, difference);
     const float* values = worker.load(from, dtype, tile.numel);
     for (int64_t i = 0; i < tile.numel; ++i) difference[i] = values[i] - difference[i];
-    worker.encode(difference, kFloat32, tile, *layout, slot);
+    worker.encode(difference, kFloat32, tile, *layout, slot, from);
   });
 }

@@ -41,8 +41,11 @@ class Worker {
   // stream: results bypass the caches.
   explicit Worker(bool stream) : stream_(stream) {}
 
-  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire.
-  void encode(const void* values, int64_t dtype, const Tile& tile, const Layout& layout, uint8_t* wire) {
+  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire. Meanwhile fetches what
+  // a later tile's values will be made of: `source`, where this one's lie in memory, the values themselves if it is null.
+  void encode(const void* values, int64_t dtype, const Tile& tile, const Layout& layout, uint8_t* wire,
+              const void* source = nullptr) {
+    source_ = static_cast<const char*>(source ? source : values);
     if (tile.part->bits == 0) {
       encode_raw(load(values, dtype, tile.numel), tile, layout.raw_dtype, wire);
     } else if (dtype == kBFloat16) {
@@ -145,7 +148,7 @@ class Worker {
   void encode_codes(const In* values, int64_t n, int64_t block, [[maybe_unused]] bool in_registers) {
     for (int64_t i = 0, b = 0; i < n; i += block, ++b) {
       const int64_t size = min(block, n - i);
-      prefetch(values + kEncodeAhead * n + i, size * sizeof *values);
+      prefetch(source_ + (kEncodeAhead * n + i) * sizeof *values, size * sizeof *values);
 #if defined(__AVX512BW__)
       if constexpr (sizeof *values == sizeof(BFloat16)) {
         if (in_registers) {
@@ -196,6 +199,7 @@ class Worker {
   static void write_zeros(uint8_t* from, uint8_t* to) { memset(from, 0, to - from); }
 
   const bool stream_;
+  const char* source_;
   alignas(64) float values_[kMaxTileNumel];
   alignas(64) uint16_t halves_[kMaxTileNumel];
   alignas(64) uint32_t amax_[kMaxTileNumel];
