@@ -11,7 +11,7 @@ ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const zeropp::Layout* layout,
   return for_each_tile(*layout, num_sums, num_sums * layout->numel * size, [&](const Tile& tile, Worker& worker) {
     alignas(64) float sum[kMaxTileNumel];
     sources.sum(tile, worker, sum);
-    if (rotate && tile.part->bits) rotate_slices(sum, tile.numel);
+    if (rotate && tile.part->bits) rotate_slices(sum, tile.numel, sum);
     for (int64_t i = 0; scale != 1.0f && i < tile.numel; ++i) sum[i] *= scale;
     void* to = static_cast<char*>(output) + (tile.slice * layout->numel + tile.element()) * size;
     worker.store(sum, tile.numel, dtype, to);

@@ -66,7 +66,6 @@ struct Set {
 };
 struct Add {
   static void apply(float& to, float value) { to += value; }
-  static void apply(BFloat16& to, float value) { assign(to, to_float(to) + value); }
 };
 struct Subtract {
   static void apply(float& to, float value) { to -= value; }
@@ -138,13 +137,13 @@ inline void decode_nibbles(const uint8_t* __restrict in, int64_t n, BFloat16 sto
 #endif
 
 // Raw elements: any NaN.
-template <class Update>
-void update(const float* __restrict values, int64_t n, float* __restrict out) {
-  for (int64_t i = 0; i < n; ++i) Update::apply(out[i], values[i]);
+template <class Update, class From>
+void update(const From* __restrict values, int64_t n, float* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) Update::apply(out[i], to_float(values[i]));
 }
 
-template <class Update>
-void update(const float* __restrict values, int64_t n, BFloat16* __restrict out) {
+template <class Update, class From>
+void update(const From* __restrict values, int64_t n, BFloat16* __restrict out) {
   convert(values, n, out);
 }
 

@@ -12,8 +12,7 @@ ZEROPP_KERNEL(quantize)(const void* input, int64_t dtype, const zeropp::Layout* 
     uint8_t* slot = wire + permuted(tile.slice, num_slices, slice_rows) * layout->nbytes;
     if (!rotate || tile.part->bits == 0) return worker.encode(from, dtype, tile, *layout, slot);
     alignas(64) float rotated[kMaxTileNumel];
-    Worker::read(from, dtype, tile.numel, rotated);
-    rotate_slices(rotated, tile.numel);
-    worker.encode(rotated, kFloat32, tile, *layout, slot);
+    rotate_slices(worker.load(from, dtype, tile.numel), tile.numel, rotated);
+    worker.encode(rotated, kFloat32, tile, *layout, slot, from);
   });
 }

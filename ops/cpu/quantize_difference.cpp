@@ -13,9 +13,10 @@ ZEROPP_KERNEL(quantize_difference)(const void* input, int64_t dtype, const uint8
     uint8_t* slot = wire + tile.slice * layout->nbytes;
     if (tile.part->bits == 0) return worker.encode(from, dtype, tile, *layout, slot);
     alignas(64) float difference[kMaxTileNumel];
-    Worker::read(from, dtype, tile.numel, difference);
     const uint8_t* base_slot = base + tile.slice * base_layout->nbytes;
-    worker.decode<Subtract>(base_slot, tile.moved(*layout, *base_layout), *base_layout, difference);
-    worker.encode(difference, kFloat32, tile, *layout, slot);
+    worker.decode<Set>(base_slot, tile.moved(*layout, *base_layout), *base_layout, difference);
+    const float* values = worker.load(from, dtype, tile.numel);
+    for (int64_t i = 0; i < tile.numel; ++i) difference[i] = values[i] - difference[i];
+    worker.encode(difference, kFloat32, tile, *layout, slot, from);
   });
 }

@@ -6,10 +6,13 @@
 namespace {
 namespace zeropp {
 
-// left_out <- left_out * rescale, zero where it is not a number; sum <- sum + left_out.
-inline void compensate(float* __restrict left_out, float rescale, int64_t n, float* __restrict sum) {
-  for (int64_t i = 0; i < n; ++i) left_out[i] = left_out[i] != left_out[i] ? 0.0f : left_out[i] * rescale;
-  for (int64_t i = 0; i < n; ++i) sum[i] += left_out[i];
+// left_out <- left_out * rescale, zero where it is not a number; values <- sum + left_out.
+inline void compensate(const float* __restrict sum, float rescale, int64_t n, float* __restrict left_out,
+                       float* __restrict values) {
+  for (int64_t i = 0; i < n; ++i) {
+    left_out[i] = left_out[i] != left_out[i] ? 0.0f : left_out[i] * rescale;
+    values[i] = sum[i] + left_out[i];
+  }
 }
 
 // error <- (1 - decay) left_out + decay error.
@@ -29,21 +32,24 @@ ZEROPP_KERNEL(quantize_with_feedback)(const uint8_t* wire, const zeropp::Layout*
   const Sources sources{wire, *layout, initial, num_sources, num_sums};
   // Tiles hold whole blocks of the output and of the residual, which are of one size; of the input any run will do.
   return for_each_tile(*out_layout, num_sums, num_sums * out_layout->nbytes, [&](const Tile& tile, Worker& worker) {
-    alignas(64) float sum[kMaxTileNumel];
-    sources.sum(tile.moved(*out_layout, *layout), worker, sum);
+    alignas(64) float buffer[kMaxTileNumel];
+    const float* sum = sources.sum(tile.moved(*out_layout, *layout), worker, buffer);
     uint8_t* out_slot = out + tile.slice * out_layout->nbytes;
     if (tile.part->bits == 0) return worker.encode(sum, kFloat32, tile, *out_layout, out_slot);
-    if (rotate) rotate_slices(sum, tile.numel);
+    if (rotate) {
+      rotate_slices(sum, tile.numel, buffer);
+      sum = buffer;
+    }
 
     const Tile residual_tile = tile.moved(*out_layout, *residual_layout);
     uint8_t* residual_slot = residual + tile.slice * residual_layout->nbytes;
-    alignas(64) float left_out[kMaxTileNumel];
+    alignas(64) float left_out[kMaxTileNumel], values[kMaxTileNumel];
     worker.decode<Set>(residual_slot, residual_tile, *residual_layout, left_out);
-    compensate(left_out, rescale, tile.numel, sum);
+    compensate(sum, rescale, tile.numel, left_out, values);
 
-    worker.encode(sum, kFloat32, tile, *out_layout, out_slot);
-    worker.subtract_encoded(tile, *out_layout, sum);
-    if (decay != 1.0f) mix(left_out, decay, tile.numel, sum);
-    worker.encode(sum, kFloat32, residual_tile, *residual_layout, residual_slot);
+    worker.encode(values, kFloat32, tile, *out_layout, out_slot, sources.start(tile));
+    worker.subtract_encoded(tile, *out_layout, values);  // the error
+    if (decay != 1.0f) mix(left_out, decay, tile.numel, values);
+    worker.encode(values, kFloat32, residual_tile, *residual_layout, residual_slot);
   });
 }

@@ -14,14 +14,20 @@ struct Sources {
   int64_t num_sources;
   int64_t num_sums;
 
-  // initial + source 0 + source 1 + ..., in that order, of a tile of this layout.
-  void sum(const Tile& tile, Worker& worker, float* out) const {
+  // Where the sum of a tile starts; null, if that is source 0.
+  const float* start(const Tile& tile) const {
+    return initial ? initial + tile.slice * layout.numel + tile.element() : nullptr;
+  }
+
+  // initial + source 0 + source 1 + ..., in that order, of a tile of this layout: in `out`, or where it starts if there
+  // is nothing to add.
+  const float* sum(const Tile& tile, Worker& worker, float* out) const {
     const uint8_t* from = wire + tile.slice * layout.nbytes;
     int64_t source = 0;
-    if (initial) {
-      const float* start = initial + tile.slice * layout.numel + tile.element();
-      prefetch(start + tile.numel, tile.numel * sizeof *start);
-      memcpy(out, start, tile.numel * sizeof *out);
+    if (const float* first = start(tile)) {
+      if (num_sources == 0) return first;
+      prefetch(first + tile.numel, tile.numel * sizeof *first);
+      memcpy(out, first, tile.numel * sizeof *out);
     } else {
       worker.decode<Set>(from, tile, layout, out);
       source = 1;
@@ -29,6 +35,7 @@ struct Sources {
     for (; source < num_sources; ++source) {
       worker.decode<Add>(from + source * num_sums * layout.nbytes, tile, layout, out);
     }
+    return out;
   }
 };
 

@@ -7,8 +7,6 @@
 #include "loops.h"
 #include "parallel.h"
 
-#include <type_traits>
-
 namespace {
 namespace zeropp {
 
@@ -43,8 +41,11 @@ class Worker {
   // stream: results bypass the caches.
   explicit Worker(bool stream) : stream_(stream) {}
 
-  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire.
-  void encode(const void* values, int64_t dtype, const Tile& tile, const Layout& layout, uint8_t* wire) {
+  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire. Meanwhile fetches what
+  // a later tile's values will be made of: `source`, where this one's lie in memory, the values themselves if it is null.
+  void encode(const void* values, int64_t dtype, const Tile& tile, const Layout& layout, uint8_t* wire,
+              const void* source = nullptr) {
+    source_ = static_cast<const char*>(source ? source : values);
     if (tile.part->bits == 0) {
       encode_raw(load(values, dtype, tile.numel), tile, layout.raw_dtype, wire);
     } else if (dtype == kBFloat16) {
@@ -59,8 +60,8 @@ class Worker {
   template <class Update, class Out>
   void decode(const uint8_t* wire, const Tile& tile, const Layout& layout, Out* out) {
     const Part& part = *tile.part;
-    if (part.bits == 0) return update<Update>(load_raw(wire + part.codes, tile, layout.raw_dtype), tile.numel, out);
-    const bool in_registers = std::is_same_v<Update, Set> && has_nibble_loops<Out>(part, layout.block);
+    if (part.bits == 0) return decode_raw<Update>(wire + part.codes, tile, layout.raw_dtype, out);
+    const bool in_registers = has_nibble_loops<Out>(part, layout.block);
     const uint8_t* packed = wire + part.codes + tile.first * part.bits / 8;
     prefetch(packed + kDecodeAhead * tile.numel * part.bits / 8, tile.numel * part.bits / 8);
     const int8_t* codes = in_registers ? nullptr : load_codes(wire, tile);
@@ -71,7 +72,7 @@ class Worker {
       memcpy(&scale, scales, sizeof scale);
       const int64_t n = min(size, tile.numel - at);
 #if defined(__AVX512BW__)
-      if constexpr (std::is_same_v<Out, BFloat16>) {
+      if constexpr (sizeof *out == sizeof(BFloat16)) {
         if (in_registers) {
           decode_nibbles(packed + at / 2, n, scale, out + at);
           continue;
@@ -89,11 +90,12 @@ class Worker {
     }
   }
 
-  // n elements of `dtype` in memory -> fp32.
-  static void read(const void* from, int64_t dtype, int64_t n, float* values) {
-    if (dtype == kFloat32) convert(static_cast<const float*>(from), n, values);
-    if (dtype == kBFloat16) convert(static_cast<const BFloat16*>(from), n, values);
-    if (dtype == kFloat16) convert(static_cast<const Float16*>(from), n, values);
+  // n elements of `dtype` -> fp32; where they lie, if they are fp32 already.
+  const float* load(const void* from, int64_t dtype, int64_t n) {
+    if (dtype == kFloat32) return static_cast<const float*>(from);
+    if (dtype == kBFloat16) convert(static_cast<const BFloat16*>(from), n, values_);
+    if (dtype == kFloat16) convert(static_cast<const Float16*>(from), n, values_);
+    return values_;
   }
 
   // n values -> `dtype` in memory.
@@ -110,13 +112,6 @@ class Worker {
   }
 
  private:
-  // n elements of `dtype` -> fp32; in place, where they are fp32 already.
-  const float* load(const void* from, int64_t dtype, int64_t n) {
-    if (dtype == kFloat32) return static_cast<const float*>(from);
-    read(from, dtype, n, values_);
-    return values_;
-  }
-
   void encode_raw(const float* values, const Tile& tile, int64_t dtype, uint8_t* wire) {
     const Part& part = *tile.part;
     store(values, tile.numel, dtype, wire + part.codes + tile.first * item_size(dtype));
@@ -153,7 +148,7 @@ class Worker {
   void encode_codes(const In* values, int64_t n, int64_t block, [[maybe_unused]] bool in_registers) {
     for (int64_t i = 0, b = 0; i < n; i += block, ++b) {
       const int64_t size = min(block, n - i);
-      prefetch(values + kEncodeAhead * n + i, size * sizeof *values);
+      prefetch(source_ + (kEncodeAhead * n + i) * sizeof *values, size * sizeof *values);
 #if defined(__AVX512BW__)
       if constexpr (sizeof *values == sizeof(BFloat16)) {
         if (in_registers) {
@@ -185,16 +180,26 @@ class Worker {
     return codes_ + lead;
   }
 
-  // Copied first: a wire buffer may begin anywhere, floats in memory may not.
-  const float* load_raw(const uint8_t* from, const Tile& tile, int64_t dtype) {
+  template <class Update, class Out>
+  void decode_raw(const uint8_t* from, const Tile& tile, int64_t dtype, Out* out) {
+    const void* elements = aligned(from + tile.first * item_size(dtype), tile.numel, dtype);
+    if (dtype == kBFloat16) update<Update>(static_cast<const BFloat16*>(elements), tile.numel, out);
+    else update<Update>(load(elements, dtype, tile.numel), tile.numel, out);
+  }
+
+  // n elements of `dtype`, copied if they must be: a wire buffer may begin anywhere, floats in memory may not.
+  const void* aligned(const uint8_t* from, int64_t n, int64_t dtype) {
     const int64_t size = item_size(dtype);
-    memcpy(dtype == kFloat32 ? static_cast<void*>(values_) : halves_, from + tile.first * size, tile.numel * size);
-    return dtype == kFloat32 ? values_ : load(halves_, dtype, tile.numel);
+    if (reinterpret_cast<uintptr_t>(from) % size == 0) return from;
+    void* copy = dtype == kFloat32 ? static_cast<void*>(values_) : halves_;
+    memcpy(copy, from, n * size);
+    return copy;
   }
 
   static void write_zeros(uint8_t* from, uint8_t* to) { memset(from, 0, to - from); }
 
   const bool stream_;
+  const char* source_;
   alignas(64) float values_[kMaxTileNumel];
   alignas(64) uint16_t halves_[kMaxTileNumel];
   alignas(64) uint32_t amax_[kMaxTileNumel];
