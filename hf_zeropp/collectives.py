@@ -211,7 +211,7 @@ class TwoHopGather:
     def start_delta(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary) -> DeltaFlight:
         """Start hop 1 with what this rank's shard [S] has become since ``secondary`` was brought up to date."""
         assert layouts.delta is not None
-        own_slice = secondary.own.view(self.cross.size, -1)[self.cross.group.rank()]
+        own_slice = secondary.own.view(self.cross.size, layouts.kept.nbytes)[self.cross.group.rank()]
         wire = self._buffers.take(layouts.delta.nbytes, shard.device)
         ops.quantize_difference(shard, own_slice, layouts.kept, layouts.delta, out=wire)
         received = self._buffers.take(self.cross.size * layouts.delta.nbytes, shard.device)

@@ -27,15 +27,17 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from hf_zeropp.collectives import GatherLayouts, ReduceLayouts
+from hf_zeropp.comm_object import gather_layouts, reduce_layouts
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.format import Segment, WireLayout
 from hf_zeropp.model_shape import ModelShape, ParamShape, UnitShape, parse_count
 from hf_zeropp.topology import check_divides, resolve_hpz_size
 from hf_zeropp.traffic import Bytes, Peers
+from hf_zeropp.units import ParamShard
 
 __all__ = ["Estimate", "ModelShape", "Setup", "estimate", "parse_count", "plot", "table", "to_json"]
 
-KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "frozen", "wire buffers")
+KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "residual", "frozen", "wire buffers")
 MASTER_BYTES = 4
 HALF_BYTES = 2
 OPTIMIZER_STATE_BYTES = {"adamw": 8, "adamw-8bit": 2, "lion": 4, "sgd-momentum": 4, "sgd": 0, "adafactor": 0}
@@ -189,6 +191,7 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
     for unit in model.units:
         memory["secondary"] += gather.secondary_bytes(unit)
         memory["accumulator"] += reduce.accumulator_bytes(unit)
+        memory["residual"] += reduce.residual_bytes(unit)
         memory["wire buffers"] = max(memory["wire buffers"], gather.buffer_bytes(unit), reduce.buffer_bytes(unit))
         traffic.add(gather.step_bytes(unit))
         traffic.add(reduce.step_bytes(unit))
@@ -214,13 +217,18 @@ class _Gather:
         return self._setup.world_size // self._size
 
     def secondary_bytes(self, unit: UnitShape) -> int:
-        return 0 if self._is_engine or not self._keeps else self._num_slices * self._layout(unit).nbytes
+        return 0 if self._is_engine or not self._keeps else self._num_slices * self._layouts(unit).kept.nbytes
 
     def buffer_bytes(self, unit: UnitShape) -> int:
-        """Hop 2 receives the whole unit in wire form; so does hop 1, a secondary's worth, where none is kept."""
+        """Hop 2 receives the whole unit in wire form; so does hop 1, a secondary's worth, where none is kept. A delta is
+        taken of fp32 masters in one piece, and received beside the secondary that it changes."""
         if self._is_engine:
             return 0
-        return (self._setup.world_size + (0 if self._keeps else self._num_slices) + 1) * self._layout(unit).nbytes
+        layouts = self._layouts(unit)
+        received = self._setup.world_size * layouts.kept.nbytes
+        if layouts.delta is not None:
+            return received + (self._num_slices + 1) * layouts.delta.nbytes + MASTER_BYTES * layouts.delta.numel
+        return received + ((0 if self._keeps else self._num_slices) + 1) * layouts.kept.nbytes
 
     def step_bytes(self, unit: UnitShape) -> Bytes:
         """What one rank receives. Frozen units are gathered across nodes once in a run, which rounds to nothing."""
@@ -228,15 +236,15 @@ class _Gather:
         if self._is_engine:
             num_bytes = HALF_BYTES * sum(param.numel for param in unit.params) * gathers
             return _per_rank(_flat_bytes(num_bytes, self._setup), self._setup)
-        num_bytes = self._layout(unit).nbytes
+        layouts = self._layouts(unit)
         hop1 = gathers if not self._keeps else 1 if unit.trainable else 0
-        total = self._cross.bytes_of(num_bytes).times(hop1)
-        total.add(self._node.bytes_of(num_bytes * self._num_slices).times(gathers))
+        total = self._cross.bytes_of((layouts.delta or layouts.kept).nbytes).times(hop1)
+        total.add(self._node.bytes_of(layouts.kept.nbytes * self._num_slices).times(gathers))
         return total
 
-    def _layout(self, unit: UnitShape) -> WireLayout:
-        config = self._setup.config
-        return _layout(unit.params, config.qwz_bits, config.weight_block, torch.bfloat16, self._setup)
+    def _layouts(self, unit: UnitShape) -> GatherLayouts:
+        shards = _shards(unit.params, self._setup)
+        return gather_layouts(self._setup.config, shards, torch.bfloat16, trains=bool(unit.trainable))
 
 
 class _Reduce:
@@ -255,33 +263,33 @@ class _Reduce:
         numel = sum(param.padded_shard_numel(self._setup.world_size) for param in unit.trainable)
         return torch.float32.itemsize * self._setup.num_nodes * numel
 
+    def residual_bytes(self, unit: UnitShape) -> int:
+        """What hop 2 left out, 1/N of the unit in INT8."""
+        residual = self._layouts(unit).residual
+        return 0 if residual is None else self._setup.num_nodes * residual.nbytes
+
     def buffer_bytes(self, unit: UnitShape) -> int:
         """Both hops send and receive; hop 1 carries the whole unit each way."""
-        node, cross = self._layouts(unit)
-        hop1 = 2 * self._setup.world_size * node.nbytes if self._setup.ranks_per_node > 1 else 0
-        return hop1 + 2 * self._setup.num_nodes * cross.nbytes
+        layouts = self._layouts(unit)
+        hop1 = 2 * self._setup.world_size * layouts.node.nbytes if self._setup.ranks_per_node > 1 else 0
+        return hop1 + 2 * self._setup.num_nodes * layouts.cross.nbytes
 
     def step_bytes(self, unit: UnitShape) -> Bytes:
-        node, cross = self._layouts(unit)
-        total = self._node.bytes_of(self._setup.num_nodes * node.nbytes).times(self._setup.micro_steps)
-        total.add(self._cross.bytes_of(cross.nbytes))
+        layouts = self._layouts(unit)
+        total = self._node.bytes_of(self._setup.num_nodes * layouts.node.nbytes).times(self._setup.micro_steps)
+        total.add(self._cross.bytes_of(layouts.cross.nbytes))
         return total
 
-    def _layouts(self, unit: UnitShape) -> tuple[WireLayout, WireLayout]:
-        config, dtype = self._setup.config, self._setup.reduce_dtype
-        node, cross = (
-            _layout(unit.trainable, bits, config.grad_block, dtype, self._setup)
-            for bits in (config.qgz_intra_bits, config.qgz_bits)
-        )
-        return node, cross
+    def _layouts(self, unit: UnitShape) -> ReduceLayouts:
+        config = self._setup.config
+        shards = _shards(unit.trainable, self._setup)
+        return reduce_layouts(config, shards, self._setup.reduce_dtype, quantizes=config.quantizes_gradients)
 
 
-def _layout(
-    params: Iterable[ParamShape], bits: int | None, block: int, raw_dtype: torch.dtype, setup: Setup
-) -> WireLayout:
-    """A unit's shard on the wire: matrices in `bits`, 1-D parameters unquantized (as comm_object.wire_layout)."""
-    shapes = ((param.padded_shard_numel(setup.world_size), len(param.shape)) for param in params)
-    return WireLayout([Segment(numel, bits if ndim > 1 else None) for numel, ndim in shapes], block, raw_dtype)
+def _shards(params: Iterable[ParamShape], setup: Setup) -> list[ParamShard]:
+    """A rank's, of a unit's parameters, as its layouts see them."""
+    sizes = ((param, param.padded_shard_numel(setup.world_size)) for param in params)
+    return [ParamShard("", numel, numel, len(param.shape)) for param, numel in sizes]
 
 
 def _peers(group: Iterable[int], setup: Setup) -> Peers:

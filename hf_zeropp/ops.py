@@ -160,7 +160,7 @@ def quantize_with_feedback(
 
     wire: uint8 [num_sources, P, layout.nbytes], or None, where the sum is `initial` alone and num_sources is 0.
     residual: uint8 [P, residual_layout.nbytes], changed in place; zeros to begin with. Its layout quantizes the parts that
-        out_layout does.
+        out_layout does, in blocks of the same size.
     Returns uint8 [P, out_layout.nbytes], or `out`, every byte written.
     """
     specs = layout.spec, out_layout.spec, residual_layout.spec
@@ -315,6 +315,10 @@ def _quantize_with_feedback_result(
     if [bool(part.bits) for part in residual_layout.parts] != [bool(part.bits) for part in out_layout.parts]:
         raise ValueError(
             f"{op}: expected residual_layout to quantize the parts that out_layout quantizes, and no others"
+        )
+    if residual_layout.block != out_layout.block:
+        raise ValueError(
+            f"{op}: expected residual_layout with the blocks of out_layout, {out_layout.block}, got {residual_layout.block}"
         )
     if not 0 < decay <= 1:
         raise ValueError(f"{op}: expected a decay in (0, 1], got {decay}")

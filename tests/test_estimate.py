@@ -41,6 +41,8 @@ SETTINGS = {
     "secondary of one rank": {"hpz_size": 1},
     "secondary of the world": {"hpz_size": 4},
     "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
+    "half a model": {"qwz_mode": "delta", "qwz_bits": 4, "qgz_hadamard": True, "qgz_error_feedback": "full"},
+    "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8, "qgz_error_feedback": 0.5},
 }
 
 
@@ -144,6 +146,7 @@ def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> di
         "parameters": sum(map(local, model.parameters())),
         "optimizer": sum(map(local, states)),
         "secondary": handle.secondary_bytes(),
+        "residual": handle.residual_bytes(),
         "cross_node": handle.traffic.cross_node_bytes_per_step,
         "intra_node": handle.traffic.intra_node_bytes_per_step,
     }
@@ -168,7 +171,7 @@ def check_against_run(settings: dict, tied: bool, micro_steps: int) -> None:
     ranks = run_ranks(hold_and_send, 4, settings, tied, micro_steps, init=False)
     setup = Setup(world_size=4, ranks_per_node=2, micro_steps=micro_steps, config=ZeroPPConfig(**settings))
     line = ours(ModelShape("llama", units_of(llama(tied))), setup)
-    for kind in ("secondary", "accumulator"):  # padded alike on all ranks
+    for kind in ("secondary", "accumulator", "residual"):  # padded alike on all ranks
         assert {rank[kind] for rank in ranks} == {line.memory[kind]}, kind
     for kind in ("parameters", "gradients", "optimizer"):  # rank 0 holds no padding of its own
         assert ranks[0][kind] == pytest.approx(line.memory[kind], rel=0.001), kind

@@ -10,7 +10,7 @@ ZEROPP_KERNEL(dequantize_sum_quantize)(const uint8_t* wire, const zeropp::Layout
   // Tiles hold whole blocks of the output, whose scales need them; of the input any run will do.
   return for_each_tile(*out_layout, num_sums, num_sums * out_layout->nbytes, [&](const Tile& tile, Worker& worker) {
     alignas(64) float sum[kMaxTileNumel];
-    sources.sum(tile, out_layout->parts, worker, sum);
+    sources.sum(tile.moved(*out_layout, *layout), worker, sum);
     worker.encode(sum, kFloat32, tile, *out_layout, out_wire + tile.slice * out_layout->nbytes);
   });
 }

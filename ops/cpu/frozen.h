@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../frozen_format.h"
+#include "codes.h"
 #include "loops.h"
 #include "parallel.h"
 

@@ -59,13 +59,17 @@ void encode_block(const In* __restrict in, int64_t n, BFloat16 stored_scale, int
   for (int64_t i = 0; i < n; ++i) codes[i] = encode(in[i], scale);
 }
 
-// What decoded elements do to what is there: replace it, or add to it. The only NaN ever decoded is the canonical one.
+// What decoded elements do to what is there: replace it, add to it, or take from it. The only NaN ever decoded is the canonical one.
 struct Set {
   static void apply(float& to, float value) { to = value; }
   static void apply(BFloat16& to, float value) { to.bits = round_to_bfloat16(value); }
 };
 struct Add {
   static void apply(float& to, float value) { to += value; }
+  static void apply(BFloat16& to, float value) { assign(to, to_float(to) + value); }
+};
+struct Subtract {
+  static void apply(float& to, float value) { to -= value; }
 };
 
 template <class Update, class Out>
@@ -142,26 +146,6 @@ void update(const float* __restrict values, int64_t n, float* __restrict out) {
 template <class Update>
 void update(const float* __restrict values, int64_t n, BFloat16* __restrict out) {
   convert(values, n, out);
-}
-
-// ---- INT4: two codes in a byte, the low nibble first; an odd last one shares its byte with zero.
-
-inline void pack_nibbles(const int8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
-  for (int64_t i = 0; i < n / 2; ++i) {
-    uint16_t pair;  // little-endian: the first code is the low byte
-    memcpy(&pair, codes + 2 * i, sizeof pair);
-    out[i] = static_cast<uint8_t>((pair & 0x0F) | (pair >> 4 & 0xF0));
-  }
-  if (n % 2) out[n / 2] = static_cast<uint8_t>(codes[n - 1] & 0x0F);
-}
-
-// Writes an even number of codes: one more than n where n is odd.
-inline void unpack_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
-  for (int64_t i = 0; i < (n + 1) / 2; ++i) {
-    const uint32_t pair = (in[i] & 0x0Fu) | (in[i] & 0xF0u) << 4;
-    const uint16_t extended = static_cast<uint16_t>(pair | (pair & 0x0808) * 0x1E);  // copy each sign bit upwards
-    memcpy(codes + 2 * i, &extended, sizeof extended);
-  }
 }
 
 // ---- Memory.

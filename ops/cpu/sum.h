@@ -1,4 +1,4 @@
-// The sum both fused kernels share.
+// The sum that kernels over several sources share.
 #pragma once
 
 #include "tile.h"
@@ -14,9 +14,8 @@ struct Sources {
   int64_t num_sources;
   int64_t num_sums;
 
-  // initial + source 0 + source 1 + ..., in that order, of a tile of slice `tile.slice`.
-  void sum(Tile tile, const Part* parts, Worker& worker, float* out) const {
-    tile.part = layout.parts + (tile.part - parts);
+  // initial + source 0 + source 1 + ..., in that order, of a tile of this layout.
+  void sum(const Tile& tile, Worker& worker, float* out) const {
     const uint8_t* from = wire + tile.slice * layout.nbytes;
     int64_t source = 0;
     if (initial) {

@@ -3,8 +3,11 @@
 // (Even, so that with odd blocks too a tile of INT4 codes starts at a byte.)
 #pragma once
 
+#include "codes.h"
 #include "loops.h"
 #include "parallel.h"
+
+#include <type_traits>
 
 namespace {
 namespace zeropp {
@@ -24,6 +27,9 @@ struct Tile {
 
   bool is_last() const { return first + numel == part->numel; }
   int64_t element() const { return part->element + first; }  // in the slice
+
+  // The same elements in another layout of the same segments.
+  Tile moved(const Layout& from, const Layout& to) const { return {to.parts + (part - from.parts), slice, first, numel}; }
 };
 
 inline int64_t tile_numel(int64_t block) {
@@ -48,16 +54,16 @@ class Worker {
     }
   }
 
-  // The tile's part of its slice's wire -> fp32 or bf16, set or added. A tile made for another layout may begin and end
-  // within this layout's blocks: one run for each block it touches.
+  // The tile's part of its slice's wire -> fp32 or bf16, set, added or subtracted. A tile made for another layout may begin
+  // and end within this layout's blocks: one run for each block it touches.
   template <class Update, class Out>
   void decode(const uint8_t* wire, const Tile& tile, const Layout& layout, Out* out) {
     const Part& part = *tile.part;
     if (part.bits == 0) return update<Update>(load_raw(wire + part.codes, tile, layout.raw_dtype), tile.numel, out);
-    const bool in_registers = has_nibble_loops<Out>(part, layout.block);
+    const bool in_registers = std::is_same_v<Update, Set> && has_nibble_loops<Out>(part, layout.block);
     const uint8_t* packed = wire + part.codes + tile.first * part.bits / 8;
     prefetch(packed + kDecodeAhead * tile.numel * part.bits / 8, tile.numel * part.bits / 8);
-    const int8_t* codes = in_registers ? nullptr : load_codes(packed, tile.numel, part.bits);
+    const int8_t* codes = in_registers ? nullptr : load_codes(wire, tile);
     const uint8_t* scales = wire + part.scales + tile.first / layout.block * sizeof(BFloat16);
     int64_t size = layout.block - tile.first % layout.block;
     for (int64_t at = 0; at < tile.numel; at += size, size = layout.block, scales += sizeof(BFloat16)) {
@@ -65,7 +71,7 @@ class Worker {
       memcpy(&scale, scales, sizeof scale);
       const int64_t n = min(size, tile.numel - at);
 #if defined(__AVX512BW__)
-      if constexpr (sizeof *out == sizeof(BFloat16)) {
+      if constexpr (std::is_same_v<Out, BFloat16>) {
         if (in_registers) {
           decode_nibbles(packed + at / 2, n, scale, out + at);
           continue;
@@ -74,6 +80,20 @@ class Worker {
 #endif
       decode_block<Update>(codes + at, n, scale, out + at);
     }
+  }
+
+  // Takes from the values of the tile encoded last, by way of fp32, what they decode to.
+  void subtract_encoded(const Tile& tile, const Layout& layout, float* values) const {
+    for (int64_t at = 0, b = 0; at < tile.numel; at += layout.block, ++b) {
+      decode_block<Subtract>(codes_ + at, min(layout.block, tile.numel - at), scales_[b], values + at);
+    }
+  }
+
+  // n elements of `dtype` in memory -> fp32.
+  static void read(const void* from, int64_t dtype, int64_t n, float* values) {
+    if (dtype == kFloat32) convert(static_cast<const float*>(from), n, values);
+    if (dtype == kBFloat16) convert(static_cast<const BFloat16*>(from), n, values);
+    if (dtype == kFloat16) convert(static_cast<const Float16*>(from), n, values);
   }
 
   // n values -> `dtype` in memory.
@@ -93,8 +113,7 @@ class Worker {
   // n elements of `dtype` -> fp32; in place, where they are fp32 already.
   const float* load(const void* from, int64_t dtype, int64_t n) {
     if (dtype == kFloat32) return static_cast<const float*>(from);
-    if (dtype == kBFloat16) convert(static_cast<const BFloat16*>(from), n, values_);
-    if (dtype == kFloat16) convert(static_cast<const Float16*>(from), n, values_);
+    read(from, dtype, n, values_);
     return values_;
   }
 
@@ -112,9 +131,9 @@ class Worker {
     uint8_t* scales = wire + part.scales + tile.first / block * 2;
     uint8_t* codes = wire + part.codes + tile.first * part.bits / 8;
     encode_codes(values, tile.numel, block, has_nibble_loops<In>(part, block));
-    if (part.bits == 4 && !has_nibble_loops<In>(part, block)) pack_nibbles(codes_, tile.numel, packed_);
+    if (!has_nibble_loops<In>(part, block)) pack_codes(codes_, tile.numel, part.bits, packed_);
     write(scales, scales_, 2 * num_blocks);
-    write(codes, part.bits == 4 ? static_cast<const void*>(packed_) : codes_, nbytes);
+    write(codes, part.bits < 8 ? static_cast<const void*>(packed_) : codes_, nbytes);
     if (!tile.is_last()) return;
     write_zeros(scales + 2 * num_blocks, wire + part.codes);
     write_zeros(codes + nbytes, wire + part.end);
@@ -157,10 +176,13 @@ class Worker {
 #endif
   }
 
-  const int8_t* load_codes(const uint8_t* from, int64_t n, int64_t bits) {
-    if (bits == 8) return reinterpret_cast<const int8_t*>(from);
-    unpack_nibbles(from, n, codes_);
-    return codes_;
+  // Unpacked from where a code begins at a byte: tiles of other layouts may begin between 3- or 2-bit codes that do not.
+  const int8_t* load_codes(const uint8_t* wire, const Tile& tile) {
+    const Part& part = *tile.part;
+    if (part.bits == 8) return reinterpret_cast<const int8_t*>(wire + part.codes) + tile.first;
+    const int64_t lead = tile.first % kCodesAtAByte;
+    unpack_codes(wire + part.codes + (tile.first - lead) * part.bits / 8, lead + tile.numel, part.bits, codes_);
+    return codes_ + lead;
   }
 
   // Copied first: a wire buffer may begin anywhere, floats in memory may not.
@@ -177,7 +199,7 @@ class Worker {
   alignas(64) uint16_t halves_[kMaxTileNumel];
   alignas(64) uint32_t amax_[kMaxTileNumel];
   alignas(64) BFloat16 scales_[kMaxTileNumel];
-  alignas(64) int8_t codes_[kMaxTileNumel];
+  alignas(64) int8_t codes_[kMaxTileNumel + kCodesAtAByte];
   alignas(64) uint8_t packed_[kMaxTileNumel / 2];
 };
 

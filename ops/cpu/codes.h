@@ -1,0 +1,101 @@
+// Codes of fewer than 8 bits: a little-endian stream of bits, the first code of a run in the lowest bits of its first byte.
+#pragma once
+
+#include "../format.h"
+
+namespace {
+namespace zeropp {
+
+// ---- INT4: two codes in a byte, the low nibble first; an odd last one shares its byte with zero.
+
+inline void pack_nibbles(const int8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
+  for (int64_t i = 0; i < n / 2; ++i) {
+    uint16_t pair;  // little-endian: the first code is the low byte
+    memcpy(&pair, codes + 2 * i, sizeof pair);
+    out[i] = static_cast<uint8_t>((pair & 0x0F) | (pair >> 4 & 0xF0));
+  }
+  if (n % 2) out[n / 2] = static_cast<uint8_t>(codes[n - 1] & 0x0F);
+}
+
+// Writes an even number of codes: one more than n where n is odd.
+inline void unpack_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
+  for (int64_t i = 0; i < (n + 1) / 2; ++i) {
+    const uint32_t pair = (in[i] & 0x0Fu) | (in[i] & 0xF0u) << 4;
+    const uint16_t extended = static_cast<uint16_t>(pair | (pair & 0x0808) * 0x1E);  // copy each sign bit upwards
+    memcpy(codes + 2 * i, &extended, sizeof extended);
+  }
+}
+
+// ---- 3 and 2 bits: eight codes at a time, in a word of 64 bits that holds them a byte each.
+
+constexpr int64_t kCodesAtAByte = 8;  // codes of every width fill whole bytes in runs of so many
+
+// `value` in the lowest bits of every field of `width` bits.
+constexpr uint64_t repeat(uint64_t value, int width) { return ~uint64_t{0} / ((uint64_t{1} << width) - 1) * value; }
+
+constexpr uint64_t low_bits(int count) { return (uint64_t{1} << count) - 1; }
+
+// Bytes -> the low `bits` of each, side by side: neighbours move together, then pairs, then fours.
+template <int bits>
+uint64_t squeeze(uint64_t codes) {
+  constexpr int gap = 8 - bits;
+  codes &= repeat(low_bits(bits), 8);
+  codes = (codes | codes >> gap) & repeat(low_bits(2 * bits), 16);
+  codes = (codes | codes >> 2 * gap) & repeat(low_bits(4 * bits), 32);
+  return (codes | codes >> 4 * gap) & low_bits(8 * bits);
+}
+
+// The inverse, each code's sign bit copied upwards in its byte.
+template <int bits>
+uint64_t spread(uint64_t packed) {
+  constexpr int gap = 8 - bits;
+  packed = (packed | packed << 4 * gap) & repeat(low_bits(4 * bits), 32);
+  packed = (packed | packed << 2 * gap) & repeat(low_bits(2 * bits), 16);
+  packed = (packed | packed << gap) & repeat(low_bits(bits), 8);
+  const uint64_t signs = packed & repeat(uint64_t{1} << (bits - 1), 8);
+  return packed | ((signs << (gap + 1)) - (signs << 1));
+}
+
+template <int bits>
+void pack(const int8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
+  const auto pack_run = [](const int8_t* run, int64_t count, uint8_t* to) {
+    uint64_t word = 0;
+    memcpy(&word, run, count);
+    word = squeeze<bits>(word);
+    memcpy(to, &word, ceil_div(count * bits, 8));
+  };
+  const int64_t whole = n / kCodesAtAByte;
+  for (int64_t i = 0; i < whole; ++i) pack_run(codes + kCodesAtAByte * i, kCodesAtAByte, out + bits * i);
+  if (n % kCodesAtAByte) pack_run(codes + kCodesAtAByte * whole, n % kCodesAtAByte, out + bits * whole);
+}
+
+template <int bits>
+void unpack(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
+  const auto unpack_run = [](const uint8_t* from, int64_t count, int8_t* run) {
+    uint64_t word = 0;
+    memcpy(&word, from, ceil_div(count * bits, 8));
+    word = spread<bits>(word);
+    memcpy(run, &word, count);
+  };
+  const int64_t whole = n / kCodesAtAByte;
+  for (int64_t i = 0; i < whole; ++i) unpack_run(in + bits * i, kCodesAtAByte, codes + kCodesAtAByte * i);
+  if (n % kCodesAtAByte) unpack_run(in + bits * whole, n % kCodesAtAByte, codes + kCodesAtAByte * whole);
+}
+
+// ---- Whichever width.
+
+inline void pack_codes(const int8_t* codes, int64_t n, int64_t bits, uint8_t* out) {
+  if (bits == 4) pack_nibbles(codes, n, out);
+  if (bits == 3) pack<3>(codes, n, out);
+  if (bits == 2) pack<2>(codes, n, out);
+}
+
+// May write one code more than n.
+inline void unpack_codes(const uint8_t* in, int64_t n, int64_t bits, int8_t* codes) {
+  if (bits == 4) unpack_nibbles(in, n, codes);
+  if (bits == 3) unpack<3>(in, n, codes);
+  if (bits == 2) unpack<2>(in, n, codes);
+}
+
+}  // namespace zeropp
+}  // namespace

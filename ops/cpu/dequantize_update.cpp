@@ -1,0 +1,22 @@
+// Decode differences, add them to what a base holds, and encode that as the base was; `out` may be the base.
+#include "../abi.h"
+#include "tile.h"
+
+ZEROPP_KERNEL(dequantize_update)(const uint8_t* wire, const zeropp::Layout* layout, const uint8_t* base,
+                                 const zeropp::Layout* base_layout, int64_t num_slices, uint8_t* out, void*) {
+  using namespace zeropp;
+  const int64_t base_bytes = base_layout->nbytes;
+  // Tiles hold whole blocks of the base, which are encoded again; of the differences any run will do.
+  return for_each_tile(*base_layout, num_slices, num_slices * base_bytes, [&](const Tile& tile, Worker& worker) {
+    const Tile change = tile.moved(*base_layout, *layout);
+    const uint8_t* from = wire + tile.slice * layout->nbytes;
+    alignas(64) float updated[kMaxTileNumel];
+    if (change.part->bits == 0) {
+      worker.decode<Set>(from, change, *layout, updated);
+    } else {
+      worker.decode<Set>(base + tile.slice * base_bytes, tile, *base_layout, updated);
+      worker.decode<Add>(from, change, *layout, updated);
+    }
+    worker.encode(updated, kFloat32, tile, *base_layout, out + tile.slice * base_bytes);
+  });
+}
