@@ -1,0 +1,199 @@
+"""Rotation and error feedback in training: what hop 2 leaves out of one step's gradients reaches the optimizer in a later one.
+
+The weights stay as they are (a learning rate of zero), so that every setting reduces the same gradients, and exact ones can be
+had from a run without quantization.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from harness import Scenarios
+from toy import EXACT, POLICIES, full_gradients, loss_of, make_lm, shard, tokens_of
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp
+
+NODES = EXACT | {"ranks_per_node": 2}
+PAPER = NODES | {"qgz_bits": 4, "qgz_intra_bits": 4}
+FEEDBACK = PAPER | {"qgz_error_feedback": "full"}
+ALL = FEEDBACK | {"qgz_intra_bits": 8, "qgz_hadamard": True}
+SIZES = {"hidden": 64, "inner": 128}
+
+Gradients = dict[str, torch.Tensor]
+
+
+class Run:
+    """A model whose optimizer changes nothing, and its gradients."""
+
+    def __init__(self, rank: int, settings: dict, model: torch.nn.Module | None = None, policy: str = "bf16") -> None:
+        self.rank = rank
+        self.model = shard(model or make_lm(**SIZES), POLICIES[policy])
+        self.handle: ZeroPPHandle = apply_zeropp(self.model, settings)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.0)
+
+    def backward(self, step: int, factor: float = 1.0) -> Gradients:
+        (loss_of(self.model, tokens_of(self.rank, step)) * factor).backward()
+        return full_gradients(self.model)
+
+    def step(self, step: int, factor: float = 1.0) -> Gradients:
+        gradients = self.backward(step, factor)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return gradients
+
+
+def same(ours: Gradients, theirs: Gradients) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def accumulated_error(rank: int, settings: dict, steps: int) -> float:
+    """Of the matrices' gradients, summed over steps: ||sum of reduced - sum of exact|| / ||sum of exact||."""
+    run, exact = Run(rank, settings), Run(rank, NODES)
+    off, size = 0.0, 0.0
+    sums = [[each.step(step) for step in range(steps)] for each in (run, exact)]
+    for name, param in exact.model.named_parameters():
+        if param.ndim > 1:
+            reduced, expected = (sum(gradients[name].double() for gradients in one) for one in sums)
+            off, size = off + (reduced - expected).square().sum(), size + expected.square().sum()
+    return (off / size).sqrt().item()
+
+
+def the_sum_over_steps_is_nearly_exact(rank: int) -> None:
+    """Each alone, and all together: under a fifth of the paper's error after 60 steps; and it falls as steps are added."""
+    settings = {"paper": PAPER, "rotated": PAPER | {"qgz_hadamard": True}, "feedback": FEEDBACK, "all": ALL}
+    errors = {name: accumulated_error(rank, choice, 60) for name, choice in settings.items()}
+    assert errors["all"] < errors["paper"] / 5, errors
+    assert errors["rotated"] < errors["paper"] and errors["feedback"] < errors["paper"], errors
+    assert errors["all"] < 0.5 * accumulated_error(rank, ALL, 15), "what is left out does not grow with the steps"
+
+
+def a_moving_average_lies_between(rank: int) -> None:
+    off, half, full = (
+        accumulated_error(rank, ALL | {"qgz_error_feedback": decay}, 40) for decay in ("off", 0.5, "full")
+    )
+    assert full < half < off, (full, half, off)
+
+
+def ways_of_sending_change_no_bit(rank: int) -> None:
+    found = []
+    for settings in ({}, {"overlap": False}, {"qgz_chunks": 4}):
+        run = Run(rank, ALL | settings)
+        found.append([run.step(step) for step in range(3)])
+    assert all(same(one, other) for others in found[1:] for one, other in zip(found[0], others, strict=True))
+
+
+def a_skipped_step_leaves_no_residual(rank: int) -> None:
+    """``zero_grad`` without ``step``: the next gradients are those of a run that never made the step."""
+    run, fresh = Run(rank, ALL), Run(rank, ALL)
+    run.backward(0)
+    run.optimizer.zero_grad()
+    assert same(run.backward(1), fresh.backward(1))
+
+
+def micro_steps_that_each_cross_keep_it(rank: int) -> None:
+    """A loop that never tells its last micro-step: the residual of one backward pass serves the next."""
+    run, fresh = Run(rank, ALL), Run(rank, ALL)
+    run.backward(0)
+    together = run.backward(1)
+    first, second = Run(rank, ALL).backward(0), fresh.backward(1)
+    matrices = [name for name, gradient in together.items() if gradient.ndim > 1]
+    assert not any(torch.equal(together[name], first[name] + second[name]) for name in matrices)
+
+
+def infinities_do_not_stay(rank: int) -> None:
+    """An overflow on one rank spoils that step alone, even where ``.grad`` is zeroed in place and nobody sees it dropped."""
+    for set_to_none in (True, False):
+        run = Run(rank, ALL, policy="fp16 reduce")
+        spoiled = run.backward(0, factor=1e30 if rank == 2 else 1.0)
+        assert not all(gradient.isfinite().all() for gradient in spoiled.values())
+        run.optimizer.zero_grad(set_to_none=set_to_none)
+        assert all(gradient.isfinite().all() for gradient in run.backward(1).values())
+
+
+def a_loss_scale_scales_the_residual(rank: int) -> None:
+    """Twice the scale, from the second step on: exactly twice the gradients, as powers of two change no digit."""
+    run, plain = Run(rank, ALL), Run(rank, ALL)
+    scales = iter([1.0, 2.0, 2.0, 0.5])
+    run.handle.set_loss_scale(lambda: scale)
+    for step, scale in enumerate(scales):
+        ours, theirs = run.step(step, factor=scale), plain.step(step)
+        assert same(ours, {name: gradient * scale for name, gradient in theirs.items()}), step
+
+
+def forgotten_scales_spoil(rank: int) -> None:
+    """The same without telling: so the test above can fail."""
+    run, plain = Run(rank, ALL), Run(rank, ALL)
+    run.step(0), plain.step(0)
+    ours, theirs = run.step(1, factor=2.0), plain.step(1)
+    assert not same(ours, {name: gradient * 2.0 for name, gradient in theirs.items()})
+
+
+def a_period_resets_it(rank: int) -> None:
+    """Counted in optimizer steps: the third step of a period of two begins without a residual."""
+    run = Run(rank, ALL | {"qgz_reset_steps": 2})
+    for step, is_fresh in enumerate((True, False, True, False)):
+        assert same(run.step(step), Run(rank, ALL).step(step)) == is_fresh, step
+
+
+def quantization_may_end(rank: int) -> None:
+    """``qgz_until``: the residual goes with the quantization it is of."""
+    run, exact = Run(rank, ALL | {"qgz_until": 0.5}), Run(rank, NODES)
+    run.step(0)
+    assert run.handle.residual_bytes() > 0
+    run.handle.set_progress(0.7)
+    exact.step(0)
+    assert same(run.step(1), exact.step(1)) and run.handle.residual_bytes() == 0
+
+
+def another_adapter_starts_anew(rank: int) -> None:
+    """Parameters of a unit that begin or cease to train: other layouts, so no residual of the old ones is added."""
+    run = Run(rank, ALL, policy="fp32")
+    run.step(0)
+    for frozen, trained in itertools.permutations(("up", "down")):
+        for block in run.model.blocks:
+            getattr(block, frozen).requires_grad_(False)
+            getattr(block, trained).requires_grad_(True)
+        fresh = Run(rank, ALL, policy="fp32")
+        for block in fresh.model.blocks:
+            getattr(block, frozen).requires_grad_(False)
+        ours, theirs = run.step(1), fresh.step(1)
+        blocks = [name for name in theirs if name.startswith("blocks")]
+        assert blocks and all(torch.equal(ours[name], theirs[name]) for name in blocks)
+
+
+def skipped_layers_flush_with_feedback(rank: int) -> None:
+    """A unit that takes no part in the last micro-step: its partial sums are flushed, its residual taken in."""
+    run, exact = Run(rank, ALL), Run(rank, NODES)
+    for each in (run, exact):
+        for is_last in (False, True):
+            each.handle.set_last_micro_step(is_last)
+            each.model.path = [0] if is_last else [0, 1]
+            each.backward(0)
+    ours, theirs = full_gradients(run.model), full_gradients(exact.model)
+    for name, gradient in theirs.items():
+        assert (ours[name] - gradient).norm() <= 0.2 * gradient.norm(), name
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        the_sum_over_steps_is_nearly_exact,
+        a_moving_average_lies_between,
+        ways_of_sending_change_no_bit,
+        a_skipped_step_leaves_no_residual,
+        micro_steps_that_each_cross_keep_it,
+        infinities_do_not_stay,
+        a_loss_scale_scales_the_residual,
+        forgotten_scales_spoil,
+        a_period_resets_it,
+        quantization_may_end,
+        another_adapter_starts_anew,
+        skipped_layers_flush_with_feedback,
+    ],
+)
+
+
+@SCENARIOS.parametrize
+def test_error_feedback(scenario):
+    SCENARIOS.check(scenario)
