@@ -2,6 +2,7 @@
 
     python scripts/bench_half_model.py                                   the whole study
     python scripts/bench_half_model.py --variants stock paper half --seeds 0
+    python scripts/bench_half_model.py --repeat --output half_model_repeat.json     the same text at every step
 
 Each technique alone, beside the paper's configuration, and together. As in bench_convergence.py a small language model
 learns Python's standard library from scratch on 2 nodes x 2 ranks; in the very same runs, gathered weights are compared
@@ -55,6 +56,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
     parser = loss_parser(__doc__, "half_model.json", list(VARIANTS))
     parser.add_argument("--probe-steps", type=int, default=100, help="the last ones, in which gradients are compared")
+    parser.add_argument("--repeat", action="store_true", help="every step sees the same sequences")
     return parse(parser, QUICK, argv)
 
 
@@ -62,7 +64,7 @@ def recipe_of(args: argparse.Namespace):
     from half_model_run import ProbedRecipe
 
     sizes = {"batch_size": args.batch_size, "learning_rate": args.learning_rate, "probe_steps": args.probe_steps}
-    return ProbedRecipe(shape_of(args), args.steps, **sizes)
+    return ProbedRecipe(shape_of(args), args.steps, **sizes, repeat=args.repeat)
 
 
 def runs_of(study: Study, variant: str) -> list[dict[str, Any]]:
@@ -86,7 +88,7 @@ def traffic(study: Study, variant: str) -> float:
 
 def error_grid(study: Study, args: argparse.Namespace) -> Grid:
     """What crossed, and what it did to weights and gradients."""
-    columns = ("variant", "traffic", "weight error, mean", "largest", "gradient error", "x paper's")
+    columns = ("variant", "traffic", "weight error, mean", "largest", "gradient error", "x paper's", "scaled")
     grid = Grid(
         f"bytes across nodes per step in M, and errors; gradients summed over {args.probe_steps} steps", columns
     )
@@ -100,6 +102,7 @@ def error_grid(study: Study, args: argparse.Namespace) -> Grid:
             f"{max(weights):.5f}",
             f"{gradients:.5f}",
             f"{gradients / gradient_error(study, 'paper'):.3f}" if "paper" in known else "",
+            f"{statistics.mean(run['scaled_error'] for run in runs_of(study, variant)):.5f}",
         ]
         grid.rows.append(row)
     return grid

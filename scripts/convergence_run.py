@@ -90,8 +90,7 @@ class ConvergenceRun:
     def evaluate(self) -> dict[str, float]:
         """A point of the curve: the loss on the validation sequences, each rank its part."""
         self.model.eval()
-        own = self.validation[dist.get_rank() :: dist.get_world_size()]
-        losses = [self._loss(batch) for batch in own.split(16)]
+        losses = [self._loss(batch) for batch in self._validation().split(16)]
         self.model.train()
         return {"validation": round(self._mean(torch.stack(losses).mean()), 5)}
 
@@ -114,6 +113,9 @@ class ConvergenceRun:
 
     def _look_at_gradients(self) -> None:
         """For studies that measure them: reduced, and not clipped yet."""
+
+    def _validation(self) -> torch.Tensor:
+        return self.validation[dist.get_rank() :: dist.get_world_size()]
 
     def _batch(self) -> torch.Tensor:
         """Random windows of the training text."""

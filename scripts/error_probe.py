@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from hf_zeropp.units import ReduceScatter, Unit, find_units
+from hf_zeropp.units import DefaultReduceScatter, ReduceScatter, Unit, find_units
 
 
 @torch.no_grad()
@@ -61,38 +61,56 @@ class GradientProbe:
 
     def errors(self) -> list[float]:
         """After each step: |sum of reduced - sum of exact| / |sum of exact|. Collective."""
-        squares = torch.stack(self._squares)
-        dist.all_reduce(squares)
-        return (squares[:, 0] / squares[:, 1]).sqrt().tolist()
+        return _relative(torch.stack(self._squares)).tolist()
+
+    def scaled_error(self) -> float:
+        """After the last step, every element divided by the root mean square of its exact gradients, as AdamW does: there
+        the small elements of a matrix count as much as the large ones. Collective."""
+        return _relative(torch.stack([recorder.scaled() for recorder in self._recorders]).sum(0)).item()
+
+
+def _relative(squares: torch.Tensor) -> torch.Tensor:
+    """[..., 2], each rank's squares of error and reference -> the relative errors [...] over all ranks."""
+    dist.all_reduce(squares)
+    return (squares[..., 0] / squares[..., 1]).sqrt()
 
 
 class _Recorder(ReduceScatter):
-    """Takes the place of a unit's comm object, and lets it do the work."""
+    """Takes the place of a unit's comm object, and lets it do the work. Its sums are flat shards, zero but for matrices."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._comm = unit.reduce_scatter
+        self._engine = DefaultReduceScatter()
         numel = sum(shard.padded_numel for shard in unit.param_shards(trainable_only=True))
-        self._exact, self._reduced = torch.zeros(2, numel, dtype=torch.float64)
+        self._latest = torch.empty(0)
+        self._exact, self._reduced, self._power = torch.zeros(3, numel, dtype=torch.float64)
         unit.set_reduce_scatter(self)
 
     def allocate(self, size, *, dtype, device):
         return self._comm.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
-        exact = torch.empty_like(output_tensor, dtype=torch.float32)
-        dist.reduce_scatter_tensor(exact, input_tensor.float(), op=op, group=group)
-        self._exact += exact
+        self._latest = torch.empty_like(output_tensor, dtype=torch.float32)
+        self._engine(self._latest, input_tensor.float(), group, op)
         return self._comm(output_tensor, input_tensor, group, op, async_op)
 
     def look(self) -> torch.Tensor:
         """This rank's part of the squares, of the error and of the exact sum."""
-        squares = torch.zeros(2, dtype=torch.float64)
         for param, place in self._matrices():
-            exact, reduced = self._exact[place], self._reduced[place]
-            reduced += param.grad.to_local().flatten()
-            squares += torch.stack([(reduced - exact).square().sum(), exact.square().sum()])
-        return squares
+            exact = self._latest[place].double()
+            self._exact[place] += exact
+            self._power[place] += exact.square()
+            self._reduced[place] += param.grad.to_local().flatten()
+        return self._squares()
+
+    def scaled(self) -> torch.Tensor:
+        """The same of elements over their root mean square; those whose gradients never differed from zero are left out."""
+        return self._squares(torch.where(self._power > 0, self._power.rsqrt(), 0.0))
+
+    def _squares(self, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
+        error, exact = (self._reduced - self._exact) * weight, self._exact * weight
+        return torch.stack([error.square().sum(), exact.square().sum()])
 
     def _matrices(self) -> Iterator[tuple[DTensor, slice]]:
         """And where they lie in the flat shard."""

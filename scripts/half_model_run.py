@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "delta-2": PAPER | {"qwz_mode": "delta", "qwz_bits": 2},
     # Together.
     "gradients": BOTH,
+    "unrotated": {"qgz_error_feedback": "full"},
     "half": BOTH | {"qwz_mode": "delta", "qwz_bits": 4},
     "half-hpz-8": BOTH | {"qwz_mode": "delta", "qwz_bits": 4, "hpz_bits": 8},
     "three-eighths": {"preset": "min_traffic"},
@@ -33,9 +34,15 @@ SUM_LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
 
 @dataclasses.dataclass(frozen=True)
 class ProbedRecipe(Recipe):
-    """`probe_steps`: the last of them, in which gradients are compared with exactly reduced ones."""
+    """What all runs share, further.
+
+    probe_steps: the last of them, in which gradients are compared with exactly reduced ones.
+    repeat: every step sees the same sequences, and so does validation. Without the noise of a random text in them,
+        gradients show what communication adds.
+    """
 
     probe_steps: int = 100
+    repeat: bool = False
 
 
 class HalfModelRun(ConvergenceRun):
@@ -48,6 +55,7 @@ class HalfModelRun(ConvergenceRun):
         super().__init__(*args)
         self._probe: GradientProbe | None = None
         self._traffic: float | None = None
+        self._only_batch = super()._batch() if self.recipe.repeat else None
 
     def train(self, steps: int) -> float:
         """Some more steps; of the first ones, bytes are counted from the second step on, when only deltas cross."""
@@ -64,7 +72,11 @@ class HalfModelRun(ConvergenceRun):
         """Bytes across nodes per step over M (Y-1)/Y, and errors of summed gradients by the number of steps summed."""
         errors = self._probe.errors() if self._probe else []
         sums = {count: round(errors[count - 1], 6) for count in SUM_LENGTHS if count <= len(errors)}
-        return {"traffic": self._traffic, "gradient_error": {"steps": list(sums), "error": list(sums.values())}}
+        return {
+            "traffic": self._traffic,
+            "gradient_error": {"steps": list(sums), "error": list(sums.values())},
+            "scaled_error": round(self._probe.scaled_error(), 6) if self._probe else None,
+        }
 
     def _train_step(self) -> torch.Tensor:
         if self.recipe.steps - self.step == self.recipe.probe_steps:
@@ -73,6 +85,12 @@ class HalfModelRun(ConvergenceRun):
         if self.handle and self.step == 1:
             self.handle.traffic.reset()
         return loss
+
+    def _batch(self) -> torch.Tensor:
+        return super()._batch() if self._only_batch is None else self._only_batch
+
+    def _validation(self) -> torch.Tensor:
+        return super()._validation() if self._only_batch is None else self._only_batch
 
     def _look_at_gradients(self) -> None:
         if self._probe:
