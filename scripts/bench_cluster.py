@@ -29,7 +29,8 @@ sys.path.insert(0, str(ROOT))
 
 RATES = ["unlimited", "10gbit", "1gbit", "200mbit", "100mbit"]
 VARIANT_NAMES = ["compute", "stock", "stock-fp32", "hsdp", "qwz", "hpz", "qgz", "all"]
-PARTS = ["blocking", "sockets", "blocking-sockets", "chunks-N", "blocking-chunks-N (N: 2, 4, 8)"]
+LOW_BITS = ["paper", "half-values", "half", "half-hpz-8", "three-eighths"]
+PARTS = [*LOW_BITS, "blocking", "sockets", "blocking-sockets", "chunks-N", "blocking-chunks-N (N: 2, 4, 8)"]
 QUICK = {
     "rates": ["100mbit"],
     "variants": ["compute", "stock", "hsdp", "all"],

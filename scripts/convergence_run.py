@@ -50,12 +50,18 @@ class Recipe:
 
 
 class ConvergenceRun:
-    """A model from scratch on token files that the driver wrote."""
+    """A model from scratch on token files that the driver wrote.
+
+    Attributes:
+        variants: settings by name; None for the stock engine. Other studies have others.
+    """
+
+    variants = VARIANTS
 
     def __init__(self, variant: str, seed: int, recipe: Recipe, train_file: str, validation_file: str) -> None:
         if variant == "unblocked":
             _allow_any_block()
-        settings = VARIANTS[variant]
+        settings = self.variants[variant]
         self.recipe = recipe
         self.plugin = ZeroPPPlugin(
             zeropp=False if settings is None else settings,
@@ -77,29 +83,39 @@ class ConvergenceRun:
 
     def train(self, steps: int) -> float:
         """Some more steps; the mean training loss over them and over ranks."""
-        losses = []
-        for _ in range(steps):
-            if self.handle:
-                self.handle.set_progress(self.step / self.recipe.steps)
-            batch = self._batch()
-            loss = self._loss(batch)
-            self.accelerator.backward(loss)
-            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-            self.schedule.step()
-            self.optimizer.zero_grad()
-            losses.append(loss.detach())
-            self.step += 1
-        return self._mean(torch.stack(losses).mean())
+        losses = [self._train_step() for _ in range(steps)]
+        return round(self._mean(torch.stack(losses).mean()), 5)
 
     @torch.no_grad()
-    def evaluate(self) -> float:
-        """Loss on the validation sequences, each rank its part."""
+    def evaluate(self) -> dict[str, float]:
+        """A point of the curve: the loss on the validation sequences, each rank its part."""
         self.model.eval()
-        own = self.validation[dist.get_rank() :: dist.get_world_size()]
-        losses = [self._loss(batch) for batch in own.split(16)]
+        losses = [self._loss(batch) for batch in self._validation().split(16)]
         self.model.train()
-        return self._mean(torch.stack(losses).mean())
+        return {"validation": round(self._mean(torch.stack(losses).mean()), 5)}
+
+    def summary(self) -> dict[str, Any]:
+        """What else is kept of the run."""
+        return {}
+
+    def _train_step(self) -> torch.Tensor:
+        if self.handle:
+            self.handle.set_progress(self.step / self.recipe.steps)
+        loss = self._loss(self._batch())
+        self.accelerator.backward(loss)
+        self._look_at_gradients()
+        self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.schedule.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        return loss.detach()
+
+    def _look_at_gradients(self) -> None:
+        """For studies that measure them: reduced, and not clipped yet."""
+
+    def _validation(self) -> torch.Tensor:
+        return self.validation[dist.get_rank() :: dist.get_world_size()]
 
     def _batch(self) -> torch.Tensor:
         """Random windows of the training text."""

@@ -58,6 +58,12 @@ VARIANTS = {
         Variant("hpz", OFF | {"hpz_size": "node"}),
         Variant("qgz", OFF | {"qgz_bits": 4, "qgz_intra_bits": 8}),
         Variant("all", {}),
+        # Lower bits and what makes up for them: see scripts/results/half_model.md.
+        Variant("paper", {"preset": "paper"}),
+        Variant("half-values", {"qwz_mode": "delta", "qwz_bits": 4}),
+        Variant("half", {"preset": "min_traffic", "qwz_bits": 4}),
+        Variant("half-hpz-8", {"preset": "min_traffic", "qwz_bits": 4, "hpz_bits": 8}),
+        Variant("three-eighths", {"preset": "min_traffic"}),
         # What each part of the implementation buys: see scripts/results/overlap.md.
         Variant("blocking", {"overlap": False}),
         Variant("sockets", {"shared_memory": False}),
@@ -198,6 +204,7 @@ class TrainingRun:
             "gradients": sum(_local_bytes(param.grad) for param in params if param.grad is not None),
             "optimizer": sum(_local_bytes(state) for state in states if isinstance(state, torch.Tensor)),
             "secondary": self.handle.secondary_bytes() if self.handle else 0,
+            "residual": self.handle.residual_bytes() if self.handle else 0,
         }
 
 

@@ -210,6 +210,12 @@ def test_convergence_benchmark(untouched_network: None) -> None:
     assert "unblocked" in run_quick("bench_convergence.py")
 
 
+@needs_namespaces
+def test_half_model_benchmark(untouched_network: None) -> None:
+    """Its own checks: fewer bytes than the paper's configuration, and weights and gradients nearer to the exact ones."""
+    assert "three-eighths" in run_quick("bench_half_model.py")
+
+
 def test_a_study_is_not_continued_under_other_conditions(tmp_path: Path) -> None:
     from study import Study
 
