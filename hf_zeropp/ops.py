@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hf_zeropp.format import FLOAT_DTYPES, ROTATION_SLICE, WireLayout
+from hf_zeropp.format import FLOAT_DTYPES, GAP, ROTATION_SLICE, WireLayout
 from hf_zeropp.kernels import CompiledKernels, compiled_kernels, kernel_info, kernels_of, set_kernels
 
 __all__ = [
@@ -222,13 +222,16 @@ def _check_rotation(op: str, layout: WireLayout, rotate: bool) -> None:
 
 
 def _check_same_segments(op: str, *layouts: WireLayout) -> None:
-    first, *others = ([segment.numel for segment in layout.segments] for layout in layouts)
-    for sizes in others:
-        if sizes != first:
+    first, *others = layouts
+    for other in others:
+        sizes, other_sizes = ([segment.numel for segment in layout.segments] for layout in (first, other))
+        if sizes != other_sizes:
             raise ValueError(
-                f"{op}: expected layouts with equal segment sizes, got {first} and {sizes}: build all from the same "
+                f"{op}: expected layouts with equal segment sizes, got {sizes} and {other_sizes}: build all from the same "
                 "parameters"
             )
+        if [segment.bits == GAP for segment in first.segments] != [segment.bits == GAP for segment in other.segments]:
+            raise ValueError(f"{op}: expected layouts with the same gaps, got {first.spec!r} and {other.spec!r}")
 
 
 def _quantize_result(input: Tensor, layout: WireLayout, slice_rows: int, rotate: bool) -> _Result:

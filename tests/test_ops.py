@@ -396,6 +396,7 @@ def test_fake_tensors():
 WIRE = torch.zeros(4 * LAYOUT.nbytes, dtype=torch.uint8)
 VALUES = torch.zeros(4, LAYOUT.numel)
 OTHER = WireLayout([Segment(LAYOUT.numel, 8)], 64)
+LAYOUT_WITH_GAP = WireLayout([*LAYOUT.segments[:-1], Segment(33, GAP)], 64)
 BLOCKS_OF_48 = WireLayout(LAYOUT.segments, 48)
 
 
@@ -435,6 +436,11 @@ BLOCKS_OF_48 = WireLayout(LAYOUT.segments, 48)
             ValueError,
             "equal segment sizes, got .*300.* and .338.",
             lambda: ops.dequantize_sum_quantize(WIRE, LAYOUT, OTHER, num_sources=2),
+        ),
+        (
+            ValueError,
+            "with the same gaps",
+            lambda: ops.dequantize_sum_quantize(WIRE, LAYOUT, LAYOUT_WITH_GAP, num_sources=2),
         ),
         (ValueError, "expected auto, avx512.*got 'sse9'", lambda: ops.set_kernels("sse9")),
     ],

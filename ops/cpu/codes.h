@@ -3,6 +3,8 @@
 
 #include "../format.h"
 
+#include <type_traits>
+
 namespace {
 namespace zeropp {
 
@@ -56,30 +58,62 @@ uint64_t spread(uint64_t packed) {
   return packed | ((signs << (gap + 1)) - (signs << 1));
 }
 
+// Eight packed codes. Words of 2-bit codes lie side by side in memory; those of 3-bit codes are a byte wider than they should
+// and overlap, which loops that shall be vectorized cannot have: a buffer holds them apart. The last codes of a run go by the
+// byte, lest the access is too wide.
+template <int bits>
+using Packed = std::conditional_t<bits == 2, uint16_t, uint32_t>;
+
+template <int bits>
+constexpr bool kOverlap = sizeof(Packed<bits>) > bits;
+
+constexpr int64_t kWords = 128;  // at a time
+
 template <int bits>
 void pack(const int8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
-  const auto pack_run = [](const int8_t* run, int64_t count, uint8_t* to) {
+  const auto squeezed = [](const int8_t* run, int64_t count) {
     uint64_t word = 0;
     memcpy(&word, run, count);
-    word = squeeze<bits>(word);
-    memcpy(to, &word, ceil_div(count * bits, 8));
+    return static_cast<Packed<bits>>(squeeze<bits>(word));
   };
-  const int64_t whole = n / kCodesAtAByte;
-  for (int64_t i = 0; i < whole; ++i) pack_run(codes + kCodesAtAByte * i, kCodesAtAByte, out + bits * i);
-  if (n % kCodesAtAByte) pack_run(codes + kCodesAtAByte * whole, n % kCodesAtAByte, out + bits * whole);
+  constexpr int64_t size = sizeof(Packed<bits>);
+  uint8_t apart[kWords * size];
+  const int64_t last = (n - 1) / kCodesAtAByte, rest = n - kCodesAtAByte * last;
+  for (int64_t first = 0; first < last; first += kWords) {
+    const int64_t count = min(last - first, kWords);
+    uint8_t* words = kOverlap<bits> ? apart : out + bits * first;
+    for (int64_t i = 0; i < count; ++i) {
+      const Packed<bits> packed = squeezed(codes + kCodesAtAByte * (first + i), kCodesAtAByte);
+      memcpy(words + size * i, &packed, size);
+    }
+    for (int64_t i = 0; kOverlap<bits> && i < count; ++i) memcpy(out + bits * (first + i), words + size * i, size);
+  }
+  const Packed<bits> packed = squeezed(codes + kCodesAtAByte * last, rest);
+  memcpy(out + bits * last, &packed, ceil_div(rest * bits, 8));
 }
 
 template <int bits>
 void unpack(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
-  const auto unpack_run = [](const uint8_t* from, int64_t count, int8_t* run) {
-    uint64_t word = 0;
-    memcpy(&word, from, ceil_div(count * bits, 8));
-    word = spread<bits>(word);
+  const auto spread_to = [](int8_t* run, int64_t count, Packed<bits> packed) {
+    const uint64_t word = spread<bits>(packed);
     memcpy(run, &word, count);
   };
-  const int64_t whole = n / kCodesAtAByte;
-  for (int64_t i = 0; i < whole; ++i) unpack_run(in + bits * i, kCodesAtAByte, codes + kCodesAtAByte * i);
-  if (n % kCodesAtAByte) unpack_run(in + bits * whole, n % kCodesAtAByte, codes + kCodesAtAByte * whole);
+  constexpr int64_t size = sizeof(Packed<bits>);
+  uint8_t apart[kWords * size];
+  const int64_t last = (n - 1) / kCodesAtAByte, rest = n - kCodesAtAByte * last;
+  for (int64_t first = 0; first < last; first += kWords) {
+    const int64_t count = min(last - first, kWords);
+    for (int64_t i = 0; kOverlap<bits> && i < count; ++i) memcpy(apart + size * i, in + bits * (first + i), size);
+    const uint8_t* words = kOverlap<bits> ? apart : in + bits * first;
+    for (int64_t i = 0; i < count; ++i) {
+      Packed<bits> packed;
+      memcpy(&packed, words + size * i, size);
+      spread_to(codes + kCodesAtAByte * (first + i), kCodesAtAByte, packed);
+    }
+  }
+  Packed<bits> packed = 0;
+  memcpy(&packed, in + bits * last, ceil_div(rest * bits, 8));
+  spread_to(codes + kCodesAtAByte * last, rest, packed);
 }
 
 // ---- Whichever width.

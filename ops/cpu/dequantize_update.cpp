@@ -6,7 +6,7 @@ ZEROPP_KERNEL(dequantize_update)(const uint8_t* wire, const zeropp::Layout* layo
                                  const zeropp::Layout* base_layout, int64_t num_slices, uint8_t* out, void*) {
   using namespace zeropp;
   const int64_t base_bytes = base_layout->nbytes;
-  const int64_t new_bytes = out == base ? 0 : num_slices * base_bytes;  // what was just read had better stay in the caches
+  const int64_t new_bytes = out == base ? 0 : num_slices * base_bytes;  // what was just read is better left in the caches
   // Tiles hold whole blocks of the base, which are encoded again; of the differences any run will do.
   return for_each_tile(*base_layout, num_slices, new_bytes, [&](const Tile& tile, Worker& worker) {
     const Tile change = tile.moved(*base_layout, *layout);

@@ -59,7 +59,8 @@ void encode_block(const In* __restrict in, int64_t n, BFloat16 stored_scale, int
   for (int64_t i = 0; i < n; ++i) codes[i] = encode(in[i], scale);
 }
 
-// What decoded elements do to what is there: replace it, add to it, or take from it. The only NaN ever decoded is the canonical one.
+// What decoded elements do to what is there: replace it, add to it, take from it. The only NaN ever decoded is the canonical
+// one.
 struct Set {
   static void apply(float& to, float value) { to = value; }
   static void apply(BFloat16& to, float value) { to.bits = round_to_bfloat16(value); }
