@@ -29,24 +29,31 @@ QUICK = {
     "variants": ["stock", "paper", "half", "three-eighths"],
     "seeds": [0],
     "steps": 24,
+    "batch_size": 2,
     "probe_steps": 20,
     "points": 2,
-    "hidden_size": 128,
-    "layers": 2,
 }
 TITLE = "Half a model per step"
 INTRO = """A Llama from scratch on the source code of Python's standard library (BPE of its own, every tenth module
 held out), 2 nodes x 2 ranks, bf16 compute and reduction, AdamW, cosine schedule. A seed sets the weights and the order of
-the text, the same for every variant. `paper` is ZeRO++ as published: INT8 weights, INT4 gradients in both hops.
-`int8-inside` (the package's default), `hadamard`, `feedback`, `delta-4` and `delta-2` change one thing in it;
-`gradients` is the first three together, `half` adds 4-bit deltas, `half-hpz-8` keeps the copy of the weights in INT8, and
-`three-eighths` sends 2-bit deltas (the preset `min_traffic`).
+the text, the same for every variant. The model is small and its steps are large ones ({tokens} tokens), so that two runs with
+the same seed part by less than quantization moves them.
+
+`paper` is ZeRO++ as published: INT8 weights, INT4 gradients in both hops. `int8-inside` (the package's default), `hadamard`,
+`feedback`, `delta-4` and `delta-2` change one thing in it. With INT8 inside the node: `int8-feedback` adds error feedback,
+`int8-loco` its moving average (0.5), `gradients` feedback and rotation, `half-values` 4-bit deltas alone. `half` is
+`gradients` with 4-bit deltas, `half-hpz-8` the same with the copy of the weights in INT8, `three-eighths` sends 2-bit deltas
+(the preset `min_traffic`).
 
 The errors are Frobenius norms over all matrices, relative, of the same runs. Weights: those a forward computes with,
 against the fp32 masters, at every point of the curve (`stock`: what rounding to bf16 costs). Gradients: the sum of
-reduced gradients over the last {probe_steps} steps against the sum of exactly reduced ones (fp32, summed in fp64).
-Traffic: payload bytes that cross nodes per step, scales included, over M (Y-1)/Y for a model of M bytes in bf16 on Y
-nodes; counted, `stock`'s computed."""
+reduced gradients over the last {probe_steps} steps against the sum of exactly reduced ones (fp32, summed in fp64);
+`scaled`: the same of every element over the root mean square of its gradients, which is how AdamW weighs it. Traffic:
+payload bytes that cross nodes per step, scales included, over M (Y-1)/Y for a model of M bytes in bf16 on Y nodes;
+counted, `stock`'s computed."""
+REPEATED = """
+
+Here every step sees the same sequences, and the loss is the loss on them: gradients have no noise of their own."""
 FIXED = ("recipe",)
 STOCK_TRAFFIC = 3.0
 
@@ -55,6 +62,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     from half_model_run import VARIANTS
 
     parser = loss_parser(__doc__, "half_model.json", list(VARIANTS))
+    parser.set_defaults(hidden_size=128, layers=2, steps=300, batch_size=8, learning_rate=1e-3, points=10)
     parser.add_argument("--probe-steps", type=int, default=100, help="the last ones, in which gradients are compared")
     parser.add_argument("--repeat", action="store_true", help="every step sees the same sequences")
     return parse(parser, QUICK, argv)
@@ -65,6 +73,11 @@ def recipe_of(args: argparse.Namespace):
 
     sizes = {"batch_size": args.batch_size, "learning_rate": args.learning_rate, "probe_steps": args.probe_steps}
     return ProbedRecipe(shape_of(args), args.steps, **sizes, repeat=args.repeat)
+
+
+def intro_of(recipe) -> str:
+    tokens = 4 * recipe.batch_size * recipe.seq_len
+    return INTRO.format(tokens=tokens, probe_steps=recipe.probe_steps) + (REPEATED if recipe.repeat else "")
 
 
 def runs_of(study: Study, variant: str) -> list[dict[str, Any]]:
@@ -117,7 +130,7 @@ def plot_study(study: Study, path: Path) -> None:
 
     figure, (losses, weights, gradients) = plt.subplots(1, 3, figsize=(15, 4.5))
     for index, variant in enumerate(variants_of(study)):
-        color = f"C{index - 1}" if index else "black"
+        color = plt.cm.tab20(index - 1) if index else "black"
         curves = [run["curve"] for run in runs_of(study, variant)]
         sums = [run["gradient_error"] for run in runs_of(study, variant)]
         plot_change(losses, study, variant, color)
@@ -131,7 +144,7 @@ def plot_study(study: Study, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _plot_mean(axis: Any, x: list[int], rows: list[list[float]], color: str) -> None:
+def _plot_mean(axis: Any, x: list[int], rows: list[list[float]], color: Any) -> None:
     means = [statistics.mean(point) for point in zip(*rows, strict=True)]
     axis.plot(x, means, color=color, marker=".", linewidth=1)
 
@@ -139,13 +152,13 @@ def _plot_mean(axis: Any, x: list[int], rows: list[list[float]], color: str) -> 
 def check_direction(study: Study) -> None:
     """The quick form's verdict, for CI. In a short sum error feedback has not yet shown all it can."""
     first = study.find("runs", variant="stock")["curve"]["validation"][0]
-    weights = {variant: max(weight_errors(study, variant)) for variant in variants_of(study)}
+    weights = {variant: weight_errors(study, variant)[-1] for variant in variants_of(study)}
     require(
         {
             "stock learns": losses_of(study, "stock")[0] < first,
             "4-bit deltas beat INT8 values": weights["half"] < 0.5 * weights["paper"],
             "2-bit deltas do too": weights["three-eighths"] < weights["paper"],
-            "gradients are three times as exact": gradient_error(study, "half") < gradient_error(study, "paper") / 3,
+            "sums of gradients are twice as exact": gradient_error(study, "half") < gradient_error(study, "paper") / 2,
             "half a model crosses": 0.5 < traffic(study, "half") < 0.56,
             "three eighths of a model cross": 0.375 < traffic(study, "three-eighths") < 0.44,
         }
@@ -160,7 +173,7 @@ def main() -> None:
     study = Study(args.output, conditions, FIXED, fresh=args.fresh)
     run_study(args, study, recipe, "half_model_run:HalfModelRun")
     grids = [loss_grid(study, args, rivals=("stock", "paper")), error_grid(study, args)]
-    report(args, study, TITLE, INTRO.format(probe_steps=args.probe_steps), grids, plot_study)
+    report(args, study, TITLE, intro_of(recipe), grids, plot_study)
     if args.quick:
         check_direction(study)
 

@@ -64,8 +64,12 @@ class GradientProbe:
         return _relative(torch.stack(self._squares)).tolist()
 
     def scaled_error(self) -> float:
-        """After the last step, every element divided by the root mean square of its exact gradients, as AdamW does: there
-        the small elements of a matrix count as much as the large ones. Collective."""
+        """After the last step, every element divided by the root mean square of its gradients, much as AdamW does: there
+        the small elements of a matrix count as much as the large ones. Collective.
+
+        Of exact and reduced gradients together: elements that are lost on the way count, and so does noise where exact
+        gradients are next to nothing, but neither without bounds.
+        """
         return _relative(torch.stack([recorder.scaled() for recorder in self._recorders]).sum(0)).item()
 
 
@@ -98,14 +102,14 @@ class _Recorder(ReduceScatter):
     def look(self) -> torch.Tensor:
         """This rank's part of the squares, of the error and of the exact sum."""
         for param, place in self._matrices():
-            exact = self._latest[place].double()
+            exact, reduced = self._latest[place].double(), param.grad.to_local().flatten().double()
             self._exact[place] += exact
-            self._power[place] += exact.square()
-            self._reduced[place] += param.grad.to_local().flatten()
+            self._reduced[place] += reduced
+            self._power[place] += exact.square() + reduced.square()
         return self._squares()
 
     def scaled(self) -> torch.Tensor:
-        """The same of elements over their root mean square; those whose gradients never differed from zero are left out."""
+        """The same of elements over their root mean square; those that were always zero stay so."""
         return self._squares(torch.where(self._power > 0, self._power.rsqrt(), 0.0))
 
     def _squares(self, weight: torch.Tensor | float = 1.0) -> torch.Tensor:

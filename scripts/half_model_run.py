@@ -10,22 +10,26 @@ from convergence_run import ConvergenceRun, Recipe
 from error_probe import GradientProbe, weight_error
 
 PAPER = {"preset": "paper"}
-BOTH = {"qgz_hadamard": True, "qgz_error_feedback": "full"}
+DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
+FEEDBACK = {"qgz_error_feedback": "full"}
+ROTATED = {"qgz_hadamard": True}
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     "paper": PAPER,
-    # One thing changed in the paper's configuration.
+    # One thing changed in the paper's configuration. The first is the package's default.
     "int8-inside": PAPER | {"qgz_intra_bits": 8},
-    "hadamard": PAPER | {"qgz_hadamard": True},
-    "feedback": PAPER | {"qgz_error_feedback": "full"},
-    "delta-4": PAPER | {"qwz_mode": "delta", "qwz_bits": 4},
-    "delta-2": PAPER | {"qwz_mode": "delta", "qwz_bits": 2},
-    # Together.
-    "gradients": BOTH,
-    "unrotated": {"qgz_error_feedback": "full"},
-    "half": BOTH | {"qwz_mode": "delta", "qwz_bits": 4},
-    "half-hpz-8": BOTH | {"qwz_mode": "delta", "qwz_bits": 4, "hpz_bits": 8},
+    "hadamard": PAPER | ROTATED,
+    "feedback": PAPER | FEEDBACK,
+    "delta-4": PAPER | DELTA,
+    "delta-2": PAPER | DELTA | {"qwz_bits": 2},
+    # Together, all with INT8 inside.
+    "int8-feedback": FEEDBACK,
+    "int8-loco": {"qgz_error_feedback": 0.5},
+    "gradients": FEEDBACK | ROTATED,
+    "half-values": DELTA,
+    "half": FEEDBACK | ROTATED | DELTA,
+    "half-hpz-8": FEEDBACK | ROTATED | DELTA | {"hpz_bits": 8},
     "three-eighths": {"preset": "min_traffic"},
 }
 

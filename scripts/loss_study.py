@@ -129,7 +129,7 @@ def plot_losses(axis: Any, study: Study, variant: str, color: str) -> None:
     axis.plot(runs[0]["step"], losses, color=color, label=variant, linewidth=1)
 
 
-def plot_change(axis: Any, study: Study, variant: str, color: str) -> None:
+def plot_change(axis: Any, study: Study, variant: str, color: Any) -> None:
     """How far above stock's with the same seed a variant's losses are: the mean over seeds, and all of them as a band."""
     import numpy as np
 
