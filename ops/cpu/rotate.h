@@ -24,7 +24,12 @@ typedef Vector VectorInMemory __attribute__((aligned(4), may_alias));  // named 
 
 template <int step, int... lane>
 Vector partners(Vector values, std::integer_sequence<int, lane...>) {
+#if defined(__clang__)
   return __builtin_shufflevector(values, values, (lane ^ step)...);
+#else  // GCC, which knows Clang's name from version 12 on only
+  typedef int Lanes __attribute__((vector_size(4 * kVectorLanes)));
+  return __builtin_shuffle(values, Lanes{(lane ^ step)...});
+#endif
 }
 
 template <int step, int... lane>
