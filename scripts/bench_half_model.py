@@ -50,10 +50,10 @@ against the fp32 masters, at every point of the curve (`stock`: what rounding to
 reduced gradients over the last {probe_steps} steps against the sum of exactly reduced ones (fp32, summed in fp64);
 `scaled`: the same of every element over the root mean square of its gradients, which is how AdamW weighs it. Traffic:
 payload bytes that cross nodes per step, scales included, over M (Y-1)/Y for a model of M bytes in bf16 on Y nodes;
-counted, `stock`'s computed."""
+counted, `stock`'s 3 computed."""
 REPEATED = """
 
-Here every step sees the same sequences, and the loss is the loss on them: gradients have no noise of their own."""
+Here every step sees the same sequences, and the loss below is the loss on them: gradients have no noise of their own."""
 FIXED = ("recipe",)
 STOCK_TRAFFIC = 3.0
 
@@ -134,19 +134,19 @@ def plot_study(study: Study, path: Path) -> None:
         curves = [run["curve"] for run in runs_of(study, variant)]
         sums = [run["gradient_error"] for run in runs_of(study, variant)]
         plot_change(losses, study, variant, color)
-        _plot_mean(weights, curves[0]["step"], [curve["weight_error"] for curve in curves], color)
-        _plot_mean(gradients, sums[0]["steps"], [each["error"] for each in sums], color)
+        _plot_mean(weights, curves[0]["step"], [curve["weight_error"] for curve in curves], color, variant)
+        _plot_mean(gradients, sums[0]["steps"], [each["error"] for each in sums], color, variant)
     losses.set(xlabel="step", ylabel="validation loss, % above stock, same seed")
     weights.set(xlabel="step", ylabel="relative error of gathered weights", yscale="log")
     gradients.set(xlabel="steps summed", ylabel="relative error of summed gradients", xscale="log", yscale="log")
-    losses.legend(fontsize=8, ncols=2)
+    gradients.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(path, dpi=120)
 
 
-def _plot_mean(axis: Any, x: list[int], rows: list[list[float]], color: Any) -> None:
+def _plot_mean(axis: Any, x: list[int], rows: list[list[float]], color: Any, label: str) -> None:
     means = [statistics.mean(point) for point in zip(*rows, strict=True)]
-    axis.plot(x, means, color=color, marker=".", linewidth=1)
+    axis.plot(x, means, color=color, label=label, marker=".", linewidth=1)
 
 
 def check_direction(study: Study) -> None:

@@ -75,7 +75,8 @@ class HalfModelRun(ConvergenceRun):
     def summary(self) -> dict[str, Any]:
         """Bytes across nodes per step over M (Y-1)/Y, and errors of summed gradients by the number of steps summed."""
         errors = self._probe.errors() if self._probe else []
-        sums = {count: round(errors[count - 1], 6) for count in SUM_LENGTHS if count <= len(errors)}
+        counts = sorted({count for count in SUM_LENGTHS if count < len(errors)} | {len(errors)} - {0})
+        sums = {count: round(errors[count - 1], 6) for count in counts}
         return {
             "traffic": self._traffic,
             "gradient_error": {"steps": list(sums), "error": list(sums.values())},
