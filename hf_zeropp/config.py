@@ -34,6 +34,7 @@ MAX_CHUNKS = 64
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
     "balanced": {},
+    "half_model": {"qwz_mode": "delta", "qwz_bits": 4},
     "min_traffic": {
         "qwz_mode": "delta",
         "qwz_bits": 2,
@@ -172,7 +173,7 @@ class ZeroPPConfig:
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> ZeroPPConfig:
-        """The settings of PRESETS[name]: "paper", "balanced" (the defaults) or "min_traffic"; others beside or over them."""
+        """The settings of PRESETS[name], "balanced" being the defaults; others beside or over them."""
         return cls.from_dict({**settings, "preset": name})
 
     @classmethod

@@ -19,7 +19,7 @@ from rich.table import Table
 from hf_zeropp.timing import CommTimer
 
 GATHER_CROSS = "gather, across nodes"
-GATHER_RESYNC = "gather, whole weights instead of deltas"
+GATHER_RESYNC = "gather, whole weights"
 GATHER_NODE = "gather, within node"
 REDUCE_NODE = "reduce, within node"
 REDUCE_CROSS = "reduce, across nodes"

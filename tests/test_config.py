@@ -28,9 +28,10 @@ def test_the_config_allows_what_the_format_can_do() -> None:
 
 
 def test_presets_are_defaults_with_a_name() -> None:
-    paper, balanced, least = (ZeroPPConfig.preset(name) for name in ("paper", "balanced", "min_traffic"))
+    paper, balanced, half, least = map(ZeroPPConfig.preset, ("paper", "balanced", "half_model", "min_traffic"))
     assert (paper.qwz_bits, paper.qgz_bits, paper.qgz_intra_bits) == (8, 4, 4)
     assert balanced == ZeroPPConfig()
+    assert half == ZeroPPConfig(qwz_mode="delta", qwz_bits=4)
     assert (least.qwz_mode, least.qwz_bits, least.qgz_hadamard, least.error_feedback_decay) == ("delta", 2, True, 1.0)
     assert ZeroPPConfig.preset("min_traffic", qwz_bits=4).qwz_bits == 4
     assert ZeroPPConfig.from_dict({"preset": "paper", "qgz_until": 0.5}) == dataclasses.replace(paper, qgz_until=0.5)
