@@ -58,7 +58,9 @@ def apply_zeropp(
         config: the settings, a mapping or file of them, or None for the environment.
 
     Returns:
-        The handle: ``.traffic``, ``.invalidate()``, ``.set_last_micro_step()``, ``.set_progress()``.
+        The handle. A loop of your own calls ``set_last_micro_step`` (accumulation), ``set_progress`` (``qgz_until``),
+        ``set_loss_scale`` (error feedback with fp16), ``save_state`` and ``load_state`` (exact resume with deltas or error
+        feedback), ``invalidate`` (after writes that nothing shows); ``traffic`` counts bytes.
 
     Raises:
         ValueError: on every rank, when on any rank the model is not sharded over the whole world, the settings do not
@@ -152,30 +154,31 @@ class ZeroPPHandle:
 
     def set_progress(self, fraction: float) -> None:
         """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
-        self._clock.quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
+        self._clock.set_quantizes(self.config.quantizes_gradients and fraction < self.config.qgz_until)
 
     def set_loss_scale(self, scale: float | Callable[[], float]) -> None:
         """Tell the factor that losses are multiplied with (fp16), or give a function that tells it: what error feedback
-        kept is of gradients with that factor. A GradScaler's is ``scaler.get_scale``."""
-        self._clock.loss_scale = scale if callable(scale) else lambda: scale
+        kept is of gradients with that factor. A GradScaler's is ``scaler.get_scale``. Asked once per backward pass (on a GPU
+        the host waits for it)."""
+        self._clock.ask_loss_scale = scale if callable(scale) else lambda: scale
 
     def save_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
         """Write this rank's part of what an exact resume needs besides weights and optimizer states (run_state.py).
 
         Accelerate's and the Trainer's checkpoints do it. Call it on all ranks; ``index`` tells models apart.
         """
-        if self.config.qwz_mode == "delta":
-            self.invalidate()
+        for gather in self.gathers:
+            gather.resync()
         if self.config.error_feedback_decay is not None:
             path = state_file(folder, self.topology.rank, index)
-            save_residuals(path, self.reduces, self._clock.steps, self.topology)
+            save_residuals(path, self.reduces, self.topology)
 
     def load_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
         """Go on from what ``save_state`` wrote; from residuals of zero where that does not fit, with a log line."""
         self.invalidate()
         path = state_file(folder, self.topology.rank, index)
         if self.config.error_feedback_decay is not None:
-            load_residuals(path, self.reduces, self._clock.steps, self.topology)
+            load_residuals(path, self.reduces, self.topology)
         elif path.exists():
             logger.warning("%s is left out: error feedback, which it belongs to, is off.", path.name)
 
@@ -238,7 +241,11 @@ class ZeroPPHandle:
         self.shares_memory = memory is not None
         resync = Hop(GATHER_RESYNC, groups.cross_group, self.traffic, is_async=self._overlaps)
         gather = TwoHopGather(cross, node, buffers, memory, resync)
-        check = SecondaryCheck(node.size) if plan.checks_secondaries else None
+        check = SecondaryCheck(node.size) if plan.checks_secondaries and keep_secondary else None
+        if plan.checks_secondaries and check is None:
+            logger.warning(
+                "ZEROPP_CHECK=1 compares the nodes' copies of the weights; with hpz_size=None there are none."
+            )
         ahead = GatherAhead() if self._overlaps and keep_secondary else None
         for unit in self.units:
             comm = ZeroPPAllGather(
@@ -288,11 +295,12 @@ class ZeroPPHandle:
             gather.before_optimizer_step()
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        own = {id(param) for unit in self.units for param in unit.trainable}
-        stepped = (param for group in optimizer.param_groups for param in group["params"])
-        if any(id(param) in own for param in stepped):
+        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        for reduce in self.reduces:
+            if any(id(param) in stepped for param in reduce.unit.trainable):
+                reduce.residual.after_optimizer_step()
+        if any(id(param) in stepped for unit in self.units for param in unit.trainable):
             self.traffic.steps += 1
-            self._clock.steps.steps += 1
         for gather in self.gathers:
             if gather.unit.trainable:
                 gather.after_optimizer_step()

@@ -351,13 +351,14 @@ class TwoHopReduce:
     ) -> list[Flight]:
         """Start hop 2 with partial sums [Y * S] alone."""
         rotate = layouts.rotates and self.node.size == 1  # otherwise hop 1 did
+        partial = partial if feedback is None else partial.float()
         flights = []
         for chunk, own in zip(*self._with_feedback(layouts, feedback), strict=True):
             wire = self._buffers.take(self.cross.size * chunk.cross.nbytes, partial.device)
             if own is None:
                 ops.quantize(partial, chunk.cross, rotate=rotate, out=wire)
             else:
-                _encode_with_feedback(None, chunk, own, initial=partial.float(), rotate=rotate, out=wire)
+                _encode_with_feedback(None, chunk, own, initial=partial, rotate=rotate, out=wire)
             flights.append(self._exchange_across(wire))
         return flights
 

@@ -60,7 +60,7 @@ class ZeroPPConfig:
         hpz_size: ranks that share one secondary copy of the weights. "node" (the ranks of a node), an int, or
             None (no copy is kept: every gather crosses the nodes).
         hpz_bits: with qwz_mode "delta", bits per weight of the copy; None (the compute dtype, 16 bits) or 8, at the error
-            of INT8. Otherwise copies are kept as they crossed.
+            of INT8. Otherwise copies are kept as they crossed; those of frozen weights, beside deltas, in INT8.
         qgz_bits: bits per gradient across nodes; 4, 8, or None (the reduce dtype, unquantized).
         qgz_intra_bits: bits per gradient within a node; 8, 4, or None.
         qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper's convergence study

@@ -195,6 +195,8 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
         memory["wire buffers"] = max(memory["wire buffers"], gather.buffer_bytes(unit), reduce.buffer_bytes(unit))
         traffic.add(gather.step_bytes(unit))
         traffic.add(reduce.step_bytes(unit))
+    ahead = [gather.ahead_bytes(unit) for unit in model.units]
+    memory["wire buffers"] += sum(ahead) if setup.config.overlap else max(ahead, default=0)
     per_node = traffic.times(setup.ranks_per_node)
     return Estimate("this package", memory, per_node.cross_node, per_node.intra_node)
 
@@ -221,14 +223,19 @@ class _Gather:
 
     def buffer_bytes(self, unit: UnitShape) -> int:
         """Hop 2 receives the whole unit in wire form; so does hop 1, a secondary's worth, where none is kept. A delta is
-        taken of fp32 masters in one piece, and received beside the secondary that it changes."""
+        taken of fp32 masters in one piece."""
         if self._is_engine:
             return 0
         layouts = self._layouts(unit)
         received = self._setup.world_size * layouts.kept.nbytes
         if layouts.delta is not None:
-            return received + (self._num_slices + 1) * layouts.delta.nbytes + MASTER_BYTES * layouts.delta.numel
+            return received + layouts.delta.nbytes + MASTER_BYTES * layouts.delta.numel
         return received + ((0 if self._keeps else self._num_slices) + 1) * layouts.kept.nbytes
+
+    def ahead_bytes(self, unit: UnitShape) -> int:
+        """Deltas are received beside the secondary shard that they change; with overlap those of all units at once."""
+        delta = None if self._is_engine else self._layouts(unit).delta
+        return 0 if delta is None else self._num_slices * delta.nbytes
 
     def step_bytes(self, unit: UnitShape) -> Bytes:
         """What one rank receives. Frozen units are gathered across nodes once in a run, which rounds to nothing."""

@@ -14,7 +14,7 @@ signal 2 covers it.
 With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by differences. They are coarse where weights moved far,
 so whole weights cross instead (a resync) where there is no secondary shard yet, and where weights changed by anything but an
 optimizer: when the stamp before an optimizer's step is not the one after the last one's. Signal 3 means that too, and a
-checkpoint, whose masters a resumed run starts from.
+checkpoint, whose masters a resumed run starts from. Ranks agree on it for the reason above; ``ZEROPP_CHECK=1`` makes sure.
 """
 
 from __future__ import annotations
@@ -30,6 +30,14 @@ from hf_zeropp.overlap import GatherAhead
 from hf_zeropp.secondary_check import SecondaryCheck
 from hf_zeropp.traffic import Bytes, Traffic
 from hf_zeropp.units import AllGather, Unit, WeightStamp
+
+MANY_SURPRISES = 3
+
+_SURPRISE = (
+    "The weights of unit %s keep changing by something that is no step of a torch optimizer (an operation after each step, an "
+    "update by hand): whole weights cross each time, four times the bytes of an INT4 delta. Change them in the optimizer's step, "
+    "or set qwz_mode='values'."
+)
 
 
 class ZeroPPAllGather(CommObject, AllGather):
@@ -66,8 +74,11 @@ class ZeroPPAllGather(CommObject, AllGather):
         self._secondary: Secondary | None = None
         self._held: GatherLayouts | None = None  # of the secondary
         self._stamp: WeightStamp | None = None  # of the weights that the secondary holds
-        self._basis: WeightStamp | None = None  # of weights that only optimizers led to from there
+        # With deltas: the stamp of weights that only optimizers changed since the secondary was brought up to date.
+        self._basis: WeightStamp | None = None
+        self._is_in_optimizer_step = False
         self._num_deltas = 0  # since whole weights crossed
+        self._num_surprises = 0  # whole weights in a row for changes that no optimizer made and nobody told of
         self._flight: Flight | None = None  # hop 1 under way
         self._hop1_done: torch.Event | None = None
 
@@ -97,15 +108,23 @@ class ZeroPPAllGather(CommObject, AllGather):
     def expire(self) -> None:
         """Gather across nodes again at the next use, in full. The buffer is kept and overwritten."""
         self._stamp = self._basis = None
+        self._num_surprises = 0
+
+    def resync(self) -> None:
+        """Gather whole weights at the next use, where deltas brought the secondary shard to what it is."""
+        if self._held is not None and self._held.delta is not None:
+            self.expire()
 
     def before_optimizer_step(self) -> None:
         """What changed the weights up to now was no optimizer."""
         if self._basis is not None and not self._basis.matches(self.unit.params):
             self._basis = None
+        self._is_in_optimizer_step = bool(self.unit.trainable)
 
     def after_optimizer_step(self) -> None:
         """Gather across nodes again at the next use; a delta will do, where it did before."""
         self._stamp = None
+        self._is_in_optimizer_step = False
         if self._basis is not None:
             self._basis = self.unit.stamp()
 
@@ -114,6 +133,8 @@ class ZeroPPAllGather(CommObject, AllGather):
         dtype = self.unit.param_dtype
         if self._keep_secondary and not self.is_fresh and dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
             self._start(dtype, None)
+            if self._ahead is None:  # streams overlap: finish in the stream that has allocated what is received
+                self._land()
 
     @property
     def stays_in_group(self) -> bool:
@@ -156,7 +177,6 @@ class ZeroPPAllGather(CommObject, AllGather):
                 self._ahead.start_from(self)
         if self._flight is not None:
             self._land()
-            self._hop1_done = _record_event(shard.device)
         elif self._hop1_done is not None:
             torch.accelerator.current_stream().wait_event(self._hop1_done)
         assert self._secondary is not None and self._held is not None
@@ -167,31 +187,47 @@ class ZeroPPAllGather(CommObject, AllGather):
         if self._flight is not None:  # started ahead, and the weights changed since
             self._land()
         layouts = self.layouts(dtype)
-        if self._secondary is not None and self._held is not None and self._delta_will_do(layouts):
-            masters = self.unit.flat_shard(torch.float32)
-            flight: Flight = self._gather.start_delta(masters, layouts, self._secondary)
-            self._num_deltas += 1
-        else:
-            shard = self.unit.flat_shard(dtype) if shard is None else shard
-            if self._secondary is None or self._secondary.own.numel() != self._gather.cross.size * layouts.kept.nbytes:
-                self._secondary = self._gather.new_secondary(layouts.kept, shard.device)
-            flight = self._gather.start(shard, layouts, self._secondary)
-            self._num_deltas = 0
-        self._flight, self._held = flight, layouts
-        self._stamp = self._basis = self.unit.stamp()
+        sends_delta = self._delta_will_do(layouts)
+        if self._check is not None:
+            self._check.same_form(self.unit.name, sends_delta)
+        self._flight = self._start_delta(layouts) if sends_delta else self._start_whole(dtype, layouts, shard)
+        self._held = layouts
+        self._stamp = self.unit.stamp()
+        self._basis = None if layouts.delta is None else self._stamp
+
+    def _start_delta(self, layouts: GatherLayouts) -> Flight:
+        assert self._secondary is not None
+        self._num_deltas += 1
+        self._num_surprises = 0
+        return self._gather.start_delta(self.unit.flat_shard(torch.float32), layouts, self._secondary)
+
+    def _start_whole(self, dtype: torch.dtype, layouts: GatherLayouts, shard: torch.Tensor | None) -> Flight:
+        self._num_deltas = 0
+        shard = self.unit.flat_shard(dtype) if shard is None else shard
+        if self._secondary is None or self._secondary.own.numel() != self._gather.cross.size * layouts.kept.nbytes:
+            self._secondary = self._gather.new_secondary(layouts.kept, shard.device)
+        return self._gather.start(shard, layouts, self._secondary)
 
     def _delta_will_do(self, layouts: GatherLayouts) -> bool:
         """See [Note: when a delta will do]. The same on all ranks, as what makes a secondary shard stale is."""
-        is_due = self._config.qwz_resync_steps is not None and self._num_deltas >= self._config.qwz_resync_steps
-        has_basis = self._basis is not None and self._basis.matches(self.unit.params)
-        return layouts.delta is not None and layouts == self._held and has_basis and not is_due
+        if layouts.delta is None or self._secondary is None or layouts != self._held:
+            return False
+        if self._config.qwz_resync_steps is not None and self._num_deltas >= self._config.qwz_resync_steps:
+            return False
+        if self._basis is not None and (self._is_in_optimizer_step or self._basis.matches(self.unit.params)):
+            return True
+        self._num_surprises += 1
+        if self._num_surprises > MANY_SURPRISES:
+            warn_once(self, _SURPRISE, self.unit.name)
+        return False
 
     def _land(self) -> None:
         assert self._flight is not None and self._held is not None and self._secondary is not None
         self._gather.land(self._flight, self._held, self._secondary)
         self._flight = None
         if self._check is not None:
-            self._check(self.unit.name, self._secondary.own)
+            self._check.same_copies(self.unit.name, self._secondary.own)
+        self._hop1_done = _record_event(self._secondary.own.device)
 
     def _gather_unquantized(
         self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp.collectives import Feedback, Flight, ReduceLayouts, TwoHopReduce
 from hf_zeropp.comm_object import CommObject, reduce_layouts, warn_once
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.error_feedback import Residual, StepClock
+from hf_zeropp.error_feedback import LossScale, Residual
 from hf_zeropp.format import FLOAT_DTYPES, Segment, WireLayout
 from hf_zeropp.overlap import ReduceJob, ReducePipeline
 from hf_zeropp.traffic import ENGINE_REDUCE, Bytes, Peers, Traffic, total
@@ -44,7 +44,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._config = config
         self._traffic = traffic
         self._clock = clock
-        self.residual = Residual(config, clock.steps)
+        self.residual = Residual(config, clock.loss_scale)
         self._engine = DefaultReduceScatter()
         self._layouts: dict[object, ReduceLayouts] = {}
         self._partial: torch.Tensor | None = None
@@ -195,19 +195,25 @@ class ReduceClock:
         pipeline: where reductions overlap with compute; None where streams do that.
 
     Attributes:
-        steps: optimizer steps and loss scale, which residuals go by.
-        loss_scale: tells the loss scale; asked once per backward pass.
+        quantizes: whether gradients are quantized now; the same for all micro-steps of a step.
+        loss_scale: that of the backward pass under way.
+        ask_loss_scale: tells it; asked once per backward pass.
     """
 
     def __init__(self, quantizes: bool, traffic: Traffic, pipeline: ReducePipeline | None) -> None:
-        self.quantizes = quantizes
+        self.quantizes = self._wants_quantizes = quantizes
         self.is_last_micro_step: Callable[[], bool] = lambda: True
-        self.steps = StepClock()
-        self.loss_scale: Callable[[], float] = lambda: 1.0
+        self.loss_scale = LossScale()
+        self.ask_loss_scale: Callable[[], float] = lambda: 1.0
         self.reduces: list[ZeroPPReduceScatter] = []
         self.pipeline = pipeline
         self._traffic = traffic
         self._backward = -1  # the backward pass at whose end a flush is queued
+
+    def set_quantizes(self, quantizes: bool) -> None:
+        """From the next step on: partial sums are of gradients encoded one way, rotated or not."""
+        self._wants_quantizes = quantizes
+        self._settle()
 
     def tick(self, reduce: ZeroPPReduceScatter) -> None:
         """Called by every reduction: counts micro-steps, and queues one flush behind each backward pass."""
@@ -215,13 +221,18 @@ class ReduceClock:
             self._traffic.micro_steps += 1
         if self._backward != current_backward():
             self._backward = current_backward()
-            self.steps.loss_scale = self.loss_scale()
+            self.loss_scale.value = self.ask_loss_scale()
+            self._settle()
             queue_after_backward(self._flush)
 
     def forget_aborted_backward(self) -> None:
         """Called outside of backward passes: what is still under way belongs to one that raised."""
         if self.pipeline and current_backward() == -1:
             self.pipeline.discard()
+
+    def _settle(self) -> None:
+        if not any(reduce.has_partial for reduce in self.reduces):
+            self.quantizes = self._wants_quantizes
 
     def _first_trainable(self) -> ZeroPPReduceScatter | None:
         return next((reduce for reduce in self.reduces if reduce.unit.trainable), None)

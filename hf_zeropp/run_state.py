@@ -21,7 +21,6 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from hf_zeropp.error_feedback import StepClock
 from hf_zeropp.reduce_comm import ZeroPPReduceScatter
 from hf_zeropp.topology import Topology
 
@@ -34,7 +33,7 @@ def state_file(folder: str | os.PathLike[str], rank: int, index: int = 0) -> Pat
     return Path(folder, f"zeropp_{index}_rank_{rank}.safetensors")
 
 
-def save_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], clock: StepClock, topology: Topology) -> None:
+def save_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology) -> None:
     """Write them at once or not at all: a run that dies here leaves no half of a file."""
     tensors: dict[str, torch.Tensor] = {}
     units: dict[str, Any] = {}
@@ -43,44 +42,41 @@ def save_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], clock: St
         if wires:
             units[reduce.unit.name] = rest
             tensors |= {_key(reduce.unit.name, index): wire for index, wire in enumerate(wires)}
-    state = {"world": _world(topology), "steps": clock.steps, "units": units}
+    state = {"world": _world(topology), "units": units}
     partial = path.with_suffix(".partial")
+    path.parent.mkdir(parents=True, exist_ok=True)
     save_file(tensors, partial, metadata={_METADATA: json.dumps(state)})
     partial.replace(path)
 
 
-def load_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], clock: StepClock, topology: Topology) -> None:
+def load_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology) -> None:
     """Take over what `save_residuals` wrote, or clear, and say why."""
     for reduce in reduces:
         reduce.residual.clear()
-    if not path.exists():
-        logger.warning("No %s in the checkpoint: error feedback begins anew, with residuals of zero.", path.name)
-        return
     try:
         with safe_open(path, framework="pt") as file:
             state = json.loads(file.metadata()[_METADATA])
-            if state["world"] != _world(topology):
-                logger.warning(
-                    "The checkpoint was saved by %s, this is %s: error feedback begins anew, with residuals of zero.",
-                    _words(state["world"]),
-                    _words(_world(topology)),
-                )
+            if state["world"] == _world(topology):
+                for reduce in reduces:
+                    _restore(file, state["units"], reduce)
                 return
-            clock.steps = state["steps"]
-            for reduce in reduces:
-                _restore(file, state["units"], reduce)
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read ({error}): remove it to go on with residuals of zero.") from error
+            reason = f"the checkpoint was saved by {_words(state['world'])}, this is {_words(_world(topology))}"
+    except FileNotFoundError:
+        reason = f"there is no {path.name} in the checkpoint"
+    except (SafetensorError, OSError, TypeError, KeyError, ValueError) as error:  # cut off, or not ours
+        reason = f"{path.name} cannot be read ({type(error).__name__}: {error})"
+    for reduce in reduces:
+        reduce.residual.clear()
+    logger.warning("Error feedback begins anew, with residuals of zero: %s.", reason)
 
 
 def _restore(file: Any, units: dict[str, Any], reduce: ZeroPPReduceScatter) -> None:
     name = reduce.unit.name
-    if name not in units:
-        if reduce.unit.trainable:
-            logger.warning("The checkpoint has no residual of unit %s: it begins at zero.", name)
-        return
-    wires = [file.get_tensor(_key(name, index)) for index in range(len(units[name]["specs"]))]
-    reduce.residual.restore(wires, units[name], torch.device(reduce.unit.device_type))
+    if name in units:
+        wires = [file.get_tensor(_key(name, index)) for index in range(len(units[name]["kinds"]))]
+        reduce.residual.restore(wires, units[name], torch.device(reduce.unit.device_type))
+    elif reduce.unit.trainable:
+        logger.warning("The checkpoint has no residual of unit %s: it begins at zero.", name)
 
 
 def _key(unit: str, chunk: int) -> str:

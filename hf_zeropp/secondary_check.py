@@ -6,8 +6,10 @@ Each rank's checksum goes to all ranks, so that all of them stop where two diffe
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,7 +28,7 @@ def wants_check(environ: Mapping[str, str] | None = None) -> bool:
 
 
 class SecondaryCheck:
-    """Compares secondary shards across nodes. Collective over the world.
+    """Compares what ranks hold and what they are about to send. Collective over the world.
 
     Args:
         hpz_size: ranks that share one copy; the secondary shards of ranks that far apart must be equal.
@@ -35,20 +37,40 @@ class SecondaryCheck:
     def __init__(self, hpz_size: int) -> None:
         self._hpz_size = hpz_size
 
-    def __call__(self, unit: str, secondary: torch.Tensor) -> None:
+    def same_form(self, unit: str, sends_delta: bool) -> None:
+        """Raises: RuntimeError: on every rank, where some would send a delta of ``unit`` and others whole weights."""
+        forms = _of_all_ranks(torch.tensor(int(sends_delta)))
+        if len(set(forms)) > 1:
+            whole = [rank for rank, form in enumerate(forms) if not form]
+            _stop(
+                f"{ENV_CHECK}: ranks {whole} would send whole weights of unit {unit}, the others a delta (seen on rank "
+                f"{dist.get_rank()}): its weights were edited on some ranks only. Edit parameters on all ranks, or on none."
+            )
+
+    def same_copies(self, unit: str, secondary: torch.Tensor) -> None:
         """Raises: RuntimeError: on every rank, where the copies of ``unit`` differ."""
-        own = checksum(secondary)
-        sums = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(sums, own)
-        values = torch.stack(sums).tolist()
-        for rank, value in enumerate(values):
+        sums = _of_all_ranks(checksum(secondary))
+        for rank, value in enumerate(sums):
             first = rank % self._hpz_size
-            if value != values[first]:
-                raise RuntimeError(
-                    f"{ENV_CHECK}: the secondary shards of unit {unit} differ: rank {first} holds {values[first]:#x}, "
+            if value != sums[first]:
+                _stop(
+                    f"{ENV_CHECK}: the secondary shards of unit {unit} differ: rank {first} holds {sums[first]:#x}, "
                     f"rank {rank} {value:#x} (seen on rank {dist.get_rank()}). Weights were changed on one of them alone, or "
                     "bytes were damaged on the way: call handle.invalidate() on all ranks, and look for the cause."
                 )
+
+
+def _of_all_ranks(own: torch.Tensor) -> list[int]:
+    values = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, own)
+    return torch.stack(values).tolist()
+
+
+def _stop(message: str) -> NoReturn:
+    """Raise on this rank, as on all others, when all have received what they compare: a rank that ends cuts connections."""
+    with contextlib.suppress(RuntimeError):
+        dist.barrier()
+    raise RuntimeError(message)
 
 
 def checksum(wire: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,7 @@ namespace {
 namespace zeropp {
 
 enum DType : int64_t { kFloat32, kBFloat16, kFloat16 };  // positions in format.FLOAT_DTYPES
-enum Status : int {  // ops.py words them
+enum Status : int {  // native.py words them
   kOk,
   kParallelFailed,
   kCudaError = 1000,  // and above: 1000 + cudaError_t, which zeropp_error_text of the CUDA library words

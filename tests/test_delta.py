@@ -6,6 +6,8 @@ are 0.007 off here; the goal for INT4 deltas is 0.003.
 
 from __future__ import annotations
 
+import tempfile
+
 import pytest
 import torch
 from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
@@ -96,6 +98,50 @@ def optimizers_that_write_unseen(rank: int) -> None:
         assert weight_error(model) <= GOAL
         assert calls(handle, GATHER_RESYNC) == len(handle.gathers)
         assert calls(handle, GATHER_CROSS) == 5 * len(handle.gathers)  # four steps, and the gather for the comparison
+
+
+class RunsItsClosure(torch.optim.Optimizer):
+    """Three updates in a step, each after a forward and backward pass: LBFGS in small, for shards of any size."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure) -> None:
+        for _ in range(3):
+            with torch.enable_grad():
+                closure()
+            for group in self.param_groups:
+                for param in group["params"]:
+                    param.add_(param.grad, alpha=-group["lr"])
+
+
+def closures_within_a_step(rank: int) -> None:
+    """What changes the weights between an optimizer's forwards is the optimizer: deltas will do."""
+    model, handle = new_model(DELTA)
+    optimizer = RunsItsClosure(model.parameters(), lr=0.01)
+
+    def closure() -> None:
+        optimizer.zero_grad()
+        backward(model, rank)
+
+    for _ in range(2):
+        model.reshard()
+        optimizer.step(closure)
+    assert calls(handle, GATHER_RESYNC) == len(handle.gathers)
+    assert calls(handle, GATHER_CROSS) == 5 * len(handle.gathers)  # six updates, the last not yet gathered
+    assert weight_error(model) <= GOAL
+
+
+def checkpoints_resync_what_deltas_made(rank: int) -> None:
+    model = make_lm(**SIZES)
+    model.blocks[0].requires_grad_(False)
+    model = shard(model)
+    handle = apply_zeropp(model, DELTA)
+    train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), rank, range(2))
+    with tempfile.TemporaryDirectory() as folder:
+        handle.save_state(folder)
+    assert [gather.is_fresh for gather in handle.gathers] == [not gather.unit.trainable for gather in handle.gathers]
 
 
 def manual_edits_resync(rank: int) -> None:
@@ -230,6 +276,8 @@ SCENARIOS = Scenarios(
         weights_stay_near_the_masters,
         tenfold_learning_rate,
         optimizers_that_write_unseen,
+        closures_within_a_step,
+        checkpoints_resync_what_deltas_made,
         manual_edits_resync,
         an_edit_before_an_optimizer_step_resyncs,
         resync_after_so_many_steps,
@@ -337,6 +385,23 @@ def damaged_copy(rank: int, settings: dict) -> None:
         gather = next(gather for gather in handle.gathers if gather.unit.name == "blocks.1")
         gather._secondary.own[100] ^= 1
     model(tokens_of(rank))
+
+
+def edit_on_one_rank(rank: int) -> None:
+    """Between backward and step, where an optimizer's own change hides it."""
+    model, _ = new_model(DELTA)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    train(model, optimizer, rank, range(2))
+    backward(model, rank)
+    if rank == 1:
+        model.blocks[0].up.weight.to_local().detach()[0].zero_()
+    optimizer.step()
+    model(tokens_of(rank))
+
+
+def test_check_stops_before_ranks_send_other_sizes():
+    for error in expect_errors(edit_on_one_rank, 4, env={"ZEROPP_CHECK": "1"}):
+        assert "ranks [1] would send whole weights of unit blocks.0, the others a delta" in error
 
 
 def test_check_stops_every_rank_and_names_the_unit():

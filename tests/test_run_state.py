@@ -14,10 +14,10 @@ import transformers.trainer
 from accelerate_runs import handle_of, new_accelerator, prepared, tiny_llama
 from accelerate_runs import train as train_steps
 from accelerate_runs import weights as weights_of
-from harness import RankError, run_ranks
+from harness import run_ranks
 from trainer_runs import TWO_NODES, build_trainer, callback_of, losses, same_weights, weights
 
-from hf_zeropp.integrations.checkpoints import LOAD, PLACES, SAVE
+from hf_zeropp.integrations.checkpoints import LOAD, SAVE
 from hf_zeropp.run_state import state_file
 
 HALF = TWO_NODES | {"qwz_mode": "delta", "qwz_bits": 4, "qgz_hadamard": True, "qgz_error_feedback": "full"}
@@ -25,11 +25,17 @@ KINDS = ["FULL_STATE_DICT", "SHARDED_STATE_DICT"]
 SAVING = {"save_strategy": "steps", "save_steps": 2, "bf16": True}
 
 
-def train(rank: int, folder: str, zeropp: dict, kind: str, resume_from: str | None, arguments: dict):
-    lines = []
-    handler = logging.Handler()
+def log_lines() -> list[str]:
+    """What the package logs from now on."""
+    lines: list[str] = []
+    handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("hf_zeropp").addHandler(handler)
+    return lines
+
+
+def train(rank: int, folder: str, zeropp: dict, kind: str, resume_from: str | None, arguments: dict):
+    lines = log_lines()
     trainer = build_trainer(folder, zeropp, fsdp_config={"state_dict_type": kind}, **arguments)
     trainer.train(resume_from_checkpoint=resume_from)
     return losses(trainer), weights(trainer), lines, callback_of(trainer).handle.residual_bytes()
@@ -62,7 +68,7 @@ def test_without_its_residuals_a_run_goes_on_otherwise(tmp_path):
     resumed = run_ranks(train, 4, str(tmp_path / "resumed"), HALF, "SHARDED_STATE_DICT", str(checkpoint), SAVING)
     for rank, (ours, theirs) in enumerate(zip(resumed, straight, strict=True)):
         assert not same_weights(ours[1], theirs[1])
-        assert any(f"No zeropp_0_rank_{rank}.safetensors in the checkpoint" in line for line in ours[2])
+        assert any(f"there is no zeropp_0_rank_{rank}.safetensors in the checkpoint" in line for line in ours[2])
 
 
 @pytest.fixture(scope="module")
@@ -80,19 +86,20 @@ def saved(tmp_path_factory) -> tuple[str, list[float]]:
     ("world_size", "zeropp", "line"),
     [
         (4, TWO_NODES, "error feedback, which it belongs to, is off"),
-        (4, HALF | {"qgz_chunks": 2}, None),  # other layouts: seen at the first step
+        (4, HALF | {"qgz_chunks": 2}, "is of other settings"),
+        (4, HALF | {"qgz_hadamard": False}, "is of other settings"),
         (2, HALF | {"ranks_per_node": 1}, "was saved by 4 ranks, 2 to a node, this is 2 ranks, 1 to a node"),
-        (6, HALF | {"ranks_per_node": 3}, "No zeropp_0_rank_5.safetensors in the checkpoint"),
+        (6, HALF | {"ranks_per_node": 3}, "there is no zeropp_0_rank_5.safetensors in the checkpoint"),
     ],
-    ids=["features off", "in chunks", "2 ranks", "6 ranks"],
+    ids=["features off", "in chunks", "unrotated", "2 ranks", "6 ranks"],
 )
 def test_other_settings_and_worlds_load_it(tmp_path, saved, world_size, zeropp, line):
     checkpoint, before = saved
     arguments = SAVING | {"save_steps": 10, "learning_rate": 1e-3, "max_steps": 8, "ignore_data_skip": True}
     results = run_ranks(train, world_size, str(tmp_path), zeropp, "SHARDED_STATE_DICT", checkpoint, arguments)
     after, _, lines, residual_bytes = results[-1]
-    assert after[:4] == before and max(after[4:]) < before[0], (before, after)
-    assert line is None or any(line in each for each in lines), lines
+    assert max(after[4:]) < before[0], (before, after)  # it went on from there
+    assert any(line in each for each in lines), lines
     assert (residual_bytes > 0) == ("qgz_error_feedback" in zeropp)
 
 
@@ -119,22 +126,27 @@ def test_accelerate_resumes_bit_for_bit(tmp_path):
         assert all((ours[1][name] == weight).all() for name, weight in theirs[1].items())
 
 
-def load_damaged(rank: int, folder: str) -> None:
+def load_damaged(rank: int, folder: str) -> tuple[list[str], int]:
+    """One rank's file is cut off: that rank begins at zero, the others go on, and so does the run."""
+    lines = log_lines()
     accelerator = new_accelerator(HALF | {"ranks_per_node": 1})
     model, optimizer = prepared(accelerator)
     train_steps(accelerator, model, optimizer, rank, (0,))
     handle = handle_of(accelerator, model)
-    handle.save_state(folder)
-    path = state_file(folder, rank)
-    path.write_bytes(path.read_bytes()[:100])
-    handle.load_state(folder)
+    handle.save_state(os.path.join(folder, "made", "on the way"))
+    path = state_file(os.path.join(folder, "made", "on the way"), rank)
+    if rank == 1:
+        path.write_bytes(path.read_bytes()[:100])
+    handle.load_state(path.parent)
+    restored = handle.residual_bytes()
+    train_steps(accelerator, model, optimizer, rank, (1,))
+    return lines, restored
 
 
-def test_a_damaged_file_is_named(tmp_path):
-    with pytest.raises(RankError) as error:
-        run_ranks(load_damaged, 2, str(tmp_path), init=False)
-    for rank, kind, message in error.value.errors:
-        assert kind == "ValueError" and f"zeropp_0_rank_{rank}.safetensors cannot be read" in message
+def test_a_damaged_file_is_named_and_the_run_goes_on(tmp_path):
+    (lines, restored), (lines_of_damaged, nothing) = run_ranks(load_damaged, 2, str(tmp_path), init=False)
+    assert not lines and restored > 0 == nothing
+    assert any("zeropp_0_rank_1.safetensors cannot be read" in line for line in lines_of_damaged)
 
 
 def save_and_list(rank: int, folder: str) -> list[str]:
@@ -152,10 +164,8 @@ def test_runs_without_error_feedback_write_nothing_more(tmp_path):
 
 def test_both_libraries_look_up_the_functions_that_are_wrapped():
     """Fails when they save optimizers by other names or arguments."""
-    assert set(PLACES) == {accelerate.accelerator, transformers.trainer}
     for name, folder in ((SAVE, "output_dir"), (LOAD, "input_dir")):
-        parameters = list(inspect.signature(getattr(accelerate.utils, name)).parameters)
-        assert parameters[:4] == ["fsdp_plugin", "accelerator", "optimizer", "model"]
-        assert folder in parameters[4:6] and "optimizer_index" in parameters
-        for place in PLACES:
+        parameters = inspect.signature(getattr(accelerate.utils, name)).parameters
+        assert {"fsdp_plugin", "model", folder, "optimizer_index"} <= parameters.keys()
+        for place in (accelerate.accelerator, transformers.trainer):
             assert f"{name}(" in Path(inspect.getsourcefile(place)).read_text()

@@ -16,8 +16,9 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, Literal, cast
 
+import accelerate.accelerator
 import torch
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -53,8 +54,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     """
 
     zeropp: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | Literal[False] | None = None
-    scaler: ClassVar[torch.amp.GradScaler | None] = None
-    """The Accelerator's, with fp16; `prepare` tells it."""
+    scaler: torch.amp.GradScaler | None = dataclasses.field(default=None, init=False, repr=False)
+    """The Accelerator's, with fp16: ``prepare`` sets it."""
 
     def __post_init__(self) -> None:
         if self.zeropp is not False:
@@ -66,7 +67,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         super().__post_init__()
         watch_accelerator_state()
         watch_prepare()
-        watch_checkpoints()
+        watch_checkpoints(accelerate.accelerator)
 
     @property
     def zeropp_config(self) -> ZeroPPConfig | None:
@@ -91,7 +92,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         handle = apply_zeropp(model, self.zeropp_config)
         GradientState().plugin_kwargs["sync_each_batch"] = True
         handle.set_last_micro_step(lambda: GradientState().sync_gradients)
-        if self.scaler is not None:
+        if self.scaler is not None and handle.config.error_feedback_decay is not None:
             handle.set_loss_scale(self.scaler.get_scale)
         return handle
 

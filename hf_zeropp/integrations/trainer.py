@@ -33,6 +33,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_zeropp.apply import ZeroPPHandle
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, let_stock_plugin_count_on_cpu, use_plugin
+from hf_zeropp.integrations.checkpoints import watch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
 from hf_zeropp.units import find_sharded_modules, on_first_use
 
@@ -68,6 +69,7 @@ class ZeroPPCallback(TrainerCallback):
         self._log: StepLog | None = None
         _callbacks.add(self)
         let_stock_plugin_count_on_cpu()
+        watch_checkpoints(transformers.trainer)
 
     @property
     def _active_plugin(self) -> ZeroPPPlugin | None:
@@ -120,6 +122,7 @@ class ZeroPPCallback(TrainerCallback):
         handle.traffic.reset()
         self.invalidate()
         if state.is_world_process_zero:
+            _warn_of_inexact_resume(handle)
             _warn_of_strangers(model, [handle, *self._auxiliary])
         self._log = StepLog([handle, *self._auxiliary])
 
@@ -231,6 +234,16 @@ def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
             "ZeroPPCallback needs a model sharded by FSDP2: set TrainingArguments(fsdp=True, "
             'fsdp_config={"zeropp": {...}}) (on the command line: --fsdp --fsdp_config zeropp.json), leave '
             'fsdp_config["version"] at 2, and start several processes with `accelerate launch` or `hf-zeropp launch`.'
+        )
+
+
+def _warn_of_inexact_resume(handle: ZeroPPHandle) -> None:
+    has_state = handle.config.qwz_mode == "delta" or handle.config.error_feedback_decay is not None
+    if has_state and getattr(AcceleratorState(), "fsdp_plugin", None) is None:
+        logger.warning(
+            "This model was sharded at loading, and the Trainer saves its optimizer without Accelerate's FSDP functions: what "
+            "qwz_mode='delta' and qgz_error_feedback keep is not part of its checkpoints, and a resumed run differs a little. "
+            "Set fsdp=True for checkpoints that resume bit for bit, or call handle.save_state and handle.load_state."
         )
 
 
