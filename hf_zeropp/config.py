@@ -35,12 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
     "balanced": {},
     "half_model": {"qwz_mode": "delta", "qwz_bits": 4},
-    "min_traffic": {
-        "qwz_mode": "delta",
-        "qwz_bits": 2,
-        "qgz_hadamard": True,
-        "qgz_error_feedback": "full",
-    },
+    "min_traffic": {"qwz_mode": "delta", "qwz_bits": 2},
 }
 """Settings under a name. scripts/results/half_model.md says what each costs and buys."""
 

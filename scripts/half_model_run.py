@@ -30,7 +30,8 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "half-values": DELTA,
     "half": FEEDBACK | ROTATED | DELTA,
     "half-hpz-8": FEEDBACK | ROTATED | DELTA | {"hpz_bits": 8},
-    "three-eighths": {"preset": "min_traffic"},
+    "three-eighths-values": DELTA | {"qwz_bits": 2},
+    "three-eighths": FEEDBACK | ROTATED | DELTA | {"qwz_bits": 2},
 }
 
 SUM_LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)

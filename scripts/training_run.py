@@ -26,6 +26,8 @@ from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.units import AllGather, ReduceScatter, find_units
 
 OFF = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": None}
+DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
+EXACT_SUMS = {"qgz_hadamard": True, "qgz_error_feedback": "full"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,10 +62,11 @@ VARIANTS = {
         Variant("all", {}),
         # Lower bits and what makes up for them: see scripts/results/half_model.md.
         Variant("paper", {"preset": "paper"}),
-        Variant("half-values", {"qwz_mode": "delta", "qwz_bits": 4}),
-        Variant("half", {"preset": "min_traffic", "qwz_bits": 4}),
-        Variant("half-hpz-8", {"preset": "min_traffic", "qwz_bits": 4, "hpz_bits": 8}),
-        Variant("three-eighths", {"preset": "min_traffic"}),
+        Variant("half-values", DELTA),
+        Variant("half", DELTA | EXACT_SUMS),
+        Variant("half-hpz-8", DELTA | EXACT_SUMS | {"hpz_bits": 8}),
+        Variant("three-eighths-values", DELTA | {"qwz_bits": 2}),
+        Variant("three-eighths", DELTA | EXACT_SUMS | {"qwz_bits": 2}),
         # What each part of the implementation buys: see scripts/results/overlap.md.
         Variant("blocking", {"overlap": False}),
         Variant("sockets", {"shared_memory": False}),
