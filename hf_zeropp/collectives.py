@@ -208,13 +208,21 @@ class TwoHopGather:
         ops.quantize(shard, layouts.kept, out=wire)
         return Flight(secondary.own, hop.all_gather(secondary.own, wire), sent=(wire,))
 
-    def start_delta(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary) -> DeltaFlight:
-        """Start hop 1 with what this rank's shard [S] has become since ``secondary`` was brought up to date."""
+    def start_delta(self, shards: Sequence[torch.Tensor], layouts: GatherLayouts, secondary: Secondary) -> DeltaFlight:
+        """Start hop 1 with what this rank's shard has become since ``secondary`` was brought up to date.
+
+        Args:
+            shards: the shard [S], or its segments one by one, where they lie apart.
+        """
         assert layouts.delta is not None
         own_slice = secondary.own.view(self.cross.size, layouts.kept.nbytes)[self.cross.group.rank()]
-        wire = self._buffers.take(layouts.delta.nbytes, shard.device)
-        ops.quantize_difference(shard, own_slice, layouts.kept, layouts.delta, out=wire)
-        received = self._buffers.take(self.cross.size * layouts.delta.nbytes, shard.device)
+        wire = self._buffers.take(layouts.delta.nbytes, own_slice.device)
+        if len(shards) == 1:
+            ops.quantize_difference(shards[0], own_slice, layouts.kept, layouts.delta, out=wire)
+        else:
+            for shard, (kept, base), (here, delta) in zip(shards, layouts.kept.alone, layouts.delta.alone, strict=True):
+                ops.quantize_difference(shard, own_slice[kept], base, delta, out=wire[here])
+        received = self._buffers.take(self.cross.size * layouts.delta.nbytes, own_slice.device)
         return DeltaFlight(received, self.cross.all_gather(received, wire), sent=(wire,))
 
     def land(self, flight: Flight, layouts: GatherLayouts, secondary: Secondary) -> None:

@@ -223,7 +223,7 @@ class _Gather:
 
     def buffer_bytes(self, unit: UnitShape) -> int:
         """Hop 2 receives the whole unit in wire form; so does hop 1, a secondary's worth, where none is kept. A delta is
-        taken of fp32 masters in one piece."""
+        taken of fp32 masters, on a GPU in one piece."""
         if self._is_engine:
             return 0
         layouts = self._layouts(unit)

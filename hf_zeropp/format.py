@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from typing import NamedTuple
 
 import torch
@@ -149,6 +149,15 @@ class WireLayout:
         """The inverse of `spec`. One object per text, so its device tables are built once."""
         block, raw_dtype, *segments = spec.split(" ")
         return WireLayout(map(_segment_from_spec, segments), int(block), _DTYPE_NAMES[raw_dtype])
+
+    @cached_property
+    def alone(self) -> tuple[tuple[slice, WireLayout], ...]:
+        """Each segment's bytes in the wire, and a layout of that segment alone, which writes them as this one does.
+
+        For a layout without gaps: what a segment is encoded to depends on no other, and every part begins aligned.
+        """
+        layouts = (WireLayout([segment], self.block, self.raw_dtype) for segment in self.segments)
+        return tuple((slice(part.scales, part.end), layout) for part, layout in zip(self.parts, layouts, strict=True))
 
     @property
     def has_gaps(self) -> bool:

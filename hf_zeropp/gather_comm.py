@@ -199,7 +199,7 @@ class ZeroPPAllGather(CommObject, AllGather):
         assert self._secondary is not None
         self._num_deltas += 1
         self._num_surprises = 0
-        return self._gather.start_delta(self.unit.flat_shard(torch.float32), layouts, self._secondary)
+        return self._gather.start_delta(self.unit.master_shards(), layouts, self._secondary)
 
     def _start_whole(self, dtype: torch.dtype, layouts: GatherLayouts, shard: torch.Tensor | None) -> Flight:
         self._num_deltas = 0

@@ -176,6 +176,13 @@ class Unit:
         torch._foreach_copy_(flat.split([shard.numel() for shard in shards]), shards)
         return flat
 
+    def master_shards(self) -> list[torch.Tensor]:
+        """The padded shards of all parameters as they are kept, one by one; in one piece, fp32, on devices where a launch
+        for each would cost more than the copy. Plain shards only."""
+        if self.device_type != "cpu":
+            return [self.flat_shard(torch.float32)]
+        return [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
+
     def set_all_gather(self, comm: AllGather) -> None:
         self._module.set_custom_all_gather(comm)
 

@@ -22,6 +22,9 @@ KERNELS = {
     "dequantize": "decode",
     "dequantize_sum": "sum",
     "dequantize_sum_quantize": "sum and encode",
+    "quantize_with_feedback": "sum and encode",
+    "quantize_difference": "encode",
+    "dequantize_update": "update",
 }
 WAITING = "waiting for peers"
 COMPUTE = "computation"

@@ -107,8 +107,11 @@ def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: boo
             is_late = topology.node_group.rank() == 1  # in both nodes, so that hop 1 itself holds nobody up
             time.sleep(0.3 * (is_late and late == "sender"))
             shard = torch.full((64,), float(10 * step + rank))
-            start = gather.start_delta if deltas and step else gather.start
-            gather.land(start(shard, layouts, secondary), layouts, secondary)
+            is_delta = deltas and step > 0
+            flight = (gather.start_delta if is_delta else gather.start)(
+                [shard] if is_delta else shard, layouts, secondary
+            )
+            gather.land(flight, layouts, secondary)
             time.sleep(0.3 * (is_late and late == "reader"))
             output = torch.empty(WORLD_SIZE * 64)
             gather.decode(secondary, layout, output)

@@ -59,10 +59,15 @@ def gather_deltas(gather: TwoHopGather, case: Case, layouts: GatherLayouts, rank
         if step == 0:
             flight: Flight = gather.start(masters(case, rank, 0).to(case.dtype), layouts, secondary)
         else:
-            flight = gather.start_delta(masters(case, rank, step), layouts, secondary)
+            flight = gather.start_delta(in_pieces(masters(case, rank, step), layouts, step), layouts, secondary)
         gather.land(flight, layouts, secondary)
         gather.decode(secondary, layouts.kept, output)
     return output
+
+
+def in_pieces(shard: torch.Tensor, layouts: GatherLayouts, step: int) -> list[torch.Tensor]:
+    """Whole, or segment by segment: the same bytes."""
+    return [shard] if step % 2 else list(shard.split([segment.numel for segment in layouts.kept.segments]))
 
 
 def check_deltas(case: Case, copy_bits: int | None, rank: int) -> None:
