@@ -41,9 +41,9 @@ the same seed part by less than quantization moves them.
 
 `paper` is ZeRO++ as published: INT8 weights, INT4 gradients in both hops. `int8-inside` (the package's default), `hadamard`,
 `feedback`, `delta-4` and `delta-2` change one thing in it. With INT8 inside the node: `int8-feedback` adds error feedback,
-`int8-loco` its moving average (0.5), `gradients` feedback and rotation, `half-values` 4-bit deltas alone (the preset `half_model`). `half`
-is `gradients` with 4-bit deltas, `half-hpz-8` the same with the copy of the weights in INT8; `three-eighths-values` (the preset
-`min_traffic`) and `three-eighths` send 2-bit deltas instead.
+`int8-loco` its moving average (0.5), `gradients` feedback and rotation, `half-values` 4-bit deltas alone (the preset
+`half_model`). `half` is `gradients` with 4-bit deltas, `half-hpz-8` the same with the copy of the weights in INT8;
+`three-eighths-values` (the preset `min_traffic`) and `three-eighths` send 2-bit deltas instead.
 
 The errors are Frobenius norms over all matrices, relative, of the same runs. Weights: those a forward computes with,
 against the fp32 masters, at every point of the curve (`stock`: what rounding to bf16 costs). Gradients: the sum of
