@@ -344,7 +344,7 @@ def build(rank: int, variables: dict[str, str], arguments: dict, precision: str 
         ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, {}, ["FSDP1", "fsdp_version: 2", "--fsdp_version 2"]),
         ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, ["DeepSpeed exclude each other", "distributed_type: FSDP"]),
         ({"ZEROPP_CONFIG_FILE": "/no/such/file.yaml"}, {}, ["Cannot read", "/no/such/file.yaml", "Check the path"]),
-        ({"ZEROPP_QWZ": "8"}, {}, ["Unknown environment variable ZEROPP_QWZ", "ZEROPP_QWZ_BITS"]),
+        ({"ZEROPP_QWZ_BIT": "8"}, {}, ["Unknown environment variable ZEROPP_QWZ_BIT", "ZEROPP_QWZ_BITS"]),
         ({}, {"zeropp": {"qwz_bit": 8}}, ["qwz_bit'", "Did you mean 'qwz_bits'"]),
         ({}, {"zeropp": True}, ["mapping", "bool"]),
     ],

@@ -6,6 +6,7 @@ had from a run without quantization.
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import torch
@@ -47,16 +48,26 @@ def same(ours: Gradients, theirs: Gradients) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@functools.cache
+def exact_sums(rank: int, steps: int) -> Gradients:
+    return sums(Run(rank, NODES), steps)
+
+
+def sums(run: Run, steps: int) -> Gradients:
+    """Of the matrices' gradients, in fp64."""
+    total: Gradients = {}
+    for step in range(steps):
+        for name, gradient in run.step(step).items():
+            if gradient.ndim > 1:
+                total[name] = total.get(name, 0.0) + gradient.double()
+    return total
+
+
 def accumulated_error(rank: int, settings: dict, steps: int) -> float:
-    """Of the matrices' gradients, summed over steps: ||sum of reduced - sum of exact|| / ||sum of exact||."""
-    run, exact = Run(rank, settings), Run(rank, NODES)
-    off, size = 0.0, 0.0
-    sums = [[each.step(step) for step in range(steps)] for each in (run, exact)]
-    for name, param in exact.model.named_parameters():
-        if param.ndim > 1:
-            reduced, expected = (sum(gradients[name].double() for gradients in one) for one in sums)
-            off, size = off + (reduced - expected).square().sum(), size + expected.square().sum()
-    return (off / size).sqrt().item()
+    """||sum of reduced - sum of exact|| / ||sum of exact||, over steps and all matrices."""
+    exact, reduced = exact_sums(rank, steps), sums(Run(rank, settings), steps)
+    off = sum((reduced[name] - gradient).square().sum() for name, gradient in exact.items())
+    return (off / sum(gradient.square().sum() for gradient in exact.values())).sqrt().item()
 
 
 def the_sum_over_steps_is_nearly_exact(rank: int) -> None:

@@ -18,7 +18,7 @@ from hf_zeropp import ops, reference
 from hf_zeropp.collectives import Feedback, Flight, GatherLayouts, ReduceLayouts, TwoHopGather, TwoHopReduce
 from hf_zeropp.format import WireLayout
 
-WORLDS = (2, 3, 4, 6)
+WORLDS = (3, 4, 6)
 STEPS = 4
 
 
@@ -82,7 +82,7 @@ def check_deltas(case: Case, copy_bits: int | None, rank: int) -> None:
 
 def run_deltas(rank: int) -> None:
     sizes = [size for size in node_sizes(dist.get_world_size()) if size < dist.get_world_size()]
-    cases = itertools.product(sizes, ("one element", "awkward", "blocks", "empty"), dtypes(), (8, 4, 3, 2), (None, 8))
+    cases = itertools.product(sizes, ("one element", "awkward", "empty"), dtypes(), (8, 4, 3, 2), (None, 8))
     each_case([(Case(*one), bits) for *one, bits in cases], lambda pair: check_deltas(*pair, rank))
 
 
@@ -193,7 +193,7 @@ def check_feedback(case: Case, rotates: bool, decay: float, rank: int) -> None:
 def run_feedback(rank: int) -> None:
     sizes = node_sizes(dist.get_world_size())
     shapes = itertools.product(sizes, ("awkward", "blocks", "empty"), dtypes(), ((8, 4), (4, 4), (8, 8)))
-    kinds = ((True, 1.0), (False, 1.0), (True, 0.25))
+    kinds = ((True, 1.0), (False, 1.0), (True, 0.25)) if dist.get_world_size() <= 4 else ((True, 0.25),)
     cases = [(Case(*one, *pair), *kind) for (*one, pair), kind in itertools.product(shapes, kinds)]
     each_case(cases, lambda case: check_feedback(*case, rank))
 
