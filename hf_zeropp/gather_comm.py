@@ -119,7 +119,7 @@ class ZeroPPAllGather(CommObject, AllGather):
         """What changed the weights up to now was no optimizer."""
         if self._basis is not None and not self._basis.matches(self.unit.params):
             self._basis = None
-        self._is_in_optimizer_step = bool(self.unit.trainable)
+        self._is_in_optimizer_step = self.unit.trains
 
     def after_optimizer_step(self) -> None:
         """Gather across nodes again at the next use; a delta will do, where it did before."""
@@ -147,7 +147,7 @@ class ZeroPPAllGather(CommObject, AllGather):
 
     def layouts(self, dtype: torch.dtype) -> GatherLayouts:
         """Of weights gathered in ``dtype``. Frozen weights cross once, so they have no use for deltas."""
-        key = (dtype, bool(self.unit.trainable))
+        key = (dtype, self.unit.trains)
         if key not in self._layouts:
             self._layouts[key] = gather_layouts(self._config, self.unit.param_shards(), dtype, trains=key[1])
         return self._layouts[key]

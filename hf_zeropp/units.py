@@ -73,6 +73,10 @@ class Unit:
     def trainable(self) -> list[DTensor]:
         return [param for param in self.params if param.requires_grad]
 
+    @property
+    def trains(self) -> bool:
+        return len(self.trainable) > 0
+
     def param_shards(self, *, trainable_only: bool = False) -> list[ParamShard]:
         """What a flat shard consists of: of a gather all parameters, of a reduction the trainable ones."""
         return [

@@ -11,6 +11,8 @@ import inspect
 from types import ModuleType
 from typing import Any
 
+import accelerate.utils
+
 SAVE, LOAD = "save_fsdp_optimizer", "load_fsdp_optimizer"
 _MARK = "_zeropp_follows"
 
@@ -26,7 +28,7 @@ def _follow(place: ModuleType, name: str, method: str, folder: str) -> None:
     original = getattr(place, name)
     if hasattr(original, _MARK):
         return
-    signature = inspect.signature(original)
+    signature = inspect.signature(getattr(accelerate.utils, name))  # whoever else has wrapped it, with whatever names
 
     @functools.wraps(original)
     def followed(*args: Any, **kwargs: Any) -> Any:
