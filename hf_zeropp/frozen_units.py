@@ -53,13 +53,26 @@ def shard_frozen(
         param_dtype: what 16- and 32-bit frozen weights are gathered in; packed ones are gathered as they are.
         from_rank_0: rank 0 alone holds the weights; the others receive each unit just before it is sharded, so that no
             other rank ever holds the model.
+
+    Raises:
+        RuntimeError: weights are packed, and this torch's FSDP2 shards floating-point parameters only.
     """
+    _check_torch(model)
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, cast_forward_inputs=False)
     for unit in find_frozen_units(model, blocks):
         if from_rank_0:
             broadcast_parameters(unit.leaves)
         modules = unit.leaves if unit.owner in unit.leaves else [*unit.leaves, _anchor(unit.owner)]
         fully_shard(modules, mesh=node_mesh, mp_policy=policy, offload_policy=offload_policy or OffloadPolicy())
+
+
+def _check_torch(model: nn.Module) -> None:
+    is_packed = any(not param.is_floating_point() for param in model.parameters())
+    if is_packed and torch.__version__ < "2.12":
+        raise RuntimeError(
+            f"Frozen weights packed in integers need a newer torch than {torch.__version__}: its FSDP2 shards floating-point "
+            "parameters only. Install torch 2.13, or keep the base in 16 bits (frozen_bits=None)."
+        )
 
 
 def find_frozen_units(model: nn.Module, blocks: Iterable[nn.Module]) -> list[FrozenUnit]:
