@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from convergence_run import ConvergenceRun, Recipe
 from error_probe import GradientProbe, weight_error
+from training_run import DELTA
 
 PAPER = {"preset": "paper"}
-DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 FEEDBACK = {"qgz_error_feedback": "full"}
 ROTATED = {"qgz_hadamard": True}
 
