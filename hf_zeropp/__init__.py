@@ -12,7 +12,7 @@ from typing import Any
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.frozen import quantize_frozen
+from hf_zeropp.frozen.modules import quantize_frozen
 from hf_zeropp.generation import generation_mode
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 # Both need a part of Transformers that takes seconds to import: only for those who use them.
-_LAZY = {"ZeroPPCallback": "hf_zeropp.integrations.trainer", "ZeroPPQuantConfig": "hf_zeropp.frozen_loading"}
+_LAZY = {"ZeroPPCallback": "hf_zeropp.integrations.trainer", "ZeroPPQuantConfig": "hf_zeropp.integrations.quantizer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import logging
 import os
@@ -16,18 +15,21 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hf_zeropp.collectives import Hop, TwoHopGather, TwoHopReduce, WireBuffers
-from hf_zeropp.comm_object import CommObject, CountedAllGather
+from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
+from hf_zeropp.comm.hop import Hop, WireBuffers
+from hf_zeropp.comm.node_memory import NodeMemory
+from hf_zeropp.comm.topology import Topology, get_topology
+from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.frozen import dense_numel
-from hf_zeropp.gather_comm import ZeroPPAllGather
-from hf_zeropp.gloo_exit import give_gloo_time_at_exit
-from hf_zeropp.node_memory import NodeMemory
-from hf_zeropp.overlap import GatherAhead, ReducePipeline
-from hf_zeropp.reduce_comm import ReduceClock, ZeroPPReduceScatter
-from hf_zeropp.run_state import load_residuals, save_residuals, state_file
-from hf_zeropp.secondary_check import SecondaryCheck, wants_check
-from hf_zeropp.topology import Topology, detect_ranks_per_node, get_topology, resolve_hpz_size
+from hf_zeropp.frozen.modules import dense_numel
+from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
+from hf_zeropp.fsdp.comm_object import CommObject, CountedAllGather
+from hf_zeropp.fsdp.overlap import GatherAhead, ReducePipeline
+from hf_zeropp.fsdp.reduce_scatter import ReduceClock, ZeroPPReduceScatter
+from hf_zeropp.fsdp.residual_state import load_residuals, save_residuals, state_file
+from hf_zeropp.fsdp.secondary_check import SecondaryCheck
+from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
+from hf_zeropp.plan import Plan, agree, require_process_group
 from hf_zeropp.traffic import (
     ENGINE_GATHER,
     GATHER_CROSS,
@@ -39,7 +41,6 @@ from hf_zeropp.traffic import (
     Bytes,
     Traffic,
 )
-from hf_zeropp.units import Unit, find_units, without_compile_wrapper
 
 logger = logging.getLogger(__name__)
 
@@ -68,9 +69,9 @@ def apply_zeropp(
     """
     if (handle := get_handle(model)) is not None:
         return handle.check_same_config(ZeroPPConfig.resolve(config))
-    _require_process_group()
+    require_process_group()
     model = without_compile_wrapper(model)
-    plan = _agree(model, config)
+    plan = agree(model, config)
     handle = ZeroPPHandle(model, ZeroPPConfig(**dict(plan.settings)), plan)
     setattr(model, _HANDLE, handle)
     give_gloo_time_at_exit()
@@ -80,17 +81,6 @@ def apply_zeropp(
 def get_handle(model: nn.Module) -> ZeroPPHandle | None:
     """The handle of a model ``apply_zeropp`` was called with, or None."""
     return vars(without_compile_wrapper(model)).get(_HANDLE)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """What every rank must have in common before anything is installed."""
-
-    settings: tuple[tuple[str, Any], ...]
-    ranks_per_node: int
-    hpz_size: int | None
-    checks_secondaries: bool
-    units: tuple[tuple[str, int], ...]
 
 
 class ZeroPPHandle:
@@ -104,7 +94,7 @@ class ZeroPPHandle:
         is_active: False with one node only, where FSDP2's own collectives stay.
     """
 
-    def __init__(self, model: nn.Module, config: ZeroPPConfig, plan: _Plan) -> None:
+    def __init__(self, model: nn.Module, config: ZeroPPConfig, plan: Plan) -> None:
         self.config = config
         self._hpz_size = plan.hpz_size
         units = find_units(model)
@@ -228,7 +218,7 @@ class ZeroPPHandle:
             )
         return self
 
-    def _install_gathers(self, plan: _Plan, buffers: WireBuffers) -> None:
+    def _install_gathers(self, plan: Plan, buffers: WireBuffers) -> None:
         keep_secondary = plan.hpz_size is not None
         if self.config.qwz_bits is None and plan.hpz_size in (None, self.topology.world_size):
             self._count_engine_gathers(self.units, ENGINE_GATHER)  # nothing to quantize and nothing to keep
@@ -352,119 +342,3 @@ def _new_traffic(units: list[Unit], frozen_units: list[Unit], topology: Topology
     model_bytes += sum(dense_numel(module) for module in frozen_modules) * torch.bfloat16.itemsize
     trainable_bytes = sum(param.numel() * unit.reduce_dtype.itemsize for unit in units for param in unit.trainable)
     return Traffic(topology.ranks_per_node, topology.num_nodes, model_bytes, trainable_bytes)
-
-
-def _require_process_group() -> None:
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError(
-            "apply_zeropp needs a process group. Start with `accelerate launch` or `torchrun`, and call "
-            "torch.distributed.init_process_group (Accelerate does) before sharding the model."
-        )
-
-
-def _agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> _Plan:
-    """Check this rank's model and settings, exchange the outcome, and raise on every rank if any rank objects."""
-    plan, error = None, None
-    try:
-        plan = _make_plan(model, ZeroPPConfig.resolve(config))
-    except Exception as exception:  # whatever it is, the other ranks must hear of it, or they would wait for ever
-        error = f"{type(exception).__name__}: {exception}"
-    outcomes: list[tuple[_Plan | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (plan, error))
-    plans = []
-    for rank, (rank_plan, rank_error) in enumerate(outcomes):
-        if rank_plan is None:
-            raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
-        plans.append(rank_plan)
-    _check_same_plan(plans)
-    return plans[dist.get_rank()]
-
-
-def _make_plan(model: nn.Module, config: ZeroPPConfig) -> _Plan:
-    world_size = dist.get_world_size()
-    units = find_units(model)
-    if not units:
-        raise ValueError(
-            "the model is not sharded: expected FSDP2 modules (torch.distributed.fsdp.fully_shard), found none. "
-            "Prepare it with Accelerate and a ZeroPPPlugin, or call fully_shard on its blocks and on the model."
-        )
-    ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
-    for unit in units:
-        _check_unit(unit, world_size, ranks_per_node)
-        if config.qwz_mode == "delta" and unit.shard_group.size() == world_size:
-            _check_deltas(unit)
-    hpz_size = resolve_hpz_size(config.hpz_size, ranks_per_node, world_size)
-    if config.qwz_mode == "delta" and hpz_size == world_size > ranks_per_node:
-        raise ValueError(
-            f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that a delta could bring up to "
-            "date. Set hpz_size='node', or qwz_mode='values'."
-        )
-    return _Plan(
-        settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
-        ranks_per_node=ranks_per_node,
-        hpz_size=hpz_size,
-        checks_secondaries=wants_check(),
-        units=tuple((unit.name, sum(shard.padded_numel for shard in unit.param_shards())) for unit in units),
-    )
-
-
-def _check_unit(unit: Unit, world_size: int, ranks_per_node: int) -> None:
-    if isinstance(unit.reduce_scatter, ZeroPPReduceScatter):
-        raise ValueError(
-            f"unit {unit.name} already runs ZeRO++ through another apply_zeropp call, on a module above or below this "
-            "one. Call it once, on the model."
-        )
-    if unit.is_hsdp:
-        raise ValueError(
-            f"unit {unit.name} is sharded over a 2-D mesh (HSDP), which replicates over nodes what ZeRO++ shards. "
-            "Call fully_shard with a 1-D mesh over all ranks (leave dp_replicate_size at 1)."
-        )
-    if unit.reshards_to_part_of_the_world:
-        raise ValueError(
-            f"unit {unit.name} was sharded with reshard_after_forward=<int>, which keeps other shards for backward; "
-            "ZeRO++ keeps its own. Call fully_shard with reshard_after_forward=True (and set hpz_size to that int)."
-        )
-    ranks = dist.get_process_group_ranks(unit.shard_group)
-    first = dist.get_rank() // ranks_per_node * ranks_per_node
-    is_in_node = ranks == list(range(first, first + ranks_per_node))
-    if ranks != list(range(world_size)) and not (is_in_node and not unit.trainable):
-        raise ValueError(
-            f"unit {unit.name} is sharded over ranks {ranks}, expected all {world_size} ranks in order"
-            f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {first}'}. "
-            "Call fully_shard with a 1-D mesh over the whole world."
-        )
-
-
-def _check_deltas(unit: Unit) -> None:
-    others = {param.dtype for param in unit.trainable} - {torch.float32}
-    if others:
-        raise ValueError(
-            f"qwz_mode='delta' needs fp32 master weights, but unit {unit.name} trains parameters in {others.pop()}, whose own "
-            "rounding is what a delta would correct. Load the model in float32 with bf16 mixed precision (Accelerate then "
-            "keeps fp32 masters), or set qwz_mode='values'."
-        )
-    if not unit.has_plain_shards:
-        raise ValueError(
-            f"qwz_mode='delta' reads master weights where FSDP2 keeps them, but unit {unit.name} is offloaded to the CPU or "
-            "its parameters are tensor subclasses. Turn offloading off, or set qwz_mode='values'."
-        )
-
-
-def _check_same_plan(plans: list[_Plan]) -> None:
-    """Raises: ValueError naming the first rank and field that differ from rank 0."""
-    for rank, plan in enumerate(plans[1:], start=1):
-        for field in dataclasses.fields(_Plan):
-            ours, theirs = getattr(plans[0], field.name), getattr(plan, field.name)
-            if ours != theirs:
-                differing = [
-                    pair for pair in zip(_as_items(ours), _as_items(theirs), strict=False) if len(set(pair)) > 1
-                ]
-                raise ValueError(
-                    f"Ranks must agree on ZeRO++'s {field.name}: rank 0 has {differing[0][0] if differing else ours}, "
-                    f"rank {rank} has {differing[0][1] if differing else theirs}. Give all ranks the same settings, "
-                    "environment and model."
-                )
-
-
-def _as_items(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)

@@ -70,7 +70,7 @@ def launch(flags: list[str]) -> None:
 def run_export(args: argparse.Namespace) -> None:
     import torch
 
-    from hf_zeropp.export import export
+    from hf_zeropp.integrations.export import export
 
     try:
         folder = export(
@@ -87,7 +87,7 @@ def run_export(args: argparse.Namespace) -> None:
 
 def run_estimate(args: argparse.Namespace) -> None:
     """A table, or JSON, of what every method holds and sends. No process group, no weights."""
-    from hf_zeropp import estimate
+    from hf_zeropp.estimate import methods as estimate
 
     try:
         model = estimate.ModelShape.of(args.model, args.trainable)
@@ -119,7 +119,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_estimate(parser: argparse.ArgumentParser) -> None:
-    from hf_zeropp.estimate import OPTIMIZER_STATE_BYTES
+    from hf_zeropp.estimate.methods import OPTIMIZER_STATE_BYTES
 
     parser.add_argument("model", help="a parameter count (7B, 350M), or a hub name or path of a Hugging Face config")
     parser.add_argument("--world", type=int, required=True, help="ranks in all")
@@ -136,7 +136,7 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def _count(text: str) -> int:
-    from hf_zeropp.estimate import parse_count
+    from hf_zeropp.sizes import parse_count
 
     count = parse_count(text)
     if count is None:

@@ -29,7 +29,8 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from hf_zeropp.apply import ZeroPPHandle, get_handle
-from hf_zeropp.units import Unit, without_compile_wrapper
+from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
+from hf_zeropp.sizes import parse_bytes
 
 T = TypeVar("T")
 _APPLY = "_zeropp_apply"
@@ -88,21 +89,6 @@ def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None] 
 
     setattr(generate, _WRAPPED, True)
     vars(model)["generate"] = generate
-
-
-def parse_bytes(size: int | str | None) -> int:
-    """2_000_000, "2MB", "1.5 GB"; None is 0."""
-    if size is None or isinstance(size, int):
-        return size or 0
-    units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
-    text = size.strip().upper()
-    for suffix, factor in units.items():
-        if text.endswith(suffix):
-            try:
-                return int(float(text.removesuffix(suffix)) * factor)
-            except ValueError:
-                break
-    raise ValueError(f'memory_budget must be a number of bytes or a text such as "800MB" or "1.5GB", got {size!r}.')
 
 
 def _handle_of(model: nn.Module) -> ZeroPPHandle:

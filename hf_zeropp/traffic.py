@@ -4,19 +4,27 @@ Bytes are what a rank receives from other ranks (in every collective here it sen
 is on the same node. A node's cross-node bytes are the sum over its ranks. Scales and padding count; protocol headers
 do not. Flat gathers that are left to FSDP2 count as the ring that carries them. The ZeRO-3 line of the table is the least
 a node must receive, whatever the algorithm: it favours ZeRO-3.
+
+Time spent in collectives, measured without ever making the host wait for the device.
+
+On CPU a collective blocks its caller, when it is issued or when its work is waited for: the wall time of both is what
+training pays for it. On an accelerator it runs on a stream behind the caller's back: two events mark it, and their
+distance is read once both have passed, so a figure may lag by the collectives under way. There it includes the wait
+for slower ranks, and what overlaps with compute is not taken off.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import time
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
+import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-
-from hf_zeropp.timing import CommTimer
 
 GATHER_CROSS = "gather, across nodes"
 GATHER_RESYNC = "gather, whole weights"
@@ -176,3 +184,60 @@ def _predicted(predicted: Mapping[str, Bytes] | None, names: Iterable[str], rank
     if predicted is None:
         return ""
     return _megabytes(ranks_per_node * sum(predicted[name].cross_node for name in names if name in predicted))
+
+
+class CommTimer:
+    """Adds up the time of collectives on one rank."""
+
+    def __init__(self) -> None:
+        self._finished_s = 0.0
+        self._running: deque[tuple[torch.Event, torch.Event]] = deque()
+        self._spare: list[tuple[torch.Event, torch.Event]] = []
+
+    @contextmanager
+    def measure(self, device: torch.device) -> Iterator[None]:
+        """Count what is issued inside."""
+        if device.type == "cpu":
+            start_s = time.perf_counter()
+            yield
+            self._finished_s += time.perf_counter() - start_s
+            return
+        self._collect()
+        start, end = self._spare.pop() if self._spare else _timing_events(device)
+        start.record()
+        yield
+        end.record()
+        self._running.append((start, end))
+
+    def watch(self, work: dist.Work | None, device: torch.device) -> TimedWork | None:
+        """The same work, whose ``wait`` is counted."""
+        return None if work is None else TimedWork(work, self, device)
+
+    @property
+    def seconds(self) -> float:
+        """Of all collectives that have finished."""
+        self._collect()
+        return self._finished_s
+
+    def _collect(self) -> None:
+        while self._running and self._running[0][1].query():
+            start, end = self._running.popleft()
+            self._finished_s += start.elapsed_time(end) / 1e3
+            self._spare.append((start, end))
+
+
+class TimedWork:
+    """A work whose ``wait`` (of the caller, or on an accelerator of its stream) counts as time in collectives."""
+
+    def __init__(self, work: dist.Work, timer: CommTimer, device: torch.device) -> None:
+        self._work = work
+        self._timer = timer
+        self._device = device
+
+    def wait(self) -> None:
+        with self._timer.measure(self._device):
+            self._work.wait()
+
+
+def _timing_events(device: torch.device) -> tuple[torch.Event, torch.Event]:
+    return torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)

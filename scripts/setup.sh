@@ -46,7 +46,8 @@ make_environment() {
 install_package() {
     local extras="$1" stamp current
     stamp="$("$PYTHON" -c 'import sys; print(sys.prefix)')/.hf_zeropp_$extras"
-    current="$(cat pyproject.toml $(find ops -type f | sort) | sha256sum) $(pwd)"
+    # An editable install knows modules by their paths, so it is renewed when one is added or moves.
+    current="$({ cat pyproject.toml $(find ops -type f | sort); find hf_zeropp -name '*.py' | sort; } | sha256sum) $(pwd)"
     if [ "$(cat "$stamp" 2>/dev/null)" = "$current" ] && "$PYTHON" -c 'import torch, hf_zeropp' 2>/dev/null; then
         return
     fi

@@ -4,8 +4,8 @@ import sys
 import pytest
 import torch
 
-# Test modules import `harness`, and the ranks it starts import the test modules by name.
-sys.path.insert(0, os.path.dirname(__file__))
+# Test modules import helpers by name, and so do the ranks that helpers/harness.py starts.
+sys.path.insert(0, os.path.join(os.path.dirname(__file__), "helpers"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

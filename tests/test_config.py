@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from hf_zeropp import ZeroPPConfig
 from hf_zeropp.config import MAX_BLOCK, field_names
-from hf_zeropp.format import MAX_BLOCK as FORMAT_MAX_BLOCK
-from hf_zeropp.format import QMAX
+from hf_zeropp.ops.format import MAX_BLOCK as FORMAT_MAX_BLOCK
+from hf_zeropp.ops.format import QMAX
 
 
 def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:

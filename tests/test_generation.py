@@ -8,7 +8,8 @@ import torch.distributed as dist
 from frozen_runs import UNQUANTIZED, VOCAB, packed_copy, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
 from harness import expect_errors, run_ranks
 
-from hf_zeropp.generation import generation_mode, parse_bytes
+from hf_zeropp.generation import generation_mode
+from hf_zeropp.sizes import parse_bytes
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_FROZEN, GATHER_NODE
 
 WAYS = {

@@ -16,63 +16,43 @@ from accelerate.state import AcceleratorState
 from torch.distributed.tensor import DTensor
 from transformers import GenerationMixin, PreTrainedModel
 
-from hf_zeropp.format import Part
+from hf_zeropp.ops.format import Part
 
 PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 
-# Each module imports only modules that stand above it. A new module belongs in here, at its place.
+# Each package (or module of the top level) imports only from those that stand above it, and from itself.
 LAYERS = [
     "config",
-    "format",
-    "reference",
-    "native",
-    "kernels",
+    "sizes",
     "ops",
-    "topology",
-    "node_memory",
-    "timing",
     "traffic",
-    "units",
-    "collectives",
-    "overlap",
-    "secondary_check",
-    "error_feedback",
-    "comm_object",
-    "gather_comm",
-    "reduce_comm",
-    "run_state",
-    "frozen_format",
-    "packed_weight",
+    "comm",
+    "fsdp",
     "frozen",
-    "frozen_units",
-    "frozen_loading",
-    "model_shape",
     "estimate",
-    "gloo_exit",
+    "plan",
     "apply",
     "generation",
-    "export",
     "integrations",
-    "integrations.checkpoints",
-    "integrations.frozen_base",
-    "integrations.accelerate",
-    "integrations.step_log",
-    "integrations.trainer",
     "cli",
 ]
+# The only package that imports these at module level: everything else works without them.
+HUGGING_FACE = {"accelerate", "transformers", "peft", "trl", "datasets"}
 # Private modules of PyTorch that are imported outside of units.py: a tensor subclass needs both.
-PRIVATE_IMPORTS = {"packed_weight": {"torch.distributed.tensor._utils", "torch.utils._pytree"}}
+PRIVATE_IMPORTS = {"frozen.weight": {"torch.distributed.tensor._utils", "torch.utils._pytree"}}
 # Private names of others that are used outside of units.py, where those of FSDP2 stand: in which module, and who has them.
 FOREIGN_PRIVATE: dict[str, dict[str, object]] = {
-    "collectives": {"_base": torch.Tensor},  # the buffer behind a slice of it
-    "format": {"_fields": Part},  # public, whatever its name: of every named tuple
-    "reduce_comm": {"_local_tensor": DTensor},  # `to_local` without autograd
+    "comm.hop": {"_base": torch.Tensor},  # the buffer behind a slice of it
+    "ops.format": {"_fields": Part},  # public, whatever its name: of every named tuple
+    "fsdp.reduce_scatter": {"_local_tensor": DTensor},  # `to_local` without autograd
     "generation": {"_has_unfinished_sequences": GenerationMixin},  # which ranks must agree on another token
     "integrations.accelerate": {"_shared_state": AcceleratorState},  # a plugin for a state that exists
-    "integrations.frozen_base": {"_prepare_fsdp2": Accelerator},  # sees a model and its optimizers together
-    "model_shape": {"_no_split_modules": PreTrainedModel},  # what Accelerate wraps, before there is anything to wrap
-    "kernels": {"_name": ctypes.CDLL},  # the path of a loaded library
-    "packed_weight": {  # a tensor subclass has no public way to any of these
+    "integrations.accelerate_frozen": {"_prepare_fsdp2": Accelerator},  # sees a model and its optimizers together
+    "estimate.model_shape": {
+        "_no_split_modules": PreTrainedModel
+    },  # what Accelerate wraps, before there is anything to wrap
+    "ops.kernels": {"_name": ctypes.CDLL},  # the path of a loaded library
+    "frozen.weight": {  # a tensor subclass has no public way to any of these
         "_C": torch,
         "_disabled_torch_function_impl": torch._C,
         "_make_wrapper_subclass": torch.Tensor,
@@ -97,18 +77,9 @@ def module_name(path: Path) -> str:
 MODULES = modules()
 
 
-def runtime_nodes(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those under ``if TYPE_CHECKING``."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
-            continue
-        yield node
-        yield from runtime_nodes(node)
-
-
 def imported_modules(tree: ast.Module) -> Iterator[str]:
     """Full names: ``from a.b import c`` gives a.b.c, and a.b as well."""
-    for node in runtime_nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -117,19 +88,41 @@ def imported_modules(tree: ast.Module) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def package_of(name: str) -> str:
+    return name.partition(".")[0]
+
+
 def own_imports(tree: ast.Module) -> set[str]:
+    """Modules of this package that a module imports, wherever in it; a package stands for its ``__init__``."""
     names = {name.removeprefix("hf_zeropp.") for name in imported_modules(tree) if name.startswith("hf_zeropp.")}
-    return names & MODULES.keys()
+    found = names & MODULES.keys()
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
 
 
-def test_every_module_has_a_layer():
-    assert sorted(LAYERS) == sorted(MODULES)
+def test_every_package_has_a_layer():
+    assert sorted(LAYERS) == sorted({package_of(name) for name in MODULES})
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_imports_point_upwards(name):
-    above = set(LAYERS[: LAYERS.index(name)])
-    assert own_imports(MODULES[name]) <= above
+@pytest.mark.parametrize("layer", LAYERS)
+def test_imports_point_upwards(layer):
+    allowed = set(LAYERS[: LAYERS.index(layer) + 1])
+    imported = {
+        f"{name} imports {other}"
+        for name, tree in MODULES.items()
+        if package_of(name) == layer
+        for other in own_imports(tree)
+        if package_of(other) not in allowed
+    }
+    assert imported == set()
+
+
+def test_no_circles():
+    """Modules of one package import each other one way as well, also for annotations."""
+    waiting = {name: {other for other in own_imports(tree) if other != name} for name, tree in MODULES.items()}
+    while ready := [name for name, others in waiting.items() if not others & waiting.keys()]:
+        for name in ready:
+            del waiting[name]
+    assert waiting == {}
 
 
 def test_the_import_test_can_fail():
@@ -137,7 +130,12 @@ def test_the_import_test_can_fail():
     assert own_imports(tree) == {"apply", "cli"}
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "units"])
+@pytest.mark.parametrize("name", [name for name in MODULES if package_of(name) != "integrations"])
+def test_only_integrations_import_hugging_face(name):
+    assert {package_of(other) for other in imported_modules(MODULES[name])} & HUGGING_FACE == set()
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "fsdp.units"])
 def test_only_units_imports_private_names(name):
     def is_private(part: str) -> bool:
         return part.startswith("_") and not part.startswith("__")
@@ -174,7 +172,7 @@ def private_attributes(tree: ast.Module) -> set[str]:
     return {name for name in found if name.startswith("_") and not name.startswith("__")}
 
 
-@pytest.mark.parametrize("name", [name for name in LAYERS if name != "units"])
+@pytest.mark.parametrize("name", [name for name in MODULES if name != "fsdp.units"])
 def test_private_names_of_others_are_known(name):
     foreign = private_attributes(MODULES[name]) - names_of_our_own()
     torch_foreach = {attribute for attribute in foreign if attribute.startswith("_foreach_")}  # stable, if undocumented

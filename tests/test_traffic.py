@@ -175,7 +175,7 @@ def test_traffic(scenario):
 
 
 def run_peers(rank: int) -> tuple[Peers, ...]:
-    from hf_zeropp.topology import get_topology
+    from hf_zeropp.comm.topology import get_topology
 
     topology = get_topology(2, "cpu")
     whole = torch.distributed.group.WORLD

@@ -26,10 +26,10 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.units import on_first_use
 from hf_zeropp.generation import install_generate
-from hf_zeropp.integrations.checkpoints import watch_checkpoints
-from hf_zeropp.integrations.frozen_base import prepare_frozen, watch_prepare
-from hf_zeropp.units import on_first_use
+from hf_zeropp.integrations.accelerate_checkpoints import watch_checkpoints
+from hf_zeropp.integrations.accelerate_frozen import prepare_frozen, watch_prepare
 
 logger = logging.getLogger(__name__)
 

@@ -32,10 +32,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zeropp.apply import ZeroPPHandle
+from hf_zeropp.fsdp.units import find_sharded_modules, on_first_use
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, let_stock_plugin_count_on_cpu, use_plugin
-from hf_zeropp.integrations.checkpoints import watch_checkpoints
+from hf_zeropp.integrations.accelerate_checkpoints import watch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
-from hf_zeropp.units import find_sharded_modules, on_first_use
 
 logger = logging.getLogger(__name__)
 

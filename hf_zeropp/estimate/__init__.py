@@ -1,0 +1,1 @@
+"""Memory and bytes of a job, before it starts."""

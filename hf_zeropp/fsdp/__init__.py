@@ -1,0 +1,1 @@
+"""What FSDP2 calls in place of its own collectives."""

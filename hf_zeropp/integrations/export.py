@@ -1,0 +1,293 @@
+"""Merge an adapter into its base and write 16-bit safetensors that ``from_pretrained`` opens without this package.
+
+    hf-zeropp export --adapter runs/lora --output merged            # the base stands in the adapter's config
+    hf-zeropp export --model packed --output dense                  # a packed checkpoint, decoded
+
+Streaming: the base's safetensors are read tensor by tensor, each is decoded if packed, merged if an adapter layer has it, and
+written. PEFT does the merging, layer by layer, on a model whose other weights are on ``meta``: whatever it can merge (LoRA,
+DoRA, rsLoRA, per-layer ranks) is merged exactly as ``merge_and_unload`` would, in fp32. Memory: one shard of the output.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn as nn
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from hf_zeropp.frozen.modules import CODES, SCALES
+from hf_zeropp.ops import frozen_format
+from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
+from hf_zeropp.sizes import parse_bytes
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+
+
+def export(
+    output: str | Path,
+    model: str | Path | None = None,
+    adapter: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    max_shard_size: int | str = "2GB",
+    show_progress: bool = True,
+) -> Path:
+    """Write ``model``, with ``adapter`` merged into it, to the folder ``output``.
+
+    Args:
+        output: a folder that is empty or does not exist. It appears when everything is written, not before.
+        model: the base, 16-bit or packed: a folder or a hub name. Default: what the adapter's config names.
+        adapter: a PEFT adapter folder; None only decodes a packed base.
+        dtype: of the floating point weights written.
+
+    Returns:
+        The folder.
+
+    Raises:
+        ValueError: nothing to export, a folder that is not empty, or an adapter that does not fit the base.
+    """
+    output = Path(output)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(
+            f"{str(output)!r} exists and is not an empty folder; nothing was written. Choose another --output."
+        )
+    base = _Base(_resolve_base(model, adapter))
+    merger = _Merger(base.skeleton, adapter) if adapter is not None else None
+    output.parent.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
+    try:
+        writer = _ShardWriter(folder, parse_bytes(max_shard_size), dtype)
+        for name, tensor in tqdm(base, desc="Exporting", disable=not show_progress):
+            for merged_name, merged in merger.merge(name, tensor) if merger else [(name, tensor)]:
+                writer.add(merged_name, merged)
+        if merger is not None:
+            merger.check_all_merged()
+        writer.finish()
+        _copy_companions(base.path, folder, dtype, unties=merger is not None and merger.unties)
+        folder.chmod(0o755)  # mkdtemp's own would keep others out
+        folder.rename(output)  # replaces an empty folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    return output
+
+
+def _resolve_base(model: str | Path | None, adapter: str | Path | None) -> Path:
+    if model is None:
+        if adapter is None:
+            raise ValueError("Nothing to export: give --model (a packed or 16-bit base), --adapter, or both.")
+        config_file = Path(adapter) / "adapter_config.json"
+        if not config_file.is_file():
+            raise ValueError(f"{str(adapter)!r} is no PEFT adapter folder: it has no adapter_config.json.")
+        model = json.loads(config_file.read_text()).get("base_model_name_or_path")
+        if not model:
+            raise ValueError("The adapter's config does not name its base model: give --model.")
+    path = Path(model)
+    if not path.is_dir():
+        from huggingface_hub import snapshot_download
+
+        path = Path(
+            snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
+        )
+    if not any(path.glob("*.safetensors")):
+        raise ValueError(f"{str(path)!r} holds no safetensors weights.")
+    return path
+
+
+class _Base:
+    """A checkpoint folder, read tensor by tensor under the names of the unpacked model."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.skeleton = _skeleton(path)
+        self._config = json.loads((path / "config.json").read_text())
+        quantization = self._config.get("quantization_config") or {"quant_method": "zeropp"}
+        if quantization.get("quant_method") != "zeropp":
+            raise ValueError(
+                f"The base was quantized by {quantization.get('quant_method')!r}; export reads 16-bit bases and those packed "
+                "with ZeroPPQuantConfig. Give the 16-bit base as --model."
+            )
+        self._format = FrozenFormat(quantization.get("bits", 8), quantization.get("block", DEFAULT_BLOCK))
+        self._columns: dict[str, int] = {
+            name: param.shape[-1] for name, param in self.skeleton.named_parameters() if param.ndim
+        }
+        self._files: dict[str, Path] = {}  # of each stored tensor
+        for file in sorted(path.glob("*.safetensors")):
+            with safe_open(file, "pt") as tensors:
+                self._files |= dict.fromkeys(tensors.keys(), file)
+
+    def __len__(self) -> int:
+        return sum(not name.endswith(SCALES) for name in self._files)
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name in self._files:
+            if name.endswith(CODES) and name.removesuffix(CODES) in self._columns:
+                yield name.removesuffix(CODES), self._decode(name.removesuffix(CODES))
+            elif not name.endswith(SCALES):
+                yield name, self._stored(name)
+
+    def _decode(self, name: str) -> Tensor:
+        codes, scales = self._stored(name + CODES), self._stored(name + SCALES)
+        return frozen_format.unpack(codes, scales, self._columns[name], self._format, torch.float32)
+
+    def _stored(self, name: str) -> Tensor:
+        with safe_open(self._files[name], "pt") as tensors:
+            return tensors.get_tensor(name)
+
+
+class _Merger:
+    """A base on ``meta`` under PEFT; each of its layers gets its weight for the moment in which it is merged."""
+
+    def __init__(self, skeleton: nn.Module, adapter: str | Path) -> None:
+        from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
+        from peft.tuners.tuners_utils import BaseTunerLayer
+        from peft.utils.other import ModulesToSaveWrapper
+
+        config = PeftConfig.from_pretrained(str(adapter))
+        config.inference_mode = False  # so that the adapter's parameters are the trainable ones
+        config.init_lora_weights = True  # loaded below; some initializations would compute with the base
+        with torch.device("meta"):
+            model = get_peft_model(skeleton, config)
+        _materialize_trainable(model)
+        set_peft_model_state_dict(model, load_peft_weights(str(adapter), device="cpu"))
+        root = model.get_base_model()
+        self._layers: dict[str, Any] = {  # BaseTunerLayers
+            name: module for name, module in root.named_modules() if isinstance(module, BaseTunerLayer)
+        }
+        self._replaced = {
+            name: module for name, module in root.named_modules() if isinstance(module, ModulesToSaveWrapper)
+        }
+        self._left = set(self._layers)
+        self._tied = getattr(skeleton, "all_tied_weights_keys", {})
+        self.unties = False  # an adapter on one of two tied weights makes them two
+
+    def merge(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What the merged model has under this name, and under names tied to it that an adapter sets apart."""
+        tied = [target for target, source in self._tied.items() if source == name]
+        if any(key.rpartition(".")[0] in (*self._layers, *self._replaced) for key in (name, *tied)) and tied:
+            self.unties = True
+            for target in tied:
+                yield target, self._merge(target, tensor.clone())
+        yield name, self._merge(name, tensor)
+
+    def _merge(self, name: str, tensor: Tensor) -> Tensor:
+        module_name, _, leaf = name.rpartition(".")
+        if (wrapper := self._replaced.get(module_name)) is not None:
+            return dict(wrapper.modules_to_save[wrapper.active_adapters[0]].named_parameters())[leaf]
+        if (layer := self._layers.get(module_name)) is None or leaf != "weight":
+            return tensor
+        if tensor.shape != layer.get_base_layer().weight.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} in the base and {tuple(layer.get_base_layer().weight.shape)} for the "
+                "adapter. Is it the base this adapter was trained on?"
+            )
+        self._left.discard(module_name)
+        return _merge_layer(layer, tensor)
+
+    def check_all_merged(self) -> None:
+        if self._left:
+            raise ValueError(
+                f"{len(self._left)} adapter layers have no weight in the base ({sorted(self._left)[0]}, ...). Is it the base "
+                "this adapter was trained on?"
+            )
+
+
+def _materialize_trainable(model: nn.Module) -> None:
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            if param.requires_grad:
+                setattr(module, name, nn.Parameter(torch.empty_like(param, device="cpu")))
+
+
+def _merge_layer(layer: Any, weight: Tensor) -> Tensor:
+    """PEFT's own merge, in fp32. layer: a BaseTunerLayer, no Module by its type."""
+    base_layer = layer.get_base_layer()
+    on_meta = base_layer.weight
+    base_layer.weight = nn.Parameter(weight.float(), requires_grad=False)
+    layer.float()
+    with torch.no_grad():
+        layer.merge(safe_merge=True)
+    merged = base_layer.weight.data
+    base_layer.weight = on_meta
+    return merged
+
+
+def _skeleton(base: Path) -> nn.Module:
+    """The dense model on ``meta``."""
+    import transformers
+
+    config = transformers.AutoConfig.from_pretrained(base)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model_class: Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
+    with torch.device("meta"):
+        return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
+
+
+class _ShardWriter:
+    """Collects tensors and writes a shard whenever they reach its size."""
+
+    def __init__(self, folder: Path, shard_bytes: int, dtype: torch.dtype) -> None:
+        self._folder = folder
+        self._dtype = dtype
+        self._shard_bytes = shard_bytes
+        self._tensors: dict[str, Tensor] = {}
+        self._shards: list[list[str]] = []
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+        if self._tensors and sum(map(_nbytes, self._tensors.values())) + _nbytes(tensor) > self._shard_bytes:
+            self._flush()
+        self._tensors[name] = tensor.contiguous().clone()
+        self._total_bytes += _nbytes(tensor)
+
+    def finish(self) -> None:
+        """Write the rest, then name the shards, whose number is known only now."""
+        self._flush()
+        count = len(self._shards)
+        weight_map: dict[str, str] = {}
+        for i, names in enumerate(self._shards, start=1):
+            file = WEIGHTS if count == 1 else f"model-{i:05}-of-{count:05}.safetensors"
+            self._path(i).rename(self._folder / file)
+            weight_map |= dict.fromkeys(names, file)
+        if count > 1:
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": weight_map}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+    def _flush(self) -> None:
+        if self._tensors:
+            self._shards.append(list(self._tensors))
+            save_file(self._tensors, self._path(len(self._shards)), metadata={"format": "pt"})
+            self._tensors = {}
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number}.partial"
+
+
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _copy_companions(base: Path, folder: Path, dtype: torch.dtype, *, unties: bool) -> None:
+    """Config without quantization, tokenizer, generation config, chat template."""
+    config = json.loads((base / "config.json").read_text())
+    config.pop("quantization_config", None)
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    if unties:
+        config["tie_word_embeddings"] = False
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for file in base.iterdir():
+        is_companion = file.suffix in (".json", ".txt", ".model", ".jinja")
+        if is_companion and file.name not in ("config.json", INDEX, "adapter_config.json"):
+            shutil.copy(file, folder / file.name)

@@ -1,0 +1,145 @@
+"""What ranks must agree on before ZeRO++ is installed on a model."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.secondary_check import wants_check
+from hf_zeropp.fsdp.units import Unit, find_units
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What every rank must have in common before anything is installed."""
+
+    settings: tuple[tuple[str, Any], ...]
+    ranks_per_node: int
+    hpz_size: int | None
+    checks_secondaries: bool
+    units: tuple[tuple[str, int], ...]
+
+
+def require_process_group() -> None:
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "apply_zeropp needs a process group. Start with `accelerate launch` or `torchrun`, and call "
+            "torch.distributed.init_process_group (Accelerate does) before sharding the model."
+        )
+
+
+def agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan:
+    """Check this rank's model and settings, exchange the outcome, and raise on every rank if any rank objects."""
+    plan, error = None, None
+    try:
+        plan = _make_plan(model, ZeroPPConfig.resolve(config))
+    except Exception as exception:  # whatever it is, the other ranks must hear of it, or they would wait for ever
+        error = f"{type(exception).__name__}: {exception}"
+    outcomes: list[tuple[Plan | None, str | None]] = [(None, None)] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (plan, error))
+    plans = []
+    for rank, (rank_plan, rank_error) in enumerate(outcomes):
+        if rank_plan is None:
+            raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
+        plans.append(rank_plan)
+    _check_same_plan(plans)
+    return plans[dist.get_rank()]
+
+
+def _make_plan(model: nn.Module, config: ZeroPPConfig) -> Plan:
+    world_size = dist.get_world_size()
+    units = find_units(model)
+    if not units:
+        raise ValueError(
+            "the model is not sharded: expected FSDP2 modules (torch.distributed.fsdp.fully_shard), found none. "
+            "Prepare it with Accelerate and a ZeroPPPlugin, or call fully_shard on its blocks and on the model."
+        )
+    ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
+    for unit in units:
+        _check_unit(unit, world_size, ranks_per_node)
+        if config.qwz_mode == "delta" and unit.shard_group.size() == world_size:
+            _check_deltas(unit)
+    hpz_size = resolve_hpz_size(config.hpz_size, ranks_per_node, world_size)
+    if config.qwz_mode == "delta" and hpz_size == world_size > ranks_per_node:
+        raise ValueError(
+            f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that a delta could bring up to "
+            "date. Set hpz_size='node', or qwz_mode='values'."
+        )
+    return Plan(
+        settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
+        ranks_per_node=ranks_per_node,
+        hpz_size=hpz_size,
+        checks_secondaries=wants_check(),
+        units=tuple((unit.name, sum(shard.padded_numel for shard in unit.param_shards())) for unit in units),
+    )
+
+
+def _check_unit(unit: Unit, world_size: int, ranks_per_node: int) -> None:
+    if isinstance(unit.reduce_scatter, ZeroPPReduceScatter):
+        raise ValueError(
+            f"unit {unit.name} already runs ZeRO++ through another apply_zeropp call, on a module above or below this "
+            "one. Call it once, on the model."
+        )
+    if unit.is_hsdp:
+        raise ValueError(
+            f"unit {unit.name} is sharded over a 2-D mesh (HSDP), which replicates over nodes what ZeRO++ shards. "
+            "Call fully_shard with a 1-D mesh over all ranks (leave dp_replicate_size at 1)."
+        )
+    if unit.reshards_to_part_of_the_world:
+        raise ValueError(
+            f"unit {unit.name} was sharded with reshard_after_forward=<int>, which keeps other shards for backward; "
+            "ZeRO++ keeps its own. Call fully_shard with reshard_after_forward=True (and set hpz_size to that int)."
+        )
+    ranks = dist.get_process_group_ranks(unit.shard_group)
+    first = dist.get_rank() // ranks_per_node * ranks_per_node
+    is_in_node = ranks == list(range(first, first + ranks_per_node))
+    if ranks != list(range(world_size)) and not (is_in_node and not unit.trainable):
+        raise ValueError(
+            f"unit {unit.name} is sharded over ranks {ranks}, expected all {world_size} ranks in order"
+            f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {first}'}. "
+            "Call fully_shard with a 1-D mesh over the whole world."
+        )
+
+
+def _check_deltas(unit: Unit) -> None:
+    others = {param.dtype for param in unit.trainable} - {torch.float32}
+    if others:
+        raise ValueError(
+            f"qwz_mode='delta' needs fp32 master weights, but unit {unit.name} trains parameters in {others.pop()}, whose own "
+            "rounding is what a delta would correct. Load the model in float32 with bf16 mixed precision (Accelerate then "
+            "keeps fp32 masters), or set qwz_mode='values'."
+        )
+    if not unit.has_plain_shards:
+        raise ValueError(
+            f"qwz_mode='delta' reads master weights where FSDP2 keeps them, but unit {unit.name} is offloaded to the CPU or "
+            "its parameters are tensor subclasses. Turn offloading off, or set qwz_mode='values'."
+        )
+
+
+def _check_same_plan(plans: list[Plan]) -> None:
+    """Raises: ValueError naming the first rank and field that differ from rank 0."""
+    for rank, plan in enumerate(plans[1:], start=1):
+        for field in dataclasses.fields(Plan):
+            ours, theirs = getattr(plans[0], field.name), getattr(plan, field.name)
+            if ours != theirs:
+                differing = [
+                    pair for pair in zip(_as_items(ours), _as_items(theirs), strict=False) if len(set(pair)) > 1
+                ]
+                raise ValueError(
+                    f"Ranks must agree on ZeRO++'s {field.name}: rank 0 has {differing[0][0] if differing else ours}, "
+                    f"rank {rank} has {differing[0][1] if differing else theirs}. Give all ranks the same settings, "
+                    "environment and model."
+                )
+
+
+def _as_items(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

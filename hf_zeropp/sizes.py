@@ -1,0 +1,28 @@
+"""Sizes as people write them: bytes ("1.5GB") and counts of parameters ("7B")."""
+
+from __future__ import annotations
+
+import re
+
+COUNT_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def parse_count(text: str) -> int | None:
+    """`7.5B` -> 7500000000; None where the text is no count."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    return round(float(match[1]) * COUNT_UNITS[match[2]]) if match else None
+
+
+def parse_bytes(size: int | str | None) -> int:
+    """2_000_000, "2MB", "1.5 GB"; None is 0."""
+    if size is None or isinstance(size, int):
+        return size or 0
+    units = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
+    text = size.strip().upper()
+    for suffix, factor in units.items():
+        if text.endswith(suffix):
+            try:
+                return int(float(text.removesuffix(suffix)) * factor)
+            except ValueError:
+                break
+    raise ValueError(f'memory_budget must be a number of bytes or a text such as "800MB" or "1.5GB", got {size!r}.')

@@ -1,0 +1,300 @@
+"""Time the operators of hf_zeropp/ops.py against what memory allows, eager PyTorch and torch.compile.
+
+    python scripts/bench_ops.py --threads 1 --numel 16777216
+    python scripts/bench_ops.py --only "dequantize_update INT4"
+    python scripts/bench_ops.py --device cuda --output scripts/results/ops_cuda.md      (bench_cuda_ops.py)
+
+The yardstick is a copy: an operator that reads and writes b bytes is compared with moving b / 2 bytes from one buffer
+to another. Copy and operator alternate within one loop, so that both meet the same machine, each with nothing of its data
+in the cache, and medians are compared. Results go into buffers that exist already, as in training.
+"""
+
+import argparse
+import ctypes
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from hf_zeropp import ops
+from hf_zeropp.ops import reference
+from hf_zeropp.ops.format import Segment, WireLayout
+
+BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}
+NUM_SOURCES = 4
+OTHER_BYTES = 128 << 20
+"""Touched before every measurement: more than any last-level cache holds of what the machine lets one thread use."""
+
+
+class Case(NamedTuple):
+    name: str
+    nbytes: int  # read and written
+    run: Callable[[], object]
+    reference: Callable[[], object]
+    compiled: Callable[[], object] | None
+
+
+class Timing(NamedTuple):
+    seconds: float
+    copy_seconds: float
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    if arguments.device == "cuda":
+        import bench_cuda_ops
+
+        bench_cuda_ops.run(arguments)
+        return
+    torch.set_num_threads(arguments.threads)
+    rows = []
+    for bits in BLOCKS:
+        for case in cases(bits, arguments.numel):
+            if arguments.only in case.name:
+                rows.append(measure(case, arguments))
+    report = {"conditions": conditions(arguments), "rows": rows}
+    if arguments.json:
+        print(json.dumps(report, indent=2))
+    else:
+        show(report)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--numel", type=int, default=1 << 24, help="elements of one slice, on the CPU")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument(
+        "--baselines", action=argparse.BooleanOptionalAction, default=True, help="time PyTorch code too"
+    )
+    parser.add_argument("--only", default="", metavar="TEXT", help="measure operators whose line in the table has this")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", type=Path, help="with --device cuda: a Markdown page, and a plot beside it")
+    return parser.parse_args()
+
+
+def cases(bits: int, numel: int) -> list[Case]:
+    layout = WireLayout([Segment(numel, bits)], BLOCKS[bits])
+    return [
+        *(case for dtype in (torch.float32, torch.bfloat16) for case in codec_cases(layout, bits, dtype)),
+        *sum_cases(layout, bits),
+        *delta_cases(layout, bits),
+        *feedback_cases(layout, bits),
+    ]
+
+
+def codec_cases(layout: WireLayout, bits: int, dtype: torch.dtype) -> list[Case]:
+    values = torch.randn(layout.numel).to(dtype)
+    wire, output = ops.quantize(values, layout), torch.empty_like(values)
+    nbytes, label = values.nbytes + wire.nbytes, f"INT{bits} {str(dtype).removeprefix('torch.')}"
+    torch.compiler.reset()  # or the recompile limit would turn later cases into eager ones
+    compiled_quantize, compiled_dequantize = torch.compile(reference.quantize), torch.compile(reference.dequantize)
+    return [
+        Case(
+            f"quantize {label}",
+            nbytes,
+            lambda: ops.quantize(values, layout, out=wire),
+            lambda: reference.quantize(values, layout),
+            lambda: compiled_quantize(values, layout),
+        ),
+        Case(
+            f"quantize {label}, rotated",
+            nbytes,
+            lambda: ops.quantize(values, layout, rotate=True, out=wire),
+            lambda: reference.quantize(values, layout, rotate=True),
+            None,
+        ),
+        Case(
+            f"dequantize {label}",
+            nbytes,
+            lambda: ops.dequantize(wire, layout, dtype=dtype, out=output),
+            lambda: reference.dequantize(wire, layout, dtype),
+            lambda: compiled_dequantize(wire, layout, dtype),
+        ),
+    ]
+
+
+def sum_cases(layout: WireLayout, bits: int) -> list[Case]:
+    """The reduction's steps: four ranks' wires, one of them summed into an fp32 accumulator, one sent on."""
+    wires = ops.quantize(torch.randn(NUM_SOURCES, layout.numel), layout)
+    total = torch.zeros(1, layout.numel)
+    wire = torch.empty(layout.nbytes, dtype=torch.uint8)
+    n = NUM_SOURCES
+    return [
+        Case(
+            f"dequantize_sum INT{bits}, {n} sources",
+            wires.nbytes + total.nbytes,
+            lambda: ops.dequantize_sum(wires, layout, num_sources=n, out=total),
+            lambda: reference.dequantize_sum(wires, layout, n),
+            None,
+        ),
+        Case(
+            f"dequantize_sum INT{bits}, {n} sources, accumulated",
+            wires.nbytes + 2 * total.nbytes,
+            lambda: ops.dequantize_sum(wires, layout, num_sources=n, initial=total, scale=0.5, out=total),
+            lambda: reference.dequantize_sum(wires, layout, n, total, 0.5),
+            None,
+        ),
+        Case(
+            f"dequantize_sum_quantize INT{bits}, {n} sources",
+            wires.nbytes + wire.nbytes,
+            lambda: ops.dequantize_sum_quantize(wires, layout, layout, num_sources=n, out=wire),
+            lambda: reference.dequantize_sum_quantize(wires, layout, layout, n),
+            None,
+        ),
+    ]
+
+
+def delta_cases(layout: WireLayout, bits: int) -> list[Case]:
+    """Weights that a node holds in bf16, and how they change: of an fp32 master copy encoded, decoded in place."""
+    base_layout = WireLayout([Segment(layout.numel, None)], layout.block)
+    values = torch.randn(layout.numel)
+    base = ops.quantize(values + 0.01 * torch.randn(layout.numel), base_layout)
+    wire = ops.quantize_difference(values, base, base_layout, layout)
+    return [
+        Case(
+            f"quantize_difference INT{bits}, base bf16",
+            values.nbytes + base.nbytes + wire.nbytes,
+            lambda: ops.quantize_difference(values, base, base_layout, layout, out=wire),
+            lambda: reference.quantize_difference(values, base, base_layout, layout),
+            None,
+        ),
+        Case(
+            f"dequantize_update INT{bits}, base bf16 in place",
+            wire.nbytes + 2 * base.nbytes,
+            lambda: ops.dequantize_update(wire, layout, base, base_layout, out=base),
+            lambda: reference.dequantize_update(wire, layout, base, base_layout),
+            None,
+        ),
+    ]
+
+
+def feedback_cases(layout: WireLayout, bits: int) -> list[Case]:
+    """The reduction's hops with error feedback: an fp32 gradient is sent, and the sum of four ranks' wires sent on."""
+    residual_layout = WireLayout([Segment(layout.numel, 8)], layout.block)
+    residual = torch.zeros(residual_layout.nbytes, dtype=torch.uint8)
+    gradient = torch.randn(1, layout.numel)
+    wires = ops.quantize(torch.randn(NUM_SOURCES, layout.numel), layout)
+    wire = torch.empty(layout.nbytes, dtype=torch.uint8)
+
+    def case(name: str, source: torch.Tensor, arguments: tuple) -> Case:
+        """`arguments` of the reference: wire, three layouts, number of sources, initial, rotate, decay, rescale."""
+        return Case(
+            f"quantize_with_feedback INT{bits}, {name}",
+            source.nbytes + 2 * residual.nbytes + wire.nbytes,
+            lambda: torch.ops.zeropp.quantize_with_feedback_out(*with_specs(arguments), residual, wire),
+            lambda: reference.quantize_with_feedback(*arguments, residual),
+            None,
+        )
+
+    layouts = (layout, layout, residual_layout)
+    return [
+        case("of values", gradient, (None, *layouts, 0, gradient, False, 1.0, 1.0)),
+        case("of values, rotated", gradient, (None, *layouts, 0, gradient, True, 1.0, 1.0)),
+        case(f"{NUM_SOURCES} sources", wires, (wires, *layouts, NUM_SOURCES, None, False, 1.0, 1.0)),
+    ]
+
+
+def with_specs(arguments: tuple) -> list:
+    """Layouts as registered operators take them."""
+    return [argument.spec if isinstance(argument, WireLayout) else argument for argument in arguments]
+
+
+def measure(case: Case, arguments: argparse.Namespace) -> dict:
+    timing = interleaved(case.run, copier(case.nbytes // 2, arguments), arguments)
+    row = {
+        "operator": case.name,
+        "milliseconds": 1e3 * timing.seconds,
+        "gigabytes_per_second": case.nbytes / timing.seconds / 1e9,
+        "copy_gigabytes_per_second": case.nbytes / timing.copy_seconds / 1e9,
+        "of_copy": timing.copy_seconds / timing.seconds,
+    }
+    if arguments.baselines:
+        row["eager"] = median_seconds(case.reference, repeats=3) / timing.seconds
+        if case.compiled:
+            row["compile"] = median_seconds(case.compiled, repeats=7) / timing.seconds
+    return row
+
+
+def copier(nbytes: int, arguments: argparse.Namespace) -> Callable[[], object]:
+    """One thread copies with C's memmove; more, with PyTorch's copy."""
+    source = torch.ones(nbytes, dtype=torch.uint8)
+    target = torch.zeros_like(source)
+    if arguments.threads == 1:
+        # The default arguments keep both tensors alive.
+        return lambda source=source, target=target: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
+    return lambda: target.copy_(source)
+
+
+def interleaved(run: Callable, copy: Callable, arguments: argparse.Namespace) -> Timing:
+    other = torch.ones(OTHER_BYTES, dtype=torch.uint8)
+
+    def cold_seconds(function: Callable) -> float:
+        other.add_(1)  # whatever was in the cache, this is now
+        return seconds(function)
+
+    pairs = [(cold_seconds(copy), cold_seconds(run)) for _ in range(arguments.repeats + 1)][1:]
+    copies, runs = zip(*pairs, strict=True)
+    return Timing(statistics.median(runs), statistics.median(copies))
+
+
+def median_seconds(run: Callable, repeats: int) -> float:
+    return statistics.median([seconds(run) for _ in range(repeats + 1)][1:])
+
+
+def seconds(run: Callable) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def conditions(arguments: argparse.Namespace) -> dict:
+    return {
+        "processor": processor(),
+        "kernels": ops.kernel_info().cpu,
+        "threads": arguments.threads,
+        "numel": arguments.numel,
+        "repeats": arguments.repeats,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            fields = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)
+    except OSError:
+        return platform.processor()
+    fields = {key.strip(): value.strip() for key, value in fields.items()}
+    return f"{fields.get('model name')}, family {fields.get('cpu family')}, model {fields.get('model')}"
+
+
+def show(report: dict) -> None:
+    console = Console(width=110)
+    console.print(", ".join(f"{key} {value}" for key, value in report["conditions"].items()))
+    table = Table()
+    for column in ("operator", "ms", "GB/s", "copy GB/s", "of copy", "x eager", "x compile"):
+        table.add_column(column, justify="left" if column == "operator" else "right")
+    for row in report["rows"]:
+        table.add_row(
+            row["operator"],
+            f"{row['milliseconds']:.2f}",
+            f"{row['gigabytes_per_second']:.1f}",
+            f"{row['copy_gigabytes_per_second']:.1f}",
+            f"{row['of_copy']:.2f}",
+            *(f"{row[key]:.1f}" if key in row else "" for key in ("eager", "compile")),
+        )
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()

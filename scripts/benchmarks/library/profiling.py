@@ -1,0 +1,191 @@
+"""Where a training step's wall time goes, phase by phase: kernels, each hop, waiting for peers, computation.
+
+A rank wraps the functions below for the time of a profile and notes (phase, start, end) on the machine's monotonic
+clock, which all ranks share. Phases nest; each counts what its inner phases do not. What no phase covers is
+computation. For a collective, the driver compares ranks: until the last member of the group has started it, the others
+wait for a peer (skew), and only then can bytes be the reason. No barrier is added: it would disturb what is measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import statistics
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+KERNELS = {
+    "quantize": "encode",
+    "dequantize": "decode",
+    "dequantize_sum": "sum",
+    "dequantize_sum_quantize": "sum and encode",
+    "quantize_with_feedback": "sum and encode",
+    "quantize_difference": "encode",
+    "dequantize_update": "update",
+}
+WAITING = "waiting for peers"
+COMPUTE = "computation"
+
+
+@dataclasses.dataclass
+class Event:
+    """A phase on one rank. `group` and `index` tell which collective of which group, for collectives only.
+
+    started: when this rank entered the collective; a wait for an asynchronous one begins later.
+    exclusive: seconds not spent in phases within this one.
+    """
+
+    phase: str
+    start: float = 0.0
+    end: float = 0.0
+    exclusive: float = 0.0
+    started: float = 0.0
+    group: tuple[int, ...] | None = None
+    index: int = 0
+    thread: str = "main"
+
+
+class Profile:
+    """Notes phases while it is entered."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self._undo: list[Callable[[], None]] = []
+        self._local = threading.local()
+        self._counts: Counter[tuple[int, ...]] = Counter()
+
+    def __enter__(self) -> Profile:
+        from hf_zeropp import ops
+        from hf_zeropp.comm import two_hops as collectives
+
+        for name, phase in KERNELS.items():
+            self._wrap(ops, name, _plain_event(phase))
+        self._wrap(collectives.Hop, "all_gather", _hop_event)
+        self._wrap(collectives.Hop, "all_to_all", _hop_event)
+        self._wrap(collectives.Hop, "barrier", _barrier_event)
+        self._wrap_stock()
+        self._begin = time.monotonic()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end = time.monotonic()
+        for undo in reversed(self._undo):
+            undo()
+
+    def summary(self, steps: int) -> dict[str, Any]:
+        """What the driver needs of this rank: see `phase_seconds`."""
+        return {"steps": steps, "wall": self._end - self._begin, "events": [dataclasses.asdict(e) for e in self.events]}
+
+    def _wrap_stock(self) -> None:
+        import torch
+        import torch.distributed as dist
+
+        from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter
+
+        self._wrap(DefaultAllGather, "__call__", _group_event("gather, FSDP2"))
+        self._wrap(DefaultReduceScatter, "__call__", _group_event("reduce, FSDP2"))
+        self._wrap(dist, "all_reduce", _group_event("all-reduce, HSDP"))
+        self._wrap(torch.optim.AdamW, "step", _plain_event("optimizer"))
+
+    def _wrap(self, owner: Any, name: str, describe: Callable[..., Event]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            event = describe(*args, **kwargs)
+            if event.group is not None:
+                event.index = self._counts[event.group]
+                self._counts[event.group] += 1
+            result = self._run(event, original, *args, **kwargs)
+            event.started = event.start
+            return _TimedWork(self, result, event) if hasattr(result, "wait") else result
+
+        setattr(owner, name, timed)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    def _run(self, event: Event, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        stack = self._local.__dict__.setdefault("stack", [])
+        event.thread = "main" if threading.current_thread() is threading.main_thread() else "backward"
+        event.start = time.monotonic()
+        stack.append(0.0)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            event.end = time.monotonic()
+            inner = stack.pop()
+            event.exclusive = event.end - event.start - inner
+            if stack:
+                stack[-1] += event.end - event.start
+            self.events.append(event)
+
+
+class _TimedWork:
+    """An asynchronous collective: waiting for it counts as its phase, what runs meanwhile does not."""
+
+    def __init__(self, profile: Profile, work: Any, launch: Event) -> None:
+        self._profile = profile
+        self._work = work
+        self._launch = launch
+
+    def wait(self, *args: Any) -> Any:
+        event = dataclasses.replace(self._launch)
+        result = self._profile._run(event, self._work.wait, *args)
+        event.started = self._launch.start
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _plain_event(phase: str) -> Callable[..., Event]:
+    return lambda *args, **kwargs: Event(phase)
+
+
+def _hop_event(hop: Any, *args: Any, **kwargs: Any) -> Event:
+    return _group_event(hop.name)(group=hop.group)
+
+
+def _barrier_event(hop: Any) -> Event:
+    return _group_event("barrier within node")(group=hop.group)
+
+
+def _group_event(phase: str) -> Callable[..., Event]:
+    """For a collective whose callers name its group, as FSDP2 does."""
+
+    def describe(*args: Any, group: Any, **kwargs: Any) -> Event:
+        import torch.distributed as dist
+
+        return Event(phase, group=tuple(dist.get_process_group_ranks(group)))
+
+    return describe
+
+
+def phase_seconds(summaries: list[dict[str, Any]]) -> dict[str, float]:
+    """Seconds per step and phase, the mean over ranks. Their sum is the step's wall time, also under the profile."""
+    events = [[Event(**event) for event in summary["events"]] for summary in summaries]
+    last_start = _last_starts(events)
+    totals: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(summaries))
+    for rank, (summary, rank_events) in enumerate(zip(summaries, events, strict=True)):
+        for event in rank_events:
+            waited = 0.0
+            if event.group is not None:
+                ready = last_start[tuple(event.group), event.index]
+                waited = min(event.exclusive, max(0.0, ready - event.start))
+                totals[WAITING][rank] += waited
+            totals[event.phase][rank] += event.exclusive - waited
+        totals[COMPUTE][rank] = summary["wall"] - sum(event.exclusive for event in rank_events)
+    steps = summaries[0]["steps"]
+    return {phase: statistics.mean(seconds) / steps for phase, seconds in totals.items()}
+
+
+def _last_starts(events: list[list[Event]]) -> dict[tuple[tuple[int, ...], int], float]:
+    """When the last member of the group started each collective."""
+    last: dict[tuple[tuple[int, ...], int], float] = defaultdict(float)
+    for event in (event for rank_events in events for event in rank_events):
+        if event.group is not None:
+            key = tuple(event.group), event.index
+            last[key] = max(last[key], event.started)
+    return last

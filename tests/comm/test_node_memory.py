@@ -1,0 +1,132 @@
+"""Memory that the ranks of a node share: seen by all, refused by all or none, and never read while it is written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import expect_errors, run_ranks
+from toy import backward, full_weights, make_lm, shard
+
+from hf_zeropp import apply_zeropp
+from hf_zeropp.comm import node_memory
+from hf_zeropp.comm.hop import Hop, WireBuffers
+from hf_zeropp.comm.node_memory import NodeMemory
+from hf_zeropp.comm.topology import get_topology
+from hf_zeropp.comm.two_hops import GatherLayouts, TwoHopGather
+from hf_zeropp.ops.format import Segment, WireLayout
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, Traffic
+
+WORLD_SIZE, RANKS_PER_NODE = 4, 2
+
+
+def connect() -> NodeMemory:
+    return NodeMemory.connect(get_topology(RANKS_PER_NODE, "cpu").node_group)
+
+
+def write_and_read(rank: int, num_bytes: int) -> list[int]:
+    memory = connect()
+    shared = memory.allocate(num_bytes)
+    assert shared.shape == (RANKS_PER_NODE, num_bytes) and not shared.any()
+    dist.barrier()
+    shared[memory.group.rank()] = rank + 1
+    dist.barrier()
+    return shared.view(-1).tolist()
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4097])
+def test_every_rank_of_a_node_sees_what_the_others_wrote(num_bytes):
+    nodes = [[2 * node + 1] * num_bytes + [2 * node + 2] * num_bytes for node in range(WORLD_SIZE // RANKS_PER_NODE)]
+    assert run_ranks(write_and_read, WORLD_SIZE, num_bytes) == [nodes[0], nodes[0], nodes[1], nodes[1]]
+
+
+def open_files_after_allocations(rank: int) -> int:
+    memory = connect()
+    before = len(os.listdir("/proc/self/fd"))
+    kept = [memory.allocate(100) for _ in range(5)]
+    return len(os.listdir("/proc/self/fd")) - before - len(kept)
+
+
+def test_a_buffer_costs_one_file_at_most():
+    """The mapping holds one; the descriptors it was opened by are closed."""
+    assert all(extra <= 0 for extra in run_ranks(open_files_after_allocations, WORLD_SIZE))
+
+
+def fail(*args):
+    raise OSError("no such memory")
+
+
+def one_rank_cannot_map(rank: int) -> None:
+    memory = connect()
+    is_second_of_its_node = rank % RANKS_PER_NODE == 1
+    with mock.patch.object(node_memory, "_map", fail) if is_second_of_its_node else contextlib.nullcontext():
+        memory.allocate(10)
+
+
+def test_one_rank_that_cannot_map_is_an_error_on_its_whole_node():
+    errors = expect_errors(one_rank_cannot_map, WORLD_SIZE)
+    assert all("rank 1: no such memory" in error for error in errors)
+
+
+def train_where_memory_cannot_be_shared(rank: int, name: str, shared_memory: bool) -> list[torch.Tensor]:
+    replacement = {"_place": lambda: (f"host {rank}", 0), "_create": fail, "none": None}[name]
+    with mock.patch.object(node_memory, name, replacement) if replacement else contextlib.nullcontext():
+        model = shard(make_lm())
+        apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE, "shared_memory": shared_memory})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(full_weights(model).values())
+
+
+def test_without_shared_memory_training_is_the_same_bit_for_bit():
+    """Ranks on several hosts, a system without room for it, the setting off: the sockets serve."""
+    expected = run_ranks(train_where_memory_cannot_be_shared, WORLD_SIZE, "none", True)[0]
+    for name, shared_memory in (("_place", True), ("_create", True), ("none", False)):
+        for weights in run_ranks(train_where_memory_cannot_be_shared, WORLD_SIZE, name, shared_memory):
+            assert all(map(torch.equal, weights, expected)), name
+
+
+def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: bool) -> bool:
+    """Gather other weights at each of three steps, where one rank is late to send or to read. All arrived right?"""
+    topology = get_topology(RANKS_PER_NODE, "cpu")
+    traffic = Traffic(RANKS_PER_NODE, topology.num_nodes)
+    hops = Hop(GATHER_CROSS, topology.cross_group, traffic), Hop(GATHER_NODE, topology.node_group, traffic)
+    gather = TwoHopGather(*hops, WireBuffers(), connect())
+    layout = WireLayout([Segment(64, None)], 32, torch.float32)
+    layouts = GatherLayouts(layout, WireLayout([Segment(64, 8)], 32, torch.float32) if deltas else None)
+    secondary = gather.new_secondary(layout, torch.device("cpu"))
+    right = []
+    with mock.patch.object(Hop, "barrier", Hop.barrier if has_barriers else lambda self: None):
+        for step in range(3):
+            is_late = topology.node_group.rank() == 1  # in both nodes, so that hop 1 itself holds nobody up
+            time.sleep(0.3 * (is_late and late == "sender"))
+            shard = torch.full((64,), float(10 * step + rank))
+            is_delta = deltas and step > 0
+            flight = (gather.start_delta if is_delta else gather.start)(
+                [shard] if is_delta else shard, layouts, secondary
+            )
+            gather.land(flight, layouts, secondary)
+            time.sleep(0.3 * (is_late and late == "reader"))
+            output = torch.empty(WORLD_SIZE * 64)
+            gather.decode(secondary, layout, output)
+            expected = 10.0 * step + torch.arange(WORLD_SIZE)
+            right.append(
+                torch.allclose(output.view(WORLD_SIZE, 64)[:, 0], expected, rtol=0, atol=0.2)
+            )  # INT8 of 10: 0.04
+    return all(right)
+
+
+@pytest.mark.parametrize("deltas", [False, True], ids=["values", "deltas"])
+@pytest.mark.parametrize("late", ["sender", "reader"])
+def test_no_rank_reads_what_a_peer_has_yet_to_write_or_has_written_since(late, deltas):
+    """And the test can fail: without its barrier, what a late rank sends or reads is wrong."""
+    assert all(run_ranks(steps_with_a_late_rank, WORLD_SIZE, late, deltas, True))
+    assert not all(run_ranks(steps_with_a_late_rank, WORLD_SIZE, late, deltas, False))

@@ -1,0 +1,54 @@
+"""Nodes and groups: who shares a node with whom, for every world and node size."""
+
+import pytest
+import torch.distributed as dist
+from harness import run_ranks
+
+from hf_zeropp.comm.topology import detect_ranks_per_node, get_topology, resolve_hpz_size
+
+DIVISORS = {2: [1, 2], 3: [1, 3], 4: [1, 2, 4], 6: [1, 2, 3, 6]}
+
+
+def groups_of_rank(rank: int, world_size: int) -> list[tuple[int, list[int], list[int]]]:
+    found = []
+    for ranks_per_node in DIVISORS[world_size]:
+        topology = get_topology(ranks_per_node, "cpu")
+        assert get_topology(ranks_per_node, "cpu") is topology
+        assert (topology.rank, topology.world_size) == (rank, world_size)
+        node = dist.get_process_group_ranks(topology.node_group)
+        cross = dist.get_process_group_ranks(topology.cross_group)
+        found.append((ranks_per_node, node, cross))
+    return found
+
+
+@pytest.mark.parametrize("world_size", DIVISORS)
+def test_rank_r_is_y_times_n_plus_x(world_size: int) -> None:
+    for rank, found in enumerate(run_ranks(groups_of_rank, world_size, world_size)):
+        for ranks_per_node, node, cross in found:
+            y, x = divmod(rank, ranks_per_node)
+            assert node == [y * ranks_per_node + i for i in range(ranks_per_node)]
+            assert cross == [i * ranks_per_node + x for i in range(world_size // ranks_per_node)]
+
+
+def test_auto_reads_the_launchers_variable(monkeypatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert detect_ranks_per_node("auto", 8) == 4
+    assert detect_ranks_per_node(2, 8) == 2
+    with pytest.raises(ValueError, match=r"LOCAL_WORLD_SIZE=4 must divide the world of 6.*\[1, 2, 3, 6\]"):
+        detect_ranks_per_node("auto", 6)
+    with pytest.raises(ValueError, match="ranks_per_node=16 must divide the world of 8"):
+        detect_ranks_per_node(16, 8)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    assert detect_ranks_per_node("auto", 1) == 1
+    with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE, which is not set.*accelerate launch"):
+        detect_ranks_per_node("auto", 8)
+
+
+def test_hpz_size_follows_nodes_or_says_why_not() -> None:
+    assert resolve_hpz_size("node", 4, 8) == 4
+    assert resolve_hpz_size(None, 4, 8) is None
+    assert [resolve_hpz_size(size, 4, 8) for size in (1, 2, 4, 8)] == [1, 2, 4, 8]
+    with pytest.raises(ValueError, match="hpz_size=3 must divide the world of 8"):
+        resolve_hpz_size(3, 4, 8)
+    with pytest.raises(ValueError, match="hpz_size=4 must divide the 6 ranks of a node"):
+        resolve_hpz_size(4, 6, 12)

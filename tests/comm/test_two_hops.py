@@ -1,0 +1,258 @@
+"""The two hops against the exact collective: every world, every node size that divides it, every dtype and width.
+
+Each rank computes the exact answer for itself, in fp64. Bounds are per element, from the largest value of the element's block
+(see ``two_hops.block_errors``).
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import each_case, run_ranks
+from two_hops import BITS, DTYPES, SLICES, WORLDS, Case, block_errors, digest, node_sizes, rounding, world_of
+
+from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts, TwoHopGather, TwoHopReduce
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
+
+
+def gather(case: Case, rank: int) -> torch.Tensor:
+    world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
+    output = torch.full((dist.get_world_size() * layout.numel,), float("nan"), dtype=case.dtype)
+    world.gather(output, case.values(rank, 1), layout)
+    return output
+
+
+def gather_twice_from_secondary(gather: TwoHopGather, case: Case, rank: int) -> torch.Tensor:
+    """Hop 1 once, started ahead; hop 2 twice with the buffers overwritten in between. Returns the second result."""
+    world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
+    secondary = gather.new_secondary(layout, torch.device("cpu"))
+    assert secondary.own.numel() == world.topology.num_nodes * layout.nbytes
+    gather.land(gather.start(case.values(rank, 1), GatherLayouts(layout), secondary), GatherLayouts(layout), secondary)
+    output = torch.empty(dist.get_world_size() * layout.numel, dtype=case.dtype)
+    for _ in range(2):
+        world.poison()
+        output.fill_(float("nan"))
+        gather.decode(secondary, layout, output)
+    return output
+
+
+def check_gather(case: Case, rank: int, digests: dict) -> None:
+    """Within the bound of the exact all-gather (bitwise if nothing is quantized), run-to-run and secondary alike."""
+    world_size, layout = dist.get_world_size(), case.layout(case.node_bits)
+    first = gather(case, rank)
+    world = world_of(case.ranks_per_node)
+    world.poison()
+    second = gather(case, rank)
+    digests[case] = digest(first)
+    exact = torch.stack([case.values(source, 1) for source in range(world_size)])
+    first, second = first.view(world_size, -1), second.view(world_size, -1)
+    assert torch.equal(first, second), "two runs differ"
+    from_secondary = gather_twice_from_secondary(world.gather_async, case, rank)
+    assert torch.equal(first, from_secondary.view(world_size, -1)), "a kept secondary shard decodes differently"
+    if case.dtype == torch.bfloat16:  # one dtype: each case maps memory anew
+        from_shared = gather_twice_from_secondary(world.gather_shared, case, rank)
+        assert torch.equal(first, from_shared.view(world_size, -1)), "a shared secondary shard decodes differently"
+    for part in layout.parts:
+        if not part.bits:
+            here = slice(part.element, part.element + part.numel)
+            assert torch.equal(first[:, here], exact[:, here]), "an unquantized segment changed"
+    error = (first.double() - exact.double()).abs()
+    bound = block_errors(exact.double(), layout) + rounding(exact.double(), case.dtype)
+    assert (error <= bound).all(), f"error {error.max()} over the bound by {(error - bound).max()}"
+
+
+def run_gathers(rank: int) -> dict[Case, str]:
+    digests: dict[Case, str] = {}
+    sizes = node_sizes(dist.get_world_size())
+    cases = [Case(*choice) for choice in itertools.product(sizes, SLICES, DTYPES, BITS)]
+    each_case(cases, lambda case: check_gather(case, rank, digests))
+    return digests
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_gather_equals_all_gather_up_to_half_a_step(world_size):
+    """Also: every rank holds the same bits, its own shard included."""
+    per_rank = run_ranks(run_gathers, world_size)
+    assert all(digests == per_rank[0] for digests in per_rank), "ranks hold different gathered bits"
+    assert len(per_rank[0]) == len(node_sizes(world_size)) * len(SLICES) * len(DTYPES) * len(BITS)
+
+
+def reduce_layouts(case: Case) -> ReduceLayouts:
+    return ReduceLayouts(case.layout(case.node_bits), case.layout(case.cross_bits))
+
+
+def reduce(two_hops: TwoHopReduce, case: Case, rank: int, scale: float = 1.0) -> torch.Tensor:
+    layouts = reduce_layouts(case)
+    output = torch.full((layouts.node.numel,), float("nan"), dtype=case.dtype)
+    two_hops(output, case.values(rank, dist.get_world_size()), layouts, scale=scale)
+    return output
+
+
+def exact_and_bound(case: Case, rank: int, seeds=(0,)) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's slice of the sum over all ranks and micro-steps (seeds), fp64, and the largest error, per element."""
+    world_size, layouts = dist.get_world_size(), reduce_layouts(case)
+    ranks_per_node = case.ranks_per_node
+    total, error = 0.0, 0.0
+    for node in range(world_size // ranks_per_node):
+        partial = torch.zeros(layouts.node.numel, dtype=torch.float64)
+        slack = torch.zeros_like(partial)
+        for source, seed in itertools.product(range(node * ranks_per_node, (node + 1) * ranks_per_node), seeds):
+            values = case.values(source, world_size, seed).view(world_size, -1)[rank].double()
+            partial += values
+            slack += values.abs() * 2.0**-22 * world_size * len(seeds)  # fp32 sums
+            if ranks_per_node > 1:  # with one rank per node hop 1 is empty
+                slack += block_errors(values, layouts.node)
+        total = total + partial
+        error = error + slack + block_errors(partial, layouts.cross, slack)
+    return total, error + (total.abs() + error) * 2.0**-22 * world_size
+
+
+def check_reduce(case: Case, rank: int, digests: dict) -> None:
+    """The sum within the bound, a mean too, twice the same bits."""
+    world_size = dist.get_world_size()
+    world = world_of(case.ranks_per_node)
+    first = reduce(world.reduce, case, rank)
+    world.poison()
+    second, mean = reduce(world.reduce_async, case, rank), reduce(world.reduce, case, rank, scale=1 / world_size)
+    digests[case] = digest(first)
+    assert torch.equal(first, second), "two runs differ (the second started its hops and waited later)"
+    assert torch.equal(first, reduce(world.reduce_in_chunks, case, rank)), "chunks change the sum"
+    for result, scale in ((first, 1.0), (mean, 1 / world_size)):
+        exact, bound = (scale * tensor for tensor in exact_and_bound(case, rank))
+        error = (result.double() - exact).abs()
+        bound = bound + rounding(exact.abs() + bound, case.dtype)
+        assert (error <= bound).all(), f"scale {scale}: error {error.max()} over the bound by {(error - bound).max()}"
+
+
+REDUCED_SLICES = [name for name in SLICES if name != "norm only"]
+
+
+def bit_pairs() -> list[tuple[int | None, int | None]]:
+    """Bits within and across nodes: all pairs; in large worlds every width once in each place."""
+    every = list(itertools.product(BITS, BITS))
+    return every if dist.get_world_size() <= 4 else [(8, 4), (4, None), (None, 8), (None, None)]
+
+
+def run_reduces(rank: int) -> dict[Case, str]:
+    digests: dict[Case, str] = {}
+    sizes = node_sizes(dist.get_world_size())
+    cases = [Case(*one, *pair) for *one, pair in itertools.product(sizes, REDUCED_SLICES, DTYPES, bit_pairs())]
+    each_case(cases, lambda case: check_reduce(case, rank, digests))
+    return digests
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
+    """Also: a second start of the whole world gives the same bits."""
+    runs = [run_ranks(run_reduces, world_size)]
+    if world_size == 4:
+        runs.append(run_ranks(run_reduces, world_size))
+        assert runs[0] == runs[1]
+    pairs = 9 if world_size <= 4 else 4
+    assert len(runs[0][0]) == len(node_sizes(world_size)) * len(REDUCED_SLICES) * len(DTYPES) * pairs
+
+
+def check_accumulation(case: Case, rank: int) -> None:
+    """Two micro-steps of hop 1, then the last one: with its own gradients, or none (a skipped layer)."""
+    world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
+    world_size = dist.get_world_size()
+    reduce = world.reduce_in_chunks if case.dtype == torch.bfloat16 else world.reduce_async
+    outputs = [torch.full((layouts.node.numel,), float("nan"), dtype=case.dtype) for _ in range(2)]
+    for output, last in zip(outputs, ("reduce", "flush"), strict=True):
+        partial = None
+        for seed in (1, 2):
+            world.poison()
+            flights = reduce.start(case.values(rank, world_size, seed), layouts)
+            partial = reduce.accumulate(flights, layouts, partial)
+            assert partial.dtype == torch.float32
+            assert partial.numel() == world.topology.num_nodes * layouts.node.numel, "1/N of the unit"
+        if last == "reduce":
+            flights = reduce.cross_over(reduce.start(case.values(rank, world_size, 3), layouts), layouts, partial)
+        else:
+            flights = reduce.start_across(partial, layouts)
+        reduce.finish(flights, layouts, output)
+    for output, seeds in zip(outputs, ((1, 2, 3), (1, 2)), strict=True):
+        exact, bound = exact_and_bound(case, rank, seeds)
+        error = (output.double() - exact).abs()
+        bound = bound + rounding(exact.abs() + bound, case.dtype)
+        assert (error <= bound).all(), f"{seeds}: error {error.max()} over the bound by {(error - bound).max()}"
+
+
+def run_accumulations(rank: int) -> None:
+    sizes = node_sizes(dist.get_world_size())
+    bits = ((8, 4), (None, None), (4, None), (None, 8))
+    cases = [
+        Case(size, name, dtype, *pair)
+        for size, name, dtype, pair in itertools.product(sizes, ("awkward", "empty"), DTYPES, bits)
+    ]
+    each_case(cases, lambda case: check_accumulation(case, rank))
+
+
+@pytest.mark.parametrize("world_size", (1, 4, 6))
+def test_accumulated_hop_1_sums_reach_hop_2(world_size):
+    run_ranks(run_accumulations, world_size)
+
+
+def run_special_values(rank: int) -> dict[str, list]:
+    """NaN, Inf and zeros put into one block of one rank's gradients, as this rank's slice shows them."""
+    result = {}
+    for bits, poison in itertools.product(((8, 4), (4, 4), (None, None)), ("nan", "inf", "-inf", "zero")):
+        case = Case(2, "blocks", torch.float32, *bits)
+        world, layouts = world_of(2), reduce_layouts(case)
+        full = torch.zeros(4, layouts.node.numel) if poison == "zero" else case.values(rank, 4).view(4, -1)
+        if poison != "zero" and rank == 1:
+            full[2, 40] = float(poison)  # slice of rank 2, second block of the first matrix
+        output = torch.empty(layouts.node.numel)
+        world.reduce(output, full.flatten(), layouts)
+        result[bits, poison] = (~output.isfinite()).nonzero().flatten().tolist(), output.abs().max().item()
+    return result
+
+
+def test_nan_and_inf_reach_the_owner_of_the_block_and_zeros_stay_zeros():
+    results = run_ranks(run_special_values, 4)
+    for rank, result in enumerate(results):
+        for (bits, poison), (spoiled, largest) in result.items():
+            if poison == "zero":
+                assert largest == 0.0
+            elif rank == 2:  # the whole block when quantized, the element alone when not
+                assert spoiled == (list(range(32, 64)) if bits[0] else [40]), (bits, poison)
+            else:
+                assert spoiled == [], (rank, bits, poison)
+
+
+def run_counted_bytes(rank: int) -> tuple[dict, int, int]:
+    """A gather and a reduction at 3 x 2 ranks, with the sizes the layouts give."""
+    case = Case(2, "awkward", torch.bfloat16, 8, 4)
+    gather(case, rank)
+    reduce(world_of(2).reduce, case, rank)
+    return world_of(2).traffic.counts, case.layout(8).nbytes, case.layout(4).nbytes
+
+
+def test_hops_count_what_a_rank_receives():
+    """Three nodes of two: from 2 other nodes and from 1 neighbour. Nothing crosses within, nothing stays across."""
+    for counts, wide, narrow in run_ranks(run_counted_bytes, 6):
+        assert (counts[GATHER_CROSS].calls, counts[GATHER_CROSS].intra_node) == (1, 0)
+        assert counts[GATHER_CROSS].cross_node == 2 * wide
+        assert (counts[GATHER_NODE].intra_node, counts[GATHER_NODE].cross_node) == (3 * wide, 0)
+        assert (counts[REDUCE_NODE].intra_node, counts[REDUCE_NODE].cross_node) == (3 * wide, 0)
+        assert (counts[REDUCE_CROSS].intra_node, counts[REDUCE_CROSS].cross_node) == (0, 2 * narrow)
+
+
+def run_inference_then_training(rank: int) -> None:
+    """Buffers first used under inference_mode serve training later: no tensor may stay an inference tensor."""
+    case = Case(2, "awkward", torch.float32, 8)
+    world, layout = world_of(2), case.layout(8)
+    layouts = GatherLayouts(layout)
+    with torch.inference_mode():
+        gather(case, rank)
+        secondaries = [each.new_secondary(layout, torch.device("cpu")) for each in (world.gather, world.gather_shared)]
+    for each, secondary in zip((world.gather, world.gather_shared), secondaries, strict=True):
+        each.land(each.start(case.values(rank, 1), layouts, secondary), layouts, secondary)
+    gather(case, rank)
+
+
+def test_buffers_made_in_inference_mode_serve_training():
+    run_ranks(run_inference_then_training, 4)

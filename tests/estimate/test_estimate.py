@@ -1,0 +1,234 @@
+"""`hf-zeropp estimate`: the papers' tables to their last digit, and our own line against what a run holds and sends."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from harness import run_ranks
+
+from hf_zeropp import ZeroPPConfig, cli
+from hf_zeropp.estimate.methods import ModelShape, Setup, estimate, ours
+from hf_zeropp.estimate.model_shape import units_of
+from hf_zeropp.sizes import parse_count
+
+# arXiv 1910.02054, table 1: GB per rank for P_os, P_os+g, P_os+g+p, by model and ranks; a last digit cut or rounded.
+ZERO_TABLE_1 = {
+    ("7.5B", 1): (120, 120, 120),
+    ("7.5B", 4): (52.5, 41.3, 30),
+    ("7.5B", 16): (35.6, 21.6, 7.5),
+    ("7.5B", 64): (31.4, 16.6, 1.88),
+    ("7.5B", 256): (30.4, 15.4, 0.47),
+    ("7.5B", 1024): (30.1, 15.1, 0.12),
+    ("128B", 1): (2048, 2048, 2048),
+    ("128B", 4): (896, 704, 512),
+    ("128B", 16): (608, 368, 128),
+    ("128B", 64): (536, 284, 32),
+    ("128B", 256): (518, 263, 8),
+    ("128B", 1024): (513, 257, 2),
+    ("1T", 1): (16000, 16000, 16000),
+    ("1T", 4): (7000, 5500, 4000),
+    ("1T", 16): (4750, 2875, 1000),
+    ("1T", 64): (4187, 2218, 250),
+    ("1T", 256): (4046, 2054, 62.5),
+    ("1T", 1024): (4011, 2013, 15.6),
+}
+SETTINGS = {
+    "default": {},
+    "int4 weights": {"qwz_bits": 4, "weight_block": 64},
+    "no secondary": {"hpz_size": None},
+    "secondary of one rank": {"hpz_size": 1},
+    "secondary of the world": {"hpz_size": 4},
+    "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
+    "half a model": {"qwz_mode": "delta", "qwz_bits": 4, "qgz_hadamard": True, "qgz_error_feedback": "full"},
+    "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8, "qgz_error_feedback": 0.5},
+}
+
+
+def by_method(model: ModelShape, setup: Setup) -> dict:
+    return {one.method: one for one in estimate(model, setup)}
+
+
+@pytest.mark.parametrize("cell", ZERO_TABLE_1, ids=lambda cell: f"{cell[0]}-{cell[1]}")
+def test_zero_paper_table_1(cell: tuple[str, int]) -> None:
+    count, world_size = cell
+    lines = by_method(ModelShape.of(count), Setup(world_size, ranks_per_node=1))
+    for method, printed in zip(("ZeRO-1", "ZeRO-2", "ZeRO-3"), ZERO_TABLE_1[cell], strict=True):
+        last_digit = 10.0 ** -len(f"{printed}".partition(".")[2])
+        assert lines[method].total / 1e9 == pytest.approx(printed, abs=last_digit), method
+
+
+def test_zero_plus_plus_paper_figure_4() -> None:
+    """100 B parameters on 1024 GPUs, 16 per node: 16 bytes in 1024 parts, and 2 bytes in 16 parts on top."""
+    lines = by_method(ModelShape.of("100B"), Setup(world_size=1024, ranks_per_node=16))
+    assert lines["hpZ"].total / lines["ZeRO-3"].total == pytest.approx(8.9, rel=0.02)
+    assert lines["DDP"].total / lines["hpZ"].total == pytest.approx(114, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("method", "micro_steps", "volume"),
+    [
+        ("DDP", 8, 2), ("ZeRO-1", 8, 2), ("ZeRO-2", 1, 2), ("ZeRO-2", 8, 9), ("ZeRO-3", 1, 3), ("ZeRO-3", 8, 24),
+        ("MiCS / HSDP", 8, 2), ("hpZ", 1, 2), ("hpZ", 8, 16), ("FSDP2", 1, 3), ("FSDP2", 8, 17),
+    ],
+)  # fmt: skip
+def test_cross_node_volume_in_multiples_of_m(method: str, micro_steps: int, volume: int) -> None:
+    model = ModelShape.of("7B")
+    line = by_method(model, Setup(world_size=32, ranks_per_node=8, micro_steps=micro_steps))[method]
+    assert line.cross_node == pytest.approx(volume * 2 * model.num_params * 3 / 4)
+
+
+@pytest.mark.parametrize("micro_steps", [1, 8])
+def test_ours_sends_three_quarters_of_m_whatever_the_accumulation(micro_steps: int) -> None:
+    model = ModelShape.of("7B")
+    line = ours(model, Setup(world_size=32, ranks_per_node=8, micro_steps=micro_steps))
+    assert line.cross_node / (2 * model.num_params * 3 / 4) == pytest.approx(0.75, rel=0.02)  # scales: 1.6 %
+
+
+def test_what_is_switched_off_costs_what_fsdp2_costs() -> None:
+    model = ModelShape.of("1B")
+    off = ZeroPPConfig(qwz_bits=None, hpz_size=None, qgz_bits=None, qgz_intra_bits=None)
+    lines = by_method(model, Setup(world_size=16, ranks_per_node=4, config=off))
+    assert lines["this package"].cross_node == pytest.approx(lines["FSDP2"].cross_node, rel=1e-5)
+    assert lines["this package"].intra_node == pytest.approx(lines["FSDP2"].intra_node, rel=1e-5)
+    assert lines["this package"].memory["secondary"] == 0
+
+
+def test_frozen_weights_do_not_cross_nodes() -> None:
+    model = ModelShape.of("7B", num_trainable=20_000_000)
+    line = ours(model, Setup(world_size=32, ranks_per_node=8))
+    assert line.cross_node < 2 * 20_000_000
+    assert line.memory["frozen"] == pytest.approx(2 * 7e9 / 32)
+
+
+def test_one_node_is_stock_fsdp2() -> None:
+    lines = by_method(ModelShape.of("1B"), Setup(world_size=8, ranks_per_node=8))
+    assert dataclasses.replace(lines["this package"], method="FSDP2") == lines["FSDP2"]
+    assert all(line.cross_node == 0 for line in lines.values())
+
+
+# ----------------------------------------------------------------------------------- our line against a run's own books
+
+
+def llama(tied: bool) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 40, "intermediate_size": 54, "num_attention_heads": 4, "vocab_size": 101}
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, tie_word_embeddings=tied, **sizes))
+
+
+def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> dict[str, float]:
+    """Bytes a rank holds in a step of Accelerate's FSDP2 with this package, and bytes per node and step."""
+    from accelerate import Accelerator
+
+    from hf_zeropp import ZeroPPPlugin
+
+    plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2, **settings}, transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, gradient_accumulation_steps=micro_steps)
+    model = llama(tied)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    handle = plugin.handle_of(model)
+    held = {"accumulator": 0}
+    for _ in range(2):  # in the second the optimizer has its states
+        handle.traffic.reset()
+        for _ in range(micro_steps):
+            with accelerator.accumulate(model):
+                tokens = torch.zeros(1, 5, dtype=torch.long)
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+                held["accumulator"] = max(held["accumulator"], handle.partial_bytes())
+                held["gradients"] = sum(local(param.grad) for param in model.parameters())
+                optimizer.step()
+                optimizer.zero_grad()
+    states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
+    return held | {
+        "parameters": sum(map(local, model.parameters())),
+        "optimizer": sum(map(local, states)),
+        "secondary": handle.secondary_bytes(),
+        "residual": handle.residual_bytes(),
+        "cross_node": handle.traffic.cross_node_bytes_per_step,
+        "intra_node": handle.traffic.intra_node_bytes_per_step,
+    }
+
+
+def local(tensor: torch.Tensor) -> int:
+    return tensor.to_local().nbytes
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("micro_steps", [1, 3])
+def test_ours_is_what_a_run_holds_and_sends(tied: bool, micro_steps: int) -> None:
+    check_against_run(SETTINGS["default"], tied, micro_steps)
+
+
+@pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "default"])
+def test_ours_under_other_settings(settings: str) -> None:
+    check_against_run(SETTINGS[settings], tied=False, micro_steps=2)
+
+
+def check_against_run(settings: dict, tied: bool, micro_steps: int) -> None:
+    ranks = run_ranks(hold_and_send, 4, settings, tied, micro_steps, init=False)
+    setup = Setup(world_size=4, ranks_per_node=2, micro_steps=micro_steps, config=ZeroPPConfig(**settings))
+    line = ours(ModelShape("llama", units_of(llama(tied))), setup)
+    for kind in ("secondary", "accumulator", "residual"):  # padded alike on all ranks
+        assert {rank[kind] for rank in ranks} == {line.memory[kind]}, kind
+    for kind in ("parameters", "gradients", "optimizer"):  # rank 0 holds no padding of its own
+        assert ranks[0][kind] == pytest.approx(line.memory[kind], rel=0.001), kind
+    assert ranks[0]["cross_node"] == pytest.approx(line.cross_node)
+    assert ranks[0]["intra_node"] == pytest.approx(line.intra_node)
+
+
+# ------------------------------------------------------------------------------------------------- the command itself
+
+
+def test_command_prints_every_method(capsys: pytest.CaptureFixture) -> None:
+    cli.main(["estimate", "7B", "--world", "64", "--accumulation", "8"])
+    shown = capsys.readouterr().out
+    for method in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "MiCS / HSDP", "hpZ", "FSDP2", "this package"):
+        assert method in shown
+
+
+def test_command_gives_json_and_a_plot(capsys: pytest.CaptureFixture, tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    cli.main(["estimate", "350M", "--world", "16", "--trainable", "2M", "--json", "--plot", str(tmp_path / "plot.png")])
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["model"]["parameters"] == 352_000_000
+    assert answer["setup"]["world_size"] == 16
+    assert answer["estimates"][-1]["total"] == sum(answer["estimates"][-1]["memory"].values())
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_command_reads_a_config_from_disk(capsys: pytest.CaptureFixture, tmp_path) -> None:
+    model = llama(tied=True)
+    model.config.save_pretrained(tmp_path)
+    cli.main(["estimate", str(tmp_path), "--world", "4", "--ranks-per-node", "2", "--json"])
+    assert json.loads(capsys.readouterr().out)["model"]["parameters"] == model.num_parameters()
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["7B", "--world", "12"], "Divisors: [1, 2, 3, 4, 6, 12]"),
+        (["no/such-model/anywhere", "--world", "8"], "neither a parameter count"),
+        (["7B", "--world", "16", "--accumulation", "0"], "at least one micro-step"),
+    ],
+)
+def test_command_says_what_is_wrong(flags: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match="hf-zeropp estimate: ") as error:
+        cli.main(["estimate", *flags])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("text", "count"), [("7.5B", 7_500_000_000), ("350m", 350_000_000), ("12", 12), ("7Q", None)])
+def test_counts(text: str, count: int | None) -> None:
+    assert parse_count(text) == count
+
+
+def test_estimate_needs_no_process_group_and_no_transformers() -> None:
+    script = (
+        "import sys; from hf_zeropp.estimate.methods import *; import torch.distributed as dist;"
+        "estimate(ModelShape.of('7B'), Setup(64, 8)); assert not dist.is_initialized()"
+    )
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,98 @@
+"""PEFT's operations on packed, sharded weights, on 4 ranks (2 nodes), against the same model unsharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from frozen_runs import UNQUANTIZED, packed_copy, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
+from harness import run_ranks
+from peft import PeftModel
+from torch.distributed.tensor import DTensor
+
+from hf_zeropp.frozen.modules import packed_modules
+
+
+@torch.no_grad()
+def logits(model) -> torch.Tensor:
+    return model(tokens()).logits
+
+
+def codes_of(model) -> list[torch.Tensor]:
+    return [
+        (p.to_local() if isinstance(p, DTensor) else p).clone() for n, p in model.named_parameters() if "_codes" in n
+    ]
+
+
+def run_merging(rank: int, bits: int, use_dora: bool) -> dict[str, tuple[float, float]]:
+    """How far sharded and unsharded are apart, and how far each operation moves the logits."""
+    model = with_adapter(tiny_llama(tie_word_embeddings=use_dora), ("default", "other"), use_dora=use_dora)
+    reference = packed_copy(model, bits)
+    *_, model, _ = prepare(model, frozen_bits=bits, **UNQUANTIZED)
+    start, gaps = logits(reference), {}
+
+    def note(name: str) -> None:
+        ours, theirs = logits(model), logits(reference)
+        gaps[name] = ((ours - theirs).abs().max().item(), (theirs - start).abs().max().item())
+
+    def both(operation) -> None:
+        operation(reference)
+        operation(model)
+
+    note("adapter")
+    before = codes_of(model)
+    both(lambda each: each.merge_adapter())
+    note("merged")
+    assert any(not torch.equal(*pair) for pair in zip(before, codes_of(model), strict=True))
+    both(lambda each: each.unmerge_adapter())
+    note("unmerged")
+    assert all(torch.equal(*pair) for pair in zip(before, codes_of(model), strict=True)), (
+        "unmerging restores every code"
+    )
+    both(lambda each: each.merge_adapter(safe_merge=True))
+    note("safely merged")
+    both(lambda each: each.unmerge_adapter())
+    both(lambda each: each.set_adapter("other"))
+    note("other adapter")
+    both(lambda each: each.merge_adapter(adapter_names=["default", "other"]))
+    note("both merged")
+    both(lambda each: each.unmerge_adapter())
+    both(lambda each: each.set_adapter("default"))
+    note("back")
+    with model.disable_adapter(), reference.disable_adapter():
+        note("disabled")
+    return gaps
+
+
+@pytest.mark.parametrize(("bits", "use_dora"), [(4, False), (8, True)])
+def test_merging_switching_and_disabling_equal_the_unsharded_model(bits, use_dora):
+    for gaps in run_ranks(run_merging, 4, bits, use_dora):
+        for name, (gap, moved) in gaps.items():
+            assert gap < 1e-5, (name, gaps)
+            assert (moved == 0) == (name in ("adapter", "unmerged", "back")), (name, gaps)
+
+
+def run_saving(rank: int, folder: str) -> float:
+    model = with_adapter(tiny_llama())
+    accelerator, _, model, _ = prepare(model, frozen_bits=4, **UNQUANTIZED)
+    expected = logits(model)
+    state_dict = accelerator.get_state_dict(model)
+    if rank == 0:
+        accelerator.unwrap_model(model).save_pretrained(folder, state_dict=state_dict)
+    accelerator.wait_for_everyone()
+    reset_accelerate()
+    reloaded = packed_copy(PeftModel.from_pretrained(tiny_llama(), folder), 4)
+    return (logits(reloaded) - expected).abs().max().item()
+
+
+def test_the_adapter_folder_is_peft_s(tmp_path):
+    assert max(run_ranks(run_saving, 4, str(tmp_path))) < 1e-5
+    assert {file.name for file in tmp_path.iterdir()} >= {"adapter_config.json", "adapter_model.safetensors"}
+    assert (tmp_path / "adapter_model.safetensors").stat().st_size < 60_000, "the base is not in it"
+
+
+def test_merge_and_unload_leaves_packed_layers():
+    model = packed_copy(with_adapter(tiny_llama()), 8)
+    before = logits(model)
+    merged = model.merge_and_unload()
+    assert len(list(packed_modules(merged))) == 16  # 7 linear layers in each block, embedding, head
+    assert (logits(merged) - before).abs().max() < 0.1 * before.abs().max()

@@ -1,0 +1,199 @@
+"""Packed modules on one process: what they compute, what they keep for backward, and what they refuse."""
+
+from __future__ import annotations
+
+import copy
+import io
+
+import pytest
+import torch
+import torch.nn as nn
+from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens, trainable, with_adapter
+from transformers import AutoModelForCausalLM
+
+from hf_zeropp import ZeroPPQuantConfig, quantize_frozen
+from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear, pack_weight
+from hf_zeropp.frozen.weight import PackedWeight
+from hf_zeropp.integrations.accelerate_frozen import drop_frozen, pack_base
+from hf_zeropp.ops.frozen_format import FrozenFormat
+
+
+def frozen_linear(bias: bool = True) -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(140, 60, bias=bias).requires_grad_(False)
+
+
+def dense_twin(model: nn.Module) -> nn.Module:
+    """A packed layer's dense equal."""
+    twin = nn.Linear(140, 60, bias=model.bias is not None).requires_grad_(False)
+    twin.load_state_dict({"weight": model.weight.decode(), **({"bias": model.bias} if model.bias is not None else {})})
+    return twin
+
+
+@pytest.mark.parametrize("num_inputs", (1, 3, 40))
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16))
+def test_forward_and_backward_equal_a_linear_layer_with_the_decoded_weight(num_inputs, dtype):
+    packed = quantize_frozen(frozen_linear(), 4)
+    twin = dense_twin(packed).to(dtype)
+    assert type(packed) is PackedLinear
+    x, y = (
+        torch.randn(2, num_inputs, 140, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        for _ in "xy"
+    )
+    ours, theirs = packed(x), twin(y)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+    ours.float().square().sum().backward()
+    theirs.float().square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, atol=10 * tolerance, rtol=10 * tolerance)
+
+
+def test_a_trainable_bias_learns_beside_a_packed_weight():
+    layer = frozen_linear()
+    layer.bias.requires_grad_()
+    quantize_frozen(layer, 8)
+    layer(torch.ones(3, 140)).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((60,), 3.0))
+
+
+def test_nothing_dense_is_kept_for_backward():
+    saved = []
+    x = torch.randn(50, 140, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        quantize_frozen(frozen_linear(), 4)(x)
+    assert {tensor.dtype for tensor in saved} == {torch.uint8}
+
+
+def test_the_weight_reads_as_a_tensor():
+    packed = quantize_frozen(frozen_linear(), 4)
+    weight = packed.weight
+    assert isinstance(weight, nn.Parameter) and isinstance(weight, PackedWeight)
+    assert weight.shape == (60, 140) and weight.dtype == torch.float32 and not weight.requires_grad
+    assert isinstance(weight.t(), PackedWeight), "views stay packed"
+    torch.testing.assert_close(weight.t()[3:5].sum(), weight.decode().t()[3:5].sum())
+    torch.testing.assert_close(weight.norm(dim=1), weight.decode().norm(dim=1))
+    assert type(copy.deepcopy(weight)) is torch.Tensor
+
+
+def test_packed_layers_copy_cast_and_save():
+    packed = quantize_frozen(frozen_linear(), 4)
+    x = torch.randn(2, 140)
+    torch.testing.assert_close(copy.deepcopy(packed)(x), packed(x))
+    buffer = io.BytesIO()
+    torch.save(packed, buffer)
+    buffer.seek(0)
+    torch.testing.assert_close(torch.load(buffer, weights_only=False)(x), packed(x))
+    cast = copy.deepcopy(packed).to(torch.bfloat16)
+    assert torch.equal(cast.weight_codes, packed.weight_codes) and torch.equal(cast.weight_scales, packed.weight_scales)
+    assert cast.weight.dtype == torch.bfloat16
+
+
+def test_embeddings_decode_only_what_is_looked_up():
+    torch.manual_seed(0)
+    embedding = quantize_frozen(nn.Embedding(50, 64).requires_grad_(False), 8)
+    assert type(embedding) is PackedEmbedding
+    index = torch.tensor([[3, 3, 49], [0, 1, 2]])
+    assert torch.equal(embedding(index), embedding.weight.decode()[index])
+
+
+def test_tied_weights_are_packed_once():
+    model = tiny_llama(tie_word_embeddings=True).requires_grad_(False)
+    quantize_frozen(model, 4)
+    assert model.lm_head.weight_codes is model.model.embed_tokens.weight_codes
+    model.tie_weights()
+    assert model.lm_head.weight_codes is model.model.embed_tokens.weight_codes
+
+
+@pytest.mark.parametrize("implementation", ("eager", "grouped_mm"))
+def test_fused_experts(implementation):
+    model = tiny_mixtral(experts_implementation=implementation).requires_grad_(False)
+    packed = packed_copy(model, 8)
+    assert packed.model.layers[0].mlp.experts.gate_up_proj_codes.shape == (4, 192, 64)
+    embeddings = model.get_input_embeddings()(tokens())
+    ours, theirs = (embeddings.clone().requires_grad_() for _ in "ab")
+    model(inputs_embeds=theirs).logits.square().sum().backward()
+    packed(inputs_embeds=ours).logits.square().sum().backward()
+    assert (ours.grad - theirs.grad).norm() < 0.05 * theirs.grad.norm()
+
+
+def test_inactive_adapters_stay_as_they_are():
+    model = packed_copy(with_adapter(tiny_llama(), ("default", "other")), 4)
+    model.set_adapter("other")
+    model(tokens(), labels=tokens()).loss.backward()
+    assert all(param.grad is not None for param in trainable(model))
+
+
+def test_packing_a_trainable_weight_is_refused():
+    with pytest.raises(ValueError, match="all parameters of this model are trainable"):
+        quantize_frozen(tiny_llama())
+    with pytest.raises(ValueError, match="Linear.weight is trainable"):
+        pack_weight(nn.Linear(4, 4), "weight", FrozenFormat(4))
+
+
+def test_training_a_packed_weight_is_refused():
+    layer = quantize_frozen(frozen_linear(), 4)
+    with pytest.raises(ValueError, match="cannot be trained"):
+        layer.requires_grad_()
+
+
+def test_writing_a_weight_of_another_shape_is_refused():
+    layer = quantize_frozen(frozen_linear(), 4)
+    before = layer.weight_codes.clone()
+    with pytest.raises(ValueError, match=r"\(3, 3\)"):
+        layer.weight = torch.zeros(3, 3)
+    assert torch.equal(layer.weight_codes, before)
+
+
+class Params4bit(nn.Parameter):
+    """Named as bitsandbytes' class is."""
+
+
+def test_a_base_quantized_by_another_library_is_refused():
+    layer = frozen_linear()
+    layer.weight = Params4bit(layer.weight.data, requires_grad=False)
+    with pytest.raises(ValueError, match="bitsandbytes .*ZeroPPQuantConfig"):
+        quantize_frozen(layer, 4)
+
+
+def test_optimizers_lose_frozen_parameters_or_are_refused():
+    model = with_adapter(tiny_llama())
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="frozen parameters .*if param.requires_grad"):
+        drop_frozen(optimizer, [model], frozen_bits=4)
+    drop_frozen(optimizer, [model], frozen_bits=None)
+    assert {id(param) for param in optimizer.param_groups[0]["params"]} == {id(param) for param in trainable(model)}
+    stale = torch.optim.AdamW(model.parameters())
+    quantize_frozen(model, 4)
+    with pytest.raises(ValueError, match="no parameter of the model any more"):
+        drop_frozen(stale, [model], frozen_bits=None)
+
+
+def test_skipped_modules_stay_dense():
+    model = quantize_frozen(tiny_llama().requires_grad_(False), 4, skip=["lm_head", "model.layers.0.mlp"])
+    assert type(model.lm_head) is nn.Linear
+    assert type(model.model.layers[0].mlp.up_proj) is nn.Linear, "a skipped module is left with all inside"
+    assert type(model.model.layers[1].mlp.up_proj) is PackedLinear
+    assert type(model.model.layers[0].self_attn.q_proj) is PackedLinear
+
+
+def test_skipped_modules_stay_dense_under_an_adapter():
+    model = quantize_frozen(with_adapter(tiny_llama()), 4, skip=["layers.0.mlp.up_proj"])
+    layers = model.base_model.model.model.layers
+    assert type(layers[0].mlp.up_proj.base_layer) is nn.Linear
+    assert type(layers[1].mlp.up_proj.base_layer) is PackedLinear
+
+
+def test_a_weight_tied_to_a_skipped_one_stays_tied():
+    model = quantize_frozen(tiny_llama(tie_word_embeddings=True).requires_grad_(False), 4, skip=["lm_head"])
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert isinstance(model.lm_head.weight, nn.Parameter) and model.lm_head.weight.dtype == torch.float32
+
+
+def test_what_loading_skipped_is_not_packed_later(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    config = ZeroPPQuantConfig(bits=4, skip=["lm_head"])
+    model = with_adapter(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
+    pack_base(model, bits=8)
+    assert type(model.base_model.model.lm_head) is nn.Linear
+    pack_base(dense := tiny_llama().requires_grad_(False), bits=8)
+    assert type(dense.lm_head) is PackedLinear

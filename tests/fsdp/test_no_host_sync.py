@@ -1,0 +1,57 @@
+"""In a training step nothing of ours makes the host wait for a GPU: a check of the source, for machines without one.
+
+It knows the ways to wait that have a name. `tests/test_gpu_training.py` lets CUDA itself look for the others.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
+HOT_PATH = (
+    *("collectives", "comm_object", "gather_comm", "reduce_comm", "node_memory", "overlap"),
+    *("ops", "kernels", "native", "units", "frozen_format"),
+)
+# Methods of tensors, streams and events for which the host waits, and conversions of a tensor to a number.
+WAITING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "is_nonzero", "equal", "allclose"}
+CONVERSIONS = {"bool", "int", "float"}
+# Conversions of what is a number already: module, function.
+NUMBERS = {("reduce_comm", "_scale_of")}
+
+
+def waits(tree: ast.AST, module: str) -> Iterator[str]:
+    for function in ast.walk(tree):
+        if not isinstance(function, (ast.FunctionDef, ast.Module)):
+            continue
+        for call in calls_of(function):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+            is_conversion = isinstance(call.func, ast.Name) and name in CONVERSIONS and call.args
+            if is_conversion and (module, getattr(function, "name", "")) in NUMBERS:
+                continue
+            if is_conversion or (isinstance(call.func, ast.Attribute) and name in WAITING_METHODS):
+                yield f"{module}.py:{call.lineno}: {ast.unparse(call)}"
+
+
+def calls_of(function: ast.AST) -> Iterator[ast.Call]:
+    """Calls in a function, without those in functions within it."""
+    for node in ast.iter_child_nodes(function):
+        if isinstance(node, ast.Call):
+            yield node
+        if not isinstance(node, ast.FunctionDef):
+            yield from calls_of(node)
+
+
+@pytest.mark.parametrize("module", HOT_PATH)
+def test_the_hot_path_does_not_wait(module):
+    assert list(waits(ast.parse((PACKAGE / f"{module}.py").read_text()), module)) == []
+
+
+@pytest.mark.parametrize(
+    "code", ["loss.item()", "x.cpu()", "stream.synchronize()", "torch.cuda.synchronize()", "float(norm)", "x.tolist()"]
+)
+def test_the_check_can_fail(code):
+    assert len(list(waits(ast.parse(f"def step(x):\n    return {code}"), "module"))) == 1

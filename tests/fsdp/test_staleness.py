@@ -1,0 +1,419 @@
+"""Secondary shards never serve weights that have changed. See [Note: when a secondary shard is stale].
+
+Every scenario changes the weights of a warm model in one way and compares the next forward with an unsharded model that
+has the weights as they are now: bit for bit, as nothing is quantized. And each runs a second time with its guard taken
+away, where the comparison must fail: otherwise it would prove nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as dcp_io
+import torch.distributed.checkpoint.state_dict as dcp
+from harness import Scenarios
+from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
+from hf_zeropp.fsdp.units import Unit, WeightStamp
+
+CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
+
+
+def warm_model(rank: int) -> tuple[torch.nn.Module, ZeroPPHandle]:
+    """Secondary shards filled, and the root left unsharded by a forward without backward."""
+    model = shard(make_lm())
+    handle = apply_zeropp(model, CONFIG)
+    forward(model, rank)
+    return model, handle
+
+
+def forward(model: torch.nn.Module, rank: int) -> torch.Tensor:
+    with torch.no_grad():
+        return model(tokens_of(rank))
+
+
+def sees_the_weights(model: torch.nn.Module, rank: int) -> bool:
+    """Whether the next forward computes with the weights as they are (two forwards: the second uses the new copies)."""
+    logits = [forward(model, rank) for _ in range(2)]
+    model.reshard()
+    weights = full_weights(model)
+    reference = make_lm()
+    reference.load_state_dict(weights)
+    before = make_lm()
+    assert any(not torch.equal(weights[name], param) for name, param in before.named_parameters()), "nothing changed"
+    expected = forward(reference, rank)
+    return all(torch.equal(one, expected) for one in logits)
+
+
+# The guards, and how to take them away.
+
+
+def without_versions() -> contextlib.AbstractContextManager:
+    return mock.patch.object(WeightStamp, "matches", lambda self, params: True)
+
+
+def without_optimizer_hook() -> contextlib.AbstractContextManager:
+    return mock.patch.object(ZeroPPHandle, "_after_optimizer_step", lambda self, optimizer: None)
+
+
+def without_invalidation() -> contextlib.AbstractContextManager:
+    return mock.patch.object(ZeroPPHandle, "invalidate", lambda self: None)
+
+
+def without_resharding() -> contextlib.AbstractContextManager:
+    return mock.patch.object(Unit, "reshard", lambda self: None)
+
+
+def check(rank: int, change, *guards) -> None:
+    """With all guards the change shows; without these it does not."""
+    model, handle = warm_model(rank)
+    change(model, handle)
+    assert sees_the_weights(model, rank), "stale weights"
+    model, handle = warm_model(rank)
+    with contextlib.ExitStack() as stack:
+        for guard in guards:
+            stack.enter_context(guard())
+        change(model, handle)
+        assert not sees_the_weights(model, rank), "the change shows even without its guard: the test cannot fail"
+
+
+# (a) Optimizers.
+
+
+def step(model, optimizer_class, rank: int = 0, **kwargs) -> None:
+    """Backward, a forward in between (the trap: it refills the copies with weights about to change), then the step."""
+    model.reshard()  # so that the optimizer gets the root's shards
+    optimizer = optimizer_class(model.parameters(), lr=0.1, **kwargs)
+    backward(model, rank)
+    forward(model, rank)
+    optimizer.step()
+
+
+class WritesData(torch.optim.Optimizer):
+    """Writes through ``.data``, as many published optimizers do: no version counter moves."""
+
+    def __init__(self, params, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.data.add_(param.grad, alpha=-group["lr"])
+
+
+class WritesPointers(WritesData):
+    """Writes into the local storage from outside of torch, as fused kernels called through ctypes do."""
+
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                memory = param.to_local().detach().numpy()
+                np.subtract(memory, group["lr"] * param.grad.to_local().numpy(), out=memory)
+
+
+def forward_between_backward_and_step(rank: int) -> None:
+    for optimizer in (torch.optim.SGD, torch.optim.AdamW):
+        check(
+            rank,
+            lambda model, handle, optimizer=optimizer: step(model, optimizer, rank),
+            without_optimizer_hook,
+            without_versions,
+        )
+
+
+def optimizer_that_writes_through_data(rank: int) -> None:
+    check(rank, lambda model, handle: step(model, WritesData, rank), without_optimizer_hook)
+
+
+def optimizer_that_writes_through_pointers(rank: int) -> None:
+    check(rank, lambda model, handle: step(model, WritesPointers, rank), without_optimizer_hook)
+
+
+def step_of_a_loop_of_forwards(rank: int) -> None:
+    """Ten steps with a forward before and after each: never a stale one."""
+    model, _ = warm_model(rank)
+    model.reshard()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number in range(10):
+        backward(model, rank, number)
+        forward(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert sees_the_weights(model, rank), number
+
+
+# (b) Loading.
+
+
+def doubled(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value * 2 for name, value in model.state_dict().items()}
+
+
+def load_state_dict(rank: int) -> None:
+    def load(model, handle) -> None:
+        model.load_state_dict(doubled(model))
+
+    check(rank, load, without_invalidation, without_versions)
+
+
+class LoadsThroughData(torch.nn.Linear):
+    """As layers with a format of their own load: no counter moves, the hook alone tells."""
+
+    def _load_from_state_dict(self, state_dict, prefix, *args) -> None:
+        self.weight.data.copy_(state_dict[prefix + "weight"])
+
+
+def load_through_data(rank: int) -> None:
+    def load(model, handle) -> None:
+        name = "blocks.0.up.weight"
+        model.blocks[0].up.__class__ = LoadsThroughData
+        model.load_state_dict({name: model.state_dict()[name] * 2}, strict=False)
+
+    check(rank, load, without_invalidation)
+
+
+def load_part_of_a_state_dict(rank: int) -> None:
+    """Into a submodule that is no unit itself: no hook of ours sees it, the version counters do."""
+
+    def load(model, handle) -> None:
+        model.blocks[0].up.load_state_dict({name: value * 2 for name, value in model.blocks[0].up.state_dict().items()})
+
+    check(rank, load, without_versions)
+
+
+def assign_state_dict_before_the_first_forward(rank: int) -> None:
+    """``assign=True`` replaces parameters; FSDP2 takes note of that at its first forward only."""
+    model = shard(make_lm())
+    apply_zeropp(model, CONFIG)
+    model.load_state_dict(doubled(model), assign=True)
+    assert sees_the_weights(model, rank)
+
+
+def assign_full_state_dict_as_accelerate_does(rank: int) -> None:
+    """Accelerate loads full checkpoints into a sharded model with ``assign=True``, after forwards too."""
+
+    def load(model, handle) -> None:
+        model.reshard()
+        new = doubled(model)
+        model.load_state_dict(new, assign=True)
+        for module in (model, *model.blocks):
+            module._apply(lambda tensor: tensor)  # what makes FSDP2 look at its parameters again
+
+    model, handle = warm_model(rank)
+    load(model, handle)
+    assert sees_the_weights(model, rank)
+
+
+def load_with_distributed_checkpoint_full(rank: int) -> None:
+    def load(model, handle) -> None:
+        state = {name: weight * 2 for name, weight in full_weights_of_shards(model).items()}
+        options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        dcp.set_model_state_dict(model, state if rank == 0 else {}, options=options)
+
+    check(rank, load, without_invalidation, without_versions)
+
+
+def full_weights_of_shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    model.reshard()
+    return full_weights(model)
+
+
+def load_with_distributed_checkpoint_sharded(rank: int) -> None:
+    def load(model, handle) -> None:
+        state = {name: value * 2 for name, value in dcp.get_model_state_dict(model).items()}
+        dcp.set_model_state_dict(model, state)
+
+    check(rank, load, without_invalidation, without_versions)
+
+
+def load_in_place_with_distributed_checkpoint(rank: int) -> None:
+    """``dcp.load`` writes into the shards behind every counter; the ``load_state_dict`` that must follow tells."""
+
+    def load(model, handle) -> None:
+        model.reshard()
+        state = model.state_dict()
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        torch.distributed.broadcast_object_list(folder)
+        dcp_io.save({name: value * 2 for name, value in state.items()}, checkpoint_id=folder[0])
+        dcp_io.load(state, checkpoint_id=folder[0])
+        model.load_state_dict(state)
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(folder[0])
+
+    check(rank, load, without_invalidation, without_versions)
+
+
+# (c) Edits by hand, of the blocks (resharded) and of the root (left unsharded).
+
+
+def edit(how):
+    def change(model, handle) -> None:
+        model.reshard()
+        with torch.no_grad():
+            how(model.blocks[1].up.weight)
+
+    return change
+
+
+def edit_in_place(rank: int) -> None:
+    check(rank, edit(lambda param: param.add_(1)), without_versions)
+
+
+def edit_local_tensor(rank: int) -> None:
+    check(rank, edit(lambda param: param.to_local().add_(1)), without_versions)
+
+
+def edit_detached(rank: int) -> None:
+    check(rank, edit(lambda param: param.detach().add_(1)), without_versions)
+
+
+def edit_of_a_norm(rank: int) -> None:
+    def change(model, handle) -> None:
+        with torch.no_grad():
+            model.blocks[0].norm.bias.add_(1)
+
+    check(rank, change, without_versions)
+
+
+# (e) What moves no counter needs invalidate().
+
+
+def invalidate_after_data(rank: int) -> None:
+    def change(model, handle) -> None:
+        model.blocks[1].up.weight.data.mul_(2)
+        handle.invalidate()
+
+    check(rank, change, without_invalidation)
+
+
+def invalidate_after_foreach(rank: int) -> None:
+    """``torch._foreach_*`` (as weight averaging uses it) moves no version counter of a DTensor."""
+
+    def change(model, handle) -> None:
+        with torch.no_grad():
+            torch._foreach_mul_([param for block in model.blocks for param in block.parameters()], 2.0)
+        handle.invalidate()
+
+    check(rank, change, without_invalidation)
+
+
+# (f) The root, which FSDP2 leaves unsharded after a forward without backward.
+
+
+def edit_of_an_unsharded_root(rank: int) -> None:
+    def change(model, handle) -> None:
+        shards = {param for unit in handle.units for param in unit.params}
+        root = handle.units[0]
+        assert root.is_unsharded and not any(param in shards for param in model.head.parameters())
+        with torch.no_grad():
+            for param in root.params:
+                param.mul_(2)
+
+    check(rank, change, without_resharding)
+
+
+def optimizer_step_under_an_unsharded_root(rank: int) -> None:
+    """Evaluate, then step: stock FSDP2's next forward has the old root."""
+    check(rank, lambda model, handle: step(model, torch.optim.SGD, rank), without_resharding)
+
+
+# Hop 1 that was started ahead of its use.
+
+
+def edit_of_a_unit_whose_gather_is_under_way(rank: int) -> None:
+    """The root's gather starts those of all blocks; the second block is skipped, its copy in flight when edited."""
+
+    def change(model, handle) -> None:
+        model.reshard()
+        with torch.no_grad():
+            model.head.weight.add_(1)
+            model.blocks[1].up.weight.add_(1)
+        model.path = [0]
+        forward(model, rank)
+        model.reshard()
+        with torch.no_grad():
+            model.blocks[1].up.weight.add_(1)
+        model.path = [0, 1]
+
+    check(rank, change, without_versions)
+    with mock.patch.object(ZeroPPAllGather, "_start", start_unless_started(ZeroPPAllGather._start)):
+        model, handle = warm_model(rank)
+        change(model, handle)
+        assert not sees_the_weights(model, rank), "the change shows without a new start: the test cannot fail"
+
+
+def start_unless_started(start):
+    """As if a gather under way were as good as a new one."""
+
+    def maybe_start(self, shard, layout) -> None:
+        if self._flight is None:
+            start(self, shard, layout)
+
+    return maybe_start
+
+
+def units_in_another_order(rank: int) -> None:
+    """Blocks used in another order, some not at all, at every step: what was started ahead is used, or started anew."""
+    model = shard(make_lm(depth=3))
+    apply_zeropp(model, CONFIG)
+    reference = make_lm(depth=3)
+    for path in ([0, 1, 2], [2, 1, 0], [1], [0, 2], [2], [0, 1, 2]):
+        model.path = reference.path = path
+        logits = forward(model, rank)
+        model.reshard()
+        reference.load_state_dict(full_weights(model))
+        assert torch.equal(logits, forward(reference, rank)), path
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# Conversions keep the parameter object, and swap what is in it.
+
+
+def converted_parameters(rank: int) -> None:
+    check(rank, lambda model, handle: model._apply(lambda tensor: tensor * 2), without_versions)
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        forward_between_backward_and_step,
+        optimizer_that_writes_through_data,
+        optimizer_that_writes_through_pointers,
+        step_of_a_loop_of_forwards,
+        load_state_dict,
+        load_through_data,
+        load_part_of_a_state_dict,
+        assign_state_dict_before_the_first_forward,
+        assign_full_state_dict_as_accelerate_does,
+        load_with_distributed_checkpoint_full,
+        load_with_distributed_checkpoint_sharded,
+        load_in_place_with_distributed_checkpoint,
+        edit_in_place,
+        edit_local_tensor,
+        edit_detached,
+        edit_of_a_norm,
+        invalidate_after_data,
+        invalidate_after_foreach,
+        edit_of_an_unsharded_root,
+        optimizer_step_under_an_unsharded_root,
+        edit_of_a_unit_whose_gather_is_under_way,
+        units_in_another_order,
+        converted_parameters,
+    ],
+)
+
+
+@SCENARIOS.parametrize
+def test_next_forward_sees_the_weights(scenario):
+    SCENARIOS.check(scenario)

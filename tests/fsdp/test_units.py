@@ -1,0 +1,255 @@
+"""units.py: what it says of FSDP2's units is so, and every private name it reads is still there."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness import Scenarios
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
+from toy import POLICIES, backward, make_lm, shard, tokens_of
+
+from hf_zeropp.fsdp import units
+from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, WeightStamp, find_units, on_first_use
+
+
+class RecordingGather(DefaultAllGather):
+    """FSDP2's own all-gather, which remembers what it was given."""
+
+    def __call__(self, output_tensor, input_tensor, group, async_op=False):
+        self.input = input_tensor.clone()
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+
+class RecordingReduce(DefaultReduceScatter):
+    def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        work = super().__call__(output_tensor, input_tensor, group, op, async_op)
+        self.numel, self.dtype, self.output = input_tensor.numel(), input_tensor.dtype, output_tensor.clone()
+        return work
+
+
+def record(model) -> list[tuple[units.Unit, RecordingGather, RecordingReduce]]:
+    recorded = [(unit, RecordingGather(), RecordingReduce()) for unit in find_units(model)]
+    for unit, gather, reduce in recorded:
+        unit.set_all_gather(gather)
+        unit.set_reduce_scatter(reduce)
+        assert unit.all_gather is gather and unit.reduce_scatter is reduce
+    return recorded
+
+
+def private_names_are_there(rank: int) -> None:
+    """Those that units.py reads off FSDP2's objects, by the name of the variable that holds one."""
+    model = shard(make_lm())
+    backward(model, rank)
+    state = model._get_fsdp_state()
+    group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
+    holders = {"group": group, "_group": group, "fsdp_param": group.fsdp_params[0]}
+    seen = set()
+    for node in ast.walk(ast.parse(Path(units.__file__).read_text())):
+        if isinstance(node, ast.Attribute):
+            holder = getattr(node.value, "id", getattr(node.value, "attr", None))
+            if holder in holders:
+                seen.add(node.attr)
+                assert hasattr(holders[holder], node.attr), f"FSDP2's {type(holders[holder])} has no {node.attr} now"
+    assert {"fsdp_params", "_is_hsdp", "_sharded_param_data", "padded_sharded_param_size", "_to_sharded"} <= seen
+    param = next(iter(model.parameters()))
+    assert isinstance(param._local_tensor, torch.Tensor) and isinstance(param._version, int)
+    assert model in torch.distributed._composable_state._module_state_mapping
+
+
+def shards_are_what_fsdp2_gathers(rank: int) -> None:
+    """Order, padding and dtype of the flat shard, for sharded and unevenly sharded parameters."""
+    for policy, kwargs in ((name, kwargs) for name in POLICIES for kwargs in ({}, {"tied": True}, {"hidden": 2})):
+        model = shard(make_lm(**kwargs), POLICIES[policy])
+        recorded = record(model)
+        backward(model, rank)
+        for unit, gather, _ in recorded:
+            assert gather.input.dtype == unit.param_dtype
+            assert gather.input.numel() == sum(one.padded_numel for one in unit.param_shards())
+            assert unit.has_plain_shards
+            assert torch.equal(gather.input, unit.flat_shard(unit.param_dtype)), (policy, kwargs, unit.name)
+            local = [param.to_local().numel() for param in unit.params]
+            assert [one.numel for one in unit.param_shards()] == local
+            assert [one.ndim for one in unit.param_shards()] == [param.ndim for param in unit.params]
+
+
+def reductions_are_what_units_say(rank: int) -> None:
+    """Their dtype and size, of the trainable parameters alone; and the division that fp16 still needs."""
+    for policy in POLICIES:
+        model = make_lm()
+        model.blocks[0].up.weight.requires_grad_(False)
+        recorded = record(shard(model, POLICIES[policy]))
+        backward(model, rank)
+        for unit, _, reduce in recorded:
+            shards = unit.param_shards(trainable_only=True)
+            assert reduce.dtype == unit.reduce_dtype
+            assert reduce.numel == dist.get_world_size() * sum(one.padded_numel for one in shards)
+            reduced = unit.divide_after_reduce(reduce.output)
+            param, numel = unit.trainable[0], shards[0].numel
+            assert torch.equal(reduced[:numel].float(), param.grad.to_local().flatten().float()), unit.name
+
+
+def found_units(rank: int) -> None:
+    """In module order, one per fully_shard call, with names for errors."""
+    model = make_lm()
+    fully_shard([model.norm, model.head])
+    shard(model)
+    found = find_units(model)
+    assert [unit.name for unit in found] == ["(root)", "blocks.0", "blocks.1", "norm"]
+    assert [len(unit.modules) for unit in found] == [1, 1, 1, 2]
+    assert [one.name for one in found[1].param_shards()] == ["weight", "bias"] * 3
+    assert find_units(make_lm()) == []
+    assert all(unit.device_type == "cpu" and not unit.is_hsdp for unit in found)
+    assert dist.get_process_group_ranks(found[0].shard_group) == list(range(4))
+
+
+def the_state_of_a_unit(rank: int) -> None:
+    model = shard(make_lm())
+    root, block, _ = find_units(model)
+    with torch.no_grad():
+        model(tokens_of(rank))
+    assert root.is_unsharded and not block.is_unsharded  # FSDP2 keeps its root
+    assert block.reshards_after_forward and not root.reshards_after_forward
+    root.reshard()
+    assert not root.is_unsharded
+    assert not block.reshards_to_part_of_the_world
+    part = make_lm()
+    fully_shard(part.blocks[0], reshard_after_forward=2)
+    assert find_units(part)[0].reshards_to_part_of_the_world
+
+
+def stamps_move_with(rank: int) -> dict[str, bool]:
+    """What a stamp notices, and what it does not: there ``handle.invalidate()`` is for."""
+    model = shard(make_lm())
+    unit = find_units(model)[1]
+    weight = model.blocks[0].up.weight
+    changes = {
+        "in place": lambda: weight.add_(1),
+        "local tensor": lambda: weight.to_local().add_(1),
+        "detached": lambda: weight.detach().add_(1),
+        "copy": lambda: weight.copy_(weight * 2),
+        "swapped": lambda: model._apply(lambda tensor: tensor.clone()),
+        "data": lambda: weight.data.add_(1),
+        "foreach": lambda: torch._foreach_add_([weight], 1.0),
+        "collective": lambda: dist.all_reduce(model.blocks[0].down.weight.to_local()),  # 12 rows: even shards
+        "nothing": lambda: weight.to_local() + weight.full_tensor().sum(),
+    }
+    noticed = {}
+    for name, change in changes.items():
+        stamp = unit.stamp()
+        assert isinstance(stamp, WeightStamp) and stamp.matches(unit.params)
+        with torch.no_grad():
+            change()
+        noticed[name] = not stamp.matches(unit.params)
+    return noticed
+
+
+def backward_passes_have_numbers(rank: int) -> None:
+    """And callbacks queued inside run at the end, behind FSDP2's: the gradients of all units are there."""
+    model = shard(make_lm())
+    numbers, complete = set(), []
+
+    def queue(grad) -> None:
+        numbers.add(units.current_backward())
+        units.queue_after_backward(lambda: complete.append(all(p.grad is not None for p in model.parameters())))
+
+    for _ in range(2):
+        logits = model(tokens_of(rank))
+        logits.register_hook(queue)
+        logits.sum().backward()
+        model.zero_grad()
+    assert units.current_backward() == -1
+    assert len(numbers) == 2 and -1 not in numbers
+    assert complete == [True, True]
+
+
+def shown_reductions(rank: int) -> None:
+    model = shard(make_lm())
+    root, first, second = find_units(model)
+    model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: None)
+    model.blocks[1].set_all_reduce_hook(lambda reduced: None)
+    assert [unit.shows_reduced_output for unit in (root, first, second)] == [False, True, True]
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        private_names_are_there,
+        shards_are_what_fsdp2_gathers,
+        reductions_are_what_units_say,
+        found_units,
+        the_state_of_a_unit,
+        backward_passes_have_numbers,
+        shown_reductions,
+    ],
+)
+STAMPS = Scenarios(4, [stamps_move_with])
+
+
+@SCENARIOS.parametrize
+def test_units(scenario):
+    SCENARIOS.check(scenario)
+
+
+def test_what_a_stamp_notices():
+    for noticed in STAMPS.check("stamps_move_with"):
+        assert noticed == {
+            "in place": True,
+            "local tensor": True,
+            "detached": True,
+            "copy": True,
+            "swapped": True,
+            # If one of these turns True, torch counts more than it did: shorten the advice to call invalidate().
+            "data": False,
+            "foreach": False,
+            "collective": False,
+            "nothing": False,
+        }
+
+
+def test_signatures_of_private_functions():
+    parameters = list(inspect.signature(_get_gradient_divide_factors).parameters)
+    assert parameters == [
+        "reduce_scatter_group",
+        "all_reduce_group",
+        "reduce_dtype",
+        "device_type",
+        "factor",
+        "force_sum_reduction_for_comms",
+    ]
+    for name in ("set_custom_all_gather", "set_custom_reduce_scatter", "_get_fsdp_state"):
+        assert hasattr(FSDPModule, name)
+
+
+class Outer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("call", ["model", "submodule", "compiled"])
+def test_first_use_of_a_model_or_of_a_part_of_it(call):
+    model, other, calls = Outer(), Outer(), []
+    on_first_use(model, lambda: calls.append("used"))
+    other(torch.ones(1, 2))
+    assert calls == []
+    model.register_forward_pre_hook(lambda module, args: calls.append("the model's own hook"), prepend=True)
+    used = {"model": model, "submodule": model.inner, "compiled": torch.compile(model, backend="eager")}[call]
+    for _ in range(2):
+        used(torch.ones(1, 2))
+    assert calls[0] == "used", "runs ahead of the model's own hooks"
+    assert calls.count("used") == 1
+
+
+def test_compiled_models_are_looked_through():
+    model = Outer()
+    assert units.without_compile_wrapper(torch.compile(model)) is model is units.without_compile_wrapper(model)

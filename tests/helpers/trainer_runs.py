@@ -1,0 +1,99 @@
+"""What the Trainer tests share: a tiny model, data, arguments, and what a run leaves to compare.
+
+Everything is a function of its arguments and the seed, so two runs differ only by what a test varies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from datasets import Dataset
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+
+from hf_zeropp.fsdp.units import DefaultAllGather, find_units
+from hf_zeropp.integrations.trainer import ZeroPPCallback
+
+VOCAB = 128
+SEQ_LEN = 16
+TWO_NODES = {"ranks_per_node": 2}  # of four ranks
+UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
+
+
+def tiny_model(seed: int = 0, **overrides) -> LlamaForCausalLM:
+    set_seed(seed)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return LlamaForCausalLM(LlamaConfig(**(settings | overrides)))
+
+
+def token_data(num_sequences: int = 256, seed: int = 1) -> Dataset:
+    """Sequences that count up from a random token: learnable in a few steps."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(3, VOCAB, (num_sequences, 1), generator=generator)
+    ids = 3 + (starts + torch.arange(SEQ_LEN)) % (VOCAB - 3)
+    return Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
+
+
+def training_arguments(output_dir: str, zeropp=TWO_NODES, fsdp_config: dict | None = None, **overrides):
+    settings = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "per_device_eval_batch_size": 4,
+        "learning_rate": 2e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 0,
+        "fsdp": True,
+        "fsdp_config": {"zeropp": zeropp, **(fsdp_config or {})},
+    }
+    return TrainingArguments(output_dir=output_dir, **(settings | overrides))
+
+
+def build_trainer(output_dir: str, zeropp=TWO_NODES, *, model=None, callbacks=(), **arguments) -> Trainer:
+    """A Trainer with a ZeroPPCallback as its last callback."""
+    args = training_arguments(output_dir, zeropp, **arguments)
+    model = tiny_model() if model is None else model
+    data = {"train_dataset": token_data(), "eval_dataset": token_data(16, seed=2)}
+    return Trainer(model, args, callbacks=[*callbacks, ZeroPPCallback()], **data)
+
+
+def callback_of(trainer: Trainer) -> ZeroPPCallback:
+    return next(each for each in trainer.callback_handler.callbacks if isinstance(each, ZeroPPCallback))
+
+
+def losses(trainer: Trainer) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def logged(trainer: Trainer, key: str) -> list[float]:
+    return [entry[key] for entry in trainer.state.log_history if key in entry and "loss" in entry]
+
+
+def weights(trainer: Trainer) -> dict[str, np.ndarray]:
+    """Full weights on every rank, as arrays: tensors do not outlive the process that sends them."""
+    params = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy() for name, p in params}
+
+
+def same_weights(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:
+    """Bit for bit."""
+    return ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
+
+
+def num_engine_gathers(model: torch.nn.Module) -> int:
+    """Units whose gathers are FSDP2's own."""
+    return sum(type(unit.all_gather) is DefaultAllGather for unit in find_units(model))

@@ -1,0 +1,124 @@
+"""What tests of the two hops share: cases of awkward slices, every node size, and the hops as apply.py builds them.
+
+All inputs are functions of (case, rank), so each rank computes what others hold without communicating.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import torch
+
+from hf_zeropp.comm.hop import Hop, WireBuffers
+from hf_zeropp.comm.node_memory import NodeMemory
+from hf_zeropp.comm.topology import get_topology
+from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
+from hf_zeropp.ops.format import QMAX, Segment, WireLayout
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic
+
+WORLDS = (1, 2, 3, 4, 6, 8)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+BITS = (8, 4, None)
+BLOCK = 32
+# Lengths of a slice's segments; a negative one always travels raw (a norm). Odd, around a block's length, empty.
+SLICES = {
+    "one element": (1,),
+    "norm only": (-3,),
+    "awkward": (65, -7, 0, 31, 1),
+    "blocks": (64, -32, 97),
+    "empty": (0, 0),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    ranks_per_node: int
+    slice: str
+    dtype: torch.dtype
+    node_bits: int | None  # a gather has one width, in node_bits
+    cross_bits: int | None = None
+
+    def layout(self, bits: int | None) -> WireLayout:
+        segments = [Segment(abs(length), bits if length > 0 else None) for length in SLICES[self.slice]]
+        return WireLayout(segments, BLOCK, self.dtype)
+
+    def values(self, rank: int, num_slices: int, seed: int = 0) -> torch.Tensor:
+        """What ``rank`` contributes: blocks of very different size, so that block bounds matter."""
+        key = int(hashlib.sha1(f"{self}{rank}{seed}".encode()).hexdigest()[:12], 16)
+        generator = torch.Generator().manual_seed(key)
+        values = torch.randn(num_slices * self.layout(None).numel, generator=generator)
+        size = 2.0 ** torch.randint(-6, 4, values.shape, generator=generator).float()
+        return (values * size).to(self.dtype)
+
+
+def node_sizes(world: int) -> list[int]:
+    return [size for size in range(1, world + 1) if world % size == 0]
+
+
+def block_errors(values: torch.Tensor, layout: WireLayout, slack: torch.Tensor | float = 0.0) -> torch.Tensor:
+    """Largest error of encoding values [..., S] (known up to slack) in the layout, per element.
+
+    A quantized block: half a step, the step being amax / qmax rounded up to bf16, at most 1 + 2^-7 of it. A raw one:
+    half a unit in the last place of the raw dtype (or of its least normal number).
+    """
+    errors = torch.zeros_like(values)
+    size = values.abs() + slack
+    for part in layout.parts:
+        here = slice(part.element, part.element + part.numel)
+        if not part.bits:
+            info = torch.finfo(layout.raw_dtype)
+            errors[..., here] = size[..., here].clamp_min(info.smallest_normal) * info.eps / 2
+            continue
+        for start in range(part.element, part.element + part.numel, layout.block):
+            block = slice(start, min(start + layout.block, part.element + part.numel))
+            amax = size[..., block].amax(-1, keepdim=True)
+            errors[..., block] = 0.5 * amax / QMAX[part.bits] * (1 + 2.0**-7) * (1 + 1e-5)
+    return errors
+
+
+def rounding(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    info = torch.finfo(dtype)
+    return values.abs().clamp_min(info.smallest_normal) * info.eps / 2
+
+
+class World:
+    """The hops of one node size, as apply.py builds them: blocking, or started and waited for later (overlap)."""
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self.topology = get_topology(ranks_per_node, "cpu")
+        self.traffic = Traffic(ranks_per_node, self.topology.num_nodes)
+        self.buffers = WireBuffers()
+        groups = {"cross": self.topology.cross_group, "node": self.topology.node_group}
+
+        def hop(name: str, group: str, is_async: bool) -> Hop:
+            return Hop(name, groups[group], self.traffic, is_async=is_async)
+
+        memory = NodeMemory.connect(self.topology.node_group)
+        assert (memory is None) == (ranks_per_node == 1)
+        self.gather, self.gather_async, self.gather_shared = (
+            TwoHopGather(hop(GATHER_CROSS, "cross", later), hop(GATHER_NODE, "node", False), self.buffers, shared)
+            for later, shared in ((False, None), (True, None), (True, memory))
+        )
+        self.reduce, self.reduce_async, self.reduce_in_chunks = (
+            TwoHopReduce(hop(REDUCE_NODE, "node", later), hop(REDUCE_CROSS, "cross", later), self.buffers, num_chunks)
+            for later, num_chunks in ((False, 1), (True, 1), (True, 3))
+        )
+
+    def poison(self) -> None:
+        """Fill every reused buffer with garbage: whatever a collective does not write must not be read."""
+        for buffer in self.buffers._free:
+            buffer.fill_(0xAB)
+
+
+_worlds: dict[int, World] = {}
+
+
+def world_of(ranks_per_node: int) -> World:
+    if ranks_per_node not in _worlds:
+        _worlds[ranks_per_node] = World(ranks_per_node)
+    return _worlds[ranks_per_node]
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    return hashlib.sha1(b"".join(t.contiguous().view(torch.uint8).numpy().tobytes() for t in tensors)).hexdigest()

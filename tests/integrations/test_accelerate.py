@@ -1,0 +1,364 @@
+"""The plugin under a real Accelerator, on CPU: what users write, against the same script with ``zeropp=False``."""
+
+from __future__ import annotations
+
+import inspect
+import os
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate_runs import (
+    TWO_NODES,
+    UNQUANTIZED,
+    batch_of,
+    distance,
+    gradients,
+    handle_of,
+    new_accelerator,
+    prepared,
+    tiny_llama,
+    train,
+    weights,
+)
+from harness import Scenarios, expect_errors, run_ranks
+from torch.distributed.fsdp import FSDPModule
+from transformers import LlamaForCausalLM
+
+from hf_zeropp import ZeroPPPlugin, get_handle
+from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
+
+# INT8 weights and INT8 + INT4 gradients of a tiny random model: measured 0.06 to 0.09 of the gradient's norm. What is
+# lost, doubled or scaled wrongly shows as 0.5 or more.
+QUANTIZED_DISTANCE = 0.2
+# Unquantized, sums of four fp32 terms in another order; in bf16 each hop and sum rounds to 2^-9.
+ROUNDING = {"no": 1e-5, "bf16": 2e-2}
+
+
+def gradients_equal_stock(rank: int) -> None:
+    """In fp32 and bf16, unquantized within rounding, quantized near; with the plugin's own policies, not by hand."""
+    for precision in ("no", "bf16"):
+        found = {}
+        for name, zeropp in {"stock": False, "unquantized": UNQUANTIZED, "quantized": TWO_NODES}.items():
+            accelerator = new_accelerator(zeropp, mixed_precision=precision)
+            model, _ = prepared(accelerator)
+            found[name] = gradients(accelerator, model, rank)
+        assert distance(found["unquantized"], found["stock"]) < ROUNDING[precision]
+        assert ROUNDING[precision] / 10 < distance(found["quantized"], found["stock"]) < QUANTIZED_DISTANCE
+        assert next(iter(model.parameters())).dtype == torch.float32
+
+
+def false_is_stock(rank: int) -> None:
+    accelerator = new_accelerator(zeropp=False)
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, rank, range(2))
+    assert handle_of(accelerator, model) is None and get_handle(model) is None
+    for unit in find_units(model):
+        assert type(unit.all_gather) is DefaultAllGather and type(unit.reduce_scatter) is DefaultReduceScatter
+    assert "sync_each_batch" not in GradientState().plugin_kwargs
+
+
+def units_are_the_transformer_blocks(rank: int) -> None:
+    accelerator = new_accelerator()
+    model, _ = prepared(accelerator)
+    assert isinstance(model, FSDPModule) and isinstance(model.model.layers[0], FSDPModule)
+    before = handle_of(accelerator, model)
+    gradients(accelerator, model, rank)
+    assert handle_of(accelerator, model) is before is get_handle(model)
+    assert before.config.ranks_per_node == 2 and before.is_active
+
+
+def applied_at_the_first_forward(rank: int) -> None:
+    """With nothing done by the user."""
+    model, _ = prepared(new_accelerator())
+    assert get_handle(model) is None
+    with torch.no_grad():
+        model(batch_of(rank, 0))
+    assert get_handle(model).traffic.cross_node_bytes > 0
+
+
+def accumulation_sends_once(rank: int) -> None:
+    """Two micro-steps: the bytes across nodes of one, and the gradients of one with both batches at once."""
+    sent, found = {}, {}
+    for micro_steps in (1, 2):
+        accelerator = new_accelerator(UNQUANTIZED, micro_steps=micro_steps)
+        model, _ = prepared(accelerator)
+        handle = handle_of(accelerator, model)
+        if micro_steps == 2:
+            found[2] = gradients(accelerator, model, rank, (0, 1))
+        else:
+            tokens = torch.cat([batch_of(rank, 0), batch_of(rank, 1)])
+            with accelerator.accumulate(model):
+                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+            found[1] = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
+        sent[micro_steps] = handle.traffic.cross_node_bytes
+        assert handle.partial_bytes() == 0
+    assert sent[1] == sent[2] > 0
+    assert distance(found[2], found[1]) < 1e-5  # fp32: means of halves against a mean of the whole
+
+
+def counted_is_predicted(rank: int) -> None:
+    """In the units Accelerate makes (embedding, blocks, norm and head without resharding), tied or not."""
+    for tied in (False, True):
+        accelerator = new_accelerator(micro_steps=3, mixed_precision="bf16")
+        model, optimizer = prepared(accelerator, tiny_llama(tie_word_embeddings=tied))
+        train(accelerator, model, optimizer, rank, range(6))
+        handle = handle_of(accelerator, model)
+        predicted = {name: count.times(2) for name, count in handle.predict(3).items()}
+        assert handle.traffic.counts == predicted, (tied, handle.traffic.counts, predicted)
+        assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 6)
+
+
+def accumulation_keeps_partials(rank: int) -> None:
+    """Between micro-steps: 1/N of every unit, no gradient of full size, and the optimizer waits."""
+    accelerator = new_accelerator(micro_steps=2)
+    model, optimizer = prepared(accelerator)
+    handle, before = handle_of(accelerator, model), weights(model)
+    train(accelerator, model, optimizer, rank, (0,))
+    numel = sum(shard.padded_numel for unit in handle.units for shard in unit.param_shards())
+    assert handle.partial_bytes() == 2 * numel * 4
+    held = [p._unsharded_param.grad for unit in handle.units for p in unit._group.fsdp_params]
+    assert held == [None] * len(held)
+    assert distance(weights(model), before) == 0
+    train(accelerator, model, optimizer, rank, (1,))
+    assert handle.partial_bytes() == 0 and distance(weights(model), before) > 0
+    assert (handle.traffic.steps, handle.traffic.micro_steps) == (1, 2)
+
+
+def no_sync_by_hand(rank: int) -> None:
+    """``accelerator.no_sync``: FSDP2 keeps full gradients then, and they arrive at the next synchronized step."""
+    found = {}
+    for zeropp in (False, UNQUANTIZED):
+        accelerator = new_accelerator(zeropp)
+        model, _ = prepared(accelerator)
+        tokens = batch_of(rank, 0)
+        with accelerator.no_sync(model):
+            accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+        found[bool(zeropp)] = gradients(accelerator, model, rank, (1,))
+    assert distance(found[True], found[False]) < 1e-5
+
+
+def clipping(rank: int) -> None:
+    accelerator = new_accelerator()
+    model, _ = prepared(accelerator)
+    tokens = batch_of(rank, 0)
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    exact = torch.stack([param.grad.full_tensor().double().norm() for param in model.parameters()]).norm()
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.01)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    torch.testing.assert_close(norm.double(), exact, rtol=1e-5, atol=0)
+    clipped = torch.stack([param.grad.full_tensor().double().norm() for param in model.parameters()]).norm()
+    torch.testing.assert_close(clipped, torch.tensor(0.01, dtype=torch.float64), rtol=1e-4, atol=0)
+
+
+def gradient_checkpointing(rank: int) -> None:
+    """The model's own and the plugin's: the same gradients, bit for bit, and no more bytes across nodes."""
+    found, sent = [], []
+    for own, plugin in ((False, False), (True, False), (False, True)):
+        accelerator = new_accelerator(activation_checkpointing=plugin)
+        model = tiny_llama()
+        if own:
+            model.gradient_checkpointing_enable()
+        model.train()
+        model, _ = prepared(accelerator, model)
+        found.append(list(gradients(accelerator, model, rank).values()))
+        sent.append(get_handle(model).traffic.cross_node_bytes if not plugin else None)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+    assert sent[0] == sent[1]
+
+
+def tied_embeddings(rank: int) -> None:
+    found = []
+    for zeropp in (False, UNQUANTIZED):
+        accelerator = new_accelerator(zeropp)
+        model, optimizer = prepared(accelerator, tiny_llama(tie_word_embeddings=True))
+        train(accelerator, model, optimizer, rank, range(2))
+        assert model.lm_head.weight is model.model.embed_tokens.weight
+        found.append(gradients(accelerator, model, rank, (5,)))
+    assert distance(*found) < 1e-4  # two AdamW steps in between amplify the rounding of sums
+
+
+def evaluation_between_steps(rank: int) -> None:
+    """Evaluate, train, evaluate: each sees the weights as they are, as stock does after resharding."""
+    accelerator = new_accelerator(UNQUANTIZED)
+    model, optimizer = prepared(accelerator)
+    tokens = batch_of(rank, 9)
+    for step in range(3):
+        with torch.no_grad():
+            logits = model(input_ids=tokens).logits
+        current = weights(model)
+        reference = tiny_llama()
+        reference.load_state_dict(current, strict=False)
+        with torch.no_grad():
+            assert torch.equal(logits, reference(input_ids=tokens).logits), step
+        train(accelerator, model, optimizer, rank, (step,))
+
+
+def saved_model_reloads(rank: int, folder: str) -> None:
+    """The usual export: from_pretrained gives back the weights that were trained, not what the wire makes of them."""
+    accelerator = new_accelerator()
+    model, optimizer = prepared(accelerator)
+    train(accelerator, model, optimizer, rank, range(2))
+    state = accelerator.get_state_dict(model)
+    accelerator.unwrap_model(model).save_pretrained(
+        folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
+    )
+    accelerator.wait_for_everyone()
+    current = weights(model)
+    reloaded = LlamaForCausalLM.from_pretrained(folder)
+    assert all(torch.equal(param, current[name]) for name, param in reloaded.named_parameters())
+
+
+def generation_before_training(rank: int) -> None:
+    """The first use of the model is generate(): the same tokens as the unsharded model's."""
+    accelerator = new_accelerator(UNQUANTIZED)
+    model, _ = prepared(accelerator)
+    tokens = batch_of(0, 0)
+    ours = model.generate(tokens, max_new_tokens=5, do_sample=False)
+    assert torch.equal(ours, tiny_llama().generate(tokens, max_new_tokens=5, do_sample=False))
+    assert get_handle(model) is not None
+
+
+def second_accelerator(rank: int) -> None:
+    """Accelerate keeps one plugin per process and ignores another without a word."""
+    accelerator = new_accelerator()
+    Accelerator(fsdp_plugin=accelerator.state.fsdp_plugin)
+    Accelerator()
+    with pytest.raises(ValueError, match="An Accelerator was built before, without this ZeroPPPlugin"):
+        Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp=TWO_NODES))
+
+
+def private_names_of_accelerate(rank: int) -> None:
+    """What integrations/accelerate.py relies on, by behaviour where that can be tried."""
+    assert "fsdp_plugin" in inspect.signature(AcceleratorState.__init__.__wrapped__).parameters
+    accelerator = new_accelerator(micro_steps=2)
+    assert AcceleratorState._shared_state["fsdp_plugin"] is accelerator.state.fsdp_plugin
+    assert PartialState._shared_state["distributed_type"] == accelerator.distributed_type
+    model, _ = prepared(accelerator)
+    calls = []
+    model.set_requires_gradient_sync = lambda *args: calls.append(args)
+    for wanted in (False, True):
+        GradientState().plugin_kwargs["sync_each_batch"] = wanted
+        accelerator.step = 0
+        with accelerator.accumulate(model):
+            assert GradientState().sync_gradients is False
+        assert bool(calls) is not wanted, "accumulate() does not ask sync_each_batch any more"
+        calls.clear()
+
+
+WORKS = Scenarios(
+    4,
+    [
+        gradients_equal_stock,
+        false_is_stock,
+        units_are_the_transformer_blocks,
+        applied_at_the_first_forward,
+        accumulation_sends_once,
+        counted_is_predicted,
+        accumulation_keeps_partials,
+        no_sync_by_hand,
+        clipping,
+        gradient_checkpointing,
+        tied_embeddings,
+        evaluation_between_steps,
+        generation_before_training,
+        second_accelerator,
+        private_names_of_accelerate,
+    ],
+    init=False,
+)
+
+
+@WORKS.parametrize
+def test_accelerate(scenario):
+    WORKS.check(scenario)
+
+
+def test_exported_models_reload(tmp_path):
+    run_ranks(saved_model_reloads, 4, str(tmp_path), init=False)
+
+
+# Resuming: in fresh processes.
+
+
+def run_training(rank: int, folder: str, state_dict_type: str, steps: tuple[int, ...], save_at: int | None):
+    """Train the steps, from a saved state if they do not start at 0, saving behind step ``save_at``."""
+    accelerator = new_accelerator(mixed_precision="bf16", state_dict_type=state_dict_type)
+    model, optimizer = prepared(accelerator)
+    losses = []
+    if steps[0]:
+        with torch.no_grad():
+            model(batch_of(rank, 0))  # copies of the wrong weights, and a root left unsharded
+        handle_of(accelerator, model).reshard()
+        accelerator.load_state(folder)
+    for step in steps:
+        losses += train(accelerator, model, optimizer, rank, (step,))
+        if step == save_at:
+            accelerator.save_state(folder)
+    return losses, weights(model)
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
+def test_training_resumes_bit_for_bit(tmp_path, kind):
+    """Six steps are three, saved and loaded into fresh processes that had forwards before, and three more."""
+    whole = run_ranks(run_training, 4, str(tmp_path), kind, tuple(range(6)), 2, init=False)
+    rest = run_ranks(run_training, 4, str(tmp_path), kind, (3, 4, 5), None, init=False)
+    for (losses, final), (last_losses, last_final) in zip(whole, rest, strict=True):
+        assert losses[3:] == last_losses
+        assert all(torch.equal(final[name], last_final[name]) for name in final)
+
+
+# Loading on rank 0 alone.
+
+
+def run_efficient_loading(rank: int, folder: str, zeropp) -> dict[str, torch.Tensor]:
+    accelerator = new_accelerator(zeropp, cpu_ram_efficient_loading=True)
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model, _ = prepared(accelerator, model)
+    return gradients(accelerator, model, rank)
+
+
+def test_loading_on_rank_0_alone(tmp_path):
+    tiny_llama(seed=3).save_pretrained(tmp_path)
+    env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
+    stock = run_ranks(run_efficient_loading, 4, str(tmp_path), False, init=False, env=env)
+    ours = run_ranks(run_efficient_loading, 4, str(tmp_path), UNQUANTIZED, init=False, env=env)
+    assert distance(ours[0], stock[0]) < 1e-5
+
+
+# Mistakes.
+
+
+def build(rank: int, variables: dict[str, str], arguments: dict, precision: str = "no") -> None:
+    os.environ.update(variables)
+    Accelerator(fsdp_plugin=ZeroPPPlugin(**arguments), mixed_precision=precision)
+
+
+@pytest.mark.parametrize(
+    ("variables", "arguments", "words"),
+    [
+        ({}, {"fsdp_version": 1}, ["expected fsdp_version=2, got 1"]),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, {}, ["FSDP1", "fsdp_version: 2", "--fsdp_version 2"]),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, ["DeepSpeed exclude each other", "distributed_type: FSDP"]),
+        ({"ZEROPP_CONFIG_FILE": "/no/such/file.yaml"}, {}, ["Cannot read", "/no/such/file.yaml", "Check the path"]),
+        ({"ZEROPP_QWZ_BIT": "8"}, {}, ["Unknown environment variable ZEROPP_QWZ_BIT", "ZEROPP_QWZ_BITS"]),
+        ({}, {"zeropp": {"qwz_bit": 8}}, ["qwz_bit'", "Did you mean 'qwz_bits'"]),
+        ({}, {"zeropp": True}, ["mapping", "bool"]),
+    ],
+)
+def test_mistakes_raise_on_every_rank(variables, arguments, words):
+    for message in expect_errors(build, 2, variables, arguments, init=False, limit_s=60.0):
+        assert all(word in message for word in words), message
+
+
+def run_with_stock_plugin_first(rank: int) -> None:
+    Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+    Accelerator(fsdp_plugin=ZeroPPPlugin())
+
+
+def test_a_plugin_behind_another_accelerator_is_refused():
+    for message in expect_errors(run_with_stock_plugin_first, 2, init=False, limit_s=60.0):
+        assert "built before, without this ZeroPPPlugin" in message and "first Accelerator" in message

@@ -1,0 +1,138 @@
+"""The RLHF examples: rewards anyone can check, roles that share one base, PPO's arithmetic, and one run as a user starts it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from frozen_runs import tiny_llama, tokens
+
+from hf_zeropp import quantize_frozen
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "examples"))
+
+import dpo_lora  # noqa: E402
+import ppo_lora  # noqa: E402
+import python_lines  # noqa: E402
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion", "expected"),
+    [
+        ("return ", "self.name", 1),
+        ("if ", "value is None:", 1),
+        ("x = ", "f(1, 2)\nno python at all", 1),
+        ("print(", '"hello"', 0),
+        ("x = ", "1", 0),
+        ("x = ", "     ", 0),
+        ("while ", "x = = 3:", 0),
+    ],
+)
+def test_the_reward_is_for_lines_that_compile_and_say_something(prompt, completion, expected):
+    assert python_lines.reward(prompt, completion) == expected
+
+
+def test_preference_pairs_differ_in_whether_they_compile():
+    pairs = dpo_lora.make_pairs(seed=0, num_pairs=100)
+    assert len({pair["prompt"] + pair["chosen"] for pair in pairs}) == 100, "no line is in training and held-out pairs"
+    for pair in pairs:
+        assert python_lines.compiles(pair["prompt"] + pair["chosen"])
+        assert not python_lines.compiles(pair["prompt"] + pair["rejected"])
+
+
+def test_advantages_are_discounted_sums_of_surprises():
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, 2, 6, generator=generator)
+    written = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)
+    rewards, values = rewards * written, values * written
+    advantages = ppo_lora.generalized_advantages(rewards, values, written, discount=0.9, decay=0.8)
+    for row in range(2):
+        places = written[row].nonzero().flatten().tolist()
+        surprises = [
+            rewards[row, t] + (0.9 * values[row, t + 1] if t + 1 in places else 0) - values[row, t] for t in places
+        ]
+        for i, t in enumerate(places):
+            expected = sum((0.9 * 0.8) ** k * surprise for k, surprise in enumerate(surprises[i:]))
+            torch.testing.assert_close(advantages[row, t], expected)
+    assert not advantages[~written].any()
+
+
+@pytest.fixture
+def roles() -> ppo_lora.Roles:
+    torch.manual_seed(0)
+    model = ppo_lora.Roles(tiny_llama())
+    for param in model.parameters():
+        if param.requires_grad or param.ndim == 2 and param.shape[1] == 16:  # LoRA's second factors start at zero
+            torch.nn.init.normal_(param, std=0.05)
+    return quantize_frozen(model, 4)
+
+
+def logits(roles: ppo_lora.Roles, role: str) -> torch.Tensor:
+    with torch.no_grad(), roles.play(role):
+        return roles(tokens(), torch.ones_like(tokens()))
+
+
+def test_roles_differ_and_the_reference_is_the_base(roles):
+    assert not torch.equal(logits(roles, "actor"), logits(roles, "critic"))
+    with torch.no_grad(), roles.lm.disable_adapter():
+        assert torch.equal(logits(roles, "reference"), roles.lm(tokens()).logits)
+    assert not torch.equal(logits(roles, "actor"), logits(roles, "reference"))
+
+
+@pytest.mark.parametrize("role", ppo_lora.ROLES)
+def test_a_role_trains_its_own_parameters_alone(roles, role):
+    with roles.play(role):
+        head = role if role in roles.heads else None
+        roles(tokens(), torch.ones_like(tokens()), head=head).square().mean().backward()
+    trained = {id(param) for param in roles.parameters() if param.grad is not None}
+    assert trained == {id(param) for param in roles.parameters_of(role)}
+
+
+def test_what_counts_as_written(monkeypatch):
+    """Completions end with their first end token, which counts."""
+    tokenizer = python_lines.make_tokenizer(["return self.name", "if value is None:"] * 20)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+
+    class Parrot(torch.nn.Module):
+        """Writes three tokens, of which the second ends the line."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.parameter = torch.nn.Parameter(torch.zeros(1))
+
+        play = staticmethod(lambda role: torch.no_grad())
+
+        def generate(self, input_ids, **kwargs):
+            written = torch.tensor([[5, end, pad]]).expand(len(input_ids), -1)
+            return torch.cat((input_ids, written), 1)
+
+    rollout = ppo_lora.roll_out(Parrot(), tokenizer, batch_size=4)
+    start = rollout.tokens.shape[1] - 3
+    assert rollout.written[:, start:].tolist() == [[True, True, False]] * 4 and not rollout.written[:, :start].any()
+    assert rollout.last.tolist() == [start + 1] * 4
+    assert not rollout.mask[:, -1].any()
+
+
+def test_ppo_runs_as_its_docstring_says(tmp_path):
+    base = python_lines.make_base(str(tmp_path / "base"), steps=3)
+    config = ROOT / "examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml"
+    command = [
+        sys.executable,
+        "-m",
+        "hf_zeropp.cli",
+        "launch",
+        "--config_file",
+        str(config),
+        "--main_process_port",
+        "0",
+    ]
+    command += [str(ROOT / "examples/ppo_lora.py"), "--base", base]
+    command += ["--iterations", "2", "--reward-iterations", "1", "--batch-size", "4", "--epochs", "1"]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "iteration   1" in output and "mean reward" in output
+    for phase in ("generation", "training"):
+        assert any(line.startswith(f"{phase}: ") and line.endswith("MB into this node") for line in output.splitlines())

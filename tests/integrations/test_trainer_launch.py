@@ -1,0 +1,48 @@
+"""examples/train_trainer.py from the command line, under both launchers: settings arrive, and a model is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from hf_zeropp.integrations.step_log import SAVING
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "examples/configs"
+LAUNCHERS = {
+    "hf-zeropp launch": ["hf_zeropp.cli", "launch", "--config_file", str(CONFIGS / "cpu_2_nodes_x_2_ranks.yaml")],
+    "accelerate launch": [
+        *("accelerate.commands.accelerate_cli", "launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "4"),
+        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+    ],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_example_from_the_command_line(tmp_path, launcher):
+    flags = {
+        "--fsdp_config": CONFIGS / "zeropp_trainer.json",
+        "--output_dir": tmp_path,
+        "--text_files": os.path.join(sysconfig.get_path("stdlib"), "json", "*.py"),
+        "--vocab_size": 300,
+        "--seq_len": 16,
+        "--max_steps": 2,
+        "--logging_steps": 1,
+        "--eval_strategy": "no",
+    }
+    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(ROOT / "examples/train_trainer.py"), "--fsdp"]
+    command += [text for key, value in flags.items() for text in (key, str(value))]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "gather, across nodes" in run.stdout
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert all(entry[SAVING] > 3 for entry in history if "loss" in entry)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 300

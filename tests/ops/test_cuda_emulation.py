@@ -1,0 +1,247 @@
+"""The sources of ops/cuda, run on a CPU by tests/cuda_emulation and compared with the CPU kernels, bit for bit.
+
+What it shows: arithmetic, indexing, and that lanes meet where they must. What it does not: anything of the hardware, of
+ptxas, or of speed. ZEROPP_EMULATED_CASES raises the number of cases (default: ten thousand comparisons, some 20 seconds).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import cuda_cases
+import cuda_emulation
+import pytest
+import torch
+from cuda_cases import OTHER_BLOCKS, ROW_BLOCKS, Case, Guarded, lasting, make_case, same_bits
+from cuda_checks import check_everything, check_quantize
+
+from hf_zeropp import ops
+from hf_zeropp.ops import frozen_format
+from hf_zeropp.ops.format import FLOAT_DTYPES, GAP, QMAX, Segment, WireLayout
+from hf_zeropp.ops.frozen_format import FrozenFormat
+
+CASES = int(os.environ.get("ZEROPP_EMULATED_CASES", 1080))  # with seven operators each
+GROUPS = 12
+
+pytestmark = [
+    pytest.mark.skipif(cuda_emulation.compiler() is None, reason="no C++ compiler for the emulation"),
+    pytest.mark.skipif(ops.kernel_info().cpu == "reference", reason="no compiled CPU kernels to compare with"),
+]
+
+
+@pytest.fixture(scope="module")
+def emulated() -> ops.CompiledKernels:
+    return ops.CompiledKernels(cuda_emulation.library(), "cuda")
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_random_cases(emulated, group):
+    blocks = OTHER_BLOCKS if group % 4 == 3 else ROW_BLOCKS
+    for seed in range(group * CASES // GROUPS, (group + 1) * CASES // GROUPS):
+        check_everything(emulated, make_case(seed, blocks))
+
+
+@pytest.mark.parametrize("bits", QMAX)
+def test_every_scale_and_every_tie(emulated, bits):
+    """Every significand of a scale, every boundary of codes, and the floats beside it: [Note: division by reciprocal]."""
+    scales = (torch.arange(128, dtype=torch.int32) + 0x3F80 << 16).view(torch.float32)
+    ties = torch.arange(QMAX[bits]) + 0.5
+    ulps = torch.arange(-3, 4, dtype=torch.int32)
+    values = ((scales[:, None] * ties).view(torch.int32)[..., None] + ulps).view(torch.float32).flatten(1)
+    values = torch.nn.functional.pad(torch.cat([values, -values], dim=1), (0, -2 * values.shape[1] % 31))
+    # In each block of 32 first the value that gives the block its scale.
+    largest = (scales * QMAX[bits])[:, None, None]
+    blocks = values.view(128, -1, 31)
+    blocks = torch.cat([largest.expand(-1, blocks.shape[1], -1), blocks], dim=2).flatten()
+    for exponent in (
+        0,
+        -90,
+        100,
+        125,
+        126,
+        127,
+    ):  # up to blocks with infinities, and scales whose reciprocal is a denormal
+        layout = lasting(WireLayout([Segment(blocks.numel(), bits)], 32))
+        out = torch.empty(layout.nbytes, dtype=torch.uint8)
+        emulated.quantize(blocks * 2.0**exponent, layout, 1, False, out)
+        assert torch.equal(out, ops.quantize(blocks * 2.0**exponent, layout))
+
+
+def test_every_16_bit_float(emulated):
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    for raw_dtype in FLOAT_DTYPES:
+        segments = [Segment(1 << 14, 8), Segment(1 << 14, 4), Segment(1 << 15, None)]
+        layout = lasting(WireLayout(segments, 64, raw_dtype))
+        for dtype in (torch.bfloat16, torch.float16):
+            for values in (patterns.view(dtype), patterns.flip(0).view(dtype)):
+                check_everything(emulated, Case(layout, layout, 1, 1, values, None, dtype, 1.0, 0))
+
+
+def test_gaps_are_left_alone(emulated):
+    segments = [Segment(100, GAP), Segment(2000, 8), Segment(7, GAP), Segment(1500, 4), Segment(33, None)]
+    layout = lasting(WireLayout(segments, 64))
+    values = torch.randn(layout.numel)
+    wire = torch.empty(layout.nbytes, dtype=torch.uint8)
+    emulated.quantize(values, layout, 1, False, wire)
+    assert torch.equal(wire, ops.quantize(values, layout))
+    ours, theirs = torch.full((2, layout.numel), 5.0)
+    emulated.dequantize(wire, layout, torch.float32, 1, ours)
+    ops.dequantize(wire, layout, dtype=torch.float32, out=theirs)
+    assert torch.equal(ours, theirs) and (ours[:100] == 5.0).all()
+
+
+@pytest.mark.parametrize("block", [64, 96])
+def test_a_rotated_sum_in_place(emulated, block):
+    """Lanes read each other's elements of `initial`: all of a slice before one of them writes."""
+    layout = lasting(WireLayout([Segment(2000, 4)], block))
+    values, initial = torch.randn(2, 2000)
+    check_everything(emulated, Case(layout, layout, 1, 1, values, initial, torch.float32, 0.5, 0, rotate=True))
+
+
+@pytest.mark.parametrize("block", [64, 63])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_an_update_in_place_of_a_quantized_base(emulated, bits, block):
+    """The base gives the values from which its new scales and codes are made."""
+    layout, base_layout = (lasting(WireLayout([Segment(3000, width)], block)) for width in (4, bits))
+    values = torch.randn(3000) * torch.linspace(1, 1000, 3000)
+    check_everything(emulated, Case(layout, base_layout, 1, 1, values, None, torch.float32, 1.0, 0))
+
+
+@pytest.mark.parametrize("bits", QMAX)
+def test_residuals_that_are_not_finite(emulated, bits):
+    """Blocks with NaN or Inf, and those of so large values that 2-bit codes have the scale Inf, count as zero."""
+    layout, residual_layout = (lasting(WireLayout([Segment(2000, width)], 32)) for width in (4, bits))
+    left_out = torch.randn(2000)
+    left_out[torch.arange(0, 2000, 70)] = torch.tensor(cuda_cases.SPECIALS + (3.4e38,)).repeat(3)[:29]
+    for special in (0.0, *cuda_cases.SPECIALS):
+        sums = torch.randn(2000)
+        sums[::100] = special  # in turn left out, and met by the next call
+        case = Case(layout, layout, 1, 1, sums, sums, torch.float32, 1.0, 0, without_wire=True)
+        feedback = {"residual_layout": residual_layout, "left_out": left_out, "decay": 0.5}
+        check_everything(emulated, dataclasses.replace(case, **feedback))
+
+
+def test_more_slices_than_rows_of_a_grid(emulated):
+    layout = lasting(WireLayout([Segment(1, None)], 32))
+    values = torch.randn(65_536 + 5)
+    check_quantize(emulated, Case(layout, layout, 1, len(values), values, None, torch.float32, 1.0, 0))
+
+
+# ---- Frozen weights.
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(
+    ("rows", "columns", "block"), [(5, 7, 32), (3, 33, 32), (4, 384, 128), (3, 2048, 512), (7, 131, 160), (33, 96, 32)]
+)
+def test_frozen_pack_and_unpack(emulated, bits, rows, columns, block):
+    format = FrozenFormat(bits, block)
+    for seed in range(20):
+        weight = frozen_weight(rows, columns, seed)
+        for dtype in FLOAT_DTYPES:
+            values = weight.to(dtype)
+            codes, scales = frozen_format.pack(values, format)
+            out = [Guarded(tensor.numel(), torch.uint8, 0) for tensor in (codes, scales)]
+            shape = (rows, columns, block, bits)
+            emulated.call(
+                "frozen_pack",
+                values.device,
+                values.data_ptr(),
+                FLOAT_DTYPES.index(dtype),
+                *shape,
+                *(one.tensor.data_ptr() for one in out),
+            )
+            assert torch.equal(out[0].tensor, codes.flatten()) and torch.equal(out[1].tensor, scales.flatten())
+            assert out[0].is_intact() and out[1].is_intact()
+            decoded = Guarded(rows * columns, dtype, seed % 2)
+            inputs = (codes.data_ptr(), scales.data_ptr(), *shape)
+            emulated.call("frozen_unpack", codes.device, *inputs, decoded.tensor.data_ptr(), FLOAT_DTYPES.index(dtype))
+            expected = frozen_format.unpack(codes, scales, columns, format, dtype)
+            assert same_bits(decoded.tensor, expected.flatten()) and decoded.is_intact()
+
+
+def frozen_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * 10.0 ** (seed % 7 - 3)
+    if seed % 3 == 1:
+        weight[torch.rand(rows, columns, generator=generator) < 0.01] = cuda_cases.SPECIALS[seed % 13]
+    if seed % 3 == 2:
+        weight[0] = 0
+    return weight
+
+
+def emulated_matmul(emulated, x, codes, scales, format):
+    padded = frozen_format._padded_blocks(x, format.block).contiguous()
+    rows, columns = codes.shape[0], x.shape[1]
+    out = Guarded(x.shape[0] * rows, torch.float32, 0)
+    inputs = (padded.data_ptr(), x.shape[0], codes.data_ptr(), scales.data_ptr())
+    emulated.call("frozen_matmul", x.device, *inputs, rows, columns, format.block, format.bits, out.tensor.data_ptr())
+    assert out.is_intact()
+    return out.tensor.view(x.shape[0], rows)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("num_inputs", [1, 2, 3, 4])
+@pytest.mark.parametrize(
+    ("rows", "columns", "block"), [(5, 128, 128), (33, 1280, 128), (64, 2304, 256), (40, 1024, 512)]
+)
+def test_matmul_by_tensor_cores_is_near_the_exact_product(emulated, bits, num_inputs, rows, columns, block):
+    """Within the bound that [Note: tensor cores for a few rows] states, of sum |x w|."""
+    format = FrozenFormat(bits, block)
+    codes, scales = frozen_format.pack(torch.randn(rows, columns), format)
+    weight = frozen_format.unpack(codes, scales, columns, format, torch.float32).double()
+    for dtype in FLOAT_DTYPES:
+        x = torch.randn(num_inputs, columns).to(dtype).float()
+        product = emulated_matmul(emulated, x, codes, scales, format)
+        exact, bound = x.double() @ weight.T, x.double().abs() @ weight.abs().T
+        assert ((product - exact).abs() <= 2.0**-15 * bound).all()
+        if dtype != torch.float32:  # both halves of such inputs are exact: only additions round
+            assert ((product - exact).abs() <= 2.0**-20 * bound).all()
+
+
+def test_matmul_keeps_infinities_and_nans(emulated):
+    format = FrozenFormat(4, 128)
+    weight = torch.randn(20, 256)
+    weight[3, 200] = float("nan")
+    codes, scales = frozen_format.pack(weight, format)
+    x = torch.ones(1, 256)
+    product = emulated_matmul(emulated, x, codes, scales, format)
+    assert product[0, 3].isnan() and product.isfinite().sum() == 19
+    x[0, 0] = float("inf")
+    assert not emulated_matmul(emulated, x, codes, scales, format).isfinite().any()
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("rows", "columns", "block"), [(5, 7, 32), (6, 100, 32), (9, 131, 160), (3, 192, 64)])
+def test_matmul_of_other_blocks_equals_the_cpu(emulated, bits, rows, columns, block):
+    format = FrozenFormat(bits, block)
+    codes, scales = frozen_format.pack(torch.randn(rows, columns), format)
+    for num_inputs in (1, 4):
+        x = torch.randn(num_inputs, columns)
+        expected = frozen_format.matmul(x, codes, scales, columns, format)
+        assert torch.equal(emulated_matmul(emulated, x, codes, scales, format), expected)
+
+
+# ---- The emulation itself.
+
+DIVERGENT = """
+#include <cuda_runtime.h>
+__global__ void kernel() { if (threadIdx.x < 31) __syncwarp(); }
+extern "C" __attribute__((visibility("default"))) void run() {
+  cudaLaunchConfig_t config = {1, 32, nullptr};
+  cudaLaunchKernelEx(&config, kernel);
+}
+"""
+
+
+def test_a_lane_that_misses_a_meeting_is_found(tmp_path: Path):
+    source, target = tmp_path / "divergent.cu", tmp_path / "divergent.so"
+    source.write_text(DIVERGENT)
+    cuda_emulation.build([source], target)
+    code = f"import ctypes; ctypes.CDLL({str(target)!r}).run()"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode != 0 and "some lanes of a warp never come to a meeting" in run.stderr

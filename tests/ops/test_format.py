@@ -1,0 +1,136 @@
+"""The byte arithmetic of hf_zeropp/format.py: sizes, alignment, and where the parts of a slice lie."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from op_cases import codecs
+
+from hf_zeropp.ops.format import ALIGNMENT, FLOAT_DTYPES, GAP, MAX_BLOCK, Part, Segment, WireLayout, wire_bytes
+
+
+@st.composite
+def layouts(draw):
+    block = draw(st.integers(1, MAX_BLOCK))
+    segments = st.builds(Segment, st.integers(0, 5000), st.sampled_from(codecs(block)))
+    return WireLayout(draw(st.lists(segments, max_size=6)), block, draw(st.sampled_from(FLOAT_DTYPES)))
+
+
+LAYOUTS = layouts()
+
+
+@pytest.mark.parametrize(
+    ("numel", "bits", "block", "expected"),
+    [
+        (0, 8, 256, 0),
+        (1, 8, 256, 16 + 16),
+        (256, 8, 256, 16 + 256),
+        (257, 8, 256, 16 + 272),
+        (4096, 8, 256, 32 + 4096),
+        (4096, 4, 128, 64 + 2048),
+        (33, 4, 64, 16 + 32),  # 17 bytes of nibbles
+        (4096, 3, 128, 64 + 1536),
+        (43, 3, 64, 16 + 32),  # 17 bytes again
+        (4096, 2, 128, 64 + 1024),
+        (65, 2, 64, 16 + 32),
+        (7, 16, 256, 16),
+        (9, 32, 256, 48),
+    ],
+)
+def test_wire_bytes(numel, bits, block, expected):
+    assert wire_bytes(numel, bits, block) == expected
+
+
+def test_overhead_of_large_segments_is_the_scales():
+    n = 1 << 20
+    assert wire_bytes(n, 8, 256) == n + 2 * n // 256
+    assert wire_bytes(n, 4, 128) == n // 2 + 2 * n // 128
+
+
+@given(LAYOUTS)
+def test_parts_tile_the_slice(layout):
+    element = offset = block = 0
+    for segment, part in zip(layout.segments, layout.parts, strict=True):
+        bits = segment.bits or layout.raw_dtype.itemsize * 8
+        assert part.element == element and part.numel == segment.numel and part.bits == (segment.bits or 0)
+        assert part.scales == offset and part.first_block == block
+        assert part.scales % ALIGNMENT == part.codes % ALIGNMENT == part.end % ALIGNMENT == 0
+        blocks = -(-segment.numel // layout.block)
+        assert part.codes - part.scales >= (2 * blocks if segment.bits else 0)
+        assert part.end - part.codes >= segment.numel * bits / 8
+        assert part.end - part.scales == wire_bytes(segment.numel, bits, layout.block)
+        element, offset, block = element + segment.numel, part.end, block + blocks
+    assert (layout.numel, layout.nbytes) == (element, offset)
+
+
+@given(LAYOUTS, st.integers(1, 9))
+def test_chunks_carry_every_block_of_the_slice_once(layout, count):
+    chunks = layout.chunks(count)
+    assert 1 <= len(chunks) <= count and all(chunk.numel == layout.numel for chunk in chunks)
+    pieces = [part for chunk in chunks for part in chunk.parts if part.numel]
+    starts = {part.element: part for part in layout.parts if part.numel}
+    element = 0
+    for piece in pieces:
+        whole = starts[max(start for start in starts if start <= piece.element)]
+        assert piece.element == element and piece.bits == whole.bits
+        assert (piece.element - whole.element) % layout.block == 0, "a block was cut"
+        element += piece.numel
+    assert element == layout.numel
+    fewest = layout.numel // count - layout.block
+    assert len(chunks) == 1 or all(sum(part.numel for part in chunk.parts) > fewest for chunk in chunks[:-1])
+
+
+def test_layouts_with_gaps_say_so():
+    whole = WireLayout([Segment(1000, 8)], 32)
+    first, middle, last = whole.chunks(3)
+    assert middle.spec == "32 bfloat16 gap*320 int8*320 gap*360"
+    assert middle.has_gaps and not whole.has_gaps and WireLayout.from_spec(middle.spec) == middle
+    assert WireLayout([Segment(0, GAP), Segment(5, 8)], 32) == WireLayout([Segment(5, 8)], 32)
+
+
+@given(LAYOUTS)
+def test_spec_round_trips(layout):
+    assert WireLayout.from_spec(layout.spec) == layout
+    assert WireLayout.from_spec(layout.spec) is WireLayout.from_spec(layout.spec)
+    assert hash(WireLayout(list(layout.segments), layout.block, layout.raw_dtype)) == hash(layout)
+
+
+def test_spec_is_legible():
+    layout = WireLayout([Segment(4096, 8), Segment(64, None)], 256, torch.float16)
+    assert layout.spec == "256 float16 int8*4096 raw*64"
+
+
+def test_layouts_that_differ_are_unequal():
+    layout = WireLayout([Segment(64, 8)], 32)
+    assert layout != WireLayout([Segment(64, 4)], 32)
+    assert layout != WireLayout([Segment(64, 8)], 64)
+    assert layout != WireLayout([Segment(64, 8)], 32, torch.float32)
+
+
+def test_table_holds_the_parts_and_is_built_once():
+    layout = WireLayout([Segment(100, 8), Segment(0, 4), Segment(3, None)], 64)
+    table = layout.table("cpu")
+    assert table.dtype == torch.int64 and [Part(*row) for row in table.tolist()] == list(layout.parts)
+    assert layout.table(torch.device("cpu")) is table
+    assert WireLayout([], 64).table("cpu").shape == (0, len(Part._fields))
+
+
+def test_layouts_are_immutable():
+    layout = WireLayout([Segment(1, 8)], 64)
+    with pytest.raises(AttributeError):
+        layout.block = 128
+
+
+def test_errors_name_what_was_expected():
+    with pytest.raises(ValueError, match="bits 8, 4, 3, 2, None.*got 5"):
+        Segment(10, 5)
+    for bits in (3, 2):
+        with pytest.raises(ValueError, match="a block that is a multiple of 8, got 100"):
+            WireLayout([Segment(10, bits)], 100)
+    with pytest.raises(ValueError, match="numel >= 0, got -1"):
+        Segment(-1, 8)
+    for block in (0, MAX_BLOCK + 1):
+        with pytest.raises(ValueError, match=f"1..{MAX_BLOCK} elements, got {block}"):
+            WireLayout([], block)
+    with pytest.raises(TypeError, match="float32, bfloat16 or float16, got torch.int8"):
+        WireLayout([], 64, torch.int8)

@@ -1,0 +1,120 @@
+"""The storage format of frozen weights: kernels against the reference bit for bit, and what the format promises."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_zeropp import ops
+from hf_zeropp.ops import frozen_format
+from hf_zeropp.ops.frozen_format import FrozenFormat
+
+SHAPES = ((5, 7), (3, 33), (4, 384), (2, 3, 131), (1, 1))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=ops.kernel_info().available)
+def kernels(request):
+    before = ops.kernel_info().cpu
+    ops.set_kernels(request.param)
+    yield request.param
+    ops.set_kernels(before)
+
+
+def weight(shape, dtype=torch.float32) -> torch.Tensor:
+    """Random, with a zero block, a NaN, an infinity, tiny values and an outlier where it is large enough."""
+    value = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if shape == (4, 384):
+        value[0, :128] = 0
+        value[1, 5], value[1, 300] = float("nan"), float("inf")
+        value[2, :128] *= 1e-36
+        value[3, 17] = 40.0
+    return value.to(dtype)
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("block", (32, 128, 160))
+def test_kernels_equal_the_reference_bit_for_bit(kernels, bits, block):
+    format = FrozenFormat(bits, block)
+    for shape in SHAPES:
+        for dtype in DTYPES:
+            case = (shape, dtype)
+            value = weight(shape, dtype)
+            codes, scales = frozen_format.pack(value, format)
+            expected_codes, expected_scales = frozen_format.reference_pack(value, format)
+            assert torch.equal(codes, expected_codes), case
+            assert torch.equal(scales, expected_scales), case
+            assert codes.nbytes + scales.nbytes == format.nbytes(value.shape)
+            for out_dtype in DTYPES:
+                decoded = frozen_format.unpack(codes, scales, shape[-1], format, out_dtype)
+                expected = frozen_format.reference_unpack(codes, scales, shape[-1], format, out_dtype)
+                assert torch.equal(decoded.nan_to_num(7), expected.nan_to_num(7)), case
+            if len(shape) == 2:
+                x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
+                product = frozen_format.matmul(x, codes, scales, shape[1], format)
+                expected = frozen_format.reference_matmul(x, codes, scales, format)
+                assert torch.equal(product.nan_to_num(7), expected.nan_to_num(7)), case
+
+
+@pytest.mark.parametrize("piece", (1, 5 * 33))
+def test_pieces_change_no_bit(monkeypatch, piece):
+    """PyTorch packs a large weight a few rows at a time."""
+    format, value = FrozenFormat(4, 32), weight((2, 7, 33), torch.bfloat16)
+    expected = frozen_format.reference_pack(value, format)
+    monkeypatch.setattr(frozen_format, "PIECE", piece)
+    assert all(map(torch.equal, frozen_format._pack_in_pieces(value, format), expected))
+
+
+def test_nan_blocks_decode_to_nan_and_tiny_ones_to_zero(kernels):
+    for bits in (4, 8):
+        format = FrozenFormat(bits)
+        decoded = frozen_format.unpack(*frozen_format.pack(weight((4, 384)), format), 384, format, torch.float32)
+        assert decoded[1, :128].isnan().all() and decoded[1, 256:].isnan().all()
+        assert not decoded[1, 128:256].isnan().any()
+        assert torch.equal(decoded[0, :128], torch.zeros(128)) and torch.equal(decoded[2, :128], torch.zeros(128))
+
+
+def relative_error(value: torch.Tensor, format: FrozenFormat) -> float:
+    decoded = frozen_format.unpack(*frozen_format.pack(value, format), value.shape[-1], format, torch.float32)
+    return ((decoded - value).norm() / value.norm()).item()
+
+
+def test_searched_int4_scales_lower_the_error():
+    """Against scales of the largest magnitude (the wire's): 0.117 on normal weights, and worse with outliers."""
+    value = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
+    assert relative_error(value, FrozenFormat(4)) < 0.098
+    assert relative_error(value, FrozenFormat(4, 64)) < 0.091
+    assert relative_error(value, FrozenFormat(8)) < 0.0067
+
+
+def test_no_scale_of_a_fine_grid_is_much_better():
+    value = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
+    scales = value.abs().amax(1, keepdim=True) / torch.linspace(5, 12, 300)  # [rows, candidates]
+    best = torch.full((64, 1), torch.inf)
+    for scale in torch.cat((scales, -scales), dim=1).T:
+        error = ((value / scale[:, None]).round().clamp(-8, 7) * scale[:, None] - value).square().sum(1, keepdim=True)
+        best = torch.minimum(best, error)
+    ours = frozen_format.unpack(*frozen_format.pack(value, FrozenFormat(4)), 128, FrozenFormat(4), torch.float32)
+    assert (ours - value).square().sum() < 1.02 * best.sum()
+
+
+@pytest.mark.parametrize("bits", (2, 16, True, "4"))
+def test_unsupported_bits_are_refused(bits):
+    with pytest.raises(ValueError, match="8 or 4 bits"):
+        FrozenFormat(bits)
+
+
+def test_unsupported_blocks_and_dtypes_are_refused():
+    with pytest.raises(ValueError, match="multiple of 32"):
+        FrozenFormat(4, 48)
+    with pytest.raises(TypeError, match="float64"):
+        frozen_format.pack(torch.zeros(2, 2, dtype=torch.float64), FrozenFormat(4))
+
+
+def test_operators_trace():
+    """Fakes give what the kernels give."""
+    value, x = torch.randn(4, 384), torch.randn(2, 384)
+    codes, scales = frozen_format.pack(value, FrozenFormat(4))
+    torch.library.opcheck(torch.ops.zeropp.frozen_pack.default, (value, 4, 128))
+    torch.library.opcheck(torch.ops.zeropp.frozen_unpack.default, (codes, scales, 384, 4, 128, torch.bfloat16))
+    torch.library.opcheck(torch.ops.zeropp.frozen_matmul.default, (x, codes, scales, 4, 128))

@@ -1,0 +1,79 @@
+"""The libraries of ops/: which are there, and what is said where one is not or cannot be used."""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_zeropp import ops
+from hf_zeropp.cli import environment_table
+from hf_zeropp.ops import kernels, native
+from hf_zeropp.ops.format import Segment, WireLayout
+
+BUILT = native.library_path("cuda") is not None
+needs_library = pytest.mark.skipif(not BUILT, reason="no CUDA library in this install (no nvcc when it was built)")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+
+
+@pytest.fixture
+def forgetful():
+    """Libraries are looked for anew, before the test and after it."""
+    native.cuda_library.cache_clear()
+    yield
+    native.cuda_library.cache_clear()
+    kernels._kernels.pop("cuda", None)
+
+
+def test_a_missing_cuda_library_is_explained(forgetful, monkeypatch):
+    monkeypatch.setattr(native, "library_path", lambda device_type: None)
+    library, reason = native.cuda_library()
+    assert library is None and "nvcc" in reason and "reinstall" in reason
+
+
+def test_a_broken_cuda_library_is_explained(forgetful, monkeypatch, tmp_path: Path):
+    broken = tmp_path / "libzeropp_cuda.so"
+    broken.write_text("not a library")
+    monkeypatch.setattr(native, "library_path", lambda device_type: str(broken))
+    library, reason = native.cuda_library()
+    assert library is None and f"{broken} does not load" in reason
+
+
+@needs_library
+@without_gpu
+def test_a_missing_gpu_or_driver_is_explained(forgetful):
+    library, reason = native.cuda_library()
+    assert library is None and "finds no GPU: CUDA error" in reason
+    assert ops.kernel_info().cuda_library == native.library_path("cuda")
+    assert ops.kernel_info().cuda_reason == reason
+
+
+def test_the_env_command_says_why(forgetful, monkeypatch):
+    monkeypatch.setattr(native, "library_path", lambda device_type: None)
+    rows = dict(zip(*(list(column.cells) for column in environment_table().columns), strict=True))
+    assert rows["CUDA library"] == "none" and "nvcc" in rows["CUDA kernels"]
+
+
+def test_a_gpu_without_the_library_uses_the_reference_with_one_warning(forgetful, monkeypatch):
+    monkeypatch.setattr(native, "library_path", lambda device_type: None)
+    kernels._kernels.pop("cuda", None)
+    with pytest.warns(UserWarning, match="PyTorch code runs on cuda, slowly: there is no CUDA library") as caught:
+        assert kernels.kernels_of("cuda").name == "reference"
+    assert len(caught) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.compiled_kernels("cuda") is None
+
+
+@needs_library
+@without_gpu
+def test_errors_of_cuda_come_back_as_exceptions_with_their_text():
+    """A launch without a device: the library returns, and the process lives to say so."""
+    kernels = ops.CompiledKernels(ctypes.CDLL(native.library_path("cuda")), "cuda")
+    layout = WireLayout.from_spec(WireLayout([Segment(64, 8)], 64).spec)
+    out = torch.empty(layout.nbytes, dtype=torch.uint8)
+    with pytest.raises(RuntimeError, match=r"zeropp_quantize_cuda: CUDA error \d+, \w+"):
+        kernels.quantize(torch.zeros(64), layout, 1, False, out)
