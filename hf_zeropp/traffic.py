@@ -1,16 +1,17 @@
-"""Bytes on the wire: counted for every collective, predicted for a step, and shown as a table.
+"""What communication costs one rank: bytes that it receives, and seconds that it spends in collectives.
 
-Bytes are what a rank receives from other ranks (in every collective here it sends as much), split by whether the peer
-is on the same node. A node's cross-node bytes are the sum over its ranks. Scales and padding count; protocol headers
-do not. Flat gathers that are left to FSDP2 count as the ring that carries them. The ZeRO-3 line of the table is the least
-a node must receive, whatever the algorithm: it favours ZeRO-3.
+**Bytes** are counted for every collective (``Traffic.record``), predicted for a step, and shown side by side
+(``Traffic.table``). A count holds what this rank receives from other ranks; in every collective of this package a rank sends
+as much as it receives. Counts are split by whether the sender is on the same node. The cross-node bytes of a node are the sum
+over its ranks. Scales and padding count, protocol headers do not. A flat gather that stays FSDP2's own counts as the ring
+that carries it. The ZeRO-3 line of the table is the least that a node must receive under any algorithm, so the comparison
+favours ZeRO-3.
 
-Time spent in collectives, measured without ever making the host wait for the device.
-
-On CPU a collective blocks its caller, when it is issued or when its work is waited for: the wall time of both is what
-training pays for it. On an accelerator it runs on a stream behind the caller's back: two events mark it, and their
-distance is read once both have passed, so a figure may lag by the collectives under way. There it includes the wait
-for slower ranks, and what overlaps with compute is not taken off.
+**Seconds** are measured by ``CommTimer`` without making the host wait for a device. On CPU a collective blocks its caller,
+either when it is issued or when its work is waited for; the wall time of both is what training pays. On an accelerator a
+collective runs on a stream while the host goes on. There two events mark it, and the time between them is read after both
+have passed. That time therefore lags by the collectives under way, includes the wait for slower ranks, and also counts
+what overlaps with compute.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -38,42 +39,58 @@ ENGINE_REDUCE = "reduce, FSDP2's own"
 
 @dataclasses.dataclass
 class Bytes:
-    """Calls, and bytes one rank received from its own node and from others."""
+    """Calls of a collective, and the bytes one rank received in them from its own node and from other nodes."""
 
     calls: int = 0
     intra_node: int = 0
     cross_node: int = 0
 
     def add(self, other: Bytes) -> None:
+        """Add ``other`` to this count in place."""
         self.calls += other.calls
         self.intra_node += other.intra_node
         self.cross_node += other.cross_node
 
     def times(self, factor: int) -> Bytes:
+        """Return the count of ``factor`` repetitions."""
         return Bytes(self.calls * factor, self.intra_node * factor, self.cross_node * factor)
 
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """How many of a rank's partners in a process group are on its node, and how many elsewhere."""
+    """The other ranks of a process group, seen from one rank: how many are on its node, and how many elsewhere."""
 
     intra_node: int
     cross_node: int
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, ranks_per_node: int) -> Peers:
-        ranks = dist.get_process_group_ranks(group)
-        own_node = dist.get_rank() // ranks_per_node
-        on_node = sum(rank // ranks_per_node == own_node for rank in ranks)
+        """Return this rank's peers in ``group``."""
+        return cls.among(dist.get_process_group_ranks(group), dist.get_rank(), ranks_per_node)
+
+    @classmethod
+    def among(cls, ranks: Collection[int], rank: int, ranks_per_node: int) -> Peers:
+        """Return the peers of ``rank`` among ``ranks``, a set of ranks of the world that contains it."""
+        own_node = rank // ranks_per_node
+        on_node = sum(other // ranks_per_node == own_node for other in ranks)
         return cls(on_node - 1, len(ranks) - on_node)
 
+    @property
+    def group_size(self) -> int:
+        """Number of ranks in the group, this one included."""
+        return 1 + self.intra_node + self.cross_node
+
     def bytes_of(self, slice_bytes: int) -> Bytes:
-        """One collective in which each peer sends this rank ``slice_bytes``."""
+        """Return the bytes of one collective in which each peer sends this rank ``slice_bytes``."""
         return Bytes(1, self.intra_node * slice_bytes, self.cross_node * slice_bytes)
 
     def bytes_in_ring(self, slice_bytes: int) -> Bytes:
-        """One flat all-gather, as gloo and NCCL run it: every slice is handed on from rank to rank, and one of a
-        node's ranks has its predecessor on another node. This rank's part of its node's bytes."""
+        """Return the bytes of one flat all-gather of ``slice_bytes`` per rank, as gloo and NCCL run it.
+
+        A ring hands every slice on from rank to rank. Only one rank of a node has its predecessor on another node, and the
+        whole of what each rank receives enters the node through that one. Its cross-node bytes are shared out evenly here:
+        each of the node's N ranks counts 1/N of them.
+        """
         received = (self.intra_node + self.cross_node) * slice_bytes
         from_outside = received // (self.intra_node + 1) if self.cross_node else 0
         return Bytes(1, received - from_outside, from_outside)
@@ -83,10 +100,15 @@ class Traffic:
     """Byte counters of one model on this rank.
 
     Args:
-        ranks_per_node: N; a rank's bytes times N are its node's.
+        ranks_per_node: N. The bytes of one rank times N are those of its node, since all ranks of a node receive equally.
         num_nodes: Y.
         model_bytes: M, bytes of the model's parameters in the compute dtype.
         trainable_bytes: bytes of the trainable parameters in the reduce dtype.
+
+    Attributes:
+        timer: seconds in collectives since the last ``reset``.
+        steps: optimizer steps since the last ``reset``.
+        micro_steps: backward passes since the last ``reset``.
     """
 
     def __init__(self, ranks_per_node: int, num_nodes: int, model_bytes: int = 0, trainable_bytes: int = 0) -> None:
@@ -97,43 +119,52 @@ class Traffic:
         self.reset()
 
     def reset(self) -> None:
+        """Start counting again from zero: bytes, seconds, steps and micro-steps."""
         self.timer = CommTimer()
         self.steps = 0
         self.micro_steps = 0
         self._counts: dict[str, Bytes] = defaultdict(Bytes)
 
     def record(self, collective: str, received: Bytes) -> None:
+        """Add what this rank received in a collective of that name."""
         self._counts[collective].add(received)
 
     @property
     def counts(self) -> dict[str, Bytes]:
-        """Per collective, a copy of what this rank received since the last ``reset``."""
+        """A copy of what this rank received since the last ``reset``, by collective."""
         return {name: dataclasses.replace(count) for name, count in self._counts.items()}
 
     @property
     def cross_node_bytes(self) -> int:
-        """Bytes that entered this node from others, all its ranks together (each receives as much)."""
+        """Bytes that entered this node from other nodes, all its ranks together."""
         return self.ranks_per_node * sum(count.cross_node for count in self._counts.values())
 
     @property
     def intra_node_bytes(self) -> int:
+        """Bytes that moved between the ranks of this node, all its ranks together."""
         return self.ranks_per_node * sum(count.intra_node for count in self._counts.values())
 
     @property
     def cross_node_bytes_per_step(self) -> float:
+        """``cross_node_bytes`` per optimizer step."""
         return self.cross_node_bytes / max(self.steps, 1)
 
     @property
     def intra_node_bytes_per_step(self) -> float:
+        """``intra_node_bytes`` per optimizer step."""
         return self.intra_node_bytes / max(self.steps, 1)
 
     def zero3_bytes_per_step(self) -> float:
-        """Cross-node bytes per node and step of ZeRO-3: (2 M + gradients) (Y-1)/Y for each micro-step."""
+        """Return the cross-node bytes per node and step of ZeRO-3: (2 M + gradients) (Y-1)/Y for each micro-step."""
         micro_steps = self.micro_steps / max(self.steps, 1)
         return (2 * self.model_bytes + self.trainable_bytes) * micro_steps * (self.num_nodes - 1) / self.num_nodes
 
     def table(self, predicted: Mapping[str, Bytes] | None = None) -> Table:
-        """A rich table per step and node, with the prediction beside the count, and ZeRO-3's figure below."""
+        """Return a rich table of the bytes per node and step, by collective, with the bytes of ZeRO-3 below.
+
+        Args:
+            predicted: bytes of one step by collective (``handle.predict``), shown beside the counts; None for no prediction.
+        """
         steps, micro = max(self.steps, 1), self.micro_steps / max(self.steps, 1)
         table = Table(
             title=f"MB per node and step: {self.steps} steps of {micro:g} micro-steps, "
@@ -151,6 +182,10 @@ class Traffic:
                 _megabytes(count.cross_node * per_node),
                 _predicted(predicted, [name], self.ranks_per_node),
             )
+        self._add_totals(table, predicted)
+        return table
+
+    def _add_totals(self, table: Table, predicted: Mapping[str, Bytes] | None) -> None:
         table.add_section()
         table.add_row(
             "total",
@@ -163,13 +198,14 @@ class Traffic:
         if self.cross_node_bytes:
             saving = self.zero3_bytes_per_step() / self.cross_node_bytes_per_step
             table.add_row("saving", "", "", f"{saving:.2f}x", "")
-        return table
 
     def print(self, predicted: Mapping[str, Bytes] | None = None) -> None:
+        """Print the table to standard output. ``predicted`` is as in ``table``."""
         Console().print(self.table(predicted))
 
 
 def total(counts: Iterable[Bytes]) -> Bytes:
+    """Return the sum of counts."""
     result = Bytes()
     for count in counts:
         result.add(count)
@@ -187,16 +223,17 @@ def _predicted(predicted: Mapping[str, Bytes] | None, names: Iterable[str], rank
 
 
 class CommTimer:
-    """Adds up the time of collectives on one rank."""
+    """Adds up the seconds that collectives take on one rank. The module's docstring says what they include."""
 
     def __init__(self) -> None:
         self._finished_s = 0.0
         self._running: deque[tuple[torch.Event, torch.Event]] = deque()
+        # Creating an event costs more than recording one, so events that were read are used again.
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[None]:
-        """Count what is issued inside."""
+        """Count the time of the collectives on ``device`` that are issued, or waited for, inside the context."""
         if device.type == "cpu":
             start_s = time.perf_counter()
             yield
@@ -210,16 +247,17 @@ class CommTimer:
         self._running.append((start, end))
 
     def watch(self, work: dist.Work | None, device: torch.device) -> TimedWork | None:
-        """The same work, whose ``wait`` is counted."""
+        """Return ``work`` with a ``wait`` that is counted; None for a collective that returned no work."""
         return None if work is None else TimedWork(work, self, device)
 
     @property
     def seconds(self) -> float:
-        """Of all collectives that have finished."""
+        """Seconds of all collectives that have finished."""
         self._collect()
         return self._finished_s
 
     def _collect(self) -> None:
+        """Read the events that have passed. ``query`` asks without waiting, so later ones stay for another time."""
         while self._running and self._running[0][1].query():
             start, end = self._running.popleft()
             self._finished_s += start.elapsed_time(end) / 1e3
@@ -227,7 +265,7 @@ class CommTimer:
 
 
 class TimedWork:
-    """A work whose ``wait`` (of the caller, or on an accelerator of its stream) counts as time in collectives."""
+    """A work whose ``wait`` counts as time in collectives: on CPU the caller waits, on an accelerator its stream."""
 
     def __init__(self, work: dist.Work, timer: CommTimer, device: torch.device) -> None:
         self._work = work
@@ -235,6 +273,7 @@ class TimedWork:
         self._device = device
 
     def wait(self) -> None:
+        """Wait for the collective as the wrapped work does."""
         with self._timer.measure(self._device):
             self._work.wait()
 

@@ -1,0 +1,111 @@
+"""Predict what the collectives of one unit cost in one optimizer step.
+
+A run predicts its bytes before it counts them (``handle.predict``), and ``hf-zeropp estimate`` predicts them before there is
+a run. Both ask the functions below, which know no process group and no FSDP2 object: their inputs are wire layouts, the
+number of peers in each hop, and how often the collectives run.
+
+All bytes are those that one rank receives. Peers send equal amounts, so a rank sends as much as it receives.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.traffic import Bytes, Peers, total
+
+
+@dataclasses.dataclass(frozen=True)
+class HopBytes:
+    """Calls and bytes of both hops of one unit's gathers, or of its reductions, in one optimizer step.
+
+    Attributes:
+        cross_hop: the collectives over the cross group.
+        node_hop: the collectives over the node group. It has zero calls where each node has one rank.
+    """
+
+    cross_hop: Bytes
+    node_hop: Bytes
+
+    def total(self) -> Bytes:
+        """Return the sum of both hops."""
+        return total((self.cross_hop, self.node_hop))
+
+    def by_name(self, *, cross: str, node: str) -> dict[str, Bytes]:
+        """Return the bytes under the names of the collectives, without a hop that makes no call."""
+        return {name: count for name, count in ((cross, self.cross_hop), (node, self.node_hop)) if count.calls}
+
+
+def leaves_gathers_to_fsdp2(config: ZeroPPConfig, hpz_size: int | None, world_size: int) -> bool:
+    """Return whether weight gathers stay FSDP2's own, because there is nothing to quantize and nothing to keep.
+
+    Args:
+        config: the settings of the run.
+        hpz_size: ranks that share one secondary copy, as ``resolve_hpz_size`` gives it; None where no copy is kept. A copy
+            that all ranks share is the shards themselves.
+        world_size: number of ranks, W.
+    """
+    return config.qwz_bits is None and hpz_size in (None, world_size)
+
+
+def gather_node_size(hpz_size: int | None, ranks_per_node: int) -> int:
+    """Return how many ranks take part in the node hop of a gather: those that share a copy, else those of a node."""
+    return hpz_size or ranks_per_node
+
+
+def gathers_per_step(micro_steps: int, *, reshards_after_forward: bool) -> int:
+    """Return how often FSDP2 gathers a unit in one optimizer step.
+
+    Each micro-step gathers the unit for its forward pass, and again for its backward pass if the unit was resharded in
+    between.
+    """
+    return micro_steps * (2 if reshards_after_forward else 1)
+
+
+def crossings_per_step(gathers: int, *, keeps_secondary: bool, trains: bool) -> int:
+    """Return how many of a unit's gathers cross nodes in one optimizer step.
+
+    With a secondary shard (hpZ, ZeRO++ section 3.2), weights cross once after each change. The weights of a frozen unit
+    crossed before this step and never change.
+    """
+    if not keeps_secondary:
+        return gathers
+    return 1 if trains else 0
+
+
+def gather_bytes(layouts: GatherLayouts, *, cross: Peers, node: Peers, gathers: int, crossings: int) -> HopBytes:
+    """Return what one unit's gathers send in one optimizer step that makes no resync.
+
+    Args:
+        layouts: wire layouts of one slice of the unit.
+        cross: peers in the cross hop.
+        node: peers in the node hop.
+        gathers: result of ``gathers_per_step``.
+        crossings: result of ``crossings_per_step``.
+    """
+    crossing = layouts.kept if layouts.delta is None else layouts.delta
+    secondary_bytes = cross.group_size * layouts.kept.nbytes
+    return HopBytes(
+        cross_hop=cross.bytes_of(crossing.nbytes).times(crossings),
+        node_hop=node.bytes_of(secondary_bytes).times(gathers if node.group_size > 1 else 0),
+    )
+
+
+def reduce_bytes(chunks: Sequence[ReduceLayouts], *, cross: Peers, node: Peers, micro_steps: int) -> HopBytes:
+    """Return what one unit's gradient reductions send in one optimizer step.
+
+    Every micro-step reduces within the node; the last one crosses nodes with the sum of all of them.
+
+    Args:
+        chunks: wire layouts of the chunks in which one slice of the unit travels (``TwoHopReduce.chunks``).
+        cross: peers in the cross hop.
+        node: peers in the node hop.
+        micro_steps: backward passes per optimizer step.
+    """
+    within_node = total(node.bytes_of(cross.group_size * chunk.node.nbytes) for chunk in chunks)
+    return HopBytes(
+        cross_hop=total(cross.bytes_of(chunk.cross.nbytes) for chunk in chunks),
+        node_hop=within_node.times(micro_steps if node.group_size > 1 else 0),
+    )
