@@ -1,35 +1,45 @@
-"""Every setting of the package: validated once, read from Python, YAML, JSON, the environment or a DeepSpeed file.
+"""``ZeroPPConfig`` holds every setting of the package and checks it once, whatever source it comes from.
 
-The names follow the ZeRO++ paper (arXiv 2306.10209): qwZ quantizes the weight gather, hpZ keeps a secondary shard on
-every node, qgZ quantizes the gradient reduction. Precedence: arguments, then ``ZEROPP_<FIELD>`` variables, then the
-file named by ``ZEROPP_CONFIG_FILE``, then the defaults below.
+Sources are Python, YAML and JSON files, environment variables and DeepSpeed's own configuration files. Arguments go over
+``ZEROPP_<FIELD>`` variables, these over the file that ``ZEROPP_CONFIG_FILE`` names, and that over the defaults below.
+
+The names follow the ZeRO++ paper (arXiv 2306.10209): qwZ quantizes the weight gather (section 3.1), hpZ keeps a secondary
+shard of the weights in every node (3.2), qgZ quantizes the gradient reduction (3.3). The table in ``hf_zeropp/README.md``
+says when to change which setting, and how to add one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
+import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
 
+logger = logging.getLogger(__name__)
+
 ENV_PREFIX = "ZEROPP_"
 ENV_CONFIG_FILE = "ZEROPP_CONFIG_FILE"
-# Variables that share the prefix but are no settings of a run: the kernel choice belongs to kernels.py.
 ENV_CHECK = "ZEROPP_CHECK"
 ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, "ZEROPP_KERNELS"})
+"""Variables with our prefix that are no fields of the config."""
+
+MIN_BLOCK = 32
+"""Elements. One rotation (``qgz_hadamard``) mixes as many, so a block holds at least one whole rotation."""
+MAX_BLOCK = 4096
+"""Elements. A block must fit a core's first-level cache, and the registers of a CUDA thread block."""
+BLOCK_MULTIPLE = 32
+"""Blocks are cut into whole rotations, and codes of every width fill whole bytes in them."""
+MAX_CHUNKS = 64
 
 WEIGHT_MODES = ("values", "delta")
 WEIGHT_BITS = {"values": (8, 4, None), "delta": (8, 4, 3, 2)}
-COPY_BITS = (8, None)
-GRADIENT_BITS = (4, 8, None)
-FROZEN_BITS = (8, 4, None)
-MIN_BLOCK, MAX_BLOCK, BLOCK_MULTIPLE = 32, 4096, 32
-MAX_CHUNKS = 64
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
@@ -37,49 +47,55 @@ PRESETS: dict[str, dict[str, Any]] = {
     "half_model": {"qwz_mode": "delta", "qwz_bits": 4},
     "min_traffic": {"qwz_mode": "delta", "qwz_bits": 2},
 }
-"""Settings under a name. scripts/results/half_model.md says what each costs and buys."""
+"""Settings under a name. ``scripts/results/half_model.md`` holds what each costs in loss and saves in bytes."""
+
+EXPERIMENTAL = frozenset({"qgz_chunks", "qgz_hadamard", "qgz_error_feedback", "qgz_reset_steps"})
+"""Settings that are tested for correctness but have shown no gain in loss or step time yet. They may change or go."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ZeroPPConfig:
-    """Settings of ZeRO++ for one model.
+    """Settings of ZeRO++ for one model. A config is checked when it is made and cannot change afterwards.
 
     Args:
-        qwz_mode: what crosses nodes of the weights that train: their "values", or a "delta", how they moved since the copy
-            that every node keeps was brought up to date. What a delta leaves out returns in the next. Takes hpZ, and
+        qwz_mode: what trainable weights send across nodes. ``"values"`` sends the weights. ``"delta"`` sends their change
+            since the last send; the next delta includes whatever this one rounded away. Deltas need ``hpz_size`` and
             trainable parameters in fp32 (mixed precision keeps them so).
-        qwz_bits: bits per weight on the wire of a gather; 8, 4, or None (the compute dtype, unquantized). Of a delta 8, 4,
-            3 or 2.
-        qwz_resync_steps: send whole weights, in the compute dtype, after so many deltas; None for never but where it is
-            due anyway: at the start, at checkpoints, after weights were loaded or edited.
-        hpz_size: ranks that share one secondary copy of the weights. "node" (the ranks of a node), an int, or
-            None (no copy is kept: every gather crosses the nodes).
-        hpz_bits: with qwz_mode "delta", bits per weight of the copy; None (the compute dtype, 16 bits) or 8, at the error
-            of INT8. Otherwise copies are kept as they crossed; those of frozen weights, beside deltas, in INT8.
-        qgz_bits: bits per gradient across nodes; 4, 8, or None (the reduce dtype, unquantized).
-        qgz_intra_bits: bits per gradient within a node; 8, 4, or None.
-        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper's convergence study
-            interleaves so: qwZ and hpZ throughout, qgZ for the first part). The Trainer callback keeps the clock; own
-            loops call ``handle.set_progress``.
-        qgz_chunks: pieces, 1 to 64, in which a unit's gradients are reduced: while one crosses the nodes, the next is
-            still within one (paper section 4.1.2). The results are the same bit for bit.
-        qgz_hadamard: rotate gradients, 32 by 32, by a Hadamard matrix while they are quantized, so that a large one does
-            not cost its neighbours their digits.
-        qgz_error_feedback: "full": what the hop across nodes leaves out of a step's gradients is kept (1/N of the model in
-            INT8 per rank) and added to the next step's. A number in (0, 1]: the moving average of it, the newest with this
-            weight (LoCo, arXiv 2407.04480). "off".
-        qgz_reset_steps: forget what was left out after so many optimizer steps; None for never.
-        frozen_bits: bits in which frozen weights are stored (LoRA's base); 8, 4, or None (as they are loaded). Either
-            way they are sharded within the node and never cross it.
-        weight_block: weights that share one scale.
-        grad_block: gradients that share one scale.
-        delta_block: differences that share one scale.
-        overlap: start collectives early and finish them late on backends without streams (gloo); the results are
-            the same bit for bit. False helps to see what a collective costs.
-        shared_memory: on CPU, the ranks of a machine read each other's secondary copy in place of gathering it; the
-            results are the same bit for bit. False sends it through sockets.
-        ranks_per_node: "auto" (LOCAL_WORLD_SIZE, as launchers export it), or an int, which emulates nodes of that
-            many consecutive ranks on one machine.
+        qwz_bits: bits per weight in a gather: 8, 4 or None (the compute dtype, unquantized). Deltas take 8, 4, 3 or 2.
+        qwz_resync_steps: number of deltas after which the weights themselves are sent. With None they are sent only where
+            a delta cannot serve: at the start, at checkpoints, and after weights were loaded or edited.
+        hpz_size: number of ranks that share one copy of the weights, each holding a secondary shard of it: ``"node"`` (the
+            ranks of a node), an int, or None (no copy is kept, and every gather crosses the nodes).
+        hpz_bits: bits per weight of the secondary shard that deltas are added to: None (the compute dtype) or 8. Without
+            deltas a secondary shard is kept in the form in which it crossed the nodes.
+        qgz_bits: bits per gradient across nodes: 4, 8 or None (the reduce dtype, unquantized).
+        qgz_intra_bits: bits per gradient within a node: 8, 4 or None.
+        qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper trains the
+            first part with qgZ and the rest without). The Trainer callback reports progress; other loops call
+            ``handle.set_progress``.
+        qgz_chunks: number of pieces, 1 to 64, in which a unit's gradients are reduced. One piece crosses the nodes while
+            the next is exchanged within the node (paper section 4.1.2). Results are the same bit for bit. Experimental.
+        qgz_hadamard: rotate every 32 gradients by a Hadamard matrix before they are quantized and back afterwards, which
+            spreads a large gradient over its neighbours instead of coarsening their scale. Experimental.
+        qgz_error_feedback: ``"full"`` keeps what quantization across nodes rounded away in a residual (1/N of the model in
+            INT8 per rank) and adds it to the next step's gradients. A number in (0, 1] keeps a moving average in which
+            the newest error has this weight (LoCo, arXiv 2407.04480). ``"off"`` keeps none. Experimental.
+        qgz_reset_steps: number of optimizer steps after which the residual starts again at zero; None for never.
+            Experimental.
+        frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
+            Frozen weights are sharded within the node in every case and do not cross nodes.
+        weight_block: number of weights that share one scale; a multiple of 32 up to 4096.
+        grad_block: number of gradients that share one scale; a multiple of 32 up to 4096.
+        delta_block: number of differences that share one scale; a multiple of 32 up to 4096.
+        overlap: start collectives early and finish them late on backends without streams (gloo). Results are the same bit
+            for bit; False shows what each collective costs.
+        shared_memory: let the CPU ranks of one machine read each other's secondary shards instead of gathering them.
+            Results are the same bit for bit; False sends the bytes through sockets.
+        ranks_per_node: ``"auto"`` (``LOCAL_WORLD_SIZE``, which launchers export) or an int, which treats that many
+            consecutive ranks as a node and so emulates several nodes on one machine.
+
+    Raises:
+        ValueError: a value is not allowed, or makes no sense beside another one. The message names the setting.
     """
 
     qwz_mode: Literal["values", "delta"] = "values"
@@ -103,36 +119,19 @@ class ZeroPPConfig:
     ranks_per_node: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        _check_choice("qwz_mode", self.qwz_mode, WEIGHT_MODES)
-        _check_choice(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits, WEIGHT_BITS[self.qwz_mode])
-        _check_choice("hpz_bits", self.hpz_bits, COPY_BITS)
-        _check_choice("qgz_bits", self.qgz_bits, GRADIENT_BITS)
-        _check_choice("qgz_intra_bits", self.qgz_intra_bits, GRADIENT_BITS)
-        _check_choice("frozen_bits", self.frozen_bits, FROZEN_BITS)
-        _check_size("hpz_size", self.hpz_size, ("node", None))
-        _check_size("ranks_per_node", self.ranks_per_node, ("auto",))
-        for name in ("qwz_resync_steps", "qgz_reset_steps"):
-            _check_size(name, getattr(self, name), (None,))
-        for name in ("weight_block", "grad_block", "delta_block"):
-            _check_block(name, getattr(self, name))
-        _check_fraction("qgz_until", self.qgz_until)
-        if not _is_int(self.qgz_chunks) or not 1 <= self.qgz_chunks <= MAX_CHUNKS:
-            raise ValueError(f"qgz_chunks must be an integer from 1 to {MAX_CHUNKS}, got {self.qgz_chunks!r}.")
-        for name in ("qgz_hadamard", "overlap", "shared_memory"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be true or false, got {getattr(self, name)!r}.")
-        if self.qgz_error_feedback is False:  # what YAML makes of an unquoted `off`
+        if self.qgz_error_feedback is False:  # YAML reads an unquoted `off` as false
             object.__setattr__(self, "qgz_error_feedback", "off")
-        _check_feedback(self.qgz_error_feedback)
-        self._check_together()
+        for name, check in _CHECKS.items():
+            check(name, getattr(self, name))
+        _one_of(*WEIGHT_BITS[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
+        self._check_weights()
+        self._check_gradients()
+        for field in dataclasses.fields(self):
+            if field.name in EXPERIMENTAL and getattr(self, field.name) != field.default:
+                _log_experimental(field.name)
 
-    def _check_together(self) -> None:
-        """Raises: ValueError: one setting makes no sense beside another."""
-        if self.qgz_until < 1 and not self.quantizes_gradients:
-            raise ValueError(
-                f"qgz_until={self.qgz_until} says when to stop quantizing gradients, but qgz_bits and "
-                "qgz_intra_bits are both None, so they never are. Set qgz_bits, or leave qgz_until at 1.0."
-            )
+    def _check_weights(self) -> None:
+        """Raise ``ValueError`` where settings of the weights contradict each other."""
         if self.qwz_mode == "delta" and self.hpz_size is None:
             raise ValueError(
                 'qwz_mode="delta" sends how weights differ from the copy that every node keeps, but hpz_size=None keeps '
@@ -142,6 +141,14 @@ class ZeroPPConfig:
             raise ValueError(
                 'hpz_bits and qwz_resync_steps are for qwz_mode="delta"; values are kept as they crossed, and cross anew '
                 'after each step. Set qwz_mode="delta", or leave both at None.'
+            )
+
+    def _check_gradients(self) -> None:
+        """Raise ``ValueError`` where settings of the gradients contradict each other."""
+        if self.qgz_until < 1 and not self.quantizes_gradients:
+            raise ValueError(
+                f"qgz_until={self.qgz_until} says when to stop quantizing gradients, but qgz_bits and "
+                "qgz_intra_bits are both None, so they never are. Set qgz_bits, or leave qgz_until at 1.0."
             )
         if self.qgz_hadamard and None in (self.qgz_bits, self.qgz_intra_bits):
             raise ValueError(
@@ -158,23 +165,31 @@ class ZeroPPConfig:
 
     @property
     def error_feedback_decay(self) -> float | None:
-        """How much of a residual a step renews: 1.0 for "full"; None where none is kept."""
+        """The weight of the newest error in the residual: 1.0 for ``"full"``, None where no residual is kept."""
         words = {"off": None, "full": 1.0}
         return words[self.qgz_error_feedback] if isinstance(self.qgz_error_feedback, str) else self.qgz_error_feedback
 
     @property
     def quantizes_gradients(self) -> bool:
+        """Whether gradients are quantized in at least one of the two hops."""
         return self.qgz_bits is not None or self.qgz_intra_bits is not None
 
     @classmethod
     def preset(cls, name: str, **settings: Any) -> ZeroPPConfig:
-        """The settings of PRESETS[name], "balanced" being the defaults; others beside or over them."""
+        """Return the settings of ``PRESETS[name]``, with others beside or over them. ``"balanced"`` is the defaults."""
         return cls.from_dict({**settings, "preset": name})
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ZeroPPConfig:
-        """Build from a mapping; ``preset`` names what the others go over. An unknown key is an error that names the nearest
-        valid one."""
+        """Build a config from a mapping of fields.
+
+        Args:
+            settings: field names and values. The key ``preset`` names one of ``PRESETS``, which the others go over.
+
+        Raises:
+            TypeError: ``settings`` is no mapping.
+            ValueError: a key is unknown (the message names the nearest valid one) or a value is not allowed.
+        """
         if not isinstance(settings, Mapping):
             raise TypeError(f"ZeRO++ settings must be a mapping, got {type(settings).__name__}: {settings!r}")
         valid = ("preset", *field_names())
@@ -198,7 +213,7 @@ class ZeroPPConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ZeroPPConfig:
-        """Read ``ZEROPP_CONFIG_FILE``, then let ``ZEROPP_<FIELD>`` variables override it."""
+        """Read the file that ``ZEROPP_CONFIG_FILE`` names, then let ``ZEROPP_<FIELD>`` variables override it."""
         environ = os.environ if environ is None else environ
         path = environ.get(ENV_CONFIG_FILE)
         settings = _read_settings(Path(path)) if path else {}
@@ -206,7 +221,14 @@ class ZeroPPConfig:
 
     @classmethod
     def from_deepspeed(cls, settings: Mapping[str, Any]) -> ZeroPPConfig:
-        """Translate a DeepSpeed configuration with ZeRO++ keys (``zero_quantized_weights`` and its siblings)."""
+        """Translate a DeepSpeed configuration with ZeRO++ keys (``zero_quantized_weights`` and its siblings).
+
+        Args:
+            settings: the content of a DeepSpeed file. Its ``zero_optimization`` block must say stage 3.
+
+        Raises:
+            ValueError: another stage, or a ZeRO++ key that has no translation; the message says what to set instead.
+        """
         return cls.from_dict(_translate_deepspeed(settings))
 
     @classmethod
@@ -221,11 +243,21 @@ class ZeroPPConfig:
         return cls.from_dict(settings)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return all fields by name, fit for JSON and for ``from_dict``."""
         return dataclasses.asdict(self)
 
 
 def field_names() -> tuple[str, ...]:
+    """Return the names of all settings, in the order of the config."""
     return tuple(field.name for field in dataclasses.fields(ZeroPPConfig))
+
+
+@functools.cache
+def _log_experimental(name: str) -> None:
+    """Log once per process and setting that it is experimental."""
+    logger.info(
+        "%s is experimental: it is tested, but has shown no gain in loss or step time yet, and may change.", name
+    )
 
 
 def _read_settings(path: Path) -> dict[str, Any]:
@@ -244,7 +276,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     block = settings.get("zeropp_config", settings)
     if block is not None and not isinstance(block, dict):
         raise ValueError(f"zeropp_config in {str(path)!r} must be a mapping of settings, got: {block!r}")
-    return block or {}  # `zeropp_config:` and nothing under it: the defaults
+    return block or {}  # `zeropp_config:` with nothing under it means the defaults
 
 
 def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
@@ -266,19 +298,55 @@ def _parse_env_value(text: str) -> Any:
     return None if text.strip().lower() in ("none", "null", "") else yaml.safe_load(text)
 
 
+_DEEPSPEED_KEYS = ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients")
+_DEEPSPEED_REMEDIES = {
+    "zero_quantized_nontrainable_weights": (
+        "Frozen weights are stored in 8 or 4 bits by another setting: remove the key and set frozen_bits=8 "
+        "(ZEROPP_FROZEN_BITS=8 goes over a DeepSpeed file)."
+    ),
+    "zeropp_loco_param": (
+        "LoCo's error feedback has settings of its own: remove the key and set qgz_error_feedback to 1 - err_beta and "
+        "qgz_reset_steps to reset_T (ZEROPP_QGZ_ERROR_FEEDBACK and ZEROPP_QGZ_RESET_STEPS go over a DeepSpeed file)."
+    ),
+}
+_DEEPSPEED_MARKS = ("zeropp", "quantized", "hpz")
+"""A key of ``zero_optimization`` that contains one of these is about ZeRO++. It is translated or refused, never dropped."""
+
+
 def _translate_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """DeepSpeed keys to ours. DeepSpeed's qgZ uses INT4 in both hops."""
+    """Return our settings for a DeepSpeed configuration. DeepSpeed's qgZ uses INT4 in both hops."""
     zero = settings.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise ValueError(f"zero_optimization in the DeepSpeed file must be a mapping, got {zero!r}.")
     if zero.get("stage") != 3:
         raise ValueError(f"ZeRO++ builds on ZeRO stage 3, the DeepSpeed file says stage {zero.get('stage')!r}.")
+    _refuse_untranslated(zero)
+    quantizes_weights = zero.get("zero_quantized_weights", False)
+    quantizes_gradients = zero.get("zero_quantized_gradients", False)
     hpz_size = zero.get("zero_hpz_partition_size", 1)
-    quantized_gradients = zero.get("zero_quantized_gradients", False)
+    _flag("zero_quantized_weights", quantizes_weights)
+    _flag("zero_quantized_gradients", quantizes_gradients)
+    _positive_int_or()("zero_hpz_partition_size", hpz_size)
     return {
-        "qwz_bits": 8 if zero.get("zero_quantized_weights", False) else None,
+        "qwz_bits": 8 if quantizes_weights else None,
         "hpz_size": hpz_size if hpz_size > 1 else None,
-        "qgz_bits": 4 if quantized_gradients else None,
-        "qgz_intra_bits": 4 if quantized_gradients else None,
+        "qgz_bits": 4 if quantizes_gradients else None,
+        "qgz_intra_bits": 4 if quantizes_gradients else None,
     }
+
+
+def _refuse_untranslated(zero: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` for a ZeRO++ key of DeepSpeed's that no setting of ours stands for."""
+    for key, value in zero.items():
+        if key in _DEEPSPEED_KEYS or not any(mark in str(key) for mark in _DEEPSPEED_MARKS):
+            continue
+        if key not in _DEEPSPEED_REMEDIES:
+            raise ValueError(
+                f"Unknown ZeRO++ key {key!r} in the DeepSpeed file.{_nearest(str(key), _DEEPSPEED_KEYS)} Translated: "
+                f"{', '.join(_DEEPSPEED_KEYS)}. Remove it, or write a zeropp_config: block in its place."
+            )
+        if value is not None and value is not False:  # off, as DeepSpeed has it by default
+            raise ValueError(f"DeepSpeed's {key}={value!r} is not translated. {_DEEPSPEED_REMEDIES[key]}")
 
 
 def _nearest(key: str, valid: Iterable[str]) -> str:
@@ -291,31 +359,78 @@ def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    if not (value is None or isinstance(value, str) or _is_int(value)) or value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def _check_size(name: str, value: Any, words: tuple[Any, ...]) -> None:
-    if value in words and not isinstance(value, bool):
-        return
-    if not _is_int(value) or value < 1:
-        raise ValueError(f"{name} must be a positive int or one of {words}, got {value!r}.")
+Check = Callable[[str, Any], None]
+"""Raises a ``ValueError`` that names the setting and what is allowed, where the value is not."""
 
 
-def _check_block(name: str, value: Any) -> None:
+def _one_of(*choices: Any) -> Check:
+    def check(name: str, value: Any) -> None:
+        # `in` alone would take True for 1, 4.0 for 4, and fail on values without a hash or an order.
+        if not (value is None or isinstance(value, str) or _is_int(value)) or value not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+
+    return check
+
+
+def _positive_int_or(*words: Any) -> Check:
+    def check(name: str, value: Any) -> None:
+        if value in words and not isinstance(value, bool):
+            return
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{name} must be a positive int{f' or one of {words}' if words else ''}, got {value!r}.")
+
+    return check
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}.")
+
+
+def _block(name: str, value: Any) -> None:
     if not _is_int(value) or not MIN_BLOCK <= value <= MAX_BLOCK or value % BLOCK_MULTIPLE:
         raise ValueError(
             f"{name} must be a multiple of {BLOCK_MULTIPLE} from {MIN_BLOCK} to {MAX_BLOCK}, got {value!r}."
         )
 
 
-def _check_feedback(value: Any) -> None:
-    is_weight = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value <= 1
-    if value not in ("off", "full") and not is_weight:
-        raise ValueError(f'qgz_error_feedback must be "off", "full" or a number over 0 and up to 1, got {value!r}.')
+def _chunks(name: str, value: Any) -> None:
+    if not _is_int(value) or not 1 <= value <= MAX_CHUNKS:
+        raise ValueError(f"{name} must be an integer from 1 to {MAX_CHUNKS}, got {value!r}.")
 
 
-def _check_fraction(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+def _fraction(name: str, value: Any) -> None:
+    if not _is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}.")
+
+
+def _feedback(name: str, value: Any) -> None:
+    if value not in ("off", "full") and not (_is_number(value) and 0 < value <= 1):
+        raise ValueError(f'{name} must be "off", "full" or a number over 0 and up to 1, got {value!r}.')
+
+
+_CHECKS: dict[str, Check] = {
+    "qwz_mode": _one_of(*WEIGHT_MODES),  # first: the bits of weights depend on it
+    "qwz_resync_steps": _positive_int_or(None),
+    "hpz_size": _positive_int_or("node", None),
+    "hpz_bits": _one_of(8, None),
+    "qgz_bits": _one_of(4, 8, None),
+    "qgz_intra_bits": _one_of(4, 8, None),
+    "qgz_until": _fraction,
+    "qgz_chunks": _chunks,
+    "qgz_hadamard": _flag,
+    "qgz_error_feedback": _feedback,
+    "qgz_reset_steps": _positive_int_or(None),
+    "frozen_bits": _one_of(8, 4, None),
+    "weight_block": _block,
+    "grad_block": _block,
+    "delta_block": _block,
+    "overlap": _flag,
+    "shared_memory": _flag,
+    "ranks_per_node": _positive_int_or("auto"),
+}
+"""What each setting allows by itself. ``qwz_bits`` is missing: what it allows depends on ``qwz_mode``."""

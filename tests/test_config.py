@@ -1,7 +1,11 @@
 """Settings: every source, every mistake. An error names the setting, what came, and what is valid."""
 
+import ast
 import dataclasses
 import json
+import logging
+import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -9,9 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zeropp import ZeroPPConfig
-from hf_zeropp.config import MAX_BLOCK, field_names
+from hf_zeropp import config as config_module
+from hf_zeropp.config import EXPERIMENTAL, MAX_BLOCK, PRESETS, WEIGHT_BITS, field_names
 from hf_zeropp.ops.format import MAX_BLOCK as FORMAT_MAX_BLOCK
 from hf_zeropp.ops.format import QMAX
+
+ROOT = Path(__file__).parent.parent
+GUIDE = ROOT / "hf_zeropp" / "README.md"
 
 
 def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:
@@ -178,6 +186,108 @@ def test_a_deepspeed_file_is_translated(tmp_path) -> None:
     assert plain == ZeroPPConfig(qwz_bits=None, hpz_size=None, qgz_bits=None, qgz_intra_bits=None)
     with pytest.raises(ValueError, match="stage 2"):
         ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 2}})
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        ({"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}, ["qgz_error_feedback to 1 - err_beta", "reset_T"]),
+        ({"zeropp_loco_param": {}}, ["zeropp_loco_param", "qgz_error_feedback"]),
+        ({"zero_quantized_nontrainable_weights": True}, ["frozen_bits=8", "ZEROPP_FROZEN_BITS"]),
+        ({"zero_quantised_hpz": 2}, ["Unknown ZeRO++ key 'zero_quantised_hpz'"]),
+        ({"zero_quantized_weight": True}, ["Did you mean 'zero_quantized_weights'"]),
+        ({"zeropp_new_thing": None}, ["'zeropp_new_thing'", "Translated: zero_quantized_weights"]),
+        ({"zero_quantized_gradients": {"enabled": True, "num_bits": 8}}, ["zero_quantized_gradients must be true or"]),
+        ({"zero_hpz_partition_size": "8"}, ["zero_hpz_partition_size must be a positive int, got '8'"]),
+    ],
+    ids=str,
+)
+def test_deepspeed_keys_without_translation_are_refused_with_a_remedy(keys: dict, words: list[str]) -> None:
+    with pytest.raises(ValueError) as error:
+        ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 3, **keys}})
+    for word in words:
+        assert word in str(error.value)
+
+
+def test_other_deepspeed_keys_and_features_that_are_off_are_no_error() -> None:
+    off = {"zeropp_loco_param": None, "zero_quantized_nontrainable_weights": False, "overlap_comm": True}
+    zero = {"stage": 3, "zero_quantized_weights": True, **off}
+    assert ZeroPPConfig.from_deepspeed({"zero_optimization": zero}).qwz_bits == 8
+    with pytest.raises(ValueError, match="zero_optimization.*mapping"):
+        ZeroPPConfig.from_deepspeed({"zero_optimization": True})
+
+
+def test_the_remedies_for_deepspeed_keys_work(tmp_path) -> None:
+    """Variables go over a DeepSpeed file, as the errors promise."""
+    zero = {"stage": 3, "zero_quantized_weights": True, "zero_quantized_gradients": True}
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    environ = {
+        "ZEROPP_CONFIG_FILE": str(path),
+        "ZEROPP_FROZEN_BITS": "8",
+        "ZEROPP_QGZ_ERROR_FEEDBACK": "0.2",
+        "ZEROPP_QGZ_RESET_STEPS": "1024",
+    }
+    config = ZeroPPConfig.from_env(environ)
+    assert (config.frozen_bits, config.error_feedback_decay, config.qgz_reset_steps) == (8, 0.2, 1024)
+
+
+def test_experimental_settings_are_logged_once(caplog) -> None:
+    config_module._log_experimental.cache_clear()
+    with caplog.at_level(logging.INFO, logger="hf_zeropp.config"):
+        ZeroPPConfig()
+        assert not caplog.records
+        for _ in range(2):
+            ZeroPPConfig(qgz_error_feedback="full", qgz_reset_steps=10)
+    assert [record.args[0] for record in caplog.records] == ["qgz_error_feedback", "qgz_reset_steps"]
+
+
+def test_every_setting_is_checked_and_documented() -> None:
+    assert {*config_module._CHECKS, "qwz_bits"} == set(field_names())
+    assert EXPERIMENTAL < set(field_names())
+    arguments = ZeroPPConfig.__doc__.split("Args:")[1].split("Raises:")[0]
+    described = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", arguments, re.MULTILINE)
+    assert [name for name, _ in described] == list(field_names())
+    assert {name for name, text in described if "Experimental." in text} == EXPERIMENTAL
+
+
+def table_of_settings(path: Path) -> dict[str, list[str]]:
+    """Rows of the tables whose first column is ``setting``: name -> the other cells."""
+    rows, is_inside = {}, False
+    for line in path.read_text().splitlines():
+        cells = [cell.strip() for cell in line.strip("| ").split(" | ")]
+        is_inside = line.startswith("|") and (is_inside or cells[0] == "setting")
+        if is_inside and cells[0].startswith("`"):
+            rows[cells[0].strip("`")] = cells[1:]
+    return rows
+
+
+def test_the_guide_lists_exactly_the_settings_with_their_defaults() -> None:
+    rows = table_of_settings(GUIDE)
+    defaults = {name: ast.literal_eval(default.strip("`")) for name, (_, default, _) in rows.items()}
+    assert defaults == ZeroPPConfig().to_dict()
+    assert list(rows) == list(field_names())
+    assert {name for name, (_, _, text) in rows.items() if text.startswith("Experimental.")} == EXPERIMENTAL
+
+
+def test_the_guide_names_values_that_are_allowed() -> None:
+    for name, (kind, _, _) in table_of_settings(GUIDE).items():
+        for literal in re.findall(r"`([^`]+)`", kind):
+            value = ast.literal_eval(literal)
+            if name == "qwz_bits":
+                assert any(value in bits for bits in WEIGHT_BITS.values())
+            else:
+                config_module._CHECKS[name](name, value)
+
+
+def test_the_readme_lists_settings_that_exist_with_their_defaults() -> None:
+    rows = table_of_settings(ROOT / "README.md")
+    defaults = {**ZeroPPConfig().to_dict(), "preset": "balanced"}
+    assert "preset" in rows
+    for name, (default, _) in rows.items():
+        assert ast.literal_eval(default.strip("`")) == defaults[name]
+    for name in PRESETS:
+        assert f"`{name}`" in rows["preset"][1]
 
 
 VALID = st.fixed_dictionaries(

@@ -1,19 +1,40 @@
-"""The code base keeps its own rules: lint, format and types are clean, files stay short."""
+"""The code base keeps its own rules: lint, format and types are clean, files and functions stay short."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "hf_zeropp"
 SOURCES = [
     path
     for folder in ("hf_zeropp", "ops", "scripts", "tests", "examples")
-    for path in (ROOT / folder).rglob("*")
+    for path in sorted((ROOT / folder).rglob("*"))
     if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh")
 ]
+MODULES = sorted(PACKAGE.rglob("*.py"))
+MAX_FILE_LINES = 450
+MAX_TEST_FILE_LINES = 500  # a file of tests repeats its setting for every case
+MAX_FUNCTION_LINES = 40
+# A docstring that begins so is half a sentence: "Of a unit's weights, gathered in dtype."
+HALF_SENTENCES = re.compile(r"(Of|What|Where|Whatever|That|Those|Such|Nobody|Whoever)\b")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def documented_nodes(path: Path) -> Iterator[tuple[str, ast.AST, str]]:
+    """The module, its classes and its functions: name, node, docstring or ""."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield getattr(node, "name", name_of(path)), node, ast.get_docstring(node, clean=False) or ""
 
 
 def test_lint_format_and_types() -> None:
@@ -24,7 +45,25 @@ def test_lint_format_and_types() -> None:
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", SOURCES, ids=name_of)
 def test_files_stay_short(path: Path) -> None:
     lines = len(path.read_text().splitlines())
-    assert lines <= 500, f"{path.name} has {lines} lines: one idea per file, at most 500"
+    limit = MAX_TEST_FILE_LINES if path.is_relative_to(ROOT / "tests") else MAX_FILE_LINES
+    assert lines <= limit, f"{name_of(path)} has {lines} lines: one idea per file, at most {limit}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_functions_stay_short(path: Path) -> None:
+    """Docstrings do not count: nobody should save on them."""
+    lengths = {
+        name: node.end_lineno - node.lineno + 1 - (len(docstring.splitlines()) if docstring else 0)
+        for name, node, docstring in documented_nodes(path)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_docstrings_are_whole_sentences(path: Path) -> None:
+    openings = {name: docstring.partition("\n")[0] for name, _, docstring in documented_nodes(path)}
+    assert {name: text for name, text in openings.items() if HALF_SENTENCES.match(text)} == {}
