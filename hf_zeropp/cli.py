@@ -1,75 +1,83 @@
-"""``hf-zeropp launch | env | estimate | export``: start a job; say what runs on this machine; say what a job will take;
-write a merged model."""
+"""The command ``hf-zeropp``: launch a job, show what runs on this machine, estimate a job, export a merged model."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import sys
-import tempfile
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
-import yaml
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from hf_zeropp.config import ENV_CONFIG_FILE, ZeroPPConfig
+from hf_zeropp import ops
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.estimate import methods, report
+from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.sizes import parse_count
 
-PACKAGES = ("hf-zeropp", "torch", "accelerate", "transformers", "peft", "trl", "datasets", "safetensors")
+# The modules of integrations are imported by the commands that need them: parts of Transformers take seconds to import, and
+# `env` must run where they cannot be imported.
+
+PACKAGE = "hf-zeropp"
+PACKAGES = (PACKAGE, "torch", "accelerate", "transformers", "peft", "trl", "datasets", "safetensors")
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the command line ``argv``, by default that of the process."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = argparse.ArgumentParser(prog="hf-zeropp", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
-        "launch",
-        add_help=False,
-        help="`accelerate launch` (all its flags) for a config file with a `zeropp_config:` block",
-    )
-    commands.add_parser("env", help="versions, the kernels that run here, and the settings in force")
-    _add_estimate(commands.add_parser("estimate", help="memory per rank and bytes per step, beside other methods"))
-    _add_export(commands.add_parser("export", help="merge an adapter into its base and write 16-bit safetensors"))
-    if argv[:1] == ["launch"]:  # every flag after it is Accelerate's or the script's, unparsed
+    if argv[:1] == ["launch"]:  # all that follows is for Accelerate or the script, and is parsed by them
+        from hf_zeropp.integrations.launch import launch
+
         launch(argv[1:])
         return
-    args = parser.parse_args(argv)
-    if args.command == "estimate":
-        run_estimate(args)
-    elif args.command == "export":
-        run_export(args)
-    else:
-        Console().print(environment_table())
+    args = _parser().parse_args(argv)
+    {"env": run_env, "estimate": run_estimate, "export": run_export}[args.command](args)
 
 
-def launch(flags: list[str]) -> None:
-    """Take ``zeropp_config:`` out of the Accelerate config, export it, and delegate every flag.
+def run_env(args: argparse.Namespace) -> None:
+    """Print the table of ``hf-zeropp env``."""
+    Console().print(environment_table())
 
-    Accelerate rejects unknown top-level keys and exports only its own, so the block travels as a file that
-    ``ZEROPP_CONFIG_FILE`` names. N CPU processes under FSDP also need ACCELERATE_USE_CPU, which Accelerate's launcher
-    sets for plain CPU jobs only.
+
+def run_estimate(args: argparse.Namespace) -> None:
+    """Print a table, or JSON, of what every method holds and sends. It takes no process group and no weights.
+
+    Raises:
+        SystemExit: the model is unknown, or the setup does not fit together.
     """
-    from accelerate.commands.launch import launch_command, launch_command_parser
-
-    with tempfile.TemporaryDirectory(prefix="hf-zeropp-") as folder:
-        parser = launch_command_parser()
-        args = parser.parse_args(flags)
-        if args.config_file is not None:
-            settings = _read_launch_config(args.config_file)
-            _export_zeropp(settings.pop("zeropp_config", None), folder)
-            _export_cpu(settings)
-            args = parser.parse_args(_with_config_file(flags, _write_yaml(settings, folder, "accelerate.yaml")))
-        ZeroPPConfig.from_env()  # a mistake shows here, once, not on every rank
-        launch_command(args)
+    try:
+        model = _model_shape(args.model)
+        if args.trainable is not None:
+            model = model.with_adapters(args.trainable)
+        setup = methods.Setup(
+            world_size=args.world,
+            ranks_per_node=args.ranks_per_node,
+            micro_steps=args.accumulation,
+            optimizer=args.optimizer,
+            config=ZeroPPConfig.resolve(args.zeropp),
+            fp32_reduce=args.fp32_reduce,
+        )
+        estimates = methods.estimate(model, setup)
+    except ValueError as error:
+        raise SystemExit(f"hf-zeropp estimate: {error}") from error
+    if args.json:
+        print(json.dumps(report.to_json(estimates, model, setup), indent=1))
+    else:
+        Console().print(report.table(estimates, model, setup))
+    if args.plot:
+        report.plot(estimates, args.plot)
 
 
 def run_export(args: argparse.Namespace) -> None:
-    import torch
+    """Write the model that the arguments name, and print where it is.
 
+    Raises:
+        SystemExit: there is nothing to export, or it cannot be written there.
+    """
     from hf_zeropp.integrations.export import export
 
     try:
@@ -85,69 +93,8 @@ def run_export(args: argparse.Namespace) -> None:
     Console().print(f"Wrote {folder}", soft_wrap=True)
 
 
-def run_estimate(args: argparse.Namespace) -> None:
-    """A table, or JSON, of what every method holds and sends. No process group, no weights."""
-    from hf_zeropp.estimate import methods as estimate
-
-    try:
-        model = estimate.ModelShape.of(args.model, args.trainable)
-        setup = estimate.Setup(
-            world_size=args.world,
-            ranks_per_node=args.ranks_per_node,
-            micro_steps=args.accumulation,
-            optimizer=args.optimizer,
-            config=ZeroPPConfig.resolve(args.zeropp),
-            fp32_reduce=args.fp32_reduce,
-        )
-        estimates = estimate.estimate(model, setup)
-    except ValueError as error:
-        raise SystemExit(f"hf-zeropp estimate: {error}") from error
-    if args.json:
-        print(json.dumps(estimate.to_json(estimates, model, setup), indent=1))
-    else:
-        Console().print(estimate.table(estimates, model, setup))
-    if args.plot:
-        estimate.plot(estimates, args.plot)
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", help="the base, 16-bit or packed; default: what the adapter's config names")
-    parser.add_argument("--adapter", help="a PEFT adapter folder; without it, a packed base is only decoded")
-    parser.add_argument("--output", required=True, help="a folder that is empty or does not exist")
-    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
-    parser.add_argument("--max-shard-size", default="2GB", help="bytes of a safetensors file, such as 5GB")
-
-
-def _add_estimate(parser: argparse.ArgumentParser) -> None:
-    from hf_zeropp.estimate.methods import OPTIMIZER_STATE_BYTES
-
-    parser.add_argument("model", help="a parameter count (7B, 350M), or a hub name or path of a Hugging Face config")
-    parser.add_argument("--world", type=int, required=True, help="ranks in all")
-    parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--optimizer", default="adamw", choices=OPTIMIZER_STATE_BYTES)
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-steps per optimizer step")
-    parser.add_argument(
-        "--trainable", type=_count, help="train this many parameters beside the frozen model (LoRA): 20M"
-    )
-    parser.add_argument("--zeropp", help="YAML or JSON file with settings; default: the environment, else the defaults")
-    parser.add_argument("--fp32-reduce", action="store_true", help="gradients are reduced in fp32 instead of bf16")
-    parser.add_argument("--json", action="store_true", help="bytes, instead of the table")
-    parser.add_argument("--plot", type=Path, help="also write a plot (needs matplotlib)")
-
-
-def _count(text: str) -> int:
-    from hf_zeropp.sizes import parse_count
-
-    count = parse_count(text)
-    if count is None:
-        raise argparse.ArgumentTypeError(f"expected a count such as 20M, got {text!r}")
-    return count
-
-
 def environment_table() -> Table:
-    """Versions, kernels and settings, with the reason where something is missing."""
-    from hf_zeropp import ops
-
+    """Return a rich table of versions, kernels and settings, with the reason where something is missing."""
     table = Table(title="hf-zeropp env", show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -169,51 +116,103 @@ def environment_table() -> Table:
     return table
 
 
-def _read_launch_config(path: str) -> dict[str, Any]:
-    try:
-        with open(path) as file:
-            settings = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
-        raise SystemExit(f"hf-zeropp launch: cannot read the config file {path!r}: {error}") from error
-    if not isinstance(settings, dict):
-        raise SystemExit(f"hf-zeropp launch: {path!r} must hold an Accelerate config (`key: value` lines).")
-    return settings
-
-
-def _export_zeropp(block: Any, folder: str) -> None:
-    if block is None:
-        return
-    if os.environ.get(ENV_CONFIG_FILE):
-        raise SystemExit(
-            f"hf-zeropp launch: both {ENV_CONFIG_FILE} and a zeropp_config: block are given. Drop one of them."
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hf-zeropp",
+        description="ZeRO++ for Hugging Face models on PyTorch FSDP2. Each command has its own --help.",
+    )
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"{PACKAGE} {_version(PACKAGE)}",
+        help="Print the version of this package and exit.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser(
+        "launch",
+        add_help=False,
+        help="Run `accelerate launch`, with all its flags, on a config file that may hold a `zeropp_config:` block.",
+    )
+    commands.add_parser(
+        "env",
+        help="Show the versions, the kernels that run here, and the settings in force.",
+        description="Show the versions, the kernels that run on this machine, and the settings in force.",
+    )
+    _add_estimate(
+        commands.add_parser(
+            "estimate",
+            help="Estimate memory per rank and bytes per step, beside other methods, before a job starts.",
+            description="Estimate memory per rank and bytes per optimizer step, beside other methods. Nothing is started.",
         )
-    os.environ[ENV_CONFIG_FILE] = block if isinstance(block, str) else _write_yaml(block, folder, "zeropp.yaml")
+    )
+    _add_export(
+        commands.add_parser(
+            "export",
+            help="Merge an adapter into its base and write 16-bit safetensors.",
+            description="Merge an adapter into its base and write safetensors that open without this package.",
+        )
+    )
+    return parser
 
 
-def _export_cpu(settings: dict[str, Any]) -> None:
-    if settings.get("use_cpu"):
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+def _add_estimate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", help="The model: a parameter count (7B, 350M), or the hub name or path of a Hugging Face config."
+    )
+    parser.add_argument("--world", type=int, required=True, help="The number of ranks in all.")
+    parser.add_argument("--ranks-per-node", type=int, default=8, help="The number of ranks per node. The default is 8.")
+    parser.add_argument(
+        "--optimizer",
+        default="adamw",
+        choices=methods.OPTIMIZER_STATE_BYTES,
+        help="The optimizer. The default is adamw.",
+    )
+    parser.add_argument(
+        "--accumulation", type=int, default=1, help="The number of micro-steps per optimizer step. The default is 1."
+    )
+    parser.add_argument(
+        "--trainable",
+        type=_count,
+        help="Freeze the model and train this many parameters beside it (LoRA), such as 20M.",
+    )
+    parser.add_argument(
+        "--zeropp", help="A YAML or JSON file with settings. The default is the environment, then the defaults."
+    )
+    parser.add_argument("--fp32-reduce", action="store_true", help="Reduce gradients in fp32 instead of bf16.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")
+    parser.add_argument("--plot", type=Path, help="Also write a plot to this file. This needs matplotlib.")
 
 
-def _write_yaml(settings: Any, folder: str, name: str) -> str:
-    path = os.path.join(folder, name)
-    with open(path, "w") as file:
-        yaml.safe_dump(settings, file)
-    return path
+def _add_export(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", help="The base, in 16 bits or packed. The default is the model that the adapter's config names."
+    )
+    parser.add_argument("--adapter", help="The folder of a PEFT adapter. Without it, a packed base is decoded.")
+    parser.add_argument("--output", required=True, help="The folder to write, which must be empty or not exist.")
+    parser.add_argument(
+        "--dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="The dtype of the weights that are written. The default is bfloat16.",
+    )
+    parser.add_argument(
+        "--max-shard-size", default="2GB", help="The largest size of a safetensors file. The default is 2GB."
+    )
 
 
-def _with_config_file(flags: list[str], path: str) -> list[str]:
-    """The flags with the value of --config_file (either spelling, either form) replaced."""
-    names = ("--config_file", "--config-file")
-    flags = list(flags)
-    for i, flag in enumerate(flags):
-        if flag in names:
-            flags[i + 1] = path
-            return flags
-        if flag.startswith(tuple(f"{name}=" for name in names)):
-            flags[i] = f"{names[0]}={path}"
-            return flags
-    raise AssertionError("launch() calls this only when --config_file was parsed")
+def _model_shape(source: str) -> ModelShape:
+    if parse_count(source) is not None:
+        return ModelShape.of_count(source)
+    from hf_zeropp.integrations.pretrained_shape import pretrained_shape
+
+    return pretrained_shape(source)
+
+
+def _count(text: str) -> int:
+    count = parse_count(text)
+    if count is None:
+        raise argparse.ArgumentTypeError(f"expected a count such as 20M, got {text!r}")
+    return count
 
 
 def _version(package: str) -> str:
@@ -224,8 +223,6 @@ def _version(package: str) -> str:
 
 
 def _accelerator() -> str:
-    import torch
-
     if torch.cuda.is_available():
         return ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     return "none (CPU and gloo)"

@@ -33,4 +33,4 @@ def parse_bytes(size: int | str | None) -> int:
                 return int(float(text.removesuffix(suffix)) * factor)
             except ValueError:
                 break
-    raise ValueError(f'memory_budget must be a number of bytes or a text such as "800MB" or "1.5GB", got {size!r}.')
+    raise ValueError(f'A size must be a number of bytes or a text such as "800MB" or "1.5GB", got {size!r}.')

@@ -33,8 +33,8 @@ GATHER_NODE = "gather, within node"
 REDUCE_NODE = "reduce, within node"
 REDUCE_CROSS = "reduce, across nodes"
 GATHER_FROZEN = "gather, frozen weights"
-ENGINE_GATHER = "gather, FSDP2's own"
-ENGINE_REDUCE = "reduce, FSDP2's own"
+FSDP2_GATHER = "gather, FSDP2's own"
+FSDP2_REDUCE = "reduce, FSDP2's own"
 
 
 @dataclasses.dataclass

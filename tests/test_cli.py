@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from hf_zeropp import cli
+from hf_zeropp.integrations.launch import with_config_file
 
 ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -99,7 +100,7 @@ def test_the_stock_launcher_with_a_config_file_variable(tmp_path) -> None:
     [["--config_file", "a.yaml", "s.py"], ["--config-file=a.yaml", "s.py"], ["--cpu", "--config_file=a.yaml", "s.py"]],
 )
 def test_the_config_file_flag_is_replaced_in_every_spelling(flags: list[str]) -> None:
-    replaced = cli._with_config_file(flags, "b.yaml")
+    replaced = with_config_file(flags, "b.yaml")
     assert "b.yaml" in " ".join(replaced) and "a.yaml" not in " ".join(replaced) and replaced[-1] == "s.py"
 
 
@@ -136,3 +137,18 @@ def test_env_shows_a_mistake_in_the_settings(capsys, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     cli.main(["env"])
     assert "ZEROPP_QGZ_BITS" in capsys.readouterr().out
+
+
+def test_version(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out.startswith("hf-zeropp ")
+
+
+@pytest.mark.parametrize("command", [[], ["estimate"], ["env"], ["export"]], ids=lambda command: " ".join(command))
+def test_help_is_in_sentences(capsys, monkeypatch, command: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # one line per option
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([*command, "--help"])
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and "  " in line.strip()]
+    assert all(line.endswith(".") or "show this help message" in line for line in shown), shown

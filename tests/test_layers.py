@@ -48,7 +48,7 @@ FOREIGN_PRIVATE: dict[str, dict[str, object]] = {
     "generation": {"_has_unfinished_sequences": GenerationMixin},  # which ranks must agree on another token
     "integrations.accelerate": {"_shared_state": AcceleratorState},  # a plugin for a state that exists
     "integrations.accelerate_frozen": {"_prepare_fsdp2": Accelerator},  # sees a model and its optimizers together
-    "estimate.model_shape": {
+    "integrations.pretrained_shape": {
         "_no_split_modules": PreTrainedModel
     },  # what Accelerate wraps, before there is anything to wrap
     "ops.kernels": {"_name": ctypes.CDLL},  # the path of a loaded library

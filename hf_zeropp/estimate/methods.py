@@ -1,50 +1,57 @@
-"""Memory per rank and bytes per step before anything is started: DDP, ZeRO-1/2/3, HSDP, hpZ, FSDP2 and this package.
+"""Memory per rank and bytes per optimizer step of a training job: DDP, ZeRO-1/2/3, HSDP, hpZ, FSDP2 and this package.
 
-Pure arithmetic: no process group, no weights. Two kinds of lines stand in one table.
+An estimate is arithmetic: it takes no process group and no weights. Methods are computed in one of two ways.
 
-The papers' methods (DDP, ZeRO-1/2/3, MiCS / HSDP, hpZ) are computed as the ZeRO paper does, arXiv 1910.02054 section 3:
-16-bit parameters and gradients, and K bytes a parameter of optimizer states, the fp32 master weights among them (Adam:
-K = 12). FSDP2 and this package are computed as they really hold it: the shard is the fp32 master itself, gradients are
-kept in fp32 beside it. For Adam both come to 16 bytes a parameter.
+- The papers' methods (DDP, ZeRO-1/2/3, MiCS / HSDP, hpZ) follow the ZeRO paper, arXiv 1910.02054 section 3: 16-bit parameters
+  and gradients, and K bytes per parameter of optimizer states, the fp32 master among them (Adam: K = 12).
+- FSDP2 and this package are computed as they hold it: a shard is the fp32 master itself, and gradients are kept in fp32
+  beside it. For Adam both ways come to 16 bytes per parameter.
 
-Our line is exact where the model's parameters are known (a config or a path): padding, blocks, scales and 1-D
-parameters are laid out as a run lays them out, and a test compares the result with what a run holds and sends. From a
-parameter count alone it is that of a transformer of usual proportions.
+The estimate of this package is exact where the shape of the model is known (from a config): padding, blocks, scales and
+1-D parameters are laid out by the functions that a run uses, and a test compares the result with what a run holds and sends.
+A shape made from a parameter count is that of a transformer of usual proportions.
 
-Bytes per step are those that enter one node, from other nodes or within, all its ranks together: the least that any
-algorithm can move, each byte of a gather once per node over the network. Flat rings move more: (W-1)/W where this
-counts (Y-1)/Y. Nobody's activations are counted, nor the unit or two of full weights that every sharded method holds
-for a moment.
+Bytes per step are those that enter one node, from other nodes or within it, all its ranks together. They are the least that
+any algorithm can move: over the network each byte of a gather enters a node once. Flat rings move more, (W-1)/W where this
+module counts (Y-1)/Y. Activations are left out for every method. So is the unit or two of full weights that every sharded
+method holds for a moment.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from hf_zeropp.comm.topology import check_divides, resolve_hpz_size
-from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
-from hf_zeropp.fsdp.comm_object import gather_layouts, reduce_layouts
+from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
+from hf_zeropp.fsdp.predictions import (
+    crossings_per_step,
+    gather_bytes,
+    gather_node_size,
+    gathers_per_step,
+    leaves_gathers_to_fsdp2,
+    reduce_bytes,
+)
 from hf_zeropp.fsdp.units import ParamShard
-from hf_zeropp.traffic import Bytes, Peers
-
-__all__ = ["Estimate", "ModelShape", "Setup", "estimate", "plot", "table", "to_json"]
+from hf_zeropp.traffic import Bytes, Peers, total
 
 KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "residual", "frozen", "wire buffers")
+"""Kinds of memory, in the order of a report."""
+
 MASTER_BYTES = 4
 HALF_BYTES = 2
 OPTIMIZER_STATE_BYTES = {"adamw": 8, "adamw-8bit": 2, "lion": 4, "sgd-momentum": 4, "sgd": 0, "adafactor": 0}
-"""Bytes a parameter of an optimizer's states, without the master weights."""
+"""Bytes per parameter of an optimizer's states, without the master."""
+
+THIS_PACKAGE = "this package"
 
 
-# -------------------------------------------------------------------------------------------------------- how it is run
+# ---- The question and the answer.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,9 +62,12 @@ class Setup:
         world_size: W.
         ranks_per_node: N.
         micro_steps: forward and backward passes per optimizer step.
-        optimizer: a key of OPTIMIZER_STATE_BYTES.
-        config: settings of this package; its own ``ranks_per_node`` is not read.
-        fp32_reduce: FSDP2 and this package reduce gradients in fp32 instead of bf16.
+        optimizer: a key of ``OPTIMIZER_STATE_BYTES``.
+        config: settings of this package. Their own ``ranks_per_node`` is not read.
+        fp32_reduce: whether FSDP2 and this package reduce gradients in fp32 instead of bf16.
+
+    Raises:
+        ValueError: the nodes do not divide the world, the optimizer is unknown, or there is no micro-step.
     """
 
     world_size: int
@@ -76,20 +86,30 @@ class Setup:
 
     @property
     def num_nodes(self) -> int:
+        """Number of nodes, Y."""
         return self.world_size // self.ranks_per_node
 
     @property
     def state_bytes(self) -> int:
+        """Bytes per parameter of the optimizer's states, without the master."""
         return OPTIMIZER_STATE_BYTES[self.optimizer]
 
     @property
     def reduce_dtype(self) -> torch.dtype:
+        """The dtype in which FSDP2 and this package reduce gradients."""
         return torch.float32 if self.fp32_reduce else torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """One method's memory per rank, by kind, and what enters one node per optimizer step, in bytes."""
+    """What one method takes.
+
+    Attributes:
+        method: its name.
+        memory: bytes per rank, by kind (``KINDS``).
+        cross_node: bytes that enter one node from other nodes per optimizer step.
+        intra_node: bytes that move between the ranks of one node per optimizer step.
+    """
 
     method: str
     memory: dict[str, float]
@@ -98,229 +118,119 @@ class Estimate:
 
     @property
     def total(self) -> float:
+        """Bytes per rank of all kinds of memory."""
         return sum(self.memory.values())
 
     def to_dict(self) -> dict[str, Any]:
+        """Return the fields and the total, fit for JSON."""
         return {**dataclasses.asdict(self), "total": self.total}
 
 
 def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
-    """Every method, the papers' first and ours last."""
+    """Return the estimates of all methods: the papers' first, this package last."""
     return [*paper_methods(model, setup), fsdp2(model, setup), ours(model, setup)]
 
 
-# -------------------------------------------------------------------------------------------------- the papers' methods
+# ---- The papers' methods.
 
 
 def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
-    """DDP, ZeRO-1/2/3, MiCS / HSDP and hpZ, by the papers' formulas.
+    """Return the estimates of DDP, ZeRO-1/2/3, MiCS / HSDP and hpZ, by the formulas of their papers.
 
-    Gradient accumulation is each method's best: DDP and ZeRO-1 communicate once per step, ZeRO-2 and -3 at every
-    micro-step, HSDP across nodes once per step.
+    Each method accumulates gradients in the way that sends least: DDP and ZeRO-1 communicate once per step, ZeRO-2 and
+    ZeRO-3 at every micro-step, HSDP across nodes once per step.
     """
     everything, trained = HALF_BYTES * model.num_params, HALF_BYTES * model.num_trainable
-    world, node, steps = setup.world_size, setup.ranks_per_node, setup.micro_steps
-    hsdp = _flat_bytes(trained, setup, times=2)  # an all-reduce of 1/N per rank across nodes: all of it per node
-    within = Bytes(0, (node - 1) * (2 * everything + trained) * steps, 0)
+    world, per_node, steps = setup.world_size, setup.ranks_per_node, setup.micro_steps
+    # HSDP all-reduces 1/N of the gradients over each cross group, which is all of them over a node's N cross groups.
+    hsdp = Bytes(
+        intra_node=(per_node - 1) * (2 * everything + trained) * steps,
+        cross_node=_flat_bytes(trained, setup, times=2).cross_node,
+    )
     return [
-        _paper("DDP", model, setup, (1, 1, 1), _flat_bytes(trained, setup, times=2)),
-        _paper("ZeRO-1", model, setup, (1, 1, world), _flat_bytes(trained, setup, times=2)),
-        _paper("ZeRO-2", model, setup, (1, world, world), _flat_bytes(trained, setup, times=1 + steps)),
-        _paper("ZeRO-3", model, setup, (world,) * 3, _flat_bytes(2 * everything + trained, setup, times=steps)),
-        _paper("MiCS / HSDP", model, setup, (node,) * 3, Bytes(0, within.intra_node, hsdp.cross_node)),
-        _paper("hpZ", model, setup, (world,) * 3, _hpz_bytes(everything, trained, setup), everything / node),
+        _paper("DDP", model, setup, _Spread(1, 1, 1), _flat_bytes(trained, setup, times=2)),
+        _paper("ZeRO-1", model, setup, _Spread(1, 1, world), _flat_bytes(trained, setup, times=2)),
+        _paper("ZeRO-2", model, setup, _Spread(1, world, world), _flat_bytes(trained, setup, times=1 + steps)),
+        _paper("ZeRO-3", model, setup, _Spread.all(world), _flat_bytes(2 * everything + trained, setup, times=steps)),
+        _paper("MiCS / HSDP", model, setup, _Spread.all(per_node), hsdp),
+        _paper("hpZ", model, setup, _Spread.all(world), _hpz_bytes(everything, trained, setup), everything / per_node),
     ]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Spread:
+    """Over how many ranks each kind of memory is spread; 1 for a copy on every rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+
+    @classmethod
+    def all(cls, num_ranks: int) -> _Spread:
+        return cls(num_ranks, num_ranks, num_ranks)
+
+
 def _paper(
-    method: str,
-    model: ModelShape,
-    setup: Setup,
-    parts: tuple[int, int, int],
-    traffic: Bytes,
-    secondary: float = 0.0,
+    method: str, model: ModelShape, setup: Setup, spread: _Spread, traffic: Bytes, secondary: float = 0.0
 ) -> Estimate:
-    """`parts`: over how many ranks parameters, gradients and optimizer states are spread."""
-    trained, (of_params, of_gradients, of_optimizer) = model.num_trainable, parts
+    trained = model.num_trainable
     memory = _memory(
-        parameters=HALF_BYTES * trained / of_params,
-        gradients=HALF_BYTES * trained / of_gradients,
-        optimizer=(MASTER_BYTES + setup.state_bytes) * trained / of_optimizer,
+        parameters=HALF_BYTES * trained / spread.parameters,
+        gradients=HALF_BYTES * trained / spread.gradients,
+        optimizer=(MASTER_BYTES + setup.state_bytes) * trained / spread.optimizer,
         secondary=secondary,
-        frozen=HALF_BYTES * (model.num_params - trained) / of_params,
+        frozen=HALF_BYTES * (model.num_params - trained) / spread.parameters,
     )
     return Estimate(method, memory, traffic.cross_node, traffic.intra_node)
 
 
 def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> Bytes:
-    """Gathers or reductions of `num_bytes` over the world: what must enter a node, and be spread within it."""
-    outside = num_bytes * (setup.num_nodes - 1) / setup.num_nodes
-    return Bytes(0, round((setup.ranks_per_node - 1) * num_bytes * times), round(outside * times))
+    """Return what one node receives in ``times`` gathers or reductions of ``num_bytes`` over the world."""
+    from_outside = num_bytes * (setup.num_nodes - 1) / setup.num_nodes
+    return Bytes(0, round((setup.ranks_per_node - 1) * num_bytes * times), round(from_outside * times))
 
 
 def _hpz_bytes(everything: float, trained: float, setup: Setup) -> Bytes:
-    """The paper's: the forward gather and the reduction cross nodes, the backward gather does not."""
-    total = _flat_bytes(everything + trained, setup, times=setup.micro_steps)
-    total.intra_node += round((setup.ranks_per_node - 1) * everything * setup.micro_steps)
-    return total
+    """Return what one node receives under the paper's hpZ, where all but the backward gather crosses nodes."""
+    result = _flat_bytes(everything + trained, setup, times=setup.micro_steps)
+    result.intra_node += round((setup.ranks_per_node - 1) * everything * setup.micro_steps)
+    return result
+
+
+# ---- FSDP2.
 
 
 def fsdp2(model: ModelShape, setup: Setup) -> Estimate:
-    """Accelerate's FSDP2: unsynchronized micro-steps keep gradients in full, and reduce them once per step."""
+    """Return the estimate of FSDP2 as Accelerate runs it.
+
+    Micro-steps before the last are not synchronized: gradients are kept in full and reduced once per step.
+    """
     memory = _sharded_memory(model, setup)
     if setup.micro_steps > 1:
         memory["accumulator"] = setup.reduce_dtype.itemsize * model.num_trainable
-    gathers = sum(
-        HALF_BYTES * param.numel * setup.micro_steps * (2 if unit.reshards else 1)
-        for unit in model.units
-        for param in unit.params
-    )
-    traffic = _flat_bytes(gathers + setup.reduce_dtype.itemsize * model.num_trainable, setup)
+    gradients = setup.reduce_dtype.itemsize * model.num_trainable
+    traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup) + gradients, setup)
     return Estimate("FSDP2", memory, traffic.cross_node, traffic.intra_node)
 
 
-# ----------------------------------------------------------------------------------------------------------------- ours
-
-
-def ours(model: ModelShape, setup: Setup) -> Estimate:
-    """This package under `setup.config`, by the layouts a run would use."""
-    if setup.num_nodes == 1:
-        return dataclasses.replace(fsdp2(model, setup), method="this package")
-    memory, traffic = _sharded_memory(model, setup), Bytes()
-    gather, reduce = _Gather(setup), _Reduce(setup)
-    for unit in model.units:
-        memory["secondary"] += gather.secondary_bytes(unit)
-        memory["accumulator"] += reduce.accumulator_bytes(unit)
-        memory["residual"] += reduce.residual_bytes(unit)
-        memory["wire buffers"] = max(memory["wire buffers"], gather.buffer_bytes(unit), reduce.buffer_bytes(unit))
-        traffic.add(gather.step_bytes(unit))
-        traffic.add(reduce.step_bytes(unit))
-    ahead = [gather.ahead_bytes(unit) for unit in model.units]
-    memory["wire buffers"] += sum(ahead) if setup.config.overlap else max(ahead, default=0)
-    per_node = traffic.times(setup.ranks_per_node)
-    return Estimate("this package", memory, per_node.cross_node, per_node.intra_node)
-
-
-class _Gather:
-    """Weight gathers: hop 1 over a cross group, hop 2 over the ranks that share a secondary copy."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        config = setup.config
-        size = resolve_hpz_size(config.hpz_size, setup.ranks_per_node, setup.world_size)
-        self._keeps = size is not None
-        self._size = size or setup.ranks_per_node
-        self._is_engine = config.qwz_bits is None and size in (None, setup.world_size)
-        self._cross = _peers(range(0, setup.world_size, self._size), setup)
-        self._node = _peers(range(self._size), setup)
-
-    @property
-    def _num_slices(self) -> int:
-        return self._setup.world_size // self._size
-
-    def secondary_bytes(self, unit: UnitShape) -> int:
-        return 0 if self._is_engine or not self._keeps else self._num_slices * self._layouts(unit).kept.nbytes
-
-    def buffer_bytes(self, unit: UnitShape) -> int:
-        """Hop 2 receives the whole unit in wire form; so does hop 1, a secondary's worth, where none is kept. A delta is
-        taken of fp32 masters, on a GPU in one piece."""
-        if self._is_engine:
-            return 0
-        layouts = self._layouts(unit)
-        received = self._setup.world_size * layouts.kept.nbytes
-        if layouts.delta is not None:
-            return received + layouts.delta.nbytes + MASTER_BYTES * layouts.delta.numel
-        return received + ((0 if self._keeps else self._num_slices) + 1) * layouts.kept.nbytes
-
-    def ahead_bytes(self, unit: UnitShape) -> int:
-        """Deltas are received beside the secondary shard that they change; with overlap those of all units at once."""
-        delta = None if self._is_engine else self._layouts(unit).delta
-        return 0 if delta is None else self._num_slices * delta.nbytes
-
-    def step_bytes(self, unit: UnitShape) -> Bytes:
-        """What one rank receives. Frozen units are gathered across nodes once in a run, which rounds to nothing."""
-        gathers = self._setup.micro_steps * (2 if unit.reshards else 1)
-        if self._is_engine:
-            num_bytes = HALF_BYTES * sum(param.numel for param in unit.params) * gathers
-            return _per_rank(_flat_bytes(num_bytes, self._setup), self._setup)
-        layouts = self._layouts(unit)
-        hop1 = gathers if not self._keeps else 1 if unit.trainable else 0
-        total = self._cross.bytes_of((layouts.delta or layouts.kept).nbytes).times(hop1)
-        total.add(self._node.bytes_of(layouts.kept.nbytes * self._num_slices).times(gathers))
-        return total
-
-    def _layouts(self, unit: UnitShape) -> GatherLayouts:
-        shards = _shards(unit.params, self._setup)
-        return gather_layouts(self._setup.config, shards, torch.bfloat16, trains=bool(unit.trainable))
-
-
-class _Reduce:
-    """Gradient reductions: hop 1 within the node at every micro-step, hop 2 across nodes once per step."""
-
-    def __init__(self, setup: Setup) -> None:
-        self._setup = setup
-        size, world = setup.ranks_per_node, setup.world_size
-        self._node = _peers(range(size), setup)
-        self._cross = _peers(range(0, world, size), setup)
-
-    def accumulator_bytes(self, unit: UnitShape) -> int:
-        """1/N of the unit in fp32, while micro-steps are accumulated."""
-        if self._setup.micro_steps == 1:
-            return 0
-        numel = sum(param.padded_shard_numel(self._setup.world_size) for param in unit.trainable)
-        return torch.float32.itemsize * self._setup.num_nodes * numel
-
-    def residual_bytes(self, unit: UnitShape) -> int:
-        """What hop 2 left out, 1/N of the unit in INT8."""
-        residual = self._layouts(unit).residual
-        return 0 if residual is None else self._setup.num_nodes * residual.nbytes
-
-    def buffer_bytes(self, unit: UnitShape) -> int:
-        """Both hops send and receive; hop 1 carries the whole unit each way."""
-        layouts = self._layouts(unit)
-        hop1 = 2 * self._setup.world_size * layouts.node.nbytes if self._setup.ranks_per_node > 1 else 0
-        return hop1 + 2 * self._setup.num_nodes * layouts.cross.nbytes
-
-    def step_bytes(self, unit: UnitShape) -> Bytes:
-        layouts = self._layouts(unit)
-        total = self._node.bytes_of(self._setup.num_nodes * layouts.node.nbytes).times(self._setup.micro_steps)
-        total.add(self._cross.bytes_of(layouts.cross.nbytes))
-        return total
-
-    def _layouts(self, unit: UnitShape) -> ReduceLayouts:
-        config = self._setup.config
-        shards = _shards(unit.trainable, self._setup)
-        return reduce_layouts(config, shards, self._setup.reduce_dtype, quantizes=config.quantizes_gradients)
-
-
-def _shards(params: Iterable[ParamShape], setup: Setup) -> list[ParamShard]:
-    """A rank's, of a unit's parameters, as its layouts see them."""
-    sizes = ((param, param.padded_shard_numel(setup.world_size)) for param in params)
-    return [ParamShard("", numel, numel, len(param.shape)) for param, numel in sizes]
-
-
-def _peers(group: Iterable[int], setup: Setup) -> Peers:
-    """Partners of rank 0 in a group that contains it; by symmetry those of every rank."""
-    ranks = list(group)
-    on_node = sum(rank < setup.ranks_per_node for rank in ranks)
-    return Peers(on_node - 1, len(ranks) - on_node)
-
-
-def _per_rank(node: Bytes, setup: Setup) -> Bytes:
-    share = setup.ranks_per_node
-    return Bytes(0, round(node.intra_node / share), round(node.cross_node / share))
+def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
+    """Return the bytes of all weights that FSDP2's own gathers make whole in one step."""
+    return sum(
+        HALF_BYTES * param.numel * gathers_per_step(setup.micro_steps, reshards_after_forward=unit.reshards)
+        for unit in model.units
+        for param in unit.params
+    )
 
 
 def _sharded_memory(model: ModelShape, setup: Setup) -> dict[str, float]:
-    """FSDP2's shards of the largest rank: fp32 weights, fp32 gradients, states; frozen weights in bf16."""
-    world = setup.world_size
-    trained = sum(param.padded_shard_numel(world) for unit in model.units for param in unit.trainable)
-    total = sum(param.padded_shard_numel(world) for unit in model.units for param in unit.params)
+    """Return what FSDP2's shards take on the largest rank: fp32 masters and gradients, states, frozen weights in bf16."""
+    trained = sum(shard.padded_numel for unit in model.units for shard in _shards(unit.trainable, setup))
+    everything = sum(shard.padded_numel for unit in model.units for shard in _shards(unit.params, setup))
     return _memory(
         parameters=MASTER_BYTES * trained,
         gradients=MASTER_BYTES * trained,
         optimizer=setup.state_bytes * trained,
-        frozen=HALF_BYTES * (total - trained),
+        frozen=HALF_BYTES * (everything - trained),
     )
 
 
@@ -328,63 +238,113 @@ def _memory(**kinds: float) -> dict[str, float]:
     return dict.fromkeys(KINDS, 0.0) | kinds
 
 
-# ------------------------------------------------------------------------------------------------------------- shown
+# ---- This package.
 
 
-def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
-    """GB of memory per rank by kind, and GB that enter a node per optimizer step."""
-    title = (
-        f"{model.name}: {_count(model.num_params)} parameters, {_count(model.num_trainable)} trained, "
-        f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {setup.optimizer}, {setup.micro_steps} micro-steps"
-    )
-    result = Table(title=title, caption="GB (10^9 bytes) per rank; per node and step")
-    kinds = [kind for kind in KINDS if any(one.memory[kind] for one in estimates)]
-    result.add_column("method", no_wrap=True)
-    for column in (*kinds, "total", "across nodes", "within node"):
-        result.add_column(column, justify="right")
-    for one in estimates:
-        cells = (*(one.memory[kind] for kind in kinds), one.total, one.cross_node, one.intra_node)
-        result.add_row(one.method, *map(_gigabytes, cells), style="bold" if one is estimates[-1] else None)
-    return result
+def ours(model: ModelShape, setup: Setup) -> Estimate:
+    """Return the estimate of this package under ``setup.config``, by the layouts that a run would use."""
+    if setup.num_nodes == 1:  # FSDP2's own collectives stay
+        return dataclasses.replace(fsdp2(model, setup), method=THIS_PACKAGE)
+    hpz_size = resolve_hpz_size(setup.config.hpz_size, setup.ranks_per_node, setup.world_size)
+    stays_fsdp2 = leaves_gathers_to_fsdp2(setup.config, hpz_size, setup.world_size)
+    gathers = [] if stays_fsdp2 else [_UnitGather(unit, setup, hpz_size) for unit in model.units]
+    reduces = [_UnitReduce(unit, setup) for unit in model.units if unit.trainable]
+    memory = _sharded_memory(model, setup)
+    memory["secondary"] = sum(gather.secondary_bytes() for gather in gathers)
+    memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
+    memory["residual"] = sum(reduce.residual_bytes() for reduce in reduces)
+    users: list[_UnitGather | _UnitReduce] = [*gathers, *reduces]
+    shared_buffers = max((user.buffer_bytes() for user in users), default=0)  # units use them in turn
+    memory["wire buffers"] = shared_buffers + _delta_buffer_bytes(gathers, setup)
+    traffic = total(user.step_bytes() for user in users).times(setup.ranks_per_node)
+    if stays_fsdp2:
+        traffic.add(_flat_bytes(_fsdp2_gathered_bytes(model, setup), setup))
+    return Estimate(THIS_PACKAGE, memory, traffic.cross_node, traffic.intra_node)
 
 
-def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[str, Any]:
-    """Everything in bytes, with the question beside the answer."""
-    return {
-        "model": {"name": model.name, "parameters": model.num_params, "trainable": model.num_trainable},
-        "setup": dataclasses.asdict(setup),
-        "estimates": [one.to_dict() for one in estimates],
-    }
+def _delta_buffer_bytes(gathers: list[_UnitGather], setup: Setup) -> int:
+    """Return the bytes of the buffers that receive deltas. With overlap, those of all units are under way at once."""
+    received = [gather.delta_buffer_bytes() for gather in gathers]
+    return sum(received) if setup.config.overlap else max(received, default=0)
 
 
-def plot(estimates: list[Estimate], path: Path) -> None:
-    """Two panels of bars: memory per rank by kind, and bytes across nodes."""
-    import matplotlib
+class _UnitGather:
+    """The weight gathers of one unit: the cross hop, then the node hop over the ranks that share a secondary copy."""
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+    def __init__(self, unit: UnitShape, setup: Setup, hpz_size: int | None) -> None:
+        self._unit = unit
+        self._setup = setup
+        self._keeps_secondary = hpz_size is not None
+        node_size = gather_node_size(hpz_size, setup.ranks_per_node)
+        self._node = Peers.among(range(node_size), 0, setup.ranks_per_node)
+        self._cross = Peers.among(range(0, setup.world_size, node_size), 0, setup.ranks_per_node)
+        shards = _shards(unit.params, setup)
+        self._layouts = gather_layouts(setup.config, shards, torch.bfloat16, trains=bool(unit.trainable))
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    methods = [one.method for one in reversed(estimates)]
-    starts = [0.0] * len(methods)
-    for kind in (kind for kind in KINDS if any(one.memory[kind] for one in estimates)):
-        widths = [one.memory[kind] / 1e9 for one in reversed(estimates)]
-        left.barh(methods, widths, left=starts, label=kind)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    right.barh(methods, [one.cross_node / 1e9 for one in reversed(estimates)], color="tab:gray")
-    left.set_xlabel("memory, GB per rank")
-    right.set_xlabel("across nodes, GB per node and step")
-    left.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    def secondary_bytes(self) -> int:
+        return self._cross.group_size * self._layouts.kept.nbytes if self._keeps_secondary else 0
+
+    def buffer_bytes(self) -> int:
+        """Return the bytes of wire buffers while the unit is gathered.
+
+        The node hop receives the whole unit in wire form. Before it, the cross hop sends one slice. If no secondary shard is
+        kept, it also needs a buffer of that size to receive in. A delta is taken of fp32 masters, on a GPU in one piece.
+        """
+        kept, delta = self._layouts.kept, self._layouts.delta
+        received = self._setup.world_size * kept.nbytes
+        if delta is not None:
+            return received + delta.nbytes + MASTER_BYTES * delta.numel
+        return received + ((0 if self._keeps_secondary else self._cross.group_size) + 1) * kept.nbytes
+
+    def delta_buffer_bytes(self) -> int:
+        """Return the bytes of the buffer that receives deltas, beside the secondary shard that they change."""
+        return 0 if self._layouts.delta is None else self._cross.group_size * self._layouts.delta.nbytes
+
+    def step_bytes(self) -> Bytes:
+        """Return what one rank receives in a step. That frozen weights cross once in a run rounds to nothing."""
+        gathers = gathers_per_step(self._setup.micro_steps, reshards_after_forward=self._unit.reshards)
+        crossings = crossings_per_step(
+            gathers, keeps_secondary=self._keeps_secondary, trains=bool(self._unit.trainable)
+        )
+        return gather_bytes(
+            self._layouts, cross=self._cross, node=self._node, gathers=gathers, crossings=crossings
+        ).total()
 
 
-def _count(number: int) -> str:
-    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("K", 1e3)):
-        if number >= size:
-            return f"{number / size:.4g} {unit}"
-    return str(number)
+class _UnitReduce:
+    """The gradient reductions of one unit: the node hop at every micro-step, the cross hop once per step."""
+
+    def __init__(self, unit: UnitShape, setup: Setup) -> None:
+        self._setup = setup
+        self._node = Peers.among(range(setup.ranks_per_node), 0, setup.ranks_per_node)
+        self._cross = Peers.among(range(0, setup.world_size, setup.ranks_per_node), 0, setup.ranks_per_node)
+        config, shards = setup.config, _shards(unit.trainable, setup)
+        layouts = reduce_layouts(config, shards, setup.reduce_dtype, quantizes=config.quantizes_gradients)
+        self._numel = layouts.node.numel
+        self._chunks = layouts.chunks(config.qgz_chunks)
+
+    def accumulator_bytes(self) -> int:
+        """Return the bytes of the partial sums between micro-steps: 1/N of the unit in fp32."""
+        return torch.float32.itemsize * self._setup.num_nodes * self._numel if self._setup.micro_steps > 1 else 0
+
+    def residual_bytes(self) -> int:
+        """Return the bytes that error feedback keeps: 1/N of the unit in INT8."""
+        residuals = (chunk.residual for chunk in self._chunks if chunk.residual is not None)
+        return self._setup.num_nodes * sum(residual.nbytes for residual in residuals)
+
+    def buffer_bytes(self) -> int:
+        """Return the bytes of wire buffers: both hops send and receive, and the node hop carries the whole unit."""
+        node_hop = sum(chunk.node.nbytes for chunk in self._chunks) if self._setup.ranks_per_node > 1 else 0
+        cross_hop = sum(chunk.cross.nbytes for chunk in self._chunks)
+        return 2 * self._setup.world_size * node_hop + 2 * self._setup.num_nodes * cross_hop
+
+    def step_bytes(self) -> Bytes:
+        """Return what one rank receives in a step."""
+        micro_steps = self._setup.micro_steps
+        return reduce_bytes(self._chunks, cross=self._cross, node=self._node, micro_steps=micro_steps).total()
 
 
-def _gigabytes(num_bytes: float) -> str:
-    return "-" if num_bytes == 0 else f"{num_bytes / 1e9:.3g}" if num_bytes < 1e11 else f"{num_bytes / 1e9:.0f}"
+def _shards(params: Iterable[ParamShape], setup: Setup) -> list[ParamShard]:
+    """Return a rank's shards of parameters as wire layouts take them. On rank 0 they have no padding of their own."""
+    sizes = ((param, param.padded_shard_numel(setup.world_size)) for param in params)
+    return [ParamShard("", numel, numel, len(param.shape)) for param, numel in sizes]

@@ -10,8 +10,10 @@ import torch
 from harness import run_ranks
 
 from hf_zeropp import ZeroPPConfig, cli
-from hf_zeropp.estimate.methods import ModelShape, Setup, estimate, ours
-from hf_zeropp.estimate.model_shape import units_of
+from hf_zeropp.estimate.methods import Setup, estimate, ours
+from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.estimate.report import BYTE_UNITS, _shorten
+from hf_zeropp.integrations.pretrained_shape import units_of
 from hf_zeropp.sizes import parse_count
 
 # arXiv 1910.02054, table 1: GB per rank for P_os, P_os+g, P_os+g+p, by model and ranks; a last digit cut or rounded.
@@ -43,8 +45,11 @@ SETTINGS = {
     "secondary of the world": {"hpz_size": 4},
     "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
     "half a model": {"qwz_mode": "delta", "qwz_bits": 4, "qgz_hadamard": True, "qgz_error_feedback": "full"},
+    "gradients in chunks": {"qgz_chunks": 4},
     "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8, "qgz_error_feedback": 0.5},
 }
+# A job of which a rank holds a millionth.
+SMALL_SHARDS = ["350M", "--world", "1024", "--trainable", "2M"]
 
 
 def by_method(model: ModelShape, setup: Setup) -> dict:
@@ -54,7 +59,7 @@ def by_method(model: ModelShape, setup: Setup) -> dict:
 @pytest.mark.parametrize("cell", ZERO_TABLE_1, ids=lambda cell: f"{cell[0]}-{cell[1]}")
 def test_zero_paper_table_1(cell: tuple[str, int]) -> None:
     count, world_size = cell
-    lines = by_method(ModelShape.of(count), Setup(world_size, ranks_per_node=1))
+    lines = by_method(ModelShape.of_count(count), Setup(world_size, ranks_per_node=1))
     for method, printed in zip(("ZeRO-1", "ZeRO-2", "ZeRO-3"), ZERO_TABLE_1[cell], strict=True):
         last_digit = 10.0 ** -len(f"{printed}".partition(".")[2])
         assert lines[method].total / 1e9 == pytest.approx(printed, abs=last_digit), method
@@ -62,7 +67,7 @@ def test_zero_paper_table_1(cell: tuple[str, int]) -> None:
 
 def test_zero_plus_plus_paper_figure_4() -> None:
     """100 B parameters on 1024 GPUs, 16 per node: 16 bytes in 1024 parts, and 2 bytes in 16 parts on top."""
-    lines = by_method(ModelShape.of("100B"), Setup(world_size=1024, ranks_per_node=16))
+    lines = by_method(ModelShape.of_count("100B"), Setup(world_size=1024, ranks_per_node=16))
     assert lines["hpZ"].total / lines["ZeRO-3"].total == pytest.approx(8.9, rel=0.02)
     assert lines["DDP"].total / lines["hpZ"].total == pytest.approx(114, rel=0.02)
 
@@ -75,20 +80,20 @@ def test_zero_plus_plus_paper_figure_4() -> None:
     ],
 )  # fmt: skip
 def test_cross_node_volume_in_multiples_of_m(method: str, micro_steps: int, volume: int) -> None:
-    model = ModelShape.of("7B")
+    model = ModelShape.of_count("7B")
     line = by_method(model, Setup(world_size=32, ranks_per_node=8, micro_steps=micro_steps))[method]
     assert line.cross_node == pytest.approx(volume * 2 * model.num_params * 3 / 4)
 
 
 @pytest.mark.parametrize("micro_steps", [1, 8])
 def test_ours_sends_three_quarters_of_m_whatever_the_accumulation(micro_steps: int) -> None:
-    model = ModelShape.of("7B")
+    model = ModelShape.of_count("7B")
     line = ours(model, Setup(world_size=32, ranks_per_node=8, micro_steps=micro_steps))
     assert line.cross_node / (2 * model.num_params * 3 / 4) == pytest.approx(0.75, rel=0.02)  # scales: 1.6 %
 
 
 def test_what_is_switched_off_costs_what_fsdp2_costs() -> None:
-    model = ModelShape.of("1B")
+    model = ModelShape.of_count("1B")
     off = ZeroPPConfig(qwz_bits=None, hpz_size=None, qgz_bits=None, qgz_intra_bits=None)
     lines = by_method(model, Setup(world_size=16, ranks_per_node=4, config=off))
     assert lines["this package"].cross_node == pytest.approx(lines["FSDP2"].cross_node, rel=1e-5)
@@ -97,14 +102,14 @@ def test_what_is_switched_off_costs_what_fsdp2_costs() -> None:
 
 
 def test_frozen_weights_do_not_cross_nodes() -> None:
-    model = ModelShape.of("7B", num_trainable=20_000_000)
+    model = ModelShape.of_count("7B").with_adapters(20_000_000)
     line = ours(model, Setup(world_size=32, ranks_per_node=8))
     assert line.cross_node < 2 * 20_000_000
     assert line.memory["frozen"] == pytest.approx(2 * 7e9 / 32)
 
 
 def test_one_node_is_stock_fsdp2() -> None:
-    lines = by_method(ModelShape.of("1B"), Setup(world_size=8, ranks_per_node=8))
+    lines = by_method(ModelShape.of_count("1B"), Setup(world_size=8, ranks_per_node=8))
     assert dataclasses.replace(lines["this package"], method="FSDP2") == lines["FSDP2"]
     assert all(line.cross_node == 0 for line in lines.values())
 
@@ -183,11 +188,28 @@ def check_against_run(settings: dict, tied: bool, micro_steps: int) -> None:
 # ------------------------------------------------------------------------------------------------- the command itself
 
 
-def test_command_prints_every_method(capsys: pytest.CaptureFixture) -> None:
-    cli.main(["estimate", "7B", "--world", "64", "--accumulation", "8"])
+@pytest.mark.parametrize("job", [["7B", "--world", "64", "--accumulation", "8"], SMALL_SHARDS], ids=["7B", "small"])
+def test_command_prints_every_method_in_80_columns(
+    job: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is cut, and no row is broken: a kind of memory and its eight numbers stand on one line."""
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.main(["estimate", *job])
     shown = capsys.readouterr().out
-    for method in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "MiCS / HSDP", "hpZ", "FSDP2", "this package"):
-        assert method in shown
+    for word in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "MiCS", "HSDP", "hpZ", "FSDP2", "this", "package"):
+        assert word in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown and max(map(len, shown.splitlines())) <= 80
+    rows = [line.split() for line in shown.splitlines()]
+    for label in ("parameters", "gradients", "optimizer", "secondary", "total", "across nodes", "within node"):
+        words = label.split()
+        assert [len(row) for row in rows if row[: len(words)] == words] == [len(words) + 8], label
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(0.5, "0.5"), (999.4, "999"), (999.5, "1K"), (1_749_600_000, "1.75G"), (3.2e18, "3.2e+03P")]
+)
+def test_numbers_have_three_digits_and_a_unit(number: float, text: str) -> None:
+    assert _shorten(number, BYTE_UNITS) == text
 
 
 def test_command_gives_json_and_a_plot(capsys: pytest.CaptureFixture, tmp_path) -> None:
@@ -229,6 +251,6 @@ def test_counts(text: str, count: int | None) -> None:
 def test_estimate_needs_no_process_group_and_no_transformers() -> None:
     script = (
         "import sys; from hf_zeropp.estimate.methods import *; import torch.distributed as dist;"
-        "estimate(ModelShape.of('7B'), Setup(64, 8)); assert not dist.is_initialized()"
+        "estimate(ModelShape.of_count('7B'), Setup(64, 8)); assert not dist.is_initialized()"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0

@@ -1,0 +1,97 @@
+"""Show estimates: as a table, as JSON, and as a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from hf_zeropp.estimate.methods import KINDS, THIS_PACKAGE, Estimate, Setup
+from hf_zeropp.estimate.model_shape import ModelShape
+
+BYTE_UNITS = ("", "K", "M", "G", "T", "P")
+COUNT_UNITS = ("", "K", "M", "B", "T")
+
+
+def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
+    """Return a rich table with one column per method: memory per rank by kind, and bytes per node and step.
+
+    Methods are the columns because all of them fit 80 characters; the kinds of memory would not. Each number has a unit of
+    its own for the same reason: a shard may be a millionth of the model.
+    """
+    title = (
+        f"{model.name}: {_shorten(model.num_params, COUNT_UNITS)} parameters, "
+        f"{_shorten(model.num_trainable, COUNT_UNITS)} trained, {setup.num_nodes} nodes x {setup.ranks_per_node} ranks, "
+        f"{setup.optimizer}, {setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
+    )
+    caption = (
+        "Memory is per rank. Traffic is what enters one node per optimizer step.\n"
+        "M, G and T are 10^6, 10^9 and 10^12 bytes."
+    )
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    result.add_column(no_wrap=True)
+    for one in estimates:
+        style = "bold" if one.method == THIS_PACKAGE else None
+        # A number that does not fit continues on the next line: no digit may be lost.
+        result.add_column(one.method, style=style, justify="right", overflow="fold")
+
+    def add_row(label: str, values: Iterable[float]) -> None:
+        result.add_row(label, *(_shorten(value, BYTE_UNITS) if value else "-" for value in values))
+
+    result.add_row("Memory", style="italic")
+    for kind in _kinds_in(estimates):
+        add_row(f" {kind}", (one.memory[kind] for one in estimates))
+    add_row(" total", (one.total for one in estimates))
+    result.add_section()
+    result.add_row("Traffic", style="italic")
+    add_row(" across nodes", (one.cross_node for one in estimates))
+    add_row(" within node", (one.intra_node for one in estimates))
+    return result
+
+
+def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[str, Any]:
+    """Return the model, the setup and all estimates in bytes, fit for JSON."""
+    return {
+        "model": {"name": model.name, "parameters": model.num_params, "trainable": model.num_trainable},
+        "setup": dataclasses.asdict(setup),
+        "estimates": [one.to_dict() for one in estimates],
+    }
+
+
+def plot(estimates: list[Estimate], path: Path) -> None:
+    """Write two panels of bars to ``path``: memory per rank by kind, and bytes across nodes."""
+    import matplotlib  # an optional dependency
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
+    methods = [one.method for one in reversed(estimates)]
+    starts = [0.0] * len(methods)
+    for kind in _kinds_in(estimates):
+        widths = [one.memory[kind] / 1e9 for one in reversed(estimates)]
+        left.barh(methods, widths, left=starts, label=kind)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    right.barh(methods, [one.cross_node / 1e9 for one in reversed(estimates)], color="tab:gray")
+    left.set_xlabel("memory, GB per rank")
+    right.set_xlabel("across nodes, GB per node and step")
+    left.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def _kinds_in(estimates: list[Estimate]) -> list[str]:
+    """Return the kinds of memory that at least one method takes."""
+    return [kind for kind in KINDS if any(one.memory[kind] for one in estimates)]
+
+
+def _shorten(number: float, units: Sequence[str]) -> str:
+    """Return three significant digits of ``number`` and its unit: "1.75G" for 1_749_600_000. Each unit is 1000 of the last."""
+    index = 0
+    while number >= 999.5 and index < len(units) - 1:  # from there on, three digits round to 1000
+        number, index = number / 1000, index + 1
+    return f"{number:.3g}{units[index]}"
