@@ -2,9 +2,9 @@
 
     hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml examples/dpo_lora.py
 
-Unmodified DPOTrainer with LoRA: the reference is the packed base itself, with the adapter switched off. Pairs are lines of
-the standard library, and the same lines broken in one place so that they do not compile; the pairs of other lines are held
-out, and the accuracy on them is what counts.
+DPOTrainer is used as it is, with LoRA: the reference is the packed base with the adapter switched off. A pair is a line of the
+standard library and the same line broken in one place, so that it does not compile. The printed accuracy is that on pairs which
+were held out.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Arguments(DPOConfig):
 
 
 def make_pairs(seed: int, num_pairs: int = 6000) -> Dataset:
-    """Lines that compile, and what is left of them when a bracket, quote or operator is dropped or doubled."""
+    """Return lines that compile, each with a copy in which a dropped or doubled character prevents it."""
     chance = random.Random(seed)
     lines = [line for line in lines_of_the_standard_library() if compiles(line)]
     pairs = []
@@ -67,6 +67,7 @@ def make_pairs(seed: int, num_pairs: int = 6000) -> Dataset:
 
 
 def main() -> None:
+    """Train, and print the accuracy on held-out pairs before and after."""
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():

@@ -4,9 +4,9 @@
         --fsdp --fsdp_config examples/configs/zeropp_trainer.json
     ... examples/dpo_trl.py --lora ...
 
-By default the model is the one examples/sft_trl.py left in runs/sft_trl, and pairs are made from the standard library's
-docstrings: the function's own is chosen, another function's is rejected. With `--lora` no reference model is needed
-(the adapter is switched off instead). Without it, `attach` brings the reference model under ZeRO++ as well.
+By default the model is the one that ``examples/sft_trl.py`` left in ``runs/sft_trl``. Pairs are made from the docstrings of the
+standard library: the function's own is chosen, another function's is rejected. With ``--lora`` no reference model is needed,
+because the base without the adapter is the reference. Without it, ``attach`` applies ZeRO++ to the reference model as well.
 """
 
 import ast
@@ -27,6 +27,8 @@ from hf_zeropp import ZeroPPCallback
 
 @dataclasses.dataclass
 class ScriptArguments:
+    """Model, data and method."""
+
     model: str = dataclasses.field(default="runs/sft_trl", metadata={"help": "hub name or path"})
     dataset: str | None = dataclasses.field(default=None, metadata={"help": "hub name of preference pairs"})
     lora: bool = dataclasses.field(default=False, metadata={"help": "train a LoRA adapter, without reference model"})
@@ -48,6 +50,7 @@ class Arguments(DPOConfig):
 
 
 def load_pairs(script: ScriptArguments, seed: int) -> Dataset:
+    """Return a dataset of the hub, or the standard library's functions with their own and another docstring."""
     if script.dataset:
         return load_dataset(script.dataset, split="train")
     functions = []
@@ -64,6 +67,7 @@ def load_pairs(script: ScriptArguments, seed: int) -> Dataset:
 
 
 def main() -> None:
+    """Train and save the model or the adapter."""
     script, args = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():

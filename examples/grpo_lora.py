@@ -2,9 +2,9 @@
 
     hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml examples/grpo_lora.py
 
-Unmodified GRPOTrainer, LoRA, one callback. Completions are generated with the sharded model: weights are gathered within
-the node, nothing crosses it after an update's first token. The callback below prints the seconds and bytes of generation
-and training apart. A few minutes on two cores.
+GRPOTrainer is used as it is, with LoRA and one callback. Completions are generated with the sharded model: after the first token
+that follows an update, weights are gathered within the node and nothing crosses nodes. ``PhaseTraffic`` below prints the seconds
+and bytes of generation and of training apart. A run takes a few minutes on two cores.
 """
 
 import dataclasses
@@ -49,7 +49,7 @@ class Arguments(GRPOConfig):
 
 
 class PhaseTraffic(TrainerCallback):
-    """Seconds and cross-node bytes of generating and of training, at every log."""
+    """Seconds of generation and of training, and megabytes that entered this node from others, printed at the end."""
 
     def __init__(self, zeropp: ZeroPPCallback) -> None:
         self.zeropp = zeropp
@@ -57,6 +57,7 @@ class PhaseTraffic(TrainerCallback):
         self.megabytes = {"generation": 0.0, "training": 0.0}
 
     def watch_generation(self, trainer: GRPOTrainer) -> None:
+        """Count what the trainer's generation takes, which no event shows."""
         generate = trainer._generate_and_score_completions
 
         def watched(*args, **kwargs):
@@ -68,15 +69,18 @@ class PhaseTraffic(TrainerCallback):
         trainer._generate_and_score_completions = watched
 
     def on_step_begin(self, args, state, control, **kwargs) -> None:
+        """Remember where the step began."""
         self._step = time.perf_counter(), self._cross_node_megabytes(), dict(self.seconds), dict(self.megabytes)
 
     def on_step_end(self, args, state, control, **kwargs) -> None:
+        """Count the step without its generation as training."""
         started, before, seconds, megabytes = self._step
         self._add("training", started, before)
         self.seconds["training"] -= self.seconds["generation"] - seconds["generation"]
         self.megabytes["training"] -= self.megabytes["generation"] - megabytes["generation"]
 
     def on_train_end(self, args, state, control, **kwargs) -> None:
+        """Print both phases."""
         if state.is_world_process_zero:
             for phase in self.seconds:
                 print(f"{phase}: {self.seconds[phase]:.1f} s, {self.megabytes[phase]:.2f} MB into this node")
@@ -91,10 +95,12 @@ class PhaseTraffic(TrainerCallback):
 
 
 def rewards(prompts: list[str], completions: list[str], **kwargs) -> list[float]:
+    """Return the reward of each completion."""
     return [reward(prompt, completion) for prompt, completion in zip(prompts, completions, strict=True)]
 
 
 def main() -> None:
+    """Train, and print the mean reward at the first and the last log."""
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():

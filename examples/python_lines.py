@@ -1,7 +1,7 @@
-"""What the RLHF examples share: a small model of Python lines, prompts, and a reward anyone can check: does it compile?
+"""A small model of Python lines for the RLHF examples, with prompts and a reward: does the line compile?
 
-The base is a Llama of about 1 M parameters that has read the standard library line by line, for about a minute, and then
-writes lines of which some compile. It is made once, by the first process, and kept in a folder.
+The model is a Llama of about 1 M parameters. It reads the lines of Python's standard library for about a minute, and then writes
+lines of which some compile. The first process makes it once and keeps it in a folder.
 """
 
 import glob
@@ -33,13 +33,14 @@ MAX_TOKENS = 24
 
 
 def reward(prompt: str, completion: str) -> float:
-    """1 for a line that compiles and says something; 0 otherwise. Lines that open a block get a body."""
+    """Return 1 for a line that compiles and has four different characters, else 0."""
     line = (prompt + completion.partition("\n")[0]).strip()
     says_something = len(set(completion.strip())) >= 4
     return float(says_something and compiles(line))
 
 
 def compiles(line: str) -> bool:
+    """Return whether Python compiles the line. A line that opens a block gets a body, a return gets a function."""
     source = f"{line} pass" if line.endswith(":") else line
     if line.startswith("return"):
         source = f"def f(): {source}"
@@ -53,7 +54,7 @@ def compiles(line: str) -> bool:
 
 
 def lines_of_the_standard_library() -> list[str]:
-    """Its distinct lines, stripped, that begin as one of the prompts does or as other code does."""
+    """Return its distinct lines of 8 to 60 characters, stripped, without comments and strings."""
     lines = set()
     for file in sorted(glob.glob(os.path.join(sysconfig.get_path("stdlib"), "*.py"))):
         with open(file, encoding="utf-8", errors="ignore") as text:
@@ -62,7 +63,7 @@ def lines_of_the_standard_library() -> list[str]:
 
 
 def make_base(folder: str, seed: int = 0, steps: int = 500) -> str:
-    """Train tokenizer and model, if ``folder`` does not hold them yet."""
+    """Train tokenizer and model, unless ``folder`` holds them already, and return the folder."""
     if os.path.exists(os.path.join(folder, "config.json")):
         return folder
     torch.manual_seed(seed)
@@ -88,6 +89,7 @@ def make_base(folder: str, seed: int = 0, steps: int = 500) -> str:
 
 
 def make_tokenizer(lines: list[str]) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer of 768 tokens. It pads on the left, as generation needs it."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
@@ -102,6 +104,7 @@ def make_tokenizer(lines: list[str]) -> PreTrainedTokenizerFast:
 
 
 def pretrain(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, lines: list[str], steps: int) -> None:
+    """Train the model on random batches of 64 lines."""
     texts = [f"{line}{tokenizer.eos_token}" for line in lines]
     tokenizer.padding_side = "right"
     order = random.Random(0)

@@ -1,10 +1,10 @@
-"""Fine-tune with TRL's SFTTrainer under ZeRO++: TRL as it is, one callback.
+"""Fine-tune with TRL's SFTTrainer under ZeRO++: one callback is added to a TRL script.
 
     hf-zeropp launch --config_file examples/configs/cpu_2_nodes_x_2_ranks.yaml examples/sft_trl.py \
         --fsdp --fsdp_config examples/configs/zeropp_trainer.json
 
-By default: a new Llama of 6 M parameters on the docstrings of Python's standard library. With `--model` and
-`--dataset`: any causal language model, on a dataset in one of TRL's formats. All of SFTConfig's fields are flags.
+By default it trains a new Llama of 6 M parameters on the docstrings of Python's standard library. ``--model`` and ``--dataset``
+name any causal language model and any dataset in one of TRL's formats. All fields of SFTConfig are flags.
 """
 
 import ast
@@ -32,6 +32,8 @@ from hf_zeropp import ZeroPPCallback
 
 @dataclasses.dataclass
 class ScriptArguments:
+    """Model and data."""
+
     model: str | None = dataclasses.field(default=None, metadata={"help": "hub name or path; default: a new 6 M Llama"})
     dataset: str | None = dataclasses.field(default=None, metadata={"help": "hub name; default: docstrings"})
 
@@ -52,7 +54,7 @@ class Arguments(SFTConfig):
 
 
 def load_data(script: ScriptArguments) -> Dataset:
-    """A dataset of TRL's, or the docstrings of the standard library as prompts (the signature) and completions."""
+    """Return a dataset of the hub, or the standard library's signatures as prompts and docstrings as completions."""
     if script.dataset:
         return load_dataset(script.dataset, split="train")
     pairs = []
@@ -67,6 +69,7 @@ def load_data(script: ScriptArguments) -> Dataset:
 
 
 def load_tokenizer(script: ScriptArguments, data: Dataset, output_dir: str) -> PreTrainedTokenizerFast:
+    """Return the model's tokenizer, or one that the first process trains on the completions."""
     if script.model:
         return AutoTokenizer.from_pretrained(script.model)
     path = os.path.join(output_dir, "tokenizer")
@@ -81,6 +84,7 @@ def load_tokenizer(script: ScriptArguments, data: Dataset, output_dir: str) -> P
 
 
 def build_model(script: ScriptArguments, tokenizer: PreTrainedTokenizerFast):
+    """Return the named model, or a new Llama of 6 M parameters."""
     if script.model:
         return AutoModelForCausalLM.from_pretrained(script.model)
     config = LlamaConfig(
@@ -97,6 +101,7 @@ def build_model(script: ScriptArguments, tokenizer: PreTrainedTokenizerFast):
 
 
 def main() -> None:
+    """Train and save the model."""
     script, args = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():

@@ -2,8 +2,8 @@
 
     hf-zeropp launch --config_file examples/configs/cpu_2_nodes_x_2_ranks.yaml examples/train_accelerate.py
 
-By default: a Llama-style model of about 20 M parameters, on the source text of Python's standard library, with a BPE
-tokenizer trained on it. `--zeropp off` runs stock FSDP2 on the same data and seed, for comparison.
+By default it trains a Llama of about 20 M parameters, and a BPE tokenizer, on the source text of Python's standard library.
+``--zeropp off`` runs stock FSDP2 on the same data and seed, for comparison.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from hf_zeropp import ZeroPPPlugin
 
 
 def parse_args() -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub name or path to fine-tune; default: a new 20 M Llama")
     parser.add_argument("--dataset", help="hub name of a dataset with a text column; default: --text-files")
@@ -41,19 +42,18 @@ def parse_args() -> argparse.Namespace:
 
 
 def load_text(args: argparse.Namespace) -> Dataset:
+    """Return a dataset with one column, ``text``."""
     if args.dataset:
         return load_dataset(args.dataset, split="train").select_columns("text")
-    pattern = args.text_files or os.path.join(sysconfig.get_path("stdlib"), "*.py")
-    files = sorted(glob.glob(pattern, recursive=True))
+    files = sorted(glob.glob(args.text_files or os.path.join(sysconfig.get_path("stdlib"), "*.py"), recursive=True))
     return load_dataset("text", data_files=files, sample_by="document", split="train")
 
 
 def load_tokenizer(args: argparse.Namespace, text: Dataset) -> PreTrainedTokenizerFast:
-    """The model's own, or a BPE tokenizer trained on the text, once, by the first process."""
+    """Return the model's tokenizer, or one that the first process trains on the text."""
     if args.model:
         return AutoTokenizer.from_pretrained(args.model)
-    path = os.path.join(args.output_dir, "tokenizer")
-    if not os.path.isdir(path):
+    if not os.path.isdir(path := os.path.join(args.output_dir, "tokenizer")):
         bpe = ByteLevelBPETokenizer()
         bpe.train_from_iterator(text["text"], vocab_size=4096, special_tokens=["<eos>"], show_progress=False)
         PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(path)
@@ -61,7 +61,7 @@ def load_tokenizer(args: argparse.Namespace, text: Dataset) -> PreTrainedTokeniz
 
 
 def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Dataset:
-    """Documents, joined by end-of-text tokens, cut into sequences of seq_len tokens."""
+    """Join documents by end-of-text tokens and cut them into sequences of ``seq_len`` tokens."""
 
     def pack(batch: dict) -> dict:
         documents = tokenizer(batch["text"], add_special_tokens=False)["input_ids"]
@@ -73,16 +73,16 @@ def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) ->
 
 
 def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
+    """Return the named model, or a new Llama of 20 M parameters."""
     if args.model:
         return AutoModelForCausalLM.from_pretrained(args.model)
     size = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=5, num_attention_heads=8)
-    config = LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **size)
-    return LlamaForCausalLM(config)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **size))
 
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoader) -> float:
-    """Mean loss per token over the validation set, in fp32 (the model's own loss is rounded to the compute dtype)."""
+    """Return the mean loss per token in fp32. The model's own loss is rounded to the compute dtype."""
     model.eval()
     losses = []
     for batch in loader:
@@ -93,11 +93,11 @@ def evaluate(accelerator: Accelerator, model: torch.nn.Module, loader: DataLoade
 
 
 def main() -> None:
+    """Train, and print the traffic of a step and the validation loss before and after."""
     args = parse_args()
     plugin = ZeroPPPlugin(zeropp={"on": None, "off": False}.get(args.zeropp, args.zeropp))
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=args.gradient_accumulation_steps)
     set_seed(args.seed)
-
     with accelerator.main_process_first():
         text = load_text(args)
         tokenizer = load_tokenizer(args, text)
@@ -111,7 +111,7 @@ def main() -> None:
 
     loss_before = evaluate(accelerator, model, eval_loader)
     if handle := plugin.handle_of(model):
-        handle.invalidate()  # count from a cold start: evaluation left its copy of the weights in the nodes
+        handle.invalidate()  # else the first step would use the secondary shards that evaluation left, and count less
         handle.traffic.reset()
     start = time.perf_counter()
     train(args, accelerator, model, optimizer, train_loader)
@@ -119,7 +119,6 @@ def main() -> None:
     if handle and accelerator.is_main_process:
         handle.traffic.print(handle.predict(args.gradient_accumulation_steps))
     loss_after = evaluate(accelerator, model, eval_loader)
-
     num_sequences = args.steps * args.gradient_accumulation_steps * args.batch_size * accelerator.num_processes
     accelerator.print(f"{args.steps} steps in {seconds:.1f} s, {num_sequences * args.seq_len / seconds:.0f} tokens/s")
     accelerator.print(f"validation loss {loss_before:.4f} -> {loss_after:.4f}")
@@ -127,6 +126,7 @@ def main() -> None:
 
 
 def train(args, accelerator, model, optimizer, loader) -> None:
+    """Run ``--steps`` optimizer steps."""
     progress = tqdm(total=args.steps, desc="training", disable=not accelerator.is_main_process)
     step = 0
     while step < args.steps:

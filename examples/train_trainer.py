@@ -7,8 +7,8 @@ Or with the stock launcher (on CPU: export ACCELERATE_USE_CPU=true):
 
     accelerate launch --use_fsdp --fsdp_version 2 --num_processes 4 examples/train_trainer.py --fsdp --fsdp_config ...
 
-All TrainingArguments are flags. The JSON's `ranks_per_node: 2` treats one machine as nodes of two; remove it on a
-real cluster. `"zeropp": false` in it runs stock FSDP2 on the same data and seed.
+All fields of TrainingArguments are flags. ``"ranks_per_node": 2`` in the JSON treats one machine as nodes of two ranks; remove it
+on a real cluster. ``"zeropp": false`` in it runs stock FSDP2 on the same data and seed.
 """
 
 import dataclasses
@@ -37,6 +37,8 @@ from hf_zeropp import ZeroPPCallback
 
 @dataclasses.dataclass
 class ScriptArguments:
+    """Model and data."""
+
     model: str | None = dataclasses.field(default=None, metadata={"help": "hub name or path; default: a new Llama"})
     dataset: str | None = dataclasses.field(default=None, metadata={"help": "hub name, with a text column"})
     text_files: str = os.path.join(sysconfig.get_path("stdlib"), "*.py")
@@ -63,6 +65,7 @@ class Arguments(TrainingArguments):
 
 
 def load_text(script: ScriptArguments) -> Dataset:
+    """Return a dataset with one column, ``text``."""
     if script.dataset:
         return load_dataset(script.dataset, split="train").select_columns("text")
     files = sorted(glob.glob(script.text_files, recursive=True))
@@ -70,7 +73,7 @@ def load_text(script: ScriptArguments) -> Dataset:
 
 
 def load_tokenizer(script: ScriptArguments, text: Dataset, output_dir: str) -> PreTrainedTokenizerFast:
-    """The model's own, or a BPE tokenizer trained on the text, once, by the first process."""
+    """Return the model's tokenizer, or one that the first process trains on the text."""
     if script.model:
         return AutoTokenizer.from_pretrained(script.model)
     path = os.path.join(output_dir, "tokenizer")
@@ -84,7 +87,7 @@ def load_tokenizer(script: ScriptArguments, text: Dataset, output_dir: str) -> P
 
 
 def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Dataset:
-    """Documents, joined by end-of-text tokens, cut into sequences of seq_len tokens."""
+    """Join documents by end-of-text tokens and cut them into sequences of ``seq_len`` tokens."""
 
     def pack(batch: dict) -> dict:
         documents = tokenizer(batch["text"], add_special_tokens=False)["input_ids"]
@@ -97,6 +100,7 @@ def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) ->
 
 
 def build_model(script: ScriptArguments, tokenizer: PreTrainedTokenizerFast):
+    """Return the named model, or a new Llama of 20 M parameters."""
     if script.model:
         return AutoModelForCausalLM.from_pretrained(script.model)
     config = LlamaConfig(
@@ -112,6 +116,7 @@ def build_model(script: ScriptArguments, tokenizer: PreTrainedTokenizerFast):
 
 
 def main() -> None:
+    """Train, resume if asked to, and save the model."""
     script, args = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():
