@@ -1,7 +1,8 @@
 """``ZeroPPConfig`` holds every setting of the package and checks it once, whatever source it comes from.
 
-Sources are Python, YAML and JSON files, environment variables and DeepSpeed's own configuration files. Arguments go over
-``ZEROPP_<FIELD>`` variables, these over the file that ``ZEROPP_CONFIG_FILE`` names, and that over the defaults below.
+Sources are Python, YAML and JSON files, environment variables and DeepSpeed's own configuration files. What is passed in Python
+(settings or a file) is used alone, over the defaults below. Where nothing is passed, ``ZEROPP_<FIELD>`` variables go over the
+file that ``ZEROPP_CONFIG_FILE`` names, and that over the defaults.
 
 The names follow the ZeRO++ paper (arXiv 2306.10209): qwZ quantizes the weight gather (section 3.1), hpZ keeps a secondary
 shard of the weights in every node (3.2), qgZ quantizes the gradient reduction (3.3). The table in ``hf_zeropp/README.md``

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_layers import LAYERS
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_zeropp"
@@ -19,6 +20,11 @@ SOURCES = [
     if path.suffix in (".py", ".cpp", ".h", ".cu", ".cuh")
 ]
 MODULES = sorted(PACKAGE.rglob("*.py"))
+GUIDES = [ROOT / "README.md", *sorted(ROOT.glob(".github/*.md"))]
+GUIDES += [
+    path for folder in ("hf_zeropp", "ops", "tests", "scripts") for path in sorted((ROOT / folder).rglob("*.md"))
+]
+MAX_README_LINES = 200
 MAX_FILE_LINES = 450
 MAX_TEST_FILE_LINES = 500  # a file of tests repeats its setting for every case
 MAX_FUNCTION_LINES = 40
@@ -67,3 +73,21 @@ def test_functions_stay_short(path: Path) -> None:
 def test_docstrings_are_whole_sentences(path: Path) -> None:
     openings = {name: docstring.partition("\n")[0] for name, _, docstring in documented_nodes(path)}
     assert {name: text for name, text in openings.items() if HALF_SENTENCES.match(text)} == {}
+
+
+@pytest.mark.parametrize("path", GUIDES, ids=name_of)
+def test_links_of_guides_lead_somewhere(path: Path) -> None:
+    targets = re.findall(r"\]\(([^)#\s]+)", path.read_text())
+    local = [target for target in targets if not target.startswith("http")]
+    assert [target for target in local if not (path.parent / target).exists()] == []
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
+
+
+def test_the_guide_gives_the_packages_in_the_order_of_imports() -> None:
+    table = (PACKAGE / "README.md").read_text().partition("## Packages")[2].partition("\n\nThree files")[0]
+    first_cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
+    names = [name for cell in first_cells for name in re.findall(r"`(\w+)(?:\.py|/)`", cell)]
+    assert names == LAYERS
