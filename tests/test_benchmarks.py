@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -12,21 +13,24 @@ from pathlib import Path
 
 import pytest
 
-SCRIPTS = Path(__file__).parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))
+BENCHMARKS = Path(__file__).parent.parent / "scripts/benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
 
-import cluster  # noqa: E402
-import profiling  # noqa: E402
+from library import network, profiling, sandbox  # noqa: E402
+from library.measurement import Measurement, busiest_link_bytes, largest_counted_bytes, step_seconds  # noqa: E402
+from library.study import Study  # noqa: E402
 
-WHY_IMPOSSIBLE = cluster.why_impossible() if sys.platform == "linux" else "this is not Linux."
+STUDIES = sorted(BENCHMARKS.glob("*.py"))
+WHY_IMPOSSIBLE = sandbox.why_impossible() if sys.platform == "linux" else "this is not Linux."
 needs_namespaces = pytest.mark.skipif(WHY_IMPOSSIBLE is not None, reason=f"no emulated cluster: {WHY_IMPOSSIBLE}")
 
 LIMIT_S = 120
 
 DRIVER = """
 import sys
-sys.path.insert(0, {scripts!r})
-from cluster import Cluster, ClusterError, enter_sandbox
+sys.path.insert(0, {benchmarks!r})
+from library.cluster import Cluster
+from library.sandbox import enter_sandbox
 enter_sandbox()
 with Cluster(2, 1, {{"PYTHONPATH": {tests!r}}}) as one:
     print("up", flush=True)
@@ -35,10 +39,10 @@ with Cluster(2, 1, {{"PYTHONPATH": {tests!r}}}) as one:
 
 
 class Exchange:
-    """Served on ranks by the tests below (as `test_benchmarks:Exchange`)."""
+    """Served on ranks by the tests below, as ``test_benchmarks:Exchange``."""
 
     def megabytes(self, count: int) -> float:
-        """Seconds for an all-gather in which each of two ranks sends so many megabytes."""
+        """Return the seconds of an all-gather in which each of two ranks sends so many megabytes."""
         import torch
         import torch.distributed as dist
 
@@ -57,14 +61,14 @@ class Exchange:
         os._exit(3)
 
 
-def network() -> tuple[set[str], str]:
-    """This machine's interfaces, and its named network namespaces."""
+def visible_network() -> tuple[set[str], str]:
+    """Return this machine's interfaces, and its named network namespaces."""
     named = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=False).stdout
     return set(os.listdir("/sys/class/net")), named
 
 
 def ranks_alive(mark: str) -> list[int]:
-    """Processes whose environment carries the mark."""
+    """Return the processes whose environment holds the mark."""
     alive = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -77,14 +81,14 @@ def ranks_alive(mark: str) -> list[int]:
 
 @pytest.fixture
 def untouched_network():
-    before = network()
+    before = visible_network()
     yield
-    assert network() == before
+    assert visible_network() == before
 
 
 def start(body: str, tmp_path: Path, mark: str = "unmarked") -> subprocess.Popen:
     script = tmp_path / "driver.py"
-    script.write_text(DRIVER.format(scripts=str(SCRIPTS), tests=os.path.dirname(__file__), body=body))
+    script.write_text(DRIVER.format(benchmarks=str(BENCHMARKS), tests=os.path.dirname(__file__), body=body))
     environment = os.environ | {"TEST_MARK": mark, "OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "FATAL"}
     return subprocess.Popen(
         [sys.executable, str(script)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -137,7 +141,7 @@ def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_ne
     process = start("import time; time.sleep(300)", tmp_path, mark)
     assert process.stdout.readline() == "up\n"
     assert len(ranks_alive(mark)) > 2
-    if how == "SIGINT":  # as a terminal does: to the whole group
+    if how == "SIGINT":  # a terminal sends it to the whole group
         for pid in ranks_alive(mark):
             os.kill(pid, signal.SIGINT)
     else:
@@ -153,27 +157,46 @@ def test_nothing_survives_however_it_ends(how: str, tmp_path: Path, untouched_ne
     ("text", "bits"), [("200mbit", 2e8), ("1gbit", 1e9), ("1.5mbit", 1.5e6), ("64kbit", 6.4e4), ("unlimited", None)]
 )
 def test_rates(text: str, bits: float | None) -> None:
-    assert cluster.bits_per_second(text) == bits
+    assert network.bits_per_second(text) == bits
 
 
 def test_a_rate_must_be_one() -> None:
     with pytest.raises(ValueError, match="expected a rate such as 200mbit"):
-        cluster.bits_per_second("fast")
+        network.bits_per_second("fast")
 
 
 def test_without_namespaces_the_reason_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv(cluster.SANDBOX_MARK, raising=False)
+    monkeypatch.delenv(sandbox.SANDBOX_MARK, raising=False)
     with pytest.raises(SystemExit, match="No emulated cluster on this machine: unshare, ip, tc, mount not found"):
-        cluster.enter_sandbox()
+        sandbox.enter_sandbox()
 
 
 # ------------------------------------------------------------------------------------------------------ the benchmarks
 
 
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_study_explains_its_command_line(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The scripts run in this process, as ``__main__``: PyTorch is imported once for all of them."""
+    monkeypatch.setattr(sys, "argv", [str(path), "--help"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_path(str(path), run_name="__main__")
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: {path.name}")
+
+
+def test_every_study_is_in_the_readme() -> None:
+    readme = (BENCHMARKS / "README.md").read_text()
+    assert [path.name for path in STUDIES if f"`{path.name}`" not in readme] == []
+    modules = sorted((BENCHMARKS / "library").glob("[!_]*.py"))
+    assert [path.name for path in modules if f"`{path.name}`" not in readme] == []
+
+
 def run_quick(script: str, *flags: str) -> str:
     result = subprocess.run(
-        [sys.executable, str(SCRIPTS / script), "--quick", *flags],
+        [sys.executable, str(BENCHMARKS / script), "--quick", *flags],
         capture_output=True,
         text=True,
         timeout=LIMIT_S,
@@ -217,14 +240,31 @@ def test_half_model_benchmark(untouched_network: None) -> None:
 
 
 def test_a_study_is_not_continued_under_other_conditions(tmp_path: Path) -> None:
-    from study import Study
-
     path = tmp_path / "study.json"
     Study(path, {"model": "small", "note": 1}, ["model"], fresh=False).add("cells", {"a": 1, "value": 2})
     assert Study(path, {"model": "small", "note": 2}, ["model"], fresh=False).find("cells", a=1) == {"a": 1, "value": 2}
     assert Study(path, {"model": "large"}, ["model"], fresh=True).rows("cells") == []
     with pytest.raises(SystemExit, match="measured under other conditions"):
         Study(path, {"model": "large"}, ["model"], fresh=False)
+
+
+# ----------------------------------------------------------------------------------- measurements of several ranks
+
+
+def test_a_step_ends_with_its_last_rank_and_bytes_are_those_of_the_busiest_node() -> None:
+    """Two nodes of one rank, two rounds. Node 1 receives most, in both rounds together."""
+
+    def measured(ends: list[float], sent: int, received: int, counted: int | None) -> Measurement:
+        return Measurement(ends, {"tx": sent, "rx": received}, counted, loss=0.0)
+
+    rounds = [
+        [measured([0, 1, 3], 10, 5, 4), measured([0, 2, 3], 5, 10, 9)],
+        [measured([4, 5], 7, 2, 2), measured([4, 5], 2, 8, 7)],
+    ]
+    assert step_seconds(rounds[0]) == [2, 1]
+    assert busiest_link_bytes(rounds, ranks_per_node=1) == 18
+    assert largest_counted_bytes(rounds, ranks_per_node=1) == 16
+    assert largest_counted_bytes([[measured([0, 1], 1, 1, None)]], ranks_per_node=1) is None
 
 
 # --------------------------------------------------------------------------------------------------------- the profile
@@ -235,7 +275,7 @@ def summary(*events: profiling.Event, wall: float = 10.0) -> dict:
 
 
 def test_who_waits_for_a_peer_is_told_from_who_waits_for_bytes() -> None:
-    """Rank 0 enters at 1 s, rank 1 at 4 s; both leave at 6 s: 3 s of rank 0's 5 were rank 1's doing."""
+    """Rank 0 enters at 1 s, rank 1 at 4 s, both leave at 6 s: rank 0 waited 3 of its 5 s for rank 1."""
     early = profiling.Event("gather", start=1, end=6, exclusive=5, started=1, group=(0, 1))
     late = profiling.Event("gather", start=4, end=6, exclusive=2, started=4, group=(0, 1))
     seconds = profiling.phase_seconds([summary(early), summary(late)])
@@ -244,7 +284,7 @@ def test_who_waits_for_a_peer_is_told_from_who_waits_for_bytes() -> None:
 
 
 def test_waiting_for_an_asynchronous_collective_begins_when_one_waits() -> None:
-    """Started by all at 1 s, waited for at 5 s: what is left then is bytes, not peers."""
+    """All ranks start it at 1 s and wait for it from 5 s on: by then no rank waits for another."""
     launch = profiling.Event("gather", start=1, end=1, exclusive=0, started=1, group=(0, 1))
     wait = profiling.Event("gather", start=5, end=7, exclusive=2, started=1, group=(0, 1))
     seconds = profiling.phase_seconds([summary(launch, wait), summary(launch, wait)])

@@ -1,4 +1,4 @@
-"""The probe of scripts/bench_half_model.py: it measures what it says, and the training it looks at stays as it is."""
+"""The probe of ``bench_half_model.py``: it measures the errors it names, and does not change the training it measures."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from toy import EXACT, POLICIES, backward, make_lm, shard
 
 from hf_zeropp import apply_zeropp
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts/benchmarks"))
 
-from error_probe import GradientProbe, weight_error  # noqa: E402
+from library.error_probe import GradientProbe, weight_error  # noqa: E402
 
 WORLD = 4
 STEPS = 5
@@ -22,7 +22,7 @@ LOW_BITS = {"qwz_mode": "delta", "qwz_bits": 2, "qgz_hadamard": True, "qgz_error
 
 
 def train(rank: int, settings: dict, probes: bool) -> dict:
-    """Losses of a few steps, and the errors that a probe saw on the way."""
+    """Train for a few steps, and return the losses and the errors that a probe measured."""
     model = shard(make_lm(), POLICIES["bf16"])
     apply_zeropp(model, {"ranks_per_node": 2, **settings})
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

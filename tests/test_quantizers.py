@@ -1,4 +1,4 @@
-"""scripts/compare_quantizers.py on a model small enough for a test: what packing does to perplexity and to LoRA."""
+"""``compare_quantizers.py`` on a model small enough for a test: the effect of packing on perplexity and on LoRA."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts/benchmarks"))
 
 import compare_quantizers as study  # noqa: E402
 

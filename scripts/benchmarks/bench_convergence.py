@@ -1,11 +1,11 @@
-"""What ZeRO++ costs in loss: a small language model on real text, several seeds, each technique beside stock FSDP2.
+"""The cost of ZeRO++ in loss: a small language model on real text, several seeds, each technique beside stock FSDP2.
 
-    python scripts/bench_convergence.py                          the whole study
-    python scripts/bench_convergence.py --variants stock all --seeds 0 1 2 --steps 300
+    python scripts/benchmarks/bench_convergence.py                          the whole study
+    python scripts/benchmarks/bench_convergence.py --variants stock all --seeds 0 1 2 --steps 300
 
-2 nodes x 2 ranks as everywhere here, at full network speed. The text is the source code of Python's standard library; a
-seed sets the weights and the order of the text, the same for every variant. "unblocked" is the negative control of the
-paper: one scale for a rank's whole shard of a parameter, where otherwise 256 weights or 128 gradients share one.
+The model is trained on 2 nodes x 2 ranks at full network speed. The text is the source code of Python's standard library.
+A seed sets the weights and the order of the text, the same for every variant. "unblocked" is the paper's negative
+control: one scale for a rank's whole shard of a parameter, where otherwise 256 weights or 128 gradients share one.
 """
 
 from __future__ import annotations
@@ -15,22 +15,20 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from cluster import enter_sandbox
-from loss_study import (
+from library.loss_study import (
     difference,
     loss_grid,
     loss_parser,
     losses_of,
     plot_change,
     plot_losses,
-    report,
-    require,
     run_study,
     variants_of,
 )
-from study import ROOT, Study, command_line, parse, shape_of
-
-sys.path.insert(0, str(ROOT))
+from library.pages import pyplot, report
+from library.sandbox import enter_sandbox
+from library.study import Study, command_line, parse, require, shape_of
+from library.variants import LOSS_VARIANTS, Recipe
 
 QUICK = {
     "variants": ["stock", "all", "unblocked"],
@@ -49,24 +47,18 @@ FIXED = ("recipe",)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    from convergence_run import VARIANTS
+    """Parse the command line without the program's name."""
+    return parse(loss_parser(__doc__, "convergence.json", list(LOSS_VARIANTS)), QUICK, argv)
 
-    return parse(loss_parser(__doc__, "convergence.json", list(VARIANTS)), QUICK, argv)
 
-
-def recipe_of(args: argparse.Namespace):
-    from convergence_run import Recipe
-
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return the settings of all runs."""
     return Recipe(shape_of(args), args.steps, args.batch_size, learning_rate=args.learning_rate)
 
 
 def plot_curves(study: Study, path: Path) -> None:
-    """Validation loss over steps, mean over seeds; and its difference to stock, with the spread over seeds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Draw validation losses over steps, and their differences to stock."""
+    plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
     for index, variant in enumerate(variants_of(study)):
         plot_losses(left, study, variant, f"C{index}")
@@ -79,7 +71,11 @@ def plot_curves(study: Study, path: Path) -> None:
 
 
 def check_direction(study: Study) -> None:
-    """The quick form's verdict, for CI: training works, and quantization in blocks stays near stock."""
+    """Check the results of the quick form: training works, and quantization in blocks stays near stock.
+
+    Raises:
+        SystemExit: the direction of a result is wrong.
+    """
     first = study.find("runs", variant="stock")["curve"]["validation"][0]
     require(
         {
@@ -91,11 +87,13 @@ def check_direction(study: Study) -> None:
 
 
 def main() -> None:
+    """Run the study in the sandbox, and report it."""
     args = parse_args(sys.argv[1:])
     enter_sandbox()
-    conditions = {"command": command_line(__file__), "recipe": dataclasses.asdict(recipe_of(args))}
+    recipe = recipe_of(args)
+    conditions = {"command": command_line(__file__), "recipe": dataclasses.asdict(recipe)}
     study = Study(args.output, conditions, FIXED, fresh=args.fresh)
-    run_study(args, study, recipe_of(args))
+    run_study(args, study, recipe)
     report(args, study, TITLE, INTRO, [loss_grid(study, args)], plot_curves)
     if args.quick:
         check_direction(study)

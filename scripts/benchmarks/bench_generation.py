@@ -1,10 +1,11 @@
 """Tokens per second of a sharded model on the emulated cluster: stock FSDP2, HSDP, and this package.
 
-    python scripts/bench_generation.py                              the whole study
-    python scripts/bench_generation.py --rates 200mbit --variants stock all
+    python scripts/benchmarks/bench_generation.py                              the whole study
+    python scripts/benchmarks/bench_generation.py --rates 200mbit --variants stock all
 
-Greedy decoding with a key-value cache; every rank generates for prompts of its own, so every token needs all weights on
-every rank. Stock FSDP2 gathers them across nodes for each token, hpZ once for as long as they do not change.
+Tokens are decoded greedily, with a key-value cache. Every rank generates for prompts of its own, so every token needs all
+weights on every rank. Stock FSDP2 gathers them across nodes for each token; with hpZ they cross once for as long as they
+do not change.
 """
 
 from __future__ import annotations
@@ -17,15 +18,25 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from bench_cluster import step_seconds
-from cluster import Cluster, Ranks, bits_per_second, enter_sandbox
-from cluster_report import num_parameters
-from pages import Grid, headline, write_page
-from rich.console import Console
+from library.cluster import Cluster, Ranks
+from library.cluster_report import num_parameters
+from library.measurement import busiest_link_bytes, step_seconds
+from library.network import speed
+from library.pages import Grid, pyplot, report
+from library.sandbox import enter_sandbox
+from library.study import (
+    Study,
+    command_line,
+    make_parser,
+    new_console,
+    parse,
+    progress_bar,
+    rank_environment,
+    require,
+    shape_of,
+)
+from library.variants import VARIANTS
 from rich.progress import Progress
-from study import ROOT, Study, command_line, make_parser, parse, progress_bar, rank_environment, shape_of
-
-sys.path.insert(0, str(ROOT))
 
 VARIANT_NAMES = ["compute", "stock", "hsdp", "hpz", "all", "lora-stock", "lora-16", "lora-8", "lora-4"]
 QUICK = {
@@ -41,11 +52,12 @@ are network namespaces of one machine. `stock` is Accelerate's FSDP2, `hsdp` sha
 16-bit secondary shard and `all` an 8-bit one; `compute` runs without any collective. The `lora` variants put LoRA adapters
 (rank 8, all linear layers) on a frozen bf16 base: `lora-stock` under Accelerate's FSDP2, the others with the base sharded
 within the node and stored in 16, 8 or 4 bits. Seconds are medians per token; the prompt is not in them. Each ratio is to
-the stock engine on the same model. Bytes are those of the busiest node, by its interface's counters."""
+stock FSDP2 on the same model. Bytes are those of the busiest node, by its interface's counters."""
 FIXED = ("nodes", "ranks_per_node", "model", "batch_size", "prompt_len")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line without the program's name."""
     parser = make_parser(__doc__, "generation.json")
     parser.add_argument("--rates", nargs="+", default=["unlimited", "1gbit", "200mbit", "100mbit"])
     parser.add_argument("--variants", nargs="+", default=VARIANT_NAMES, choices=VARIANT_NAMES)
@@ -58,8 +70,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 
 def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
-    from training_run import VARIANTS
-
+    """Measure every rate and variant that the study lacks."""
     wanted = [(rate, name) for rate in args.rates for name in args.variants]
     missing = [(rate, name) for rate, name in wanted if study.find("cells", rate=rate, variant=name) is None]
     if not missing:
@@ -67,14 +78,8 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
     task = progress.add_task("starting", total=len(missing))
     environment = rank_environment(threads=1)
     with Cluster(args.nodes, args.ranks_per_node, environment) as cluster, contextlib.ExitStack() as stack:
-        runs = {
-            name: stack.enter_context(
-                cluster.start(
-                    "generation_run:GenerationRun", VARIANTS[name], shape_of(args), args.batch_size, args.prompt_len
-                )
-            )
-            for name in dict.fromkeys(name for _, name in missing)
-        }
+        names = dict.fromkeys(name for _, name in missing)
+        runs = {name: stack.enter_context(_start(cluster, name, args)) for name in names}
         for rate, name in missing:
             progress.update(task, description=f"{name}, {rate}")
             cluster.set_link(rate)
@@ -82,27 +87,36 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
             progress.advance(task)
 
 
+def _start(cluster: Cluster, name: str, args: argparse.Namespace) -> contextlib.AbstractContextManager[Ranks]:
+    served = "library.generation_run:GenerationRun"
+    return cluster.start(served, VARIANTS[name], shape_of(args), args.batch_size, args.prompt_len)
+
+
 def _measure(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
-    """A short generation first: the weights of a fresh model cross the network once whoever is measured."""
+    """Return seconds and bytes per token.
+
+    One token is generated first and not measured: the weights of a new model cross the network once in every variant.
+    The first of the measured tokens includes the prompt, and is not in the median.
+    """
     ranks.call("generate", 1)
     measurements = ranks.call("generate", args.tokens)
     seconds = step_seconds(measurements)
-    nodes = measurements[:: args.ranks_per_node]
+    token_s = statistics.median(seconds[1:] or seconds)
     return {
-        "token_s": statistics.median(seconds[1:] or seconds),
+        "token_s": token_s,
         "prompt_s": seconds[0],
-        "tokens_per_s": args.batch_size * len(measurements) / statistics.median(seconds[1:] or seconds),
-        "link_bytes_per_token": max(max(node.link.values()) for node in nodes) / len(seconds),
+        "tokens_per_s": args.batch_size * len(measurements) / token_s,
+        "link_bytes_per_token": busiest_link_bytes([measurements], args.ranks_per_node) / len(seconds),
     }
 
 
 def stock_of(variant: str) -> str:
-    """The stock engine on the same kind of model."""
+    """Return the stock variant with the same kind of model."""
     return "lora-stock" if variant.startswith("lora") else "stock"
 
 
 def token_grid(study: Study, rate: str) -> Grid:
-    """One line per variant: speed, ratio to stock, bytes over the link per token."""
+    """Make the table of one rate, with a row per variant."""
     columns = ("variant", "s per token", "tokens/s, all ranks", "x stock", "link MB per token", "in M")
     grid = Grid(f"generation, {rate}", columns)
     for cell in (cell for cell in study.rows("cells") if cell["rate"] == rate):
@@ -121,16 +135,9 @@ def token_grid(study: Study, rate: str) -> Grid:
 
 
 def plot_tokens(study: Study, path: Path) -> None:
-    """Tokens per second over the link's rate, one line per variant."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axis = plt.subplots(figsize=(5.5, 4))
-    rates = sorted(
-        {cell["rate"] for cell in study.rows("cells")}, key=lambda rate: bits_per_second(rate) or float("inf")
-    )
+    """Draw tokens per second over the link's rate, one line per variant."""
+    figure, axis = pyplot().subplots(figsize=(5.5, 4))
+    rates = sorted({cell["rate"] for cell in study.rows("cells")}, key=speed)
     for variant in dict.fromkeys(cell["variant"] for cell in study.rows("cells")):
         cells = [study.find("cells", rate=rate, variant=variant) for rate in rates]
         style = "--" if variant.startswith("lora") else "-"
@@ -144,39 +151,31 @@ def plot_tokens(study: Study, path: Path) -> None:
 
 
 def check_direction(study: Study, args: argparse.Namespace) -> None:
-    """The quick form's verdict, for CI."""
-    rate = min(args.rates, key=lambda rate: bits_per_second(rate) or float("inf"))
-    checks = {}
+    """Check the results of the quick form, at the lowest rate.
+
+    Raises:
+        SystemExit: the direction of a result is wrong.
+    """
+    rate = min(args.rates, key=speed)
+    claims = {}
     for name in ("all", "lora-4"):
         ours, stock = (study.find("cells", rate=rate, variant=variant) for variant in (name, stock_of(name)))
-        checks |= {
-            f"{name} generates faster than stock at {rate}": ours["token_s"] < stock["token_s"],
-            f"no weights of {name} cross the network": ours["link_bytes_per_token"]
-            < 0.01 * stock["link_bytes_per_token"],
-        }
-    if failed := [claim for claim, holds in checks.items() if not holds]:
-        raise SystemExit(f"It does not hold that: {'; '.join(failed)}")
+        sent, stock_sent = ours["link_bytes_per_token"], stock["link_bytes_per_token"]
+        claims[f"{name} generates faster than stock at {rate}"] = ours["token_s"] < stock["token_s"]
+        claims[f"no weights of {name} cross the network"] = sent < 0.01 * stock_sent
+    require(claims)
 
 
 def main() -> None:
+    """Run the study in the sandbox, and report it."""
     args = parse_args(sys.argv[1:])
     enter_sandbox()
-    console = Console(width=None if sys.stdout.isatty() else 132)
     conditions = {key: getattr(args, key) for key in FIXED if key != "model"}
     conditions |= {"command": command_line(__file__), "model": dataclasses.asdict(shape_of(args))}
     study = Study(args.output, conditions, FIXED, fresh=args.fresh)
-    with progress_bar(console) as progress:
+    with progress_bar(new_console()) as progress:
         run_study(args, study, progress)
-    console.print(headline(study.conditions))
-    grids = [token_grid(study, rate) for rate in args.rates]
-    for grid in grids:
-        console.print(grid.rich())
-    if args.plot:
-        plot_tokens(study, args.plot)
-    if study.path:
-        plot = study.path.with_suffix(".png")
-        plot_tokens(study, plot)
-        write_page(study.path.with_suffix(".md"), TITLE, study.conditions, INTRO, grids, plot)
+    report(args, study, TITLE, INTRO, [token_grid(study, rate) for rate in args.rates], plot_tokens)
     if args.quick:
         check_direction(study, args)
 

@@ -1,12 +1,12 @@
-"""Half a model per step: what weight deltas, rotation, INT8 inside the node and error feedback cost and buy.
+"""Half a model per step: cost and gain of weight deltas, rotation, INT8 inside the node, and error feedback.
 
-    python scripts/bench_half_model.py                                   the whole study
-    python scripts/bench_half_model.py --variants stock paper half --seeds 0
-    python scripts/bench_half_model.py --repeat --output half_model_repeat.json     the same text at every step
+    python scripts/benchmarks/bench_half_model.py                                   the whole study
+    python scripts/benchmarks/bench_half_model.py --variants stock paper half --seeds 0
+    python scripts/benchmarks/bench_half_model.py --repeat --output half_model_repeat.json     the same text at every step
 
-Each technique alone, beside the paper's configuration, and together. As in bench_convergence.py a small language model
-learns Python's standard library from scratch on 2 nodes x 2 ranks; in the very same runs, gathered weights are compared
-with the fp32 masters, and reduced gradients with exactly reduced ones.
+Each technique runs alone, beside the paper's configuration, and together with others. As in ``bench_convergence.py``, a
+small language model learns Python's standard library from scratch on 2 nodes x 2 ranks. In the same runs, gathered weights
+are compared with the fp32 masters, and reduced gradients with exactly reduced ones.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster import enter_sandbox
-from loss_study import loss_grid, loss_parser, losses_of, plot_change, report, require, run_study, variants_of
-from pages import Grid
-from study import ROOT, Study, command_line, parse, shape_of
-
-sys.path.insert(0, str(ROOT))
+from library.loss_study import loss_grid, loss_parser, losses_of, plot_change, run_study, runs_of, variants_of
+from library.pages import Grid, pyplot, report
+from library.sandbox import enter_sandbox
+from library.study import Study, command_line, parse, require, shape_of
+from library.variants import HALF_MODEL_VARIANTS, ProbedRecipe
 
 QUICK = {
     "variants": ["stock", "paper", "half", "three-eighths"],
@@ -55,52 +54,48 @@ REPEATED = """
 
 Here every step sees the same sequences, and the loss below is the loss on them: gradients have no noise of their own."""
 FIXED = ("recipe",)
-STOCK_TRAFFIC = 3.0
+STOCK_TRAFFIC = 3.0  # not counted: two gathers and one reduction of M each
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    from half_model_run import VARIANTS
-
-    parser = loss_parser(__doc__, "half_model.json", list(VARIANTS))
+    """Parse the command line without the program's name."""
+    parser = loss_parser(__doc__, "half_model.json", list(HALF_MODEL_VARIANTS))
     parser.set_defaults(hidden_size=128, layers=2, steps=300, batch_size=8, learning_rate=1e-3, points=10)
     parser.add_argument("--probe-steps", type=int, default=100, help="the last ones, in which gradients are compared")
     parser.add_argument("--repeat", action="store_true", help="every step sees the same sequences")
     return parse(parser, QUICK, argv)
 
 
-def recipe_of(args: argparse.Namespace):
-    from half_model_run import ProbedRecipe
-
+def recipe_of(args: argparse.Namespace) -> ProbedRecipe:
+    """Return the settings of all runs."""
     sizes = {"batch_size": args.batch_size, "learning_rate": args.learning_rate, "probe_steps": args.probe_steps}
     return ProbedRecipe(shape_of(args), args.steps, **sizes, repeat=args.repeat)
 
 
-def intro_of(recipe) -> str:
+def intro_of(recipe: ProbedRecipe) -> str:
+    """Return the first paragraphs of the study's page."""
     tokens = 4 * recipe.batch_size * recipe.seq_len
     return INTRO.format(tokens=tokens, probe_steps=recipe.probe_steps) + (REPEATED if recipe.repeat else "")
 
 
-def runs_of(study: Study, variant: str) -> list[dict[str, Any]]:
-    return [run for run in study.rows("runs") if run["variant"] == variant]
-
-
 def weight_errors(study: Study, variant: str) -> list[float]:
-    """At every point of the curve, of every seed."""
+    """Return a variant's weight errors at every point of the curve and of every seed."""
     return [error for run in runs_of(study, variant) for error in run["curve"]["weight_error"]]
 
 
 def gradient_error(study: Study, variant: str) -> float:
-    """Of the longest sum, the mean over seeds."""
+    """Return the error of a variant's longest sum of gradients, the mean over seeds."""
     return statistics.mean(run["gradient_error"]["error"][-1] for run in runs_of(study, variant))
 
 
 def traffic(study: Study, variant: str) -> float:
+    """Return a variant's bytes across nodes per step over M (Y-1)/Y."""
     counted = runs_of(study, variant)[0]["traffic"]
     return STOCK_TRAFFIC if counted is None else counted
 
 
 def error_grid(study: Study, args: argparse.Namespace) -> Grid:
-    """What crossed, and what it did to weights and gradients."""
+    """Make the table of traffic and of the errors in weights and gradients, with a row per variant."""
     columns = ("variant", "traffic", "weight error, mean", "largest", "gradient error", "x paper's", "scaled")
     grid = Grid(
         f"bytes across nodes per step in M, and errors; gradients summed over {args.probe_steps} steps", columns
@@ -122,12 +117,8 @@ def error_grid(study: Study, args: argparse.Namespace) -> Grid:
 
 
 def plot_study(study: Study, path: Path) -> None:
-    """Loss beside stock's, and both errors as they go."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Draw losses beside stock's, weight errors over steps, and gradient errors over the number of steps summed."""
+    plt = pyplot()
     figure, (losses, weights, gradients) = plt.subplots(1, 3, figsize=(15, 4.5))
     for index, variant in enumerate(variants_of(study)):
         color = plt.cm.tab20(index - 1) if index else "black"
@@ -150,7 +141,11 @@ def _plot_mean(axis: Any, x: list[int], rows: list[list[float]], color: Any, lab
 
 
 def check_direction(study: Study) -> None:
-    """The quick form's verdict, for CI. In a short sum error feedback has not yet shown all it can."""
+    """Check the results of the quick form. In so short a sum, error feedback gains less than in the whole study.
+
+    Raises:
+        SystemExit: the direction of a result is wrong.
+    """
     first = study.find("runs", variant="stock")["curve"]["validation"][0]
     weights = {variant: weight_errors(study, variant)[-1] for variant in variants_of(study)}
     require(
@@ -166,12 +161,13 @@ def check_direction(study: Study) -> None:
 
 
 def main() -> None:
+    """Run the study in the sandbox, and report it."""
     args = parse_args(sys.argv[1:])
     enter_sandbox()
     recipe = recipe_of(args)
     conditions = {"command": command_line(__file__), "recipe": dataclasses.asdict(recipe)}
     study = Study(args.output, conditions, FIXED, fresh=args.fresh)
-    run_study(args, study, recipe, "half_model_run:HalfModelRun")
+    run_study(args, study, recipe, "library.half_model_run:HalfModelRun")
     grids = [loss_grid(study, args, rivals=("stock", "paper")), error_grid(study, args)]
     report(args, study, TITLE, intro_of(recipe), grids, plot_study)
     if args.quick:

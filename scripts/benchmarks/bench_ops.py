@@ -1,12 +1,13 @@
-"""Time the operators of hf_zeropp/ops.py against what memory allows, eager PyTorch and torch.compile.
+"""Time the operators of ``hf_zeropp.ops`` beside a copy of as many bytes, eager PyTorch and ``torch.compile``.
 
-    python scripts/bench_ops.py --threads 1 --numel 16777216
-    python scripts/bench_ops.py --only "dequantize_update INT4"
-    python scripts/bench_ops.py --device cuda --output scripts/results/ops_cuda.md      (bench_cuda_ops.py)
+    python scripts/benchmarks/bench_ops.py --threads 1 --numel 16777216
+    python scripts/benchmarks/bench_ops.py --only "dequantize_update INT4"
+    python scripts/benchmarks/bench_ops.py --device cuda --output scripts/results/ops_cuda.md
 
-The yardstick is a copy: an operator that reads and writes b bytes is compared with moving b / 2 bytes from one buffer
-to another. Copy and operator alternate within one loop, so that both meet the same machine, each with nothing of its data
-in the cache, and medians are compared. Results go into buffers that exist already, as in training.
+The yardstick is a copy: an operator that reads and writes b bytes is compared with moving b / 2 bytes from one buffer to
+another. Copy and operator take turns within one loop, so that both meet the same machine; before each, the caches are
+filled with other data. Medians are compared, and the result is their ratio, which holds where seconds do not. Outputs go
+into buffers that exist already, as in training. ``library/cuda_op_timing.py`` does the same on a GPU.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import ctypes
 import json
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,31 +29,44 @@ from hf_zeropp import ops
 from hf_zeropp.ops import reference
 from hf_zeropp.ops.format import Segment, WireLayout
 
-BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}
+BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}  # elements that share a scale, by the bits of a code
 NUM_SOURCES = 4
 OTHER_BYTES = 128 << 20
-"""Touched before every measurement: more than any last-level cache holds of what the machine lets one thread use."""
+"""Bytes that are written before every measurement: more than the part of the last-level cache that one thread can use."""
 
 
 class Case(NamedTuple):
+    """An operator with its buffers.
+
+    Attributes:
+        name: in the table.
+        nbytes: bytes that a call reads and writes.
+        run: calls the operator.
+        reference: calls the PyTorch code that defines it.
+        compiled: calls the same code after ``torch.compile``; None where it is not timed.
+    """
+
     name: str
-    nbytes: int  # read and written
+    nbytes: int
     run: Callable[[], object]
     reference: Callable[[], object]
     compiled: Callable[[], object] | None
 
 
 class Timing(NamedTuple):
+    """Median seconds of an operator and of the copy beside it."""
+
     seconds: float
     copy_seconds: float
 
 
 def main() -> None:
-    arguments = parse_arguments()
+    """Time the operators of the command line, and show them."""
+    arguments = parse_args(sys.argv[1:])
     if arguments.device == "cuda":
-        import bench_cuda_ops
+        from library import cuda_op_timing
 
-        bench_cuda_ops.run(arguments)
+        cuda_op_timing.run(arguments)
         return
     torch.set_num_threads(arguments.threads)
     rows = []
@@ -66,7 +81,8 @@ def main() -> None:
         show(report)
 
 
-def parse_arguments() -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements of one slice, on the CPU")
@@ -78,10 +94,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="measure operators whose line in the table has this")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="with --device cuda: a Markdown page, and a plot beside it")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def cases(bits: int, numel: int) -> list[Case]:
+    """Return every operator, for one width of codes and slices of ``numel`` elements."""
     layout = WireLayout([Segment(numel, bits)], BLOCKS[bits])
     return [
         *(case for dtype in (torch.float32, torch.bfloat16) for case in codec_cases(layout, bits, dtype)),
@@ -92,10 +109,11 @@ def cases(bits: int, numel: int) -> list[Case]:
 
 
 def codec_cases(layout: WireLayout, bits: int, dtype: torch.dtype) -> list[Case]:
+    """Return encoding and decoding of a slice."""
     values = torch.randn(layout.numel).to(dtype)
     wire, output = ops.quantize(values, layout), torch.empty_like(values)
     nbytes, label = values.nbytes + wire.nbytes, f"INT{bits} {str(dtype).removeprefix('torch.')}"
-    torch.compiler.reset()  # or the recompile limit would turn later cases into eager ones
+    torch.compiler.reset()  # otherwise the recompile limit makes later cases run uncompiled
     compiled_quantize, compiled_dequantize = torch.compile(reference.quantize), torch.compile(reference.dequantize)
     return [
         Case(
@@ -123,7 +141,7 @@ def codec_cases(layout: WireLayout, bits: int, dtype: torch.dtype) -> list[Case]
 
 
 def sum_cases(layout: WireLayout, bits: int) -> list[Case]:
-    """The reduction's steps: four ranks' wires, one of them summed into an fp32 accumulator, one sent on."""
+    """Return the steps of a reduction that decode: sum four ranks' wires, add the sum to another, or encode it."""
     wires = ops.quantize(torch.randn(NUM_SOURCES, layout.numel), layout)
     total = torch.zeros(1, layout.numel)
     wire = torch.empty(layout.nbytes, dtype=torch.uint8)
@@ -154,7 +172,7 @@ def sum_cases(layout: WireLayout, bits: int) -> list[Case]:
 
 
 def delta_cases(layout: WireLayout, bits: int) -> list[Case]:
-    """Weights that a node holds in bf16, and how they change: of an fp32 master copy encoded, decoded in place."""
+    """Return the two ends of a delta: encode the change of fp32 masters, and add it to a bf16 copy of the weights."""
     base_layout = WireLayout([Segment(layout.numel, None)], layout.block)
     values = torch.randn(layout.numel)
     base = ops.quantize(values + 0.01 * torch.randn(layout.numel), base_layout)
@@ -178,7 +196,7 @@ def delta_cases(layout: WireLayout, bits: int) -> list[Case]:
 
 
 def feedback_cases(layout: WireLayout, bits: int) -> list[Case]:
-    """The reduction's hops with error feedback: an fp32 gradient is sent, and the sum of four ranks' wires sent on."""
+    """Return the encodings of a reduction with error feedback: of a gradient, and of the sum of four ranks' wires."""
     residual_layout = WireLayout([Segment(layout.numel, 8)], layout.block)
     residual = torch.zeros(residual_layout.nbytes, dtype=torch.uint8)
     gradient = torch.randn(1, layout.numel)
@@ -186,7 +204,7 @@ def feedback_cases(layout: WireLayout, bits: int) -> list[Case]:
     wire = torch.empty(layout.nbytes, dtype=torch.uint8)
 
     def case(name: str, source: torch.Tensor, arguments: tuple) -> Case:
-        """`arguments` of the reference: wire, three layouts, number of sources, initial, rotate, decay, rescale."""
+        # The arguments are the reference's: wire, three layouts, number of sources, initial, rotate, decay, rescale.
         return Case(
             f"quantize_with_feedback INT{bits}, {name}",
             source.nbytes + 2 * residual.nbytes + wire.nbytes,
@@ -204,11 +222,12 @@ def feedback_cases(layout: WireLayout, bits: int) -> list[Case]:
 
 
 def with_specs(arguments: tuple) -> list:
-    """Layouts as registered operators take them."""
+    """Return the arguments with layouts in the form in which registered operators take them."""
     return [argument.spec if isinstance(argument, WireLayout) else argument for argument in arguments]
 
 
 def measure(case: Case, arguments: argparse.Namespace) -> dict:
+    """Time an operator, the copy and the PyTorch code, and return a row of the table."""
     timing = interleaved(case.run, copier(case.nbytes // 2, arguments), arguments)
     row = {
         "operator": case.name,
@@ -225,20 +244,21 @@ def measure(case: Case, arguments: argparse.Namespace) -> dict:
 
 
 def copier(nbytes: int, arguments: argparse.Namespace) -> Callable[[], object]:
-    """One thread copies with C's memmove; more, with PyTorch's copy."""
+    """Return a call that copies ``nbytes`` bytes: with C's ``memmove`` on one thread, with PyTorch on several."""
     source = torch.ones(nbytes, dtype=torch.uint8)
     target = torch.zeros_like(source)
     if arguments.threads == 1:
-        # The default arguments keep both tensors alive.
+        # ``memmove`` gets addresses only; the default arguments keep the tensors.
         return lambda source=source, target=target: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
     return lambda: target.copy_(source)
 
 
 def interleaved(run: Callable, copy: Callable, arguments: argparse.Namespace) -> Timing:
+    """Time an operator and a copy in turns, each with nothing of its data in a cache."""
     other = torch.ones(OTHER_BYTES, dtype=torch.uint8)
 
     def cold_seconds(function: Callable) -> float:
-        other.add_(1)  # whatever was in the cache, this is now
+        other.add_(1)  # takes the place of all other data in the caches
         return seconds(function)
 
     pairs = [(cold_seconds(copy), cold_seconds(run)) for _ in range(arguments.repeats + 1)][1:]
@@ -247,16 +267,19 @@ def interleaved(run: Callable, copy: Callable, arguments: argparse.Namespace) ->
 
 
 def median_seconds(run: Callable, repeats: int) -> float:
+    """Return the median over ``repeats`` calls, after one that does not count."""
     return statistics.median([seconds(run) for _ in range(repeats + 1)][1:])
 
 
 def seconds(run: Callable) -> float:
+    """Return the duration of a call."""
     start = time.perf_counter()
     run()
     return time.perf_counter() - start
 
 
 def conditions(arguments: argparse.Namespace) -> dict:
+    """Return the machine, the versions and the settings under which the rows were measured."""
     return {
         "processor": processor(),
         "kernels": ops.kernel_info().cpu,
@@ -269,6 +292,7 @@ def conditions(arguments: argparse.Namespace) -> dict:
 
 
 def processor() -> str:
+    """Return the name, family and model of the processor."""
     try:
         with open("/proc/cpuinfo") as file:
             fields = dict(line.split(":", 1) for line in file.read().split("\n\n")[0].splitlines() if ":" in line)
@@ -279,6 +303,7 @@ def processor() -> str:
 
 
 def show(report: dict) -> None:
+    """Print conditions and rows as a table."""
     console = Console(width=110)
     console.print(", ".join(f"{key} {value}" for key, value in report["conditions"].items()))
     table = Table()

@@ -1,9 +1,10 @@
-"""Loss curves of transformers' Trainer with and without ZeRO++: same data, same seeds, several seeds.
+"""Loss curves of Transformers' Trainer with and without ZeRO++: same data, same seeds, several seeds.
 
-    python scripts/compare_trainers.py --seeds 0 1 2 --steps 60 --results scripts/results/trainer_losses.json
+    python scripts/benchmarks/compare_trainers.py --seeds 0 1 2 --steps 60 --results scripts/results/trainer_losses.json
 
-Every run is examples/train_trainer.py as a user starts it, in four CPU processes treated as two nodes of two. It asks
-two things: do the curves agree within 1 % early on, and does the final validation loss agree within seed noise?
+Every run is ``examples/train_trainer.py`` as a user starts it, in four CPU processes treated as two nodes of two. Two
+questions are asked: do the curves agree within 1 % in the first steps, and do the final validation losses differ by less
+than the seeds make them differ?
 """
 
 import argparse
@@ -13,11 +14,12 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import NamedTuple
 
+from library.study import ROOT
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parent.parent
 LAUNCH = [sys.executable, "-m", "hf_zeropp.cli", "launch"]
 CONFIG = ROOT / "examples/configs/cpu_2_nodes_x_2_ranks.yaml"
 SCRIPT = ROOT / "examples/train_trainer.py"
@@ -26,26 +28,50 @@ VARIANTS = {
     "ZeRO++": {"ranks_per_node": 2},
     "ZeRO++, qgZ for the first half": {"ranks_per_node": 2, "qgz_until": 0.5},
 }
-EARLY = 10  # steps
+"""The Trainer's ``zeropp`` setting by the variant's name."""
+EARLY = 10  # first steps, in which curves are compared step by step
 
 
-def main() -> None:
+class Curves(NamedTuple):
+    """Losses of one run.
+
+    Attributes:
+        loss: the training loss of every step.
+        eval_loss: the validation loss after each third of the steps.
+    """
+
+    loss: list[float]
+    eval_loss: list[float]
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--results", type=Path)
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    """Run all variants with all seeds, and show and keep their losses."""
+    args = parse_args(sys.argv[1:])
     runs = {name: [run(args, name, seed) for seed in args.seeds] for name in VARIANTS}
     Console().print(summary(runs))
     if args.results:
         settings = {key: value for key, value in vars(args).items() if key != "results"}
-        args.results.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
+        rows = {name: [curves._asdict() for curves in seeds] for name, seeds in runs.items()}
+        args.results.write_text(json.dumps({"settings": settings, "runs": rows}, indent=1) + "\n")
 
 
-def run(args: argparse.Namespace, variant: str, seed: int) -> dict[str, list[float]]:
-    """Training losses of every step, and validation losses before the end of each third."""
+def run(args: argparse.Namespace, variant: str, seed: int) -> Curves:
+    """Start the example in processes of its own, and return its losses.
+
+    Raises:
+        SystemExit: the example failed; the message holds the end of its output.
+    """
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "fsdp.json"
         settings.write_text(json.dumps({"zeropp": VARIANTS[variant]}))
@@ -67,30 +93,37 @@ def run(args: argparse.Namespace, variant: str, seed: int) -> dict[str, list[flo
             raise SystemExit(f"{variant}, seed {seed} failed:\n{finished.stderr[-4000:]}")
         history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
     print(f"{variant}, seed {seed}: done", file=sys.stderr)
-    return {key: [entry[key] for entry in history if key in entry] for key in ("loss", "eval_loss")}
+    return Curves(*([entry[key] for entry in history if key in entry] for key in Curves._fields))
 
 
-def summary(runs: dict[str, list[dict[str, list[float]]]]) -> Table:
+def summary(runs: dict[str, list[Curves]]) -> Table:
+    """Make the table of a study.
+
+    Args:
+        runs: by the variant's name, one run per seed, in the same order for all.
+    """
     table = Table(title="loss, mean over seeds ± standard deviation")
     for column in ("", "validation, end", "training, last tenth", f"largest difference in {EARLY} steps"):
         table.add_column(column, justify="left" if not column else "right")
     stock = runs["stock FSDP2"]
     for name, seeds in runs.items():
-        last = len(seeds[0]["loss"]) // 10 or 1
+        last = len(seeds[0].loss) // 10 or 1
         table.add_row(
             name,
-            mean_and_deviation([seed["eval_loss"][-1] for seed in seeds]),
-            mean_and_deviation([statistics.mean(seed["loss"][-last:]) for seed in seeds]),
+            mean_and_deviation([curves.eval_loss[-1] for curves in seeds]),
+            mean_and_deviation([statistics.mean(curves.loss[-last:]) for curves in seeds]),
             f"{max(early_difference(ours, theirs) for ours, theirs in zip(seeds, stock, strict=True)):.2%}",
         )
     return table
 
 
-def early_difference(ours: dict[str, list[float]], theirs: dict[str, list[float]]) -> float:
-    return max(abs(a - b) / b for a, b in zip(ours["loss"][:EARLY], theirs["loss"][:EARLY], strict=True))
+def early_difference(ours: Curves, theirs: Curves) -> float:
+    """Return the largest relative difference of training losses in the first steps."""
+    return max(abs(a - b) / b for a, b in zip(ours.loss[:EARLY], theirs.loss[:EARLY], strict=True))
 
 
 def mean_and_deviation(values: list[float]) -> str:
+    """Format the mean and the standard deviation."""
     return f"{statistics.mean(values):.4f} ± {statistics.stdev(values) if len(values) > 1 else 0:.4f}"
 
 

@@ -1,18 +1,21 @@
-"""LoRA on a base frozen in 16, 8 and 4 bits: bytes across nodes per step and per generated token, bytes resident per rank.
+"""LoRA on a base frozen in 16, 8 and 4 bits: bytes across nodes per step and per generated token, bytes held per rank.
 
-    hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml scripts/measure_frozen.py
+    hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml scripts/benchmarks/measure_frozen.py
 
-Two emulated nodes of two ranks. Nothing is timed: bytes are counted at each collective, and beside them stands what was
-predicted before the first step. Resident bytes are those of the storages behind a rank's frozen parameters.
+The command starts four processes as two emulated nodes of two ranks. Nothing is timed. Bytes are counted at each
+collective, and compared with the prediction that was made before the first step. The bytes that a rank holds are those of
+the storages behind its frozen parameters.
 """
 
 import argparse
 import dataclasses
+import sys
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from pages import Grid
+from library.pages import Grid
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from torch import nn
@@ -25,17 +28,29 @@ from hf_zeropp.traffic import GATHER_FROZEN
 
 STEPS = 3
 NEW_TOKENS = 8
+COLUMNS = (
+    "base",
+    "ZeRO-3, computed, kB a step",
+    "kB a step",
+    "predicted",
+    "of the base",
+    f"kB, {NEW_TOKENS} tokens after an update",
+    f"bytes, {NEW_TOKENS} more",
+    "resident bytes per weight",
+)
 
 
-def parse_args() -> argparse.Namespace:
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
-    return parser.parse_args()
+    return parser.parse_args(argv)
 
 
 def lora_model(args: argparse.Namespace) -> nn.Module:
+    """Make a Llama with random bf16 weights, frozen under LoRA adapters on all linear layers."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=2048,
@@ -50,7 +65,10 @@ def lora_model(args: argparse.Namespace) -> nn.Module:
 
 
 def measure(args: argparse.Namespace, bits: int | None) -> list[str]:
-    """One row: train for `STEPS` steps, then generate twice. The second time the adapters have not changed."""
+    """Train for ``STEPS`` steps on a base of ``bits`` bits (None: 16), generate twice, and return a row of the table.
+
+    Adapters change between training and the first generation, and not between the two.
+    """
     plugin = ZeroPPPlugin(zeropp=dataclasses.replace(ZeroPPConfig.resolve(None), frozen_bits=bits))
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
     model = lora_model(args)
@@ -60,14 +78,14 @@ def measure(args: argparse.Namespace, bits: int | None) -> list[str]:
     batch = torch.randint(2048, (1, 64))
     for step in range(STEPS + 1):
         if step == 1:
-            handle.traffic.reset()
+            handle.traffic.reset()  # the first step warms up
         accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
         optimizer.zero_grad()
     per_step, zero3 = handle.traffic.cross_node_bytes_per_step, handle.traffic.zero3_bytes_per_step()
     base_bytes = handle.traffic.counts[GATHER_FROZEN].cross_node
     after_update, later = (generated_bytes(model, handle, batch[:, :8]) for _ in range(2))
-    stored, numel = resident(handle)
+    held = resident(handle)
     return [
         f"{bits or 16} bits",
         f"{zero3 / 1e3:.1f}",
@@ -76,44 +94,49 @@ def measure(args: argparse.Namespace, bits: int | None) -> list[str]:
         f"{base_bytes}",
         f"{after_update / 1e3:.1f}",
         f"{later}",
-        f"{stored / numel * handle.topology.ranks_per_node:.4f} / N",
+        f"{held.nbytes / held.numel * handle.topology.ranks_per_node:.4f} / N",
     ]
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters that require gradients."""
     return [param for param in model.parameters() if param.requires_grad]
 
 
 def generated_bytes(model: nn.Module, handle: ZeroPPHandle, prompt: torch.Tensor) -> int:
-    """Bytes into this node while `NEW_TOKENS` tokens are generated."""
+    """Generate ``NEW_TOKENS`` tokens, and return the bytes that came into this node meanwhile."""
     before = handle.traffic.cross_node_bytes
     model.generate(input_ids=prompt, max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, do_sample=False)
     return handle.traffic.cross_node_bytes - before
 
 
-def resident(handle: ZeroPPHandle) -> tuple[int, int]:
-    """Bytes of storage behind this rank's frozen parameters, and the number of weights they stand for in the model."""
+class Resident(NamedTuple):
+    """The frozen weights that a rank holds.
+
+    Attributes:
+        nbytes: bytes of the storages behind its frozen parameters.
+        numel: frozen weights of the whole model.
+    """
+
+    nbytes: int
+    numel: int
+
+
+def resident(handle: ZeroPPHandle) -> Resident:
+    """Return the bytes behind this rank's frozen parameters. A storage that parameters share counts once."""
     storages = (param.to_local().untyped_storage() for unit in handle.frozen_units for param in unit.params)
     leaves = {module for unit in handle.frozen_units for module in unit.modules}
     nbytes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return sum(nbytes.values()), sum(dense_numel(module) for module in leaves)
+    return Resident(sum(nbytes.values()), sum(dense_numel(module) for module in leaves))
 
 
 def main() -> None:
-    args = parse_args()
-    columns = [
-        "base",
-        "ZeRO-3, computed, kB a step",
-        "kB a step",
-        "predicted",
-        "of the base",
-        f"kB, {NEW_TOKENS} tokens after an update",
-    ]
-    columns += [f"bytes, {NEW_TOKENS} more", "resident bytes per weight"]
-    grid = Grid(f"hidden {args.hidden_size}, {args.layers} layers, LoRA rank {args.rank}; into each node", columns)
+    """Measure all three bases, and print the table for the terminal and for a page."""
+    args = parse_args(sys.argv[1:])
+    grid = Grid(f"hidden {args.hidden_size}, {args.layers} layers, LoRA rank {args.rank}; into each node", COLUMNS)
     for bits in (None, 8, 4):
         grid.rows.append(measure(args, bits))
-        AcceleratorState._reset_state(reset_partial_state=False)
+        AcceleratorState._reset_state(reset_partial_state=False)  # so that the next one takes another plugin
     accelerator = Accelerator()
     if accelerator.is_main_process:
         Console(width=160).print(grid.rich())

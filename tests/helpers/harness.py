@@ -1,23 +1,31 @@
-"""Real multi-process runs for tests: W gloo ranks, each a fresh process, forked from a server that imported all once.
+"""Tests on real ranks: several gloo processes per test, forked from a server that has imported everything once.
 
 ``run_ranks(function, world_size, *args)`` calls ``function(rank, *args)`` on every rank and returns the results in
-rank order. The function must be defined at module level (it travels by name). A rank that raises, dies or hangs fails
-the test with every rank's traceback.
+rank order. The function must be defined at module level, because it travels by name. A rank that raises, dies or hangs
+fails the test with the tracebacks of all ranks.
+
+``started_ranks`` does not wait: the test stops, resumes or kills ranks while they run, and collects their results later.
+``Scenarios`` runs many short tests in one start of the ranks.
+
+Every rank is a new process, since FSDP2, process groups and Accelerate keep state that one test would leave to the next.
+A process that imports PyTorch and Transformers takes seconds to start; a fork of one that has imported them does not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
+import signal
 import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
-from multiprocessing.connection import wait
-from typing import Any
+from multiprocessing.connection import Connection, wait
+from typing import Any, NamedTuple
 
 PRELOAD = [
     "torch",
@@ -30,8 +38,8 @@ PRELOAD = [
     "datasets",
 ]
 LIMIT_S = 120.0
-GRACE_S = 20.0  # after a rank failed, what its peers get to notice
-# Settings of the shell that runs the tests must not reach the ranks; ZEROPP_KERNELS picks the kernels under test.
+GRACE_S = 20.0  # time for the other ranks to notice and report, after one has failed
+# Settings in the shell that runs the tests must not reach the ranks. ZEROPP_KERNELS may: it picks the kernels to test.
 FOREIGN_PREFIXES = ("ZEROPP_", "FSDP_", "ACCELERATE_", "HF_ACCELERATE_")
 KEPT_VARIABLES = frozenset({"ZEROPP_KERNELS"})
 
@@ -39,12 +47,34 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
 
-class RankError(AssertionError):
-    """One or more ranks raised, died or hung. ``errors`` holds (rank, exception type name, message)."""
+class Failure(NamedTuple):
+    """A rank that raised, died or hung: its rank, the exception's type name and its message.
 
-    def __init__(self, report: str, errors: list[tuple[int, str, str]]) -> None:
+    A rank that ended without a result has the type name ``ProcessDied``, and its exit code in the message (-9 for
+    SIGKILL); one that gave no result in time has ``TimeoutError``.
+    """
+
+    rank: int
+    kind: str
+    message: str
+
+
+class RankError(AssertionError):
+    """One or more ranks raised, died or hung.
+
+    Args:
+        report: the tracebacks.
+        errors: the failures, in the order in which they were noticed.
+        results: what the other ranks returned, by rank.
+    """
+
+    def __init__(self, report: str, errors: list[Failure], results: dict[int, Any] | None = None) -> None:
         super().__init__(report)
         self.errors = errors
+        self.results = results or {}
+
+
+# ------------------------------------------------------------------------------------------------------ running on ranks
 
 
 def run_ranks(
@@ -54,35 +84,88 @@ def run_ranks(
     env: dict[str, str] | None = None,
     init: bool = True,
     limit_s: float = LIMIT_S,
+    timeout_s: float = 60.0,
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group and return what they returned.
+    """Run ``function(rank, *args)`` on ``world_size`` processes of one gloo group.
 
     Args:
-        env: further environment variables of the ranks.
-        init: False leaves ``init_process_group`` to the function (Accelerate does it).
-        limit_s: seconds until ranks that have not ended are killed.
+        function: a function of a module.
+        world_size: number of ranks.
+        args: further arguments, which can be pickled.
+        env: environment variables of the ranks, beside those of this process.
+        init: False leaves ``init_process_group`` to the function. Accelerate calls it itself.
+        limit_s: seconds after which ranks that have not ended are killed.
+        timeout_s: seconds after which a collective of the group fails on ranks that wait in it. Connecting the ranks
+            must succeed in this time too, which takes seconds on a busy machine.
+
+    Returns:
+        What the function returned, in rank order.
+
+    Raises:
+        RankError: a rank raised, died or did not end in time.
     """
-    port = free_port()
+    with started_ranks(function, world_size, *args, env=env, init=init, timeout_s=timeout_s) as ranks:
+        return ranks.collect(limit_s)
+
+
+@contextlib.contextmanager
+def started_ranks(
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    env: dict[str, str] | None = None,
+    init: bool = True,
+    timeout_s: float = 60.0,
+) -> Iterator[StartedRanks]:
+    """Start what ``run_ranks`` runs, without waiting for it. Ranks that are alive at the end of the context are killed.
+
+        with started_ranks(train, 4, timeout_s=5) as ranks:
+            ranks[2].wait_for("step 3")  # until the rank has called harness.announce("step 3")
+            ranks[2].stop()
+            with pytest.raises(RankError) as failure:
+                ranks.collect(grace_s=2)  # rank 2 ends never, the others within 2 s of each other
+
+    Args:
+        function: as for ``run_ranks``.
+        world_size: as for ``run_ranks``.
+        args: as for ``run_ranks``.
+        env: as for ``run_ranks``.
+        init: as for ``run_ranks``.
+        timeout_s: as for ``run_ranks``.
+
+    Yields:
+        The ranks.
+    """
     with tempfile.TemporaryDirectory() as folder:
-        ranks = [_start(function, rank, world_size, args, env or {}, init, folder, port) for rank in range(world_size)]
-        return _collect(ranks, limit_s)
+        job = _Job(function, world_size, args, env or {}, init, timeout_s, folder, free_port())
+        ranks = StartedRanks([StartedRank(job, rank) for rank in range(world_size)])
+        try:
+            yield ranks
+        finally:
+            ranks.end()
+
+
+def announce(text: str) -> None:
+    """Tell the test how far this rank is. Ranks call it; the test calls ``StartedRank.wait_for`` with the same text."""
+    assert _to_test is not None, "announce() was called outside of a rank"
+    _to_test.send_bytes(pickle.dumps(_Announcement(text)))
 
 
 def expect_errors(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[str]:
-    """Run and expect every rank to raise; return ``"Type: message"`` in rank order."""
+    """Run a function that must raise on every rank, and return ``"Type: message"`` in rank order."""
     try:
         results = run_ranks(function, world_size, *args, **kwargs)
     except RankError as error:
         assert len(error.errors) == world_size, f"expected an error on all {world_size} ranks:\n{error}"
-        return [f"{kind}: {message}" for _, kind, message in sorted(error.errors)]
+        return [f"{failure.kind}: {failure.message}" for failure in sorted(error.errors)]
     raise AssertionError(f"expected every rank to raise, got {results}")
 
 
 def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
-    """Call ``check(case)`` for every case and fail once, naming all that failed.
+    """Call ``check(case)`` for every case and fail once, naming all cases that failed.
 
-    For ranks that go through many cases in one run. An assertion must stand behind the collectives of its case: the
-    rank that fails goes on with the next case, as its peers do.
+    Ranks use it to go through many cases in one run. In ``check``, assertions must come after the collectives of the
+    case: a rank that fails goes on with the next case, and so do its peers, which must not wait for it in this one.
     """
     failures = []
     for case in cases:
@@ -96,8 +179,8 @@ def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
 class Scenarios:
     """Many short tests in one start of the ranks.
 
-    A scenario is a function ``(rank, *args)`` of a module. All of them run one after the other in the same processes,
-    each in its own try block; ``check(name)`` fails if that one raised, and returns what it returned.
+    A scenario is a function ``(rank, *args)`` of a module. All scenarios run one after the other in the same processes,
+    each in a try block of its own; ``check(name)`` fails if that one raised, and returns its results.
 
         SCENARIOS = Scenarios(4, [freezing, clipping])
 
@@ -105,7 +188,13 @@ class Scenarios:
         def test_features(scenario):
             SCENARIOS.check(scenario)
 
-    A scenario that raises on some ranks only, in between collectives, spoils those behind it.
+    A scenario that raises on some ranks only, between collectives, makes the following ones fail as well.
+
+    Args:
+        world_size: number of ranks.
+        functions: the scenarios, in the order in which they run.
+        args: further arguments, for all of them.
+        kwargs: as for ``run_ranks``.
     """
 
     def __init__(self, world_size: int, functions: Iterable[Callable[..., Any]], *args: Any, **kwargs: Any) -> None:
@@ -113,137 +202,289 @@ class Scenarios:
         self.functions = {function.__name__: function for function in functions}
         self._args = args
         self._kwargs = kwargs
-        self._outcomes: list[dict[str, tuple[bool, Any]]] | None = None
+        self._outcomes: list[dict[str, _Outcome]] | None = None
 
     def parametrize(self, test: Callable[..., None]) -> Callable[..., None]:
+        """Decorate a test with a parameter ``scenario``, which takes the name of every scenario."""
         import pytest
 
         return pytest.mark.parametrize("scenario", list(self.functions))(test)
 
     def check(self, name: str) -> list[Any]:
-        """What the scenario returned, in rank order."""
+        """Fail if a scenario raised on a rank, otherwise return its results in rank order.
+
+        The first call runs all scenarios.
+        """
         if self._outcomes is None:
             functions = list(self.functions.values())
             self._outcomes = run_ranks(_run_scenarios, self.world_size, functions, *self._args, **self._kwargs)
-        failures = {rank: told[name][1] for rank, told in enumerate(self._outcomes) if not told[name][0]}
-        assert not failures, f"{name} failed on ranks {sorted(failures)}:\n" + "\n".join(sorted(set(failures.values())))
-        return [told[name][1] for told in self._outcomes]
+        outcomes = [rank_outcomes[name] for rank_outcomes in self._outcomes]
+        failed = [rank for rank, outcome in enumerate(outcomes) if outcome.trace]
+        traces = sorted({outcome.trace for outcome in outcomes if outcome.trace})
+        assert not failed, f"{name} failed on ranks {failed}:\n" + "\n".join(traces)
+        return [outcome.result for outcome in outcomes]
 
 
-def _run_scenarios(rank: int, functions: list[Callable[..., Any]], *args: Any) -> dict[str, tuple[bool, Any]]:
+class _Outcome(NamedTuple):
+    """The end of a scenario on one rank: its result, or a traceback."""
+
+    result: Any = None
+    trace: str = ""
+
+
+def _run_scenarios(rank: int, functions: list[Callable[..., Any]], *args: Any) -> dict[str, _Outcome]:
     outcomes = {}
     for function in functions:
         try:
-            outcomes[function.__name__] = (True, function(rank, *args))
-        except Exception:  # noqa: BLE001 - the parent shows it
-            outcomes[function.__name__] = (False, traceback.format_exc())
+            outcomes[function.__name__] = _Outcome(result=function(rank, *args))
+        except Exception:  # noqa: BLE001 - the test shows it
+            outcomes[function.__name__] = _Outcome(trace=traceback.format_exc())
     return outcomes
 
 
-def _start(function, rank, world_size, args, env, init, folder, port):
-    receiver, sender = _context.Pipe(duplex=False)
-    variables = _rank_environment(rank, world_size, port) | env
-    process = _context.Process(
-        target=_rank_main, args=(sender, function, rank, world_size, args, variables, init, folder), daemon=True
-    )
-    process.start()
-    sender.close()
-    return process, receiver
-
-
 def free_port() -> int:
-    """A TCP port nobody listens on now, for a store that ranks make themselves."""
+    """Return a TCP port on which nobody listens now, for a store that ranks make themselves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _rank_environment(rank: int, world_size: int, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(world_size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "ACCELERATE_USE_CPU": "true",
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-    }
+# ------------------------------------------------------------------------------------------- ranks as the test sees them
 
 
-def _rank_main(sender, function, rank, world_size, args, variables, init, folder) -> None:
-    for name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES) and name not in KEPT_VARIABLES]:
-        del os.environ[name]
-    os.environ.update(variables)
-    try:
-        import torch
-        import torch.distributed as dist
+class StartedRank:
+    """One rank that runs, as the process of the test sees it.
 
-        torch.set_num_threads(1)
-        torch.manual_seed(0)
-        if init:
-            store = dist.FileStore(os.path.join(folder, "store"), world_size)
-            dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60)
-            )
-        result = function(rank, *args)
-        if dist.is_initialized():
-            dist.barrier()
-            dist.destroy_process_group()
-        sender.send_bytes(pickle.dumps((True, result)))  # tensors by value: the rank is gone when they are read
-    except BaseException as error:  # noqa: BLE001 - the parent shows it
-        failure = type(error).__name__, str(error), traceback.format_exc()
-        sender.send_bytes(pickle.dumps((False, failure)))
-    finally:
+    Args:
+        job: the function and its surroundings.
+        rank: which of its ranks.
+
+    Attributes:
+        rank: the rank.
+        process: its process.
+    """
+
+    def __init__(self, job: _Job, rank: int) -> None:
+        self.rank = rank
+        self._receiver, sender = _context.Pipe(duplex=False)
+        self._announced: set[str] = set()
+        self._end: _Result | _Raised | None = None
+        self.process = _context.Process(target=_rank_main, args=(sender, job, rank), daemon=True)
+        self.process.start()
+        # With this copy closed, the end of the rank's process closes the pipe, and reading from it raises EOFError.
         sender.close()
 
+    @property
+    def pid(self) -> int:
+        """The process's id."""
+        return self.process.pid
 
-def _collect(ranks, limit_s: float) -> list[Any]:
-    results, failures = {}, []
-    deadline = time.monotonic() + limit_s
-    pending = {receiver: rank for rank, (_, receiver) in enumerate(ranks)}
-    while pending:
-        ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
-        if not ready:
-            failures += [(rank, "TimeoutError", f"no result after {limit_s:.0f} s", "") for rank in pending.values()]
-            break
-        for receiver in ready:
-            rank = pending.pop(receiver)
-            try:
-                succeeded, value = pickle.loads(receiver.recv_bytes())
-            except (EOFError, ConnectionResetError):
-                succeeded, value = False, ("ProcessDied", f"exit code {_exit_code(ranks[rank][0])}", "")
-            if succeeded:
-                results[rank] = value
-            else:
-                failures.append((rank, *value))
-                deadline = min(deadline, time.monotonic() + GRACE_S)
-    _stop(ranks, kill=bool(failures))
-    if failures:
-        raise RankError(_report(failures), [failure[:3] for failure in failures])
-    return [results[rank] for rank in range(len(ranks))]
+    def stop(self) -> None:
+        """Stop the process with SIGSTOP. It keeps its connections, and answers nobody: peers see it hang."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a stopped process go on, with SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill the process with SIGKILL, stopped or not. The kernel closes its connections: peers see it die."""
+        os.kill(self.pid, signal.SIGKILL)
+
+    def wait_for(self, text: str, limit_s: float = LIMIT_S) -> None:
+        """Wait until the rank has called ``announce(text)``.
+
+        Raises:
+            AssertionError: it ended before, or did not do so in time.
+        """
+        deadline = time.monotonic() + limit_s
+        while text not in self._announced:
+            assert self._end is None, f"rank {self.rank} ended without announcing {text!r}: {self._end}"
+            is_ready = self._receiver.poll(max(0.0, deadline - time.monotonic()))
+            assert is_ready, f"rank {self.rank} did not announce {text!r} within {limit_s:.0f} s"
+            self._read()
+
+    def has_ended(self, within_s: float = 0.0) -> bool:
+        """Say whether the rank has returned, raised or died, or does so within the time."""
+        deadline = time.monotonic() + within_s
+        while self._end is None and self._receiver.poll(max(0.0, deadline - time.monotonic())):
+            self._read()
+        return self._end is not None
+
+    def _read(self) -> None:
+        """Take in one message of the rank, or its death."""
+        try:
+            message = pickle.loads(self._receiver.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            self.process.join(5)
+            message = _Raised("ProcessDied", f"exit code {self.process.exitcode}", "")
+        if isinstance(message, _Announcement):
+            self._announced.add(message.text)
+        else:
+            self._end = message
 
 
-def _report(failures: list[tuple[int, str, str, str]]) -> str:
-    """Each distinct traceback once, with the ranks it came from."""
-    ranks_of: dict[tuple[str, str, str], list[int]] = {}
-    for rank, *failure in failures:
-        ranks_of.setdefault(tuple(failure), []).append(rank)
+class StartedRanks:
+    """The ranks of one ``started_ranks``, by rank: ``ranks[2].stop()``."""
+
+    def __init__(self, ranks: list[StartedRank]) -> None:
+        self._ranks = ranks
+
+    def __getitem__(self, rank: int) -> StartedRank:
+        return self._ranks[rank]
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def __iter__(self) -> Iterator[StartedRank]:
+        return iter(self._ranks)
+
+    def collect(self, limit_s: float = LIMIT_S, grace_s: float = GRACE_S) -> list[Any]:
+        """Wait until all ranks have ended.
+
+        Args:
+            limit_s: seconds until ranks that have not ended count as failed.
+            grace_s: the same, from the first failure on. Where a rank is killed, its peers may need the ``timeout_s`` of
+                the group to notice; where a rank is stopped, this is how long the test waits for it in vain.
+
+        Returns:
+            What the function returned, in rank order.
+
+        Raises:
+            RankError: a rank raised, died or did not end in time.
+        """
+        deadline = time.monotonic() + limit_s
+        while running := {rank._receiver: rank for rank in self if rank._end is None}:
+            ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                for rank in running.values():
+                    rank._end = _Raised("TimeoutError", f"no result after {limit_s:.0f} s", "")
+            for receiver in ready:
+                rank = running[receiver]
+                rank._read()
+                if isinstance(rank._end, _Raised):
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        return self._results()
+
+    def end(self) -> None:
+        """Kill the ranks that are alive; those that have returned a result may end by themselves."""
+        for rank in self:
+            if not isinstance(rank._end, _Result):
+                rank.process.kill()
+        for rank in self:
+            rank.process.join(20)
+            rank.process.kill()  # in case it hangs at its exit
+            rank._receiver.close()
+
+    def _results(self) -> list[Any]:
+        failures = [(rank.rank, rank._end) for rank in self if isinstance(rank._end, _Raised)]
+        results = {rank.rank: rank._end.value for rank in self if isinstance(rank._end, _Result)}
+        if failures:
+            errors = [Failure(rank, raised.kind, raised.message) for rank, raised in failures]
+            raise RankError(_report(failures), errors, results)
+        return list(results.values())
+
+
+def _report(failures: list[tuple[int, _Raised]]) -> str:
+    """Return each distinct traceback once, with the ranks from which it came."""
+    ranks_of: dict[_Raised, list[int]] = {}
+    for rank, raised in failures:
+        ranks_of.setdefault(raised, []).append(rank)
     return "\n".join(
-        f"[ranks {ranks}] {kind}: {message}\n{trace}" for (kind, message, trace), ranks in ranks_of.items()
+        f"[ranks {ranks}] {raised.kind}: {raised.message}\n{raised.trace}" for raised, ranks in ranks_of.items()
     )
 
 
-def _exit_code(process) -> int | None:
-    process.join(5)
-    return process.exitcode
+# -------------------------------------------------------------------------------------------------- inside of a rank
 
 
-def _stop(ranks, kill: bool) -> None:
-    for process, receiver in ranks:
-        if kill:
-            process.kill()
-        process.join(20)
-        receiver.close()
+class _Job(NamedTuple):
+    """A function to run on ranks, and the surroundings in which it runs: see ``run_ranks``.
+
+    Attributes:
+        folder: for the store of the process group.
+        port: for a store that the function makes itself.
+    """
+
+    function: Callable[..., Any]
+    world_size: int
+    args: tuple
+    env: dict[str, str]
+    init: bool
+    timeout_s: float
+    folder: str
+    port: int
+
+
+class _Announcement(NamedTuple):
+    """A message of a rank that goes on."""
+
+    text: str
+
+
+class _Result(NamedTuple):
+    """The last message of a rank whose function returned."""
+
+    value: Any
+
+
+class _Raised(NamedTuple):
+    """The last message of a rank whose function raised, or what the test notes about one that died or hung."""
+
+    kind: str
+    message: str
+    trace: str
+
+
+_to_test: Connection | None = None
+"""In a rank, the connection to the test."""
+
+
+def _rank_main(sender: Connection, job: _Job, rank: int) -> None:
+    global _to_test
+    _to_test = sender
+    _set_environment(job, rank)
+    try:
+        # ``sender.send`` would pass tensors as shared memory, which ends with this process. Plain pickle copies them.
+        message = pickle.dumps(_Result(_call(job, rank)))
+    except BaseException as error:  # noqa: BLE001 - the test shows it
+        message = pickle.dumps(_Raised(type(error).__name__, str(error), traceback.format_exc()))
+    sender.send_bytes(message)
+    sender.close()
+
+
+def _call(job: _Job, rank: int) -> Any:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    if job.init:
+        store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)
+        timeout = timedelta(seconds=job.timeout_s)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout)
+    result = job.function(rank, *job.args)
+    if dist.is_initialized():
+        dist.barrier()  # a rank that leaves early breaks the connections of those that are still at work
+        dist.destroy_process_group()
+    return result
+
+
+def _set_environment(job: _Job, rank: int) -> None:
+    for name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES) and name not in KEPT_VARIABLES]:
+        del os.environ[name]
+    os.environ.update(
+        {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(job.world_size),
+            "LOCAL_WORLD_SIZE": str(job.world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(job.port),
+            "ACCELERATE_USE_CPU": "true",
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        | job.env
+    )

@@ -1,31 +1,26 @@
-"""An emulated cluster on one Linux machine: Y nodes x N ranks, with a link between nodes as slow as you like.
+"""An emulated cluster on one Linux machine: nodes of several ranks, joined by links of any speed.
 
-Every node is a network namespace with one interface, `eth0`, joined to a bridge that lives in a namespace of its own.
-`tc` limits each link in both directions. Ranks of a node talk over loopback, at memory speed; what goes to another node
-crosses `eth0`, and the interface counters say how much that was. Nothing of this is a model of a network: it is the
-kernel's own TCP over the kernel's own shaper, so acknowledgements, retransmissions and blocking are in the figures.
-
-    enter_sandbox()                                    # once, first thing in main(); returns in the sandbox
+    enter_sandbox()                                    # once, early in main(); see sandbox.py
     with Cluster(num_nodes=2, ranks_per_node=2) as cluster:
         cluster.set_link(rate="200mbit")
-        with cluster.start("training_run:TrainingRun", settings) as ranks:
-            results = ranks.call("measure", steps=5)   # the method, on every rank's object; results in rank order
+        with cluster.start("library.training_run:TrainingRun", *settings) as ranks:
+            results = ranks.call("measure", steps=5)   # calls the method on every rank; results in rank order
 
-[Note: nothing is left behind]
-Cleaning up by hand fails exactly when it matters: after SIGKILL. So the whole program runs in private mount, PID and
-network namespaces (`unshare`), and names of network namespaces live on a tmpfs inside. When the program ends, however
-it ends, the kernel kills every process within and frees every interface. The machine's own network is never touched:
-from inside, it cannot even be seen. Without root the same works in a user namespace, where the machine allows those.
+Processes, from the outside in:
+
+- the *driver* is the study: it makes the cluster, calls methods on ranks, and writes results;
+- a *node server* (``cluster_node.py``) runs in each node's network namespace. It imports PyTorch once;
+- *ranks* are forked by their node's server, so that a new run starts in a second instead of ten. All ranks of a run form
+  one gloo group, and each holds one *served object*, whose methods the driver calls.
+
+Driver, servers and ranks talk over one Unix socket. Network namespaces do not separate Unix sockets, so these messages
+neither wait for the slow links nor appear in their counters.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
-import re
-import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -35,139 +30,73 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-SANDBOX_MARK = "CLUSTER_SANDBOX"
-SWITCH = "switch"
-INTERFACE = "eth0"
-NODE_SCRIPT = Path(__file__).with_name("cluster_node.py")
+from library.network import INTERFACE, UNLIMITED, ClusterError, Network, address, namespace
+
 START_LIMIT_S = 180.0
-UNLIMITED = "unlimited"
-UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-
-
-class ClusterError(RuntimeError):
-    """A rank raised, died or did not answer; or the machine refuses network namespaces."""
-
-
-# ---------------------------------------------------------------------------------------------------------- the sandbox
-
-
-def why_impossible() -> str | None:
-    """Why this machine cannot run the emulated cluster, or None when it can. Tries it, which takes milliseconds."""
-    missing = [tool for tool in ("unshare", "ip", "tc", "mount") if shutil.which(tool) is None]
-    if missing:
-        return f"{', '.join(missing)} not found: install iproute2 and util-linux."
-    probe = "mount -t tmpfs tmpfs /run && ip netns add probe && ip link add v0 type veth peer name v1 netns probe"
-    trial = subprocess.run([*_unshare(), "sh", "-c", probe], capture_output=True, text=True)
-    if trial.returncode == 0:
-        return None
-    reason = (trial.stderr.strip().splitlines() or ["unknown"])[-1]
-    return f"the kernel refuses network namespaces ({reason}): run as root, or allow user namespaces."
-
-
-def enter_sandbox() -> None:
-    """Run this program once more inside private namespaces, and exit with its status. Returns at once when inside.
-
-    See [Note: nothing is left behind].
-    """
-    if os.environ.get(SANDBOX_MARK):
-        subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        return
-    if reason := why_impossible():
-        raise SystemExit(f"No emulated cluster on this machine: {reason}")
-    sys.stdout.flush()
-    command = [*_unshare(), sys.executable, *sys.argv]
-    inside = subprocess.Popen(command, env=os.environ | {SANDBOX_MARK: "1"}, preexec_fn=_die_with_parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the inside too, which ends in an orderly way
-    signal.signal(signal.SIGTERM, lambda *_: inside.kill())  # unshare itself ignores SIGTERM
-    status = inside.wait()
-    raise SystemExit(status if status >= 0 else 128 - status)
-
-
-def _die_with_parent() -> None:
-    """SIGKILL for this process when its parent ends, however that ends."""
-    PR_SET_PDEATHSIG = 1
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _unshare() -> list[str]:
-    """The command prefix that gives a program its own mounts, processes and network, and kills all of it at the end."""
-    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    return ["unshare", *user, "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-
-
-# ---------------------------------------------------------------------------------------------------------- the cluster
-
-
-def bits_per_second(rate: str) -> float | None:
-    """`200mbit` -> 2e8; None for `unlimited`.
-
-    Raises:
-        ValueError: the text is no rate.
-    """
-    if rate == UNLIMITED:
-        return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
-    if match is None:
-        raise ValueError(f"expected a rate such as 200mbit, 1gbit or {UNLIMITED}, got {rate!r}")
-    return float(match[1]) * UNITS[match[2]]
+BENCHMARKS = Path(__file__).resolve().parent.parent
+"""The folder from which ``library`` is imported."""
 
 
 class Cluster:
-    """Y nodes x N ranks. A context manager: nodes start on entry, and everything ends on exit.
+    """A number of nodes with a number of ranks each. A context manager: nodes start on entry, everything ends on exit.
 
     Args:
-        env: further environment variables of the ranks.
+        num_nodes: nodes.
+        ranks_per_node: ranks of each node, in every run.
+        env: environment variables of the ranks, beside those of this process.
     """
 
     def __init__(self, num_nodes: int, ranks_per_node: int, env: dict[str, str] | None = None) -> None:
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
         self._env = env or {}
+        self._network = Network(num_nodes)
         self._servers: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         self._port = 29500
 
     @property
     def world_size(self) -> int:
+        """The number of ranks."""
         return self.num_nodes * self.ranks_per_node
 
     def __enter__(self) -> Cluster:
-        self._stack = contextlib.ExitStack()
-        folder = self._stack.enter_context(tempfile.TemporaryDirectory(dir="/run"))  # the sandbox's own
-        self._listener = self._stack.enter_context(Listener(os.path.join(folder, "socket"), "AF_UNIX"))
-        self._stack.callback(self._tear_down)
-        self._build_network()
-        self._start_nodes()
+        with contextlib.ExitStack() as stack:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/run"))  # the sandbox's own
+            self._listener = stack.enter_context(Listener(os.path.join(folder, "socket"), "AF_UNIX"))
+            stack.callback(self._tear_down)
+            self._network.build()
+            self._start_nodes()
+            self._stack = stack.pop_all()  # nothing above has raised: the end is left to ``__exit__``
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
     def set_link(self, rate: str = UNLIMITED, delay: str | None = None) -> None:
-        """Limit every node's link, both ways. `delay` (such as 1ms) is added to each packet, in each direction.
-
-        Raises:
-            ClusterError: the kernel has no shaper (tbf), or none for delays (netem).
-        """
-        bits = bits_per_second(rate)
-        for node in range(self.num_nodes):
-            for namespace, interface in ((_node(node), INTERFACE), (SWITCH, f"port{node}")):
-                _shape(namespace, interface, bits, delay)
+        """Limit every node's link in both directions, also for runs that exist. See ``Network.set_link``."""
+        self._network.set_link(rate, delay)
 
     @contextlib.contextmanager
     def start(self, factory: str, *args: Any, env: dict[str, str] | None = None) -> Iterator[Ranks]:
-        """Start one process per rank, in one gloo group, each with an object made by `factory(*args)`.
+        """Start one process per rank, and end them when the context ends. Several runs may exist at once.
 
         Args:
-            factory: `module:name` of a callable; the module lies beside this one or is importable.
-            env: further environment variables of these ranks.
+            factory: ``module:name`` of a callable. Each rank calls it with ``args``, and serves the object it returns.
+            args: arguments that can be pickled.
+            env: environment variables of these ranks, beside the cluster's.
+
+        Yields:
+            The ranks, after all of them have made their object.
+
+        Raises:
+            ClusterError: a rank raised, died or was not ready in time.
         """
+        # Each run has a store of its own, so it needs a port of its own. The number also names the run.
         self._port = run = self._port + 1
         for node, connection in enumerate(self._connections):
-            connection.send(
-                ("start", run, factory, args, self._rank_environments(node) | (env or {}), self.ranks_per_node)
-            )
+            environment = self._rank_environment(node) | (env or {})
+            connection.send(("start", run, factory, args, environment, self.ranks_per_node))
         ranks = Ranks(self._accept("rank", self.world_size))
         try:
             ranks.wait_until_ready()
@@ -178,32 +107,21 @@ class Cluster:
                 connection.send(("stop", run))
                 connection.recv()
 
-    def _build_network(self) -> None:
-        _run("ip netns add", SWITCH)
-        _run(f"ip -n {SWITCH} link add bridge type bridge")
-        _run(f"ip -n {SWITCH} link set bridge up")
-        for node in range(self.num_nodes):
-            name, port = _node(node), f"port{node}"
-            _run("ip netns add", name)
-            _run(f"ip -n {SWITCH} link add {port} type veth peer name {INTERFACE} netns {name}")
-            _run(f"ip -n {SWITCH} link set {port} master bridge up")
-            _run(f"ip -n {name} addr add {_address(node)}/24 dev {INTERFACE}")
-            _run(f"ip -n {name} link set {INTERFACE} up")
-            _run(f"ip -n {name} link set lo up")
-
     def _start_nodes(self) -> None:
-        """One server per node: it imports everything once and forks the ranks of each run."""
-        environment = os.environ | self._env | {"CLUSTER_SOCKET": self._listener.address}
+        python_path = os.pathsep.join(filter(None, [str(BENCHMARKS), (os.environ | self._env).get("PYTHONPATH")]))
+        environment = os.environ | self._env | {"CLUSTER_SOCKET": self._listener.address, "PYTHONPATH": python_path}
         for node in range(self.num_nodes):
-            command = ["ip", "netns", "exec", _node(node), sys.executable, str(NODE_SCRIPT), str(node)]
+            command = f"ip netns exec {namespace(node)}".split()
+            command += [sys.executable, "-m", "library.cluster_node", str(node)]
             self._servers.append(subprocess.Popen(command, env=environment))
         self._connections = self._accept("node", self.num_nodes)
 
     def _accept(self, role: str, count: int) -> list[Connection]:
-        """Connections of `count` processes that announce themselves as (role, index), in index order."""
+        """Return the connections of ``count`` processes that announce themselves as (role, index), in index order."""
         connections: dict[int, Connection] = {}
         deadline = time.monotonic() + START_LIMIT_S
         while len(connections) < count:
+            # ``accept`` has no timeout. Waiting for its socket first leaves time to look after servers that have ended.
             if not wait([self._listener._listener._socket], timeout=1.0):
                 self._check_servers(deadline, role)
                 continue
@@ -220,18 +138,18 @@ class Cluster:
         if time.monotonic() > deadline:
             raise ClusterError(f"not every {role} started within {START_LIMIT_S:.0f} s")
 
-    def _rank_environments(self, node: int) -> dict[str, str]:
+    def _rank_environment(self, node: int) -> dict[str, str]:
         return {
             "FIRST_RANK": str(node * self.ranks_per_node),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
-            "MASTER_ADDR": _address(0),
+            "MASTER_ADDR": address(0),
             "MASTER_PORT": str(self._port),
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
 
     def _tear_down(self) -> None:
-        """Orderly end; the sandbox sees to the disorderly one."""
+        """End in an orderly way. Where this is not reached, the sandbox ends everything."""
         for connection in self._connections:
             connection.close()  # a node server ends with its connection
         for server in self._servers:
@@ -240,30 +158,42 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-        for name in (*map(_node, range(self.num_nodes)), SWITCH):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+        self._network.remove()
 
 
 class Ranks:
-    """The processes of one run, each with one object whose methods can be called."""
+    """The ranks of one run, each with a served object whose methods can be called.
+
+    Args:
+        connections: one for each rank, in rank order.
+    """
 
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
 
     def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
+        """Wait until every rank has made its object.
+
+        Raises:
+            ClusterError: as for ``call``.
+        """
         self._collect(limit_s)
 
     def call(self, method: str, *args: Any, limit_s: float = 3600.0, **kwargs: Any) -> list[Any]:
-        """Call the method on every rank at once; the results in rank order.
+        """Call a method of the served object on every rank at once.
+
+        Returns:
+            What the ranks returned, in rank order.
 
         Raises:
-            ClusterError: a rank raised (its traceback is the message), died or did not answer in time.
+            ClusterError: a rank raised (its traceback is in the message), died or did not answer within ``limit_s``.
         """
         for connection in self._connections:
             connection.send((method, args, kwargs))
         return self._collect(limit_s)
 
     def close(self) -> None:
+        """Close the connections. Ranks end when theirs is closed."""
         for connection in self._connections:
             connection.close()
 
@@ -271,6 +201,7 @@ class Ranks:
         results: dict[int, Any] = {}
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + limit_s
+        # Answers are taken as they come: a rank that died must be reported at once, also when an earlier one waits for it.
         while pending:
             ready = wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
@@ -289,33 +220,3 @@ def _receive(connection: Connection, rank: int) -> Any:
     if not succeeded:
         raise ClusterError(f"rank {rank} raised:\n{value}")
     return value
-
-
-def _node(node: int) -> str:
-    return f"node{node}"
-
-
-def _address(node: int) -> str:
-    return f"10.77.0.{node + 1}"
-
-
-def _shape(namespace: str, interface: str, bits: float | None, delay: str | None) -> None:
-    """Replace the interface's queueing discipline: netem for the delay outside, tbf for the rate within."""
-    tc = f"tc -n {namespace} qdisc"
-    subprocess.run(f"{tc} del dev {interface} root".split(), capture_output=True)
-    try:
-        if delay is not None:
-            _run(f"{tc} add dev {interface} root handle 1: netem delay {delay} limit 100000")
-        if bits is not None:
-            place = "root" if delay is None else "parent 1:1"
-            burst = max(256_000, int(bits / 8 / 200))  # what the link carries between two ticks of a 200 Hz clock
-            _run(f"{tc} add dev {interface} {place} tbf rate {bits:.0f}bit burst {burst} latency 50ms")
-    except ClusterError as error:
-        raise ClusterError(f"{error}\nRates need the kernel's sch_tbf, delays its sch_netem.") from error
-
-
-def _run(command: str, *arguments: str) -> None:
-    words = [*command.split(), *arguments]
-    result = subprocess.run(words, capture_output=True, text=True)
-    if result.returncode:
-        raise ClusterError(f"`{' '.join(words)}` failed: {result.stderr.strip()}")

@@ -1,7 +1,7 @@
-"""One node of the emulated cluster (see cluster.py): imports once, then forks the ranks of each run.
+"""The server of one node of the emulated cluster (see ``cluster.py``): it imports once, then forks ranks.
 
-Started by `Cluster` inside the node's network namespace, as `cluster_node.py <node index>`. Talks to the driver over a
-Unix socket, which network namespaces do not separate. Ends when the driver does.
+``Cluster`` starts it inside the node's network namespace, as ``python -m library.cluster_node <node index>``. It ends
+when the driver closes its connection, which happens at the latest when the driver ends.
 """
 
 from __future__ import annotations
@@ -12,25 +12,21 @@ import os
 import signal
 import sys
 import traceback
+from datetime import timedelta
 from multiprocessing import current_process, get_context
 from multiprocessing.connection import Client, Connection
-from pathlib import Path
 from typing import Any
 
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "accelerate", "hf_zeropp")
-GROUP_TIMEOUT_S = 1800
-LINK_STATISTICS = Path("/sys/class/net/eth0/statistics")
+GROUP_TIMEOUT = timedelta(minutes=30)
+"""The time that one collective may take. On a slow link a single step of a large model takes minutes."""
 
 _fork = get_context("fork")
 
 
-def link_bytes() -> dict[str, int]:
-    """What this node's link has carried so far: frames with all their headers, acknowledgements too."""
-    return {way: int((LINK_STATISTICS / f"{way}_bytes").read_text()) for way in ("tx", "rx")}
-
-
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the driver's business
+    """Serve until the driver closes the connection."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C, and closes the connection
     for module in PRELOAD:
         importlib.import_module(module)
     connection = _connect("node", int(sys.argv[1]))
@@ -38,7 +34,8 @@ def main() -> None:
     while message := _next(connection):
         verb, run, *details = message
         if verb == "start":
-            runs[run] = [_start_rank(index, *details) for index in range(details[-1])]
+            *start, num_ranks = details
+            runs[run] = [_start_rank(index, *start) for index in range(num_ranks)]
         else:
             _stop(runs.pop(run))
             connection.send("stopped")
@@ -47,19 +44,21 @@ def main() -> None:
 
 
 def _connect(role: str, index: int) -> Connection:
+    """Connect to the driver, and announce this process as a node or a rank with an index."""
     connection = Client(os.environ["CLUSTER_SOCKET"], "AF_UNIX")
     connection.send((role, index))
     return connection
 
 
 def _next(connection: Connection) -> Any:
+    """Return the driver's next message, or None after it has closed the connection."""
     try:
         return connection.recv()
     except (EOFError, OSError):
         return None
 
 
-def _start_rank(local_rank: int, factory: str, args: tuple, environment: dict[str, str], num_ranks: int) -> Any:
+def _start_rank(local_rank: int, factory: str, args: tuple, environment: dict[str, str]) -> Any:
     rank = int(environment["FIRST_RANK"]) + local_rank
     variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
     process = _fork.Process(target=_serve_rank, args=(rank, factory, args, variables), daemon=True)
@@ -68,7 +67,7 @@ def _start_rank(local_rank: int, factory: str, args: tuple, environment: dict[st
 
 
 def _stop(processes: list[Any]) -> None:
-    """Ranks end by themselves when the driver closes their connection; those that hang are killed."""
+    """Wait for ranks, which end when the driver closes their connections, and kill those that do not."""
     for process in processes:
         process.join(5)
         if process.is_alive():
@@ -77,9 +76,10 @@ def _stop(processes: list[Any]) -> None:
 
 
 def _serve_rank(rank: int, factory: str, args: tuple, variables: dict[str, str]) -> None:
-    """Build the object, then call its methods as the driver asks."""
+    """Make the served object, then call its methods as the driver asks, until the connection is closed."""
     os.environ.update(variables)
-    current_process()._config["daemon"] = False  # a rank may have helper processes of its own
+    # ``multiprocessing`` lets no daemon start processes, and offers no other way to lift that. A compiler may need some.
+    current_process()._config["daemon"] = False
     connection = _connect("rank", rank)
     try:
         _initialize(rank)
@@ -90,23 +90,21 @@ def _serve_rank(rank: int, factory: str, args: tuple, variables: dict[str, str])
             method, positional, keywords = message
             connection.send((True, getattr(served, method)(*positional, **keywords)))
     except BaseException:  # noqa: BLE001 - the driver shows it
-        with contextlib.suppress(OSError):  # unless it shows another rank's already
+        # The driver may have closed the connection already, after the traceback of another rank.
+        with contextlib.suppress(OSError):
             connection.send((False, traceback.format_exc()))
-    os._exit(0)  # peers may be gone already: no orderly farewell
+    # This skips the interpreter's own exit, in which the process group may wait for peers that are gone.
+    os._exit(0)
 
 
 def _initialize(rank: int) -> None:
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
-    dist.init_process_group("gloo", rank=rank, timeout=timedelta(seconds=GROUP_TIMEOUT_S))
+    dist.init_process_group("gloo", rank=rank, timeout=GROUP_TIMEOUT)
 
 
 if __name__ == "__main__":
-    # Ranks import `cluster_node` by this name too: one module, not two.
-    sys.modules["cluster_node"] = sys.modules["__main__"]
     main()

@@ -1,14 +1,14 @@
-"""Tables, plot and checks of the cluster study (bench_cluster.py)."""
+"""Tables, plot and checks of the step-time study (``bench_cluster.py``)."""
 
 from __future__ import annotations
 
 import argparse
-import math
 from pathlib import Path
 from typing import Any
 
-from cluster import bits_per_second
-from pages import Grid, write_page
+from library.network import bits_per_second, speed
+from library.pages import Grid, pyplot
+from library.study import Study, require
 
 TITLE = "Step time on an emulated cluster"
 INTRO = """A Llama with {millions:.1f} M parameters, trained through Accelerate with bf16 compute and AdamW, on nodes
@@ -22,32 +22,33 @@ MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", 
 
 
 def num_parameters(model: dict[str, int]) -> int:
+    """Return the number of a model's parameters, from the fields of its ``ModelShape``."""
     hidden, layers = model["hidden_size"], model["num_hidden_layers"]
     block = 4 * hidden**2 + 3 * hidden * model["intermediate_size"] + 2 * hidden
     return layers * block + 2 * model["vocab_size"] * hidden + hidden
 
 
-def grids(study: Any, args: argparse.Namespace) -> list[Grid]:
-    """Every table of the study, for the rates, accumulations and variants asked for."""
-    speed = [rate_grid(study, rate, micro_steps) for rate in args.rates for micro_steps in args.accumulation]
+def intro(study: Study) -> str:
+    """Return the first paragraph of the study's page."""
+    return INTRO.format(millions=num_parameters(study.conditions["model"]) / 1e6)
+
+
+def grids(study: Study, args: argparse.Namespace) -> list[Grid]:
+    """Make every table, for the rates, accumulations and variants on the command line."""
+    step_times = [rate_grid(study, rate, micro_steps) for rate in args.rates for micro_steps in args.accumulation]
     wanted = (
         row
         for row in study.rows("profiles")
         if row["rate"] in args.rates and row["accumulation"] in args.accumulation and row["variant"] in args.variants
     )
-    return [*speed, memory_grid(study), *map(profile_grid, wanted)]
+    return [*step_times, memory_grid(study), *map(profile_grid, wanted)]
 
 
-def page(study: Any, args: argparse.Namespace) -> None:
-    """The JSON's neighbours: a plot and a page."""
-    plot = study.path.with_suffix(".png")
-    plot_rates(study, plot)
-    intro = INTRO.format(millions=num_parameters(study.conditions["model"]) / 1e6)
-    write_page(study.path.with_suffix(".md"), TITLE, study.conditions, intro, grids(study, args), plot)
+def floor_seconds(study: Study, cell: dict[str, Any]) -> float | None:
+    """Return the shortest step that a variant could have without overlap, or None where ``compute`` was not measured.
 
-
-def floor_seconds(study: Any, cell: dict[str, Any]) -> float | None:
-    """The same computation without a collective, plus the cross-node bytes this variant sends over the link's rate."""
+    It is the step without any collective, plus the bytes that this variant sends over the link's rate.
+    """
     compute = study.find("cells", variant="compute", rate=cell["rate"], accumulation=cell["accumulation"])
     if compute is None:
         return None
@@ -55,8 +56,8 @@ def floor_seconds(study: Any, cell: dict[str, Any]) -> float | None:
     return compute["step_s"] + (8 * cell["link_bytes"] / bits if bits else 0.0)
 
 
-def rate_grid(study: Any, rate: str, micro_steps: int) -> Grid:
-    """One line per variant: step time, ratio to stock, floor and distance to it, bytes by interface and accounting."""
+def rate_grid(study: Study, rate: str, micro_steps: int) -> Grid:
+    """Make the table of one rate and accumulation, with a row per variant."""
     columns = ("step s", "min-max", "x stock", "floor s", "x floor", "link MB", "in M", "counted MB", "link/counted")
     grid = Grid(f"{rate}, {micro_steps} micro-steps per step", ("variant", *columns))
     stock = study.find("cells", variant="stock", rate=rate, accumulation=micro_steps)
@@ -79,8 +80,8 @@ def rate_grid(study: Any, rate: str, micro_steps: int) -> Grid:
     return grid
 
 
-def memory_grid(study: Any) -> Grid:
-    """The worst rank's megabytes by kind; peak: all live tensors between micro-steps."""
+def memory_grid(study: Study) -> Grid:
+    """Make the table of megabytes by kind, each of the rank that holds most of it."""
     grid = Grid("MB per rank", ("variant", "micro-steps", *MEMORY_KINDS))
     for row in study.rows("memory"):
         if row["variant"] != "compute":
@@ -90,7 +91,7 @@ def memory_grid(study: Any) -> Grid:
 
 
 def profile_grid(row: dict[str, Any]) -> Grid:
-    """Seconds of a step by phase, the mean over ranks."""
+    """Make the table of a step's seconds by phase, the mean over ranks."""
     total = sum(row["seconds"].values())
     title = f"{row['variant']}, {row['rate']}, {row['accumulation']} micro-steps: where a step goes"
     phases = sorted(row["seconds"].items(), key=lambda item: -item[1])
@@ -98,13 +99,9 @@ def profile_grid(row: dict[str, Any]) -> Grid:
     return Grid(title, ("phase", "s", "%"), [*rows, ["all, under the profile", f"{total:.4f}", "100"]])
 
 
-def plot_rates(study: Any, path: Path) -> None:
-    """Step rate over the link's rate, as a ratio to stock FSDP2; one panel per accumulation."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+def plot_rates(study: Study, path: Path) -> None:
+    """Draw step rates over the link's rate, as ratios to stock FSDP2, one panel per accumulation."""
+    plt = pyplot()
     accumulations = sorted({cell["accumulation"] for cell in study.rows("cells")})
     figure, axes = plt.subplots(1, len(accumulations), figsize=(5.5 * len(accumulations), 4), squeeze=False)
     for axis, micro_steps in zip(axes[0], accumulations, strict=True):
@@ -115,8 +112,8 @@ def plot_rates(study: Any, path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def _plot_panel(axis: Any, study: Any, micro_steps: int) -> None:
-    rates = sorted({cell["rate"] for cell in study.rows("cells")}, key=lambda rate: bits_per_second(rate) or math.inf)
+def _plot_panel(axis: Any, study: Study, micro_steps: int) -> None:
+    rates = sorted({cell["rate"] for cell in study.rows("cells")}, key=speed)
     for variant in dict.fromkeys(cell["variant"] for cell in study.rows("cells") if cell["variant"] != "compute"):
         cells = [study.find("cells", variant=variant, rate=rate, accumulation=micro_steps) for rate in rates]
         stocks = [study.find("cells", variant="stock", rate=rate, accumulation=micro_steps) for rate in rates]
@@ -131,15 +128,18 @@ def _plot_panel(axis: Any, study: Any, micro_steps: int) -> None:
     axis.set_xlabel("link between nodes")
 
 
-def check_direction(study: Any, args: argparse.Namespace) -> None:
-    """The quick form's verdict, for CI. Raises: SystemExit where the direction of a result is wrong."""
-    rate = min(args.rates, key=lambda rate: bits_per_second(rate) or math.inf)
+def check_direction(study: Study, args: argparse.Namespace) -> None:
+    """Check the results of the quick form, at the lowest rate.
+
+    Raises:
+        SystemExit: the direction of a result is wrong.
+    """
+    rate = min(args.rates, key=speed)
     for micro_steps in args.accumulation:
         stock, ours = (study.find("cells", variant=v, rate=rate, accumulation=micro_steps) for v in ("stock", "all"))
-        checks = {
+        claims = {
             f"ZeRO++ is faster than stock at {rate}": ours["step_s"] < stock["step_s"],
             "ZeRO++ sends less than 0.3 of stock's bytes": ours["link_bytes"] < 0.3 * stock["link_bytes"],
             "interface and accounting agree within 3 %": 1 <= ours["link_bytes"] / ours["counted_bytes"] < 1.03,
         }
-        if failed := [claim for claim, holds in checks.items() if not holds]:
-            raise SystemExit(f"With {micro_steps} micro-steps per step it does not hold that: {'; '.join(failed)}")
+        require({f"with {micro_steps} micro-steps per step, {claim}": holds for claim, holds in claims.items()})

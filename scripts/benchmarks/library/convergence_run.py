@@ -1,9 +1,7 @@
-"""One rank's training run of the convergence study (bench_convergence.py): real text, one variant, one seed."""
+"""One rank's training run in ``bench_convergence.py``: a small model on real text, with one variant and one seed."""
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from typing import Any
 
 import numpy as np
@@ -11,52 +9,27 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from training_run import OFF, ModelShape
 
 from hf_zeropp import ZeroPPPlugin
-
-WHOLE_SHARD = 1 << 17
-"""A block that holds a rank's whole shard of any parameter of the model: one scale for each."""
-
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "stock": None,
-    "qwz": OFF | {"qwz_bits": 8},
-    "hpz": OFF | {"hpz_size": "node"},
-    "qgz": OFF | {"qgz_bits": 4, "qgz_intra_bits": 8},
-    "all": {},
-    "all, qgz_until 0.5": {"qgz_until": 0.5},
-    "unblocked": {"weight_block": WHOLE_SHARD, "grad_block": WHOLE_SHARD},
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """What all runs share. `batch_size`: sequences per rank and step."""
-
-    shape: ModelShape
-    steps: int
-    batch_size: int = 4
-    seq_len: int = 128
-    learning_rate: float = 2e-3
-    warmup: float = 0.05
-    num_validation: int = 64
-
-    def rate_at(self, step: int) -> float:
-        """Linear warm-up, then a cosine to a tenth."""
-        warmup = max(1, round(self.warmup * self.steps))
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup))
+from library.training_run import build_model
+from library.variants import LOSS_VARIANTS, WHOLE_SHARD, Recipe
 
 
 class ConvergenceRun:
-    """A model from scratch on token files that the driver wrote.
+    """A model that is trained from scratch on token files, which the driver wrote.
+
+    Args:
+        variant: a key of ``variants``.
+        seed: sets the weights and the order of the text, the same for every variant.
+        recipe: the settings that all runs share.
+        train_file: tokens to train on, a ``.npy`` file of integers.
+        validation_file: tokens on which the loss is measured.
 
     Attributes:
-        variants: settings by name; None for the stock engine. Other studies have others.
+        variants: settings of the package by the variant's name; None leaves FSDP2's own communication.
     """
 
-    variants = VARIANTS
+    variants = LOSS_VARIANTS
 
     def __init__(self, variant: str, seed: int, recipe: Recipe, train_file: str, validation_file: str) -> None:
         if variant == "unblocked":
@@ -70,7 +43,7 @@ class ConvergenceRun:
         )
         self.accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin)
         set_seed(seed)
-        model = recipe.shape.build(seed)
+        model = build_model(recipe.shape, seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate_at)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -78,24 +51,25 @@ class ConvergenceRun:
         self.handle = self.plugin.handle_of(self.model)
         self.tokens = np.load(train_file, mmap_mode="r")
         self.validation = _sequences(np.load(validation_file), recipe)
-        self.random = np.random.default_rng([seed, dist.get_rank()])  # the same batches for every variant
+        # A generator of the run's own, so that every variant sees the same batches, however it uses PyTorch's.
+        self.random = np.random.default_rng([seed, dist.get_rank()])
         self.step = 0
 
     def train(self, steps: int) -> float:
-        """Some more steps; the mean training loss over them and over ranks."""
+        """Train for ``steps`` more steps, and return the mean training loss over them and over ranks."""
         losses = [self._train_step() for _ in range(steps)]
         return round(self._mean(torch.stack(losses).mean()), 5)
 
     @torch.no_grad()
     def evaluate(self) -> dict[str, float]:
-        """A point of the curve: the loss on the validation sequences, each rank its part."""
+        """Return a point of the run's curves: ``validation`` is the loss on the validation sequences of all ranks."""
         self.model.eval()
         losses = [self._loss(batch) for batch in self._validation().split(16)]
         self.model.train()
         return {"validation": round(self._mean(torch.stack(losses).mean()), 5)}
 
     def summary(self) -> dict[str, Any]:
-        """What else is kept of the run."""
+        """Return further results of a run that has ended. Subclasses have some."""
         return {}
 
     def _train_step(self) -> torch.Tensor:
@@ -112,23 +86,28 @@ class ConvergenceRun:
         return loss.detach()
 
     def _look_at_gradients(self) -> None:
-        """For studies that measure them: reduced, and not clipped yet."""
+        """Called with gradients that are reduced and not yet clipped. Subclasses measure them."""
 
     def _validation(self) -> torch.Tensor:
+        """Return this rank's validation sequences: [sequences, seq_len]."""
         return self.validation[dist.get_rank() :: dist.get_world_size()]
 
     def _batch(self) -> torch.Tensor:
-        """Random windows of the training text."""
+        """Return random windows of the training text: [batch_size, seq_len]."""
         length = self.recipe.seq_len
         starts = self.random.integers(len(self.tokens) - length, size=self.recipe.batch_size)
         return torch.from_numpy(np.stack([self.tokens[start : start + length] for start in starts]).astype(np.int64))
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """In fp32, of the logits: a loss that leaves the model has two digits, FSDP2 casts outputs to bf16."""
+        """Compute the loss in fp32, from the logits.
+
+        A loss that the model computes is an output, which FSDP2 casts to bf16: two or three digits would be left of it.
+        """
         logits = self.model(input_ids=tokens).logits[:, :-1].float()
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def _mean(self, value: torch.Tensor) -> float:
+        """Return the mean over ranks."""
         dist.all_reduce(value)
         return value.item() / dist.get_world_size()
 
@@ -139,10 +118,10 @@ def _sequences(tokens: np.ndarray, recipe: Recipe) -> torch.Tensor:
 
 
 def _allow_any_block() -> None:
-    """The negative control: blocks beyond what the package allows, in the reference kernels, which take any."""
+    """Let this process use larger blocks than the package allows, with the reference kernels, which take any block."""
     import hf_zeropp.config
     import hf_zeropp.ops.format
     from hf_zeropp import ops
 
-    hf_zeropp.format.MAX_BLOCK = hf_zeropp.config.MAX_BLOCK = WHOLE_SHARD
+    hf_zeropp.ops.format.MAX_BLOCK = hf_zeropp.config.MAX_BLOCK = WHOLE_SHARD
     ops.set_kernels("reference")

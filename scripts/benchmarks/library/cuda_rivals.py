@@ -1,8 +1,10 @@
-"""What else quantizes on a GPU, to be timed beside our operators: PyTorch code, DeepSpeed's kernels, torchao.
+"""Other quantizers on a GPU, to be timed beside our operators: PyTorch code, DeepSpeed's kernels, torchao.
 
-Each is asked for the nearest thing it has. None has our format: DeepSpeed keeps fp32 scales of groups, torchao keeps
-scales in a tensor of their own, and neither reorders slices. What is not installed or does not build is left out, with the
-reason.
+Each rival is asked for the nearest operation that it has. None has our format: DeepSpeed keeps fp32 scales of groups,
+torchao keeps scales in a tensor of their own, and neither reorders slices. A rival that is not installed or does not
+build is left out, and the reason is noted.
+
+Functions here return makers by the rival's name. A maker prepares buffers and returns the action to be timed.
 """
 
 from __future__ import annotations
@@ -17,14 +19,21 @@ from hf_zeropp.ops import reference
 from hf_zeropp.ops.format import WireLayout
 
 Action = Callable[[], object]
+Maker = Callable[[], Action]
+Makers = dict[str, Maker]
 
 
 class Missing(Exception):
-    """A rival that cannot run here, and why."""
+    """A rival cannot run here; the message says why. Makers raise it."""
 
 
 @functools.cache
 def deepspeed_kernels() -> Any:
+    """Build and load DeepSpeed's quantization kernels.
+
+    Raises:
+        Missing: DeepSpeed is not installed, or there is no toolkit that builds them.
+    """
     try:
         from deepspeed.ops.op_builder import QuantizerBuilder
 
@@ -35,6 +44,11 @@ def deepspeed_kernels() -> Any:
 
 @functools.cache
 def torchao_primitives() -> Any:
+    """Import torchao's quantization primitives.
+
+    Raises:
+        Missing: torchao is not installed, or does not work with this PyTorch.
+    """
     try:
         from torchao.quantization import quant_primitives
 
@@ -43,8 +57,14 @@ def torchao_primitives() -> Any:
         raise Missing(f"torchao: {type(error).__name__}: {error}") from error
 
 
-def quantize_rivals(values: torch.Tensor, layout: WireLayout, bits: int) -> dict[str, Callable[[], Action]]:
-    """Makers of actions by name; a maker may raise `Missing`. `values` has whole blocks."""
+def quantize_rivals(values: torch.Tensor, layout: WireLayout, bits: int) -> Makers:
+    """Return makers of quantization.
+
+    Args:
+        values: a number of whole blocks.
+        layout: our format for them, with one segment.
+        bits: of a code.
+    """
     groups = values.numel() // layout.block
 
     def deepspeed() -> Action:
@@ -71,9 +91,8 @@ def quantize_rivals(values: torch.Tensor, layout: WireLayout, bits: int) -> dict
     }
 
 
-def dequantize_rivals(
-    wire: torch.Tensor, layout: WireLayout, bits: int, dtype: torch.dtype
-) -> dict[str, Callable[[], Action]]:
+def dequantize_rivals(wire: torch.Tensor, layout: WireLayout, bits: int, dtype: torch.dtype) -> Makers:
+    """Return makers of dequantization to ``dtype``; DeepSpeed decodes its own codes of as many values, to fp16."""
     groups = layout.numel // layout.block
 
     def deepspeed() -> Action:
@@ -89,7 +108,8 @@ def dequantize_rivals(
     }
 
 
-def sum_quantize_rivals(wires: torch.Tensor, layout: WireLayout, bits: int, sources: int) -> dict[str, Callable]:
+def sum_quantize_rivals(wires: torch.Tensor, layout: WireLayout, bits: int, sources: int) -> Makers:
+    """Return makers of the step between the hops of a reduction: decode ``sources`` wires, sum, encode."""
     groups = layout.numel // layout.block
 
     def deepspeed() -> Action:
@@ -106,5 +126,5 @@ def sum_quantize_rivals(wires: torch.Tensor, layout: WireLayout, bits: int, sour
 
 
 def _compiled(run: Action) -> Action:
-    torch.compiler.reset()  # or the recompile limit would turn later cases into eager ones
+    torch.compiler.reset()  # otherwise the recompile limit makes later cases run uncompiled
     return torch.compile(run)

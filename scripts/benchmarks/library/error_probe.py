@@ -1,6 +1,7 @@
-"""What communication did to numbers on the way, measured in a training run that goes on as if nobody looked.
+"""How far communication moves weights and gradients, measured in a training run that goes on as without the measuring.
 
-Relative errors are Frobenius norms over all matrices of the model; 1-D parameters travel unquantized and are left out.
+Errors are relative: the Frobenius norm of the difference over that of the reference, over all matrices of the model.
+1-D parameters travel unquantized and are left out.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit, find
 
 @torch.no_grad()
 def weight_error(model: nn.Module) -> float:
-    """Distance of the weights that gathers deliver from the fp32 masters, the mean over ranks.
+    """Return the distance of gathered weights from the fp32 masters, the mean over ranks. All ranks must call it.
 
-    Call it where a forward of these weights was run: then they have crossed nodes already, and nothing is sent that
-    would not be sent without it.
+    Call it after a forward pass with these weights. They have crossed nodes by then, and gathering them once more sends
+    nothing that the run would not send without the call.
     """
     gathered = _gathered(model)
     squares = torch.zeros(2, dtype=torch.float64)
@@ -35,6 +36,7 @@ def weight_error(model: nn.Module) -> float:
 
 
 def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights with which a forward pass computes, by name."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
@@ -45,9 +47,13 @@ def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 class GradientProbe:
-    """Sums up reduced gradients, and beside them what an exact reduction makes of the same local gradients.
+    """Compares the sum of reduced gradients with that of exactly reduced ones.
 
-    An exact reduction is fp32, the sums are fp64. Other gradients, and so the training, stay what they are.
+    The exact reduction takes the same local gradients, in fp32; sums are kept in fp64. The gradients that the optimizer
+    sees, and so the training, stay as they are. From its construction on, a probe must see every step.
+
+    Args:
+        model: a model that ``fully_shard`` has sharded, with this package's communication or FSDP2's own.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -55,52 +61,56 @@ class GradientProbe:
         self._squares: list[torch.Tensor] = []
 
     def look(self) -> None:
-        """Take in one step. After its backward pass, before gradients are clipped."""
+        """Take in one step. Call it after the step's backward pass and before gradients are clipped."""
         parts = [recorder.look() for recorder in self._recorders]
         self._squares.append(torch.stack(parts).sum(0))
 
     def errors(self) -> list[float]:
-        """After each step: |sum of reduced - sum of exact| / |sum of exact|. Collective."""
+        """Return the relative error of the summed gradients after each step. All ranks must call it."""
         return _relative(torch.stack(self._squares)).tolist()
 
     def scaled_error(self) -> float:
-        """After the last step, every element divided by the root mean square of its gradients, much as AdamW does: there
-        the small elements of a matrix count as much as the large ones. Collective.
+        """Return the error of the last sums with every element scaled as AdamW scales it. All ranks must call it.
 
-        Of exact and reduced gradients together: elements that are lost on the way count, and so does noise where exact
-        gradients are next to nothing, but neither without bounds.
+        Each element is divided by the root mean square of its own gradients over all steps, so that small elements
+        of a matrix count as much as large ones. The mean square is that of exact and reduced gradients together.
+        With the exact ones alone, noise in an element whose exact gradients are nearly zero would count without bound;
+        with the reduced ones alone, so would an element whose gradients are lost on the way.
         """
         return _relative(torch.stack([recorder.scaled() for recorder in self._recorders]).sum(0)).item()
 
 
 def _relative(squares: torch.Tensor) -> torch.Tensor:
-    """[..., 2], each rank's squares of error and reference -> the relative errors [...] over all ranks."""
+    """Sum [..., 2], the squares of error and reference, over ranks, and return the relative errors [...]."""
     dist.all_reduce(squares)
     return (squares[..., 0] / squares[..., 1]).sqrt()
 
 
 class _Recorder(ReduceScatter):
-    """Takes the place of a unit's comm object, and lets it do the work. Its sums are flat shards, zero but for matrices."""
+    """Takes the place of a unit's ``ReduceScatter``, lets the replaced one do the work, and reduces exactly beside it.
+
+    Its sums have the layout of the unit's flat shard, and hold zeros for all parameters but matrices.
+    """
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._comm = unit.reduce_scatter
-        self._engine = DefaultReduceScatter()
+        self._replaced = unit.reduce_scatter
+        self._fsdp2 = DefaultReduceScatter()
         numel = sum(shard.padded_numel for shard in unit.param_shards(trainable_only=True))
         self._latest = torch.empty(0)
         self._exact, self._reduced, self._power = torch.zeros(3, numel, dtype=torch.float64)
         unit.set_reduce_scatter(self)
 
     def allocate(self, size, *, dtype, device):
-        return self._comm.allocate(size, dtype=dtype, device=device)
+        return self._replaced.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
         self._latest = torch.empty_like(output_tensor, dtype=torch.float32)
-        self._engine(self._latest, input_tensor.float(), group, op)
-        return self._comm(output_tensor, input_tensor, group, op, async_op)
+        self._fsdp2(self._latest, input_tensor.float(), group, op)
+        return self._replaced(output_tensor, input_tensor, group, op, async_op)
 
     def look(self) -> torch.Tensor:
-        """This rank's part of the squares, of the error and of the exact sum."""
+        """Add the latest gradients to the sums, and return this rank's squares of their error and reference."""
         for param, place in self._matrices():
             exact, reduced = self._latest[place].double(), param.grad.to_local().flatten().double()
             self._exact[place] += exact
@@ -109,7 +119,7 @@ class _Recorder(ReduceScatter):
         return self._squares()
 
     def scaled(self) -> torch.Tensor:
-        """The same of elements over their root mean square; those that were always zero stay so."""
+        """Return the squares of the sums with scaled elements. Elements that were always zero stay zero."""
         return self._squares(torch.where(self._power > 0, self._power.rsqrt(), 0.0))
 
     def _squares(self, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
@@ -117,7 +127,7 @@ class _Recorder(ReduceScatter):
         return torch.stack([error.square().sum(), exact.square().sum()])
 
     def _matrices(self) -> Iterator[tuple[DTensor, slice]]:
-        """And where they lie in the flat shard."""
+        """Yield the unit's trainable matrices, each with its place in the flat shard."""
         start = 0
         for shard, param in zip(self._unit.param_shards(trainable_only=True), self._unit.trainable, strict=True):
             if shard.ndim > 1:

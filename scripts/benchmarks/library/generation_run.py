@@ -1,52 +1,56 @@
-"""One rank of the generation benchmark (bench_generation.py): greedy tokens from a sharded Hugging Face model."""
+"""One rank of ``bench_generation.py``: greedy tokens from a sharded Hugging Face model."""
 
 from __future__ import annotations
 
 import time
 
 import torch
-import torch.distributed as dist
-from cluster_node import link_bytes
 from torch.distributed.fsdp import register_fsdp_forward_method
-from training_run import Measurement, ModelShape, TrainingRun, Variant
+
+from library.measurement import Measurement
+from library.training_run import TrainingRun
+from library.variants import ModelShape, Variant
 
 
 class GenerationRun(TrainingRun):
-    """A model under one variant that generates instead of training. Each token takes a forward pass of all ranks."""
+    """A model under one variant that generates instead of training. Every token takes a forward pass of all ranks.
+
+    Args:
+        variant: how ranks communicate.
+        shape: the model's sizes.
+        batch_size: prompts of this rank.
+        prompt_len: tokens of a prompt.
+    """
 
     def __init__(self, variant: Variant, shape: ModelShape, batch_size: int, prompt_len: int) -> None:
         super().__init__(variant, shape, batch_size, prompt_len)
         self.model.eval()
-        if variant.lora and not self.handle:  # PEFT's `generate` passes FSDP2's root by: what a user must do about it
+        if variant.lora and not self.handle:
+            # PEFT's ``generate`` calls the base model, so FSDP2's hooks on the root do not run. Users of plain FSDP2
+            # must register the method like this; the package does it for them.
             register_fsdp_forward_method(self.model, "generate")
 
     @torch.no_grad()
     def generate(self, num_tokens: int) -> Measurement:
-        """`step_ends` holds the start and, per token, when it was there."""
-        ends: list[float] = []
-        dist.barrier()
-        if self.handle:
-            self.handle.traffic.reset()
-        before = link_bytes()
-        dist.barrier()
-        ends.append(time.monotonic())
-        self.model.generate(
-            self.tokens,
-            max_new_tokens=num_tokens,
-            min_new_tokens=num_tokens,
-            do_sample=False,
-            synced_gpus=True,
-            pad_token_id=0,
-            streamer=_Clock(ends),
-        )
-        dist.barrier()
-        link = {way: count - before[way] for way, count in link_bytes().items()}
-        counted = self.handle.traffic.cross_node_bytes if self.handle else None
-        return Measurement(ends, link, counted, loss=float("nan"))
+        """Generate ``num_tokens`` tokens per prompt. ``step_ends`` holds when each of them was there."""
+
+        def generate(ends: list[float]) -> float:
+            self.model.generate(
+                self.tokens,
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                synced_gpus=True,
+                pad_token_id=0,
+                streamer=_Clock(ends),
+            )
+            return float("nan")
+
+        return self._measured(generate)
 
 
 class _Clock:
-    """A streamer that notes when each token came. The first call brings the prompt."""
+    """A streamer that notes when each token came. Transformers hands it the prompt first."""
 
     def __init__(self, ends: list[float]) -> None:
         self._ends = ends
@@ -58,4 +62,4 @@ class _Clock:
         self._saw_prompt = True
 
     def end(self) -> None:
-        pass
+        """Nothing is left to do after the last token."""

@@ -1,59 +1,23 @@
-"""One rank's training run of the study of low-bit traffic (bench_half_model.py): losses, errors on the way, and bytes."""
+"""One rank's training run in ``bench_half_model.py``: losses, errors that communication adds, and bytes."""
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
-from convergence_run import ConvergenceRun, Recipe
-from error_probe import GradientProbe, weight_error
-from training_run import DELTA
 
-PAPER = {"preset": "paper"}
-FEEDBACK = {"qgz_error_feedback": "full"}
-ROTATED = {"qgz_hadamard": True}
-
-VARIANTS: dict[str, dict[str, Any] | None] = {
-    "stock": None,
-    "paper": PAPER,
-    # One thing changed in the paper's configuration. The first is the package's default.
-    "int8-inside": PAPER | {"qgz_intra_bits": 8},
-    "hadamard": PAPER | ROTATED,
-    "feedback": PAPER | FEEDBACK,
-    "delta-4": PAPER | DELTA,
-    "delta-2": PAPER | DELTA | {"qwz_bits": 2},
-    # Together, all with INT8 inside.
-    "int8-feedback": FEEDBACK,
-    "int8-loco": {"qgz_error_feedback": 0.5},
-    "gradients": FEEDBACK | ROTATED,
-    "half-values": DELTA,
-    "half": FEEDBACK | ROTATED | DELTA,
-    "half-hpz-8": FEEDBACK | ROTATED | DELTA | {"hpz_bits": 8},
-    "three-eighths-values": DELTA | {"qwz_bits": 2},
-    "three-eighths": FEEDBACK | ROTATED | DELTA | {"qwz_bits": 2},
-}
+from library.convergence_run import ConvergenceRun
+from library.error_probe import GradientProbe, weight_error
+from library.variants import HALF_MODEL_VARIANTS, ProbedRecipe
 
 SUM_LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-
-
-@dataclasses.dataclass(frozen=True)
-class ProbedRecipe(Recipe):
-    """What all runs share, further.
-
-    probe_steps: the last of them, in which gradients are compared with exactly reduced ones.
-    repeat: every step sees the same sequences, and so does validation. Without the noise of a random text in them,
-        gradients show what communication adds.
-    """
-
-    probe_steps: int = 100
-    repeat: bool = False
+"""Numbers of steps for whose summed gradients an error is kept."""
 
 
 class HalfModelRun(ConvergenceRun):
-    """Measures without changing anything: its losses are those of the same run without a probe."""
+    """A run that is measured without being changed: its losses are those of the same run without a probe."""
 
-    variants = VARIANTS
+    variants = HALF_MODEL_VARIANTS
     recipe: ProbedRecipe
 
     def __init__(self, *args: Any) -> None:
@@ -63,7 +27,11 @@ class HalfModelRun(ConvergenceRun):
         self._only_batch = super()._batch() if self.recipe.repeat else None
 
     def train(self, steps: int) -> float:
-        """Some more steps; of the first ones, bytes are counted from the second step on, when only deltas cross."""
+        """Train for ``steps`` more steps, and return the mean training loss.
+
+        The first call also fixes the run's traffic. The first step is left out of it: with deltas, it is the one that
+        sends whole weights.
+        """
         loss = super().train(steps)
         if self.handle and self._traffic is None:
             traffic, nodes = self.handle.traffic, self.handle.topology.num_nodes
@@ -71,10 +39,17 @@ class HalfModelRun(ConvergenceRun):
         return loss
 
     def evaluate(self) -> dict[str, float]:
+        """Return a point of the run's curves: ``validation`` and ``weight_error``."""
         return super().evaluate() | {"weight_error": round(weight_error(self.model), 6)}
 
     def summary(self) -> dict[str, Any]:
-        """Bytes across nodes per step over M (Y-1)/Y, and errors of summed gradients by the number of steps summed."""
+        """Return traffic and gradient errors.
+
+        Returns:
+            ``traffic``: bytes that cross nodes per step over M (Y-1)/Y; None for FSDP2's own communication.
+            ``gradient_error``: errors of summed gradients, and how many steps were summed for each.
+            ``scaled_error``: see ``GradientProbe.scaled_error``; None for a run without a probe.
+        """
         errors = self._probe.errors() if self._probe else []
         counts = sorted({count for count in SUM_LENGTHS if count < len(errors)} | {len(errors)} - {0})
         sums = {count: round(errors[count - 1], 6) for count in counts}

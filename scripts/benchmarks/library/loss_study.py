@@ -1,25 +1,35 @@
-"""What studies of the training loss share: the text, the runs, and what is shown of their curves."""
+"""Parts that the studies of the training loss share: the text, the runs, and tables and plots of their curves.
+
+Every run keeps a *curve*: the losses at a number of points, the last of which is the end. All comparisons are between
+runs with the same seed, which start from the same weights and see the same text.
+"""
 
 from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cluster import Cluster, Ranks
-from pages import Grid, headline, write_page
-from rich.console import Console
 from rich.progress import Progress, TaskID
-from study import Study, make_parser, progress_bar, rank_environment
+
+from library.cluster import Cluster, Ranks
+from library.pages import Grid
+from library.study import Study, make_parser, new_console, progress_bar, rank_environment
+from library.variants import Recipe
 
 
 def loss_parser(description: str, default_output: str, variants: Sequence[str]) -> argparse.ArgumentParser:
-    """A parser with what these studies take."""
+    """Make a parser with the flags of a loss study.
+
+    Args:
+        description: the study's module docstring.
+        default_output: name of the JSON file in ``scripts/results``.
+        variants: names of variants, all of which run by default.
+    """
     parser = make_parser(description, default_output)
     parser.set_defaults(hidden_size=256, layers=4)
     parser.add_argument("--variants", nargs="+", default=list(variants), choices=list(variants))
@@ -27,12 +37,24 @@ def loss_parser(description: str, default_output: str, variants: Sequence[str]) 
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and step")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--points", type=int, default=20, help="of each curve")
+    parser.add_argument("--points", type=int, default=20, help="points of each curve")
     return parser
 
 
-def write_tokens(folder: Path, vocab_size: int) -> tuple[str, str]:
-    """The standard library's modules, tokenized; every tenth goes to the validation text."""
+class TokenFiles(NamedTuple):
+    """Paths of token files, as text."""
+
+    train: str
+    validation: str
+
+
+def write_tokens(folder: Path, vocab_size: int) -> TokenFiles:
+    """Write the source code of Python's standard library as tokens; every tenth module is validation text.
+
+    Args:
+        folder: for the files.
+        vocab_size: of the tokenizer, which is trained on the same text.
+    """
     import numpy as np
     from tokenizers import ByteLevelBPETokenizer
 
@@ -40,25 +62,39 @@ def write_tokens(folder: Path, vocab_size: int) -> tuple[str, str]:
     texts = [file.read_text(errors="replace") for file in files]
     tokenizer = ByteLevelBPETokenizer()
     tokenizer.train_from_iterator(texts, vocab_size=vocab_size, show_progress=False)
-    paths = []
-    for name, chosen in (("train", [i for i in range(len(texts)) if i % 10]), ("validation", range(0, len(texts), 10))):
-        tokens = [token for i in chosen for token in tokenizer.encode(texts[i]).ids]
-        paths.append(str(folder / f"{name}.npy"))
-        np.save(paths[-1], np.array(tokens, dtype=np.uint16))
-    return paths[0], paths[1]
+
+    def write(name: str, chosen: list[str]) -> str:
+        path = folder / f"{name}.npy"
+        np.save(path, np.array([token for text in chosen for token in tokenizer.encode(text).ids], dtype=np.uint16))
+        return str(path)
+
+    training = [text for i, text in enumerate(texts) if i % 10]
+    return TokenFiles(write("train", training), write("validation", texts[::10]))
 
 
 def run_study(
-    args: argparse.Namespace, study: Study, recipe: Any, served: str = "convergence_run:ConvergenceRun"
+    args: argparse.Namespace,
+    study: Study,
+    recipe: Recipe,
+    served: str = "library.convergence_run:ConvergenceRun",
 ) -> None:
-    """Seed by seed, so that a study that was stopped has whole comparisons. `served`: what a rank runs."""
+    """Run every variant with every seed that the study lacks, on 2 nodes x 2 ranks at full network speed.
+
+    Seeds are the outer loop, so that a study that is stopped has complete comparisons for some seeds.
+
+    Args:
+        args: the command line.
+        study: takes one row of kind ``runs`` per variant and seed.
+        recipe: the settings that all runs share.
+        served: the class that a rank runs, as ``module:name``.
+    """
     wanted = [(variant, seed) for seed in args.seeds for variant in args.variants]
     missing = [(variant, seed) for variant, seed in wanted if study.find("runs", variant=variant, seed=seed) is None]
     if not missing:
         return
     with (
         progress_bar(new_console()) as progress,
-        tempfile.TemporaryDirectory(dir="/run") as folder,
+        tempfile.TemporaryDirectory(dir="/run") as folder,  # the sandbox's own
         Cluster(2, 2, rank_environment(threads=1)) as cluster,
     ):
         task = progress.add_task("tokenizing", total=len(missing) * args.points)
@@ -71,7 +107,7 @@ def run_study(
 
 
 def _train(ranks: Ranks, args: argparse.Namespace, progress: Progress, task: TaskID) -> dict[str, Any]:
-    """One run: points of the curve, the last of them at the end, and whatever else it sums up to."""
+    """Train one run to its end, and return its row: curve, final loss and summary."""
     points = []
     done = 0
     for point in range(1, args.points + 1):
@@ -84,19 +120,36 @@ def _train(ranks: Ranks, args: argparse.Namespace, progress: Progress, task: Tas
     return {"final": curve["validation"][-1], **ranks.call("summary")[0], "curve": curve}
 
 
+def variants_of(study: Study) -> list[str]:
+    """Return the variants that have run, in the order in which they first did."""
+    return list(dict.fromkeys(run["variant"] for run in study.rows("runs")))
+
+
+def runs_of(study: Study, variant: str) -> list[dict[str, Any]]:
+    """Return a variant's runs, one per seed."""
+    return [run for run in study.rows("runs") if run["variant"] == variant]
+
+
 def losses_of(study: Study, variant: str) -> dict[int, float]:
-    return {run["seed"]: run["final"] for run in study.rows("runs") if run["variant"] == variant}
+    """Return a variant's final validation losses by seed."""
+    return {run["seed"]: run["final"] for run in runs_of(study, variant)}
 
 
 def difference(study: Study, variant: str, rival: str = "stock") -> float | None:
-    """Mean over seeds of the loss relative to the rival's with the same seed, minus one."""
+    """Return by how much a variant's final loss exceeds the rival's with the same seed, relative, the mean over seeds.
+
+    The seed moves the loss more than most variants do, so losses are compared within a seed and averaged afterwards.
+
+    Returns:
+        The mean of loss / rival's loss - 1; None where no seed has both.
+    """
     theirs, own = losses_of(study, rival), losses_of(study, variant)
     pairs = [own[seed] / theirs[seed] - 1 for seed in own if seed in theirs]
     return statistics.mean(pairs) if pairs else None
 
 
 def loss_grid(study: Study, args: argparse.Namespace, rivals: Sequence[str] = ("stock",)) -> Grid:
-    """Final validation loss by variant, and its distance to the rivals' with the same seeds."""
+    """Make the table of final validation losses by variant, and of their distance to each rival's."""
     columns = ("variant", "mean", "std over seeds", "min-max", "seeds", *(f"to {name}, same seed" for name in rivals))
     grid = Grid(f"validation loss after {args.steps} steps", columns)
     for variant in args.variants:
@@ -118,58 +171,22 @@ def _percent(change: float | None) -> str:
     return "" if change is None else f"{100 * change:+.2f} %"
 
 
-def variants_of(study: Study) -> list[str]:
-    return list(dict.fromkeys(run["variant"] for run in study.rows("runs")))
-
-
 def plot_losses(axis: Any, study: Study, variant: str, color: str) -> None:
-    """Validation loss over steps, mean over seeds."""
-    runs = [run["curve"] for run in study.rows("runs") if run["variant"] == variant]
-    losses = [statistics.mean(point) for point in zip(*(run["validation"] for run in runs), strict=True)]
-    axis.plot(runs[0]["step"], losses, color=color, label=variant, linewidth=1)
+    """Draw a variant's validation loss over steps, the mean over seeds."""
+    curves = [run["curve"] for run in runs_of(study, variant)]
+    losses = [statistics.mean(point) for point in zip(*(curve["validation"] for curve in curves), strict=True)]
+    axis.plot(curves[0]["step"], losses, color=color, label=variant, linewidth=1)
 
 
 def plot_change(axis: Any, study: Study, variant: str, color: Any) -> None:
-    """How far above stock's with the same seed a variant's losses are: the mean over seeds, and all of them as a band."""
+    """Draw how far a variant's losses are above stock's with the same seed: the mean over seeds, and a band of all."""
     import numpy as np
 
     changes = []
-    for run in study.rows("runs"):
-        stock = study.find("runs", variant="stock", seed=run["seed"])
-        if run["variant"] == variant and stock:
+    for run in runs_of(study, variant):
+        if stock := study.find("runs", variant="stock", seed=run["seed"]):
             changes.append(100 * (np.divide(run["curve"]["validation"], stock["curve"]["validation"]) - 1))
             steps = run["curve"]["step"]
     if changes:
         axis.plot(steps, np.mean(changes, axis=0), color=color, label=variant, linewidth=1)
         axis.fill_between(steps, np.min(changes, 0), np.max(changes, 0), color=color, alpha=0.15)
-
-
-def new_console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 132)
-
-
-def report(
-    args: argparse.Namespace,
-    study: Study,
-    title: str,
-    intro: str,
-    grids: list[Grid],
-    plot: Callable[[Study, Path], None],
-) -> None:
-    """Tables on the terminal; the JSON's neighbours, a plot and a page; and the plot where it was asked for."""
-    console = new_console()
-    console.print(headline(study.conditions))
-    for grid in grids:
-        console.print(grid.rich())
-    if args.plot:
-        plot(study, args.plot)
-    if study.path:
-        picture = study.path.with_suffix(".png")
-        plot(study, picture)
-        write_page(study.path.with_suffix(".md"), title, study.conditions, intro, grids, picture)
-
-
-def require(checks: dict[str, bool]) -> None:
-    """The quick form's verdict, for CI. Raises: SystemExit: a claim does not hold."""
-    if failed := [claim for claim, holds in checks.items() if not holds]:
-        raise SystemExit(f"It does not hold that: {'; '.join(failed)}")

@@ -1,26 +1,36 @@
-"""Results as tables on the terminal and as a Markdown page, from the same rows."""
+"""Results as tables on the terminal, as a plot, and as a Markdown page, all from the same rows."""
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
+
+from library.study import Study, new_console
 
 BY_HAND = "<!-- Below this line the page is written by hand, and kept when the study runs again. -->"
 
 
 @dataclasses.dataclass
 class Grid:
-    """A titled table; the first column names the row."""
+    """A table with a title.
+
+    Attributes:
+        title: above the table.
+        columns: headers. The first column names the row; the others hold figures.
+        rows: cells, as text.
+    """
 
     title: str
     columns: Sequence[str]
     rows: list[list[str]] = dataclasses.field(default_factory=list)
 
     def rich(self) -> Table:
+        """Return the table for the terminal."""
         table = Table(title=self.title)
         for i, column in enumerate(self.columns):
             table.add_column(column, justify="right" if i else "left", no_wrap=True)
@@ -29,18 +39,62 @@ class Grid:
         return table
 
     def markdown(self) -> str:
+        """Return the table for a page."""
         lines = [f"**{self.title}**", "", _row(self.columns), _row(["---", *["---:"] * (len(self.columns) - 1)])]
         return "\n".join([*lines, *map(_row, self.rows)])
 
 
+def report(
+    args: argparse.Namespace,
+    study: Study,
+    title: str,
+    intro: str,
+    grids: Sequence[Grid],
+    plot: Callable[[Study, Path], None],
+) -> None:
+    """Show a study's tables, and write its plot and its page beside its JSON file, where it has one.
+
+    Args:
+        args: the command line; ``--plot`` names a further file for the plot.
+        study: rows and conditions.
+        title: of the page.
+        intro: first paragraph of the page.
+        grids: tables.
+        plot: draws the study into a file.
+    """
+    console = new_console()
+    console.print(headline(study.conditions))
+    for grid in grids:
+        console.print(grid.rich())
+    if args.plot:
+        plot(study, args.plot)
+    if study.path:
+        picture = study.path.with_suffix(".png")
+        plot(study, picture)
+        write_page(study.path.with_suffix(".md"), title, study.conditions, intro, grids, picture)
+
+
 def headline(conditions: dict[str, Any]) -> str:
-    """What the terminal shows above the tables."""
+    """Return the line above the tables on the terminal."""
     versions = ", ".join(f"{name} {version}" for name, version in conditions["versions"].items())
     return f"{conditions['cores']} cores, {conditions['kernels']} kernels, {versions}"
 
 
-def write_page(path: Path, title: str, conditions: dict[str, Any], intro: str, grids: list[Grid], plot: Path) -> None:
-    """The page of one study: command, conditions, plot, tables; then whatever was written by hand before."""
+def write_page(
+    path: Path, title: str, conditions: dict[str, Any], intro: str, grids: Sequence[Grid], plot: Path
+) -> None:
+    """Write the page of a study: command, conditions, plot and tables.
+
+    Text below the line ``BY_HAND`` in a page that exists is kept.
+
+    Args:
+        path: the page.
+        title: its title.
+        conditions: of ``Study``, with the command.
+        intro: its first paragraph.
+        grids: tables. Those without rows are left out.
+        plot: a picture in the page's folder.
+    """
     kept = path.read_text().partition(BY_HAND)[2] if path.exists() else "\n"
     settings = {key: value for key, value in conditions.items() if key not in ("command", "versions") and value}
     versions = ", ".join(f"{name} {version}" for name, version in conditions["versions"].items())
@@ -54,6 +108,16 @@ def write_page(path: Path, title: str, conditions: dict[str, Any], intro: str, g
         *(grid.markdown() for grid in grids if grid.rows),
     ]
     path.write_text("\n\n".join(parts) + f"\n\n{BY_HAND}{kept}")
+
+
+def pyplot() -> Any:
+    """Import ``matplotlib.pyplot`` for writing files, on machines without a display too."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
 
 
 def _row(cells: Sequence[str]) -> str:

@@ -1,9 +1,13 @@
-"""Where a training step's wall time goes, phase by phase: kernels, each hop, waiting for peers, computation.
+"""The parts of a training step's wall time: kernels, hops, waiting for peers, computation.
 
-A rank wraps the functions below for the time of a profile and notes (phase, start, end) on the machine's monotonic
-clock, which all ranks share. Phases nest; each counts what its inner phases do not. What no phase covers is
-computation. For a collective, the driver compares ranks: until the last member of the group has started it, the others
-wait for a peer (skew), and only then can bytes be the reason. No barrier is added: it would disturb what is measured.
+A *phase* is a kind of work that has a function of its own, such as encoding or a hop. For the time of a profile a rank
+wraps these functions, and notes an event at every call, on the monotonic clock of the machine, which all ranks share.
+Phases nest, and the time of an inner phase does not count for the outer one. Time in no phase is computation.
+
+A rank that enters a collective early waits for its peers, and that wait says nothing about the network. So the driver
+compares ranks: until the last member of the group has started a collective, the others wait for a peer; only the time
+after that is the collective's. A barrier before each collective would separate the two as well, but it would change
+the step that is measured.
 """
 
 from __future__ import annotations
@@ -26,16 +30,26 @@ KERNELS = {
     "quantize_difference": "encode",
     "dequantize_update": "update",
 }
+"""The phase of each operator in ``hf_zeropp.ops``."""
+
 WAITING = "waiting for peers"
 COMPUTE = "computation"
 
 
 @dataclasses.dataclass
 class Event:
-    """A phase on one rank. `group` and `index` tell which collective of which group, for collectives only.
+    """One call of a phase's function on one rank. Times are in seconds.
 
-    started: when this rank entered the collective; a wait for an asynchronous one begins later.
-    exclusive: seconds not spent in phases within this one.
+    Attributes:
+        phase: the phase.
+        start: when the call began.
+        end: when it returned.
+        exclusive: its duration without that of the phases inside it.
+        started: for a collective, when this rank started it. Waiting for an asynchronous one is an event of its own,
+            which begins later.
+        group: for a collective, the ranks of its group.
+        index: for a collective, its number among those of its group.
+        thread: ``main``, or ``backward`` for a thread of autograd's.
     """
 
     phase: str
@@ -49,7 +63,11 @@ class Event:
 
 
 class Profile:
-    """Notes phases while it is entered."""
+    """A context manager that notes this rank's events while it is entered.
+
+    Attributes:
+        events: the events in the order in which they ended.
+    """
 
     def __init__(self) -> None:
         self.events: list[Event] = []
@@ -59,14 +77,14 @@ class Profile:
 
     def __enter__(self) -> Profile:
         from hf_zeropp import ops
-        from hf_zeropp.comm import two_hops as collectives
+        from hf_zeropp.comm.hop import Hop
 
         for name, phase in KERNELS.items():
             self._wrap(ops, name, _plain_event(phase))
-        self._wrap(collectives.Hop, "all_gather", _hop_event)
-        self._wrap(collectives.Hop, "all_to_all", _hop_event)
-        self._wrap(collectives.Hop, "barrier", _barrier_event)
-        self._wrap_stock()
+        self._wrap(Hop, "all_gather", _hop_event)
+        self._wrap(Hop, "all_to_all", _hop_event)
+        self._wrap(Hop, "barrier", _barrier_event)
+        self._wrap_fsdp2()
         self._begin = time.monotonic()
         return self
 
@@ -76,10 +94,14 @@ class Profile:
             undo()
 
     def summary(self, steps: int) -> dict[str, Any]:
-        """What the driver needs of this rank: see `phase_seconds`."""
+        """Return what ``phase_seconds`` needs of this rank.
+
+        Args:
+            steps: the number of steps that ran while the profile was entered.
+        """
         return {"steps": steps, "wall": self._end - self._begin, "events": [dataclasses.asdict(e) for e in self.events]}
 
-    def _wrap_stock(self) -> None:
+    def _wrap_fsdp2(self) -> None:
         import torch
         import torch.distributed as dist
 
@@ -91,12 +113,20 @@ class Profile:
         self._wrap(torch.optim.AdamW, "step", _plain_event("optimizer"))
 
     def _wrap(self, owner: Any, name: str, describe: Callable[..., Event]) -> None:
+        """Replace a function of a module or class by one that notes an event per call.
+
+        Args:
+            owner: the module or class.
+            name: the function's name in it.
+            describe: makes the event from the arguments of a call.
+        """
         original = getattr(owner, name)
 
         @functools.wraps(original)
         def timed(*args: Any, **kwargs: Any) -> Any:
             event = describe(*args, **kwargs)
             if event.group is not None:
+                # All members of a group start its collectives in the same order, so the number names one on all ranks.
                 event.index = self._counts[event.group]
                 self._counts[event.group] += 1
             result = self._run(event, original, *args, **kwargs)
@@ -107,6 +137,7 @@ class Profile:
         self._undo.append(lambda: setattr(owner, name, original))
 
     def _run(self, event: Event, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the function as an event. The stack holds, per phase that is open in this thread, the time of its inner ones."""
         stack = self._local.__dict__.setdefault("stack", [])
         event.thread = "main" if threading.current_thread() is threading.main_thread() else "backward"
         event.start = time.monotonic()
@@ -123,7 +154,7 @@ class Profile:
 
 
 class _TimedWork:
-    """An asynchronous collective: waiting for it counts as its phase, what runs meanwhile does not."""
+    """An asynchronous collective under way. Waiting for it counts as its phase; work done before the wait does not."""
 
     def __init__(self, profile: Profile, work: Any, launch: Event) -> None:
         self._profile = profile
@@ -153,7 +184,7 @@ def _barrier_event(hop: Any) -> Event:
 
 
 def _group_event(phase: str) -> Callable[..., Event]:
-    """For a collective whose callers name its group, as FSDP2 does."""
+    """Return a function that describes a collective whose callers name its group, as FSDP2 does."""
 
     def describe(*args: Any, group: Any, **kwargs: Any) -> Event:
         import torch.distributed as dist
@@ -164,7 +195,14 @@ def _group_event(phase: str) -> Callable[..., Event]:
 
 
 def phase_seconds(summaries: list[dict[str, Any]]) -> dict[str, float]:
-    """Seconds per step and phase, the mean over ranks. Their sum is the step's wall time, also under the profile."""
+    """Combine the profiles of all ranks.
+
+    Args:
+        summaries: what ``Profile.summary`` returned on every rank, in rank order.
+
+    Returns:
+        Seconds per step by phase, the mean over ranks. Their sum is the wall time of a step under the profile.
+    """
     events = [[Event(**event) for event in summary["events"]] for summary in summaries]
     last_start = _last_starts(events)
     totals: dict[str, list[float]] = defaultdict(lambda: [0.0] * len(summaries))
@@ -182,7 +220,7 @@ def phase_seconds(summaries: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def _last_starts(events: list[list[Event]]) -> dict[tuple[tuple[int, ...], int], float]:
-    """When the last member of the group started each collective."""
+    """Return, by group and index, when the last member of the group started a collective."""
     last: dict[tuple[tuple[int, ...], int], float] = defaultdict(float)
     for event in (event for rank_events in events for event in rank_events):
         if event.group is not None:

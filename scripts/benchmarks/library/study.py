@@ -1,4 +1,4 @@
-"""What the benchmarks share: results on file that the same command continues, conditions, and a progress bar."""
+"""The frame of a study: command line, results on file that the same command continues, conditions, progress bar."""
 
 from __future__ import annotations
 
@@ -13,20 +13,29 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = Path(__file__).with_name("results")
+from library.variants import ModelShape
+
+ROOT = Path(__file__).resolve().parents[3]
+RESULTS = ROOT / "scripts" / "results"
 PACKAGES = ("torch", "accelerate", "transformers")
+"""Packages whose versions stand on every page."""
 
 
 def make_parser(description: str, default_output: str) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks take."""
+    """Make a parser with the flags that all studies on the emulated cluster have.
+
+    Args:
+        description: the study's module docstring.
+        default_output: name of the JSON file in ``scripts/results``.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a small form under 2 minutes that checks the direction")
     parser.add_argument("--output", type=Path, default=RESULTS / default_output, help="JSON, continued if it exists")
-    parser.add_argument("--fresh", action="store_true", help="measure all anew")
-    parser.add_argument("--plot", type=Path, help="also write a plot")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    parser.add_argument("--plot", type=Path, help="write the plot to this file too")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocab-size", type=int, default=2048)
@@ -34,16 +43,20 @@ def make_parser(description: str, default_output: str) -> argparse.ArgumentParse
 
 
 def parse(parser: argparse.ArgumentParser, quick: dict[str, Any], argv: list[str]) -> argparse.Namespace:
-    """`--quick` changes defaults only, and keeps nothing on file unless told where."""
+    """Parse a command line, in which ``--quick`` changes defaults.
+
+    Args:
+        parser: of ``make_parser``.
+        quick: defaults of the quick form. It also writes no results, unless ``--output`` is given.
+        argv: the command line without the program's name.
+    """
     if "--quick" in argv:
         parser.set_defaults(output=None, **quick)
     return parser.parse_args(argv)
 
 
-def shape_of(args: argparse.Namespace):
-    """A Llama of these sizes, with usual proportions."""
-    from training_run import ModelShape
-
+def shape_of(args: argparse.Namespace) -> ModelShape:
+    """Return a Llama of the sizes on the command line, with usual proportions between them."""
     hidden = args.hidden_size
     return ModelShape(
         hidden, hidden * 11 // 4, args.layers, num_attention_heads=hidden // 64, vocab_size=args.vocab_size
@@ -54,9 +67,13 @@ class Study:
     """Rows of several kinds, written to a JSON file after each addition.
 
     Args:
-        path: where; None keeps nothing. What is there already is continued.
-        conditions: noted with the rows. `fixed` names those that must not change when a study is continued.
-        fresh: drop what is there.
+        path: the file; None keeps rows in memory only. A file that exists is continued.
+        conditions: noted with the rows.
+        fixed: keys of conditions that must be the same when a file is continued. Versions and kernels must be, too.
+        fresh: replace a file that exists.
+
+    Raises:
+        SystemExit: the file holds rows that were measured under other conditions.
     """
 
     def __init__(self, path: Path | None, conditions: dict[str, Any], fixed: Iterable[str], *, fresh: bool) -> None:
@@ -67,23 +84,27 @@ class Study:
             self._continue(json.loads(path.read_text()), [*fixed, "versions", "kernels"])
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
+        """Return all rows of a kind, in the order in which they were added."""
         return self._rows.get(kind, [])
 
     def find(self, kind: str, **key: Any) -> dict[str, Any] | None:
+        """Return the first row of a kind that has these values, or None."""
         return next((row for row in self.rows(kind) if key.items() <= row.items()), None)
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
+        """Add a row, and write the file."""
         self._rows.setdefault(kind, []).append(row)
         if self.path is None:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        # The file is replaced as a whole, so that a study that is killed while it writes loses nothing.
         partial = self.path.with_suffix(".partial")
         partial.write_text(json.dumps({"conditions": self.conditions, **self._rows}, indent=1) + "\n")
         partial.replace(self.path)
 
     def _continue(self, before: dict[str, Any], fixed: list[str]) -> None:
         conditions = before.pop("conditions")
-        now = json.loads(json.dumps(self.conditions))
+        now = json.loads(json.dumps(self.conditions))  # tuples become lists, as they did in the file
         if changed := [key for key in fixed if conditions.get(key) != now[key]]:
             raise SystemExit(
                 f"{self.path.name} was measured under other conditions ({', '.join(changed)}). "
@@ -92,35 +113,59 @@ class Study:
         self._rows = before
 
 
+def require(claims: dict[str, bool]) -> None:
+    """End a quick form with an error where a result does not have the expected direction.
+
+    Args:
+        claims: sentences, and whether they hold.
+
+    Raises:
+        SystemExit: one or more do not hold; the message names them.
+    """
+    if failed := [claim for claim, holds in claims.items() if not holds]:
+        raise SystemExit(f"It does not hold that: {'; '.join(failed)}")
+
+
 def command_line(script: str) -> str:
-    """The command for the results page, without anybody's folders."""
+    """Return the command that started this program, for a page: paths of this machine become file names.
+
+    Args:
+        script: ``__file__`` of the study.
+    """
     words = (Path(word).name if os.sep in word else word for word in sys.argv[1:])
-    return " ".join([f"python scripts/{Path(script).name}", *map(shlex.quote, words)])
+    return " ".join([f"python scripts/benchmarks/{Path(script).name}", *map(shlex.quote, words)])
 
 
 def versions() -> dict[str, str]:
+    """Return the versions of Python, Linux and the packages on which results may depend."""
     packages = {name: metadata.version(name) for name in PACKAGES}
     return {"python": platform.python_version(), "linux": platform.release().partition("-")[0], **packages}
 
 
 def kernels() -> str:
+    """Return the name of the CPU kernels that this machine runs."""
     from hf_zeropp import ops
 
     return ops.kernel_info().cpu
 
 
-def progress_bar(console: Any) -> Progress:
+def new_console() -> Console:
+    """Make a console as wide as the terminal, and wide enough for every table where there is none."""
+    return Console(width=None if sys.stdout.isatty() else 132)
+
+
+def progress_bar(console: Console) -> Progress:
+    """Make a progress bar that counts parts of the study and disappears at its end."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     return Progress(*columns, console=console, transient=True)
 
 
 def rank_environment(threads: int) -> dict[str, str]:
-    """What ranks of the emulated cluster need: CPU, quiet, and this checkout first."""
+    """Return the environment variables with which ranks use the CPU, quietly, with so many threads each."""
     return {
         "OMP_NUM_THREADS": str(threads),
         "ACCELERATE_USE_CPU": "true",
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
     }

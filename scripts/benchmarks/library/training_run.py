@@ -1,8 +1,7 @@
-"""One rank's training run for the benchmarks: a Hugging Face model under one variant of FSDP2 communication.
+"""One rank's training run in ``bench_cluster.py``: a Hugging Face model under one variant of communication.
 
-The driver (bench_cluster.py) makes one `TrainingRun` per rank and variant and calls its methods. Everything goes
-through Accelerate, as a user's script does: the stock variants are Accelerate's own FSDP2, with its `no_sync` between
-micro-steps.
+The driver makes one ``TrainingRun`` per rank and variant, and calls its methods. Everything goes through Accelerate, as
+in a user's script: the stock variants are Accelerate's own FSDP2, with its ``no_sync`` between micro-steps.
 """
 
 from __future__ import annotations
@@ -11,108 +10,40 @@ import dataclasses
 import gc
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import ParallelismConfig
-from cluster_node import link_bytes
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.fsdp.units import AllGather, ReduceScatter, find_units
-
-OFF = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": None}
-DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
-EXACT_SUMS = {"qgz_hadamard": True, "qgz_error_feedback": "full"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Variant:
-    """How the ranks communicate.
-
-    zeropp: settings, or None for the stock engine.
-    fp32_reduce: gradients are reduced in fp32 instead of bf16.
-    hsdp: shard within the node, replicate over nodes (what Transformers recommends between nodes).
-    silent: no collective at all: what is left is the computation, and FSDP2's own copies.
-    lora: a frozen bf16 base with LoRA adapters on its linear layers, instead of a model that trains as a whole.
-    """
-
-    name: str
-    zeropp: dict[str, Any] | None = None
-    fp32_reduce: bool = False
-    hsdp: bool = False
-    silent: bool = False
-    lora: bool = False
+from library.measurement import Measurement
+from library.network import link_bytes
+from library.profiling import Profile
+from library.variants import ModelShape, Variant
 
 
-VARIANTS = {
-    variant.name: variant
-    for variant in (
-        Variant("compute", silent=True),
-        Variant("stock"),
-        Variant("stock-fp32", fp32_reduce=True),
-        Variant("hsdp", hsdp=True),
-        Variant("qwz", OFF | {"qwz_bits": 8}),
-        Variant("hpz", OFF | {"hpz_size": "node"}),
-        Variant("qgz", OFF | {"qgz_bits": 4, "qgz_intra_bits": 8}),
-        Variant("all", {}),
-        # Lower bits and what makes up for them: see scripts/results/half_model.md.
-        Variant("paper", {"preset": "paper"}),
-        Variant("half-values", DELTA),
-        Variant("half", DELTA | EXACT_SUMS),
-        Variant("half-hpz-8", DELTA | EXACT_SUMS | {"hpz_bits": 8}),
-        Variant("three-eighths-values", DELTA | {"qwz_bits": 2}),
-        Variant("three-eighths", DELTA | EXACT_SUMS | {"qwz_bits": 2}),
-        # What each part of the implementation buys: see scripts/results/overlap.md.
-        Variant("blocking", {"overlap": False}),
-        Variant("sockets", {"shared_memory": False}),
-        Variant("blocking-sockets", {"overlap": False, "shared_memory": False}),
-        *(Variant(f"chunks-{count}", {"qgz_chunks": count}) for count in (2, 4, 8)),
-        *(Variant(f"blocking-chunks-{count}", {"overlap": False, "qgz_chunks": count}) for count in (2, 4, 8)),
-        Variant("lora-stock", lora=True),
-        Variant("lora-16", {}, lora=True),
-        Variant("lora-8", {"frozen_bits": 8}, lora=True),
-        Variant("lora-4", {"frozen_bits": 4}, lora=True),
-    )
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelShape:
-    """A Llama-style model with random weights; the defaults make 21.4 M parameters."""
-
-    hidden_size: int = 512
-    intermediate_size: int = 1408
-    num_hidden_layers: int = 6
-    num_attention_heads: int = 8
-    vocab_size: int = 2048
-
-    def build(self, seed: int = 0) -> torch.nn.Module:
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**dataclasses.asdict(self), max_position_embeddings=2048))
-
-
-@dataclasses.dataclass
-class Measurement:
-    """What one rank saw of one measurement.
-
-    step_ends: seconds on the machine's monotonic clock at which steps ended; the first is the start.
-    link: bytes this rank's node sent and received over its link in all timed steps.
-    counted: cross-node bytes that entered this node by our own accounting, None where it does not run.
-    """
-
-    step_ends: list[float]
-    link: dict[str, int]
-    counted: int | None
-    loss: float
+def build_model(shape: ModelShape, seed: int = 0) -> torch.nn.Module:
+    """Make a Llama with random weights, in fp32, the same on every rank."""
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(LlamaConfig(**dataclasses.asdict(shape), max_position_embeddings=2048))
 
 
 class TrainingRun:
-    """A model, an optimizer and a way to communicate, on one rank."""
+    """A model, an optimizer and a way to communicate, on one rank.
+
+    Args:
+        variant: how ranks communicate.
+        shape: the model's sizes.
+        batch_size: sequences per micro-step.
+        seq_len: tokens of a sequence. Every micro-step sees the same random tokens, other ones on every rank.
+    """
 
     def __init__(self, variant: Variant, shape: ModelShape, batch_size: int, seq_len: int) -> None:
         self.variant = variant
@@ -129,7 +60,8 @@ class TrainingRun:
         self.accelerator = Accelerator(
             cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin, parallelism_config=_parallelism(variant)
         )
-        model = _with_lora(shape.build()) if variant.lora else shape.build()
+        model = build_model(shape)
+        model = _with_lora(model) if variant.lora else model
         trainable = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=1e-4, foreach=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -140,23 +72,22 @@ class TrainingRun:
         self.handle = self.plugin.handle_of(self.model)
 
     def measure(self, steps: int, micro_steps: int) -> Measurement:
-        """Time steps one by one and read the link's counters around them all."""
-        dist.barrier()
-        if self.handle:
-            self.handle.traffic.reset()
-        before = link_bytes()
-        dist.barrier()
-        ends = [time.monotonic()]
-        for _ in range(steps):
-            loss = self._step(micro_steps)
-            ends.append(time.monotonic())
-        dist.barrier()
-        link = {way: count - before[way] for way, count in link_bytes().items()}
-        counted = self.handle.traffic.cross_node_bytes if self.handle else None
-        return Measurement(ends, link, counted, loss)
+        """Time ``steps`` steps of ``micro_steps`` micro-steps one by one, and count the bytes of them all."""
+
+        def train(ends: list[float]) -> float:
+            loss = float("nan")
+            for _ in range(steps):
+                loss = self._step(micro_steps)
+                ends.append(time.monotonic())
+            return loss
+
+        return self._measured(train)
 
     def memory(self, micro_steps: int) -> dict[str, int]:
-        """Bytes this rank holds, by kind, before the optimizer step; `peak` is the most between micro-steps."""
+        """Run one step, and return the bytes that this rank holds by kind, as they are before the optimizer step.
+
+        ``peak`` is the most that all live tensors held at the end of a micro-step.
+        """
         peak = partial = 0
 
         def look() -> None:
@@ -169,9 +100,7 @@ class TrainingRun:
         return kinds | {"partial": partial, "peak": peak}
 
     def profile(self, steps: int, micro_steps: int) -> dict[str, Any]:
-        """Where a step's wall time goes on this rank. See profiling.py."""
-        from profiling import Profile
-
+        """Return this rank's events of ``steps`` steps, after one that is not recorded. See ``profiling.py``."""
         self._step(micro_steps)
         dist.barrier()
         with Profile() as profile:
@@ -179,7 +108,29 @@ class TrainingRun:
                 self._step(micro_steps)
         return profile.summary(steps)
 
-    def _step(self, micro_steps: int, after_micro_step=None, before_update=None) -> float:
+    def _measured(self, run: Callable[[list[float]], float]) -> Measurement:
+        """Measure ``run``, which appends the moments at which its steps ended to a list, and returns a loss."""
+        dist.barrier()
+        if self.handle:
+            self.handle.traffic.reset()
+        # All ranks of a node share its link's counters, so none may send between another's reading and the steps. Both
+        # readings follow a barrier, and the second barrier keeps the first step behind the slowest rank's reading.
+        # A barrier itself sends a few hundred bytes.
+        before = link_bytes()
+        dist.barrier()
+        ends = [time.monotonic()]
+        loss = run(ends)
+        dist.barrier()
+        link = {way: count - before[way] for way, count in link_bytes().items()}
+        counted = self.handle.traffic.cross_node_bytes if self.handle else None
+        return Measurement(ends, link, counted, loss)
+
+    def _step(
+        self,
+        micro_steps: int,
+        after_micro_step: Callable[[], None] | None = None,
+        before_update: Callable[[], None] | None = None,
+    ) -> float:
         self.accelerator.gradient_accumulation_steps = micro_steps
         for _ in range(micro_steps):
             with self.accelerator.accumulate(self.model):
@@ -194,7 +145,7 @@ class TrainingRun:
         return loss.item()
 
     def _peers_bytes(self) -> int:
-        """What other ranks of the node hold, in memory that this rank maps too."""
+        """Return the bytes of the other ranks' secondary shards, where they lie in memory that this rank maps too."""
         if self.handle is None or not self.handle.shares_memory:
             return 0
         return (self.handle.topology.ranks_per_node - 1) * self.handle.secondary_bytes()
@@ -223,7 +174,11 @@ def _local_bytes(tensor: torch.Tensor) -> int:
 
 
 def _live_tensor_bytes() -> int:
-    """Bytes of all storages that some tensor of this process, or its gradient, refers to."""
+    """Return the bytes of all storages to which a tensor of this process, or its gradient, refers.
+
+    PyTorch counts allocations on GPUs only, and the process's own memory includes what the allocator keeps for reuse.
+    So the tensors are found through the garbage collector, and each storage is counted once, by its address.
+    """
     gc.collect()
     sizes: dict[int, int] = {}
     for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]:
@@ -235,7 +190,7 @@ def _live_tensor_bytes() -> int:
 
 
 class _SilentAllGather(AllGather):
-    """Fills the output with copies of this rank's shard: the computation goes on, nothing is sent."""
+    """Fills the output with copies of this rank's shard, so that the computation goes on and nothing is sent."""
 
     def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
@@ -247,6 +202,8 @@ class _SilentAllGather(AllGather):
 
 
 class _SilentReduceScatter(ReduceScatter):
+    """Returns the first rank's part of this rank's own gradients."""
+
     def allocate(self, size, *, dtype, device):
         return torch.empty(*size, dtype=dtype, device=device)
 

@@ -1,8 +1,12 @@
-"""Time the CUDA kernels against a copy on the same device, from 1 MB to 2 GB; `bench_ops.py --device cuda` comes here.
+"""Timing of the CUDA kernels beside a copy on the same device, from 1 MB to 2 GB: ``bench_ops.py --device cuda``.
 
 The yardstick is a copy within the device: an operator that reads and writes b bytes is compared with copying b / 2. Both
-go through as many buffers as exceed the second-level cache, captured in one CUDA graph: the time of kernels, without
-Python's. Rivals (cuda_rivals.py) run from Python over the same number of calls; at small sizes that is part of their time.
+go through so many buffers that none of a call's data is in the second-level cache, and the calls on all buffers are one
+CUDA graph. A replay of it takes the time of the kernels, without that of Python. Operator and copy take turns, medians
+are compared, and the ratio is the result: clocks and temperature move both alike.
+
+Rivals (``cuda_rivals.py``) cannot be captured in a graph, so they are called from Python, one call at a time. At small
+sizes the time of a call is then part of theirs.
 """
 
 from __future__ import annotations
@@ -11,27 +15,26 @@ import argparse
 import datetime
 import json
 import statistics
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from cuda_rivals import Missing, dequantize_rivals, quantize_rivals, sum_quantize_rivals
-from pages import Grid, write_page
 from rich.console import Console
-from study import versions
 
 from hf_zeropp import ops
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.format import Segment, WireLayout
 from hf_zeropp.ops.frozen_format import FrozenFormat
+from library.cuda_rivals import Action, Maker, Makers, Missing, dequantize_rivals, quantize_rivals, sum_quantize_rivals
+from library.pages import Grid, pyplot, write_page
+from library.study import command_line, versions
 
-BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}
-FULL = (8, 4)  # widths that are measured at all sizes, beside rivals
+BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}  # elements that share a scale, by the bits of a code
+FULL = (8, 4)  # bits that are measured at all sizes, beside rivals
 NUM_SOURCES = 4
 MEGABYTE = 1 << 20
-SIZES = tuple(MEGABYTE << i for i in range(0, 12))  # of the values, in bytes: 1 MB .. 2 GB
+SIZES = tuple(MEGABYTE << i for i in range(0, 12))  # bytes of the values: 1 MB .. 2 GB
 SOME_SIZES = SIZES[::5]
 CACHE_BYTES = 256 * MEGABYTE  # several times any second-level cache
 DECODE_SHAPES = ((4096, 4096), (11008, 4096), (28672, 8192))  # rows, columns
@@ -43,16 +46,25 @@ INTRO = (
 
 
 class Case(NamedTuple):
-    """An operator at one size. `make()` gives a call on buffers of its own."""
+    """An operator at one size.
+
+    Attributes:
+        name: in the table.
+        size: bytes of the values, for the table.
+        nbytes: bytes that a call reads and writes.
+        make: returns a call on buffers of its own.
+        rivals: returns makers of the rivals' calls.
+    """
 
     name: str
-    size: int  # bytes, as the table says them
-    nbytes: int  # read and written
-    make: Callable[[], Callable[[], object]]
-    rivals: Callable[[], dict[str, Callable]]
+    size: int
+    nbytes: int
+    make: Maker
+    rivals: Callable[[], Makers]
 
 
 def cases() -> Iterator[Case]:
+    """Yield every operator at every size."""
     for bits in FULL:
         for dtype in (torch.bfloat16, torch.float32):
             for size in SIZES:
@@ -69,7 +81,7 @@ def cases() -> Iterator[Case]:
 
 
 def low_cases(bits: int, size: int) -> Iterator[Case]:
-    """What FULL leaves out, without rivals: they have no such codes."""
+    """Yield the codecs and sums of widths that are not in ``FULL``. Rivals have no such codes."""
     if bits in FULL:
         return
     for dtype in (torch.bfloat16, torch.float32):
@@ -78,17 +90,18 @@ def low_cases(bits: int, size: int) -> Iterator[Case]:
 
 
 def codec_cases(bits: int, dtype: torch.dtype, size: int) -> Iterator[Case]:
+    """Yield encoding and decoding of ``size`` bytes of values."""
     layout = WireLayout([Segment(size // dtype.itemsize, bits)], BLOCKS[bits])
     nbytes, label = size + layout.nbytes, f"INT{bits} {str(dtype).removeprefix('torch.')}"
 
     def values() -> torch.Tensor:
         return torch.randn(layout.numel, device="cuda").to(dtype)
 
-    def quantize() -> Callable[[], object]:
+    def quantize() -> Action:
         one, wire = values(), torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
         return lambda: ops.quantize(one, layout, out=wire)
 
-    def dequantize() -> Callable[[], object]:
+    def dequantize() -> Action:
         wire, out = ops.quantize(values(), layout), torch.empty(layout.numel, dtype=dtype, device="cuda")
         return lambda: ops.dequantize(wire, layout, dtype=dtype, out=out)
 
@@ -103,18 +116,18 @@ def codec_cases(bits: int, dtype: torch.dtype, size: int) -> Iterator[Case]:
 
 
 def sum_cases(bits: int, size: int) -> Iterator[Case]:
-    """The reduction's steps on fp32 gradients of `size` bytes: four ranks' wires, summed, or summed and sent on."""
+    """Yield the steps of a reduction of ``size`` bytes of fp32 gradients: sum four ranks' wires, or sum and encode."""
     layout = WireLayout([Segment(size // 4, bits)], BLOCKS[bits])
 
     def wires() -> torch.Tensor:
         one = ops.quantize(torch.randn(layout.numel, device="cuda"), layout)
         return one.repeat(NUM_SOURCES)
 
-    def dequantize_sum() -> Callable[[], object]:
+    def dequantize_sum() -> Action:
         sources, total = wires(), torch.zeros(1, layout.numel, device="cuda")
         return lambda: ops.dequantize_sum(sources, layout, num_sources=NUM_SOURCES, out=total)
 
-    def dequantize_sum_quantize() -> Callable[[], object]:
+    def dequantize_sum_quantize() -> Action:
         sources, wire = wires(), torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
         return lambda: ops.dequantize_sum_quantize(sources, layout, layout, num_sources=NUM_SOURCES, out=wire)
 
@@ -130,7 +143,7 @@ def sum_cases(bits: int, size: int) -> Iterator[Case]:
 
 
 def delta_cases(bits: int, size: int) -> Iterator[Case]:
-    """Weights that a node holds in bf16, and how they change: encoded from bf16, decoded in place."""
+    """Yield the two ends of a delta: encode the change of ``size`` bytes of bf16 weights, and add it to a copy."""
     layout = WireLayout([Segment(size // 2, bits)], BLOCKS[bits])
     base_layout = WireLayout([Segment(size // 2, None)], BLOCKS[bits])
 
@@ -138,12 +151,12 @@ def delta_cases(bits: int, size: int) -> Iterator[Case]:
         values = torch.randn(layout.numel, device="cuda", dtype=torch.bfloat16)
         return values, ops.quantize(values * 1.01, base_layout)
 
-    def quantize_difference() -> Callable[[], object]:
+    def quantize_difference() -> Action:
         values, base = values_and_base()
         wire = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
         return lambda: ops.quantize_difference(values, base, base_layout, layout, out=wire)
 
-    def dequantize_update() -> Callable[[], object]:
+    def dequantize_update() -> Action:
         values, base = values_and_base()
         wire = ops.quantize_difference(values, base, base_layout, layout)
         return lambda: ops.dequantize_update(wire, layout, base, base_layout, out=base)
@@ -154,7 +167,7 @@ def delta_cases(bits: int, size: int) -> Iterator[Case]:
 
 
 def feedback_cases(bits: int, size: int) -> Iterator[Case]:
-    """An fp32 gradient of `size` bytes encoded for the first hop; rotated, and with what earlier hops left out."""
+    """Yield encoding ``size`` bytes of fp32 gradients with rotation, with error feedback, and with both."""
     layout = WireLayout([Segment(size // 4, bits)], BLOCKS[bits])
     residual_layout = WireLayout([Segment(size // 4, 8)], BLOCKS[bits])
 
@@ -162,12 +175,12 @@ def feedback_cases(bits: int, size: int) -> Iterator[Case]:
         wire = torch.empty(layout.nbytes, dtype=torch.uint8, device="cuda")
         return torch.randn(1, layout.numel, device="cuda"), wire
 
-    def quantize_rotated() -> Callable[[], object]:
+    def quantize_rotated() -> Action:
         gradient, wire = gradient_and_wire()
         return lambda: ops.quantize(gradient, layout, rotate=True, out=wire)
 
-    def feedback(rotate: bool) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
+    def feedback(rotate: bool) -> Maker:
+        def make() -> Action:
             gradient, wire = gradient_and_wire()
             residual = torch.zeros(residual_layout.nbytes, dtype=torch.uint8, device="cuda")
             settings = {"num_sources": 0, "initial": gradient, "rotate": rotate, "out": wire}
@@ -183,20 +196,20 @@ def feedback_cases(bits: int, size: int) -> Iterator[Case]:
 
 
 def frozen_cases(bits: int, rows: int, columns: int) -> Iterator[Case]:
-    """Decoding a frozen weight, and multiplying a few rows with it."""
+    """Yield decoding of a frozen weight, and its product with a few rows of activations."""
     format, dense = FrozenFormat(bits), rows * columns * 2
     packed = format.nbytes((rows, columns))
 
     def weight() -> tuple[torch.Tensor, torch.Tensor]:
         return frozen_format.pack(torch.randn(rows, columns, device="cuda", dtype=torch.bfloat16), format)
 
-    def unpack() -> Callable[[], object]:
+    def unpack() -> Action:
         codes, scales = weight()
         out = torch.empty(rows, columns, dtype=torch.bfloat16, device="cuda")
         return lambda: frozen_format.unpack(codes, scales, columns, format, torch.bfloat16, out)
 
-    def matmul(num_inputs: int) -> Callable[[], Callable[[], object]]:
-        def make() -> Callable[[], object]:
+    def matmul(num_inputs: int) -> Maker:
+        def make() -> Action:
             codes, scales = weight()
             x = torch.randn(num_inputs, columns, device="cuda")  # fp32: nothing but the kernel runs
             return lambda: frozen_format.matmul(x, codes, scales, columns, format)
@@ -212,29 +225,32 @@ def frozen_cases(bits: int, rows: int, columns: int) -> Iterator[Case]:
 # ---- Timing.
 
 
-def copier(nbytes: int) -> Callable[[], object]:
+def copier(nbytes: int) -> Action:
+    """Return a call that copies ``nbytes`` bytes between buffers of its own."""
     source, target = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
     return lambda: target.copy_(source)
 
 
 def num_buffers(nbytes: int) -> int:
+    """Return how many calls of ``nbytes`` bytes push each other's data out of the cache."""
     return max(1, min(64, CACHE_BYTES // nbytes))
 
 
-def graph_of(make: Callable[[], Callable[[], object]], nbytes: int) -> Callable[[], object]:
-    """A replay of one call on each of enough buffers."""
+def graph_of(make: Maker, nbytes: int) -> Action:
+    """Capture ``num_buffers(nbytes)`` calls in a CUDA graph, and return its replay."""
     calls = [make() for _ in range(num_buffers(nbytes))]
     for call in calls:
-        call()
+        call()  # a first call may allocate or load code, which cannot be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    # The default argument keeps the buffers alive.
+    # The graph holds the addresses of the buffers; the default argument keeps the buffers themselves.
     return lambda calls=calls: graph.replay()
 
 
-def seconds(run: Callable[[], object]) -> float:
+def seconds(run: Action) -> float:
+    """Return the time on the device from the start of ``run`` to its end."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     run()
@@ -243,12 +259,13 @@ def seconds(run: Callable[[], object]) -> float:
     return begin.elapsed_time(end) / 1e3
 
 
-def median_seconds(run: Callable[[], object], repeats: int) -> float:
+def median_seconds(run: Action, repeats: int) -> float:
+    """Return the median over ``repeats`` calls, after two that do not count."""
     return statistics.median([seconds(run) for _ in range(repeats + 2)][2:])
 
 
 def measure(case: Case, repeats: int) -> dict:
-    """Operator and copy take turns."""
+    """Time an operator and a copy in turns, then its rivals, and return a row of the table."""
     run, copy = graph_of(case.make, case.nbytes), graph_of(lambda: copier(case.nbytes // 2), case.nbytes)
     pairs = [(seconds(copy), seconds(run)) for _ in range(repeats + 2)][2:]
     copy_seconds, run_seconds = (
@@ -277,22 +294,22 @@ def measure(case: Case, repeats: int) -> dict:
 
 
 def conditions(arguments: argparse.Namespace, rows: list[dict]) -> dict:
-    properties = torch.cuda.get_device_properties(0)
+    """Return device, versions, and the reasons why rivals are missing."""
+    properties, reason = torch.cuda.get_device_properties(0), ops.kernel_info().cuda_reason
     return {
-        "command": " ".join(["python", *sys.argv]),
+        "command": command_line("bench_ops.py"),
         "device": f"{properties.name}, {properties.multi_processor_count} multiprocessors",
         "cuda": torch.version.cuda,
         "date": datetime.date.today().isoformat(),
         "repeats": arguments.repeats,
-        "kernels": "compiled"
-        if ops.kernel_info().cuda_reason is None
-        else f"reference: {ops.kernel_info().cuda_reason}",
+        "kernels": "compiled" if reason is None else f"reference: {reason}",
         "versions": versions(),
         "left_out": sorted({reason for row in rows for reason in row["missing"].values()}),
     }
 
 
 def grid_of(rows: list[dict]) -> Grid:
+    """Make the table of all operators."""
     columns = ("operator", "MB", "GB/s", "copy GB/s", "of copy", *(f"x {name}" for name in RIVALS))
     grid = Grid("CUDA kernels", columns)
     for row in rows:
@@ -304,12 +321,8 @@ def grid_of(rows: list[dict]) -> Grid:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(9, 5.5), layout="constrained")
+    """Draw the fraction of a copy's bandwidth over the size, for the operators that were measured at all sizes."""
+    figure, axes = pyplot().subplots(figsize=(9, 5.5), layout="constrained")
     for name in dict.fromkeys(row["operator"] for row in rows):
         points = [(row["bytes"] / MEGABYTE, row["of_copy"]) for row in rows if row["operator"] == name]
         if len(points) > len(SOME_SIZES):
@@ -318,10 +331,17 @@ def plot(rows: list[dict], path: Path) -> None:
     axes.set(xscale="log", xlabel="values, MB", ylabel="of the bandwidth of a copy", ylim=(0, 1.15))
     axes.legend(fontsize=7, ncols=2)
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Measure all operators, and show or write the results.
+
+    Args:
+        arguments: the command line of ``bench_ops.py``.
+
+    Raises:
+        SystemExit: PyTorch sees no GPU.
+    """
     if not torch.cuda.is_available():
         raise SystemExit("bench_ops: --device cuda needs a GPU that PyTorch sees; found none")
     rows = []

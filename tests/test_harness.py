@@ -1,0 +1,81 @@
+"""The harness itself: ranks that are stopped, resumed or killed while they run, and timeouts of their process group."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankError, announce, run_ranks, started_ranks
+
+VICTIM = 1
+
+
+def sum_ranks(rank: int, pause_s: float = 0.0) -> float:
+    """All-reduce, announce it, and after a pause all-reduce once more."""
+    total = torch.tensor(float(rank))
+    dist.all_reduce(total)
+    announce("first sum")
+    time.sleep(pause_s)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def end_without_announcing(rank: int) -> None:
+    announce("another text")
+
+
+def environment_of(rank: int, name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def test_a_stopped_rank_holds_up_its_peers_until_it_is_resumed() -> None:
+    with started_ranks(sum_ranks, 3, 0.5) as ranks:
+        assert len({os.getpid(), *(rank.pid for rank in ranks)}) == 4
+        ranks[VICTIM].wait_for("first sum")
+        ranks[VICTIM].stop()
+        ranks[0].wait_for("first sum")
+        assert not ranks[0].has_ended(within_s=1.5)
+        ranks[VICTIM].resume()
+        assert ranks.collect() == [9.0] * 3
+
+
+def test_peers_of_a_stopped_rank_fail_after_the_timeout_of_their_group() -> None:
+    with started_ranks(sum_ranks, 2, 0.5, timeout_s=5.0) as ranks:
+        ranks[VICTIM].wait_for("first sum")
+        ranks[VICTIM].stop()
+        start = time.monotonic()
+        with pytest.raises(RankError) as report:
+            ranks.collect(grace_s=0.5)
+    assert 4 < time.monotonic() - start < 30
+    assert {failure.rank: failure.kind for failure in report.value.errors} == {0: "RuntimeError", 1: "TimeoutError"}
+
+
+def test_peers_of_a_killed_rank_are_collected_with_its_exit_code() -> None:
+    with started_ranks(sum_ranks, 2, 0.5) as ranks:
+        ranks[VICTIM].wait_for("first sum")
+        ranks[VICTIM].kill()
+        with pytest.raises(RankError) as report:
+            ranks.collect()
+    assert (VICTIM, "ProcessDied", "exit code -9") in report.value.errors
+    assert {failure.rank for failure in report.value.errors} == {0, 1}
+
+
+def test_no_rank_survives_the_context() -> None:
+    with started_ranks(sum_ranks, 2, 300.0) as ranks:
+        ranks[VICTIM].wait_for("first sum")
+        ranks[VICTIM].stop()
+    assert not any(rank.process.is_alive() for rank in ranks)
+
+
+def test_waiting_for_a_rank_that_has_ended_fails() -> None:
+    with started_ranks(end_without_announcing, 1) as ranks, pytest.raises(AssertionError, match="ended without"):
+        ranks[0].wait_for("some text")
+
+
+def test_ranks_see_their_own_variables_and_none_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZEROPP_QGZ_BITS", "8")
+    assert run_ranks(environment_of, 1, "ZEROPP_QGZ_BITS") == [None]
+    assert run_ranks(environment_of, 1, "ZEROPP_QGZ_BITS", env={"ZEROPP_QGZ_BITS": "4"}) == ["4"]
