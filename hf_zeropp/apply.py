@@ -1,37 +1,39 @@
-"""``apply_zeropp(model, config)``: the only place that installs anything on a model."""
+"""``apply_zeropp(model, config)``: the only place that installs anything on a model, and the handle it returns."""
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.node_memory import NodeMemory
-from hf_zeropp.comm.topology import Topology, get_topology
+from hf_zeropp.comm.topology import Topology, get_topology, new_cpu_group
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
-from hf_zeropp.fsdp.comm_object import CommObject, CountedAllGather
-from hf_zeropp.fsdp.overlap import GatherAhead, ReducePipeline
-from hf_zeropp.fsdp.reduce_scatter import ReduceClock, ZeroPPReduceScatter
+from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather, CountedWeightGather, WeightGather
+from hf_zeropp.fsdp.decisions import Decisions
+from hf_zeropp.fsdp.freshness import Freshness
+from hf_zeropp.fsdp.hooks import hook_forwards, hook_loading, listen_to_optimizers
+from hf_zeropp.fsdp.micro_steps import MicroSteps
+from hf_zeropp.fsdp.overlap import ReducePipeline
+from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
+from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.residual_state import load_residuals, save_residuals, state_file
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
 from hf_zeropp.plan import Plan, agree, require_process_group
 from hf_zeropp.traffic import (
-    ENGINE_GATHER,
     GATHER_CROSS,
     GATHER_FROZEN,
     GATHER_NODE,
@@ -51,7 +53,7 @@ _HANDLE = "_zeropp_handle"
 def apply_zeropp(
     model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None = None
 ) -> ZeroPPHandle:
-    """Run a sharded model's weight gathers and gradient reductions as ZeRO++ does. Idempotent.
+    """Run a sharded model's weight gathers and gradient reductions as ZeRO++ does. Idempotent. Call it on all ranks.
 
     Args:
         model: sharded by ``fully_shard`` over the whole world (Accelerate's FSDP2 and Transformers'
@@ -60,12 +62,12 @@ def apply_zeropp(
 
     Returns:
         The handle. A loop of your own calls ``set_last_micro_step`` (accumulation), ``set_progress`` (``qgz_until``),
-        ``set_loss_scale`` (error feedback with fp16), ``save_state`` and ``load_state`` (exact resume with deltas or error
-        feedback), ``invalidate`` (after writes that nothing shows); ``traffic`` counts bytes.
+        ``set_loss_scale`` (error feedback with fp16), and ``save_state`` and ``load_state`` (exact resume with deltas or error
+        feedback); ``traffic`` counts bytes.
 
     Raises:
-        ValueError: on every rank, when on any rank the model is not sharded over the whole world, the settings do not
-            fit the world, or ranks differ in settings.
+        ValueError: on every rank, if on any rank the model is not sharded over the whole world, the settings do not
+            fit the world, or ranks differ in settings or in their models.
     """
     if (handle := get_handle(model)) is not None:
         return handle.check_same_config(ZeroPPConfig.resolve(config))
@@ -79,7 +81,7 @@ def apply_zeropp(
 
 
 def get_handle(model: nn.Module) -> ZeroPPHandle | None:
-    """The handle of a model ``apply_zeropp`` was called with, or None."""
+    """Return the handle of a model that ``apply_zeropp`` was called with, or None."""
     return vars(without_compile_wrapper(model)).get(_HANDLE)
 
 
@@ -103,13 +105,13 @@ class ZeroPPHandle:
         self.frozen_units = [unit for unit in units if unit not in self.units]
         self.traffic = _new_traffic(self.units, self.frozen_units, self.topology)
         self.gathers: list[ZeroPPAllGather] = []
+        self.fsdp2_gathers: list[CommObject] = []
         self.reduces: list[ZeroPPReduceScatter] = []
-        self.engine_gathers: list[CountedAllGather] = []
         # Where there are streams, FSDP2's overlap and ours must not be added to each other.
         self._overlaps = config.overlap and self.topology.mesh.device_type == "cpu"
         self.shares_memory = False
-        pipeline = ReducePipeline() if self._overlaps else None
-        self._clock = ReduceClock(config.quantizes_gradients, self.traffic, pipeline)
+        self._micro_steps = MicroSteps(config.quantizes_gradients)
+        self._decisions: Decisions | None = None
         if not self.is_active:
             logger.info(
                 "One node only (%d ranks): nothing crosses nodes, so FSDP2's own collectives stay.",
@@ -117,19 +119,26 @@ class ZeroPPHandle:
             )
             return
         buffers = WireBuffers()
-        self._install_gathers(plan, buffers)
-        self._install_reduces(buffers)
-        self._count_engine_gathers(self.frozen_units, GATHER_FROZEN)  # within the node
-        self._watch_weights(model)
+        gathers = self._install_gathers(plan, buffers)
+        if self.units:
+            self._decisions = self._install_reduces(gathers, buffers)
+            hook_forwards(model, self._decisions)
+            self._follow_weights(model)
+        for unit in self.frozen_units:  # within the node
+            self._count(unit, CountedAllGather(unit, self.traffic, GATHER_FROZEN))
 
     @property
     def is_active(self) -> bool:
+        """Whether there is more than one node."""
         return self.topology.num_nodes > 1
 
     def invalidate(self) -> None:
-        """Gather across nodes again at the next use. Call it on all ranks after weights changed behind autograd's
-        back: through ``param.data``, raw pointers, or a kernel of your own."""
-        for gather in self.gathers:
+        """Gather across nodes again at the next forward pass.
+
+        Weights that lie on the CPU need no such call: whatever changes them is seen. On accelerators call it after writes that
+        move no version counter: through ``param.data``, raw pointers, or a kernel of your own. One rank may call it alone.
+        """
+        for gather in self._weight_gathers:
             gather.expire()
 
     def reshard(self) -> None:
@@ -140,20 +149,23 @@ class ZeroPPHandle:
 
     def set_last_micro_step(self, is_last: bool | Callable[[], bool]) -> None:
         """Tell whether the coming backward passes end an accumulation; or give a function that tells it each time."""
-        self._clock.is_last_micro_step = is_last if callable(is_last) else lambda: is_last
+        self._micro_steps.ask_is_last = is_last if callable(is_last) else lambda: is_last
 
     def set_progress(self, fraction: float) -> None:
         """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
-        self._clock.set_quantizes(self.config.quantizes_gradients and fraction < self.config.qgz_until)
+        quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
+        self._micro_steps.set_quantizes(quantizes, is_accumulating=self.partial_bytes() > 0)
 
     def set_loss_scale(self, scale: float | Callable[[], float]) -> None:
-        """Tell the factor that losses are multiplied with (fp16), or give a function that tells it: what error feedback
-        kept is of gradients with that factor. A GradScaler's is ``scaler.get_scale``. Asked once per backward pass (on a GPU
-        the host waits for it)."""
-        self._clock.ask_loss_scale = scale if callable(scale) else lambda: scale
+        """Tell the factor that losses are multiplied with (fp16), or give a function that tells it.
+
+        Error feedback needs it, because its residual is a residual of gradients with that factor. A GradScaler's function is
+        ``scaler.get_scale``. It is asked once per backward pass; on a GPU the host waits for the answer.
+        """
+        self._micro_steps.ask_loss_scale = scale if callable(scale) else lambda: scale
 
     def save_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
-        """Write this rank's part of what an exact resume needs besides weights and optimizer states (run_state.py).
+        """Write this rank's part of what an exact resume needs besides weights and optimizer states.
 
         Accelerate's and the Trainer's checkpoints do it. Call it on all ranks; ``index`` tells models apart.
         """
@@ -180,16 +192,20 @@ class ZeroPPHandle:
     def predict(self, micro_steps: int = 1) -> dict[str, Bytes]:
         """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective. After a first forward."""
         counts: dict[str, Bytes] = {}
-        comms: list[CommObject] = [*self.gathers, *self.reduces, *self.engine_gathers]
+        comms: list[CommObject] = [*self.gathers, *self.reduces, *self.fsdp2_gathers]
         for comm in comms:
             for name, count in comm.predict(micro_steps).items():
                 counts.setdefault(name, Bytes()).add(count)
         return counts
 
-    def start_stale_gathers(self) -> None:
-        """Start hop 1 of every unit whose secondary shard is stale. Call it on all ranks."""
-        for gather in self.gathers:
-            gather.start_ahead()
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Bring all weights up to date, and let no forward pass inside cross nodes again. Enter it on all ranks."""
+        if self._decisions is None:
+            yield
+            return
+        with self._decisions.generating():
+            yield
 
     def lockstep_group(self) -> dist.ProcessGroup | None:
         """The ranks that must run the same forwards while no weight changes; None for all."""
@@ -212,128 +228,124 @@ class ZeroPPHandle:
         return sum(reduce.partial_bytes() for reduce in self.reduces)
 
     def check_same_config(self, config: ZeroPPConfig) -> ZeroPPHandle:
+        """Return this handle.
+
+        Raises:
+            ValueError: ``config`` is not the one in force.
+        """
         if config != self.config:
             raise ValueError(
                 f"This model already runs ZeRO++ with {self.config}; it cannot change to {config}. Shard it anew."
             )
         return self
 
-    def _install_gathers(self, plan: Plan, buffers: WireBuffers) -> None:
-        keep_secondary = plan.hpz_size is not None
-        if self.config.qwz_bits is None and plan.hpz_size in (None, self.topology.world_size):
-            self._count_engine_gathers(self.units, ENGINE_GATHER)  # nothing to quantize and nothing to keep
-            return
-        groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.topology.mesh.device_type)
-        cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
-        node = Hop(GATHER_NODE, groups.node_group, self.traffic)
-        may_share = self.config.shared_memory and keep_secondary and self.topology.mesh.device_type == "cpu"
-        memory = NodeMemory.connect(node.group) if may_share else None
-        self.shares_memory = memory is not None
-        resync = Hop(GATHER_RESYNC, groups.cross_group, self.traffic, is_async=self._overlaps)
-        gather = TwoHopGather(cross, node, buffers, memory, resync)
-        check = SecondaryCheck(node.size) if plan.checks_secondaries and keep_secondary else None
+    @property
+    def _weight_gathers(self) -> list[WeightGather]:
+        """The gathers of all units over the world, whoever carries them out."""
+        return [comm for comm in (*self.gathers, *self.fsdp2_gathers) if isinstance(comm, WeightGather)]
+
+    def _install_gathers(self, plan: Plan, buffers: WireBuffers) -> list[WeightGather]:
+        keeps_secondary = plan.hpz_size is not None
+        if leaves_gathers_to_fsdp2(self.config, plan.hpz_size, self.topology.world_size):
+            for unit in self.units:
+                self._count(unit, CountedWeightGather(unit, Freshness(unit), self.traffic))
+            return self._weight_gathers
+        gather = self._two_hop_gather(plan, buffers)
+        check = SecondaryCheck(gather.node.size) if plan.checks_secondaries and keeps_secondary else None
         if plan.checks_secondaries and check is None:
             logger.warning(
                 "ZEROPP_CHECK=1 compares the nodes' copies of the weights; with hpz_size=None there are none."
             )
-        ahead = GatherAhead() if self._overlaps and keep_secondary else None
         for unit in self.units:
             comm = ZeroPPAllGather(
-                unit, gather, self.config, self.traffic, ahead=ahead, keep_secondary=keep_secondary, check=check
+                unit,
+                gather,
+                self.config,
+                self.traffic,
+                keeps_secondary=keeps_secondary,
+                lands_at_once=not self._overlaps,
+                check=check,
             )
             unit.set_all_gather(comm)
             self.gathers.append(comm)
+        return self._weight_gathers
 
-    def _install_reduces(self, buffers: WireBuffers) -> None:
+    def _two_hop_gather(self, plan: Plan, buffers: WireBuffers) -> TwoHopGather:
+        groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.topology.mesh.device_type)
+        cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
+        node = Hop(GATHER_NODE, groups.node_group, self.traffic)
+        resync = Hop(GATHER_RESYNC, groups.cross_group, self.traffic, is_async=self._overlaps)
+        keeps_secondary, is_cpu = plan.hpz_size is not None, self.topology.mesh.device_type == "cpu"
+        may_share = self.config.shared_memory and keeps_secondary and is_cpu
+        memory = NodeMemory.connect(node.group) if may_share else None
+        self.shares_memory = memory is not None
+        return TwoHopGather(cross, node, buffers, memory, resync)
+
+    def _install_reduces(self, gathers: list[WeightGather], buffers: WireBuffers) -> Decisions:
         is_async = self._overlaps or self.config.qgz_chunks > 1  # chunks overlap with each other on any backend
         node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=is_async)
         cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=is_async)
-        reduce = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks)
+        hops = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks)
+        pipeline = ReducePipeline() if self._overlaps else None
+        decisions = Decisions(
+            gathers, self._micro_steps, pipeline, self.traffic, new_cpu_group(), starts_ahead=self._overlaps
+        )
         for unit in self.units:
-            comm = ZeroPPReduceScatter(unit, reduce, self.config, self.traffic, self._clock)
+            comm = ZeroPPReduceScatter(
+                unit, hops, self.config, self.traffic, self._micro_steps, pipeline, coordinator=decisions
+            )
             unit.set_reduce_scatter(comm)
+            unit.wrap_post_backward(comm.before_post_backward, comm.after_post_backward)
             self.reduces.append(comm)
-        self._clock.reduces = self.reduces
+        decisions.reduces = self.reduces
+        return decisions
 
-    def _count_engine_gathers(self, units: list[Unit], name: str) -> None:
-        """These units' gathers stay FSDP2's."""
-        for unit in units:
-            comm = CountedAllGather(unit, self.traffic, name)
-            unit.set_all_gather(comm)
-            self.engine_gathers.append(comm)
+    def _count(self, unit: Unit, comm: CountedAllGather | CountedWeightGather) -> None:
+        """Leave the gathers of ``unit`` to FSDP2, and count them."""
+        unit.set_all_gather(comm)
+        self.fsdp2_gathers.append(comm)
 
-    def _watch_weights(self, model: nn.Module) -> None:
-        """The guards of [Note: when a secondary shard is stale] that version counters cannot give."""
+    def _follow_weights(self, model: nn.Module) -> None:
+        """Learn of loaded weights and of optimizers' steps, as long as the handle lives."""
         this = weakref.ref(self)
 
-        def after_load(module: nn.Module, incompatible_keys: Any) -> None:
+        def invalidate() -> None:
             if (handle := this()) is not None:
                 handle.invalidate()
 
-        _live_handles.add(self)
-        _watch_optimizers()
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.register_load_state_dict_post_hook(after_load)
-        model.register_forward_pre_hook(_forget_aborted_backward(self._clock), prepend=True)
-        for gather in self.gathers:
-            for module in gather.unit.modules:
-                module.register_forward_pre_hook(_reshard_if_stale(gather), prepend=True)
+        hook_loading(model, invalidate)
+        listen_to_optimizers(self)
 
-    def _before_optimizer_step(self) -> None:
-        for gather in self.gathers:
-            gather.before_optimizer_step()
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Complete the gradients that the optimizer is about to read, and note that it may change weights."""
+        held = _params_of(optimizer)
+        if self._decisions is not None and any(reduce.unit.has_param_of(held) for reduce in self.reduces):
+            if self._decisions.is_generating:
+                raise RuntimeError(
+                    f"An optimizer steps inside generation_mode (rank {dist.get_rank()}), where weights must not change. Leave "
+                    "the `with generation_mode(...)` block first."
+                )
+            self._decisions.deliver()
+        for gather in self._weight_gathers:
+            if gather.unit.has_param_of(held):
+                gather.freshness.before_step()
 
-    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        stepped = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
+        held = _params_of(optimizer)
+        stepped = False
         for reduce in self.reduces:
-            if any(id(param) in stepped for param in reduce.unit.trainable):
+            if reduce.unit.has_param_of(held):
+                stepped = True
                 reduce.residual.after_optimizer_step()
-        if any(id(param) in stepped for unit in self.units for param in unit.trainable):
-            self.traffic.steps += 1
-        for gather in self.gathers:
-            if gather.unit.trainable:
-                gather.after_optimizer_step()
+        self.traffic.steps += stepped
+        for gather in self._weight_gathers:
+            if gather.unit.has_param_of(held):
+                gather.freshness.after_step()
 
 
-_live_handles: weakref.WeakSet[ZeroPPHandle] = weakref.WeakSet()
-
-
-@functools.cache
-def _watch_optimizers() -> None:
-    """Once per process: hooks per handle would have to be removed with it, and a handle may die while hooks run."""
-
-    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for handle in _live_handles:
-            handle._before_optimizer_step()
-
-    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        for handle in _live_handles:
-            handle._after_optimizer_step(optimizer)
-
-    register_optimizer_step_pre_hook(before_step)
-    register_optimizer_step_post_hook(after_step)
-
-
-def _reshard_if_stale(gather: ZeroPPAllGather) -> Callable[[nn.Module, Any], None]:
-    """A unit that stays unsharded after forward (FSDP2's root) would compute with weights that changed meanwhile."""
-
-    @torch.compiler.disable
-    def before_forward(module: nn.Module, args: Any) -> None:
-        if gather.unit.is_unsharded and not gather.is_fresh:
-            gather.unit.reshard()
-
-    return before_forward
-
-
-def _forget_aborted_backward(clock: ReduceClock) -> Callable[[nn.Module, Any], None]:
-    """A backward pass that raised leaves reductions under way, which must not reach the gradients of the next."""
-
-    @torch.compiler.disable
-    def before_forward(module: nn.Module, args: Any) -> None:
-        clock.forget_aborted_backward()
-
-    return before_forward
+def _params_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 def _new_traffic(units: list[Unit], frozen_units: list[Unit], topology: Topology) -> Traffic:

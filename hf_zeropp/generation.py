@@ -61,7 +61,7 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
         _active.add(model)
         stack.callback(_active.discard, model)
         _enter_root(model, lambda: None)
-        handle.start_stale_gathers()
+        stack.enter_context(handle.generating())
         if (group := handle.lockstep_group()) is not None:
             stack.enter_context(_stop_together(model, group))
         for unit in _fitting(handle, parse_bytes(memory_budget)):

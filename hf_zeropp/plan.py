@@ -1,8 +1,14 @@
-"""What ranks must agree on before ZeRO++ is installed on a model."""
+"""What ranks must agree on before ZeRO++ is installed on a model.
+
+Ranks that differ in settings, in node sizes or in their models would run different collectives, and hang or crash in a place
+that says nothing of the cause. So every rank states its plan, all plans are exchanged, and every rank raises the same error,
+which names the first difference, before any process group is made.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -19,17 +25,50 @@ from hf_zeropp.fsdp.units import Unit, find_units
 
 
 @dataclasses.dataclass(frozen=True)
+class UnitPlan:
+    """One unit, as far as ranks must have it in common: these facts choose the sizes of collectives.
+
+    Attributes:
+        name: its module's name; "(root)" for the model itself.
+        params: name, full shape, dtype and ``requires_grad`` of each parameter, in words.
+        precision: FSDP2's mixed precision policy, in words.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    precision: str
+
+    @classmethod
+    def of(cls, unit: Unit) -> UnitPlan:
+        """Describe a unit."""
+        return cls(unit.name, tuple(unit.describe_params()), unit.describe_precision())
+
+
+@dataclasses.dataclass(frozen=True)
 class Plan:
-    """What every rank must have in common before anything is installed."""
+    """What every rank must have in common before anything is installed.
+
+    Attributes:
+        settings: the settings, as sorted pairs of name and value.
+        ranks_per_node: N.
+        hpz_size: ranks that share one secondary copy; None where none is kept.
+        checks_secondaries: whether ``ZEROPP_CHECK=1`` is set.
+        units: the units, in module order.
+    """
 
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
     hpz_size: int | None
     checks_secondaries: bool
-    units: tuple[tuple[str, int], ...]
+    units: tuple[UnitPlan, ...]
 
 
 def require_process_group() -> None:
+    """Raise unless a process group exists.
+
+    Raises:
+        RuntimeError: there is none.
+    """
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "apply_zeropp needs a process group. Start with `accelerate launch` or `torchrun`, and call "
@@ -38,7 +77,14 @@ def require_process_group() -> None:
 
 
 def agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> Plan:
-    """Check this rank's model and settings, exchange the outcome, and raise on every rank if any rank objects."""
+    """Check this rank's model and settings, and exchange the outcome. Collective over the world.
+
+    Returns:
+        This rank's plan, which is every rank's.
+
+    Raises:
+        ValueError: on every rank, if any rank objects to its model or settings, or if two ranks differ.
+    """
     plan, error = None, None
     try:
         plan = _make_plan(model, ZeroPPConfig.resolve(config))
@@ -79,7 +125,7 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> Plan:
         ranks_per_node=ranks_per_node,
         hpz_size=hpz_size,
         checks_secondaries=wants_check(),
-        units=tuple((unit.name, sum(shard.padded_numel for shard in unit.param_shards())) for unit in units),
+        units=tuple(map(UnitPlan.of, units)),
     )
 
 
@@ -126,20 +172,32 @@ def _check_deltas(unit: Unit) -> None:
 
 
 def _check_same_plan(plans: list[Plan]) -> None:
-    """Raises: ValueError naming the first rank and field that differ from rank 0."""
+    """Raise a ValueError that names the first rank and field that differ from rank 0."""
     for rank, plan in enumerate(plans[1:], start=1):
         for field in dataclasses.fields(Plan):
             ours, theirs = getattr(plans[0], field.name), getattr(plan, field.name)
             if ours != theirs:
-                differing = [
-                    pair for pair in zip(_as_items(ours), _as_items(theirs), strict=False) if len(set(pair)) > 1
-                ]
+                own, other = _first_difference(ours, theirs)
                 raise ValueError(
-                    f"Ranks must agree on ZeRO++'s {field.name}: rank 0 has {differing[0][0] if differing else ours}, "
-                    f"rank {rank} has {differing[0][1] if differing else theirs}. Give all ranks the same settings, "
-                    "environment and model."
+                    f"Ranks must agree on ZeRO++'s {field.name}: rank 0 has {own}, rank {rank} has {other}. Give all ranks "
+                    "the same settings, environment and model."
                 )
 
 
-def _as_items(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _first_difference(ours: Any, theirs: Any) -> tuple[Any, Any]:
+    """Return the first items of two plans' fields that differ, looking into tuples and into units."""
+    if isinstance(ours, UnitPlan) and isinstance(theirs, UnitPlan):
+        if ours.name != theirs.name:
+            return f"unit {ours.name}", f"unit {theirs.name}"
+        own, other = _first_unequal((*ours.params, ours.precision), (*theirs.params, theirs.precision))
+        return f"unit {ours.name} with {own}", f"unit {theirs.name} with {other}"
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        own, other = _first_unequal(ours, theirs)
+        are_units = isinstance(own, UnitPlan) and isinstance(other, UnitPlan)
+        return _first_difference(own, other) if are_units else (own, other)
+    return ours, theirs
+
+
+def _first_unequal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Any, Any]:
+    pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
+    return next((own, other) for own, other in pairs if own != other)

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,22 +30,22 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
+        """Y, the number of nodes."""
         return self.world_size // self.ranks_per_node
 
     @property
     def node_group(self) -> dist.ProcessGroup:
+        """The N ranks of this rank's node."""
         return self.mesh.get_group("node")
 
     @property
     def cross_group(self) -> dist.ProcessGroup:
+        """The Y ranks, one per node, that have this rank's place in their nodes."""
         return self.mesh.get_group("cross")
-
-    def node_of(self, rank: int) -> int:
-        return rank // self.ranks_per_node
 
 
 def detect_ranks_per_node(setting: int | str, world_size: int) -> int:
-    """N from the setting and the launcher's LOCAL_WORLD_SIZE.
+    """Return N, the ranks of one node, from the setting and the launcher's ``LOCAL_WORLD_SIZE``.
 
     Raises:
         ValueError: N is unknown, or does not divide the world.
@@ -65,7 +67,7 @@ def detect_ranks_per_node(setting: int | str, world_size: int) -> int:
 
 
 def resolve_hpz_size(setting: int | str | None, ranks_per_node: int, world_size: int) -> int | None:
-    """Ranks that share one secondary copy, or None when none is kept.
+    """Return how many ranks share one secondary copy, or None if none is kept.
 
     Raises:
         ValueError: the size does not divide the world, or cuts nodes unevenly.
@@ -85,6 +87,11 @@ def resolve_hpz_size(setting: int | str | None, ranks_per_node: int, world_size:
 
 
 def check_divides(source: str, size: int, world_size: int) -> None:
+    """Raise unless ``size``, which comes from ``source``, cuts the world in equal parts.
+
+    Raises:
+        ValueError: it does not. The message lists the sizes that do.
+    """
     if not 1 <= size <= world_size or world_size % size:
         raise ValueError(
             f"{source} must divide the world of {world_size} ranks: nodes must have equal numbers of ranks. "
@@ -96,15 +103,33 @@ _topologies: dict[tuple[dist.ProcessGroup | None, str, int], Topology] = {}
 
 
 def get_topology(ranks_per_node: int, device_type: str) -> Topology:
-    """The topology with nodes of ``ranks_per_node`` ranks. Creates its groups once: every rank must call it."""
+    """Return the topology with nodes of ``ranks_per_node`` ranks. It makes its groups once: every rank must call it."""
     key = (dist.group.WORLD, device_type, ranks_per_node)
     if key not in _topologies:
         _topologies[key] = _build_topology(ranks_per_node, device_type)
     return _topologies[key]
 
 
+def world_timeout() -> timedelta:
+    """Return how long collectives of the world wait for a rank.
+
+    Groups that PyTorch makes take the default of their backend instead (10 to 30 minutes), so every group of this package is
+    made with this value. A rank that stops is then noticed as soon as stock FSDP2 would notice it.
+    """
+    world = dist.group.WORLD
+    assert world is not None
+    return world._get_backend(world._device_types[0]).options._timeout
+
+
+def new_cpu_group() -> dist.ProcessGroup:
+    """Make a group of all ranks that moves CPU tensors, whatever the backend of the world. Every rank must call it."""
+    return dist.new_group(backend="gloo", timeout=world_timeout())
+
+
 def _build_topology(ranks_per_node: int, device_type: str) -> Topology:
     world_size = dist.get_world_size()
-    shape = (world_size // ranks_per_node, ranks_per_node)
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("cross", "node"))
+    ranks = torch.arange(world_size).view(-1, ranks_per_node)
+    cross_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=world_timeout())
+    node_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=world_timeout())
+    mesh = DeviceMesh.from_group([cross_group, node_group], device_type, ranks, mesh_dim_names=("cross", "node"))
     return Topology(dist.get_rank(), world_size, ranks_per_node, mesh)

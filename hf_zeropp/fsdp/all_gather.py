@@ -1,23 +1,13 @@
 """qwZ and hpZ for FSDP2: one all-gather object per unit, over the two-hop gather.
 
-[Note: when a secondary shard is stale]
-A secondary shard is a copy of the weights. It serves until they change, which we learn from three signals:
-1. the stamp (identity and version counters of the unit's sharded parameters) differs from the one taken at hop 1;
-2. an optimizer stepped (a global post-hook): optimizers may write through data pointers, which moves no counter;
-3. somebody said so: ``load_state_dict`` hooks, or ``handle.invalidate()`` after writes through ``.data``.
-The signals are local, and they decide which collectives run. Ranks agree on them because a program changes weights on
-all ranks or on none, as every operation on a DTensor must; a change made on one rank alone would hang.
-A forward between ``backward()`` and ``optimizer.step()`` refills the copy with weights that are about to change:
-signal 2 covers it.
-
-[Note: when a delta will do]
-With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by differences. They are coarse where weights moved far,
-so whole weights cross instead (a resync) where there is no secondary shard yet, and where weights changed by anything but an
-optimizer: when the stamp before an optimizer's step is not the one after the last one's. Signal 3 means that too, and a
-checkpoint, whose masters a resumed run starts from. Ranks agree on it for the reason above; ``ZEROPP_CHECK=1`` makes sure.
+FSDP2 calls the object whenever it needs a unit's weights. It decodes them from the secondary shard, which costs the hop
+within the node alone. The hop across nodes runs before that if the secondary shard is stale: freshness.py says when it is,
+decisions.py how ranks agree on it. On CPU the cross hop is started for all stale units together, when a forward pass begins.
 """
 
 from __future__ import annotations
+
+import dataclasses
 
 import torch
 import torch.distributed as dist
@@ -25,14 +15,17 @@ import torch.distributed as dist
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_object import CommObject, CountedAllGather, gather_layouts, gathers_of, warn_once
-from hf_zeropp.fsdp.overlap import GatherAhead
+from hf_zeropp.fsdp.comm_objects import CountedAllGather, WeightGather, warn_once
+from hf_zeropp.fsdp.freshness import Change, Freshness
+from hf_zeropp.fsdp.layouts import gather_layouts
+from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
-from hf_zeropp.fsdp.units import AllGather, Unit, WeightStamp
-from hf_zeropp.ops.format import FLOAT_DTYPES, WireLayout
+from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import Bytes, Traffic
 
 MANY_SURPRISES = 3
+"""Resyncs in a row that no optimizer and no call explains: more than that is worth a warning."""
 
 _SURPRISE = (
     "The weights of unit %s keep changing by something that is no step of a torch optimizer (an operation after each step, an "
@@ -41,14 +34,38 @@ _SURPRISE = (
 )
 
 
-class ZeroPPAllGather(CommObject, AllGather):
-    """qwZ and hpZ: gathers a unit's weights in wire form and keeps the secondary shard between weight changes.
+@dataclasses.dataclass
+class Copy:
+    """A unit's secondary shard, and how it came to hold what it holds.
+
+    Attributes:
+        secondary: the wires.
+        layouts: the form in which they hold the weights.
+        flight: the cross hop that brings it up to date, while that is under way.
+        arrived: recorded when that hop has ended, for other streams to wait for; None on CPU.
+        num_deltas: deltas since whole weights crossed.
+        num_surprises: resyncs in a row for edits.
+    """
+
+    secondary: Secondary
+    layouts: GatherLayouts
+    flight: Flight | None = None
+    arrived: torch.Event | None = None
+    num_deltas: int = 0
+    num_surprises: int = 0
+
+
+class ZeroPPAllGather(WeightGather):
+    """Gathers a unit's weights in wire form, and keeps the secondary shard between changes of the weights.
 
     Args:
         unit: the unit it serves.
         gather: the two hops; shared by all units.
-        ahead: starts hop 1 of other units early, shared by all; None where streams do that.
-        keep_secondary: hpZ on.
+        config: the settings of the run.
+        traffic: counts bytes.
+        keeps_secondary: whether hpZ is on. Otherwise every gather runs both hops.
+        lands_at_once: whether a cross hop that is started ahead is also finished at once (on accelerators, where streams
+            overlap by themselves), instead of when the unit is needed.
         check: compares secondary shards across nodes; None where nobody asked for it.
     """
 
@@ -59,29 +76,20 @@ class ZeroPPAllGather(CommObject, AllGather):
         config: ZeroPPConfig,
         traffic: Traffic,
         *,
-        ahead: GatherAhead | None,
-        keep_secondary: bool,
+        keeps_secondary: bool,
+        lands_at_once: bool,
         check: SecondaryCheck | None = None,
     ) -> None:
-        self.unit = unit
+        super().__init__(unit, Freshness(unit, checks_steps=config.qwz_mode == "delta"))
         self._gather = gather
         self._config = config
-        self._traffic = traffic
-        self._ahead = ahead
-        self._keep_secondary = keep_secondary
+        self._keeps_secondary = keeps_secondary
+        self._lands_at_once = lands_at_once
         self._check = check
-        self._engine = CountedAllGather(unit, traffic)
+        self._fsdp2 = CountedAllGather(unit, traffic)
         self._layouts: dict[tuple[torch.dtype, bool], GatherLayouts] = {}
-        self._secondary: Secondary | None = None
-        self._held: GatherLayouts | None = None  # of the secondary
-        self._stamp: WeightStamp | None = None  # of the weights that the secondary holds
-        # With deltas: the stamp of weights that only optimizers changed since the secondary was brought up to date.
-        self._basis: WeightStamp | None = None
-        self._is_in_optimizer_step = False
-        self._num_deltas = 0  # since whole weights crossed
-        self._num_surprises = 0  # whole weights in a row for changes that no optimizer made and nobody told of
-        self._flight: Flight | None = None  # hop 1 under way
-        self._hop1_done: torch.Event | None = None
+        self._kept: Copy | None = None
+        self.was_used = False
 
     def __call__(
         self,
@@ -90,145 +98,128 @@ class ZeroPPAllGather(CommObject, AllGather):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
+        """Gather: output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
+        self.ensure_agreed()
+        self.was_used = True
         if input_tensor.dtype not in FLOAT_DTYPES:
+            self._took_weights()
+            self._unsharded_from = self._copy
             return self._gather_unquantized(output_tensor, input_tensor, group, async_op)
-        if self._keep_secondary:
-            secondary, layout = self._fresh_secondary(input_tensor)
-            self._gather.decode(secondary, layout, output_tensor)
+        if self._keeps_secondary:
+            kept = self._up_to_date(input_tensor)
+            self._gather.decode(kept.secondary, kept.layouts.kept, output_tensor)
         else:
-            self._stamp = self.unit.stamp()
+            self._took_weights()
             self._gather(output_tensor, input_tensor, self.layouts(input_tensor.dtype).kept)
+        self._unsharded_from = self._copy
         return None
 
-    @property
-    def is_fresh(self) -> bool:
-        """Whether what was gathered last is still the unit's weights. See [Note: when a secondary shard is stale]."""
-        return self._stamp is not None and self._stamp.matches(self.unit.params)
-
     def expire(self) -> None:
-        """Gather across nodes again at the next use, in full. The buffer is kept and overwritten."""
-        self._stamp = self._basis = None
-        self._num_surprises = 0
+        """Gather whole weights at the next forward pass, as somebody who knows why asks for it."""
+        super().expire()
+        if self._kept is not None:
+            self._kept.num_surprises = 0
 
     def resync(self) -> None:
-        """Gather whole weights at the next use, where deltas brought the secondary shard to what it is."""
-        if self._held is not None and self._held.delta is not None:
+        """Gather whole weights at the next forward pass, where deltas brought the secondary shard to what it is."""
+        if self._kept is not None and self._kept.layouts.delta is not None:
             self.expire()
 
-    def before_optimizer_step(self) -> None:
-        """What changed the weights up to now was no optimizer."""
-        if self._basis is not None and not self._basis.matches(self.unit.params):
-            self._basis = None
-        self._is_in_optimizer_step = self.unit.trains
-
-    def after_optimizer_step(self) -> None:
-        """Gather across nodes again at the next use; a delta will do, where it did before."""
-        self._stamp = None
-        self._is_in_optimizer_step = False
-        if self._basis is not None:
-            self._basis = self.unit.stamp()
-
     def start_ahead(self) -> None:
-        """Start hop 1 now, if it is due and its input can be had without FSDP2."""
+        """Start the cross hop now if it is due and its input can be had without FSDP2."""
         dtype = self.unit.param_dtype
-        if self._keep_secondary and not self.is_fresh and dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
-            self._start(dtype, None)
-            if self._ahead is None:  # streams overlap: finish in the stream that has allocated what is received
-                self._land()
+        if not self._keeps_secondary or self.due == Change.NONE or not (self.was_used or self._kept is None):
+            return  # a unit that passes skip is not sent after every step in vain
+        if dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
+            kept = self._start(dtype, None)
+            if self._lands_at_once:
+                self._land(kept)
 
     @property
     def stays_in_group(self) -> bool:
         """Whether a gather of a fresh unit stays among the ranks that share a secondary copy."""
-        return self._keep_secondary and self.unit.param_dtype in FLOAT_DTYPES
+        return self._keeps_secondary and self.unit.param_dtype in FLOAT_DTYPES
 
     def secondary_bytes(self) -> int:
-        """Bytes this rank holds between gathers for hpZ."""
-        return 0 if self._secondary is None else self._secondary.own.numel()
+        """Return the bytes that this rank holds between gathers for hpZ."""
+        return 0 if self._kept is None else self._kept.secondary.own.numel()
 
     def layouts(self, dtype: torch.dtype) -> GatherLayouts:
-        """Of weights gathered in ``dtype``. Frozen weights cross once, so they have no use for deltas."""
+        """Return the wire layouts for gathering the unit in ``dtype``, with its parameters frozen as they are now."""
         key = (dtype, self.unit.trains)
         if key not in self._layouts:
             self._layouts[key] = gather_layouts(self._config, self.unit.param_shards(), dtype, trains=key[1])
         return self._layouts[key]
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Bytes of one training step of ``micro_steps`` forward and backward passes, without a resync."""
+        """Return the bytes of one optimizer step that makes no resync."""
         if self.unit.param_dtype not in FLOAT_DTYPES:
-            return self._engine.predict(micro_steps)
-        gathers = gathers_of(self.unit, micro_steps)
-        layouts = self.layouts(self.unit.param_dtype)
-        num_bytes = layouts.kept.nbytes
+            return self._fsdp2.predict(micro_steps)
         cross, node = self._gather.cross, self._gather.node
-        counts = {}
-        if not self._keep_secondary:
-            counts[cross.name] = cross.peers.bytes_of(num_bytes).times(gathers)
-        elif self.unit.trainable:  # frozen weights crossed before this step
-            counts[cross.name] = cross.peers.bytes_of((layouts.delta or layouts.kept).nbytes)
-        if node.size > 1:
-            counts[node.name] = node.peers.bytes_of(num_bytes * cross.size).times(gathers)
-        return counts
+        gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards_after_forward)
+        crossings = crossings_per_step(gathers, keeps_secondary=self._keeps_secondary, trains=self.unit.trains)
+        layouts = self.layouts(self.unit.param_dtype)
+        predicted = gather_bytes(layouts, cross=cross.peers, node=node.peers, gathers=gathers, crossings=crossings)
+        return predicted.by_name(cross=cross.name, node=node.name)
 
-    def _fresh_secondary(self, shard: torch.Tensor) -> tuple[Secondary, WireLayout]:
-        """The secondary shard, gathered across nodes if it is stale, and this stream ordered behind its arrival."""
-        if not self.is_fresh:
-            self._start(shard.dtype, shard)
-            if self._ahead is not None:
-                self._ahead.start_from(self)
-        if self._flight is not None:
-            self._land()
-        elif self._hop1_done is not None:
-            torch.accelerator.current_stream().wait_event(self._hop1_done)
-        assert self._secondary is not None and self._held is not None
-        return self._secondary, self._held.kept
+    def _up_to_date(self, shard: torch.Tensor) -> Copy:
+        """Return the secondary shard, brought up to date if that is due, with this stream ordered behind its arrival."""
+        kept = self._kept
+        if kept is None or self.due != Change.NONE:
+            kept = self._start(shard.dtype, shard)
+        if kept.flight is not None:
+            self._land(kept)
+        elif kept.arrived is not None:
+            torch.accelerator.current_stream().wait_event(kept.arrived)
+        return kept
 
-    def _start(self, dtype: torch.dtype, shard: torch.Tensor | None) -> None:
-        """Start hop 1 with weights in ``dtype``; ``shard`` is this rank's where FSDP2 made it already."""
-        if self._flight is not None:  # started ahead, and the weights changed since
-            self._land()
-        layouts = self.layouts(dtype)
-        sends_delta = self._delta_will_do(layouts)
-        if self._check is not None:
-            self._check.same_form(self.unit.name, sends_delta)
-        self._flight = self._start_delta(layouts) if sends_delta else self._start_whole(dtype, layouts, shard)
-        self._held = layouts
-        self._stamp = self.unit.stamp()
-        self._basis = None if layouts.delta is None else self._stamp
+    def _start(self, dtype: torch.dtype, shard: torch.Tensor | None) -> Copy:
+        """Start the cross hop of the weights in ``dtype``. ``shard`` is this rank's, where FSDP2 made it already."""
+        if self._kept is not None and self._kept.flight is not None:  # started ahead, and the weights changed since
+            self._land(self._kept)
+        layouts, due = self.layouts(dtype), self.due
+        kept = self._kept
+        if kept is not None and self._delta_is_enough(kept, layouts, due):
+            kept.num_deltas, kept.num_surprises = kept.num_deltas + 1, 0
+            kept.flight = self._gather.start_delta(self.unit.master_shards(), layouts, kept.secondary)
+        else:
+            kept = self._start_whole(self.unit.flat_shard(dtype) if shard is None else shard, layouts)
+            self._count_surprise(kept, due)
+        self._kept = kept
+        self._took_weights()
+        return kept
 
-    def _start_delta(self, layouts: GatherLayouts) -> Flight:
-        assert self._secondary is not None
-        self._num_deltas += 1
-        self._num_surprises = 0
-        return self._gather.start_delta(self.unit.master_shards(), layouts, self._secondary)
+    def _start_whole(self, shard: torch.Tensor, layouts: GatherLayouts) -> Copy:
+        kept, num_bytes = self._kept, self._gather.cross.size * layouts.kept.nbytes
+        if kept is None or kept.secondary.own.numel() != num_bytes:
+            kept = Copy(self._gather.new_secondary(layouts.kept, shard.device), layouts)
+        kept.layouts, kept.num_deltas = layouts, 0
+        kept.flight = self._gather.start(shard, layouts, kept.secondary)
+        return kept
 
-    def _start_whole(self, dtype: torch.dtype, layouts: GatherLayouts, shard: torch.Tensor | None) -> Flight:
-        self._num_deltas = 0
-        shard = self.unit.flat_shard(dtype) if shard is None else shard
-        if self._secondary is None or self._secondary.own.numel() != self._gather.cross.size * layouts.kept.nbytes:
-            self._secondary = self._gather.new_secondary(layouts.kept, shard.device)
-        return self._gather.start(shard, layouts, self._secondary)
+    def _delta_is_enough(self, kept: Copy, layouts: GatherLayouts, due: Change) -> bool:
+        """Return whether a delta brings the copy up to date. See [Note: when a delta is enough] in freshness.py.
 
-    def _delta_will_do(self, layouts: GatherLayouts) -> bool:
-        """See [Note: when a delta will do]. The same on all ranks, as what makes a secondary shard stale is."""
-        if layouts.delta is None or self._secondary is None or layouts != self._held:
+        Every rank gives the same answer: it depends on what ranks agreed on, and on counts of what they did together.
+        """
+        if layouts.delta is None or layouts != kept.layouts or due == Change.EDITED:
             return False
-        if self._config.qwz_resync_steps is not None and self._num_deltas >= self._config.qwz_resync_steps:
-            return False
-        if self._basis is not None and (self._is_in_optimizer_step or self._basis.matches(self.unit.params)):
-            return True
-        self._num_surprises += 1
-        if self._num_surprises > MANY_SURPRISES:
+        return self._config.qwz_resync_steps is None or kept.num_deltas < self._config.qwz_resync_steps
+
+    def _count_surprise(self, kept: Copy, due: Change) -> None:
+        if due != Change.EDITED or kept.layouts.delta is None:
+            return
+        kept.num_surprises += 1
+        if kept.num_surprises > MANY_SURPRISES:
             warn_once(self, _SURPRISE, self.unit.name)
-        return False
 
-    def _land(self) -> None:
-        assert self._flight is not None and self._held is not None and self._secondary is not None
-        self._gather.land(self._flight, self._held, self._secondary)
-        self._flight = None
+    def _land(self, kept: Copy) -> None:
+        assert kept.flight is not None
+        self._gather.land(kept.flight, kept.layouts, kept.secondary)
+        kept.flight = None
         if self._check is not None:
-            self._check.same_copies(self.unit.name, self._secondary.own)
-        self._hop1_done = _record_event(self._secondary.own.device)
+            self._check.same_copies(self.unit.name, kept.secondary.own)
+        kept.arrived = _record_event(kept.secondary.own.device)
 
     def _gather_unquantized(
         self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
@@ -239,7 +230,7 @@ class ZeroPPAllGather(CommObject, AllGather):
             "FSDP2, unquantized and across nodes. Give its parameters one dtype, or set mixed_precision.",
             self.unit.name,
         )
-        return self._engine(output, shard, group, async_op)
+        return self._fsdp2(output, shard, group, async_op)
 
 
 def _record_event(device: torch.device) -> torch.Event | None:

@@ -1,16 +1,19 @@
 """qgZ for FSDP2: one reduce-scatter object per unit, over the two-hop reduction.
 
 [Note: gradient accumulation]
-On every micro-step but the last only hop 1 runs; its sums go to a partial of 1/N of the unit in fp32 and FSDP2
-receives zeros, which it adds up. The last micro-step adds its own sums and runs hop 2. A unit that takes no part in
-the last micro-step (a skipped layer) would keep its partial for ever, so partials that remain at the end of a last
-micro-step's backward pass are flushed then.
+On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32, and FSDP2
+receives zeros. The last micro-step adds its own sums and runs the cross hop. So accumulation costs no cross-node bytes and no
+gradient of full size.
+
+A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes first:
+the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and anybody who looks at a
+gradient or steps an optimizer (pending.py, decisions.py), should the last micro-step never come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, cast
+import dataclasses
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -20,37 +23,120 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Feedback, ReduceLayouts, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_object import CommObject, reduce_layouts, warn_once
-from hf_zeropp.fsdp.error_feedback import LossScale, Residual
-from hf_zeropp.fsdp.overlap import ReduceJob, ReducePipeline
-from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit, current_backward, queue_after_backward
-from hf_zeropp.ops.format import FLOAT_DTYPES, Segment, WireLayout
-from hf_zeropp.traffic import ENGINE_REDUCE, Bytes, Peers, Traffic, total
+from hf_zeropp.fsdp.comm_objects import CommObject, warn_once
+from hf_zeropp.fsdp.error_feedback import Residual
+from hf_zeropp.fsdp.layouts import reduce_layouts
+from hf_zeropp.fsdp.micro_steps import MicroSteps
+from hf_zeropp.fsdp.overlap import ReducePipeline
+from hf_zeropp.fsdp.pending import PendingGradients
+from hf_zeropp.fsdp.predictions import reduce_bytes
+from hf_zeropp.fsdp.units import DefaultReduceScatter, ParamShard, ReduceScatter, Unit
+from hf_zeropp.ops.format import FLOAT_DTYPES
+from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic
+
+
+@dataclasses.dataclass(frozen=True, eq=False)  # parameters have an equality of their own, element by element
+class Column:
+    """One parameter's part of every slice of a unit.
+
+    Attributes:
+        param: the sharded parameter.
+        start: its first element in the slice.
+        shard: its sizes.
+    """
+
+    param: DTensor
+    start: int
+    shard: ParamShard
+
+    def of(self, slices: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``slices`` [..., S] that belongs to the parameter, with its padding."""
+        return slices[..., self.start : self.start + self.shard.padded_numel]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """How a unit's gradients travel in one reduction.
+
+    Attributes:
+        layouts: the wire layouts of both hops.
+        columns: the parameters in a slice, in order.
+        scale: the factor that the reduction applies to the sum over ranks.
+    """
+
+    layouts: ReduceLayouts
+    columns: tuple[Column, ...]
+    scale: float
+
+    def adds_up_with(self, other: Form) -> bool:
+        """Return whether sums of both forms are sums of the same things."""
+        has_same_params = [id(one.param) for one in self.columns] == [id(one.param) for one in other.columns]
+        return has_same_params and (self.layouts, self.scale) == (other.layouts, other.scale)
+
+
+class Coordinator(Protocol):
+    """The part of decisions.py that reductions ask."""
+
+    def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
+        """Take note of a reduction that FSDP2 asks for."""
+
+    def confirm_micro_step(self) -> None:
+        """Make sure that all ranks take this micro-step for the last one. Called before the cross hop."""
+
+    def deliver(self) -> None:
+        """Complete all gradients of the model."""
+
+
+@dataclasses.dataclass
+class Partial:
+    """Gradients of earlier micro-steps, summed within the node: fp32 [Y, S]."""
+
+    sums: torch.Tensor
+    form: Form
 
 
 class ZeroPPReduceScatter(CommObject, ReduceScatter):
-    """qgZ: reduces a unit's gradients in two hops, across nodes once per optimizer step.
+    """Reduces a unit's gradients in two hops, across nodes once per optimizer step.
 
     Args:
         unit: the unit it serves.
-        reduce: the two hops; shared by all units.
-        clock: tells the last micro-step, and whether gradients are quantized now; shared by all units.
+        hops: the two hops; shared by all units.
+        config: the settings of the run.
+        traffic: counts bytes.
+        micro_steps: tells the last micro-step, and whether gradients are quantized now; shared by all units.
+        pipeline: where reductions overlap with compute; None where streams do that.
+        coordinator: what the reductions of all units decide together, on all ranks.
+
+    Attributes:
+        pending: the gradients that wait for a result.
+        residual: what error feedback keeps.
+        without_gradient: names of the trainable parameters that got no gradient in the last reduction.
     """
 
     def __init__(
-        self, unit: Unit, reduce: TwoHopReduce, config: ZeroPPConfig, traffic: Traffic, clock: ReduceClock
+        self,
+        unit: Unit,
+        hops: TwoHopReduce,
+        config: ZeroPPConfig,
+        traffic: Traffic,
+        micro_steps: MicroSteps,
+        pipeline: ReducePipeline | None,
+        coordinator: Coordinator,
     ) -> None:
         self.unit = unit
-        self.reduce = reduce
+        self.hops = hops
+        self.pending = PendingGradients(unit, coordinator.deliver)
+        self.without_gradient: tuple[str, ...] = ()
+        self.residual = Residual(config, micro_steps.loss_scale)
         self._config = config
         self._traffic = traffic
-        self._clock = clock
-        self.residual = Residual(config, clock.loss_scale)
-        self._engine = DefaultReduceScatter()
+        self._micro_steps = micro_steps
+        self._pipeline = pipeline
+        self._coordinator = coordinator
+        self._fsdp2 = DefaultReduceScatter()
         self._layouts: dict[object, ReduceLayouts] = {}
-        self._partial: torch.Tensor | None = None
-        self._partial_layouts: ReduceLayouts | None = None
-        self._partial_scale = 1.0
+        self._partial: Partial | None = None
+        self._num_under_way = 0  # reductions in the pipeline
 
     def __call__(
         self,
@@ -60,119 +146,195 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         op: ReduceOp,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
-        self._clock.tick(self)
+        """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
+        self._coordinator.reduction_begins(self)
+        self.without_gradient = tuple(one.shard.name for one in self.unit.reduced_shards() if not one.has_gradient)
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_unquantized(output_tensor, input_tensor, group, op, async_op)
-        scale = _scale_of(op, group.size())
-        self._drop_abandoned()
-        layouts = self.layouts(input_tensor.dtype)
-        if input_tensor.numel() != group.size() * layouts.node.numel:
-            self._reduce_part(output_tensor, input_tensor, group, scale)
-            return None
-        is_last = self._clock.is_last_micro_step()
-        if self._clock.pipeline is not None and not self.unit.shows_reduced_output:
-            self._clock.pipeline.advance()
-            flights = self.reduce.start(input_tensor, layouts)
-            self._clock.pipeline.submit(ReduceJob(self, layouts, scale, is_last, flights))
+        self._forget_unused_residual()
+        form = self._form(input_tensor.dtype, _scale_of(op, group.size()))
+        if self._partial is not None and not self._partial.form.adds_up_with(form):
+            self.deliver()
+        full = self._widened(input_tensor, form, group.size())
+        crosses = self._micro_steps.is_last_now or self.unit.shows_reduced_output
+        reduction = UnitReduction(self, form, crosses)
+        if self._pipeline is not None and not self.unit.shows_reduced_output:
+            self._pipeline.advance()
+            reduction.start(full)
+            self._num_under_way += 1
+            self._pipeline.submit(reduction)
             output_tensor.zero_()
             return None
-        flights = self.reduce.start(input_tensor, layouts)
-        if is_last:
-            self.reduce.finish(self.cross_over(flights, layouts), layouts, output_tensor, scale)
+        reduction.start(full)
+        if crosses:
+            self._finish_into(output_tensor, reduction)
         else:
-            self.accumulate(flights, layouts, scale)
+            self.accumulate(reduction.flights, form)
             output_tensor.zero_()
         return None
 
-    def accumulate(self, flights: list[Flight], layouts: ReduceLayouts, scale: float) -> None:
-        """Hop 1 has ended on a micro-step that is not the last: keep the node's sums."""
-        self._partial = self.reduce.accumulate(flights, layouts, self._partial)
-        self._partial_layouts, self._partial_scale = layouts, scale
+    # Around FSDP2's post_backward.
 
-    def cross_over(self, flights: list[Flight], layouts: ReduceLayouts) -> list[Flight]:
-        """Hop 1 has ended on the last micro-step: start hop 2 with all that was accumulated."""
-        partial, self._partial = self._partial, None
-        feedback = self._feedback(layouts, flights[0].received.device)
-        return self.reduce.cross_over(flights, layouts, partial, feedback)
+    def before_post_backward(self) -> None:
+        """FSDP2 is about to add to ``.grad``: give it plain tensors, and forget contributions to gradients that are gone."""
+        self.pending.release()
+        self._drop_unwanted()
 
-    def add_to_grads(self, flights: list[Flight], layouts: ReduceLayouts, scale: float) -> None:
-        """Hop 2 has ended after FSDP2 took zeros for its output: do what FSDP2 does with an output."""
-        reduced = torch.empty(layouts.cross.numel, dtype=layouts.cross.raw_dtype, device=flights[0].received.device)
-        self.reduce.finish(flights, layouts, reduced, scale)
-        self.unit.divide_after_reduce(reduced)
-        offset = 0
-        for shard, param in zip(self.unit.param_shards(trainable_only=True), self.unit.trainable, strict=True):
-            if isinstance(param.grad, DTensor):
-                grad = param.grad._local_tensor
-                grad += reduced[offset : offset + shard.numel].view(grad.shape).to(grad.dtype)
-            offset += shard.padded_numel
-
-    def flush(self) -> None:
-        """Run hop 2 for a partial that no reduction of the last micro-step took."""
-        partial, self._partial = self._partial, None
-        layouts = self._partial_layouts
-        assert partial is not None and layouts is not None
-        feedback = self._feedback(layouts, partial.device)
-        self.add_to_grads(self.reduce.start_across(partial, layouts, feedback), layouts, self._partial_scale)
-
-    def layouts(self, dtype: torch.dtype) -> ReduceLayouts:
-        shards = self.unit.param_shards(trainable_only=True)
-        key = (dtype, self._clock.quantizes, tuple(shards))
-        if key not in self._layouts:
-            self._layouts[key] = reduce_layouts(self._config, shards, dtype, quantizes=self._clock.quantizes)
-        return self._layouts[key]
+    def after_post_backward(self) -> None:
+        """FSDP2 has added zeros to ``.grad``: say that they are not the gradient."""
+        if self.owes:
+            self.pending.hold()
+        else:
+            self.pending.clear()
 
     @property
-    def has_partial(self) -> bool:
-        return self._partial is not None
+    def owes(self) -> bool:
+        """Whether ``.grad`` lacks something that was reduced already."""
+        return self._partial is not None or self._num_under_way > 0
 
-    def partial_bytes(self) -> int:
-        """Bytes this rank holds between micro-steps."""
-        return 0 if self._partial is None else self._partial.nbytes
+    def deliver(self) -> None:
+        """Run the cross hop for the partial, and complete the gradients. Collective over the cross group."""
+        self.pending.release()
+        self._drop_unwanted()
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            layouts = partial.form.layouts
+            feedback = self._feedback(layouts, partial.sums.device)
+            flights = self.hops.start_across(partial.sums, layouts, feedback)
+            self.add_to_grads(flights, partial.form)
+        if not self.owes:
+            self.pending.clear()
 
     def discard(self) -> None:
+        """Forget the micro-steps accumulated so far."""
         self._partial = None
+        if not self.owes:
+            self.pending.clear()
+
+    # The stages of one reduction.
+
+    def accumulate(self, flights: list[Flight], form: Form) -> None:
+        """Finish the node hop of a micro-step that is not the last, and keep the node's sums."""
+        sums = self.hops.accumulate(flights, form.layouts, None if self._partial is None else self._partial.sums)
+        self._partial = Partial(sums, form)
+
+    def cross(self, flights: list[Flight], form: Form) -> list[Flight]:
+        """Finish the node hop of the last micro-step, and start the cross hop with all that was accumulated."""
+        self._coordinator.confirm_micro_step()
+        partial, self._partial = self._partial, None
+        feedback = self._feedback(form.layouts, flights[0].received.device)
+        return self.hops.cross_over(flights, form.layouts, None if partial is None else partial.sums, feedback)
+
+    def add_to_grads(self, flights: list[Flight], form: Form) -> None:
+        """Finish the cross hop after FSDP2 took zeros for its output, and do what FSDP2 does with an output."""
+        reduced = self._finish(flights, form)
+        self.unit.divide_after_reduce(reduced)
+        self._add(reduced, form, {column.param for column in form.columns})
+
+    def ended(self) -> None:
+        """Note that a reduction has left the pipeline."""
+        self._num_under_way -= 1
+
+    # Sizes.
+
+    def layouts(self, dtype: torch.dtype) -> ReduceLayouts:
+        """Return the wire layouts for reducing the trainable parameters in ``dtype`` now."""
+        return self._layouts_of(tuple(self.unit.param_shards(trainable_only=True)), dtype)
+
+    def partial_bytes(self) -> int:
+        """Return the bytes that this rank holds between micro-steps."""
+        return 0 if self._partial is None else self._partial.sums.nbytes
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Bytes of one training step of ``micro_steps`` backward passes."""
+        """Return the bytes of one optimizer step of ``micro_steps`` backward passes."""
         if not self.unit.trainable:
             return {}
-        node, cross = self.reduce.node, self.reduce.cross
-        layouts = self.layouts(self.unit.reduce_dtype)
-        chunks = self.reduce.chunks(layouts)
-        counts = {cross.name: total(cross.peers.bytes_of(chunk.cross.nbytes) for chunk in chunks)}
-        if node.size > 1:
-            received = total(node.peers.bytes_of(cross.size * chunk.node.nbytes) for chunk in chunks)
-            counts[node.name] = received.times(micro_steps)
-        return counts
+        node, cross = self.hops.node, self.hops.cross
+        chunks = self.hops.chunks(self.layouts(self.unit.reduce_dtype))
+        predicted = reduce_bytes(chunks, cross=cross.peers, node=node.peers, micro_steps=micro_steps)
+        return predicted.by_name(cross=cross.name, node=node.name)
+
+    def _form(self, dtype: torch.dtype, scale: float) -> Form:
+        columns, start = [], 0
+        for reduced in self.unit.reduced_shards():
+            columns.append(Column(reduced.param, start, reduced.shard))
+            start += reduced.shard.padded_numel
+        layouts = self._layouts_of(tuple(column.shard for column in columns), dtype)
+        return Form(layouts, tuple(columns), scale)
+
+    def _layouts_of(self, shards: tuple[ParamShard, ...], dtype: torch.dtype) -> ReduceLayouts:
+        key = (dtype, self._micro_steps.quantizes, shards)
+        if key not in self._layouts:
+            self._layouts[key] = reduce_layouts(self._config, shards, dtype, quantizes=self._micro_steps.quantizes)
+        return self._layouts[key]
+
+    def _widened(self, part: torch.Tensor, form: Form, world_size: int) -> torch.Tensor:
+        """Return the flat gradient with zeros for the parameters that got no gradient in this micro-step.
+
+        FSDP2 leaves those out. They may be others on other ranks, and then ranks would exchange pieces of different sizes.
+        """
+        if part.numel() == world_size * form.layouts.node.numel:
+            return part
+        full = torch.zeros(world_size, form.layouts.node.numel, dtype=part.dtype, device=part.device)
+        start, slices = 0, part.view(world_size, -1)
+        for column, reduced in zip(form.columns, self.unit.reduced_shards(), strict=True):
+            if reduced.has_gradient:
+                end = start + column.shard.padded_numel
+                column.of(full).copy_(slices[:, start:end])
+                start = end
+        return full.view(-1)
+
+    def _finish(self, flights: list[Flight], form: Form) -> torch.Tensor:
+        layout = form.layouts.cross
+        reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flights[0].received.device)
+        self.hops.finish(flights, form.layouts, reduced, form.scale)
+        return reduced
+
+    def _finish_into(self, output: torch.Tensor, reduction: UnitReduction) -> None:
+        """Run the cross hop at once. FSDP2 adds ``output`` to the gradients that it reduces; the others are added here."""
+        form = reduction.form
+        flights = self.cross(reduction.flights, form)
+        if output.numel() == form.layouts.cross.numel:
+            self.hops.finish(flights, form.layouts, output, form.scale)
+            return
+        reduced, start = self._finish(flights, form), 0
+        others = set()
+        for column, part in zip(form.columns, self.unit.reduced_shards(), strict=True):
+            if part.has_gradient:
+                output[start : start + column.shard.padded_numel].copy_(column.of(reduced))
+                start += column.shard.padded_numel
+            else:
+                others.add(column.param)
+        self.unit.divide_after_reduce(reduced)
+        self._add(reduced, form, others)
+
+    def _add(self, reduced: torch.Tensor, form: Form, params: set[DTensor]) -> None:
+        for column in form.columns:
+            grad = column.param.grad
+            if column.param in params and isinstance(grad, DTensor) and self.pending.waits(column.param):
+                target = self.pending.plain_of(column.param)
+                target += column.of(reduced)[: column.shard.numel].view(target.shape).to(target.dtype)
 
     def _feedback(self, layouts: ReduceLayouts, device: torch.device) -> list[Feedback] | None:
-        """For the hop 2 that begins now."""
-        return self.residual.feedback(self.reduce.chunks(layouts), self.reduce.cross.size, device)
+        """Return what error feedback adds to the cross hop that begins now."""
+        return self.residual.feedback(self.hops.chunks(layouts), self.hops.cross.size, device)
 
-    def _drop_abandoned(self) -> None:
-        """``zero_grad`` between micro-steps means to start over: FSDP2's zeros are gone, so the partial goes too."""
-        if all(param.grad is None for param in self.unit.trainable):
+    def _drop_unwanted(self) -> None:
+        """Take the contributions to gradients that were zeroed, set to None or replaced out of the partial."""
+        if self._partial is None:
+            return
+        unwanted = [column for column in self._partial.form.columns if not self.pending.waits(column.param)]
+        if len(unwanted) == len(self._partial.form.columns):
             self._partial = None
+            return
+        slices = self._partial.sums.view(-1, self._partial.form.layouts.node.numel)
+        for column in unwanted:
+            column.of(slices).zero_()
+
+    def _forget_unused_residual(self) -> None:
+        """Clear the residual of gradients that were dropped without an optimizer's step: no step is to be corrected."""
+        if all(param.grad is None for param in self.unit.trainable):
             self.residual.drop_if_unused()
-
-    def _reduce_part(self, output: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup, scale: float) -> None:
-        """Some parameters of the unit got no gradient, and FSDP2 does not say which: no layout, no quantization.
-
-        Exact, both hops at once, so nothing is left to accumulate; what other micro-steps accumulated is flushed.
-        """
-        warn_once(
-            self,
-            "Only %d of the %d gradient elements of unit %s arrived (parameters without gradient): they are reduced "
-            "unquantized, at every micro-step. If that is meant, freeze those parameters or shard them apart.",
-            part.numel() // group.size(),
-            sum(shard.padded_numel for shard in self.unit.param_shards(trainable_only=True)),
-            self.unit.name,
-        )
-        layout = WireLayout([Segment(part.numel() // group.size(), None)], self._config.grad_block, part.dtype)
-        layouts = ReduceLayouts(layout, layout)
-        self.reduce(output, part, layouts, scale=scale)
 
     def _reduce_unquantized(
         self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
@@ -185,70 +347,46 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             full.dtype,
         )
         peers = Peers.of(group, self._traffic.ranks_per_node)
-        self._traffic.record(ENGINE_REDUCE, peers.bytes_of(output.nbytes))
-        return self._engine(output, full, group, op, async_op)
+        self._traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
+        return self._fsdp2(output, full, group, op, async_op)
 
 
-class ReduceClock:
-    """What all reductions of a model share: the micro-step, whether gradients are quantized now, and the flush.
+class UnitReduction:
+    """One reduction of one unit, stage by stage.
 
     Args:
-        pipeline: where reductions overlap with compute; None where streams do that.
-
-    Attributes:
-        quantizes: whether gradients are quantized now; the same for all micro-steps of a step.
-        loss_scale: that of the backward pass under way.
-        ask_loss_scale: tells it; asked once per backward pass.
+        comm: the unit's comm object.
+        form: how its gradients travel.
+        crosses: whether the cross hop follows the node hop: on the last micro-step.
     """
 
-    def __init__(self, quantizes: bool, traffic: Traffic, pipeline: ReducePipeline | None) -> None:
-        self.quantizes = self._wants_quantizes = quantizes
-        self.is_last_micro_step: Callable[[], bool] = lambda: True
-        self.loss_scale = LossScale()
-        self.ask_loss_scale: Callable[[], float] = lambda: 1.0
-        self.reduces: list[ZeroPPReduceScatter] = []
-        self.pipeline = pipeline
-        self._traffic = traffic
-        self._backward = -1  # the backward pass at whose end a flush is queued
+    def __init__(self, comm: ZeroPPReduceScatter, form: Form, crosses: bool) -> None:
+        self.form = form
+        self.flights: list[Flight] = []
+        self._comm = comm
+        self._crosses = crosses
 
-    def set_quantizes(self, quantizes: bool) -> None:
-        """From the next step on: partial sums are of gradients encoded one way, rotated or not."""
-        self._wants_quantizes = quantizes
-        self._settle()
+    def start(self, full: torch.Tensor) -> None:
+        """Start the node hop of the flat gradient [W * S]."""
+        self.flights = self._comm.hops.start(full, self.form.layouts)
 
-    def tick(self, reduce: ZeroPPReduceScatter) -> None:
-        """Called by every reduction: counts micro-steps, and queues one flush behind each backward pass."""
-        if reduce is self._first_trainable():
-            self._traffic.micro_steps += 1
-        if self._backward != current_backward():
-            self._backward = current_backward()
-            self.loss_scale.value = self.ask_loss_scale()
-            self._settle()
-            queue_after_backward(self._flush)
+    def leave_node(self) -> bool:
+        """Finish the node hop. Return whether the cross hop was started."""
+        if self._crosses:
+            self.flights = self._comm.cross(self.flights, self.form)
+            return True
+        self._comm.accumulate(self.flights, self.form)
+        self._comm.ended()
+        return False
 
-    def forget_aborted_backward(self) -> None:
-        """Called outside of backward passes: what is still under way belongs to one that raised."""
-        if self.pipeline and current_backward() == -1:
-            self.pipeline.discard()
-
-    def _settle(self) -> None:
-        if not any(reduce.has_partial for reduce in self.reduces):
-            self.quantizes = self._wants_quantizes
-
-    def _first_trainable(self) -> ZeroPPReduceScatter | None:
-        return next((reduce for reduce in self.reduces if reduce.unit.trainable), None)
-
-    def _flush(self) -> None:
-        if self.pipeline is not None:
-            self.pipeline.drain()
-        if self.is_last_micro_step():
-            for reduce in self.reduces:
-                if reduce.has_partial:
-                    reduce.flush()
+    def arrive(self) -> None:
+        """Finish the cross hop and add the result to ``.grad``."""
+        self._comm.add_to_grads(self.flights, self.form)
+        self._comm.ended()
 
 
 def _scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
-    """The factor a reduce op applies to the sum.
+    """Return the factor that a reduce op applies to the sum over ranks.
 
     Raises:
         ValueError: the op is neither a sum, nor a mean, nor a pre-multiplied sum.

@@ -1,15 +1,16 @@
 """The units of an FSDP2 model: every private name of FSDP2 that this package reads stands in this file.
 
-A unit is one FSDP2 communication group, the parameters of one ``fully_shard`` call that are gathered and reduced
-together. FSDP2's public hooks (``set_custom_all_gather``, ``set_custom_reduce_scatter``) hand us flat tensors; to cut
-blocks at parameter boundaries and to notice changed weights we must know which parameters lie in them. That is held
-by ``FSDPState`` and ``FSDPParamGroup``, for which there is no public accessor. tests/test_units.py fails when a name
-below moves.
+A unit is one FSDP2 communication group: the parameters of one ``fully_shard`` call, which are gathered and reduced
+together. FSDP2's public hooks (``set_custom_all_gather``, ``set_custom_reduce_scatter``) hand us flat tensors. To cut
+blocks at parameter boundaries, to notice changed weights, and to know whose gradients a flat tensor holds, we must know
+which parameters lie in it. ``FSDPState`` and ``FSDPParamGroup`` know, and have no public accessor for it.
+tests/fsdp/test_units.py fails when one of the names below moves.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -52,6 +54,21 @@ class ParamShard:
     ndim: int
 
 
+@dataclasses.dataclass(frozen=True)
+class ReducedShard:
+    """One parameter's place in a reduction.
+
+    Attributes:
+        shard: its part of the flat shard.
+        param: the sharded parameter.
+        has_gradient: whether the micro-step gave it one; otherwise FSDP2 leaves it out of the flat gradient.
+    """
+
+    shard: ParamShard
+    param: DTensor
+    has_gradient: bool
+
+
 class Unit:
     """One FSDP2 communication group: its parameters, its group, and the places where comm objects go."""
 
@@ -59,9 +76,11 @@ class Unit:
         self.name = name
         self._module = module
         self._group = param_group
+        self._have_gradients = [True] * len(param_group.fsdp_params)
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
+        """The modules that FSDP2 gathers together."""
         return tuple(self._group.modules)
 
     @property
@@ -71,24 +90,52 @@ class Unit:
 
     @property
     def trainable(self) -> list[DTensor]:
+        """The sharded parameters with ``requires_grad``."""
         return [param for param in self.params if param.requires_grad]
 
     @property
     def trains(self) -> bool:
+        """Whether any parameter is trainable."""
         return len(self.trainable) > 0
 
+    def has_param_of(self, ids: set[int]) -> bool:
+        """Return whether one of the unit's parameters, trainable or not, is among the objects with these ids."""
+        return any(id(param) in ids for param in self.params)
+
     def param_shards(self, *, trainable_only: bool = False) -> list[ParamShard]:
-        """What a flat shard consists of: of a gather all parameters, of a reduction the trainable ones."""
+        """Return the parts of a flat shard: all parameters (as gathered), or the trainable ones (as reduced)."""
+        chosen = (param for param in self._group.fsdp_params if param.sharded_param.requires_grad or not trainable_only)
+        return list(map(_shard_of, chosen))
+
+    def reduced_shards(self) -> list[ReducedShard]:
+        """Return the parts of the flat gradient that FSDP2 is about to hand to the reduction, and those missing in it.
+
+        They are the trainable parameters, and those that were frozen after the forward pass and have a gradient still. Valid
+        during a reduction.
+        """
         return [
-            ParamShard(
-                name=fsdp_param._module_info.param_name,
-                padded_numel=fsdp_param.padded_sharded_param_size.numel(),
-                numel=fsdp_param.sharded_size.numel(),
-                ndim=fsdp_param.sharded_param.ndim,
-            )
-            for fsdp_param in self._group.fsdp_params
-            if fsdp_param.sharded_param.requires_grad or not trainable_only
+            ReducedShard(_shard_of(param), cast(DTensor, param.sharded_param), has_gradient)
+            for param, has_gradient in zip(self._group.fsdp_params, self._have_gradients, strict=True)
+            if param.sharded_param.requires_grad or has_gradient
         ]
+
+    def wrap_post_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
+        """Call ``before`` and ``after`` around FSDP2's ``post_backward``, which reduces gradients and adds them to ``.grad``.
+
+        FSDP2 leaves parameters without a gradient out of the flat tensor that it reduces, and does not say which. They are
+        noted here, just before it takes the gradients.
+        """
+        original = self._group.post_backward
+
+        @functools.wraps(original)
+        def post_backward(*args: Any) -> None:
+            before()
+            fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
+            self._have_gradients = [_has_gradient(param, fills_in) for param in self._group.fsdp_params]
+            original(*args)
+            after()
+
+        self._group.post_backward = post_backward  # type: ignore[method-assign]
 
     def shard_bytes(self) -> int:
         """Bytes of the flat shard when dtypes are mixed and FSDP2 gathers it as bytes."""
@@ -132,18 +179,22 @@ class Unit:
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
+        """The ranks over which the unit is sharded."""
         return cast(FSDPMeshInfo, self._group.mesh_info).shard_process_group
 
     @property
     def is_hsdp(self) -> bool:
+        """Whether the unit is sharded over one dimension of a mesh and replicated over another."""
         return self._group._is_hsdp
 
     @property
     def device_type(self) -> str:
+        """The type of the device that computes with the unit."""
         return self._group.device.type
 
     @property
     def reshards_after_forward(self) -> bool:
+        """Whether the unit is resharded between forward and backward, and gathered twice."""
         return self._group._reshard_after_forward
 
     @property
@@ -153,6 +204,7 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
+        """Whether the unit's parameters are gathered now."""
         return self._group.is_unsharded
 
     def reshard(self) -> None:
@@ -181,24 +233,31 @@ class Unit:
         return flat
 
     def master_shards(self) -> list[torch.Tensor]:
-        """The padded shards of all parameters as they are kept, one by one; in one piece, fp32, on devices where a launch
-        for each would cost more than the copy. Plain shards only."""
+        """Return the padded shards of all parameters as they are kept. Plain shards only.
+
+        They come one by one on CPU. On accelerators they come in one fp32 piece, because a kernel launch for each would cost
+        more than the copy.
+        """
         if self.device_type != "cpu":
             return [self.flat_shard(torch.float32)]
         return [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
 
     def set_all_gather(self, comm: AllGather) -> None:
+        """Let FSDP2 gather the unit through ``comm``."""
         self._module.set_custom_all_gather(comm)
 
     def set_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """Let FSDP2 reduce the unit's gradients through ``comm``."""
         self._module.set_custom_reduce_scatter(comm)
 
     @property
     def all_gather(self) -> AllGather:
+        """The comm object through which FSDP2 gathers the unit."""
         return self._group._all_gather_comm
 
     @property
     def reduce_scatter(self) -> ReduceScatter:
+        """The comm object through which FSDP2 reduces the unit's gradients."""
         return self._group._reduce_scatter_comm
 
     def divide_after_reduce(self, reduced: torch.Tensor) -> torch.Tensor:
@@ -214,7 +273,34 @@ class Unit:
         return reduced if factor is None or factor == 1 else reduced.div_(factor)
 
     def stamp(self) -> WeightStamp:
+        """Return identity and version counters of the unit's sharded parameters."""
         return WeightStamp.of(self.params)
+
+    def shard_memory(self) -> list[torch.Tensor] | None:
+        """Return this rank's shards of all parameters, 1-D tensors that own the memory FSDP2 gathers from.
+
+        None where that memory is not the parameters' own (tensor subclasses that make their gather input themselves).
+        """
+        params = self._group.fsdp_params
+        if any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in params):
+            return None
+        return [param._sharded_param_data for param in params]
+
+    def describe_params(self) -> list[str]:
+        """Return name, full shape, dtype and training of each parameter, in words."""
+        return [
+            f"{shard.name} {tuple(param.shape)} in {param.dtype}{'' if param.requires_grad else ', frozen'}"
+            for shard, param in zip(self.param_shards(), self.params, strict=True)
+        ]
+
+    def describe_precision(self) -> str:
+        """Return the dtypes of FSDP2's mixed precision policy, in words."""
+        policy = self._group.mp_policy
+        return f"param_dtype {policy.param_dtype}, reduce_dtype {policy.reduce_dtype}"
+
+    def structure(self) -> tuple[tuple[bool, torch.dtype], ...]:
+        """Return ``requires_grad`` and dtype of each parameter: they choose the sizes of collectives."""
+        return tuple((param.requires_grad, param.dtype) for param in self.params)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -234,13 +320,46 @@ class WeightStamp:
 
     @classmethod
     def of(cls, params: list[DTensor]) -> WeightStamp:
+        """Take the stamp of ``params`` as they are now."""
         tensors = tuple(tensor for param in params for tensor in (param, param._local_tensor))
         return cls(tensors, tuple(tensor._version for tensor in tensors))
 
     def matches(self, params: list[DTensor]) -> bool:
+        """Return whether ``params`` are the same tensors at the same versions."""
         now = WeightStamp.of(params)
         same_tensors = all(ours is theirs for ours, theirs in zip(self.tensors, now.tensors, strict=True))
         return same_tensors and self.versions == now.versions
+
+
+def _shard_of(fsdp_param: FSDPParam) -> ParamShard:
+    return ParamShard(
+        name=fsdp_param._module_info.param_name,
+        padded_numel=fsdp_param.padded_sharded_param_size.numel(),
+        numel=fsdp_param.sharded_size.numel(),
+        ndim=fsdp_param.sharded_param.ndim,
+    )
+
+
+def _has_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
+    """Return whether FSDP2's next reduction takes a gradient of this parameter. The condition is FSDP2's own.
+
+    ``fills_in``: FSDP2 was told to reduce zeros for parameters without a gradient.
+    """
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    if unsharded is None:
+        return False
+    has_own = fsdp_param.unsharded_accumulated_grad is not None or unsharded.grad is not None
+    return has_own or (fills_in and unsharded.requires_grad)
+
+
+def local_tensor_of(tensor: DTensor) -> torch.Tensor:
+    """Return the local tensor of a DTensor itself, which ``to_local`` returns a view of, through autograd."""
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
+    """Replace the local tensor of a DTensor, as FSDP2 does where it accumulates gradients."""
+    tensor._local_tensor = local
 
 
 def find_units(model: nn.Module) -> list[Unit]:

@@ -1,4 +1,4 @@
-"""Secondary shards never serve weights that have changed. See [Note: when a secondary shard is stale].
+"""Secondary shards never serve weights that have changed. See [Note: when a secondary shard is stale] in freshness.py.
 
 Every scenario changes the weights of a warm model in one way and compares the next forward with an unsharded model that
 has the weights as they are now: bit for bit, as nothing is quantized. And each runs a second time with its guard taken
@@ -19,9 +19,11 @@ import torch.distributed.checkpoint.state_dict as dcp
 from harness import Scenarios
 from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
+from hf_zeropp.fsdp import freshness
 from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
 from hf_zeropp.fsdp.units import Unit, WeightStamp
+from hf_zeropp.traffic import GATHER_CROSS
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 
@@ -55,12 +57,23 @@ def sees_the_weights(model: torch.nn.Module, rank: int) -> bool:
 # The guards, and how to take them away.
 
 
-def without_versions() -> contextlib.AbstractContextManager:
+def without_stamps() -> contextlib.AbstractContextManager:
     return mock.patch.object(WeightStamp, "matches", lambda self, params: True)
 
 
+def without_content() -> contextlib.AbstractContextManager:
+    return mock.patch.object(freshness, "content_of", lambda unit: None)
+
+
+@contextlib.contextmanager
+def without_versions():
+    """Neither stamps nor content: what changes weights and tells nobody is not seen."""
+    with without_stamps(), without_content():
+        yield
+
+
 def without_optimizer_hook() -> contextlib.AbstractContextManager:
-    return mock.patch.object(ZeroPPHandle, "_after_optimizer_step", lambda self, optimizer: None)
+    return mock.patch.object(freshness.Freshness, "after_step", lambda self: None)
 
 
 def without_invalidation() -> contextlib.AbstractContextManager:
@@ -76,10 +89,10 @@ def check(rank: int, change, *guards) -> None:
     model, handle = warm_model(rank)
     change(model, handle)
     assert sees_the_weights(model, rank), "stale weights"
-    model, handle = warm_model(rank)
     with contextlib.ExitStack() as stack:
         for guard in guards:
             stack.enter_context(guard())
+        model, handle = warm_model(rank)
         change(model, handle)
         assert not sees_the_weights(model, rank), "the change shows even without its guard: the test cannot fail"
 
@@ -129,11 +142,11 @@ def forward_between_backward_and_step(rank: int) -> None:
 
 
 def optimizer_that_writes_through_data(rank: int) -> None:
-    check(rank, lambda model, handle: step(model, WritesData, rank), without_optimizer_hook)
+    check(rank, lambda model, handle: step(model, WritesData, rank), without_optimizer_hook, without_content)
 
 
 def optimizer_that_writes_through_pointers(rank: int) -> None:
-    check(rank, lambda model, handle: step(model, WritesPointers, rank), without_optimizer_hook)
+    check(rank, lambda model, handle: step(model, WritesPointers, rank), without_optimizer_hook, without_content)
 
 
 def step_of_a_loop_of_forwards(rank: int) -> None:
@@ -176,7 +189,7 @@ def load_through_data(rank: int) -> None:
         model.blocks[0].up.__class__ = LoadsThroughData
         model.load_state_dict({name: model.state_dict()[name] * 2}, strict=False)
 
-    check(rank, load, without_invalidation)
+    check(rank, load, without_invalidation, without_content)
 
 
 def load_part_of_a_state_dict(rank: int) -> None:
@@ -283,26 +296,123 @@ def edit_of_a_norm(rank: int) -> None:
     check(rank, change, without_versions)
 
 
-# (e) What moves no counter needs invalidate().
+# (e) What moves no counter is seen by its content; where content cannot be read, invalidate() tells.
 
 
-def invalidate_after_data(rank: int) -> None:
+def write_through_data(model, handle) -> None:
+    model.blocks[1].up.weight.data.mul_(2)
+
+
+def write_through_numpy(model, handle) -> None:
+    memory = model.blocks[1].up.weight.to_local().detach().numpy()
+    np.multiply(memory, 2, out=memory)
+
+
+def write_with_foreach(model, handle) -> None:
+    """As weight averaging does it."""
+    with torch.no_grad():
+        torch._foreach_mul_([param for block in model.blocks for param in block.parameters()], 2.0)
+
+
+def load_in_place(model, handle) -> None:
+    """``dcp.load`` as PyTorch documents it, and no ``load_state_dict`` after it."""
+    model.reshard()
+    state, rank = model.state_dict(), torch.distributed.get_rank()
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    torch.distributed.broadcast_object_list(folder)
+    dcp_io.save({name: value * 2 for name, value in state.items()}, checkpoint_id=folder[0])
+    dcp_io.load(state, checkpoint_id=folder[0])
+    torch.distributed.barrier()
+    if rank == 0:
+        shutil.rmtree(folder[0])
+
+
+def writes_that_move_no_counter(rank: int) -> None:
+    for write in (write_through_data, write_through_numpy, write_with_foreach, load_in_place):
+        check(rank, write, without_content)
+
+
+def invalidate_where_content_cannot_be_read(rank: int) -> None:
     def change(model, handle) -> None:
-        model.blocks[1].up.weight.data.mul_(2)
+        write_through_data(model, handle)
         handle.invalidate()
 
-    check(rank, change, without_invalidation)
+    with without_content():
+        check(rank, change, without_invalidation)
 
 
-def invalidate_after_foreach(rank: int) -> None:
-    """``torch._foreach_*`` (as weight averaging uses it) moves no version counter of a DTensor."""
+class RaisesHalfWay(WritesData):
+    """Updates its first parameters, then fails, as a kernel that runs out of memory does."""
 
+    def step(self, closure=None) -> None:
+        params = self.param_groups[0]["params"]
+        for param in params[: len(params) // 2]:
+            param.data.add_(param.grad, alpha=-0.1)
+        raise MemoryError("half-way")
+
+
+def step_that_raises_and_is_caught(rank: int) -> None:
     def change(model, handle) -> None:
+        with contextlib.suppress(MemoryError):
+            step(model, RaisesHalfWay, rank)
+
+    check(rank, change, without_content)
+
+
+def parameters_frozen_between_backward_and_step(rank: int) -> None:
+    """Optimizers update every parameter that has a gradient, frozen since or not."""
+    for kwargs in ({"foreach": True}, {"fused": True}):
+
+        def change(model, handle, kwargs=kwargs) -> None:
+            model.reshard()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kwargs)
+            backward(model, rank)
+            model.blocks[1].requires_grad_(False)
+            optimizer.step()
+
+        check(rank, change, without_optimizer_hook, without_versions)
+
+
+# (g) What happens on one rank alone: an agreed gather, and no hang.
+
+
+def edit_on_one_rank(rank: int) -> None:
+    model, _ = warm_model(rank)
+    model.reshard()
+    if rank == 2:
         with torch.no_grad():
-            torch._foreach_mul_([param for block in model.blocks for param in block.parameters()], 2.0)
-        handle.invalidate()
+            model.blocks[1].up.weight.to_local().add_(1)
+    assert sees_the_weights(model, rank)
 
-    check(rank, change, without_invalidation)
+
+def invalidate_on_one_rank(rank: int) -> None:
+    model, handle = warm_model(rank)
+    write_through_data(model, handle)
+    if rank == 1:
+        handle.invalidate()
+    assert sees_the_weights(model, rank)
+
+
+def step_skipped_on_one_rank(rank: int) -> None:
+    model, _ = warm_model(rank)
+    model.reshard()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backward(model, rank)
+    if rank != 3:
+        optimizer.step()
+    assert sees_the_weights(model, rank)
+
+
+def optimizer_of_another_module_on_one_rank(rank: int) -> None:
+    """A probe on rank 0: it has nothing to do with the sharded model, whose copies stay fresh."""
+    model, handle = warm_model(rank)
+    handle.traffic.reset()
+    if rank == 0:
+        probe = torch.nn.Linear(2, 2)
+        probe(torch.ones(2)).sum().backward()
+        torch.optim.SGD(probe.parameters(), lr=0.1).step()
+    forward(model, rank)
+    assert GATHER_CROSS not in handle.traffic.counts and handle.traffic.steps == 0
 
 
 # (f) The root, which FSDP2 leaves unsharded after a forward without backward.
@@ -325,7 +435,43 @@ def optimizer_step_under_an_unsharded_root(rank: int) -> None:
     check(rank, lambda model, handle: step(model, torch.optim.SGD, rank), without_resharding)
 
 
-# Hop 1 that was started ahead of its use.
+def generation_after_a_step_under_an_unsharded_root(rank: int) -> None:
+    """The copies are brought up to date when generation begins; the root holds older values, and must not use them."""
+    for keep in ("root", "all"):
+        model, _ = warm_model(rank)
+        if keep == "all":
+            for block in model.blocks:
+                block.set_reshard_after_forward(False)
+        step(model, torch.optim.SGD, rank)
+        with generation_mode(model):
+            logits = forward(model, rank)
+        model.reshard()
+        reference = make_lm()
+        reference.load_state_dict(full_weights(model))
+        assert torch.equal(logits, forward(reference, rank)), keep
+
+
+def units_that_stay_unsharded(rank: int) -> None:
+    """``reshard_after_forward=False``, with hpZ and without: the next forward computes with the new weights."""
+    for settings in (CONFIG, EXACT | {"ranks_per_node": 2}, CONFIG | {"hpz_size": None, "qwz_bits": 8}):
+        model = shard(make_lm(), reshard_after_forward=False)
+        apply_zeropp(model, settings)
+        forward(model, rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, rank)
+        forward(model, rank)
+        optimizer.step()
+        logits = forward(model, rank)
+        model.reshard()
+        reference = make_lm()
+        reference.load_state_dict(full_weights(model))
+        if settings.get("qwz_bits") is None:
+            assert torch.equal(logits, forward(reference, rank)), settings
+        else:
+            torch.testing.assert_close(logits, forward(reference, rank), rtol=0, atol=0.1)
+
+
+# A cross hop that was started ahead of its use.
 
 
 def edit_of_a_unit_whose_gather_is_under_way(rank: int) -> None:
@@ -353,9 +499,10 @@ def edit_of_a_unit_whose_gather_is_under_way(rank: int) -> None:
 def start_unless_started(start):
     """As if a gather under way were as good as a new one."""
 
-    def maybe_start(self, shard, layout) -> None:
-        if self._flight is None:
-            start(self, shard, layout)
+    def maybe_start(self, dtype, shard):
+        if self._kept is not None and self._kept.flight is not None:
+            return self._kept
+        return start(self, dtype, shard)
 
     return maybe_start
 
@@ -403,8 +550,16 @@ SCENARIOS = Scenarios(
         edit_local_tensor,
         edit_detached,
         edit_of_a_norm,
-        invalidate_after_data,
-        invalidate_after_foreach,
+        writes_that_move_no_counter,
+        invalidate_where_content_cannot_be_read,
+        step_that_raises_and_is_caught,
+        parameters_frozen_between_backward_and_step,
+        edit_on_one_rank,
+        invalidate_on_one_rank,
+        step_skipped_on_one_rank,
+        optimizer_of_another_module_on_one_rank,
+        generation_after_a_step_under_an_unsharded_root,
+        units_that_stay_unsharded,
         edit_of_an_unsharded_root,
         optimizer_step_under_an_unsharded_root,
         edit_of_a_unit_whose_gather_is_under_way,

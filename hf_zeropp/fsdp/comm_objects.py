@@ -1,0 +1,150 @@
+"""What the comm objects of a unit have in common, and the gather that stays FSDP2's own.
+
+A *comm object* is what FSDP2 calls in place of a collective, and asks for the memory of the collective's input and output.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from hf_zeropp.fsdp.freshness import Change, Freshness
+from hf_zeropp.fsdp.predictions import gathers_per_step
+from hf_zeropp.fsdp.units import AllGather, DefaultAllGather, Unit
+from hf_zeropp.traffic import FSDP2_GATHER, Bytes, Peers, Traffic
+
+logger = logging.getLogger(__name__)
+
+
+class CommObject(ABC):
+    """A comm object of ``unit``."""
+
+    unit: Unit
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return memory for the collective, for FSDP2."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    @abstractmethod
+    def predict(self, micro_steps: int) -> dict[str, Bytes]:
+        """Return the bytes of one optimizer step of ``micro_steps`` forward and backward passes, by collective."""
+
+
+class WeightGather(CommObject, AllGather):
+    """A gather of weights that knows whether what it gathered last is still true.
+
+    Args:
+        unit: the unit it serves.
+        freshness: this rank's view of the unit's weights.
+
+    Attributes:
+        due: the change since the last gather, as all ranks agreed on it. ``Change.NONE`` where the last gather serves.
+        ensure_agreed: makes ranks agree now, unless they did for the pass under way. decisions.py sets it.
+    """
+
+    def __init__(self, unit: Unit, freshness: Freshness) -> None:
+        self.unit = unit
+        self.freshness = freshness
+        self.due = Change.EDITED
+        self.ensure_agreed: Callable[[], None] = lambda: None
+        self._copy = 0  # counts the times that weights were taken from the shards
+        self._unsharded_from = 0  # the copy from which FSDP2's unsharded parameters were decoded
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether this rank believes that what was gathered last is still the unit's weights."""
+        return self.freshness.change() == Change.NONE
+
+    def expire(self) -> None:
+        """Gather the weights anew at the next forward pass."""
+        self.freshness.mark(Change.EDITED)
+
+    def agree(self, change: Change) -> None:
+        """Take note of the change that all ranks agreed on.
+
+        FSDP2 leaves its root unit unsharded after a forward pass, and every unit that was told so. Such a unit would compute
+        with what it was gathered from, so it is resharded unless that is the newest copy.
+        """
+        self.due = max(self.due, change)
+        if self.unit.is_unsharded and (self.due != Change.NONE or self._unsharded_from != self._copy):
+            self.unit.reshard()
+
+    def start_ahead(self) -> None:
+        """Start what the next gather of a stale unit needs, where that can be done ahead."""
+
+    def _took_weights(self) -> None:
+        self.freshness.taken()
+        self.due = Change.NONE
+        self._copy += 1
+
+
+class CountedAllGather(CommObject, AllGather):
+    """FSDP2's own gather of a unit, with its bytes counted under ``name``."""
+
+    def __init__(self, unit: Unit, traffic: Traffic, name: str = FSDP2_GATHER) -> None:
+        self.unit = unit
+        self.name = name
+        self._traffic = traffic
+        self._fsdp2 = DefaultAllGather()
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather as FSDP2 does: output [W * S] <- every rank's input [S], in rank order."""
+        self._traffic.record(self.name, self._peers().bytes_in_ring(input_tensor.nbytes))
+        with self._traffic.timer.measure(input_tensor.device):
+            return self._fsdp2(output_tensor, input_tensor, group, async_op)
+
+    def predict(self, micro_steps: int) -> dict[str, Bytes]:
+        """Return the bytes of one optimizer step."""
+        if self.unit.shard_group.size() == 1:
+            return {}
+        gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards_after_forward)
+        return {self.name: self._peers().bytes_in_ring(self.unit.shard_bytes()).times(gathers)}
+
+    def _peers(self) -> Peers:
+        return Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
+
+
+class CountedWeightGather(WeightGather):
+    """FSDP2's own gather of a unit over the world, where there is nothing to quantize and nothing to keep."""
+
+    def __init__(self, unit: Unit, freshness: Freshness, traffic: Traffic) -> None:
+        super().__init__(unit, freshness)
+        self._counted = CountedAllGather(unit, traffic)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather as FSDP2 does, and note of which weights."""
+        self.ensure_agreed()
+        self._took_weights()
+        self._unsharded_from = self._copy
+        return self._counted(output_tensor, input_tensor, group, async_op)
+
+    def predict(self, micro_steps: int) -> dict[str, Bytes]:
+        """Return the bytes of one optimizer step."""
+        return self._counted.predict(micro_steps)
+
+
+_warned: set[tuple[type, str, str]] = set()
+
+
+def warn_once(comm: CommObject, message: str, *args: object) -> None:
+    """Log a warning, once per kind of comm object, message and unit."""
+    key = (type(comm), message, comm.unit.name)
+    if key not in _warned:
+        _warned.add(key)
+        logger.warning(message, *args)

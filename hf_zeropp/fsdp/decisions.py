@@ -1,0 +1,241 @@
+"""What all ranks of a model decide together: which weights are gathered anew, and when gradients are delivered.
+
+Three moments need an agreement (comm/agreement.py), because each chooses collectives:
+
+- *A forward pass begins.* Every rank states which units' weights changed (freshness.py). A unit is gathered anew if it changed on
+  any rank. The answers hold until the next outermost forward pass: in backward, in activation recomputation, in generation.
+- *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. The exchange runs while the
+  model computes; its answer is needed when the first cross hop is about to start.
+- *Somebody needs gradients that are pending* (pending.py): an optimizer's step, gradient clipping, a look at ``.grad``. Every
+  rank states for which units.
+
+With each statement go facts that would make ranks run different collectives later: frozen parameters, dtypes, parameters that got
+a gradient on some ranks only, reductions that a backward pass left when it raised. If ranks differ, all of them raise the same
+error, which names unit and ranks.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from hf_zeropp.comm.agreement import Agreement, Answer, Statement
+from hf_zeropp.fsdp.comm_objects import WeightGather
+from hf_zeropp.fsdp.freshness import Change
+from hf_zeropp.fsdp.micro_steps import MicroSteps
+from hf_zeropp.fsdp.overlap import ReducePipeline
+from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.units import Unit, current_backward
+from hf_zeropp.traffic import Traffic
+
+_DIGEST_BYTES = 4
+_HEAD_BYTES = 4  # moment, detail (2), reductions under way
+
+
+class Moment(enum.IntEnum):
+    """What a rank is about to do when it asks."""
+
+    FORWARD = 1
+    GATHER = 2
+    GENERATE = 3
+    BACKWARD = 4
+    DELIVER = 5
+
+
+class Decisions:
+    """One model's decisions, on this rank.
+
+    Args:
+        gathers: the gathers of all units over the world, in module order.
+        micro_steps: where training stands.
+        pipeline: reductions under way; None where streams overlap.
+        traffic: counts micro-steps.
+        group: all ranks, over a backend that moves CPU tensors.
+        starts_ahead: whether cross hops of stale units are started when a forward pass begins (where no streams overlap).
+
+    Attributes:
+        reduces: the reductions of all units over the world, in module order. Set when they are installed.
+    """
+
+    def __init__(
+        self,
+        gathers: Sequence[WeightGather],
+        micro_steps: MicroSteps,
+        pipeline: ReducePipeline | None,
+        traffic: Traffic,
+        group: dist.ProcessGroup,
+        *,
+        starts_ahead: bool,
+    ) -> None:
+        self.reduces: list[ZeroPPReduceScatter] = []
+        self._gathers = list(gathers)
+        self._micro_steps = micro_steps
+        self._pipeline = pipeline
+        self._traffic = traffic
+        self._starts_ahead = starts_ahead
+        num_units = len(self._gathers)
+        self._agreement = Agreement(group, _HEAD_BYTES + _DIGEST_BYTES * num_units, num_units)
+        self._micro_step_answer: Answer | None = None
+        self._num_forwards = 0  # under way, one inside the other
+        self._is_generating = False
+        for gather in self._gathers:
+            gather.ensure_agreed = self._before_gather
+
+    # Weights.
+
+    def enter_forward(self, place: int, modules: Iterable[nn.Module]) -> None:
+        """Agree on the weights of ``modules`` if an outermost forward pass begins. ``place`` tells modules apart."""
+        if not self._has_answers:
+            scope = set(modules)
+            self._agree_on_weights(Moment.FORWARD, place, [self._is_in(gather, scope) for gather in self._gathers])
+        self._num_forwards += 1
+
+    def leave_forward(self) -> None:
+        """Note that a forward pass ended, or raised."""
+        self._num_forwards = max(self._num_forwards - 1, 0)  # a pass may raise before it has entered
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Agree on all weights once, for every forward pass inside. Weights must not change meanwhile."""
+        self._agree_on_weights(Moment.GENERATE, 0, [True] * len(self._gathers))
+        self._is_generating = True
+        try:
+            yield
+        finally:
+            self._is_generating = False
+
+    @property
+    def is_generating(self) -> bool:
+        """Whether weights must not change now."""
+        return self._is_generating
+
+    @property
+    def _has_answers(self) -> bool:
+        return self._num_forwards > 0 or self._is_generating or current_backward() != -1
+
+    def _before_gather(self) -> None:
+        """FSDP2 gathers outside of every pass where somebody calls ``unshard()``: agree then as well."""
+        if not self._has_answers:
+            self._agree_on_weights(Moment.GATHER, 0, [True] * len(self._gathers))
+
+    def _agree_on_weights(self, moment: Moment, place: int, asks: Sequence[bool]) -> None:
+        changes = [
+            gather.freshness.change() if asked else Change.NONE
+            for gather, asked in zip(self._gathers, asks, strict=True)
+        ]
+        facts = [_structure_digest(*self._structure(index)) for index in range(len(self._gathers))]
+        largest = self._ask(moment, place, facts, changes).largest()
+        self._finish_aborted_backward()
+        for gather, asked, change in zip(self._gathers, asks, largest, strict=True):
+            if asked:
+                gather.agree(Change(change))
+        if self._starts_ahead or moment == Moment.GENERATE:
+            for gather, asked in zip(self._gathers, asks, strict=True):
+                if asked:
+                    gather.start_ahead()
+
+    @staticmethod
+    def _is_in(gather: WeightGather, modules: set[nn.Module]) -> bool:
+        return any(module in modules for module in gather.unit.modules)
+
+    # Gradients.
+
+    def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
+        """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
+        if reduce is self._first_trainable():
+            self._traffic.micro_steps += 1
+        if self._micro_steps.enter_backward():
+            self._micro_steps.begin_step(is_accumulating=self._is_accumulating)
+            detail = int(self._micro_steps.is_last_now) + 2 * int(self._micro_steps.quantizes)
+            self._micro_step_answer = self._ask(Moment.BACKWARD, detail, self._debts(), self._no_changes())
+        self._micro_steps.call_at_end(self._end_backward)
+
+    def confirm_micro_step(self) -> None:
+        """Make sure that all ranks take this micro-step for the last one."""
+        answer, self._micro_step_answer = self._micro_step_answer, None
+        if answer is not None:
+            answer.largest()
+
+    def deliver(self) -> None:
+        """Complete all gradients of the model. Collective if any is pending."""
+        if any(reduce.owes for reduce in self.reduces):
+            self._ask(Moment.DELIVER, 0, self._debts(), self._no_changes()).largest()
+            self._finish_aborted_backward()
+        for reduce in self.reduces:
+            reduce.deliver()
+
+    def _end_backward(self) -> None:
+        self.confirm_micro_step()
+        if self._pipeline is not None:
+            self._pipeline.drain()
+        for reduce in self.reduces:
+            if self._micro_steps.is_last_now or not reduce.owes:
+                reduce.deliver()
+
+    def _finish_aborted_backward(self) -> None:
+        """Finish reductions that a backward pass left when it raised: FSDP2 has added the same units' gradients then."""
+        if self._pipeline is not None and current_backward() == -1:
+            self._pipeline.drain()
+
+    @property
+    def _is_accumulating(self) -> bool:
+        return any(reduce.partial_bytes() for reduce in self.reduces)
+
+    def _first_trainable(self) -> ZeroPPReduceScatter | None:
+        return next((reduce for reduce in self.reduces if reduce.unit.trains), None)
+
+    # Statements.
+
+    def _ask(self, moment: Moment, detail: int, facts: Sequence[int], flags: Sequence[int]) -> Answer:
+        under_way = 0 if self._pipeline is None else min(len(self._pipeline), 255)
+        head = bytes((moment, detail // 256, detail % 256, under_way))
+        common = head + b"".join(fact.to_bytes(_DIGEST_BYTES, "little") for fact in facts)
+        return self._agreement.ask(common, bytes(flags), functools.partial(self._explain, moment, detail, under_way))
+
+    def _debts(self) -> list[int]:
+        return [int(reduce.owes) for reduce in self.reduces]
+
+    def _no_changes(self) -> list[int]:
+        return [Change.NONE] * len(self._gathers)
+
+    def _structure(self, index: int) -> tuple[tuple[tuple[bool, torch.dtype], ...], tuple[str, ...]]:
+        return self._gathers[index].unit.structure(), self.reduces[index].without_gradient
+
+    def _explain(self, moment: Moment, detail: int, under_way: int) -> Statement:
+        actions: dict[Moment, Callable[[], str]] = {
+            Moment.FORWARD: lambda: f"run a forward pass of module {detail}",
+            Moment.GATHER: lambda: "unshard parameters",
+            Moment.GENERATE: lambda: "enter generation_mode",
+            Moment.BACKWARD: lambda: f"run a backward pass of {'the last' if detail & 1 else 'another'} micro-step",
+            Moment.DELIVER: lambda: "complete accumulated gradients for a look at them or for an optimizer's step",
+        }
+        facts = {
+            f"unit {gather.unit.name}": self._describe(gather.unit, reduce, moment)
+            for gather, reduce in zip(self._gathers, self.reduces, strict=True)
+        }
+        facts["the number of reductions that a backward pass left unfinished"] = str(under_way)
+        return Statement(actions[moment](), facts)
+
+    @staticmethod
+    def _describe(unit: Unit, reduce: ZeroPPReduceScatter, moment: Moment) -> str:
+        if moment in (Moment.BACKWARD, Moment.DELIVER):
+            return "has accumulated gradients" if reduce.owes else "has no accumulated gradients"
+        frozen = [
+            shard.name for shard, param in zip(unit.param_shards(), unit.params, strict=True) if not param.requires_grad
+        ]
+        dtypes = sorted({str(param.dtype) for param in unit.params})
+        said = f"{', '.join(dtypes)}, {'frozen: ' + ', '.join(frozen) if frozen else 'all parameters trainable'}"
+        missing = reduce.without_gradient
+        return said + (f", no gradient for {', '.join(missing)} in the last backward pass" if missing else "")
+
+
+@functools.lru_cache(maxsize=4096)
+def _structure_digest(structure: tuple[tuple[bool, torch.dtype], ...], without_gradient: tuple[str, ...]) -> int:
+    return zlib.crc32(repr((structure, without_gradient)).encode())

@@ -1,0 +1,114 @@
+"""Whether what was gathered of a unit still equals its weights, as one rank sees it.
+
+[Note: when a secondary shard is stale]
+A secondary shard is a copy of the weights. It serves until they change. A rank sees a change of its own shard by three signs:
+
+1. *the stamp*: identity and version counters of the unit's parameters. They move in optimizers' steps and in operations on
+   the parameters, and are free to read;
+2. *the content*: a 64-bit hash of this rank's shard, 1/W of the unit, at memory speed (xxh3: 26 GB/s on the CPU of
+   scripts/results/agreement.md). It notices every other write: ``.data``, ``numpy()``, raw pointers, ``torch._foreach_*`` on
+   DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way;
+3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or somebody called
+   ``handle.invalidate()``. A mark makes the hash unnecessary.
+
+No rank acts on its own answer. Before every forward pass the ranks exchange their answers for all units, and each unit is
+gathered anew if it changed on *any* rank (decisions.py). A change made on one rank alone is then a gather more, not a hang.
+
+Content is read where the shards lie in CPU memory. On an accelerator reading it would make the host wait, so there the
+stamps and marks decide alone; ``handle.invalidate()`` is needed after writes that neither of them sees.
+
+[Note: when a delta is enough]
+With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by the difference between the weights and the copy.
+Differences are coarse where weights moved far, so they are sent only after changes by optimizers (``Change.STEPPED``).
+After any other change (``Change.EDITED``) whole weights cross: a resync. A checkpoint counts as an edit, because a resumed run
+starts from the masters that it holds.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import torch
+import xxhash
+
+from hf_zeropp.fsdp.units import Unit, WeightStamp
+
+
+class Change(enum.IntEnum):
+    """What happened to a unit's weights since they were gathered. The larger one counts where ranks differ."""
+
+    NONE = 0
+    STEPPED = 1
+    EDITED = 2
+
+
+class Freshness:
+    """One rank's view of one unit.
+
+    Args:
+        unit: the unit.
+        checks_steps: whether a write between an optimizer's step and the next gather must be told from the step. It costs one
+            hash more per step, and only deltas need it.
+    """
+
+    def __init__(self, unit: Unit, *, checks_steps: bool = False) -> None:
+        self._unit = unit
+        self._checks_steps = checks_steps
+        self._stamp: WeightStamp | None = None
+        self._content: int | None = None
+        self._marked = Change.EDITED
+        self._is_in_step = False
+
+    def taken(self) -> None:
+        """Note that the unit's weights, as they are now, were gathered or are being sent."""
+        self._marked = Change.NONE
+        self._remember()
+
+    def mark(self, change: Change) -> None:
+        """Note a change that somebody told of."""
+        self._marked = max(self._marked, change)
+
+    def before_step(self) -> None:
+        """Note that an optimizer which holds a parameter of the unit begins a step. Changes up to now were not its own."""
+        self.mark(self._change_by_stamp())
+        self._is_in_step = True
+
+    def after_step(self) -> None:
+        """Note that the step ended. It does not come after a step that raised; the content shows what that one wrote."""
+        self._is_in_step = False
+        self.mark(Change.STEPPED)
+        self._remember(reads_content=self._checks_steps)
+
+    def change(self) -> Change:
+        """Return what happened to the weights since ``taken``. Asking changes nothing."""
+        if self._stamp is None or self._marked == Change.EDITED:
+            return Change.EDITED
+        if self._marked == Change.STEPPED and not self._checks_steps:
+            return Change.STEPPED
+        if not self._is_as_remembered():
+            return max(self._marked, Change.STEPPED if self._is_in_step else Change.EDITED)
+        return self._marked
+
+    def _change_by_stamp(self) -> Change:
+        if self._stamp is None or self._is_in_step or self._stamp.matches(self._unit.params):
+            return Change.NONE
+        return Change.EDITED
+
+    def _is_as_remembered(self) -> bool:
+        assert self._stamp is not None
+        return self._stamp.matches(self._unit.params) and self._content in (None, content_of(self._unit))
+
+    def _remember(self, *, reads_content: bool = True) -> None:
+        self._stamp = self._unit.stamp()
+        self._content = content_of(self._unit) if reads_content else None
+
+
+def content_of(unit: Unit) -> int | None:
+    """Return a 64-bit hash of this rank's shards of ``unit``; None where they do not lie in CPU memory."""
+    memory = unit.shard_memory()
+    if memory is None or any(shard.device.type != "cpu" for shard in memory):
+        return None
+    digest = xxhash.xxh3_64()
+    for shard in memory:
+        digest.update(shard.detach().view(torch.uint8).numpy())
+    return digest.intdigest()

@@ -1,0 +1,89 @@
+"""The hooks that tell a model's decisions what happens: forward passes, loaded weights, optimizers' steps."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hf_zeropp.fsdp.decisions import Decisions
+
+
+class StepListener(Protocol):
+    """Somebody who wants to know of optimizers' steps."""
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called before any optimizer of the process steps."""
+
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after any optimizer of the process has stepped, unless the step raised."""
+
+
+_listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def listen_to_optimizers(listener: StepListener) -> None:
+    """Tell ``listener`` of every step of a torch optimizer, as long as it lives."""
+    _listeners.add(listener)
+    _install_optimizer_hooks()
+
+
+@functools.cache
+def _install_optimizer_hooks() -> None:
+    """Install one pair of hooks per process: hooks per model would have to be removed while hooks run, when it dies."""
+
+    def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for listener in list(_listeners):
+            listener.before_optimizer_step(optimizer)
+
+    def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        for listener in list(_listeners):
+            listener.after_optimizer_step(optimizer)
+
+    register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_post_hook(after_step)
+
+
+def hook_forwards(model: nn.Module, decisions: Decisions) -> None:
+    """Let ``decisions`` know of forward passes of the model and of its units.
+
+    The hooks run ahead of FSDP2's own, which gather: those were registered when the model was sharded.
+    """
+    hooked = [module for module in model.modules() if module is model or isinstance(module, FSDPModule)]
+    for place, module in enumerate(hooked):
+        inner = [child for child in module.modules() if child is model or isinstance(child, FSDPModule)]
+        module.register_forward_pre_hook(_entering(decisions, place, inner), prepend=True)
+        module.register_forward_hook(_leaving(decisions), always_call=True)
+
+
+def hook_loading(model: nn.Module, invalidate: Callable[[], None]) -> None:
+    """Call ``invalidate`` after ``load_state_dict`` of any sharded module."""
+
+    def after_load(module: nn.Module, incompatible_keys: Any) -> None:
+        invalidate()
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.register_load_state_dict_post_hook(after_load)
+
+
+def _entering(decisions: Decisions, place: int, modules: list[nn.Module]) -> Callable[[nn.Module, Any], None]:
+    @torch.compiler.disable
+    def before_forward(module: nn.Module, args: Any) -> None:
+        decisions.enter_forward(place, modules)
+
+    return before_forward
+
+
+def _leaving(decisions: Decisions) -> Callable[[nn.Module, Any, Any], None]:
+    @torch.compiler.disable
+    def after_forward(module: nn.Module, args: Any, output: Any) -> None:
+        decisions.leave_forward()
+
+    return after_forward

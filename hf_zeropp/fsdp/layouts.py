@@ -1,0 +1,80 @@
+"""Wire layouts of a unit: which of its parameters travel quantized, in how many bits, in blocks of which size.
+
+A run and the estimate ask the same functions, so the bytes that are predicted are the bytes that are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.units import ParamShard
+from hf_zeropp.ops.format import Segment, WireLayout
+
+FROZEN_WIRE_BITS = 8
+"""Bits of frozen weights on the wire, and in the copy, where trainable weights send deltas. Frozen weights cross nodes once
+and stay as they crossed, so a coarse form would cost accuracy for ever."""
+
+RESIDUAL_BITS = 8
+"""Bits in which error feedback keeps its residual."""
+
+
+def wire_layout(shards: Sequence[ParamShard], bits: int | None, block: int, raw_dtype: torch.dtype) -> WireLayout:
+    """Return the layout of a unit's flat shard.
+
+    Matrices travel in ``bits``. Parameters with one dimension (norms, biases) travel unquantized in ``raw_dtype``: they are a
+    thousandth of the bytes, and an error in them reaches every feature.
+
+    Args:
+        shards: the parameters of the flat shard, in order. Blocks never straddle two of them.
+        bits: bits per element on the wire; None for ``raw_dtype``.
+        block: elements that share one scale.
+        raw_dtype: dtype of what is not quantized.
+    """
+    segments = [Segment(shard.padded_numel, bits if shard.ndim > 1 else None) for shard in shards]
+    return WireLayout(segments, block, raw_dtype)
+
+
+def gather_layouts(
+    config: ZeroPPConfig, shards: Sequence[ParamShard], dtype: torch.dtype, *, trains: bool
+) -> GatherLayouts:
+    """Return the wire layouts for gathering a unit in ``dtype``.
+
+    Args:
+        config: the settings of the run.
+        shards: all parameters of the unit.
+        dtype: the dtype in which FSDP2 gathers them.
+        trains: whether any of them is trainable. Frozen weights have no use for deltas.
+    """
+    if config.qwz_mode != "delta":
+        return GatherLayouts(wire_layout(shards, config.qwz_bits, config.weight_block, dtype))
+    if not trains:
+        return GatherLayouts(wire_layout(shards, FROZEN_WIRE_BITS, config.weight_block, dtype))
+    return GatherLayouts(
+        kept=wire_layout(shards, config.hpz_bits, config.weight_block, dtype),
+        delta=wire_layout(shards, config.qwz_bits, config.delta_block, dtype),
+    )
+
+
+def reduce_layouts(
+    config: ZeroPPConfig, shards: Sequence[ParamShard], dtype: torch.dtype, *, quantizes: bool
+) -> ReduceLayouts:
+    """Return the wire layouts for reducing a unit's gradients in ``dtype``.
+
+    Args:
+        config: the settings of the run.
+        shards: the parameters whose gradients are reduced.
+        dtype: the dtype in which FSDP2 hands gradients to the reduction.
+        quantizes: whether gradients are quantized at this point of training (``qgz_until``).
+    """
+    node_bits, cross_bits = (config.qgz_intra_bits, config.qgz_bits) if quantizes else (None, None)
+    keeps_residual = quantizes and config.error_feedback_decay is not None
+    return ReduceLayouts(
+        node=wire_layout(shards, node_bits, config.grad_block, dtype),
+        cross=wire_layout(shards, cross_bits, config.grad_block, dtype),
+        residual=wire_layout(shards, RESIDUAL_BITS, config.grad_block, dtype) if keeps_residual else None,
+        rotates=quantizes and config.qgz_hadamard,
+    )

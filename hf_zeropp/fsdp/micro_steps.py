@@ -1,0 +1,74 @@
+"""Where training stands: which micro-step it is, and whether gradients are quantized now. Shared by all units of a model.
+
+Several parts tell it: Accelerate or the user's loop (is this the last micro-step?), the Trainer (how much of training is
+done?), a loss scaler (what are losses multiplied with?).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from hf_zeropp.fsdp.error_feedback import LossScale
+from hf_zeropp.fsdp.units import current_backward, queue_after_backward
+
+
+class MicroSteps:
+    """State of gradient accumulation.
+
+    Args:
+        quantizes: whether gradients are quantized at the start.
+
+    Attributes:
+        quantizes: whether gradients are quantized now. It is the same for all micro-steps of a step, because partial sums are
+            sums of gradients that were encoded one way (rotated or not).
+        ask_is_last: tells whether the coming backward pass ends an accumulation. Asked once per backward pass.
+        is_last_now: the answer for the backward pass under way.
+        loss_scale: the factor in the gradients of the backward pass under way.
+        ask_loss_scale: tells that factor. Asked once per backward pass.
+    """
+
+    def __init__(self, quantizes: bool) -> None:
+        self.quantizes = self._wants_quantizes = quantizes
+        self.ask_is_last: Callable[[], bool] = lambda: True
+        self.is_last_now = True
+        self.loss_scale = LossScale()
+        self.ask_loss_scale: Callable[[], float] = lambda: 1.0
+        self._backward = -1
+        self._awaits_end = False
+
+    def set_quantizes(self, quantizes: bool, *, is_accumulating: bool) -> None:
+        """Quantize gradients from the next step on, or no longer; at once if nothing is accumulated."""
+        self._wants_quantizes = quantizes
+        self.begin_step(is_accumulating=is_accumulating)
+
+    def begin_step(self, *, is_accumulating: bool) -> None:
+        """Let a change of ``quantizes`` take effect, unless partial sums wait for more of their kind."""
+        if not is_accumulating:
+            self.quantizes = self._wants_quantizes
+
+    def enter_backward(self) -> bool:
+        """Return whether the backward pass under way is another one than at the last call."""
+        is_new = self._backward != current_backward()
+        if is_new:
+            self._backward = current_backward()
+            self._awaits_end = False
+            self.is_last_now = self.ask_is_last()
+            self.loss_scale.value = self.ask_loss_scale()
+        return is_new
+
+    def call_at_end(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when the backward pass under way has ended, after all that FSDP2 does in it.
+
+        FSDP2 reduces a root unit in a callback of its own, at the end of the backward pass, and a model may hold several
+        roots. A reduction that starts after ``callback`` ran asks for another call, so the last call comes after the last
+        reduction.
+        """
+        if self._awaits_end:
+            return
+        self._awaits_end = True
+
+        def at_end() -> None:
+            self._awaits_end = False
+            callback()
+
+        queue_after_backward(at_end)

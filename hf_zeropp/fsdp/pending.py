@@ -1,0 +1,155 @@
+"""Gradients that are not complete yet, and that complete themselves when somebody looks at them.
+
+FSDP2 adds what a reduction returns to ``param.grad`` at once. Ours has nothing to return yet in two cases: on a micro-step that
+is not the last, whose sums wait within the node for the others, and while a reduction overlaps with the rest of the backward
+pass. FSDP2 then receives zeros. Zeros look like gradients. Whoever reads, clips, scales or zeroes them before the true value
+arrives would work with wrong numbers and never know.
+
+So ``param.grad`` says what it is. Its local tensor is replaced by a `PendingGradient`, a tensor that holds no numbers:
+
+- an operation on it first delivers all pending gradients of the model (the hop across nodes, on all ranks, like any collective
+  that a DTensor runs), and then runs on the true values;
+- zeroing it drops what is pending, since that is what zeroing a gradient means;
+- a gradient that is set to None, or replaced, takes its pending part with it: a contribution belongs to the tensor object
+  that it was added to, and to nothing else.
+
+PyTorch's AsyncCollectiveTensor, which waits for its collective when it is first used, is the same idea.
+
+FSDP2 must see plain tensors while it adds to them, so `PendingGradients` takes the wrappers off before FSDP2's
+``post_backward`` and puts them back after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from hf_zeropp.fsdp.units import Unit, local_tensor_of, set_local_tensor
+
+_ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
+
+
+class PendingGradient(torch.Tensor):
+    """Stands for the local tensor of a gradient that is not complete.
+
+    Attributes:
+        plain: the tensor that FSDP2 adds to, without what is pending.
+        complete: delivers what is pending, for all parameters of the model.
+        drop: forgets what is pending for this parameter.
+    """
+
+    plain: torch.Tensor
+    complete: Callable[[], None]
+    drop: Callable[[], None]
+
+    @staticmethod
+    def __new__(cls, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[], None]) -> PendingGradient:
+        """Make a tensor with the metadata of ``plain`` and no storage."""
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            plain.size(),
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=plain.dtype,
+            layout=plain.layout,
+            device=plain.device,
+        )
+
+    def __init__(self, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[], None]) -> None:
+        self.plain = plain
+        self.complete = complete
+        self.drop = drop
+
+    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+        """Describe it without completing it: a debugger must not start collectives."""
+        return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Complete every pending gradient among the arguments, or drop it if it is zeroed; then run on plain tensors."""
+        leaves = pytree.tree_leaves((args, kwargs or {}))
+        pending = [leaf for leaf in leaves if isinstance(leaf, PendingGradient)]
+        for gradient in pending:
+            if func in _ZEROING:
+                gradient.drop()
+            else:
+                gradient.complete()
+        plain_args, plain_kwargs = pytree.tree_map_only(PendingGradient, lambda one: one.plain, (args, kwargs or {}))
+        return func(*plain_args, **plain_kwargs)
+
+
+class PendingGradients:
+    """The gradients of one unit that wait for a reduction to end, by parameter.
+
+    Args:
+        unit: the unit.
+        complete: delivers everything that is pending in the model.
+    """
+
+    def __init__(self, unit: Unit, complete: Callable[[], None]) -> None:
+        self._unit = unit
+        self._complete = complete
+        self._waiting: dict[DTensor, PendingGradient] = {}
+        self._is_held = False
+
+    def hold(self) -> None:
+        """Put a `PendingGradient` in the place of every gradient of the unit. Something is pending for each of them."""
+        for param in self._unit.params:
+            grad = param.grad
+            if not isinstance(grad, DTensor):
+                continue
+            plain = local_tensor_of(grad)
+            if isinstance(plain, PendingGradient):
+                continue
+            waiting = self._waiting.get(param)
+            if waiting is None or waiting.plain is not plain:
+                waiting = PendingGradient(plain, self._complete, self._dropper(param))
+                self._waiting[param] = waiting
+            set_local_tensor(grad, waiting)
+        self._is_held = True
+
+    def release(self) -> None:
+        """Take the wrappers off, and forget the parameters whose gradients were zeroed, set to None or replaced."""
+        if not self._is_held:
+            return
+        for param, waiting in list(self._waiting.items()):
+            if self._holds(param, waiting):
+                assert isinstance(param.grad, DTensor)
+                set_local_tensor(param.grad, waiting.plain)
+            else:
+                del self._waiting[param]
+        self._is_held = False
+
+    def clear(self) -> None:
+        """Nothing is pending any more: leave plain tensors in ``.grad``."""
+        self.release()
+        self._waiting.clear()
+
+    def plain_of(self, param: DTensor) -> torch.Tensor:
+        """Return the tensor to which the result for ``param`` is added. Only where ``waits(param)``."""
+        return self._waiting[param].plain
+
+    def waits(self, param: DTensor) -> bool:
+        """Return whether what is pending for ``param`` is still wanted."""
+        waiting = self._waiting.get(param)
+        return waiting is not None and (not self._is_held or self._holds(param, waiting))
+
+    @staticmethod
+    def _holds(param: DTensor, waiting: PendingGradient) -> bool:
+        return isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting
+
+    def _dropper(self, param: DTensor) -> Callable[[], None]:
+        def drop() -> None:
+            waiting = self._waiting.pop(param, None)
+            if waiting is not None and isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting:
+                set_local_tensor(param.grad, waiting.plain)
+
+        return drop
