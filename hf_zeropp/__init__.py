@@ -4,17 +4,21 @@
     accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin())      # settings from ZEROPP_CONFIG_FILE, or pass them
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The idea in one page: collectives.py. How it meets FSDP2: gather_comm.py, reduce_comm.py.
+The idea in one page: comm/two_hops.py. How it meets FSDP2: fsdp/all_gather.py, fsdp/reduce_scatter.py.
 """
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.frozen.modules import quantize_frozen
+from hf_zeropp.frozen.packing import quantize_frozen
 from hf_zeropp.generation import generation_mode
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
+
+if TYPE_CHECKING:
+    from hf_zeropp.integrations.quantizer import ZeroPPQuantConfig
+    from hf_zeropp.integrations.trainer import ZeroPPCallback
 
 __version__ = "0.1.0"
 
@@ -31,7 +35,7 @@ __all__ = [
     "traffic",
 ]
 
-# Both need a part of Transformers that takes seconds to import: only for those who use them.
+# Both import a part of Transformers that takes seconds: they are imported when somebody asks for them.
 _LAZY = {"ZeroPPCallback": "hf_zeropp.integrations.trainer", "ZeroPPQuantConfig": "hf_zeropp.integrations.quantizer"}
 
 

@@ -1,22 +1,16 @@
-"""The architecture holds: who imports whom (DESIGN 7), and who touches what PyTorch and Accelerate keep private."""
+"""The architecture holds: who imports whom, and who uses names that other libraries keep private."""
 
 from __future__ import annotations
 
 import ast
-import ctypes
+import importlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import transformers.modeling_utils
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
-from torch.distributed.tensor import DTensor
-from transformers import GenerationMixin, PreTrainedModel
 
-from hf_zeropp.ops.format import Part
+from hf_zeropp.compat import SEAMS, TESTED
 
 PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 
@@ -24,6 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 LAYERS = [
     "config",
     "sizes",
+    "compat",
     "ops",
     "traffic",
     "comm",
@@ -38,30 +33,8 @@ LAYERS = [
 ]
 # The only package that imports these at module level: everything else works without them.
 HUGGING_FACE = {"accelerate", "transformers", "peft", "trl", "datasets"}
-# Private modules of PyTorch that are imported outside of units.py: a tensor subclass needs both.
-PRIVATE_IMPORTS = {"frozen.weight": {"torch.distributed.tensor._utils", "torch.utils._pytree"}}
-# Private names of others that are used outside of units.py, where those of FSDP2 stand: in which module, and who has them.
-FOREIGN_PRIVATE: dict[str, dict[str, object]] = {
-    "comm.hop": {"_base": torch.Tensor},  # the buffer behind a slice of it
-    "ops.format": {"_fields": Part},  # public, whatever its name: of every named tuple
-    "fsdp.reduce_scatter": {"_local_tensor": DTensor},  # `to_local` without autograd
-    "generation": {"_has_unfinished_sequences": GenerationMixin},  # which ranks must agree on another token
-    "integrations.accelerate": {"_shared_state": AcceleratorState},  # a plugin for a state that exists
-    "integrations.accelerate_frozen": {"_prepare_fsdp2": Accelerator},  # sees a model and its optimizers together
-    "integrations.pretrained_shape": {
-        "_no_split_modules": PreTrainedModel
-    },  # what Accelerate wraps, before there is anything to wrap
-    "ops.kernels": {"_name": ctypes.CDLL},  # the path of a loaded library
-    "frozen.weight": {  # a tensor subclass has no public way to any of these
-        "_C": torch,
-        "_disabled_torch_function_impl": torch._C,
-        "_make_wrapper_subclass": torch.Tensor,
-        "_schema": torch.ops.aten.add.Tensor,
-        "_unsafe_view": torch.ops.aten,
-    },
-}
-# Marks on our tensors that others ask for (not to initialize them anew; to take them for parameters): in which module.
-READ_BY_OTHERS = {"_is_hf_initialized": transformers.modeling_utils, "_is_param": torch.nn.parameter}
+# These are documented, in spite of the underscore: of named tuples, and of ctypes.CDLL.
+DOCUMENTED = {"_fields", "_replace", "_name"}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -135,70 +108,83 @@ def test_only_integrations_import_hugging_face(name):
     assert {package_of(other) for other in imported_modules(MODULES[name])} & HUGGING_FACE == set()
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "fsdp.units"])
-def test_only_units_imports_private_names(name):
-    def is_private(part: str) -> bool:
-        return part.startswith("_") and not part.startswith("__")
-
-    foreign = [other for other in imported_modules(MODULES[name]) if not other.startswith("hf_zeropp")]
-    private = {other for other in foreign if any(map(is_private, other.split(".")))}
-    known = PRIVATE_IMPORTS.get(name, set())
-    assert {other for other in private if not any(other.startswith(module) for module in known)} == set()
-    within = [other for other in imported_modules(MODULES[name]) if other.startswith("hf_zeropp")]
-    assert [other for other in within if is_private(other.rsplit(".", 1)[-1])] == [], "private to another module"
+# Private names of other libraries: each is a seam, in the table of hf_zeropp.compat.
 
 
-def names_of_our_own() -> set[str]:
-    """Functions, classes, variables and attributes of ``self`` that the package itself defines."""
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def known_names(module: str) -> set[str]:
+    """Names in the entries of the table that ``module`` may use, and on the ways to their owners."""
+    seams = [seam for seam in SEAMS if module in seam.used_by]
+    owners = {part for seam in seams for part in seam.owner.replace(":", ".").split(".")}
+    return owners.union(*(seam.names for seam in seams))
+
+
+def names_defined_in(*trees: ast.Module) -> set[str]:
+    """Functions, classes, variables and attributes of ``self``."""
     names = set()
-    for tree in MODULES.values():
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-                names.add(node.name)
-            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names |= {node.attr} if getattr(node.value, "id", None) in ("self", "cls") else set()
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names |= {node.attr} if getattr(node.value, "id", None) in ("self", "cls") else set()
     return names
 
 
 def private_attributes(tree: ast.Module) -> set[str]:
-    """Private names read as attributes, by dot or by ``getattr`` and ``hasattr``."""
+    """Private names of attributes, by dot or by ``getattr`` and its kin."""
     found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
-        is_getter = isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("getattr", "hasattr")
+        is_getter = isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("getattr", "hasattr", "setattr")
         if is_getter and isinstance(node.args[1], ast.Constant):
             found.add(node.args[1].value)
-    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+    return {name for name in found if is_private(name)}
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if name != "fsdp.units"])
-def test_private_names_of_others_are_known(name):
-    foreign = private_attributes(MODULES[name]) - names_of_our_own()
-    torch_foreach = {attribute for attribute in foreign if attribute.startswith("_foreach_")}  # stable, if undocumented
-    assert foreign - torch_foreach == FOREIGN_PRIVATE.get(name, {}).keys()
+@pytest.mark.parametrize("name", MODULES)
+def test_private_imports_are_seams(name):
+    foreign = [other for other in imported_modules(MODULES[name]) if not other.startswith("hf_zeropp")]
+    private = {part for other in foreign for part in other.split(".") if is_private(part)}
+    assert private - known_names(name) == set()
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module in FOREIGN_PRIVATE for name in FOREIGN_PRIVATE[module]]
-)
-def test_private_names_of_others_are_there(module, name):
-    """A release that moves one fails here first, with a name to look for. Behaviour is tested where it is used."""
-    owner = FOREIGN_PRIVATE[module][name]
-    assert hasattr(owner, name), f"{owner} has no {name} any more, which {module}.py uses"
+@pytest.mark.parametrize("name", MODULES)
+def test_private_attributes_are_seams(name):
+    within = [MODULES[name], *(MODULES[other] for other in own_imports(MODULES[name]))]
+    foreign = private_attributes(MODULES[name]) - names_defined_in(*within)
+    assert foreign - known_names(name) - DOCUMENTED == set()
 
 
-@pytest.mark.parametrize("name", READ_BY_OTHERS)
-def test_marks_are_read(name):
-    assert f'"{name}"' in inspect.getsource(READ_BY_OTHERS[name]), f"{READ_BY_OTHERS[name]} does not ask for {name}"
+@pytest.mark.parametrize("name", MODULES)
+def test_private_methods_that_are_overridden_are_seams(name):
+    """Another library's base class calls them: if it calls others, ours are not called any more."""
+    module = importlib.import_module(f"hf_zeropp.{name}")
+    classes = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
+    overridden = {
+        method
+        for each in classes
+        for method, value in vars(each).items()
+        for base in each.__mro__[1:]
+        if is_private(method)
+        and inspect.isfunction(value)
+        and method in vars(base)
+        and package_of(base.__module__) in TESTED
+    }
+    assert overridden - known_names(name) == set()
 
 
-def test_signatures_of_replaced_functions():
-    """Ours stand in for these, and are called with what theirs take."""
-    unfinished = inspect.signature(GenerationMixin._has_unfinished_sequences)
-    assert list(unfinished.parameters) == ["self", "this_peer_finished", "synced_gpus", "device"]
-    prepare = inspect.signature(Accelerator._prepare_fsdp2)
-    assert [parameter.kind.name for parameter in prepare.parameters.values()] == [
-        "POSITIONAL_OR_KEYWORD",
-        "VAR_POSITIONAL",
-    ]
+@pytest.mark.parametrize("name", MODULES)
+def test_nothing_private_of_another_module_is_imported(name):
+    within = [other for other in imported_modules(MODULES[name]) if other.startswith("hf_zeropp")]
+    assert [other for other in within if is_private(other.rsplit(".", 1)[-1])] == []
+
+
+def test_the_scan_can_fail():
+    tree = ast.parse("import torch._new\ntorch.Tensor._newer\ngetattr(x, '_newest', None)")
+    assert private_attributes(tree) == {"_newer", "_newest"}
+    assert "torch._new" in imported_modules(tree)
+    assert not {"_new", "_newer", "_newest"} & known_names("frozen.weight")

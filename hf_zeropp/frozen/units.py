@@ -1,17 +1,17 @@
-"""Frozen units: frozen weights sharded over the node, gathered within it, never sent across.
+"""Frozen units: frozen weights that are sharded over the node, gathered within it, and never sent across nodes.
 
-FSDP2 shards trainable parameters over the world, since their gradients and optimizer states must be. Frozen weights have
-neither. A copy in each node, 1/N of it on each rank, costs what hpZ's secondary shards cost, and then nothing is left to
-send: no hop 1, in training or in generation.
+FSDP2 shards trainable parameters over the world, because their gradients and optimizer states need that. Frozen weights have
+neither. One copy per node, 1/N of it on each of its N ranks, takes the memory of a secondary shard, and every gather stays
+within the node, in training and in generation.
 
-Each transformer block's frozen leaf modules (linear layers, norms) become one unit *before* the block is sharded, so that
-frozen and trainable parameters never share one; embeddings, final norm and head get units of their own.
+The frozen leaf modules of a transformer block (linear layers, norms) become one unit *before* the block itself is sharded. So
+frozen and trainable parameters never share a unit. Embeddings, final norm and head get units of their own.
 
 [Note: the anchor]
-FSDP2 frees a unit of several modules when the last of them has run, which for a block is its last linear layer. But DoRA
-takes the norm of that layer's weight right after, and a block may skip one of its modules (an idle branch). So an identity
-module, the anchor, belongs to the unit too, and runs at the end of the block's forward. It also gives the unit's backward
-hook its place: at the block's output, where backward begins.
+FSDP2 frees a unit of several modules when each of them has run, so for a block usually after its last linear layer. That is
+too early for DoRA, which takes the norm of that layer's weight right after. And it may not happen at all, when a block skips
+one of its modules. So an identity module, the anchor, joins the unit and runs at the end of the block's forward. It also
+gives the unit's backward hook its place: at the block's output, where the block's backward begins.
 """
 
 from __future__ import annotations
@@ -25,12 +25,17 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from hf_zeropp.frozen.modules import adapter_modules
+from hf_zeropp.frozen.adapters import adapter_modules, user_of
 
 
 @dataclasses.dataclass
 class FrozenUnit:
-    """Frozen leaf modules that are gathered together, and the module whose forward uses them."""
+    """Frozen leaf modules that are gathered together.
+
+    Attributes:
+        owner: the module whose forward uses them. They stay gathered until it ends.
+        leaves: modules that own parameters, all of them frozen.
+    """
 
     owner: nn.Module
     leaves: list[nn.Module]
@@ -48,11 +53,13 @@ def shard_frozen(
     """Shard the frozen parameters of ``model`` over the node, before ``fully_shard`` takes the trainable ones.
 
     Args:
-        blocks: modules that will become units of their own (transformer layers).
+        model: not sharded yet.
+        blocks: modules that will become units of their own (transformer blocks).
         node_mesh: the ranks of this node.
-        param_dtype: what 16- and 32-bit frozen weights are gathered in; packed ones are gathered as they are.
-        from_rank_0: rank 0 alone holds the weights; the others receive each unit just before it is sharded, so that no
-            other rank ever holds the model.
+        param_dtype: the dtype in which 16- and 32-bit frozen weights are gathered; packed ones are gathered as they are.
+        offload_policy: FSDP2's; default: no offloading.
+        from_rank_0: rank 0 alone holds the weights. The others receive each unit just before it is sharded, so that no
+            other rank ever holds the whole model.
 
     Raises:
         RuntimeError: weights are packed, and this torch's FSDP2 shards floating-point parameters only.
@@ -76,25 +83,30 @@ def _check_torch(model: nn.Module) -> None:
 
 
 def find_frozen_units(model: nn.Module, blocks: Iterable[nn.Module]) -> list[FrozenUnit]:
-    """Units in module order. Modules that share a parameter (tied embeddings) share a unit."""
+    """Group the frozen leaf modules of ``model`` into units, in module order.
+
+    A leaf inside one of ``blocks`` belongs to that block's unit; any other leaf is a unit of its own, together with the leaves
+    that share a parameter with it (tied embeddings).
+    """
     blocks = set(blocks)
     units: dict[nn.Module, FrozenUnit] = {}
     unit_of_param: dict[nn.Parameter, FrozenUnit] = {}
     for leaf, ancestors in _frozen_leaves(model):
-        shared = next(
-            (unit_of_param[param] for param in leaf.parameters(recurse=False) if param in unit_of_param), None
-        )
-        owner = next((module for module in reversed(ancestors) if module in blocks), None) or _user_of(leaf, ancestors)
+        own_params = list(leaf.parameters(recurse=False))
+        block = next((module for module in reversed(ancestors) if module in blocks), None)
+        owner = block or user_of(leaf, ancestors[-1] if ancestors else None)
+        shared = next((unit_of_param[param] for param in own_params if param in unit_of_param), None)
         unit = shared or units.setdefault(owner, FrozenUnit(owner, []))
         if shared is not None and owner is not leaf:
-            unit.owner = model  # used in two places, read by an adapter: gathered until the model's end
+            # Modules in two places read the unit, one of them around its leaf: it must stay gathered until the model's end.
+            unit.owner = model
         unit.leaves.append(leaf)
-        unit_of_param.update(dict.fromkeys(leaf.parameters(recurse=False), unit))
+        unit_of_param.update(dict.fromkeys(own_params, unit))
     return list(units.values())
 
 
 def _frozen_leaves(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Modules that own parameters, none of them trainable or sharded, and their ancestors (outermost first)."""
+    """Iterate over modules that own parameters, none of them trainable or sharded; with their ancestors, outermost first."""
     modules, adapters = dict(model.named_modules()), adapter_modules(model)
     for name, module in modules.items():
         params = list(module.parameters(recurse=False))
@@ -105,21 +117,18 @@ def _frozen_leaves(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module
         yield module, [modules[".".join(parts[:i])] for i in range(len(parts))]
 
 
-def _user_of(leaf: nn.Module, ancestors: list[nn.Module]) -> nn.Module:
-    """The module whose forward reads the leaf's weight: an adapter layer around it, else the leaf itself."""
-    wraps_leaf = ancestors and getattr(ancestors[-1], "base_layer", None) is leaf
-    return ancestors[-1] if wraps_leaf else leaf
-
-
 def _anchor(owner: nn.Module) -> nn.Module:
-    """See [Note: the anchor]."""
+    """Return an identity module that runs at the end of ``owner``'s forward. See [Note: the anchor]."""
     anchor = nn.Identity()
     owner.register_forward_hook(lambda module, args, output: anchor(output))
     return anchor
 
 
 def broadcast_parameters(modules: Iterable[nn.Module]) -> None:
-    """Rank 0's own parameters and buffers of ``modules`` to all ranks, where those on ``meta`` are made first."""
+    """Send rank 0's parameters and buffers of ``modules``, without their submodules', to all ranks.
+
+    Parameters that a rank has on ``meta`` are allocated there first.
+    """
     sent: dict[nn.Parameter, nn.Parameter] = {}
     for module in modules:
         for name, param in list(module.named_parameters(recurse=False)):

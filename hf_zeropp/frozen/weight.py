@@ -1,147 +1,175 @@
-"""`PackedWeight`: what ``module.weight`` of a packed module is. A tensor by shape and dtype, decoded when computed with.
+"""``PackedWeight``: the tensor that ``module.weight`` of a packed module returns.
 
-It is a view, made anew at every access. Views of it (``w.t()``, ``w[expert]``, ``w.view``) stay packed: they are noted and
-replayed on the decoded tensor, and one expert of a 3-D weight is cut out of the codes before they are decoded. Any other
-operation decodes. What autograd saves for backward is the view, not what it decodes to.
+A packed weight has the shape and dtype of the dense weight it stands for, and holds codes and scales in its place. Operations
+on it arrive in ``__torch_dispatch__`` and are of three kinds:
+
+- A *view* (``weight.t()``, ``weight[expert]``) stays packed. It is noted, and replayed on the dense tensor after decoding.
+  This saves memory in training: autograd keeps the operands of a multiplication for backward, and ``F.linear`` multiplies by
+  the view ``weight.t()``. So autograd keeps codes and not the dense weight.
+- A *write* (``weight.data += delta``, as PEFT merges an adapter) decodes, computes, and packs the result into the module.
+- *Any other* operation decodes, and computes with the dense tensor.
+
+A packed weight is made anew at every access of ``module.weight``, because the module's codes are other tensors at other times:
+FSDP2 puts gathered tensors in the place of the sharded ones for the time of a forward or backward pass. A packed weight that
+autograd keeps from forward to backward is still right: FSDP2 frees the memory of the gathered tensors in between, and gathers
+into the same tensors again before backward needs them.
 
 [Note: packed weights under FSDP2]
-In a forward pass the module's parameters are gathered and decode like any tensor. Outside of it they are DTensors, each rank
-holding rows of its node's copy. A merge then computes ``weight.data += delta`` with a ``delta`` that is a DTensor over the
-world. So a sharded packed weight decodes to what the stock weight would be: a DTensor over the world. The codes are gathered
-within the node for it, and a rank decodes its own rows. Written back, it is packed row by row where the rows are stored.
-
-[Note: merging and unmerging]
-Packing a merged weight rounds it, and the unmerged difference would be rounded again. So the first write keeps what was
-there, and a later write that comes within rounding of it restores the kept codes: unmerged is as if never merged. It costs a
-second packed copy of what was merged, a rank's shard of it.
+In a forward pass the codes are gathered, and decode like any plain tensor. Outside of it they are DTensors, each rank holding
+rows of its node's copy. An adapter's parameters are DTensors as well, but over the world. PEFT then merges with
+``weight.data += delta``, where ``delta`` is a DTensor over the world. Both sides of an addition must be laid out alike. So a
+sharded packed weight decodes to what an unpacked one would be: a DTensor over the world. For this the codes are gathered
+within the node, and each rank decodes the rows that it owns in the world. When a result is written back, it is gathered over the
+world, and each rank packs the rows whose codes it stores.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, SupportsIndex
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
-if TYPE_CHECKING:
-    from hf_zeropp.frozen.modules import Packed
-
 aten = torch.ops.aten
 
+# Views that stay packed. All of them can be replayed on the dense tensor, with the arguments they came with.
 _VIEWS = {
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.select.int,
-    aten.slice.Tensor,
+    aten.t.default,  # F.linear multiplies by `weight.t()`, and its backward by the transpose of that
+    aten.transpose.int,  # grouped multiplications of fused experts: `weight.transpose(-2, -1)`
+    aten.permute.default,  # `weight.T`, which PEFT takes of layers that store [in, out] (Conv1D)
+    aten.select.int,  # one expert: `weight[expert]`
+    aten.slice.Tensor,  # some rows, such as the gate's half of a fused projection
+    # How `torch.matmul` and `einsum` shape an operand for a batched multiplication:
     aten.view.default,
     aten._unsafe_view.default,
     aten.unsqueeze.default,
     aten.squeeze.dim,
     aten.expand.default,
 }
+# These return the weight itself. It stays writable: a write to `weight.detach()` changes a dense weight as well.
 _IDENTITIES = {aten.detach.default, aten.alias.default}
 
-Owner = tuple["Packed", str]
 Views = tuple[tuple[Any, tuple[Any, ...]], ...]
+
+
+class PackedForm(NamedTuple):
+    """How the codes and scales of one weight decode.
+
+    Attributes:
+        format: bits per code, and columns that share a scale.
+        columns: columns of the dense weight. The codes do not tell: a row of 4-bit codes may end in half a byte.
+        dtype: the dtype of the dense weight.
+    """
+
+    format: FrozenFormat
+    columns: int
+    dtype: torch.dtype
+
+
+class WritableModule(Protocol):
+    """A module whose packed weights can be written (``Packed`` in modules.py)."""
+
+    def write_packed(self, name: str, value: Tensor) -> None:
+        """Pack ``value`` into the weight ``name``."""
+
+
+class Owner(NamedTuple):
+    """The place that a packed weight was read from, and to which a write goes."""
+
+    module: WritableModule
+    name: str
 
 
 class PackedWeight(Tensor):
     """A weight [..., columns] in the form of its codes and scales.
 
     Args:
-        codes, scales: plain tensors, or DTensors when sharded.
-        dtype: what it decodes to.
-        owner: the module and the name under which it can be written; None for views.
-        views: operations to replay on the decoded tensor: (operator, arguments).
+        codes: uint8 [..., bytes of a row], a plain tensor, or a DTensor where the weight is sharded.
+        scales: uint8 [..., bytes of a row's scales], like ``codes``.
+        form: what they decode to.
+        owner: the module and the name to write to. None for views, which cannot be written.
+        views: operations to replay on the dense tensor: (operator, arguments) each.
     """
 
-    _is_hf_initialized = True  # transformers must not initialize it anew
-    _is_param = True  # counts as nn.Parameter, for which transformers and PEFT ask before they touch `.weight`
+    # Transformers initializes weights that lack this mark: it would write random values into loaded weights.
+    _is_hf_initialized = True
+    # Makes `isinstance(weight, nn.Parameter)` true, which Transformers and PEFT ask before they touch a layer's weight.
+    _is_param = True
 
     @staticmethod
     def __new__(
-        cls,
-        codes: Tensor,
-        scales: Tensor,
-        format: FrozenFormat,
-        columns: int,
-        dtype: torch.dtype,
-        owner: Owner | None = None,
-        views: Views = (),
+        cls, codes: Tensor, scales: Tensor, form: PackedForm, owner: Owner | None = None, views: Views = ()
     ) -> PackedWeight:
-        like = torch.empty(*codes.shape[:-1], columns, dtype=dtype, device="meta")
-        for func, args in views:
-            like = func(like, *args)
+        """Make a tensor with shape and strides of the dense weight, and no memory of its own."""
+        # Views are replayed on a tensor on ``meta``, to learn their shape and strides.
+        like = _replay(torch.empty(*codes.shape[:-1], form.columns, dtype=form.dtype, device="meta"), views)
         return torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=dtype, device=codes.device, requires_grad=False
+            cls, like.shape, strides=like.stride(), dtype=form.dtype, device=codes.device, requires_grad=False
         )
 
     def __init__(
-        self,
-        codes: Tensor,
-        scales: Tensor,
-        format: FrozenFormat,
-        columns: int,
-        dtype: torch.dtype,
-        owner: Owner | None = None,
-        views: Views = (),
+        self, codes: Tensor, scales: Tensor, form: PackedForm, owner: Owner | None = None, views: Views = ()
     ) -> None:
         self.codes = codes
         self.scales = scales
-        self.format = format
-        self.columns = columns
+        self.form = form
         self.owner = owner
         self._views = views
 
-    # mypy knows these two and __repr__ by what Tensor happens to hold, not by PyTorch's protocol for subclasses.
+    # Tensor's own would turn every result into a PackedWeight. Without it, operations go straight to `__torch_dispatch__`.
+    # mypy knows this name and `__repr__` by what Tensor happens to hold, not by PyTorch's protocol for subclasses.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
     def data(self) -> PackedWeight:
+        """The weight itself. A plain tensor's ``data`` shares its memory; a packed weight has no dense memory to share."""
         return self
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        # `weight.data += delta` is two operations: an addition in place, which has written already when it returns, and
+        # then this assignment of its result.
         is_own = isinstance(value, PackedWeight) and value.owner == self.owner
-        if not is_own:  # `weight.data += delta` has written already when it assigns its result
+        if not is_own:
             self._write(value)
 
     def decode(self, mesh: DeviceMesh | None = None) -> Tensor:
-        """The dense tensor: plain, or a DTensor over ``mesh`` (default: the world) where the codes are sharded."""
-        if isinstance(self.codes, DTensor):
-            return self._replay(_decode_sharded(self, mesh or _world_mesh(self.codes)))
-        return self._replay(frozen_format.unpack(self.codes, self.scales, self.columns, self.format, self.dtype))
+        """Return the dense tensor.
 
-    def _replay(self, dense: Tensor) -> Tensor:
-        for func, args in self._views:
-            dense = func(dense, *args)
-        return dense
+        Args:
+            mesh: the ranks over which the result is sharded where the codes are sharded; default: the world.
+
+        Returns:
+            A plain tensor, or a DTensor over ``mesh``. See [Note: packed weights under FSDP2].
+        """
+        if isinstance(self.codes, DTensor):
+            dense: Tensor = _decode_sharded(self.codes, self.scales, self.form, mesh or _world_mesh(self.codes))
+        else:
+            dense = frozen_format.unpack(self.codes, self.scales, self.form.columns, self.form.format, self.form.dtype)
+        return _replay(dense, self._views)
 
     def _view(self, func: Any, args: tuple[Any, ...]) -> PackedWeight:
         is_expert = func is aten.select.int and args[0] == 0 and self.codes.ndim == 3 and not self._views
         if is_expert and not isinstance(self.codes, DTensor):
-            codes, scales = self.codes[args[1]], self.scales[args[1]]
-            return PackedWeight(codes, scales, self.format, self.columns, self.dtype)
-        views = (*self._views, (func, args))
-        return PackedWeight(self.codes, self.scales, self.format, self.columns, self.dtype, views=views)
+            # One expert of fused ones is cut out of the codes, so that the others need not be decoded.
+            return PackedWeight(self.codes[args[1]], self.scales[args[1]], self.form)
+        return PackedWeight(self.codes, self.scales, self.form, views=(*self._views, (func, args)))
 
     def _write(self, value: Tensor) -> None:
         if self.owner is None:
             raise RuntimeError(
                 "Only a module's packed weight can be written, not a view of it. Assign to module.weight."
             )
-        write_weight(*self.owner, value)
+        self.owner.module.write_packed(self.owner.name, value)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -149,22 +177,22 @@ class PackedWeight(Tensor):
     ) -> Any:
         first, kwargs = args[0], kwargs or {}
         if isinstance(first, cls) and func in _IDENTITIES:
-            return PackedWeight(
-                first.codes, first.scales, first.format, first.columns, first.dtype, first.owner, first._views
-            )
+            return PackedWeight(first.codes, first.scales, first.form, first.owner, first._views)
         if isinstance(first, cls) and func in _VIEWS and not kwargs:
             return first._view(func, args[1:])
+        # Another operand that is sharded over a mesh decides how this one must be sharded.
         mesh = next((arg.device_mesh for arg in args if isinstance(arg, DTensor)), None)
         dense_args = tree_map(lambda arg: arg.decode(mesh) if isinstance(arg, cls) else arg, args)
         result = func(*dense_args, **kwargs)
         if func._schema.is_mutable and isinstance(first, cls):
-            first._write(dense_args[0])
+            first._write(dense_args[0])  # the operation changed the decoded copy in place
             return first
         return result
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, bits={self.format.bits})"
+        return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, bits={self.form.format.bits})"
 
+    # A copy belongs to no module, so it is dense. Tensor's own methods would read memory that a packed weight does not have.
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.decode().clone()
 
@@ -172,86 +200,32 @@ class PackedWeight(Tensor):
         return self.decode().__reduce_ex__(protocol)
 
 
-def write_weight(module: Packed, name: str, value: Tensor) -> None:
-    """Pack ``value`` into a module's packed weight, in place. See [Note: merging and unmerging]."""
-    if isinstance(module, FSDPModule):
-        module.reshard()
-    weight = module.packed_weight(name)
-    if value.shape != weight.shape:
-        raise ValueError(f"Cannot assign a weight of shape {tuple(value.shape)} to one of {tuple(weight.shape)}.")
-    codes, scales = _local(weight.codes), _local(weight.scales)
-    rows = _local_rows(value, weight.codes)
-    if not rows.numel():
-        return
-    kept = module.__dict__.setdefault("_packed_before_write", {})
-    if name not in kept:
-        kept[name] = _Kept(codes.clone(), scales.clone())
-    if kept[name].is_meant_by(rows, weight):
-        new_codes, new_scales = kept[name].restore()
-    else:
-        new_codes, new_scales = frozen_format.pack(rows, weight.format)
-        decoded = frozen_format.unpack(new_codes, new_scales, weight.columns, weight.format, torch.float32)
-        kept[name].add_rounding(rows.float() - decoded)
-    with torch.no_grad():
-        codes.copy_(new_codes)
-        scales.copy_(new_scales)
-
-
-class _Kept:
-    """Codes and scales before the first write, and how much was rounded since: [Note: merging and unmerging]."""
-
-    def __init__(self, codes: Tensor, scales: Tensor) -> None:
-        self.codes = codes
-        self.scales = scales
-        self._rounding: Tensor | float = 0.0  # fp32 [..., 1], largest of each row, summed over the writes
-
-    def restore(self) -> tuple[Tensor, Tensor]:
-        self._rounding = 0.0
-        return self.codes, self.scales
-
-    def add_rounding(self, errors: Tensor) -> None:
-        self._rounding = self._rounding + errors.abs().amax(-1, keepdim=True)
-
-    def is_meant_by(self, rows: Tensor, weight: PackedWeight) -> bool:
-        """Whether ``rows`` are what the kept codes decode to, but for rounding."""
-        if isinstance(self._rounding, float):
-            return False  # not written yet
-        before = frozen_format.unpack(self.codes, self.scales, weight.columns, weight.format, torch.float32)
-        rows = rows.float()
-        # On top of the rounding of codes, that of the arithmetic in the weight's dtype: a sum and a difference.
-        slack = 4 * torch.finfo(weight.dtype).eps * torch.maximum(before.abs(), rows.abs()).amax(-1, keepdim=True)
-        # Twice the rounding: DoRA divides by factors near 1 when it unmerges.
-        return bool(((rows - before).abs() <= 2 * self._rounding + slack).all())
-
-
-def _decode_sharded(weight: PackedWeight, mesh: DeviceMesh) -> DTensor:
-    """Gather the codes within the node, decode this rank's rows of the world. See [Note: packed weights under FSDP2]."""
-    codes, scales = _full(weight.codes), _full(weight.scales)
-    shape = torch.Size((*codes.shape[:-1], weight.columns))
-    (num_rows, *_), (first, *_) = compute_local_shape_and_global_offset(shape, mesh, [Shard(0)])
-    rows = slice(first, first + num_rows)
-    local = frozen_format.unpack(codes[rows], scales[rows], weight.columns, weight.format, weight.dtype)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def _local_rows(value: Tensor, codes: Tensor) -> Tensor:
-    """The rows of a full or sharded ``value`` whose codes this rank stores."""
-    value = _full(value.detach())
-    if not isinstance(codes, DTensor):
-        return value
-    (num_rows, *_), (first, *_) = compute_local_shape_and_global_offset(
-        codes.shape, codes.device_mesh, codes.placements
-    )
-    return value[first : first + num_rows]
-
-
-def _full(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return ``tensor``, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local_rows(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> slice:
+    """Return the rows that this rank holds of a tensor of this shape, sharded over ``mesh`` along dim 0."""
+    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return slice(offset[0], offset[0] + local_shape[0])
+
+
+def _replay(dense: Tensor, views: Views) -> Tensor:
+    for func, args in views:
+        dense = func(dense, *args)
+    return dense
+
+
+def _decode_sharded(codes: Tensor, scales: Tensor, form: PackedForm, mesh: DeviceMesh) -> DTensor:
+    """Gather codes and scales within the node, and decode the rows that this rank owns in ``mesh``."""
+    codes, scales = full_tensor(codes), full_tensor(scales)
+    shape = torch.Size((*codes.shape[:-1], form.columns))
+    rows = local_rows(shape, mesh, [Shard(0)])
+    local = frozen_format.unpack(codes[rows], scales[rows], form.columns, form.format, form.dtype)
+    # Shape and strides are given, because DTensor would otherwise assume that all ranks hold as many rows as this one.
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
 
 def _world_mesh(codes: DTensor) -> DeviceMesh:

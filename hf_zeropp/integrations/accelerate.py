@@ -1,12 +1,27 @@
 """Accelerate: ``Accelerator(fsdp_plugin=ZeroPPPlugin())`` shards with FSDP2 and runs ZeRO++ underneath.
 
-Accelerate shards inside ``prepare``; the plugin is called just before (``set_auto_wrap_policy``) and applies ZeRO++ at
-the first forward after it. Three things Accelerate does not do by itself are done here:
+Three things that Accelerate does not do by itself are done here:
 
-- On CPU a plugin is silently ignored: ``AcceleratorState`` turns to FSDP on accelerators only. We turn it.
-- A plugin passed to a second Accelerator is silently ignored too. We raise.
-- On all micro-steps but the last, ``accumulate`` tells FSDP2 not to reduce, which keeps full-size gradients. We ask for
-  ``sync_each_batch``: FSDP2 calls our reduction each time, and that stays within the node until the last micro-step.
+- On CPU it ignores an FSDP plugin without a word: ``AcceleratorState`` turns to FSDP on accelerators only. The plugin is made
+  active on CPU too (``use_plugin``).
+- A plugin passed to a second Accelerator is ignored without a word as well. This is an error here.
+- On all micro-steps but the last, ``accumulate`` tells FSDP2 not to reduce gradients, so FSDP2 keeps them in full size. The
+  setting ``sync_each_batch`` prevents this: FSDP2 then calls the reduction on every micro-step, and ours stays within the node
+  until the last.
+
+[Note: Accelerate's order of calls]
+``accelerator.prepare(model, optimizer)`` does the following under FSDP2 (``Accelerator._prepare_fsdp2``):
+
+1. It calls the plugin's ``set_auto_wrap_policy(model)``.
+2. It wraps blocks for activation checkpointing, and compiles the model.
+3. It notes the data address of every parameter, and puts placeholders with these addresses into the optimizer.
+4. It calls ``set_auto_wrap_policy(model)`` again, shards each block with ``fully_shard``, and then the rest of the model.
+5. It puts the sharded parameters into the optimizer, in the places of the placeholders.
+
+Frozen weights are packed and sharded in 1: before 3, because packing changes addresses, and before 4, because ``fully_shard``
+of a block takes every parameter that is not sharded yet. Optimizers lose their frozen parameters before 1, while they still
+hold parameters and not placeholders. ZeRO++ itself needs the units that exist after 4. Accelerate calls nothing of the
+plugin's after that, so ZeRO++ is applied by a hook that runs before the first forward.
 """
 
 from __future__ import annotations
@@ -25,11 +40,12 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
+from hf_zeropp.compat import check_silent_seams
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.units import on_first_use
 from hf_zeropp.generation import install_generate
-from hf_zeropp.integrations.accelerate_checkpoints import watch_checkpoints
-from hf_zeropp.integrations.accelerate_frozen import prepare_frozen, watch_prepare
+from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
+from hf_zeropp.integrations.accelerate_frozen import patch_prepare, prepare_frozen
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +62,10 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
             ``ZEROPP_<FIELD>`` variables, else the defaults). False leaves FSDP2's communication as it is: the same
             script then measures the difference.
 
+    Raises:
+        ValueError: the settings are wrong, or FSDP1 or DeepSpeed is asked for beside it.
+        MovedNameError: an installed library has changed in a place that the plugin relies on.
+
     Example:
         >>> accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=ZeroPPPlugin(zeropp={"qwz_bits": 8}))
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
@@ -55,19 +75,20 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
 
     zeropp: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | Literal[False] | None = None
     scaler: torch.amp.GradScaler | None = dataclasses.field(default=None, init=False, repr=False)
-    """The Accelerator's, with fp16: ``prepare`` sets it."""
+    """The Accelerator's gradient scaler (fp16), known when ``prepare`` has run."""
 
     def __post_init__(self) -> None:
+        check_silent_seams()
         if self.zeropp is not False:
             self.zeropp = ZeroPPConfig.resolve(self.zeropp)
         self._require_fsdp2()
         if self.auto_wrap_policy is None:
-            # Any of the names that Accelerate takes, in any case: it checks them.
+            # A name is enough here: Accelerate checks it, and turns it into a function. Its type says function alone.
             self.auto_wrap_policy = cast(Any, os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"))
         super().__post_init__()
-        watch_accelerator_state()
-        watch_prepare()
-        watch_checkpoints(accelerate.accelerator)
+        patch_accelerator_state()
+        patch_prepare()
+        patch_checkpoints(accelerate.accelerator)
 
     @property
     def zeropp_config(self) -> ZeroPPConfig | None:
@@ -75,30 +96,41 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         return self.zeropp if isinstance(self.zeropp, ZeroPPConfig) else None
 
     def set_auto_wrap_policy(self, model: nn.Module) -> None:
-        """Accelerate calls this just before it shards ``model``: pack and shard its frozen weights, and arm ZeRO++ for
-        its first forward."""
+        """Pack and shard the frozen weights of ``model``, and arm ZeRO++ for its first forward.
+
+        Accelerate calls this just before it shards ``model``: see [Note: Accelerate's order of calls].
+        """
         super().set_auto_wrap_policy(model)
         if self.zeropp_config is None:
             return
         device = PartialState().device
         assert device is not None  # it is set with the process group
         prepare_frozen(self, self.zeropp_config, model, device.type)
-        GradientState().plugin_kwargs["sync_each_batch"] = True
+        _reduce_on_every_micro_step()
         on_first_use(model, lambda: self.handle_of(model))
         install_generate(model, lambda: self.handle_of(model))
 
     def apply(self, model: nn.Module) -> ZeroPPHandle:
-        """Apply ZeRO++ to a sharded model, once, and let its accumulation follow Accelerate's."""
+        """Apply ZeRO++ to a sharded model, once, and let its accumulation follow Accelerate's.
+
+        Args:
+            model: prepared by Accelerate, or sharded otherwise.
+
+        Returns:
+            Its handle.
+        """
         handle = apply_zeropp(model, self.zeropp_config)
-        GradientState().plugin_kwargs["sync_each_batch"] = True
+        _reduce_on_every_micro_step()
         handle.set_last_micro_step(lambda: GradientState().sync_gradients)
         if self.scaler is not None and handle.config.error_feedback_decay is not None:
             handle.set_loss_scale(self.scaler.get_scale)
         return handle
 
     def handle_of(self, model: nn.Module) -> ZeroPPHandle | None:
-        """The handle of a prepared model, None with ``zeropp=False``. Applies ZeRO++ where no forward did: call it on
-        all ranks."""
+        """Return the handle of a prepared model, None with ``zeropp=False``.
+
+        Where the model had no forward yet, this applies ZeRO++ first. So call it on all ranks.
+        """
         return None if self.zeropp_config is None else get_handle(model) or self.apply(model)
 
     def _require_fsdp2(self) -> None:
@@ -114,18 +146,27 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         self.fsdp_version = 2
 
 
-_stock_counts_on_cpu = False
+def _reduce_on_every_micro_step() -> None:
+    """Keep ``accumulate`` from turning FSDP2's reduction off.
+
+    It is called at several moments, because ``GradientState`` is one object for the whole process, and every Accelerator that
+    is built replaces these settings by its own.
+    """
+    GradientState().plugin_kwargs["sync_each_batch"] = True
+
+
+_stock_plugin_counts_on_cpu = False
 
 
 def let_stock_plugin_count_on_cpu() -> None:
     """From now on FSDP2 on CPU also works with Accelerate's own plugin, which the Trainer builds from its arguments."""
-    global _stock_counts_on_cpu
-    _stock_counts_on_cpu = True
-    watch_accelerator_state()
+    global _stock_plugin_counts_on_cpu
+    _stock_plugin_counts_on_cpu = True
+    patch_accelerator_state()
 
 
-def watch_accelerator_state() -> None:
-    """Wrap ``AcceleratorState.__init__`` once, the one place where Accelerate decides whether a plugin counts."""
+def patch_accelerator_state() -> None:
+    """Extend ``AcceleratorState.__init__``, where Accelerate decides whether a plugin counts. Repeated calls do nothing."""
     original: Callable[..., None] = AcceleratorState.__init__
     if hasattr(original, "__wrapped__"):
         return
@@ -136,10 +177,11 @@ def watch_accelerator_state() -> None:
     ) -> None:
         existed = bool(AcceleratorState._shared_state)
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        is_on_cpu = self.distributed_type == DistributedType.MULTI_CPU
         if isinstance(fsdp_plugin, ZeroPPPlugin):
             _check_plugin_counts(self, fsdp_plugin, existed)
             use_plugin(fsdp_plugin)
-        elif _stock_counts_on_cpu and fsdp_plugin is not None and self.distributed_type == DistributedType.MULTI_CPU:
+        elif _stock_plugin_counts_on_cpu and fsdp_plugin is not None and is_on_cpu:
             use_plugin(fsdp_plugin)
 
     AcceleratorState.__init__ = initialize  # type: ignore[method-assign]
@@ -171,8 +213,9 @@ def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
             f"ZeroPPPlugin needs `distributed_type: FSDP`, but this process runs as {state.distributed_type}. Change "
             "the Accelerate config."
         )
-    if state.mixed_precision != "no":  # keeps a policy that is set
+    if state.mixed_precision != "no":  # a policy that the plugin was given stays as it is
         plugin.set_mixed_precision(state.mixed_precision)
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = plugin
+    # Each call of `AcceleratorState()` copies PartialState's values over its own.
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP

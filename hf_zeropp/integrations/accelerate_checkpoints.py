@@ -1,7 +1,9 @@
-"""Checkpoints of Accelerate (``save_state``) and of the Trainer: error feedback goes with the optimizer's states.
+"""Checkpoints of Accelerate (``save_state``) and of the Trainer: a model's ZeRO++ state is saved beside its optimizer's.
 
-Both write and read an FSDP optimizer with one function of Accelerate's each, which is told the folder and the model; the Trainer
-has no other moment at which a folder to resume from is known to others. We wrap the names where each of the two looks them up.
+A resumed run is exact only with what error feedback has kept (``ZeroPPHandle.save_state``). Accelerate and the Trainer have no
+hook that is told the folder of a checkpoint. But both write and read an FSDP optimizer with one function of Accelerate's,
+whose arguments include the folder and the model. Each of the two modules imported that function under its own name, so it is
+replaced in each of them.
 """
 
 from __future__ import annotations
@@ -14,24 +16,29 @@ from typing import Any
 import accelerate.utils
 
 SAVE, LOAD = "save_fsdp_optimizer", "load_fsdp_optimizer"
-_MARK = "_zeropp_follows"
+_PATCHED = "_zeropp_follows"
 
 
-def watch_checkpoints(place: ModuleType) -> None:
-    """From now on models that ``place`` saves and loads take their handle's state along. Once per module."""
-    _follow(place, SAVE, "save_state", "output_dir")
-    _follow(place, LOAD, "load_state", "input_dir")
+def patch_checkpoints(module: ModuleType) -> None:
+    """Save and load a model's ZeRO++ state whenever ``module`` saves or loads its optimizer. Repeated calls change nothing.
+
+    Args:
+        module: ``accelerate.accelerator`` or ``transformers.trainer``.
+    """
+    _patch(module, SAVE, "save_state", "output_dir")
+    _patch(module, LOAD, "load_state", "input_dir")
 
 
-def _follow(place: ModuleType, name: str, method: str, folder: str) -> None:
-    """Let the handle's ``method`` come after the function ``name`` of ``place``, whose argument ``folder`` says where."""
-    original = getattr(place, name)
-    if hasattr(original, _MARK):
+def _patch(module: ModuleType, name: str, method: str, folder: str) -> None:
+    """Call the handle's ``method`` after the function ``name`` of ``module``, with its argument ``folder``."""
+    original = getattr(module, name)
+    if hasattr(original, _PATCHED):
         return
-    signature = inspect.signature(getattr(accelerate.utils, name))  # whoever else has wrapped it, with whatever names
+    # Accelerate's own, because another library may have replaced the module's by a function with other parameter names.
+    signature = inspect.signature(getattr(accelerate.utils, name))
 
     @functools.wraps(original)
-    def followed(*args: Any, **kwargs: Any) -> Any:
+    def patched(*args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
@@ -41,5 +48,5 @@ def _follow(place: ModuleType, name: str, method: str, folder: str) -> None:
             getattr(handle, method)(call.arguments[folder], call.arguments["optimizer_index"])
         return result
 
-    setattr(followed, _MARK, True)
-    setattr(place, name, followed)
+    setattr(patched, _PATCHED, True)
+    setattr(module, name, patched)

@@ -1,44 +1,52 @@
-"""Accelerate: a model's frozen weights are packed and sharded within the node before Accelerate shards the rest.
+"""Accelerate: a model's frozen weights are packed, and sharded within the node, before Accelerate shards the others.
 
-Accelerate calls the plugin's ``set_auto_wrap_policy(model)`` first thing in ``prepare``. There the frozen weights are taken
-care of; what Accelerate then finds unsharded is trainable. Two of its habits need attention:
+When this happens is told in [Note: Accelerate's order of calls] (accelerate.py). Two habits of Accelerate need attention:
 
-- *Memory-efficient loading.* Only rank 0 holds the weights; Accelerate moves the model to ``meta``, shards it, and sends full
-  tensors afterwards. With parameters that are sharded already it cannot. So everything is sent here, unit by unit, before it
-  is sharded, and Accelerate is told that there is nothing left to do.
-- *Optimizers.* Accelerate finds an optimizer's parameters again by the address of their data, which packing and sharding
-  change for frozen ones. An optimizer never touches those: they are taken out of it, and where it would keep the 16-bit
-  weights alive that were to be packed, that is an error.
+- *Memory-efficient loading.* Rank 0 alone holds the weights. Accelerate moves the model to ``meta``, shards it, and sends full
+  tensors afterwards, which does not work for parameters that are sharded already. So all parameters are sent here, frozen ones
+  unit by unit before they are sharded, and Accelerate is told that nothing is left to send.
+- *Optimizers.* Accelerate finds an optimizer's parameters again by the address of their data, and packing and sharding change
+  it for frozen ones. An optimizer never updates those, so they are taken out of it. An optimizer that holds weights which are
+  packed would keep their 16-bit values in memory, so this is an error.
 """
 
 from __future__ import annotations
 
 import functools
-import logging
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from hf_zeropp.comm.topology import detect_ranks_per_node, get_topology
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.frozen.modules import adapter_modules, convert_frozen, quantize_frozen, refuse_foreign_quantizer
+from hf_zeropp.frozen.adapters import adapter_modules
+from hf_zeropp.frozen.packing import convert_frozen, quantize_frozen, refuse_foreign_quantizer
 from hf_zeropp.frozen.units import broadcast_parameters, shard_frozen
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
-if TYPE_CHECKING:
-    from hf_zeropp.integrations.accelerate import ZeroPPPlugin
 
-logger = logging.getLogger(__name__)
+def prepare_frozen(
+    plugin: FullyShardedDataParallelPlugin, config: ZeroPPConfig, model: nn.Module, device_type: str
+) -> None:
+    """Pack (``frozen_bits``) and shard the frozen weights of ``model``. A second call for the same model does nothing.
 
+    Args:
+        plugin: Accelerate's, whose policies hold for frozen weights too. ``cpu_ram_efficient_loading`` is turned off when this
+            function has sent the weights.
+        config: the ZeRO++ settings.
+        model: not sharded yet.
+        device_type: "cuda" or "cpu".
 
-def prepare_frozen(plugin: ZeroPPPlugin, config: ZeroPPConfig, model: nn.Module, device_type: str) -> None:
-    """Pack (``frozen_bits``) and shard the frozen weights of ``model``. Nothing happens the second time."""
-    if isinstance(model, torch.distributed.fsdp.FSDPModule):  # it is sharded already: `prepare` for a second training
+    Raises:
+        ValueError: another library quantized the model.
+    """
+    if isinstance(model, FSDPModule):  # sharded already: Accelerate asks twice, and `prepare` may be called again
         return
     has_frozen = any(not param.requires_grad for param in model.parameters())
     if not has_frozen or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -48,8 +56,9 @@ def prepare_frozen(plugin: ZeroPPPlugin, config: ZeroPPConfig, model: nn.Module,
     node_mesh = get_topology(ranks_per_node, device_type).mesh["node"]
     from_rank_0 = bool(plugin.cpu_ram_efficient_loading)
     if config.frozen_bits is not None:
-        pack_base(model, config.frozen_bits, is_source=not from_rank_0 or dist.get_rank() == 0)
-    policy = cast(MixedPrecisionPolicy | None, plugin.mixed_precision_policy)  # FSDP2's, by now, as is
+        pack_base(model, config.frozen_bits, has_values=not from_rank_0 or dist.get_rank() == 0)
+    # By now Accelerate has turned both settings into FSDP2's own objects; the field types name FSDP1's as well.
+    policy = cast(MixedPrecisionPolicy | None, plugin.mixed_precision_policy)
     offload = cast(OffloadPolicy | None, plugin.cpu_offload or None)
     shard_frozen(
         model,
@@ -64,28 +73,40 @@ def prepare_frozen(plugin: ZeroPPPlugin, config: ZeroPPConfig, model: nn.Module,
         plugin.cpu_ram_efficient_loading = False
 
 
-def pack_base(model: nn.Module, bits: int, *, is_source: bool = True) -> None:
-    """Pack what is frozen and not packed yet, but for what ``ZeroPPQuantConfig(skip=...)`` left in 16 bits at loading."""
+def pack_base(model: nn.Module, bits: int, *, has_values: bool = True) -> None:
+    """Pack the frozen weights of ``model`` that are not packed yet.
+
+    Modules that ``ZeroPPQuantConfig(skip=...)`` left in 16 bits at loading stay so.
+
+    Args:
+        model: a Transformers model, with or without adapters.
+        bits: 8 or 4.
+        has_values: whether this rank holds the weights. If not, codes get their shapes alone, and rank 0 sends the values.
+    """
     configs = (getattr(getattr(module, "config", None), "quantization_config", None) for module in model.modules())
     skip = {part for config in configs for part in getattr(config, "skip", ())}
-    if is_source:
+    if has_values:
         quantize_frozen(model, bits, skip=skip)
     else:
-        convert_frozen(model, FrozenFormat(bits), skip)  # shapes alone: rank 0 sends the codes
+        convert_frozen(model, FrozenFormat(bits), skip)
 
 
-def _blocks(plugin: ZeroPPPlugin, model: nn.Module) -> list[nn.Module]:
-    """The modules Accelerate is going to shard as units of their own."""
+def _blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:
+    """Return the modules that Accelerate is going to shard as units of their own."""
     is_block = fsdp2_prepare_auto_wrap_policy(plugin, model)
     return [module for module in model.modules() if is_block is not None and is_block(module)]
 
 
 def _unsharded(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if not isinstance(module, torch.distributed.fsdp.FSDPModule)]
+    return [module for module in model.modules() if not isinstance(module, FSDPModule)]
 
 
-def watch_prepare() -> None:
-    """Wrap ``Accelerator._prepare_fsdp2`` once: there model and optimizers are seen together."""
+def patch_prepare() -> None:
+    """Extend ``Accelerator._prepare_fsdp2``, where a model and its optimizers are seen together. Repeated calls do nothing.
+
+    Optimizers lose their frozen parameters before Accelerate notes where each parameter's data lies. The plugin learns the
+    Accelerator's gradient scaler, which nothing else tells it.
+    """
     original = Accelerator._prepare_fsdp2
     if hasattr(original, "__wrapped__"):
         return
@@ -104,17 +125,22 @@ def watch_prepare() -> None:
 
 
 def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], frozen_bits: int | None) -> None:
-    """Take frozen parameters out of an optimizer, which has no use for them.
+    """Take frozen parameters out of an optimizer, which has no use for them. Adapters stay, frozen or not.
+
+    Args:
+        optimizer: changed in place.
+        models: the models it may train.
+        frozen_bits: bits in which frozen weights are going to be packed; None: not at all.
 
     Raises:
-        ValueError: it holds weights that are packed or about to be, or such that the model does not have (any more).
+        ValueError: it holds weights that are packed or about to be, or frozen ones that belong to none of the models.
     """
     names = {param: name for model in models for name, param in model.named_parameters()}
-    kept = {
+    adapters = {
         param for model in models for module in adapter_modules(model) for param in module.parameters(recurse=False)
     }
     held = [param for group in optimizer.param_groups for param in group["params"]]
-    frozen = [param for param in held if not param.requires_grad and param not in kept]
+    frozen = [param for param in held if not param.requires_grad and param not in adapters]
     packed = [param for param in frozen if frozen_bits is not None or not param.is_floating_point()]
     foreign = [param for param in frozen if param not in names]
     if packed or foreign:
@@ -125,4 +151,4 @@ def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], froze
             "AdamW(param for param in model.parameters() if param.requires_grad)."
         )
     for group in optimizer.param_groups:
-        group["params"] = [param for param in group["params"] if param.requires_grad or param in kept]
+        group["params"] = [param for param in group["params"] if param.requires_grad or param in adapters]

@@ -3,9 +3,10 @@
     hf-zeropp export --adapter runs/lora --output merged            # the base stands in the adapter's config
     hf-zeropp export --model packed --output dense                  # a packed checkpoint, decoded
 
-Streaming: the base's safetensors are read tensor by tensor, each is decoded if packed, merged if an adapter layer has it, and
-written. PEFT does the merging, layer by layer, on a model whose other weights are on ``meta``: whatever it can merge (LoRA,
-DoRA, rsLoRA, per-layer ranks) is merged exactly as ``merge_and_unload`` would, in fp32. Memory: one shard of the output.
+The base is never in memory as a whole. Its safetensors are read tensor by tensor; each tensor is decoded if it is packed,
+merged if an adapter layer belongs to it, and written. PEFT does the merging, one layer at a time, on a model whose other
+weights are on ``meta``. So every kind of adapter that PEFT can merge (LoRA, DoRA, rsLoRA, ranks by layer) is merged as its
+``merge_and_unload`` would do it, in fp32. The memory needed is one shard of the output.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ def export(
         output: a folder that is empty or does not exist. It appears when everything is written, not before.
         model: the base, 16-bit or packed: a folder or a hub name. Default: what the adapter's config names.
         adapter: a PEFT adapter folder; None only decodes a packed base.
-        dtype: of the floating point weights written.
+        dtype: the dtype of the floating-point weights that are written.
+        max_shard_size: the largest size of an output file, in bytes or as text ("2GB").
+        show_progress: whether to show a progress bar.
 
     Returns:
         The folder.
@@ -74,7 +77,7 @@ def export(
             merger.check_all_merged()
         writer.finish()
         _copy_companions(base.path, folder, dtype, unties=merger is not None and merger.unties)
-        folder.chmod(0o755)  # mkdtemp's own would keep others out
+        folder.chmod(0o755)  # mkdtemp keeps other users out
         folder.rename(output)  # replaces an empty folder
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
@@ -83,6 +86,7 @@ def export(
 
 
 def _resolve_base(model: str | Path | None, adapter: str | Path | None) -> Path:
+    """Return the folder of the base, which is downloaded if it is a hub name."""
     if model is None:
         if adapter is None:
             raise ValueError("Nothing to export: give --model (a packed or 16-bit base), --adapter, or both.")
@@ -105,7 +109,7 @@ def _resolve_base(model: str | Path | None, adapter: str | Path | None) -> Path:
 
 
 class _Base:
-    """A checkpoint folder, read tensor by tensor under the names of the unpacked model."""
+    """A checkpoint folder. Iterating over it reads one tensor after the other, under the names of the unpacked model."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -121,13 +125,13 @@ class _Base:
         self._columns: dict[str, int] = {
             name: param.shape[-1] for name, param in self.skeleton.named_parameters() if param.ndim
         }
-        self._files: dict[str, Path] = {}  # of each stored tensor
+        self._files: dict[str, Path] = {}  # where each tensor is stored
         for file in sorted(path.glob("*.safetensors")):
             with safe_open(file, "pt") as tensors:
                 self._files |= dict.fromkeys(tensors.keys(), file)
 
     def __len__(self) -> int:
-        return sum(not name.endswith(SCALES) for name in self._files)
+        return sum(not name.endswith(SCALES) for name in self._files)  # codes and scales make one tensor
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for name in self._files:
@@ -146,7 +150,7 @@ class _Base:
 
 
 class _Merger:
-    """A base on ``meta`` under PEFT; each of its layers gets its weight for the moment in which it is merged."""
+    """An adapter on a base that lies on ``meta``. Each layer holds its weight only for the moment in which it is merged."""
 
     def __init__(self, skeleton: nn.Module, adapter: str | Path) -> None:
         from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
@@ -155,7 +159,8 @@ class _Merger:
 
         config = PeftConfig.from_pretrained(str(adapter))
         config.inference_mode = False  # so that the adapter's parameters are the trainable ones
-        config.init_lora_weights = True  # loaded below; some initializations would compute with the base
+        # The weights are loaded below. Some initializations (PiSSA, LoftQ) would compute with a base that has no values.
+        config.init_lora_weights = True
         with torch.device("meta"):
             model = get_peft_model(skeleton, config)
         _materialize_trainable(model)
@@ -169,10 +174,10 @@ class _Merger:
         }
         self._left = set(self._layers)
         self._tied = getattr(skeleton, "all_tied_weights_keys", {})
-        self.unties = False  # an adapter on one of two tied weights makes them two
+        self.unties = False  # whether an adapter is on one of two tied weights, which makes them two
 
     def merge(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What the merged model has under this name, and under names tied to it that an adapter sets apart."""
+        """Return the tensors of the merged model for one of the base: itself, and those tied to it that an adapter unties."""
         tied = [target for target, source in self._tied.items() if source == name]
         if any(key.rpartition(".")[0] in (*self._layers, *self._replaced) for key in (name, *tied)) and tied:
             self.unties = True
@@ -195,6 +200,11 @@ class _Merger:
         return _merge_layer(layer, tensor)
 
     def check_all_merged(self) -> None:
+        """Check that the base had a weight for every adapter layer.
+
+        Raises:
+            ValueError: it had not.
+        """
         if self._left:
             raise ValueError(
                 f"{len(self._left)} adapter layers have no weight in the base ({sorted(self._left)[0]}, ...). Is it the base "
@@ -210,7 +220,7 @@ def _materialize_trainable(model: nn.Module) -> None:
 
 
 def _merge_layer(layer: Any, weight: Tensor) -> Tensor:
-    """PEFT's own merge, in fp32. layer: a BaseTunerLayer, no Module by its type."""
+    """Return the weight with the adapter of ``layer`` (a ``BaseTunerLayer``) merged into it by PEFT, in fp32."""
     base_layer = layer.get_base_layer()
     on_meta = base_layer.weight
     base_layer.weight = nn.Parameter(weight.float(), requires_grad=False)
@@ -223,7 +233,7 @@ def _merge_layer(layer: Any, weight: Tensor) -> Tensor:
 
 
 def _skeleton(base: Path) -> nn.Module:
-    """The dense model on ``meta``."""
+    """Return the dense model on ``meta``, as the base's config describes it."""
     import transformers
 
     config = transformers.AutoConfig.from_pretrained(base)
@@ -235,7 +245,7 @@ def _skeleton(base: Path) -> nn.Module:
 
 
 class _ShardWriter:
-    """Collects tensors and writes a shard whenever they reach its size."""
+    """Collect tensors, and write a file of the output whenever they would exceed its size."""
 
     def __init__(self, folder: Path, shard_bytes: int, dtype: torch.dtype) -> None:
         self._folder = folder
@@ -246,6 +256,7 @@ class _ShardWriter:
         self._total_bytes = 0
 
     def add(self, name: str, tensor: Tensor) -> None:
+        """Take in one tensor, cast to the output's dtype."""
         tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
         if self._tensors and sum(map(_nbytes, self._tensors.values())) + _nbytes(tensor) > self._shard_bytes:
             self._flush()
@@ -253,7 +264,7 @@ class _ShardWriter:
         self._total_bytes += _nbytes(tensor)
 
     def finish(self) -> None:
-        """Write the rest, then name the shards, whose number is known only now."""
+        """Write the rest. Then name the files, because the names tell how many there are."""
         self._flush()
         count = len(self._shards)
         weight_map: dict[str, str] = {}
@@ -280,7 +291,14 @@ def _nbytes(tensor: Tensor) -> int:
 
 
 def _copy_companions(base: Path, folder: Path, dtype: torch.dtype, *, unties: bool) -> None:
-    """Config without quantization, tokenizer, generation config, chat template."""
+    """Write the config without quantization; copy tokenizer, generation config and chat template.
+
+    Args:
+        base: the folder to copy from.
+        folder: the folder to write to.
+        dtype: the dtype of the weights.
+        unties: whether weights that were tied in the base are two in the output.
+    """
     config = json.loads((base / "config.json").read_text())
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")

@@ -1,11 +1,22 @@
-"""Transformers loads a model straight into packed weights, and saves and reloads it packed.
+"""Transformers: ``from_pretrained`` loads a model straight into packed weights, and saves and reloads it packed.
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=ZeroPPQuantConfig(bits=4))
     model.save_pretrained(packed_path)          # safetensors with codes and scales
     model = AutoModelForCausalLM.from_pretrained(packed_path)    # after `from hf_zeropp import ZeroPPQuantConfig`
 
-From a 16-bit checkpoint, weights are read and packed one after the other: the 16-bit model is never in memory. A packed
-checkpoint is read as it is. Importing this module registers both with Transformers.
+Importing this module registers the config and the quantizer with Transformers.
+
+[Note: two ways to load]
+*From a 16-bit checkpoint.* The model is built on ``meta``. Transformers reads one tensor after the other and hands it to
+``PackOnLoad``, which packs it and makes its module a packed one. So the 16-bit model is never in memory as a whole. A weight
+that is tied to a packed one has no tensor of its own in the checkpoint: Transformers ties it after loading, by assigning the
+packed weight to the module that shares it. That module is still a dense one, and is made a packed one at the very end.
+
+*From a packed checkpoint.* Its tensors are named ``weight_codes`` and ``weight_scales``. So all modules are made packed ones
+before loading, with codes and scales on ``meta``, and the tensors are then read like any others.
+
+Transformers lists tied weights by name, target to source (``all_tied_weights_keys``). After packing a name stands for two
+parameters, so the list is rewritten, before loading or after it.
 """
 
 from __future__ import annotations
@@ -20,16 +31,8 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_zeropp.frozen.modules import (
-    CODES,
-    SCALES,
-    Packed,
-    convert_frozen,
-    convert_module,
-    is_packable,
-    is_skipped,
-    set_packed,
-)
+from hf_zeropp.frozen.modules import CODES, SCALES, Packed, convert_module, set_packed
+from hf_zeropp.frozen.packing import convert_frozen, is_packable, is_skipped
 from hf_zeropp.frozen.weight import PackedWeight
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
@@ -40,47 +43,54 @@ METHOD = "zeropp"
 @register_quantization_config(METHOD)
 @dataclasses.dataclass
 class ZeroPPQuantConfig(QuantizationConfigMixin):
-    """Frozen weights in INT8 or INT4: linear layers, embeddings, fused experts.
+    """Settings for loading frozen weights in INT8 or INT4: linear layers, embeddings, fused experts.
 
     Args:
         bits: 8 or 4.
         block: weights of a row that share one scale.
         skip: modules to leave in 16 bits, with all inside: names, or parts of names ("lm_head"), for instance because an
-            adapter config trains them (``modules_to_save``). A weight tied to one of them stays too.
+            adapter config trains them (``modules_to_save``). A weight tied to one of theirs stays too.
+        quant_method: the name under which Transformers finds this class; not to be set.
+
+    Raises:
+        ValueError: ``bits`` or ``block`` is none of those supported.
     """
 
     bits: int = 4
     block: int = DEFAULT_BLOCK
     skip: list[str] = dataclasses.field(default_factory=list)
-    quant_method: Any = METHOD  # Transformers declares an enum of its own methods
+    quant_method: Any = METHOD  # by its type one of Transformers' own methods
 
     def __post_init__(self) -> None:
         self.post_init()
 
     def post_init(self) -> None:
+        """Check the settings. Transformers calls this when it reads them from a checkpoint."""
         self.skip = list(self.skip)
         self.format  # noqa: B018 - checks bits and block
 
     @property
     def format(self) -> FrozenFormat:
+        """Bits and block."""
         return FrozenFormat(self.bits, self.block)
 
 
 @register_quantizer(METHOD)
 class ZeroPPQuantizer(HfQuantizer):
-    """What `from_pretrained` and `save_pretrained` ask about packed weights."""
+    """The answers to what ``from_pretrained`` and ``save_pretrained`` ask about packed weights. See [Note: two ways to load]."""
 
     quantization_config: ZeroPPQuantConfig
     requires_calibration = False
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether a tensor of the checkpoint is to be packed when it is read."""
         module, name = get_module_from_name(model, param_name)
         if isinstance(module, Packed) or is_skipped(param_name.rpartition(".")[0], self._skip(model)):
             return False
         return is_packable(module, name, getattr(module, name))
 
     def _skip(self, model: PreTrainedModel) -> set[str]:
-        """Modules to leave in 16 bits: those asked for, and those that share a weight with one of them."""
+        """Return the modules to leave in 16 bits: those asked for, and those that share a weight with one of them."""
         skip = set(self.quantization_config.skip)
         for pair in model.all_tied_weights_keys.items():
             owners = {name.rpartition(".")[0] for name in pair}
@@ -89,24 +99,26 @@ class ZeroPPQuantizer(HfQuantizer):
         return skip
 
     def get_quantize_ops(self) -> ConversionOps:
+        """Return the operation that packs a tensor as it is read."""
         return PackOnLoad(self.quantization_config.format)
 
     @property
     def quantized_element_size(self) -> float:
+        """Bytes of an element, for Transformers' estimates of memory."""
         return self.quantization_config.bits / 8
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """A packed checkpoint's keys are those of packed modules."""
+        """Make modules packed ones, whose parameters a packed checkpoint names."""
         if self.pre_quantized:
             convert_frozen(model, self.quantization_config.format, self._skip(model), frozen_only=False)
             model.all_tied_weights_keys = _tied_keys(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        """Modules whose weight was tied to a packed one are made packed modules."""
+        """Make modules packed ones that were tied to one, and still hold its weight as a parameter."""
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
                 if isinstance(param, PackedWeight):
-                    convert_module(module, name, param.format)
+                    convert_module(module, name, param.form.format)
                     setattr(module, name, param)
         model.all_tied_weights_keys = _tied_keys(model)
         return model
@@ -117,15 +129,17 @@ class ZeroPPQuantizer(HfQuantizer):
         )
 
     def is_serializable(self, **kwargs: Any) -> bool:
+        """Whether ``save_pretrained`` may save the model packed."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        return True  # adapters on it
+        """Whether a Trainer may take the model: for adapters on it."""
+        return True
 
 
 class PackOnLoad(ConversionOps):
-    """One parameter as it is read from the checkpoint -> codes and scales of its module."""
+    """Pack one tensor as it is read from the checkpoint, into codes and scales of its module."""
 
     def __init__(self, format: FrozenFormat) -> None:
         self.format = format
@@ -140,12 +154,19 @@ class PackOnLoad(ConversionOps):
         missing_keys: set[str] | None = None,
         **kwargs: Any,
     ) -> dict[str, list[torch.Tensor]]:
+        """Pack the tensors of ``input_dict`` (one, under its full name) into ``model``.
+
+        Returns:
+            Nothing for Transformers to assign: the module holds its codes already.
+        """
         for full_name, value in input_dict.items():
             value = value[0] if isinstance(value, list) else value
             module, name = get_module_from_name(model, full_name)
             codes, scales = frozen_format.pack(value, self.format)
             convert_module(module, name, self.format, dtype=value.dtype)
             set_packed(module, name, codes, scales)
+            # Transformers initializes what it does not find loaded. It did not assign these itself, so they are marked, and
+            # the name of the dense weight, which the module does not have any more, is not missing.
             for suffix in (CODES, SCALES):
                 getattr(module, name + suffix)._is_hf_initialized = True
             if missing_keys is not None:
@@ -154,10 +175,10 @@ class PackOnLoad(ConversionOps):
 
 
 def _tied_keys(model: PreTrainedModel) -> dict[str, str]:
-    """``all_tied_weights_keys``, target to source, in terms of the parameters that there are."""
+    """Return ``all_tied_weights_keys`` (target to source) with codes and scales in the places of packed weights."""
     keys: dict[str, str] = {}
     for target, source in model.all_tied_weights_keys.items():
         module, name = get_module_from_name(model, source)
-        is_packed = isinstance(module, Packed) and name in module.packed_formats
+        is_packed = isinstance(module, Packed) and name in module.packed_forms
         keys |= {target + suffix: source + suffix for suffix in ((CODES, SCALES) if is_packed else ("",))}
     return keys

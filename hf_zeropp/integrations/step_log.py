@@ -1,4 +1,4 @@
-"""What the Trainer callback logs: bytes and time of the steps since the last log."""
+"""The figures that the Trainer callback logs: bytes and time of the steps since the last log."""
 
 from __future__ import annotations
 
@@ -18,7 +18,16 @@ TIME_SHARE = "zeropp/share_of_step_in_collectives"
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """Counters that only grow; what happened in between is a difference of two."""
+    """Counters since the start of training. They only grow, so a difference of two tells what happened in between.
+
+    Attributes:
+        steps: optimizer steps.
+        cross_node_bytes: bytes that a node received from other nodes, all models together.
+        intra_node_bytes: bytes that its ranks received from each other.
+        zero3_bytes: bytes that a node would have received from other nodes under ZeRO-3 in these steps.
+        step_s: seconds in steps, without evaluation and generation between them.
+        collectives_s: seconds of these in collectives.
+    """
 
     steps: int = 0
     cross_node_bytes: int = 0
@@ -38,7 +47,10 @@ class Totals:
         )
 
     def log_entries(self) -> dict[str, float]:
-        """Bytes of a node, in GB. Evaluation and generation between the steps count as bytes, not as step time."""
+        """Return the figures per step, in GB per node; none without a step.
+
+        Evaluation and generation between the steps count as bytes, but not as step time.
+        """
         if not self.steps:
             return {}
         entries = {
@@ -53,11 +65,11 @@ class Totals:
 
 
 class StepLog:
-    """Follows the traffic of a Trainer's models from step to step.
+    """Follow the traffic of a Trainer's models from step to step.
 
     Args:
         handles: the trained model's first, then those of models that are only evaluated (reference models). The
-            figure for ZeRO-3, and so the saving, knows the trained model's steps alone.
+            figure for ZeRO-3, and so the saving, counts the trained model's steps alone.
     """
 
     def __init__(self, handles: Sequence[ZeroPPHandle]) -> None:
@@ -69,18 +81,21 @@ class StepLog:
 
     @property
     def trained(self) -> ZeroPPHandle:
+        """The handle of the model that is trained."""
         return self.handles[0]
 
     def step_begins(self) -> None:
+        """Note the time at which a step begins."""
         self._step_began = (time.perf_counter(), self._collectives_so_far())
 
     def step_ends(self) -> None:
+        """Add the time of the step that ends, and of its collectives."""
         began_s, collectives_s = self._step_began
         self._step_s += time.perf_counter() - began_s
         self._collectives_s += self._collectives_so_far() - collectives_s
 
     def since_last_log(self) -> dict[str, float]:
-        """Log entries for the steps since the last call; empty when there were none."""
+        """Return log entries for the steps since the last call; empty when there were none."""
         now = self.totals()
         entries = (now - self._logged).log_entries()
         if entries:
@@ -88,12 +103,16 @@ class StepLog:
         return entries
 
     def since_start(self) -> dict[str, float]:
+        """Return log entries for all steps so far."""
         return (self.totals() - self._start).log_entries()
 
     def print_summary(self, micro_steps: int) -> None:
-        """The trained model's traffic; predicted where one prediction holds for all of training.
+        """Print the trained model's traffic, beside the prediction where one holds for all of training.
 
-        Counts include evaluation and generation, the prediction does not.
+        The counts include evaluation and generation; the prediction does not.
+
+        Args:
+            micro_steps: micro-steps per step.
         """
         config = self.trained.config
         has_one_phase = config.qgz_until in (0.0, 1.0) or not config.quantizes_gradients
@@ -102,6 +121,7 @@ class StepLog:
             Console().print(f"{entries[TIME_SHARE]:.0%} of the step time in these collectives")
 
     def totals(self) -> Totals:
+        """Return the counters as they stand."""
         trained = self.trained.traffic
         return Totals(
             steps=trained.steps,

@@ -3,18 +3,23 @@
     args = TrainingArguments(..., fsdp=True, fsdp_config={"zeropp": {"qwz_bits": 8}})
     trainer = Trainer(model, args, ..., callbacks=[ZeroPPCallback()])
 
-The Trainer builds Accelerate's FSDP plugin from its arguments. ``on_init_end`` puts a ZeroPPPlugin with the same
-arguments in its place, before anything is sharded; ``on_train_begin`` receives the sharded model.
+The Trainer builds Accelerate's FSDP plugin from its arguments. The callback's ``on_init_end`` puts a ZeroPPPlugin with the same
+arguments in its place, before anything is sharded. ``on_train_begin`` receives the sharded model.
 
-Two things a callback cannot do from its events alone:
+Two things cannot be done from a callback's events alone:
 
-- *CPU.* Accelerate turns to FSDP on accelerators only, and the Trainer asks whether it did before any callback runs.
-  ``use_configured_state`` would need every CPU script to build an Accelerator first. But the callback is constructed
-  before the Trainer it is passed to, so its constructor lets FSDP plugins count on CPU too: see
-  ``let_stock_plugin_count_on_cpu``.
-- *Trackers.* TensorBoard and its like stand before the user's callbacks, so what ``on_log`` adds comes too late for
-  them. Importing this module therefore adds a small callback to the Trainer's defaults, which stand before trackers.
-  It also notices zeropp settings for which nobody passed a ZeroPPCallback.
+- *FSDP2 on CPU.* Accelerate turns to FSDP on accelerators only, and the Trainer asks whether it did before it calls any
+  callback. But a ZeroPPCallback is constructed before the Trainer it is passed to. So its constructor makes FSDP plugins count
+  on CPU (``let_stock_plugin_count_on_cpu``). Transformers' own way, ``use_configured_state``, would require every CPU script
+  to build an Accelerator first.
+- *Figures for trackers.* See the note.
+
+[Note: the trackers' order]
+The Trainer calls its callbacks one after the other: first its defaults (``transformers.trainer.DEFAULT_CALLBACKS``), then the
+trackers (TensorBoard, Weights & Biases), then those the user passed. All receive the same dictionary of figures in ``on_log``.
+What a user's callback adds to it comes after the trackers have written theirs. Therefore importing this module adds a small
+callback to the defaults, which all Trainers built later share. It adds the figures of this Trainer's ZeroPPCallback ahead of
+the trackers. It also raises where zeropp settings are given and no ZeroPPCallback was passed.
 """
 
 from __future__ import annotations
@@ -32,9 +37,10 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zeropp.apply import ZeroPPHandle
+from hf_zeropp.compat import check_silent_seams
 from hf_zeropp.fsdp.units import find_sharded_modules, on_first_use
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, let_stock_plugin_count_on_cpu, use_plugin
-from hf_zeropp.integrations.accelerate_checkpoints import watch_checkpoints
+from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
 
 logger = logging.getLogger(__name__)
@@ -43,17 +49,20 @@ _callbacks: weakref.WeakSet[ZeroPPCallback] = weakref.WeakSet()
 
 
 class ZeroPPCallback(TrainerCallback):
-    """Runs a Trainer's model under ZeRO++.
+    """Run a Trainer's model under ZeRO++.
 
     The settings stand in ``fsdp_config["zeropp"]``: a mapping of ZeroPPConfig's fields, a YAML/JSON file of them, True
     (or nothing) for the environment (``ZEROPP_CONFIG_FILE``, ``ZEROPP_<FIELD>``), or False for stock FSDP2. Models
     that Transformers sharded at load (``DistributedConfig(fsdp_size=...)``) need no ``fsdp=True``.
 
-    It logs, through all of the Trainer's trackers, ``zeropp/cross_node_gb_per_step`` and its siblings (step_log.py),
+    The callback logs ``zeropp/cross_node_gb_per_step`` and other figures (step_log.py) through all of the Trainer's trackers,
     and prints a table of the traffic when training ends.
 
     Attributes:
-        handle: the trained model's, from ``on_train_begin`` on; None with ``zeropp: False``.
+        handle: the trained model's handle, from ``on_train_begin`` on; None with ``zeropp: False``.
+
+    Raises:
+        MovedNameError: an installed library has changed in a place that the callback relies on.
 
     Example:
         >>> trainer = DPOTrainer(model, ref_model, args=args, callbacks=[callback := ZeroPPCallback()], ...)
@@ -62,6 +71,7 @@ class ZeroPPCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
+        check_silent_seams()
         self.handle: ZeroPPHandle | None = None
         self._args: TrainingArguments | None = None
         self._plugin: ZeroPPPlugin | None = None
@@ -69,23 +79,33 @@ class ZeroPPCallback(TrainerCallback):
         self._log: StepLog | None = None
         _callbacks.add(self)
         let_stock_plugin_count_on_cpu()
-        watch_checkpoints(transformers.trainer)
+        patch_checkpoints(transformers.trainer)
 
     @property
     def _active_plugin(self) -> ZeroPPPlugin | None:
-        """None with ``zeropp: False``, and before the Trainer is built."""
+        """The plugin, or None with ``zeropp: False`` and before the Trainer is built."""
         return None if self._plugin is None or self._plugin.zeropp_config is None else self._plugin
 
     def serves(self, args: TrainingArguments) -> bool:
+        """Whether this callback was passed to the Trainer with these arguments."""
         return self._args is args
 
     def attach(self, trainer: Trainer) -> ZeroPPCallback:
-        """Shard the trainer's model now, and take in the models that no event shows. Call it on all ranks.
+        """Shard the trainer's model now, and run its further sharded models under ZeRO++ too. Call it on all ranks.
 
-        Needed for two things: ``evaluate`` or ``predict`` before ``train`` (with FSDP2 the Trainer itself can shard
-        only together with an optimizer, and raises), and further sharded models, such as TRL's reference models, that
-        would run FSDP2's own collectives. Those in eval mode are frozen by it: they then cross the network once
-        instead of after every optimizer step.
+        This is needed in two cases. One is ``evaluate`` or ``predict`` before ``train``: with FSDP2 the Trainer can shard a
+        model only together with an optimizer, and raises. The other is a trainer with further sharded models, such as TRL's
+        reference models: no event shows them, and they would run FSDP2's own collectives. Those in eval mode are frozen, so
+        that their weights cross the network once and not after every optimizer step.
+
+        Args:
+            trainer: the Trainer that this callback was passed to.
+
+        Returns:
+            This callback.
+
+        Raises:
+            ValueError: the callback was passed to another Trainer.
         """
         if not self.serves(trainer.args):
             raise ValueError("attach: this callback was not passed to that trainer. Use Trainer(callbacks=[callback]).")
@@ -98,6 +118,11 @@ class ZeroPPCallback(TrainerCallback):
     def on_init_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
+        """Put a ZeroPPPlugin in the place of the Trainer's FSDP plugin.
+
+        Raises:
+            ValueError: the Trainer would not shard with FSDP2.
+        """
         _check_arguments(args, model)
         self._args = args
         self._plugin = plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=_settings_of(args))
@@ -109,7 +134,11 @@ class ZeroPPCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """The model is sharded, and its weights may just have been loaded from a checkpoint."""
+        """Apply ZeRO++ to the model, which is sharded by now. Its weights may just have been loaded from a checkpoint.
+
+        Raises:
+            ValueError: the callback was added after the Trainer had been built.
+        """
         if self._plugin is None:
             raise ValueError(
                 "ZeroPPCallback must be there when the Trainer is built: pass it as Trainer(callbacks=[...]), not to "
@@ -129,36 +158,44 @@ class ZeroPPCallback(TrainerCallback):
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Progress is a function of the step alone, so that a resumed run follows the same schedule."""
+        """Follow the schedule of ``qgz_until``. Progress depends on the step alone, so that a resumed run follows the same."""
         if self._log is not None:
             self._log.trained.set_progress(state.global_step / max(state.max_steps, 1))
             self._log.step_begins()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Count the step, and drop secondary shards of reference models that TRL has just mixed new weights into."""
         if self._log is None:
             return
         self._log.step_ends()
         syncs_every = getattr(args, "ref_model_sync_steps", 0) if getattr(args, "sync_ref_model", False) else 0
         if syncs_every and state.global_step % syncs_every == 0:
-            for handle in self._auxiliary:  # TRL mixes weights in through `.data`, before or after this callback
+            # TRL writes through `.data`, which moves no version counter, and before or after this callback. Either way no
+            # forward lies in between.
+            for handle in self._auxiliary:
                 handle.invalidate()
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Loading a full state dict (best model, checkpoint) comes next, or training: both want shards."""
+        """Reshard what the evaluation left gathered.
+
+        Training or the loading of a full state dict (best model, checkpoint) comes next, and both take gathered parameters
+        for shards.
+        """
         if (plugin := self._active_plugin) is not None and _is_sharded(model):
             plugin.apply(model).reshard()
 
     def on_predict(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
+        """Do what ``on_evaluate`` does."""
         self.on_evaluate(args, state, control, model)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """The best model may just have been loaded."""
+        """Print the traffic. Weights are gathered anew from here on, because the best model may just have been loaded."""
         if self._log is None:
             return
         self.invalidate()
@@ -167,18 +204,21 @@ class ZeroPPCallback(TrainerCallback):
         self._log = None
 
     def invalidate(self) -> None:
-        """Gather all weights across nodes again. For weights that were changed through ``.data``, on all ranks."""
+        """Gather all weights across nodes again at their next use, after they were changed through ``.data``.
+
+        Call it on all ranks.
+        """
         for handle in (self.handle, *self._auxiliary):
             if handle is not None:
                 handle.invalidate()
 
     def log_entries(self) -> dict[str, float]:
-        """What happened since the last call, per step."""
+        """Return the figures of the steps since the last call, per step."""
         return {} if self._log is None or not self._log.trained.is_active else self._log.since_last_log()
 
 
 class _DefaultCallback(TrainerCallback):
-    """Part of every Trainer built after this module was imported, ahead of trackers and of the user's callbacks."""
+    """Part of every Trainer that is built after this module was imported. See [Note: the trackers' order]."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         if _wants_zeropp(args) and not _callbacks:
@@ -193,13 +233,13 @@ class _DefaultCallback(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
-        if not {"loss", "train_loss"} & logs.keys():  # an evaluation's: leave the steps for the next training log
+        if not {"loss", "train_loss"} & logs.keys():  # an evaluation's figures: the steps wait for the next of training
             return
         for callback in _callbacks:
             if callback.serves(args):
                 entries = callback.log_entries()
-                logs.update(entries)
-                state.log_history[-1].update(entries)
+                logs.update(entries)  # for the trackers, which come later
+                state.log_history[-1].update(entries)  # a copy that the Trainer made of the figures before
 
 
 cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_DefaultCallback)
@@ -211,7 +251,7 @@ _NO_CALLBACK = (
 
 
 def _settings_of(args: TrainingArguments) -> Any:
-    """``fsdp_config["zeropp"]``, None for the environment."""
+    """Return ``fsdp_config["zeropp"]``; None stands for the environment."""
     config = args.fsdp_config or {}
     if isinstance(config, str):  # the Trainer reads the file only with fsdp=True
         with open(config) as file:
@@ -225,7 +265,11 @@ def _wants_zeropp(args: TrainingArguments) -> bool:
 
 
 def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
-    """Raises: ValueError: the Trainer would not shard with FSDP2."""
+    """Check that the Trainer will shard with FSDP2, or that the model is sharded.
+
+    Raises:
+        ValueError: neither holds.
+    """
     state = AcceleratorState()
     if args.deepspeed or state.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError("ZeroPPCallback and DeepSpeed exclude each other: drop `deepspeed`, set `fsdp=True`.")
@@ -248,6 +292,7 @@ def _warn_of_inexact_resume(handle: ZeroPPHandle) -> None:
 
 
 def _warn_of_strangers(model: nn.Module, handles: list[ZeroPPHandle]) -> None:
+    """Warn if this process holds sharded models that run FSDP2's own collectives."""
     known = {id(module) for handle in handles for unit in handle.units for module in unit.modules}
     known |= {id(module) for module in model.modules()}
     strangers = {type(module).__name__ for module in find_sharded_modules() if id(module) not in known}
@@ -269,14 +314,14 @@ def _is_sharded(model: nn.Module) -> bool:
 
 
 def _shard(trainer: Trainer) -> None:
-    """What ``train`` does first; it recognizes the result and keeps it."""
+    """Do what ``train`` does first. ``train`` recognizes a model that is prepared, and keeps it."""
     trainer.create_optimizer()
     trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.model_wrapped = trainer.model
 
 
 def _auxiliary_models(trainer: Trainer) -> list[nn.Module]:
-    """Sharded models among a trainer's attributes and in its lists, without the trained one."""
+    """Return the sharded models among a trainer's attributes and in its lists, without the trained one."""
     values = [item for value in vars(trainer).values() for item in (value if isinstance(value, list) else [value])]
     trained = set(_model_of(trainer).modules())
     models = [value for value in values if isinstance(value, nn.Module) and value not in trained]
@@ -284,4 +329,5 @@ def _auxiliary_models(trainer: Trainer) -> list[nn.Module]:
 
 
 def _frozen_in_eval(model: nn.Module) -> nn.Module:
+    """Freeze a model that is in eval mode: an optimizer step then leaves its secondary shards fresh."""
     return model if model.training else model.requires_grad_(False)

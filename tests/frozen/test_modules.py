@@ -12,7 +12,8 @@ from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens, trainable
 from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, quantize_frozen
-from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear, pack_weight
+from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear
+from hf_zeropp.frozen.packing import pack_weight
 from hf_zeropp.frozen.weight import PackedWeight
 from hf_zeropp.integrations.accelerate_frozen import drop_frozen, pack_base
 from hf_zeropp.ops.frozen_format import FrozenFormat

@@ -1,0 +1,91 @@
+"""Names of other libraries that this package relies on although those libraries do not promise to keep them.
+
+FSDP2, Accelerate, Transformers, PEFT and TRL offer no public way to some of what ZeRO++ needs. Each such place is a *seam*. All
+seams stand in one table here (``SEAMS``; pytorch.py and hugging_face.py are its two halves), so that a new release of a library
+can be checked against it.
+
+When a release renames or drops a name, most seams fail at once, with an ImportError or AttributeError that says what is
+missing. Some do not: an attribute that is set and not read any more, a function that is replaced and not called any more, a
+mark that nobody asks for. Training would go on, with wrong gradients, with stale weights, or without ZeRO++. Those seams are
+marked *silent*. ``check_silent_seams`` asserts them at start-up, for the libraries that are imported.
+
+A new seam gets an entry; tests/test_layers.py fails where a private name of another library is used without one. This package
+imports none of these libraries, and nothing else of hf_zeropp.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import sys
+from importlib import metadata
+
+from hf_zeropp.compat.hugging_face import HUGGING_FACE
+from hf_zeropp.compat.pytorch import PYTORCH
+from hf_zeropp.compat.seam import Relation, Seam
+
+SEAMS: tuple[Seam, ...] = (*PYTORCH, *HUGGING_FACE)
+
+# The versions that the tests of this package were run with.
+TESTED = {
+    "torch": "2.11 and 2.13",
+    "accelerate": "1.15",
+    "transformers": "5.23",
+    "peft": "0.21",
+    "trl": "1.16",
+}
+
+
+class MovedNameError(RuntimeError):
+    """An installed library has renamed or dropped a name, and nothing else would tell."""
+
+
+def check_silent_seams() -> None:
+    """Assert all silent seams of the libraries that are imported. A call takes milliseconds.
+
+    Raises:
+        MovedNameError: a library has changed in a place where nothing else would tell.
+    """
+    for seam in SEAMS:
+        if not seam.is_silent or not _is_there(seam) or not seam.applies_to(version_of(seam.library)):
+            continue
+        if missing := seam.missing():
+            raise MovedNameError(_message(seam, missing))
+
+
+def _is_there(seam: Seam) -> bool:
+    """Whether the owner's module is imported.
+
+    Raises:
+        MovedNameError: it cannot be imported: the library does not have it.
+    """
+    if seam.module in sys.modules:
+        return True
+    is_library_imported = seam.module.rpartition(".")[0] in sys.modules
+    if is_library_imported and importlib.util.find_spec(seam.module) is None:
+        raise MovedNameError(_message(seam, list(seam.names)))
+    return False
+
+
+def _message(seam: Seam, missing: list[str]) -> str:
+    names, owner = ", ".join(map(repr, missing)), seam.owner.replace(":", ".")
+    what = {
+        Relation.HAS: f"{owner} has no {names}",
+        Relation.READS: f"{owner} does not use {names}",
+        Relation.TAKES: f"the parameters of {owner} are not {names}",
+    }[seam.relation]
+    users = " and ".join(f"hf_zeropp.{module}" for module in seam.used_by)
+    return (
+        f"{seam.library} {version_of(seam.library)} does not fit this version of hf-zeropp: {what}, and {users} relies on it. "
+        f"{seam.why} Without it: {seam.if_moved} Nothing else would tell, so ZeRO++ does not start. Tested versions of "
+        f"{seam.library}: {TESTED[seam.library]}. Install one of them, or a newer hf-zeropp."
+    )
+
+
+@functools.cache
+def version_of(library: str) -> str:
+    """Return the version of a library that is imported or installed."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:  # built from source, or vendored
+        return str(getattr(sys.modules[library], "__version__", "0"))

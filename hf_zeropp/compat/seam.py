@@ -1,0 +1,126 @@
+"""A seam: names of another library that this package relies on, and how to find out whether they are still there."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import inspect
+import operator
+import re
+import sys
+from collections.abc import Iterator
+from types import CodeType, ModuleType
+from typing import Any
+
+ON_IMPORT = "ImportError as soon as the module is imported."
+ON_USE = "AttributeError at the first use."
+
+
+class Relation(enum.Enum):
+    """What the owner of a seam has to do with its names."""
+
+    HAS = "has"  # they are attributes of it: of the module, of the class, or set on ``self`` by the class's methods
+    READS = "reads"  # its code uses them: as attributes, as globals, as strings, or as keyword arguments
+    TAKES = "takes"  # they are all its parameters, in this order
+
+
+@dataclasses.dataclass(frozen=True)
+class Seam:
+    """Names that one object of another library has, reads or takes.
+
+    Attributes:
+        owner: the object, as ``"module:attribute.path"``, or ``"module"`` for the module itself.
+        names: the names.
+        used_by: modules of this package that rely on them, without the leading ``hf_zeropp.``.
+        why: what they do with them.
+        if_moved: what happens when a name is not there any more.
+        relation: what the owner has to do with the names.
+        is_silent: whether nothing would raise then. ``check_silent_seams`` raises in its place.
+        since: the first version of the library that has the names; () for all that are supported.
+    """
+
+    owner: str
+    names: tuple[str, ...]
+    used_by: tuple[str, ...]
+    why: str
+    if_moved: str
+    relation: Relation = Relation.HAS
+    is_silent: bool = False
+    since: tuple[int, ...] = ()
+
+    @property
+    def module(self) -> str:
+        """The module of the owner."""
+        return self.owner.partition(":")[0]
+
+    @property
+    def library(self) -> str:
+        """The top-level package of the owner."""
+        return self.module.partition(".")[0]
+
+    def applies_to(self, version: str) -> bool:
+        """Whether this version of the library is to have the names."""
+        return tuple(int(part) for part in re.findall(r"\d+", version)[: len(self.since)]) >= self.since
+
+    def missing(self) -> list[str]:
+        """Return the names that are not as expected: all of them where the owner itself is missing.
+
+        The owner's module must be imported.
+        """
+        path = self.owner.partition(":")[2]
+        try:
+            owner = operator.attrgetter(path)(sys.modules[self.module]) if path else sys.modules[self.module]
+        except AttributeError:
+            return list(self.names)
+        if self.relation is Relation.TAKES:
+            parameters = tuple(inspect.signature(inspect.unwrap(owner)).parameters)
+            return [] if parameters == self.names else list(self.names)
+        used = _names_in_code(owner)
+        if self.relation is Relation.READS:
+            return [name for name in self.names if name not in used]
+        # What `__init__` sets on `self` is no attribute of the class. That its methods use the name has to do.
+        is_set = used if isinstance(owner, type) else frozenset()
+        return [name for name in self.names if not hasattr(owner, name) and name not in is_set]
+
+
+@functools.cache
+def _names_in_code(owner: Any) -> frozenset[str]:
+    """Return the attributes, globals, strings and keyword arguments in the code of a function, class or module."""
+    names: set[str] = set()
+    for code in _codes_of(owner):
+        names.update(code.co_names)
+        names.update(_strings_in(code.co_consts))
+    return frozenset(names)
+
+
+def _codes_of(owner: Any) -> Iterator[CodeType]:
+    """Iterate over the code of a function, of a class with its bases, or of a module's functions and classes."""
+    if isinstance(owner, ModuleType):
+        members = [value for value in vars(owner).values() if getattr(value, "__module__", None) == owner.__name__]
+    elif isinstance(owner, type):
+        members = [value for base in owner.__mro__ if base is not object for value in vars(base).values()]
+    else:
+        function = inspect.unwrap(getattr(owner, "fget", None) or getattr(owner, "__func__", None) or owner)
+        code = getattr(function, "__code__", None)
+        yield from () if code is None else _with_inner(code)
+        return
+    for member in members:
+        if not isinstance(member, type) or isinstance(owner, ModuleType):  # a class as an attribute is not its code
+            yield from _codes_of(member)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    """Iterate over a function's code, and that of the functions it defines."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+def _strings_in(constants: tuple[Any, ...]) -> Iterator[str]:
+    for constant in constants:
+        if isinstance(constant, str):
+            yield constant
+        elif isinstance(constant, tuple):  # the names of keyword arguments, and tuples of strings
+            yield from _strings_in(constant)

@@ -1,0 +1,31 @@
+"""Adapters on frozen weights, as PEFT lays them out.
+
+PEFT wraps a layer in a module of its own. The wrapped layer is the attribute ``base_layer`` or ``original_module``; the
+modules with the adapters' parameters are the attributes that the class lists in ``adapter_layer_names``. These names are read
+as attributes, so that a model without PEFT needs no PEFT.
+"""
+
+from __future__ import annotations
+
+import torch.nn as nn
+
+
+def adapter_modules(model: nn.Module) -> set[nn.Module]:
+    """Return all modules of ``model`` that PEFT added.
+
+    They do not count as frozen, whatever their parameters say: PEFT freezes the adapters that are not active, and makes them
+    trainable again when one of them is activated.
+    """
+    added: set[nn.Module] = set()
+    for module in model.modules():
+        names = getattr(module, "adapter_layer_names", ())
+        if hasattr(module, "original_module"):  # a module that PEFT trains a full copy of (modules_to_save)
+            names = [name for name, _ in module.named_children() if name != "original_module"]
+        for part in (getattr(module, name, None) for name in names):
+            added |= set(part.modules()) if isinstance(part, nn.Module) else set()
+    return added
+
+
+def user_of(layer: nn.Module, parent: nn.Module | None) -> nn.Module:
+    """Return the module whose forward reads the weight of ``layer``: the adapter layer around it, else ``layer`` itself."""
+    return parent if parent is not None and getattr(parent, "base_layer", None) is layer else layer

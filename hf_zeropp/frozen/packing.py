@@ -1,0 +1,149 @@
+"""Packing the frozen weights of a model: which weights can be packed, and which are left as they are."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+
+import torch.nn as nn
+
+from hf_zeropp.frozen.adapters import adapter_modules
+from hf_zeropp.frozen.modules import Packed, convert_module, set_packed, tie
+from hf_zeropp.ops import frozen_format
+from hf_zeropp.ops.format import FLOAT_DTYPES
+from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
+
+Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
+
+
+def quantize_frozen(
+    model: nn.Module, bits: int = 4, *, block: int = DEFAULT_BLOCK, skip: Iterable[str] = ()
+) -> nn.Module:
+    """Pack the frozen weights of ``model`` in place: linear layers, embeddings, fused experts (3-D), tied ones once.
+
+    Args:
+        model: its frozen parameters (``requires_grad=False``) are packed, trainable ones stay. Call it after
+            ``get_peft_model``, or on a frozen model (``model.requires_grad_(False)``) before.
+        bits: 8 or 4.
+        block: weights of a row that share one scale.
+        skip: modules to leave as they are, with all inside: names, or parts of names ("lm_head", "layers.0.mlp").
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: nothing is frozen, or another library quantized the model.
+    """
+    format = FrozenFormat(bits, block)
+    refuse_foreign_quantizer(model)
+    if all(param.requires_grad for param in model.parameters()):
+        raise ValueError(
+            "quantize_frozen packs frozen weights, and all parameters of this model are trainable. Add an adapter first "
+            "(peft.get_peft_model), or freeze the model: model.requires_grad_(False)."
+        )
+    for (module, name), *tied in packable_weights(model, skip, frozen_only=True):
+        _tie_all(pack_weight(module, name, format), name, tied, format)
+    return model
+
+
+def convert_frozen(
+    model: nn.Module, format: FrozenFormat, skip: Iterable[str] = (), *, frozen_only: bool = True
+) -> nn.Module:
+    """Do what ``quantize_frozen`` does, but without values: codes and scales are on ``meta``, for a loader to fill in.
+
+    Args:
+        model: the model, which may be on ``meta`` itself.
+        format: bits and block.
+        skip: modules to leave as they are.
+        frozen_only: whether trainable weights stay; if not, they are packed too.
+
+    Returns:
+        The model.
+    """
+    for (module, name), *tied in packable_weights(model, skip, frozen_only=frozen_only):
+        _tie_all(convert_module(module, name, format), name, tied, format)
+    return model
+
+
+def pack_weight(module: nn.Module, name: str, format: FrozenFormat) -> Packed:
+    """Replace the frozen parameter ``name`` of ``module`` by its codes and scales.
+
+    Returns:
+        The module, whose class is another now.
+
+    Raises:
+        ValueError: the parameter is trainable.
+    """
+    param = getattr(module, name)
+    if param.requires_grad:
+        raise ValueError(
+            f"Only frozen weights can be packed, and {type(module).__name__}.{name} is trainable: its updates would be "
+            "lost in rounding. Freeze it (requires_grad_(False)), or leave it out."
+        )
+    codes, scales = frozen_format.pack(param.detach(), format)
+    packed = convert_module(module, name, format)
+    set_packed(packed, name, codes, scales)
+    return packed
+
+
+def packable_weights(model: nn.Module, skip: Iterable[str] = (), *, frozen_only: bool) -> list[list[Place]]:
+    """Find the weights of ``model`` that can be packed.
+
+    Returns:
+        For each weight the places where it is used: one, or several if it is tied. A weight that is used in a skipped module
+        is left out altogether, because tied weights are either all packed or all dense.
+    """
+    places: dict[nn.Parameter, list[Place]] = defaultdict(list)
+    left_out: set[nn.Parameter] = set()
+    skip, adapters = tuple(skip), adapter_modules(model)
+    for module_name, module in model.named_modules():
+        stays = module in adapters or is_skipped(module_name, skip)
+        for name, param in module.named_parameters(recurse=False):
+            if stays:
+                left_out.add(param)
+            elif not (frozen_only and param.requires_grad) and is_packable(module, name, param):
+                places[param].append((module, name))
+    return [users for param, users in places.items() if param not in left_out]
+
+
+def is_skipped(module_name: str, skip: Iterable[str]) -> bool:
+    """Whether an entry of ``skip`` occurs in the name as whole components.
+
+    PEFT puts prefixes before a module's name and ``base_layer`` behind it, so an entry may stand anywhere in it.
+    """
+    return any(f".{part}." in f".{module_name}." for part in skip)
+
+
+def is_packable(module: nn.Module, name: str, param: nn.Parameter) -> bool:
+    """Whether the parameter is a matrix that layers multiply by, an embedding, or the fused experts of a layer (3-D)."""
+    if param.dtype not in FLOAT_DTYPES:
+        return False
+    if isinstance(module, nn.Embedding):
+        # With `max_norm` a lookup writes to the weight; sparse gradients exist for dense weights only.
+        return name == "weight" and module.max_norm is None and not module.sparse
+    # Conv1D is GPT-2's linear layer, known by its name, so that Transformers need not be imported.
+    is_matrix = name == "weight" and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
+    return param.ndim == 3 or (is_matrix and param.ndim == 2)
+
+
+def refuse_foreign_quantizer(model: nn.Module) -> None:
+    """Check that no weight of ``model`` was quantized by another library.
+
+    Raises:
+        ValueError: one was, by bitsandbytes or torchao.
+    """
+    for name, param in model.named_parameters():
+        origin = type(param.data).__module__.partition(".")[0]
+        kind = type(param).__name__
+        if kind in ("Params4bit", "Int8Params") or origin == "torchao":
+            raise ValueError(
+                f"{name} was quantized by {'torchao' if origin == 'torchao' else 'bitsandbytes'} ({kind}); frozen weights "
+                "must be in 16 or 32 bits to be packed. Load the model without that quantization_config, or with "
+                "hf_zeropp's own: quantization_config=ZeroPPQuantConfig(bits=4)."
+            )
+
+
+def _tie_all(module: Packed, name: str, others: Iterable[Place], format: FrozenFormat) -> None:
+    """Let the weights at ``others`` share the codes of the weight ``name`` of ``module``, as they shared the dense weight."""
+    for other, other_name in others:
+        tie(convert_module(other, other_name, format), other_name, module.packed_weight(name))

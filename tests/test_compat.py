@@ -1,0 +1,188 @@
+"""The table of seams agrees with the installed libraries and with our own code, and a name that moved is an error."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from hf_zeropp import compat
+from hf_zeropp.compat import SEAMS, TESTED, MovedNameError, Relation, Seam, check_silent_seams
+
+ROOT = Path(__file__).parent.parent
+
+
+def label(seam: Seam) -> str:
+    return f"{seam.owner} {seam.relation.value} {seam.names[0]}"
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=label)
+def test_every_seam_holds_with_the_installed_versions(seam):
+    importlib.import_module(seam.module)
+    if seam.applies_to(compat.version_of(seam.library)):
+        assert seam.missing() == []
+
+
+@pytest.mark.parametrize("seam", SEAMS, ids=label)
+def test_every_seam_is_used_where_the_table_says(seam):
+    """Each name by one of the modules, and each module has one of the names."""
+    # Parameters are passed by position, so it is the function that our code names.
+    names = {seam.owner.split(".")[-1].split(":")[-1]} if seam.relation is Relation.TAKES else set(seam.names)
+    words = {module: set(re.findall(r"\w+", source_of(module))) for module in seam.used_by}
+    assert names <= set.union(*words.values())
+    assert [module for module in words if not names & words[module]] == []
+
+
+def source_of(module: str) -> str:
+    return (ROOT / "hf_zeropp" / Path(*module.split(".")).with_suffix(".py")).read_text()
+
+
+def test_texts_are_sentences():
+    for seam in SEAMS:
+        for text in (seam.why, seam.if_moved):
+            assert text.endswith(".") and (text[0].isupper() or text[0] == "`"), (label(seam), text)
+
+
+def test_versions_are_known_for_every_library():
+    assert TESTED.keys() == {seam.library for seam in SEAMS}
+
+
+def test_the_table_needs_none_of_the_libraries():
+    """Its modules are loaded alone: importing the package would import torch and Accelerate."""
+    script = f"""
+import importlib.util, sys, types
+sys.modules["hf_zeropp"] = types.ModuleType("hf_zeropp")
+sys.modules["hf_zeropp"].__path__ = [{str(ROOT / "hf_zeropp")!r}]
+from hf_zeropp.compat import SEAMS, check_silent_seams
+check_silent_seams()
+assert SEAMS and not {set(TESTED)!r} & sys.modules.keys(), sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+class Holder:
+    """Stands for a class of another library."""
+
+    declared = 1
+
+    def __init__(self) -> None:
+        self.set_in_init = 1
+
+    def method(self, first, second):
+        def inner():
+            return self.read_inside(keyword=1, other="a string")
+
+        return inner
+
+    @property
+    def shown(self):
+        return self.read_by_a_property
+
+    @staticmethod
+    def of_the_class():
+        return global_that_is_read  # noqa: F821
+
+
+def planted(owner: str, *names: str, relation: Relation = Relation.HAS, **fields) -> Seam:
+    return Seam(owner, names, ("frozen.weight",), "Somebody needs it.", "Weights are wrong.", relation, **fields)
+
+
+def here(path: str = "") -> str:
+    return f"{__name__}:{path}" if path else __name__
+
+
+def test_attributes_are_found_on_classes_and_on_what_their_methods_set():
+    assert planted(here("Holder"), "declared", "set_in_init", "shown").missing() == []
+    assert planted(here("Holder"), "declared", "gone").missing() == ["gone"]
+    assert planted(here(), "Holder", "gone").missing() == ["gone"]
+    assert planted(here("NoSuchClass"), "anything").missing() == ["anything"]
+
+
+def test_names_are_found_in_code():
+    read = ("read_inside", "keyword", "a string", "read_by_a_property", "global_that_is_read")
+    assert planted(here("Holder"), *read, relation=Relation.READS).missing() == []
+    assert planted(here("Holder.method"), "read_inside", "declared", relation=Relation.READS).missing() == ["declared"]
+    assert planted(here(), *read, relation=Relation.READS).missing() == []
+
+
+def test_parameters_are_compared_in_order():
+    assert planted(here("Holder.method"), "self", "first", "second", relation=Relation.TAKES).missing() == []
+    assert planted(here("Holder.method"), "self", "second", "first", relation=Relation.TAKES).missing() != []
+
+
+def test_seams_of_later_versions_are_not_asked_of_earlier_ones():
+    seam = planted(here("Holder"), "gone", since=(2, 13))
+    assert not seam.applies_to("2.11.0+cpu")
+    assert seam.applies_to("2.13.0") and seam.applies_to("3.0")
+
+
+@pytest.fixture
+def library(monkeypatch):
+    """A library with one module, of which we rely on a mark."""
+    package, module = types.ModuleType("somelib"), types.ModuleType("somelib.core")
+    package.__path__, package.__version__ = [], "7.1"
+    module.ask = lambda tensor: getattr(tensor, "_is_loaded", False)
+    module.ask.__module__ = "somelib.core"
+    monkeypatch.setitem(sys.modules, "somelib", package)
+    monkeypatch.setitem(sys.modules, "somelib.core", module)
+    monkeypatch.setitem(TESTED, "somelib", "6.0")
+    return module
+
+
+def plant(monkeypatch, seam: Seam) -> None:
+    monkeypatch.setattr(compat, "SEAMS", (*SEAMS, seam))
+
+
+def test_a_silent_seam_that_holds_raises_nothing(monkeypatch, library):
+    plant(monkeypatch, planted("somelib.core", "_is_loaded", relation=Relation.READS, is_silent=True))
+    check_silent_seams()
+
+
+@pytest.mark.parametrize(
+    "seam",
+    [
+        planted("somelib.core", "_was_loaded", relation=Relation.READS, is_silent=True),
+        planted("somelib.core", "gone", is_silent=True),
+        planted("somelib.core:ask", "other", relation=Relation.TAKES, is_silent=True),
+        planted("somelib.moved", "anything", is_silent=True),
+    ],
+    ids=["not read", "not there", "other parameters", "no such module"],
+)
+def test_a_silent_name_that_moved_is_an_error_that_says_everything(monkeypatch, library, seam):
+    plant(monkeypatch, seam)
+    with pytest.raises(MovedNameError) as error:
+        check_silent_seams()
+    parts = ["somelib 7.1", seam.names[0], "hf_zeropp.frozen.weight", "Somebody needs it.", "Weights are wrong.", "6.0"]
+    assert all(part in str(error.value) for part in parts), str(error.value)
+
+
+def test_a_loud_name_is_left_to_its_own_error(monkeypatch, library):
+    plant(monkeypatch, planted("somelib.core", "gone"))
+    check_silent_seams()
+
+
+def test_a_library_that_is_not_imported_is_left_alone(monkeypatch, library):
+    monkeypatch.delitem(sys.modules, "somelib")
+    monkeypatch.delitem(sys.modules, "somelib.core")
+    plant(monkeypatch, planted("somelib.core", "gone", is_silent=True))
+    check_silent_seams()
+
+
+@pytest.mark.parametrize("start", ["plugin", "callback"])
+def test_integrations_check_at_start_up(monkeypatch, library, start):
+    from hf_zeropp import ZeroPPCallback, ZeroPPPlugin
+
+    plant(monkeypatch, planted("somelib.core", "gone", is_silent=True))
+    with pytest.raises(MovedNameError, match="somelib"):
+        {"plugin": ZeroPPPlugin, "callback": ZeroPPCallback}[start]()
+
+
+def test_entries_are_plain_data():
+    for seam in SEAMS:
+        assert all(isinstance(value, (str, tuple, bool, Relation)) for value in dataclasses.astuple(seam))
