@@ -1,12 +1,13 @@
-"""Small models with awkward sizes, and the yardsticks the distributed tests measure them with.
+"""Small models with awkward sizes, and the bounds within which distributed tests expect their weights and gradients.
 
-Nothing here is divisible by anything: a vocabulary of 29, 12 hidden features, a feed-forward of 27, biases and norms.
+The sizes (a vocabulary of 29, 12 hidden features, 27 in the feed-forward) are divisible by few worlds and by no block, and
+there are biases and norms. So shards are uneven, some ranks have empty ones, and blocks are cut short.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 VOCAB, HIDDEN, INNER = 29, 12, 27
 EXACT = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": None}
+"""Settings under which nothing is quantized and no secondary shard is kept."""
 POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
@@ -24,9 +26,12 @@ POLICIES = {
     "fp16 reduce": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16),
 }
 
+Loss = Callable[[nn.Module, torch.Tensor], torch.Tensor]
+"""A function of a model and tokens."""
+
 
 class Block(nn.Module):
-    """x + down(gelu(up(norm(x)))): two matrices, two biases, a norm."""
+    """A residual block, x + down(gelu(up(norm(x)))): two matrices, two biases, a norm."""
 
     def __init__(self, hidden: int = HIDDEN, inner: int = INNER) -> None:
         super().__init__()
@@ -39,7 +44,19 @@ class Block(nn.Module):
 
 
 class TinyLM(nn.Module):
-    """A language model in small: embedding, blocks, norm, head."""
+    """A small language model: embedding, blocks, norm, head.
+
+    Args:
+        depth: number of blocks.
+        tied: share the embedding's weight with the head.
+        hidden: features between blocks.
+        inner: features inside a block.
+        paths: for each forward pass, the blocks in their order of use; passes beyond them use ``path``.
+
+    Attributes:
+        path: the blocks in their order of use. A block may be skipped, or used twice.
+        head_is_used: False returns hidden states, and leaves the head without a gradient.
+    """
 
     def __init__(
         self, depth: int = 2, tied: bool = False, hidden: int = HIDDEN, inner: int = INNER, paths: Sequence = ()
@@ -49,7 +66,6 @@ class TinyLM(nn.Module):
         self.blocks = nn.ModuleList(Block(hidden, inner) for _ in range(depth))
         self.norm = nn.LayerNorm(hidden)
         self.head = nn.Linear(hidden, VOCAB, bias=False)
-        # The blocks in the order of use; one that is skipped or used twice. A path per forward, or the same for all.
         self.path = list(range(depth))
         self.paths = iter(paths)
         self.head_is_used = True
@@ -64,13 +80,13 @@ class TinyLM(nn.Module):
 
 
 def make_lm(seed: int = 0, **kwargs) -> TinyLM:
-    """The same weights on every rank."""
+    """Make a ``TinyLM`` with the same weights on every rank."""
     torch.manual_seed(seed)
     return TinyLM(**kwargs)
 
 
 def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, **kwargs) -> nn.Module:
-    """FSDP2 as users apply it: every block is a unit, the rest is the root's."""
+    """Shard a model as users do: every block is a unit, and the root's unit has all other parameters."""
     kwargs["mp_policy"] = policy or MixedPrecisionPolicy()
     for block in model.blocks:
         fully_shard(block, **kwargs)
@@ -78,42 +94,47 @@ def shard(model: nn.Module, policy: MixedPrecisionPolicy | None = None, **kwargs
 
 
 def tokens_of(rank: int, step: int = 0, shape: tuple[int, int] = (2, 5)) -> torch.Tensor:
-    """Other tokens on every rank and at every step, the same in every run."""
+    """Return random tokens, different on every rank and at every step, and the same in every run."""
     return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return a loss that depends on all parameters."""
     return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
 
 
 def loss_without_head(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """The head takes no part: the root's gradients arrive without it."""
+    """Return a loss in which the head takes no part, so that the root's gradients arrive without the head's."""
     model.head_is_used = False
     loss = model(tokens).float()[..., 0].square().mean()
     model.head_is_used = True
     return loss
 
 
-def backward(model: nn.Module, rank: int, step: int = 0, loss=loss_of) -> float:
+def backward(model: nn.Module, rank: int, step: int = 0, loss: Loss = loss_of) -> float:
+    """Run one micro-step, forward and backward, and return its loss."""
     loss = loss(model, tokens_of(rank, step))
     loss.backward()
     return loss.item()
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a DTensor; return other tensors as they are."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gather the gradients by the parameter's name. Parameters without one are left out."""
     return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Gather the masters, and return copies of them by name."""
     return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
 
 
 def gathered_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What the units' all-gathers deliver: the weights a forward computes with, as decoded from the wire."""
+    """Return copies of the weights with which a forward pass computes, as the units' all-gathers decode them."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
@@ -123,8 +144,18 @@ def gathered_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def local_gradients(weights: dict[str, torch.Tensor], reference: nn.Module, rank: int, step: int = 0, loss=loss_of):
-    """This rank's own gradients of an unsharded model with the given weights, computed in the weights' dtype."""
+def local_gradients(
+    weights: dict[str, torch.Tensor], reference: nn.Module, rank: int, step: int = 0, loss: Loss = loss_of
+) -> dict[str, torch.Tensor]:
+    """Return this rank's own gradients, before any reduction.
+
+    Args:
+        weights: by name. The gradients are computed in their dtype.
+        reference: an unsharded model, which takes the weights.
+        rank: sets the tokens.
+        step: sets the tokens.
+        loss: the loss.
+    """
     dtype = next(iter(weights.values())).dtype
     reference.to(dtype).load_state_dict(weights, strict=False)
     reference.zero_grad()
@@ -132,8 +163,19 @@ def local_gradients(weights: dict[str, torch.Tensor], reference: nn.Module, rank
     return {name: param.grad for name, param in reference.named_parameters() if param.grad is not None}
 
 
-def every_gradient(micro_steps: list[dict], names, weights: dict) -> dict[str, torch.Tensor]:
-    """Per name [micro-steps, W, ...] in fp64: what every rank has, zeros where it has nothing."""
+def every_gradient(
+    micro_steps: list[dict[str, torch.Tensor]], names: Collection[str], weights: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Gather the local gradients of all ranks. All ranks must call it with the same names.
+
+    Args:
+        micro_steps: this rank's gradients by name, one dictionary per micro-step.
+        names: parameters to gather.
+        weights: by name; they give the shapes.
+
+    Returns:
+        By name, [micro-steps, W, ...] in fp64, with zeros where a rank has no gradient.
+    """
     own = [step.get(name, torch.zeros_like(weights[name])) for name in names for step in micro_steps]
     flat = torch.cat([gradient.flatten() for gradient in own])
     parts = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
@@ -148,7 +190,14 @@ def every_gradient(micro_steps: list[dict], names, weights: dict) -> dict[str, t
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
-    """How gradients of one parameter travel: bits per hop (None: in ``dtype``), ranks per node, dtype."""
+    """How the gradients of one parameter travel.
+
+    Attributes:
+        node_bits: bits of a code in the hop within the node; None sends ``dtype``.
+        cross_bits: bits of a code in the hop across nodes; None sends ``dtype``.
+        ranks_per_node: ranks of a node.
+        dtype: the dtype in which FSDP2 reduces.
+    """
 
     node_bits: int | None
     cross_bits: int | None
@@ -156,11 +205,14 @@ class Reduction:
     dtype: torch.dtype = torch.float32
 
     def bound(self, gradients: torch.Tensor) -> float:
-        """Largest possible error of the sum of gradients [micro-steps, W, ...] when encoded in two hops.
+        """Return the largest possible error of the sum of all gradients after both hops.
 
-        Of each encoding, half a step of the largest value that can occur in its tensor. Hop 1 encodes every rank's
-        gradient at every micro-step (with one rank per node it encodes none), hop 2 each node's sum. On top, the fp32
-        sums and the rounding of the result.
+        Hop 1 encodes every rank's gradient at every micro-step (with one rank per node it encodes none), and hop 2 encodes
+        each node's sum. Each encoding adds at most ``encode_error`` of the largest value that can occur in its tensor;
+        after hop 1 that value includes the errors made so far. Rounding of fp32 sums and of the result comes on top.
+
+        Args:
+            gradients: exact ones of one parameter: [micro-steps, W, ...].
         """
         amax = gradients.abs().flatten(2).amax(2)
         nodes = amax.unflatten(1, (-1, self.ranks_per_node)).sum((0, 2))
@@ -183,20 +235,30 @@ def check_gradients(
     factor: float | None = None,
     summed: bool = False,
     slack: float = 1.0,
-    loss=loss_of,
+    loss: Loss | Sequence[Loss] = loss_of,
 ) -> dict[str, float]:
-    """Assert that ``.grad`` is the mean over ranks (sum / factor) of the gradients of ``steps``, within the bound.
+    """Assert that every ``.grad`` is the mean over ranks of the local gradients, within the bound of the reduction.
 
-    The gradients are those of an unsharded model with the weights that the gathers deliver, so that what is tested is
-    the reduction alone, whatever qwZ did to the weights. 1-D parameters travel unquantized and have the bound of that.
+    Local gradients are those of an unsharded model with the weights that the gathers deliver. The check is then one of
+    the reduction alone: the effect of quantized weights is in both. 1-D parameters travel unquantized, and are held to
+    the bound of an unquantized reduction.
 
     Args:
+        model: the sharded model, after the backward passes of ``steps``.
+        reference: an unsharded model of the same kind.
+        rank: this rank.
+        reduction: how gradients travelled.
+        steps: the micro-steps, by the number that sets their tokens.
+        factor: the divisor of the sum over ranks; None is the world size.
         summed: the micro-steps were added up on each rank, and reduced once.
         slack: multiplies the bound.
         loss: the loss of all micro-steps, or one of each.
 
     Returns:
         Each parameter's error as a fraction of its bound.
+
+    Raises:
+        AssertionError: a gradient is missing, too many, or further off than its bound.
     """
     factor = factor or dist.get_world_size()
     weights, reduced = gathered_weights(model), full_gradients(model)
@@ -219,10 +281,11 @@ def check_gradients(
 
 
 def encode_error(amax: torch.Tensor, bits: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """Largest error of encoding values up to ``amax``.
+    """Return the largest error of encoding values up to ``amax``.
 
-    Quantized: half a step, a step being amax / qmax rounded up to bf16 (7 stored bits, so at most 1 + 2^-7 of it);
-    under 2^-100 a step is stored as zero. Raw: half a unit in the last place of the dtype, or of its least number.
+    Codes round to half a scale. The scale is amax / qmax, rounded up to bf16, whose 7 stored bits make it at most 1 + 2^-7
+    times as large; a scale under 2^-100 is stored as zero, and the values decode to zero. Values that travel in ``dtype``
+    (``bits`` is None) round to half a unit in the last place of it, or of its least number.
     """
     if bits is None:
         return amax * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
@@ -230,6 +293,6 @@ def encode_error(amax: torch.Tensor, bits: int | None, dtype: torch.dtype) -> to
     return 0.5 * (amax / qmax) * (1 + 2.0**-7) * (1 + 1e-5) + qmax * 2.0**-100
 
 
-def premultiplied_sum(factor: float):
-    """The reduce op that FSDP2 makes of a gradient divide factor (torch 2.13 spells it ReduceOp.PREMUL_SUM(factor))."""
+def premultiplied_sum(factor: float) -> dist.ReduceOp:
+    """Return the reduce op that FSDP2 makes of a gradient divide factor: ``ReduceOp.PREMUL_SUM(factor)`` in torch 2.13."""
     return torch.distributed._make_nccl_premul_sum(factor)
