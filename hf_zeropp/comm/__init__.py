@@ -1,1 +1,1 @@
-"""Two-hop collectives over process groups. Nothing in this package knows FSDP2."""
+"""Collectives over process groups, their wire buffers and their topology. Nothing in this package knows FSDP2."""

@@ -1,13 +1,13 @@
 """Let gloo's threads drop their last works before the interpreter ends.
 
-A gloo thread completes a work, which ends the caller's wait, and drops it a moment later. With it go Python tensors, for
-which the thread takes the GIL. CPython before 3.14 ends a thread that asks for the GIL after finalization began
-(``pthread_exit``); that unwinds through gloo's run loop, where C++ permits no unwinding, and the whole process aborts, after
-its work: "terminate called without an active exception". Stock torch does it with nothing but a few collectives
-(pytorch/pytorch issue 190489). ``destroy_process_group`` joins the threads only where nothing else refers to the groups, and
-the units of a sharded model do.
+A gloo thread completes a work, which ends the caller's wait, and drops the work a moment later. Python tensors go with it, and
+for these the thread takes the GIL. If the interpreter is already being finalized, CPython before 3.14 ends such a thread
+(``pthread_exit``). That unwinds through gloo's run loop, where C++ permits no unwinding, and the process aborts after its
+work is done: "terminate called without an active exception". Stock torch does so after nothing but a few collectives
+(https://github.com/pytorch/pytorch/issues/190489). ``destroy_process_group`` would join the threads, but only if nothing else
+refers to the groups, and the units of a sharded model do.
 
-So the GIL is given up for a moment after the script's last line, when threads may still have it.
+The remedy is to give up the GIL for a moment after the last line of the script, when the threads may still take it.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import functools
 import time
 
 GRACE_S = 0.1
-"""Time for a thread that was preempted between completing a work and dropping it to run again; it needs microseconds."""
+"""Seconds for a thread that was preempted between completing a work and dropping it. It needs microseconds once it runs."""
 
 
 @functools.cache
 def give_gloo_time_at_exit() -> None:
-    """Install it, once in a process. Handlers run in reverse order, so those of others see it done."""
-    atexit.register(time.sleep, GRACE_S)
+    """Install the pause, once in a process. Handlers that were registered before run after it."""
+    atexit.register(time.sleep, GRACE_S)  # sleeping gives up the GIL

@@ -1,4 +1,4 @@
-"""One hop: a collective of wire buffers over one process group, counted, and the buffers it needs."""
+"""One hop: a collective of wire buffers over one process group, the wire buffers themselves, and hops under way."""
 
 from __future__ import annotations
 
@@ -15,11 +15,18 @@ _all_gather_buffers = getattr(dist, "all_gather_single", None) or dist.all_gathe
 
 
 class Hop:
-    """Collectives of wire buffers over one process group, with their bytes counted under one name.
+    """Collectives of wire buffers over one process group, with their bytes and seconds counted.
 
     Args:
-        is_async: return works to wait for, instead of waiting. On accelerators waiting orders streams and holds up no
-            host.
+        name: the name under which ``traffic`` counts the bytes.
+        group: the ranks that take part.
+        traffic: counts what this rank receives.
+        is_async: whether a collective returns a work to wait for, instead of waiting itself. On accelerators waiting orders
+            streams and does not hold up the host.
+
+    Attributes:
+        size: number of ranks in the group.
+        peers: how many of the other ranks are on this rank's node, and how many elsewhere.
     """
 
     def __init__(self, name: str, group: dist.ProcessGroup, traffic: Traffic, *, is_async: bool = False) -> None:
@@ -31,7 +38,7 @@ class Hop:
         self._traffic = traffic
 
     def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> TimedWork | None:
-        """output [size * B] <- every rank's wire [B], in group order."""
+        """Start output [size * B] <- every rank's wire [B], in group order."""
         if not wire.numel():
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel()))
@@ -40,7 +47,7 @@ class Hop:
         return self._traffic.timer.watch(work, wire.device)
 
     def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> TimedWork | None:
-        """output [size * B] <- from each rank the part of its wire [size * B] that is addressed to this rank."""
+        """Start output [size * B] <- from each rank, in group order, the part of its wire [size * B] for this rank."""
         if not wire.numel():
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
@@ -49,57 +56,71 @@ class Hop:
         return self._traffic.timer.watch(work, wire.device)
 
     def barrier(self) -> None:
-        """Wait until every rank of the group is here (on CPU, between uses of memory that they share)."""
+        """Wait until every rank of the group is here. It stands between uses of memory that the ranks share, on CPU."""
         with self._traffic.timer.measure(torch.device("cpu")):
             dist.barrier(group=self.group)
 
     def read_peers(self, wire: torch.Tensor) -> torch.Tensor:
-        """Shared memory [size * B], which takes the place of an all-gather: as many bytes, read where they lie."""
+        """Return shared memory [size * B] in place of an all-gather's output, and count as many bytes.
+
+        They are read from the peers' memory all the same, so counts can be compared with those of a run through sockets.
+        """
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
         return wire
 
 
 @torch.inference_mode(False)
 def new_wire(num_bytes: int, device: torch.device) -> torch.Tensor:
-    """A wire buffer that outlives a forward under ``inference_mode``: tensors made in that mode could not be reused
-    in training."""
+    """Return a wire buffer with arbitrary content.
+
+    It is no inference tensor, even when a forward pass under ``torch.inference_mode`` needs it first: buffers are kept, and
+    a tensor made in that mode cannot be written in training.
+    """
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 class WireBuffers:
-    """Reused uint8 buffers on CPU, where a fresh allocation of many megabytes costs more than the kernel that fills it.
+    """Wire buffers on CPU that are used again.
 
-    On other devices the caching allocator does this already, and orders the reuse by stream.
+    A fresh allocation of many megabytes comes from the operating system page by page, and costs more than the kernel that
+    fills it. On other devices the caching allocator reuses memory already, and orders the reuse by stream.
     """
 
     def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []  # by size
+        self._free: list[torch.Tensor] = []  # sorted by size
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """A buffer [num_bytes] with arbitrary content; ``give`` it back when its bytes are no longer needed."""
+        """Return a buffer [num_bytes] with arbitrary content. ``give`` it back when its bytes are no longer needed."""
         fit = bisect.bisect_left(self._free, num_bytes, key=torch.Tensor.numel)
-        # One twice as large would be missed where it is needed, and a second of its size allocated there.
+        # A much larger buffer would be missed where its size is needed, and a second one of that size allocated there.
         if device.type == "cpu" and fit < len(self._free) and self._free[fit].numel() <= 2 * num_bytes:
             return self._free.pop(fit)[:num_bytes]
         return new_wire(num_bytes, device)
 
     def give(self, *buffers: torch.Tensor) -> None:
+        """Take buffers back. The caller must not use them any more."""
         for buffer in buffers:
             if buffer.device.type == "cpu":
-                whole = buffer if buffer._base is None else buffer._base
+                whole = buffer if buffer._base is None else buffer._base  # `take` may have cut it to size
                 bisect.insort(self._free, whole, key=torch.Tensor.numel)
 
 
 @dataclasses.dataclass
 class Flight:
-    """A hop under way: the buffer where its bytes arrive, the work to wait for, and the buffers it reads from."""
+    """A hop under way.
+
+    Attributes:
+        received: the buffer where its bytes arrive. Before ``land`` its content is undefined.
+        work: the work to wait for; None where the hop has ended or moves nothing.
+        sent: wire buffers that the hop reads from. They are referenced here so that they are not used again before it ends.
+    """
 
     received: torch.Tensor
     work: TimedWork | None = None
     sent: tuple[torch.Tensor, ...] = ()
 
     def land(self, buffers: WireBuffers) -> torch.Tensor:
-        """Wait, free what was sent, and return what was received."""
+        """Wait for the hop, give the buffers that were sent back to ``buffers``, and return what was received."""
         if self.work is not None:
             self.work.wait()
             self.work = None

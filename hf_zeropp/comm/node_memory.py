@@ -1,15 +1,15 @@
-"""Memory that the ranks of a node map together, so that a peer's bytes are read where they lie.
+"""Memory that the ranks of a node share, so that a rank reads the bytes of a peer where they lie.
 
-Gloo moves bytes within a machine through sockets: the kernel copies them twice, gloo once more, and each exchange waits for
-the slowest rank. But a secondary shard is written once per weight update and read many times: twice per micro-step, once
-per generated token. Ranks of one machine can read each other's; then a gather within the node is a decode and nothing else.
+Gloo moves bytes within a machine through sockets: the kernel copies them twice and gloo once more, and each exchange waits for
+the slowest rank. But a secondary shard is written once per weight update and read many times: twice per micro-step, and once
+per generated token. If the ranks of a machine can read each other's, a gather within the node is a decode and nothing else.
 
-The memory is a ``memfd``: it has no name to collide, is not bounded by /dev/shm, and is gone when the last rank is, however
-it died. Peers open it through /proc, which takes one kernel and one PID namespace. Where ranks of the group have not both in
-common (hpZ over several machines, one container per rank) or the system has no memfd, `connect` returns None on every rank,
-and the bytes take the sockets.
+The memory is a ``memfd``, an anonymous file in memory. It has no name that could collide, /dev/shm does not bound it, and it is
+gone when the last rank is, however that died. A rank opens the file of a peer through /proc, for which both must run under one
+kernel and in one PID namespace. Where they do not (hpZ over several machines, one container per rank), or where the system has
+no memfd, ``NodeMemory.connect`` returns None on every rank, and the bytes take the sockets.
 
-On accelerators NVLink and NCCL do this work; nothing here is used there.
+On accelerators NVLink and NCCL do this work, and nothing here is used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ logger = logging.getLogger(__name__)
 
 
 class NodeMemory:
-    """Allocates shared buffers for the ranks of one process group, all of them on this machine."""
+    """Allocates shared buffers for the ranks of one process group, all of which run on this machine."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
 
     @classmethod
     def connect(cls, group: dist.ProcessGroup) -> NodeMemory | None:
-        """Shared memory for ``group``, or None where its ranks cannot have any. The same on every rank; collective."""
+        """Return shared memory for ``group``, or None on every rank where its ranks cannot have any. Collective."""
         if group.size() == 1:
             return None
         places = _exchange(_place(), group)
@@ -43,8 +43,8 @@ class NodeMemory:
         try:
             if None in places or len(set(places)) > 1:
                 raise OSError("they do not run under one kernel and in one PID namespace")
-            memory.allocate(1)
-        except OSError as error:  # raised on every rank
+            memory.allocate(1)  # places that look alike are no proof: a sandbox may forbid memfd or /proc
+        except OSError as error:  # raised on every rank, so all of them return None
             ranks = dist.get_process_group_ranks(group)
             logger.info("Ranks %s share no memory (%s): secondary copies are gathered through sockets.", ranks, error)
             return None
@@ -52,10 +52,13 @@ class NodeMemory:
 
     @torch.inference_mode(False)
     def allocate(self, num_bytes: int) -> torch.Tensor:
-        """A zeroed uint8 [N, num_bytes] that all N ranks of the group see. Collective.
+        """Return a zeroed uint8 [N, num_bytes] that all N ranks of the group see. Collective.
+
+        The first rank makes the file, and every rank maps it. Each step ends in an exchange, so that an error on one rank is
+        an error on all of them, and none waits for a rank that has given up.
 
         Raises:
-            OSError: on every rank, when it cannot be made or mapped on one.
+            OSError: on every rank, if the memory cannot be made or mapped on one of them.
         """
         shape = (self.group.size(), num_bytes)
         size = max(math.prod(shape), 1)
@@ -71,14 +74,17 @@ class NodeMemory:
             error = error or str(exception)
         errors = [f"rank {rank}: {text}" for rank, text in enumerate(_exchange(error, self.group)) if text]
         if descriptor is not None:
-            os.close(descriptor)  # every rank has mapped it, or has failed to
+            os.close(descriptor)  # the exchange above ends after every rank has mapped the file, or has failed to
         if errors:
             raise OSError("; ".join(errors))
         return torch.frombuffer(mapped, dtype=torch.uint8)[: math.prod(shape)].view(shape)
 
 
 def _place() -> tuple[str, int] | None:
-    """Equal for processes that can open each other's files through /proc; None where there is no memfd."""
+    """Return a value that is equal for processes that can open each other's files; None where there is no memfd.
+
+    It is the running kernel, which each boot gives a new id, and the PID namespace, in which /proc finds processes.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     try:
@@ -88,9 +94,11 @@ def _place() -> tuple[str, int] | None:
 
 
 def _create(size: int) -> int:
+    """Return the descriptor of a new memfd of ``size`` bytes."""
     descriptor = os.memfd_create("zeropp")
     try:
-        os.posix_fallocate(descriptor, 0, size)  # an error here, and not a SIGBUS when the pages are touched
+        # Pages are allocated now: where memory runs out this is an error here, and not a SIGBUS when a page is touched.
+        os.posix_fallocate(descriptor, 0, size)
     except OSError:
         os.close(descriptor)
         raise
@@ -98,6 +106,7 @@ def _create(size: int) -> int:
 
 
 def _map(owner: int, descriptor: int | None, size: int) -> mmap.mmap:
+    """Map the file that process ``owner`` has open as ``descriptor``; None where it could not make one."""
     if descriptor is None:
         raise OSError("the first rank of the group could not allocate it")
     opened = os.open(f"/proc/{owner}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
@@ -108,6 +117,7 @@ def _map(owner: int, descriptor: int | None, size: int) -> mmap.mmap:
 
 
 def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the values of all ranks, in group order. Collective."""
     values: list[Any] = [None] * group.size()
     dist.all_gather_object(values, value, group=group)
     return values
