@@ -91,3 +91,18 @@ def test_the_guide_gives_the_packages_in_the_order_of_imports() -> None:
     first_cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     names = [name for cell in first_cells for name in re.findall(r"`(\w+)(?:\.py|/)`", cell)]
     assert names == LAYERS
+
+
+def test_the_guide_names_files_and_methods_that_exist() -> None:
+    text = (PACKAGE / "README.md").read_text()
+    files = re.findall(r"`([\w/]+\.py)`", text)
+    assert [name for name in files if not ((PACKAGE / name).exists() or (ROOT / name).exists())] == []
+    methods = {
+        f"{node.name}.{method.name}"
+        for path in MODULES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        for method in node.body
+        if isinstance(method, ast.FunctionDef)
+    }
+    assert set(re.findall(r"`([A-Z]\w+\.[a-z]\w+)", text)) - methods == set()
