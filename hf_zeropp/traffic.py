@@ -1,4 +1,4 @@
-"""What communication costs one rank: bytes that it receives, and seconds that it spends in collectives.
+"""Count what communication costs one rank: bytes that it receives, and seconds that it spends in collectives.
 
 **Bytes** are counted for every collective (``Traffic.record``), predicted for a step, and shown side by side
 (``Traffic.table``). A count holds what this rank receives from other ranks; in every collective of this package a rank sends

@@ -1,4 +1,4 @@
-"""The command line: launching with a zeropp_config block or a file, and what ``hf-zeropp env`` tells."""
+"""The command line: its help, launching with a zeropp_config block or a file, and the table of ``hf-zeropp env``."""
 
 import json
 import os
@@ -48,7 +48,7 @@ accelerator.end_training()
 
 @pytest.fixture(autouse=True)
 def own_environment():
-    """``hf-zeropp launch`` exports settings for the job it becomes: here the next test would find them."""
+    """Undo what ``hf-zeropp launch`` exports for the job that it becomes, or the next test would find it."""
     with mock.patch.dict(os.environ):
         for name in [name for name in os.environ if name.startswith("ZEROPP_") and name != "ZEROPP_KERNELS"]:
             del os.environ[name]

@@ -1,4 +1,4 @@
-"""Bytes: what is counted is what is predicted, and that is 0.75 M (Y-1)/Y per node and step, whatever A is."""
+"""Counted bytes equal predicted bytes: by default 0.75 M (Y-1)/Y per node and step for any number of micro-steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def times(predicted: dict[str, Bytes], factor: int) -> dict[str, Bytes]:
 
 
 def counted_is_predicted(rank: int) -> None:
-    """Exactly, per collective and in calls: for every setting, dtype, number of micro-steps and node size."""
+    """Counts and predictions are equal, by collective, in bytes and in calls."""
     settings = [{}, {"hpz_size": None}, {"qwz_bits": None}, {"qwz_bits": 4, "hpz_size": 1}, EXACT, {"overlap": False}]
     settings += [{"qwz_bits": None, "hpz_size": None}, {"qgz_chunks": 4}, {"shared_memory": False}]
     for index, choice in enumerate(settings):
@@ -45,12 +45,12 @@ def counted_is_predicted(rank: int) -> None:
 
 
 def a_transformer() -> torch.nn.Module:
-    """Matrices of 128 and 512 features, so that norms, scales and padding weigh what they do in a small real one."""
+    """Return a model large enough for norms, scales and padding to weigh what they do in a small real one."""
     return shard(make_lm(depth=4, hidden=128, inner=512), POLICIES["bf16 reduce"])
 
 
 def three_quarters_of_the_model(rank: int) -> None:
-    """DESIGN 1: 0.75 M (Y-1)/Y per step at the default bits, within 4 %: scales are 1.6 %, then norms and padding."""
+    """The default sends 0.75 M (Y-1)/Y per step, within 4 %: scales are 1.6 %, the rest is norms and padding."""
     sent = {}
     for micro_steps in (1, 4):
         model = a_transformer()
@@ -74,7 +74,7 @@ def the_model_is_counted_in_its_dtypes(rank: int) -> None:
 
 
 def weights_cross_once_per_step(rank: int) -> None:
-    """Not in backward, not in later micro-steps, not in evaluation; again after the optimizer stepped."""
+    """They do not cross in backward, in later micro-steps or in evaluation, and again after the optimizer stepped."""
     model = shard(make_lm())
     handle = apply_zeropp(model, NODES)
     units = len(handle.gathers)
@@ -98,7 +98,7 @@ def weights_cross_once_per_step(rank: int) -> None:
 
 
 def frozen_units_cross_once(rank: int) -> None:
-    """Once ever; predict() tells of a step of training, after the first."""
+    """They cross once in a run, before the steps that ``predict`` tells of."""
     model = make_lm(depth=3)
     model.blocks[0].requires_grad_(False)
     model.blocks[1].requires_grad_(False)
@@ -113,7 +113,7 @@ def frozen_units_cross_once(rank: int) -> None:
 
 
 def a_frozen_root_does_not_stop_the_count(rank: int) -> None:
-    """Adapters: embedding, norm and head are frozen, and so is the unit in front."""
+    """With adapters the embedding, the norm and the head are frozen, and so is the unit in front."""
     model = make_lm(depth=3)
     model.requires_grad_(False)
     model.blocks[2].requires_grad_(True)
@@ -136,7 +136,7 @@ def generation_stays_within_nodes(rank: int) -> None:
 
 
 def secondary_shards_are_a_node_th_of_the_model(rank: int) -> None:
-    """INT8: a byte per weight and the scales; per rank 1/N of it."""
+    """In INT8 a copy takes a byte per weight and the scales, of which each rank keeps 1/N."""
     model = a_transformer()
     handle = apply_zeropp(model, NODES)
     assert handle.secondary_bytes() == 0

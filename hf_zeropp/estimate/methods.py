@@ -56,7 +56,7 @@ THIS_PACKAGE = "this package"
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """Where and how a model is trained.
+    """The job that is estimated: the world, its nodes, and how the model is trained.
 
     Args:
         world_size: W.
@@ -102,7 +102,7 @@ class Setup:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one method takes.
+    """Memory and bytes of one method.
 
     Attributes:
         method: its name.

@@ -1,4 +1,4 @@
-"""A process that ran ZeRO++ gives other threads the interpreter before it ends, as gloo's need it."""
+"""A process that ran ZeRO++ lets other threads run Python before it ends, because gloo's threads may still need to."""
 
 import subprocess
 import sys
@@ -24,6 +24,6 @@ threading.Thread(target=drop_last_work, daemon=True).start()
 
 
 def test_threads_finish_behind_the_scripts_last_line() -> None:
-    """Without the handler the interpreter is gone before the thread wakes up."""
+    """Without the handler the interpreter would be gone before the thread wakes up."""
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120)
     assert run.stdout == "dropped\n"

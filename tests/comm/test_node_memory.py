@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node share: seen by all, refused by all or none, and never read while it is written."""
+"""Memory that the ranks of a node share. All ranks see it, all or none refuse it, and none reads it while it is written."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def open_files_after_allocations(rank: int) -> int:
 
 
 def test_a_buffer_costs_one_file_at_most():
-    """The mapping holds one; the descriptors it was opened by are closed."""
+    """The mapping holds one file. The descriptors that were opened to make and map it are closed."""
     assert all(extra <= 0 for extra in run_ranks(open_files_after_allocations, WORLD_SIZE))
 
 
@@ -87,7 +87,7 @@ def train_where_memory_cannot_be_shared(rank: int, name: str, shared_memory: boo
 
 
 def test_without_shared_memory_training_is_the_same_bit_for_bit():
-    """Ranks on several hosts, a system without room for it, the setting off: the sockets serve."""
+    """Sockets serve ranks on several hosts, systems without room for the memory, and runs that switched it off."""
     expected = run_ranks(train_where_memory_cannot_be_shared, WORLD_SIZE, "none", True)[0]
     for name, shared_memory in (("_place", True), ("_create", True), ("none", False)):
         for weights in run_ranks(train_where_memory_cannot_be_shared, WORLD_SIZE, name, shared_memory):
@@ -95,7 +95,7 @@ def test_without_shared_memory_training_is_the_same_bit_for_bit():
 
 
 def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: bool) -> bool:
-    """Gather other weights at each of three steps, where one rank is late to send or to read. All arrived right?"""
+    """Gather other weights at each of three steps, with one rank late to send or to read. Return whether all arrived right."""
     topology = get_topology(RANKS_PER_NODE, "cpu")
     traffic = Traffic(RANKS_PER_NODE, topology.num_nodes)
     hops = Hop(GATHER_CROSS, topology.cross_group, traffic), Hop(GATHER_NODE, topology.node_group, traffic)
@@ -106,7 +106,7 @@ def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: boo
     right = []
     with mock.patch.object(Hop, "barrier", Hop.barrier if has_barriers else lambda self: None):
         for step in range(3):
-            is_late = topology.node_group.rank() == 1  # in both nodes, so that hop 1 itself holds nobody up
+            is_late = topology.node_group.rank() == 1  # in both nodes, so the cross hop itself delays no rank
             time.sleep(0.3 * (is_late and late == "sender"))
             shard = torch.full((64,), float(10 * step + rank))
             is_delta = deltas and step > 0
@@ -127,6 +127,6 @@ def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: boo
 @pytest.mark.parametrize("deltas", [False, True], ids=["values", "deltas"])
 @pytest.mark.parametrize("late", ["sender", "reader"])
 def test_no_rank_reads_what_a_peer_has_yet_to_write_or_has_written_since(late, deltas):
-    """And the test can fail: without its barrier, what a late rank sends or reads is wrong."""
+    """Without barriers the test fails, since a late rank then sends or reads wrong bytes."""
     assert all(run_ranks(steps_with_a_late_rank, WORLD_SIZE, late, deltas, True))
     assert not all(run_ranks(steps_with_a_late_rank, WORLD_SIZE, late, deltas, False))

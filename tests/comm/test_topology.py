@@ -1,4 +1,4 @@
-"""Nodes and groups: who shares a node with whom, for every world and node size."""
+"""The node group and the cross group of every rank, for several worlds and every node size."""
 
 import pytest
 import torch.distributed as dist

@@ -1,4 +1,4 @@
-"""The two hops against the exact collective: every world, every node size that divides it, every dtype and width.
+"""Compare the two hops with the exact collective, for several worlds and every node size, dtype and width.
 
 Each rank computes the exact answer for itself, in fp64. Bounds are per element, from the largest value of the element's block
 (see ``two_hops.block_errors``).
@@ -26,7 +26,7 @@ def gather(case: Case, rank: int) -> torch.Tensor:
 
 
 def gather_twice_from_secondary(gather: TwoHopGather, case: Case, rank: int) -> torch.Tensor:
-    """Hop 1 once, started ahead; hop 2 twice with the buffers overwritten in between. Returns the second result."""
+    """Run the cross hop once and the node hop twice, with buffers overwritten in between. Return the second result."""
     world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
     secondary = gather.new_secondary(layout, torch.device("cpu"))
     assert secondary.own.numel() == world.topology.num_nodes * layout.nbytes
@@ -40,7 +40,7 @@ def gather_twice_from_secondary(gather: TwoHopGather, case: Case, rank: int) -> 
 
 
 def check_gather(case: Case, rank: int, digests: dict) -> None:
-    """Within the bound of the exact all-gather (bitwise if nothing is quantized), run-to-run and secondary alike."""
+    """Check that a gather is within the bound of the exact one, and that a second run and kept shards give equal bits."""
     world_size, layout = dist.get_world_size(), case.layout(case.node_bits)
     first = gather(case, rank)
     world = world_of(case.ranks_per_node)
@@ -74,7 +74,7 @@ def run_gathers(rank: int) -> dict[Case, str]:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gather_equals_all_gather_up_to_half_a_step(world_size):
-    """Also: every rank holds the same bits, its own shard included."""
+    """Every rank also holds the same bits, its own shard included."""
     per_rank = run_ranks(run_gathers, world_size)
     assert all(digests == per_rank[0] for digests in per_rank), "ranks hold different gathered bits"
     assert len(per_rank[0]) == len(node_sizes(world_size)) * len(SLICES) * len(DTYPES) * len(BITS)
@@ -92,7 +92,7 @@ def reduce(two_hops: TwoHopReduce, case: Case, rank: int, scale: float = 1.0) ->
 
 
 def exact_and_bound(case: Case, rank: int, seeds=(0,)) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's slice of the sum over all ranks and micro-steps (seeds), fp64, and the largest error, per element."""
+    """Return this rank's slice of the sum over ranks and micro-steps (seeds) in fp64, and the bound of its error."""
     world_size, layouts = dist.get_world_size(), reduce_layouts(case)
     ranks_per_node = case.ranks_per_node
     total, error = 0.0, 0.0
@@ -103,7 +103,7 @@ def exact_and_bound(case: Case, rank: int, seeds=(0,)) -> tuple[torch.Tensor, to
             values = case.values(source, world_size, seed).view(world_size, -1)[rank].double()
             partial += values
             slack += values.abs() * 2.0**-22 * world_size * len(seeds)  # fp32 sums
-            if ranks_per_node > 1:  # with one rank per node hop 1 is empty
+            if ranks_per_node > 1:  # with one rank per node the node hop is empty
                 slack += block_errors(values, layouts.node)
         total = total + partial
         error = error + slack + block_errors(partial, layouts.cross, slack)
@@ -111,7 +111,7 @@ def exact_and_bound(case: Case, rank: int, seeds=(0,)) -> tuple[torch.Tensor, to
 
 
 def check_reduce(case: Case, rank: int, digests: dict) -> None:
-    """The sum within the bound, a mean too, twice the same bits."""
+    """Check that a sum and a mean are within the bound, and that other runs and chunks give the same bits."""
     world_size = dist.get_world_size()
     world = world_of(case.ranks_per_node)
     first = reduce(world.reduce, case, rank)
@@ -131,7 +131,7 @@ REDUCED_SLICES = [name for name in SLICES if name != "norm only"]
 
 
 def bit_pairs() -> list[tuple[int | None, int | None]]:
-    """Bits within and across nodes: all pairs; in large worlds every width once in each place."""
+    """Return bits within and across nodes: all pairs, or in large worlds every width once in each place."""
     every = list(itertools.product(BITS, BITS))
     return every if dist.get_world_size() <= 4 else [(8, 4), (4, None), (None, 8), (None, None)]
 
@@ -146,7 +146,7 @@ def run_reduces(rank: int) -> dict[Case, str]:
 
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
-    """Also: a second start of the whole world gives the same bits."""
+    """A second start of the whole world also gives the same bits."""
     runs = [run_ranks(run_reduces, world_size)]
     if world_size == 4:
         runs.append(run_ranks(run_reduces, world_size))
@@ -156,7 +156,7 @@ def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
 
 
 def check_accumulation(case: Case, rank: int) -> None:
-    """Two micro-steps of hop 1, then the last one: with its own gradients, or none (a skipped layer)."""
+    """Check two micro-steps of the node hop and a last one, with gradients of its own or without (a skipped layer)."""
     world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
     world_size = dist.get_world_size()
     reduce = world.reduce_in_chunks if case.dtype == torch.bfloat16 else world.reduce_async
@@ -192,12 +192,12 @@ def run_accumulations(rank: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", (1, 4, 6))
-def test_accumulated_hop_1_sums_reach_hop_2(world_size):
+def test_accumulated_partial_sums_reach_the_cross_hop(world_size):
     run_ranks(run_accumulations, world_size)
 
 
 def run_special_values(rank: int) -> dict[str, list]:
-    """NaN, Inf and zeros put into one block of one rank's gradients, as this rank's slice shows them."""
+    """Put NaN, Inf and zeros into one block of one rank's gradients. Return how this rank's slice shows them."""
     result = {}
     for bits, poison in itertools.product(((8, 4), (4, 4), (None, None)), ("nan", "inf", "-inf", "zero")):
         case = Case(2, "blocks", torch.float32, *bits)
@@ -224,7 +224,7 @@ def test_nan_and_inf_reach_the_owner_of_the_block_and_zeros_stay_zeros():
 
 
 def run_counted_bytes(rank: int) -> tuple[dict, int, int]:
-    """A gather and a reduction at 3 x 2 ranks, with the sizes the layouts give."""
+    """Return the counts of a gather and a reduction at 3 x 2 ranks, and the sizes that their layouts give."""
     case = Case(2, "awkward", torch.bfloat16, 8, 4)
     gather(case, rank)
     reduce(world_of(2).reduce, case, rank)
@@ -232,7 +232,7 @@ def run_counted_bytes(rank: int) -> tuple[dict, int, int]:
 
 
 def test_hops_count_what_a_rank_receives():
-    """Three nodes of two: from 2 other nodes and from 1 neighbour. Nothing crosses within, nothing stays across."""
+    """On three nodes of two ranks, a rank receives from two ranks in its cross hops, and from one in its node hops."""
     for counts, wide, narrow in run_ranks(run_counted_bytes, 6):
         assert (counts[GATHER_CROSS].calls, counts[GATHER_CROSS].intra_node) == (1, 0)
         assert counts[GATHER_CROSS].cross_node == 2 * wide
@@ -242,7 +242,7 @@ def test_hops_count_what_a_rank_receives():
 
 
 def run_inference_then_training(rank: int) -> None:
-    """Buffers first used under inference_mode serve training later: no tensor may stay an inference tensor."""
+    """Use buffers under inference_mode first and in training later: none may be an inference tensor."""
     case = Case(2, "awkward", torch.float32, 8)
     world, layout = world_of(2), case.layout(8)
     layouts = GatherLayouts(layout)

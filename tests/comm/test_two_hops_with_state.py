@@ -1,4 +1,4 @@
-"""Hops that remember: deltas of secondary shards, and error feedback, against the same mathematics without collectives.
+"""Compare deltas and error feedback, which keep state between steps, with the same mathematics without collectives.
 
 Every rank replays what all ranks do, with the PyTorch reference, and compares bit for bit: in every world, for every node size,
 with hops blocking and not, in chunks, through shared memory and through sockets.
@@ -29,7 +29,7 @@ def dtypes() -> tuple[torch.dtype, ...]:
 
 
 def masters(case: Case, rank: int, step: int) -> torch.Tensor:
-    """fp32 weights that move: a little at every step, and far in the last."""
+    """Return fp32 weights that move a little at every step, and far in the last one."""
     moved = 0.01 * case.values(rank, 1, step).float() * (100 if step == STEPS - 1 else 1)
     return case.values(rank, 1, 100).float() + moved
 
@@ -42,7 +42,7 @@ def gather_layouts(case: Case, copy_bits: int | None) -> GatherLayouts:
 
 
 def replay_deltas(case: Case, layouts: GatherLayouts) -> list[torch.Tensor]:
-    """What every rank's slice is decoded to at the end."""
+    """Return the slice of every rank as it is decoded at the end."""
     slices = []
     for rank in range(dist.get_world_size()):
         base = reference.quantize(masters(case, rank, 0).to(case.dtype), layouts.kept)
@@ -68,7 +68,7 @@ def gather_deltas(gather: TwoHopGather, case: Case, layouts: GatherLayouts, rank
 
 
 def in_pieces(shard: torch.Tensor, layouts: GatherLayouts, step: int) -> list[torch.Tensor]:
-    """Whole, or segment by segment: the same bytes."""
+    """Return the shard as one tensor, or at even steps segment by segment. Both are encoded to the same bytes."""
     return [shard] if step % 2 else list(shard.split([segment.numel for segment in layouts.kept.segments]))
 
 
@@ -95,7 +95,7 @@ def test_deltas_make_the_copies_that_the_reference_makes(world_size):
 
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_a_copy_is_off_by_half_a_step_of_the_last_delta_and_its_own_rounding(bits):
-    """Whatever happened before: nothing accumulates. Half a step is half of amax(delta) / qmax, rounded up to bf16."""
+    """Errors of earlier deltas do not add up. Half a step is half of amax(delta) / qmax, rounded up to bf16."""
     case = Case(1, "blocks", torch.bfloat16, bits)
     layouts = gather_layouts(case, None)
     base = ops.quantize(masters(case, 0, 0), layouts.kept)
@@ -110,7 +110,7 @@ def test_a_copy_is_off_by_half_a_step_of_the_last_delta_and_its_own_rounding(bit
 
 
 def decoded_scales(wire: torch.Tensor, layout: WireLayout) -> torch.Tensor:
-    """The scale of every element's block; 0 for raw ones."""
+    """Return the scale of every element's block, and 0 for elements that travel raw."""
     scales = torch.zeros(layout.numel)
     for part in layout.parts:
         if part.bits and part.numel:
@@ -128,7 +128,7 @@ def reduce_layouts(case: Case, rotates: bool) -> ReduceLayouts:
 
 
 def replay_feedback(case: Case, layouts: ReduceLayouts, owner: int, decay: float) -> list[torch.Tensor]:
-    """What rank ``owner`` gets, step by step: its slice, summed within every node and then over nodes."""
+    """Return what rank ``owner`` gets at each step: its slice, summed within every node and then over nodes."""
     num_nodes = dist.get_world_size() // case.ranks_per_node
     residuals = [torch.zeros(1, layouts.residual.nbytes, dtype=torch.uint8) for _ in range(num_nodes)]
     outputs = []
@@ -154,7 +154,7 @@ def node_wire(
     rescale: float,
     residual: torch.Tensor,
 ) -> torch.Tensor:
-    """What a node sends to ``owner``."""
+    """Return the wire that a node sends to ``owner``."""
     world_size, size = dist.get_world_size(), case.ranks_per_node
     slices = [case.values(node * size + x, world_size, step).view(world_size, -1)[owner] for x in range(size)]
     settings = {"decay": decay, "rescale": rescale, "residual": residual}
@@ -206,7 +206,7 @@ def test_feedback_and_rotation_reduce_as_the_reference_does(world_size):
 
 
 def run_rotated_accumulation(rank: int) -> None:
-    """Micro-steps within the node add rotated sums; one hop across nodes, and one rotation back, ends them all."""
+    """Node hops add up rotated sums, and one cross hop with one rotation back ends all micro-steps."""
     for size, (name, dtype) in itertools.product(node_sizes(4), itertools.product(("awkward", "blocks"), DTYPES)):
         case = Case(size, name, dtype, 8, 4)
         layouts = reduce_layouts(case, rotates=True)

@@ -1,4 +1,4 @@
-"""`hf-zeropp estimate`: the papers' tables to their last digit, and our own line against what a run holds and sends."""
+"""Compare ``hf-zeropp estimate`` with the papers' tables to their last digit, and with what a run holds and sends."""
 
 import dataclasses
 import json
@@ -66,7 +66,7 @@ def test_zero_paper_table_1(cell: tuple[str, int]) -> None:
 
 
 def test_zero_plus_plus_paper_figure_4() -> None:
-    """100 B parameters on 1024 GPUs, 16 per node: 16 bytes in 1024 parts, and 2 bytes in 16 parts on top."""
+    """With 100 B parameters on 1024 GPUs, 16 per node, a rank holds 1/1024 of 16 bytes each, and hpZ adds 1/16 of 2."""
     lines = by_method(ModelShape.of_count("100B"), Setup(world_size=1024, ranks_per_node=16))
     assert lines["hpZ"].total / lines["ZeRO-3"].total == pytest.approx(8.9, rel=0.02)
     assert lines["DDP"].total / lines["hpZ"].total == pytest.approx(114, rel=0.02)
@@ -126,7 +126,7 @@ def llama(tied: bool) -> torch.nn.Module:
 
 
 def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> dict[str, float]:
-    """Bytes a rank holds in a step of Accelerate's FSDP2 with this package, and bytes per node and step."""
+    """Return the bytes a rank holds in a step of Accelerate's FSDP2 with this package, and the bytes per node and step."""
     from accelerate import Accelerator
 
     from hf_zeropp import ZeroPPPlugin

@@ -1,6 +1,6 @@
-"""What tests of the two hops share: cases of awkward slices, every node size, and the hops as apply.py builds them.
+"""Shared by tests of the two hops: cases of awkward slices, every node size, and the hops as apply.py builds them.
 
-All inputs are functions of (case, rank), so each rank computes what others hold without communicating.
+All inputs are functions of (case, rank), so each rank knows without communication what the others hold.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Case:
         return WireLayout(segments, BLOCK, self.dtype)
 
     def values(self, rank: int, num_slices: int, seed: int = 0) -> torch.Tensor:
-        """What ``rank`` contributes: blocks of very different size, so that block bounds matter."""
+        """Return the values of ``rank``. Blocks differ much in size, so that an error at their bounds shows."""
         key = int(hashlib.sha1(f"{self}{rank}{seed}".encode()).hexdigest()[:12], 16)
         generator = torch.Generator().manual_seed(key)
         values = torch.randn(num_slices * self.layout(None).numel, generator=generator)
@@ -57,10 +57,10 @@ def node_sizes(world: int) -> list[int]:
 
 
 def block_errors(values: torch.Tensor, layout: WireLayout, slack: torch.Tensor | float = 0.0) -> torch.Tensor:
-    """Largest error of encoding values [..., S] (known up to slack) in the layout, per element.
+    """Return the largest error per element of encoding values [..., S], known up to slack, in the layout.
 
-    A quantized block: half a step, the step being amax / qmax rounded up to bf16, at most 1 + 2^-7 of it. A raw one:
-    half a unit in the last place of the raw dtype (or of its least normal number).
+    In a quantized block it is half a step, where a step is amax / qmax rounded up to bf16, by a factor of 1 + 2^-7 at most.
+    In a raw one it is half a unit in the last place of the raw dtype (or of its least normal number).
     """
     errors = torch.zeros_like(values)
     size = values.abs() + slack
@@ -106,7 +106,7 @@ class World:
         )
 
     def poison(self) -> None:
-        """Fill every reused buffer with garbage: whatever a collective does not write must not be read."""
+        """Fill every reused buffer with garbage, so that reading bytes that were not written gives wrong results."""
         for buffer in self.buffers._free:
             buffer.fill_(0xAB)
 
