@@ -158,7 +158,7 @@ class Decisions:
         self._micro_steps.call_at_end(self._end_backward)
 
     def confirm_micro_step(self) -> None:
-        """Make sure that all ranks take this micro-step for the last one."""
+        """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
         answer, self._micro_step_answer = self._micro_step_answer, None
         if answer is not None:
             answer.largest()

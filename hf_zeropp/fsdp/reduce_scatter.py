@@ -81,7 +81,10 @@ class Coordinator(Protocol):
         """Take note of a reduction that FSDP2 asks for."""
 
     def confirm_micro_step(self) -> None:
-        """Make sure that all ranks take this micro-step for the last one. Called before the cross hop."""
+        """Make sure that all ranks run this backward pass, and take it for the same micro-step.
+
+        Called before this rank waits for a hop: a rank that runs another pass would make it wait for ever.
+        """
 
     def deliver(self) -> None:
         """Complete all gradients of the model."""
@@ -165,6 +168,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self._pipeline.submit(reduction)
             output_tensor.zero_()
             return None
+        self._coordinator.confirm_micro_step()
         reduction.start(full)
         if crosses:
             self._finish_into(output_tensor, reduction)
@@ -220,7 +224,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def cross(self, flights: list[Flight], form: Form) -> list[Flight]:
         """Finish the node hop of the last micro-step, and start the cross hop with all that was accumulated."""
-        self._coordinator.confirm_micro_step()
         partial, self._partial = self._partial, None
         feedback = self._feedback(form.layouts, flights[0].received.device)
         return self.hops.cross_over(flights, form.layouts, None if partial is None else partial.sums, feedback)
@@ -230,6 +233,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         reduced = self._finish(flights, form)
         self.unit.divide_after_reduce(reduced)
         self._add(reduced, form, {column.param for column in form.columns})
+
+    def confirm_micro_step(self) -> None:
+        """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
+        self._coordinator.confirm_micro_step()
 
     def ended(self) -> None:
         """Note that a reduction has left the pipeline."""
@@ -372,6 +379,7 @@ class UnitReduction:
 
     def leave_node(self) -> bool:
         """Finish the node hop. Return whether the cross hop was started."""
+        self._comm.confirm_micro_step()
         if self._crosses:
             self.flights = self._comm.cross(self.flights, self.form)
             return True

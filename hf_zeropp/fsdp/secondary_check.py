@@ -37,16 +37,6 @@ class SecondaryCheck:
     def __init__(self, hpz_size: int) -> None:
         self._hpz_size = hpz_size
 
-    def same_form(self, unit: str, sends_delta: bool) -> None:
-        """Raises: RuntimeError: on every rank, where some would send a delta of ``unit`` and others whole weights."""
-        forms = _of_all_ranks(torch.tensor(int(sends_delta)))
-        if len(set(forms)) > 1:
-            whole = [rank for rank, form in enumerate(forms) if not form]
-            _stop(
-                f"{ENV_CHECK}: ranks {whole} would send whole weights of unit {unit}, the others a delta (seen on rank "
-                f"{dist.get_rank()}): its weights were edited on some ranks only. Edit parameters on all ranks, or on none."
-            )
-
     def same_copies(self, unit: str, secondary: torch.Tensor) -> None:
         """Raises: RuntimeError: on every rank, where the copies of ``unit`` differ."""
         sums = _of_all_ranks(checksum(secondary))

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from harness import Scenarios, expect_errors, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy import EXACT, backward, full_gradients, make_lm, shard, tokens_of
+from toy import EXACT, POLICIES, backward, full_gradients, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.apply import ZeroPPHandle
-from hf_zeropp.fsdp.comm_object import CountedAllGather
+from hf_zeropp.fsdp.comm_objects import CountedWeightGather
 from hf_zeropp.fsdp.units import find_units
 
 NODES = {"ranks_per_node": 2}
@@ -106,14 +106,14 @@ def a_handle_may_die_while_optimizers_step(rank: int) -> None:
         backward(model, rank)
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
     survivor = handles[0]
-    after_step = type(survivor)._after_optimizer_step
+    after_step = type(survivor).after_optimizer_step
 
     def collect(handle, optimizer) -> None:
         models[1:] = handles[1:] = []
         gc.collect()
         after_step(handle, optimizer)
 
-    with mock.patch.object(type(survivor), "_after_optimizer_step", collect):
+    with mock.patch.object(type(survivor), "after_optimizer_step", collect):
         optimizer.step()
     assert survivor.traffic.steps == 1
 
@@ -122,7 +122,7 @@ def nothing_to_quantize_nothing_to_keep(rank: int) -> None:
     """qgZ alone leaves the gathers to FSDP2, and counts their bytes."""
     handle = apply_zeropp(shard(make_lm()), NODES | EXACT | {"qgz_bits": 4})
     assert handle.gathers == []
-    assert all(type(unit.all_gather) is CountedAllGather for unit in handle.units)
+    assert all(type(unit.all_gather) is CountedWeightGather for unit in handle.units)
 
 
 def torch_compiled_or_not(rank: int) -> None:
@@ -196,6 +196,16 @@ def shard_rest(model):
     return fully_shard(model)
 
 
+def changed(how) -> torch.nn.Module:
+    model = make_lm()
+    how(model)
+    return shard(model)
+
+
+def transpose(model: torch.nn.Module) -> None:
+    model.blocks[1].up.weight = torch.nn.Parameter(model.blocks[1].up.weight.detach().T.contiguous())
+
+
 def run_mistakes(rank: int, file: str) -> dict[str, str]:
     plain = shard(make_lm())
     odd = {"qwz_bits": 8 if rank != 2 else 4} | NODES
@@ -215,6 +225,10 @@ def run_mistakes(rank: int, file: str) -> dict[str, str]:
         "other settings on one rank": attempt(plain, odd),
         "other node size on one rank": attempt(plain, {"ranks_per_node": 2 if rank else 4}),
         "other model on one rank": attempt(other_model, NODES),
+        "frozen on one rank": attempt(changed(lambda model: model.head.requires_grad_(rank != 1)), NODES),
+        "bf16 on one rank": attempt(shard(make_lm().to(torch.bfloat16 if rank == 2 else torch.float32)), NODES),
+        "another policy on one rank": attempt(shard(make_lm(), POLICIES["bf16" if rank == 1 else "fp32"]), NODES),
+        "transposed on one rank": attempt(changed(transpose if rank == 3 else lambda model: None), NODES),
         "mistake on one rank": attempt(plain, NODES if rank != 1 else {"qgz_bits": 5}),
         "file on one rank": attempt(plain, NODES if rank != 3 else file),
         "wrong type on one rank": attempt(plain, NODES if rank != 0 else 7),
@@ -245,6 +259,13 @@ def mistakes(tmp_path_factory) -> list[dict[str, str]]:
         ("other settings on one rank", ["rank 0 has ('qwz_bits', 8)", "rank 2 has ('qwz_bits', 4)", "same settings"]),
         ("other node size on one rank", ["rank 0 has ('ranks_per_node', 4)", "rank 1 has ('ranks_per_node', 2)"]),
         ("other model on one rank", ["units", "rank 3", "model"]),
+        ("frozen on one rank", ["unit (root) with weight (29, 12) in torch.float32, rank 1", "torch.float32, frozen"]),
+        ("bf16 on one rank", ["unit (root)", "torch.float32", "rank 2 has", "torch.bfloat16"]),
+        ("another policy on one rank", ["param_dtype None", "rank 1 has", "param_dtype torch.bfloat16"]),
+        (
+            "transposed on one rank",
+            ["unit blocks.1 with weight (27, 12)", "rank 3 has unit blocks.1 with weight (12, 27)"],
+        ),
         ("mistake on one rank", ["rank 1", "qgz_bits must be one of (4, 8, None), got 5"]),
         ("file on one rank", ["rank 3", "Cannot read the ZeRO++ config file", "missing.yaml", "Check the path"]),
         ("wrong type on one rank", ["rank 0", "mapping", "int"]),

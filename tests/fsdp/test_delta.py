@@ -383,25 +383,26 @@ def damaged_copy(rank: int, settings: dict) -> None:
     train(model, optimizer, rank, range(2))
     if rank == 3:
         gather = next(gather for gather in handle.gathers if gather.unit.name == "blocks.1")
-        gather._secondary.own[100] ^= 1
+        gather._kept.secondary.own[100] ^= 1
     model(tokens_of(rank))
 
 
-def edit_on_one_rank(rank: int) -> None:
-    """Between backward and step, where an optimizer's own change hides it."""
-    model, _ = new_model(DELTA)
+def edit_on_one_rank(rank: int) -> int:
+    """Between backward and step, where an optimizer's own change hides it. Return how many units sent whole weights."""
+    model, handle = new_model(DELTA)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model, optimizer, rank, range(2))
     backward(model, rank)
     if rank == 1:
         model.blocks[0].up.weight.to_local().detach()[0].zero_()
     optimizer.step()
+    handle.traffic.reset()
     model(tokens_of(rank))
+    return handle.traffic.counts[GATHER_RESYNC].calls
 
 
-def test_check_stops_before_ranks_send_other_sizes():
-    for error in expect_errors(edit_on_one_rank, 4, env={"ZEROPP_CHECK": "1"}):
-        assert "ranks [1] would send whole weights of unit blocks.0, the others a delta" in error
+def test_an_edit_on_one_rank_is_a_resync_on_all():
+    assert run_ranks(edit_on_one_rank, 4, env={"ZEROPP_CHECK": "1"}) == [1] * 4
 
 
 def test_check_stops_every_rank_and_names_the_unit():

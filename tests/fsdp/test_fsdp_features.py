@@ -55,7 +55,7 @@ def warnings_of_comms():
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("hf_zeropp.fsdp.comm_object")
+    logger = logging.getLogger("hf_zeropp.fsdp.comm_objects")
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)
@@ -88,7 +88,7 @@ def freezing_between_steps(rank: int, overlap: bool) -> None:
 
 
 def parameters_without_gradient(rank: int, overlap: bool) -> None:
-    """Their unit is reduced unquantized (its error is that of rounding, far under the bound), and says so once."""
+    """They travel as zeros beside the others, and keep no gradient, as in stock FSDP2."""
     for policy in ("fp32", "fp16 reduce"):
         model, reference = shard(make_lm(), POLICIES[policy]), make_lm()
         apply(model, overlap)
@@ -97,7 +97,7 @@ def parameters_without_gradient(rank: int, overlap: bool) -> None:
             backward(model, rank, step, loss_without_head)
         shares = check_gradients(model, reference, rank, reduction_in(policy), steps=(1,), loss=loss_without_head)
         assert "head.weight" not in shares
-        assert shares["embed.weight"] < 0.02
+        assert model.head.weight.grad is None
 
 
 def divide_factors_and_forced_sums(rank: int, overlap: bool) -> None:
@@ -234,16 +234,15 @@ def half_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 
 
 def what_is_not_quantized_is_said_once(rank: int, overlap: bool) -> None:
-    """Mixed dtypes and missing gradients, each naming its unit. (Other scenarios have warned of other units.)"""
+    """Mixed dtypes, naming the unit. (Other scenarios have warned of other units.)"""
     with warnings_of_comms() as messages:
         model = make_lm(depth=4)
         model.blocks[3].up.to(torch.bfloat16).requires_grad_(False)
         model.blocks[3].up.forward = functools.partial(half_linear, model.blocks[3].up)
-        model.blocks[2].register_parameter("unused", nn.Parameter(torch.zeros(3, 3)))
         apply(shard(model), overlap)
         for step in range(2):
             backward(model, rank, step)
-    expected = ["unit blocks.3 mixes dtypes", "unit blocks.2 arrived"]
+    expected = ["unit blocks.3 mixes dtypes"]
     assert len(messages) == len(expected), messages
     for text in expected:
         assert sum(text in message for message in messages) == 1, (text, messages)

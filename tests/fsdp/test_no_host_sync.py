@@ -14,7 +14,14 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
 HOT_PATH = (
     *("comm.hop", "comm.two_hops", "comm.node_memory"),
-    *("fsdp.comm_objects", "fsdp.all_gather", "fsdp.reduce_scatter", "fsdp.overlap", "fsdp.micro_steps", "fsdp.pending"),
+    *(
+        "fsdp.comm_objects",
+        "fsdp.all_gather",
+        "fsdp.reduce_scatter",
+        "fsdp.overlap",
+        "fsdp.micro_steps",
+        "fsdp.pending",
+    ),
     *("fsdp.layouts", "fsdp.hooks", "fsdp.units", "ops.wire", "ops.kernels", "ops.native", "ops.frozen_format"),
 )
 # Methods of tensors, streams and events for which the host waits, and conversions of a tensor to a number.

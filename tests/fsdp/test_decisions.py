@@ -1,0 +1,152 @@
+"""Ranks that differ raise the same error, which names unit and rank; ranks that stop are noticed within the world's timeout."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from harness import RankError, announce, expect_errors, started_ranks
+from toy import EXACT, backward, loss_of, make_lm, shard, tokens_of
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp.comm.agreement import Statement, describe
+
+TIMEOUT_S = 6.0
+
+
+def new_model(overlap: bool = True, **settings) -> tuple[torch.nn.Module, ZeroPPHandle]:
+    model = shard(make_lm())
+    return model, apply_zeropp(model, EXACT | {"ranks_per_node": 2, "overlap": overlap} | settings)
+
+
+def another_last_micro_step(rank: int, overlap: bool) -> None:
+    model, handle = new_model(overlap)
+    handle.set_last_micro_step(rank != 2)
+    backward(model, rank)
+
+
+def backward_skipped_on_one_rank(rank: int, overlap: bool) -> None:
+    """Its loss was NaN, say. It goes on with the next forward."""
+    model, handle = new_model(overlap)
+    handle.set_last_micro_step(False)
+    loss = loss_of(model, tokens_of(rank))
+    if rank != 1:
+        loss.backward()
+    model(tokens_of(rank))
+
+
+def frozen_on_one_rank(rank: int, overlap: bool) -> None:
+    model, _ = new_model(overlap, hpz_size="node")
+    backward(model, rank)
+    if rank == 3:
+        model.blocks[1].norm.requires_grad_(False)
+    backward(model, rank)
+
+
+def parameter_used_on_some_ranks(rank: int, overlap: bool) -> None:
+    """The backward pass ends, with zeros for what is missing; the next pass says what differed."""
+    model, _ = new_model(overlap)
+    model.head_is_used = rank != 2
+    model(tokens_of(rank)).square().sum().backward()
+    model(tokens_of(rank))
+
+
+def gradient_read_on_one_rank(rank: int, overlap: bool) -> None:
+    model, handle = new_model(overlap)
+    handle.set_last_micro_step(False)
+    backward(model, rank)
+    if rank == 0:
+        model.head.weight.grad.to_local().sum()
+    model(tokens_of(rank))
+
+
+def raised_in_backward_on_some_ranks(rank: int, overlap: bool) -> None:
+    """At another unit than elsewhere: what is under way differs, and nobody waits for what never comes."""
+    model, _ = new_model(overlap)
+    if rank == 0:
+        model.blocks[0].register_full_backward_pre_hook(fail)
+    try:
+        backward(model, rank)
+    except MemoryError:
+        model(tokens_of(rank))
+
+
+def fail(module, gradients) -> None:
+    raise MemoryError("on purpose")
+
+
+DIFFERENCES = {
+    another_last_micro_step: [
+        "rank 2 is about to run a backward pass of another micro-step",
+        "[0, 1, 3]",
+        "of the last",
+    ],
+    backward_skipped_on_one_rank: [
+        "rank 1 is about to run a forward pass",
+        "ranks [0, 2, 3] are about to run a backward pass",
+    ],
+    frozen_on_one_rank: ["unit blocks.1 differs", "rank 3: torch.float32, frozen: weight, bias", "ranks [0, 1, 2]: "],
+    parameter_used_on_some_ranks: [
+        "unit (root) differs",
+        "rank 2: ",
+        "no gradient for weight in the last backward pass",
+    ],
+    gradient_read_on_one_rank: [
+        "rank 0 is about to complete accumulated gradients",
+        "[1, 2, 3] are about to run a forward",
+    ],
+}
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
+@pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda function: function.__name__)
+def test_a_difference_is_named_on_every_rank(difference, overlap):
+    began = time.monotonic()
+    for error in expect_errors(difference, 4, overlap, timeout_s=20.0):
+        assert all(words in error for words in DIFFERENCES[difference]), error
+    assert time.monotonic() - began < 60, "it should not have taken a timeout"
+
+
+def test_an_error_on_one_rank_ends_all():
+    """No rank knows better than the timeout when a peer raises in the middle of a backward pass; but all end."""
+    with (
+        pytest.raises(RankError) as failure,
+        started_ranks(raised_in_backward_on_some_ranks, 4, True, timeout_s=TIMEOUT_S) as ranks,
+    ):
+        ranks.collect(grace_s=4 * TIMEOUT_S)
+    assert {error.kind for error in failure.value.errors} & {"TimeoutError"} == set(), failure.value
+
+
+def train_for_ever(rank: int, settings: dict) -> None:
+    model = shard(make_lm())
+    handle = apply_zeropp(model, {"ranks_per_node": 2} | settings)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(100_000):
+        for is_last in (False, True):
+            handle.set_last_micro_step(is_last)
+            backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 2:
+            announce("warm")
+
+
+@pytest.mark.parametrize("settings", [{}, {"overlap": False, "shared_memory": False}], ids=["default", "blocking"])
+def test_a_stopped_rank_ends_all_others_within_the_timeout(settings):
+    """As stock FSDP2: every group has the world's timeout."""
+    with started_ranks(train_for_ever, 4, settings, timeout_s=TIMEOUT_S) as ranks:
+        for rank in ranks:
+            rank.wait_for("warm")
+        ranks[3].stop()
+        began = time.monotonic()
+        others = [ranks[0], ranks[1], ranks[2]]
+        assert all(rank.has_ended(within_s=4 * TIMEOUT_S) for rank in others)
+        assert time.monotonic() - began < 4 * TIMEOUT_S
+
+
+def test_differences_are_described():
+    same = Statement("run a forward pass", {"unit a": "x"})
+    other = Statement("run a forward pass", {"unit a": "y"})
+    assert "unit a differs: ranks [0, 2]: x; rank 1: y" in describe([same, other, same])
+    assert "rank 1 is about to run a backward pass" in describe([same, Statement("run a backward pass", {}), same])

@@ -1,0 +1,317 @@
+"""No order of events loses a gradient, counts one twice, or shows a wrong one: explored exhaustively, on the real objects.
+
+FSDP2's part is written down in `Model.post_backward` (what ``FSDPParamGroup.post_backward`` and ``foreach_reduce`` do with
+``.grad``), the user's part in EVENTS, what must come out in `Expected` (plain numbers: what stock FSDP2, reducing at every
+micro-step, would hold). The comm objects, the two hops, the pipeline, the decisions and the pending gradients are the real
+ones, over a process group of one rank, inside a real autograd backward pass.
+
+The search is breadth-first over states: a sequence that leads to a state seen before is not continued.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from torch.distributed import ReduceOp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from hf_zeropp.comm.hop import Hop, WireBuffers
+from hf_zeropp.comm.two_hops import TwoHopReduce
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.comm_objects import WeightGather
+from hf_zeropp.fsdp.decisions import Decisions
+from hf_zeropp.fsdp.freshness import Change
+from hf_zeropp.fsdp.micro_steps import MicroSteps
+from hf_zeropp.fsdp.overlap import ReducePipeline
+from hf_zeropp.fsdp.pending import PendingGradient
+from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.units import ParamShard, ReducedShard, local_tensor_of
+from hf_zeropp.traffic import Traffic
+
+UNITS = {"first": ("a", "b"), "second": ("c",)}
+CONTRIBUTION = {"a": 1.0, "b": 10.0, "c": 100.0}
+DEPTH = 6
+
+
+class FakeUnit:
+    """What reductions ask of a unit, without FSDP2."""
+
+    shows_reduced_output = False
+    modules: tuple[torch.nn.Module, ...] = ()
+
+    def __init__(self, name: str, params: dict[str, DTensor]) -> None:
+        self.name = name
+        self.named = params
+        self.with_gradient: set[str] = set()
+        self.is_unsharded = False
+
+    @property
+    def params(self) -> list[DTensor]:
+        return list(self.named.values())
+
+    @property
+    def trainable(self) -> list[DTensor]:
+        return [param for param in self.params if param.requires_grad]
+
+    @property
+    def trains(self) -> bool:
+        return bool(self.trainable)
+
+    def structure(self) -> tuple:
+        return tuple((param.requires_grad, param.dtype) for param in self.params)
+
+    def reduced_shards(self) -> list[ReducedShard]:
+        return [
+            ReducedShard(ParamShard(name, 1, 1, 1), param, name in self.with_gradient)
+            for name, param in self.named.items()
+            if param.requires_grad or name in self.with_gradient
+        ]
+
+    def divide_after_reduce(self, reduced: torch.Tensor) -> torch.Tensor:
+        return reduced
+
+
+class AlwaysFresh:
+    def change(self) -> Change:
+        return Change.NONE
+
+
+class NoGather(WeightGather):
+    """Weights are no part of this model."""
+
+    def __call__(self, *args) -> None:
+        raise AssertionError("nobody gathers here")
+
+    def predict(self, micro_steps: int) -> dict:
+        return {}
+
+
+@dataclasses.dataclass
+class Expected:
+    """The gradients that stock FSDP2 would hold."""
+
+    grads: dict[str, float | None]
+
+    def add(self, name: str) -> None:
+        self.grads[name] = (self.grads[name] or 0.0) + CONTRIBUTION[name]
+
+
+class Raised(Exception):
+    """A backward pass that raises on purpose."""
+
+
+class Model:
+    """Two units, their comm objects, and what they should hold."""
+
+    def __init__(self, mesh, overlap: bool) -> None:
+        names = [name for unit in UNITS.values() for name in unit]
+        self.params = {
+            name: torch.nn.Parameter(DTensor.from_local(torch.zeros(1), mesh, [Replicate()])) for name in names
+        }
+        self.expected = Expected(dict.fromkeys(names))
+        self.units = [FakeUnit(unit, {name: self.params[name] for name in own}) for unit, own in UNITS.items()]
+        traffic, world = Traffic(1, 1), dist.group.WORLD
+        self.micro_steps = MicroSteps(quantizes=False)
+        self.pipeline = ReducePipeline() if overlap else None
+        gathers = [NoGather(unit, AlwaysFresh()) for unit in self.units]
+        self.decisions = Decisions(gathers, self.micro_steps, self.pipeline, traffic, world, starts_ahead=False)
+        hops = TwoHopReduce(Hop("node", world, traffic), Hop("cross", world, traffic), WireBuffers())
+        config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None)
+        self.reduces = [
+            ZeroPPReduceScatter(
+                unit, hops, config, traffic, self.micro_steps, self.pipeline, coordinator=self.decisions
+            )
+            for unit in self.units
+        ]
+        self.decisions.reduces = self.reduces
+
+    # FSDP2's part.
+
+    def post_backward(self, index: int, names: tuple[str, ...]) -> None:
+        unit, reduce = self.units[index], self.reduces[index]
+        reduce.before_post_backward()
+        unit.with_gradient = {name for name in names if self.params[name].requires_grad}
+        if unit.with_gradient:
+            present = [name for name in unit.named if name in unit.with_gradient]
+            flat = torch.tensor([CONTRIBUTION[name] for name in present])
+            output = torch.empty(len(present))
+            reduce(output, flat, dist.group.WORLD, ReduceOp.SUM)
+            for place, name in enumerate(present):
+                self._add_to_grad(self.params[name], output[place : place + 1].clone())
+                self.expected.add(name)
+        reduce.after_post_backward()
+
+    def _add_to_grad(self, param: DTensor, value: torch.Tensor) -> None:
+        if param.grad is None:
+            param.grad = DTensor.from_local(value, param.device_mesh, [Replicate()])
+        else:
+            assert not isinstance(local_tensor_of(param.grad), PendingGradient), "FSDP2 would add to a pending gradient"
+            param.grad._local_tensor += value
+
+    # The user's part.
+
+    def backward(self, *used: tuple[str, ...], last: bool, raises: bool = False) -> None:
+        self.decisions.enter_forward(0, [])
+        self.decisions.leave_forward()
+        self.micro_steps.ask_is_last = lambda: last
+        try:
+            Backward.apply(torch.zeros(1, requires_grad=True), lambda: self._reduce(used, raises)).sum().backward()
+        except Raised:
+            assert raises
+
+    def _reduce(self, used: tuple[tuple[str, ...], ...], raises: bool) -> None:
+        for index, names in enumerate(used):
+            self.post_backward(index, names)
+            if raises:
+                raise Raised
+        for index in range(len(used), len(self.units)):
+            self.post_backward(index, ())
+
+    def drop(self, *names: str, to_none: bool = True) -> None:
+        for name in names:
+            param = self.params[name]
+            if param.grad is None:
+                continue
+            if to_none:
+                param.grad = self.expected.grads[name] = None
+            else:
+                param.grad.zero_()
+                self.expected.grads[name] = 0.0
+
+    def replace(self, name: str) -> None:
+        self.params[name].grad = DTensor.from_local(torch.tensor([7.0]), self.params[name].device_mesh, [Replicate()])
+        self.expected.grads[name] = 7.0
+
+    def scale(self, name: str) -> None:
+        """In place, as a loss scaler does it."""
+        if self.params[name].grad is not None:
+            self.params[name].grad.mul_(2)
+            self.expected.grads[name] *= 2
+
+    def step(self) -> None:
+        """An optimizer through pointers: its pre-hook delivers, then it reads memory."""
+        self.decisions.deliver()
+        for name, param in self.params.items():
+            if param.grad is not None:
+                assert not isinstance(local_tensor_of(param.grad), PendingGradient)
+                assert local_tensor_of(param.grad).item() == self.expected.grads[name], name
+
+    def read(self, name: str) -> None:
+        grad = self.params[name].grad
+        assert (None if grad is None else grad.to_local().item()) == self.expected.grads[name], name
+
+    def check(self) -> None:
+        for name in self.params:
+            self.read(name)
+
+    def freeze(self, name: str) -> None:
+        self.params[name].requires_grad_(not self.params[name].requires_grad)
+
+    def state(self) -> tuple:
+        """Everything that the future depends on."""
+        own = []
+        for reduce in self.reduces:
+            partial = reduce._partial
+            columns = None if partial is None else [column.shard.name for column in partial.form.columns]
+            own.append((columns, None if partial is None else partial.sums.flatten().tolist(), reduce._num_under_way))
+        grads = []
+        for param in self.params.values():
+            local = None if param.grad is None else local_tensor_of(param.grad)
+            is_pending = isinstance(local, PendingGradient)
+            grads.append((None if local is None else (local.plain if is_pending else local).item(), is_pending))
+        frozen = [param.requires_grad for param in self.params.values()]
+        return repr((own, grads, frozen, self.expected.grads, 0 if self.pipeline is None else len(self.pipeline)))
+
+
+class Backward(torch.autograd.Function):
+    """Runs a function in the middle of an autograd backward pass."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, action: Callable[[], None]) -> torch.Tensor:
+        ctx.action = action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: torch.Tensor):
+        ctx.action()
+        return grad, None
+
+
+ALL = (("a", "b"), ("c",))
+EVENTS: dict[str, Callable[[Model], None]] = {
+    "micro-step": lambda model: model.backward(*ALL, last=False),
+    "last micro-step": lambda model: model.backward(*ALL, last=True),
+    "micro-step without b": lambda model: model.backward(("a",), ("c",), last=False),
+    "last micro-step without b": lambda model: model.backward(("a",), ("c",), last=True),
+    "last micro-step that skips the second unit": lambda model: model.backward(("a", "b"), last=True),
+    "micro-step that raises": lambda model: model.backward(*ALL, last=False, raises=True),
+    "last micro-step that raises": lambda model: model.backward(*ALL, last=True, raises=True),
+    "zero_grad": lambda model: model.drop("a", "b", "c"),
+    "zero_grad(set_to_none=False)": lambda model: model.drop("a", "b", "c", to_none=False),
+    "a.grad = None": lambda model: model.drop("a"),
+    "a.grad.zero_()": lambda model: model.drop("a", to_none=False),
+    "b.grad = another": lambda model: model.replace("b"),
+    "c.grad.mul_(2)": lambda model: model.scale("c"),
+    "read a.grad": lambda model: model.read("a"),
+    "step": lambda model: model.step(),
+    "freeze or unfreeze b": lambda model: model.freeze("b"),
+}
+
+
+def run(sequence: tuple[str, ...], mesh, overlap: bool) -> Model:
+    model = Model(mesh, overlap)
+    for event in sequence:
+        EVENTS[event](model)
+    return model
+
+
+def explore(rank: int, overlap: bool, depth: int) -> tuple[int, list[str]]:
+    """Return the number of sequences that were run, and those that failed."""
+    mesh = init_device_mesh("cpu", (1,))
+    seen, frontier, failures, num_runs = set(), [()], [], 0
+    for _ in range(depth):
+        following = []
+        for sequence in frontier:
+            for event in EVENTS:
+                longer = (*sequence, event)
+                num_runs += 1
+                try:
+                    state = run(longer, mesh, overlap).state()
+                    if state in seen:
+                        continue
+                    run(longer, mesh, overlap).check()
+                except Exception as error:  # noqa: BLE001 - every failure is shown, with what led to it
+                    failures.append(f"{' -> '.join(longer)}: {type(error).__name__}: {error}")
+                    continue
+                seen.add(state)
+                following.append(longer)
+        frontier = following
+        if failures:
+            break
+    return num_runs, failures
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
+def test_every_order_of_events(overlap):
+    depth = int(os.environ.get("PENDING_MODEL_DEPTH", 4))
+    (num_runs, failures), *_ = run_ranks(explore, 1, overlap, depth, limit_s=900)
+    assert failures == [], f"{len(failures)} of {num_runs} sequences failed:\n" + "\n".join(failures[:10])
+    assert num_runs > 1000
+
+
+def test_the_search_finds_a_lost_contribution():
+    """Without delivery at a look, sequences with a pending gradient fail."""
+    (_, failures), *_ = run_ranks(explore_without_delivery, 1)
+    assert any("micro-step -> read a.grad" in failure or failure.startswith("micro-step:") for failure in failures)
+
+
+def explore_without_delivery(rank: int) -> tuple[int, list[str]]:
+    Decisions.deliver = lambda self: None
+    return explore(rank, False, 2)
