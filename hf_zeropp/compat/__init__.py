@@ -47,24 +47,19 @@ def check_silent_seams() -> None:
         MovedNameError: a library has changed in a place where nothing else would tell.
     """
     for seam in SEAMS:
-        if not seam.is_silent or not _is_there(seam) or not seam.applies_to(version_of(seam.library)):
-            continue
-        if missing := seam.missing():
+        is_due = seam.is_silent and seam.library in sys.modules and seam.applies_to(version_of(seam.library))
+        if is_due and (missing := _missing(seam)):
             raise MovedNameError(_message(seam, missing))
 
 
-def _is_there(seam: Seam) -> bool:
-    """Whether the owner's module is imported.
-
-    Raises:
-        MovedNameError: it cannot be imported: the library does not have it.
-    """
+def _missing(seam: Seam) -> list[str]:
+    """Return the names that are not as expected; none where the owner's module exists and is not imported yet."""
     if seam.module in sys.modules:
-        return True
-    is_library_imported = seam.module.rpartition(".")[0] in sys.modules
-    if is_library_imported and importlib.util.find_spec(seam.module) is None:
-        raise MovedNameError(_message(seam, list(seam.names)))
-    return False
+        return seam.missing()
+    # Looking for a module imports the packages around it, so it is looked for only where these are imported already.
+    is_parent_imported = seam.module.rpartition(".")[0] in sys.modules
+    is_gone = is_parent_imported and importlib.util.find_spec(seam.module) is None
+    return list(seam.names) if is_gone else []
 
 
 def _message(seam: Seam, missing: list[str]) -> str:

@@ -18,7 +18,7 @@ ON_USE = "AttributeError at the first use."
 
 
 class Relation(enum.Enum):
-    """What the owner of a seam has to do with its names."""
+    """How the owner of a seam is related to its names."""
 
     HAS = "has"  # they are attributes of it: of the module, of the class, or set on ``self`` by the class's methods
     READS = "reads"  # its code uses them: as attributes, as globals, as strings, or as keyword arguments
@@ -35,7 +35,7 @@ class Seam:
         used_by: modules of this package that rely on them, without the leading ``hf_zeropp.``.
         why: what they do with them.
         if_moved: what happens when a name is not there any more.
-        relation: what the owner has to do with the names.
+        relation: how the owner is related to the names.
         is_silent: whether nothing would raise then. ``check_silent_seams`` raises in its place.
         since: the first version of the library that has the names; () for all that are supported.
     """
@@ -74,12 +74,13 @@ class Seam:
         except AttributeError:
             return list(self.names)
         if self.relation is Relation.TAKES:
-            parameters = tuple(inspect.signature(inspect.unwrap(owner)).parameters)
+            function: Any = owner
+            parameters = tuple(inspect.signature(inspect.unwrap(function)).parameters)
             return [] if parameters == self.names else list(self.names)
         used = _names_in_code(owner)
         if self.relation is Relation.READS:
             return [name for name in self.names if name not in used]
-        # What `__init__` sets on `self` is no attribute of the class. That its methods use the name has to do.
+        # Attributes that methods set on ``self`` are none of the class. A method that uses the name is taken as proof of one.
         is_set = used if isinstance(owner, type) else frozenset()
         return [name for name in self.names if not hasattr(owner, name) and name not in is_set]
 
@@ -95,18 +96,24 @@ def _names_in_code(owner: Any) -> frozenset[str]:
 
 
 def _codes_of(owner: Any) -> Iterator[CodeType]:
-    """Iterate over the code of a function, of a class with its bases, or of a module's functions and classes."""
+    """Iterate over the code of a function, of a class with its bases, or of a module's functions and classes.
+
+    Compiled code is read and not source text: it is at hand in memory, and has no comments and docstrings to be misled by.
+    """
     if isinstance(owner, ModuleType):
         members = [value for value in vars(owner).values() if getattr(value, "__module__", None) == owner.__name__]
     elif isinstance(owner, type):
         members = [value for base in owner.__mro__ if base is not object for value in vars(base).values()]
     else:
+        # A property holds its function as ``fget``, a class or static method as ``__func__``. Functions that were replaced,
+        # by this package or by a decorator, keep the original as ``__wrapped__``.
         function = inspect.unwrap(getattr(owner, "fget", None) or getattr(owner, "__func__", None) or owner)
         code = getattr(function, "__code__", None)
         yield from () if code is None else _with_inner(code)
         return
     for member in members:
-        if not isinstance(member, type) or isinstance(owner, ModuleType):  # a class as an attribute is not its code
+        # A class that is an attribute of another class is not that class's own code, and may lead back to it.
+        if not isinstance(member, type) or isinstance(owner, ModuleType):
             yield from _codes_of(member)
 
 

@@ -66,7 +66,7 @@ class Packed(nn.Module):
         if name not in self.__dict__.get("packed_forms", ()):
             super().__setattr__(name, value)
         elif isinstance(value, PackedWeight):
-            if value.owner != (self, name):  # `module.weight = module.weight` changes nothing
+            if value.owner != (self, name):  # ``module.weight = module.weight`` changes nothing
                 tie(self, name, value)
         else:
             self.write_packed(name, value)
@@ -74,6 +74,7 @@ class Packed(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert as ``module.to(dtype)`` does: codes are integers and stay, and decode to the new dtype from now on."""
         for name, form in self.packed_forms.items():
+            # ``fn`` moves and casts tensors, and does not say to which dtype. An empty tensor of the old dtype shows it.
             self.packed_forms[name] = form._replace(dtype=fn(torch.empty(0, dtype=form.dtype)).dtype)
         return super()._apply(fn, recurse)
 
@@ -124,6 +125,7 @@ class PackedEmbedding(Packed, nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         """Indices [...] -> [..., columns]."""
         format, columns, dtype = self.packed_forms["weight"]
+        # Codes and scales have one row for each row of the weight, so a row can be picked before it is decoded.
         codes, scales = self.weight_codes[input], self.weight_scales[input]
         return frozen_format.unpack(codes, scales, columns, format, dtype)
 
@@ -145,9 +147,11 @@ class _PackedLinearFunction(torch.autograd.Function):
         format: FrozenFormat,
         columns: int,
     ) -> Tensor:
+        # Not the decoded weight: see the module's docstring. Under FSDP2 these are the gathered codes, whose memory is freed
+        # after forward and filled again, with the same values, before backward.
         ctx.save_for_backward(codes, scales)
         ctx.format, ctx.columns = format, columns
-        ctx.needs_bias = bias is not None and bias.requires_grad
+        ctx.needs_bias = bias is not None and bias.requires_grad  # a frozen layer may have a trainable bias (BitFit)
         rows = input.reshape(-1, columns)
         if frozen_format.has_fast_matmul(rows):  # a few rows, as in generation: multiplies without decoding first
             output = frozen_format.matmul(rows, codes, scales, columns, format)
@@ -209,13 +213,16 @@ def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: to
     weight = getattr(module, name)
     shape = weight.shape
     forms = {**getattr(module, "packed_forms", {}), name: PackedForm(format, shape[-1], dtype or weight.dtype)}
+    # The parameter gives way to a property of the same name, which the new class has.
     delattr(module, name)
+    # The class is changed and no new module made, so that hooks, and references that PEFT or the user hold, stay valid.
     module.__class__ = _packed_class(type(module), name)  # type: ignore[arg-type]  # classes are hashable
-    object.__setattr__(module, "packed_forms", forms)
+    packed = cast(Packed, module)
+    packed.packed_forms = forms
     codes = torch.empty(*shape[:-1], format.code_columns(shape[-1]), dtype=torch.uint8, device="meta")
     scales = torch.empty(*shape[:-1], format.scale_columns(shape[-1]), dtype=torch.uint8, device="meta")
-    set_packed(module, name, codes, scales)
-    return cast(Packed, module)
+    set_packed(packed, name, codes, scales)
+    return packed
 
 
 def set_packed(module: nn.Module, name: str, codes: Tensor, scales: Tensor) -> None:
@@ -240,6 +247,7 @@ def _packed_class(cls: type[nn.Module], name: str) -> type[Packed]:
     known = {nn.Linear: PackedLinear, nn.Embedding: PackedEmbedding}
     if name == "weight" and cls in known:
         return known[cls]
+    # A class of fused experts has two such weights or more, and is extended once for each.
     bases = (cls,) if issubclass(cls, Packed) else (Packed, cls)
     prefix = "" if issubclass(cls, Packed) else "Packed"
     weight = property(lambda self: self.packed_weight(name))

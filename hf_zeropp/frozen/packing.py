@@ -41,6 +41,7 @@ def quantize_frozen(
             "quantize_frozen packs frozen weights, and all parameters of this model are trainable. Add an adapter first "
             "(peft.get_peft_model), or freeze the model: model.requires_grad_(False)."
         )
+    # A weight is packed where it is used first. The other places are tied to it, as they were tied before.
     for (module, name), *tied in packable_weights(model, skip, frozen_only=True):
         _tie_all(pack_weight(module, name, format), name, tied, format)
     return model
@@ -97,6 +98,7 @@ def packable_weights(model: nn.Module, skip: Iterable[str] = (), *, frozen_only:
     left_out: set[nn.Parameter] = set()
     skip, adapters = tuple(skip), adapter_modules(model)
     for module_name, module in model.named_modules():
+        # Adapters are small, and PEFT trains them in turn: they stay dense, active or not.
         stays = module in adapters or is_skipped(module_name, skip)
         for name, param in module.named_parameters(recurse=False):
             if stays:
@@ -119,7 +121,7 @@ def is_packable(module: nn.Module, name: str, param: nn.Parameter) -> bool:
     if param.dtype not in FLOAT_DTYPES:
         return False
     if isinstance(module, nn.Embedding):
-        # With `max_norm` a lookup writes to the weight; sparse gradients exist for dense weights only.
+        # With ``max_norm`` a lookup writes to the weight; sparse gradients exist for dense weights only.
         return name == "weight" and module.max_norm is None and not module.sparse
     # Conv1D is GPT-2's linear layer, known by its name, so that Transformers need not be imported.
     is_matrix = name == "weight" and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
@@ -133,6 +135,7 @@ def refuse_foreign_quantizer(model: nn.Module) -> None:
         ValueError: one was, by bitsandbytes or torchao.
     """
     for name, param in model.named_parameters():
+        # The names alone are compared, because neither library need be installed.
         origin = type(param.data).__module__.partition(".")[0]
         kind = type(param).__name__
         if kind in ("Params4bit", "Int8Params") or origin == "torchao":

@@ -65,6 +65,7 @@ def shard_frozen(
         RuntimeError: weights are packed, and this torch's FSDP2 shards floating-point parameters only.
     """
     _check_torch(model)
+    # The inputs of frozen modules are cast by the unit of the block around them, if at all.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, cast_forward_inputs=False)
     for unit in find_frozen_units(model, blocks):
         if from_rank_0:
@@ -98,7 +99,8 @@ def find_frozen_units(model: nn.Module, blocks: Iterable[nn.Module]) -> list[Fro
         shared = next((unit_of_param[param] for param in own_params if param in unit_of_param), None)
         unit = shared or units.setdefault(owner, FrozenUnit(owner, []))
         if shared is not None and owner is not leaf:
-            # Modules in two places read the unit, one of them around its leaf: it must stay gathered until the model's end.
+            # A parameter is used in two places, and not by its leaves alone: a block or an adapter layer reads it as well. No
+            # forward short of the model's spans all uses, so the unit stays gathered until the model's ends.
             unit.owner = model
         unit.leaves.append(leaf)
         unit_of_param.update(dict.fromkeys(own_params, unit))
@@ -133,6 +135,7 @@ def broadcast_parameters(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name, param in list(module.named_parameters(recurse=False)):
             if param not in sent:
+                # A parameter on ``meta`` is allocated on CPU: ``fully_shard`` moves this rank's shard, and no more, to the device.
                 data = torch.empty_like(param, device="cpu") if param.is_meta else param.data
                 sent[param] = nn.Parameter(data, param.requires_grad) if param.is_meta else param
                 dist.broadcast(data, src=0)

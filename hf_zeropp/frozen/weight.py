@@ -43,19 +43,19 @@ aten = torch.ops.aten
 
 # Views that stay packed. All of them can be replayed on the dense tensor, with the arguments they came with.
 _VIEWS = {
-    aten.t.default,  # F.linear multiplies by `weight.t()`, and its backward by the transpose of that
-    aten.transpose.int,  # grouped multiplications of fused experts: `weight.transpose(-2, -1)`
-    aten.permute.default,  # `weight.T`, which PEFT takes of layers that store [in, out] (Conv1D)
-    aten.select.int,  # one expert: `weight[expert]`
+    aten.t.default,  # F.linear multiplies by ``weight.t()``, and its backward by the transpose of that
+    aten.transpose.int,  # grouped multiplications of fused experts: ``weight.transpose(-2, -1)``
+    aten.permute.default,  # ``weight.T``, which PEFT takes of layers that store [in, out] (Conv1D)
+    aten.select.int,  # one expert: ``weight[expert]``
     aten.slice.Tensor,  # some rows, such as the gate's half of a fused projection
-    # How `torch.matmul` and `einsum` shape an operand for a batched multiplication:
+    # How ``torch.matmul`` and ``einsum`` shape an operand for a batched multiplication:
     aten.view.default,
     aten._unsafe_view.default,
     aten.unsqueeze.default,
     aten.squeeze.dim,
     aten.expand.default,
 }
-# These return the weight itself. It stays writable: a write to `weight.detach()` changes a dense weight as well.
+# These return the weight itself. It stays writable: a write to ``weight.detach()`` changes a dense weight as well.
 _IDENTITIES = {aten.detach.default, aten.alias.default}
 
 Views = tuple[tuple[Any, tuple[Any, ...]], ...]
@@ -102,7 +102,7 @@ class PackedWeight(Tensor):
 
     # Transformers initializes weights that lack this mark: it would write random values into loaded weights.
     _is_hf_initialized = True
-    # Makes `isinstance(weight, nn.Parameter)` true, which Transformers and PEFT ask before they touch a layer's weight.
+    # Makes ``isinstance(weight, nn.Parameter)`` true, which Transformers and PEFT ask before they touch a layer's weight.
     _is_param = True
 
     @staticmethod
@@ -125,8 +125,8 @@ class PackedWeight(Tensor):
         self.owner = owner
         self._views = views
 
-    # Tensor's own would turn every result into a PackedWeight. Without it, operations go straight to `__torch_dispatch__`.
-    # mypy knows this name and `__repr__` by what Tensor happens to hold, not by PyTorch's protocol for subclasses.
+    # Tensor's own would turn every result into a PackedWeight. Without it, operations go straight to ``__torch_dispatch__``.
+    # mypy knows this name and ``__repr__`` by what Tensor happens to hold, not by PyTorch's protocol for subclasses.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @property
@@ -136,7 +136,7 @@ class PackedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # `weight.data += delta` is two operations: an addition in place, which has written already when it returns, and
+        # ``weight.data += delta`` is two operations: an addition in place, which has written already when it returns, and
         # then this assignment of its result.
         is_own = isinstance(value, PackedWeight) and value.owner == self.owner
         if not is_own:

@@ -217,5 +217,5 @@ def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
         plugin.set_mixed_precision(state.mixed_precision)
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = plugin
-    # Each call of `AcceleratorState()` copies PartialState's values over its own.
+    # Each call of ``AcceleratorState()`` copies PartialState's values over its own.
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP

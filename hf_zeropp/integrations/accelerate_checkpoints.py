@@ -1,6 +1,6 @@
 """Checkpoints of Accelerate (``save_state``) and of the Trainer: a model's ZeRO++ state is saved beside its optimizer's.
 
-A resumed run is exact only with what error feedback has kept (``ZeroPPHandle.save_state``). Accelerate and the Trainer have no
+A resumed run is exact only with the residuals of error feedback (``ZeroPPHandle.save_state``). Accelerate and the Trainer have no
 hook that is told the folder of a checkpoint. But both write and read an FSDP optimizer with one function of Accelerate's,
 whose arguments include the folder and the model. Each of the two modules imported that function under its own name, so it is
 replaced in each of them.

@@ -46,7 +46,7 @@ def prepare_frozen(
     Raises:
         ValueError: another library quantized the model.
     """
-    if isinstance(model, FSDPModule):  # sharded already: Accelerate asks twice, and `prepare` may be called again
+    if isinstance(model, FSDPModule):  # sharded already: Accelerate asks twice, and ``prepare`` may be called again
         return
     has_frozen = any(not param.requires_grad for param in model.parameters())
     if not has_frozen or not dist.is_initialized() or dist.get_world_size() == 1:

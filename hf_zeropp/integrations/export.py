@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -60,22 +60,15 @@ def export(
         ValueError: nothing to export, a folder that is not empty, or an adapter that does not fit the base.
     """
     output = Path(output)
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(
-            f"{str(output)!r} exists and is not an empty folder; nothing was written. Choose another --output."
-        )
+    _require_new_folder(output)
     base = _Base(_resolve_base(model, adapter))
     merger = _Merger(base.skeleton, adapter) if adapter is not None else None
     output.parent.mkdir(parents=True, exist_ok=True)
+    # A run that fails or is interrupted must not leave a folder that looks like a model.
     folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
     try:
         writer = _ShardWriter(folder, parse_bytes(max_shard_size), dtype)
-        for name, tensor in tqdm(base, desc="Exporting", disable=not show_progress):
-            for merged_name, merged in merger.merge(name, tensor) if merger else [(name, tensor)]:
-                writer.add(merged_name, merged)
-        if merger is not None:
-            merger.check_all_merged()
-        writer.finish()
+        _write_weights(tqdm(base, desc="Exporting", disable=not show_progress), merger, writer)
         _copy_companions(base.path, folder, dtype, unties=merger is not None and merger.unties)
         folder.chmod(0o755)  # mkdtemp keeps other users out
         folder.rename(output)  # replaces an empty folder
@@ -83,6 +76,22 @@ def export(
         shutil.rmtree(folder, ignore_errors=True)
         raise
     return output
+
+
+def _require_new_folder(output: Path) -> None:
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise ValueError(
+            f"{str(output)!r} exists and is not an empty folder; nothing was written. Choose another --output."
+        )
+
+
+def _write_weights(base: Iterable[tuple[str, Tensor]], merger: _Merger | None, writer: _ShardWriter) -> None:
+    for name, tensor in base:
+        for merged_name, merged in merger.merge(name, tensor) if merger else [(name, tensor)]:
+            writer.add(merged_name, merged)
+    if merger is not None:
+        merger.check_all_merged()
+    writer.finish()
 
 
 def _resolve_base(model: str | Path | None, adapter: str | Path | None) -> Path:

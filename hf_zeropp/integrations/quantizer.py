@@ -2,7 +2,7 @@
 
     model = AutoModelForCausalLM.from_pretrained(path, quantization_config=ZeroPPQuantConfig(bits=4))
     model.save_pretrained(packed_path)          # safetensors with codes and scales
-    model = AutoModelForCausalLM.from_pretrained(packed_path)    # after `from hf_zeropp import ZeroPPQuantConfig`
+    model = AutoModelForCausalLM.from_pretrained(packed_path)    # after ``from hf_zeropp import ZeroPPQuantConfig``
 
 Importing this module registers the config and the quantizer with Transformers.
 

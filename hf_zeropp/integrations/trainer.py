@@ -170,7 +170,7 @@ class ZeroPPCallback(TrainerCallback):
         self._log.step_ends()
         syncs_every = getattr(args, "ref_model_sync_steps", 0) if getattr(args, "sync_ref_model", False) else 0
         if syncs_every and state.global_step % syncs_every == 0:
-            # TRL writes through `.data`, which moves no version counter, and before or after this callback. Either way no
+            # TRL writes through ``.data``, which moves no version counter, and before or after this callback. Either way no
             # forward lies in between.
             for handle in self._auxiliary:
                 handle.invalidate()
