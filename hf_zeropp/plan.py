@@ -1,4 +1,4 @@
-"""What ranks must agree on before ZeRO++ is installed on a model.
+"""The facts that ranks must have in common before ZeRO++ is installed on a model.
 
 Ranks that differ in settings, in node sizes or in their models would run different collectives, and hang or crash in a place
 that says nothing of the cause. So every rank states its plan, all plans are exchanged, and every rank raises the same error,
@@ -46,7 +46,7 @@ class UnitPlan:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What every rank must have in common before anything is installed.
+    """The facts that every rank must have in common before anything is installed.
 
     Attributes:
         settings: the settings, as sorted pairs of name and value.

@@ -29,7 +29,7 @@ class DisagreementError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Statement:
-    """What one rank is about to do, for the error message.
+    """A rank's account of what it is about to do, for the error message.
 
     Attributes:
         action: a phrase after "is about to", such as "run a forward pass of unit layers.0".

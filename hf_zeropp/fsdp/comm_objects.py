@@ -1,4 +1,4 @@
-"""What the comm objects of a unit have in common, and the gather that stays FSDP2's own.
+"""The base of all comm objects, and the gather that stays FSDP2's own.
 
 A *comm object* is what FSDP2 calls in place of a collective, and asks for the memory of the collective's input and output.
 """

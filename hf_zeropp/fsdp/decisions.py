@@ -1,4 +1,4 @@
-"""What all ranks of a model decide together: which weights are gathered anew, and when gradients are delivered.
+"""Decisions that all ranks take together: which weights are gathered anew, and when gradients are delivered.
 
 Three moments need an agreement (comm/agreement.py), because each chooses collectives:
 
@@ -40,7 +40,7 @@ _HEAD_BYTES = 4  # moment, detail (2), reductions under way
 
 
 class Moment(enum.IntEnum):
-    """What a rank is about to do when it asks."""
+    """The occasions on which ranks compare what they are about to do."""
 
     FORWARD = 1
     GATHER = 2

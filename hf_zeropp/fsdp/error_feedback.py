@@ -1,14 +1,16 @@
-"""Error feedback: what the hop across nodes leaves out of a unit's gradients is kept, and added to the next step's.
+"""Error feedback: each rank keeps what the cross hop rounded away of its gradients, and adds it to the next step's.
 
-The residual lies where hop 2 is encoded: 1/N of the unit on each rank, in INT8, in the domain of the sums (rotated, where
-gradients are, and with the loss scale of its step). It serves the next step only if that step goes on from this one:
+What is kept is called the *residual*. It is kept where the cross hop is encoded: 1/N of the unit on each rank, in INT8. It has
+the form of the sums that it was taken from: rotated if gradients are rotated, and multiplied with the loss scale of its step.
 
-- a step whose gradients were dropped did not happen, and its residual is cleared. Two signs tell: gradients that are None again
-  though no optimizer stepped (``zero_grad`` alone), and a loss scale that fell (an fp16 overflow, even where a fused optimizer
-  steps and skips inside). Where ``zero_grad(set_to_none=False)`` drops finite gradients, nothing tells;
-- a block that is not finite counts as zero (ops.quantize_with_feedback);
-- gradients under a larger loss scale are other numbers: the residual is rescaled;
-- ``qgz_reset_steps`` bounds how old an error may be (LoCo, arXiv 2407.04480, section 3).
+A residual corrects the next step only if that step follows the one it was taken from. So:
+
+- It is cleared if the gradients were dropped, because a step that did not happen needs no correction. Two signs tell: gradients
+  that are None again although no optimizer stepped (``zero_grad`` alone), and a loss scale that fell (an fp16 overflow, even if
+  a fused optimizer steps and skips the update inside). ``zero_grad(set_to_none=False)`` without a loss scaler gives no sign.
+- It is rescaled if the loss scale grew, because the gradients are then multiplied with another factor.
+- A block that holds a NaN or an Inf adds nothing to it (``ops.quantize_with_feedback``).
+- ``qgz_reset_steps`` bounds how many steps it may have served (LoCo, arXiv 2407.04480, section 3).
 """
 
 from __future__ import annotations
@@ -27,36 +29,49 @@ from hf_zeropp.config import ZeroPPConfig
 logger = logging.getLogger(__name__)
 
 MANY_DROPS = 3
-"""Steps in a row without an optimizer: more than a loss scaler looking for its scale is worth a word."""
+"""Dropped steps in a row that are worth a warning. A loss scaler that looks for its scale drops fewer."""
 
 
 @dataclasses.dataclass
 class LossScale:
-    """The factor in the gradients of the backward pass under way; the same for all units."""
+    """The factor that losses, and so gradients, of the backward pass under way are multiplied with. All units share it."""
 
     value: float = 1.0
 
 
 class Residual:
-    """What hop 2 of one unit's reductions left out so far."""
+    """The residual of one unit.
+
+    Args:
+        config: the settings of the run.
+        loss_scale: the factor in the gradients now.
+    """
 
     def __init__(self, config: ZeroPPConfig, loss_scale: LossScale) -> None:
         self._decay = config.error_feedback_decay or 1.0
         self._reset_steps = config.qgz_reset_steps
         self._loss_scale = loss_scale
         self._wires: list[torch.Tensor] = []
-        self._kinds: list[str] = []  # of the wires: see _kinds_of
-        self._scale = 1.0  # the loss scale in the gradients it is of
-        self._num_steps = 0  # that it has served since it was zero
-        self._awaits_step = False  # no optimizer has taken the gradients that it is of
-        self._num_drops = 0  # in a row
+        self._kinds: list[str] = []  # what the wires mean: see _kinds_of
+        self._scale = 1.0  # the loss scale of the gradients that it was taken from
+        self._num_steps = 0  # steps that it has served since it was zero
+        self._awaits_step = False  # no optimizer has stepped with the gradients that it was taken from
+        self._num_drops = 0  # dropped steps in a row
         self._is_restored = False
 
     def feedback(self, chunks: Sequence[ReduceLayouts], num_slices: int, device: torch.device) -> list[Feedback] | None:
-        """For a hop 2 that begins now, of ``num_slices`` slices in ``chunks``; None where layouts keep no residual."""
+        """Return what the cross hop that begins now adds and updates; None if the layouts keep no residual.
+
+        Args:
+            chunks: the layouts of the chunks in which a slice travels.
+            num_slices: slices that this rank encodes, Y.
+            device: where the residual is kept.
+        """
         kinds = _kinds_of(chunks)
         if kinds != self._kinds and self._is_restored:
-            logger.warning("The residual in the checkpoint is of other settings: error feedback begins anew, at zero.")
+            logger.warning(
+                "The residual in the checkpoint was saved with other settings: error feedback starts again from zero."
+            )
         if kinds != self._kinds or self._is_too_old() or self._loss_scale.value < self._scale:
             self.clear()
         if kinds and not self._wires:
@@ -68,14 +83,14 @@ class Residual:
         return [Feedback(wire, self._decay, rescale) for wire in self._wires] or None
 
     def after_optimizer_step(self) -> None:
-        """An optimizer took the unit's gradients. (Several may, or one per parameter: they count as one step.)"""
+        """Note that an optimizer took the unit's gradients. Several optimizers, or one per parameter, count as one step."""
         if self._awaits_step:
             self._num_steps += 1
             self._num_drops = 0
         self._awaits_step = False
 
     def drop_if_unused(self) -> None:
-        """The gradients of the last step are gone. If no optimizer took them, they are not to be corrected either."""
+        """Clear the residual if no optimizer took the gradients of the last step, which are gone now."""
         if self._awaits_step:
             self._num_drops += 1
             if self._num_drops == MANY_DROPS:
@@ -83,18 +98,20 @@ class Residual:
             self.clear()
 
     def clear(self) -> None:
+        """Start again from zero."""
         self._wires, self._kinds = [], []
         self._num_steps, self._awaits_step, self._is_restored = 0, False, False
 
     def nbytes(self) -> int:
+        """Return the bytes that this rank holds."""
         return sum(wire.numel() for wire in self._wires)
 
     def state(self) -> tuple[list[torch.Tensor], dict[str, Any]]:
-        """The wires, and what else `restore` needs, fit for JSON."""
+        """Return the wires, and what else ``restore`` needs, fit for JSON."""
         return self._wires, {"kinds": self._kinds, "scale": self._scale, "num_steps": self._num_steps}
 
     def restore(self, wires: Sequence[torch.Tensor], rest: dict[str, Any], device: torch.device) -> None:
-        """Take over what `state` gave. Where settings have changed since, the next step begins without it."""
+        """Take over what ``state`` returned. If settings have changed since, the next step starts from zero."""
         self._wires = [wire.to(device) for wire in wires]
         self._kinds, self._scale, self._num_steps = rest["kinds"], rest["scale"], rest["num_steps"]
         self._awaits_step, self._is_restored = False, True
@@ -104,17 +121,17 @@ class Residual:
 
 
 def _kinds_of(chunks: Sequence[ReduceLayouts]) -> list[str]:
-    """What a residual's bytes mean: layouts, and whether they are of rotated sums."""
+    """Return what a residual's bytes mean: the layouts, and whether they hold rotated sums."""
     domain = "rotated " if chunks[0].rotates else ""
     return [domain + chunk.residual.spec for chunk in chunks if chunk.residual is not None]
 
 
 @functools.cache
 def _warn_of_drops() -> None:
-    """Once per process."""
+    """Log the warning, once per process."""
     logger.warning(
-        "Gradients were dropped %d times in a row without a step of a torch optimizer, and with them what error feedback kept. "
-        "If weights are updated by hand, or gradients taken per task, error feedback has no effect: switch it off.",
+        "Gradients were dropped %d times in a row without a step of a torch optimizer, and the residual of error feedback with "
+        "them. If weights are updated by hand, or gradients are taken per task, error feedback has no effect: switch it off.",
         MANY_DROPS,
     )
 

@@ -1,4 +1,4 @@
-"""Whether what was gathered of a unit still equals its weights, as one rank sees it.
+"""One rank's view of whether the gathered copy of a unit still equals its weights.
 
 [Note: when a secondary shard is stale]
 A secondary shard is a copy of the weights. It serves until they change. A rank sees a change of its own shard by three signs:
@@ -35,7 +35,7 @@ from hf_zeropp.fsdp.units import Unit, WeightStamp
 
 
 class Change(enum.IntEnum):
-    """What happened to a unit's weights since they were gathered. The larger one counts where ranks differ."""
+    """A change of a unit's weights since they were gathered. The larger one counts where ranks differ."""
 
     NONE = 0
     STEPPED = 1
@@ -110,5 +110,5 @@ def content_of(unit: Unit) -> int | None:
         return None
     digest = xxhash.xxh3_64()
     for shard in memory:
-        digest.update(shard.detach().view(torch.uint8).numpy())
+        digest.update(shard.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
     return digest.intdigest()

@@ -1,4 +1,4 @@
-"""Where training stands: which micro-step it is, and whether gradients are quantized now. Shared by all units of a model.
+"""The state of gradient accumulation: which micro-step it is, and whether gradients are quantized now.
 
 Several parts tell it: Accelerate or the user's loop (is this the last micro-step?), the Trainer (how much of training is
 done?), a loss scaler (what are losses multiplied with?).

@@ -64,14 +64,14 @@ class PendingGradient(torch.Tensor):
         self.complete = complete
         self.drop = drop
 
-    def __repr__(self, *args: Any, **kwargs: Any) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it without completing it: a debugger must not start collectives."""
         return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares it for callers, without defaults
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Complete every pending gradient among the arguments, or drop it if it is zeroed; then run on plain tensors."""

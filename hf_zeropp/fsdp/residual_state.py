@@ -1,11 +1,11 @@
-"""What a run must find again besides weights and optimizer states: what error feedback kept, a file per rank.
+"""Checkpoints of error feedback: the residuals that a run needs besides weights and optimizer states, in one file per rank.
 
-Residuals belong to a rank, its world and its layouts, and a step without them is a step with a little more error: where they
-do not fit (another world, other settings, no file), they start at zero, and a log line says so. No rank needs to agree with
-another on that: they are local, and decide about no collective.
+A residual fits one rank of one world with one layout. If it does not fit (another world, other settings, no file), it starts
+from zero, and a log line says why: that step has a little more error, and nothing worse. Each rank decides this alone, because
+a residual chooses no collective.
 
-Secondary shards are not saved. A checkpoint is a point where whole weights cross instead of deltas, in the run that saves it as
-in the one that resumes from it, so both go on from the same copies.
+Secondary shards are not saved. At a checkpoint whole weights cross instead of a delta, both in the run that saves it and in the
+run that resumes from it, so both continue from the same copies.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ _METADATA = "zeropp"
 
 
 def state_file(folder: str | os.PathLike[str], rank: int, index: int = 0) -> Path:
+    """Return the path of one rank's file in the checkpoint ``folder``. ``index`` tells models apart."""
     return Path(folder, f"zeropp_{index}_rank_{rank}.safetensors")
 
 
 def save_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology) -> None:
-    """Write them at once or not at all: a run that dies here leaves no half of a file."""
+    """Write the residuals of all units. The file appears when it is whole, so a run that dies here leaves no damaged one."""
     tensors: dict[str, torch.Tensor] = {}
     units: dict[str, Any] = {}
     for reduce in reduces:
@@ -50,7 +51,7 @@ def save_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology:
 
 
 def load_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology) -> None:
-    """Take over what `save_residuals` wrote, or clear, and say why."""
+    """Take over what ``save_residuals`` wrote; if it does not fit, clear the residuals and log why."""
     for reduce in reduces:
         reduce.residual.clear()
     try:

@@ -1,7 +1,8 @@
-"""``ZEROPP_CHECK=1``: do the nodes hold the same copy of the weights? Compared after every update, for whoever debugs.
+"""``ZEROPP_CHECK=1``: a debugging aid that compares the nodes' copies of the weights after every update.
 
-A secondary shard that differs between nodes trains without an error, and badly: with deltas a difference, once there, stays.
-Each rank's checksum goes to all ranks, so that all of them stop where two differ. It costs a host synchronization per unit.
+Training on secondary shards that differ between nodes raises no error and gives bad results; with deltas, a difference stays
+once it is there. Every rank sends the checksum of its copy to all ranks, so all of them stop if two differ. The comparison
+costs a host synchronization per unit, so it is off by default.
 """
 
 from __future__ import annotations
@@ -16,11 +17,15 @@ import torch.distributed as dist
 
 from hf_zeropp.config import ENV_CHECK
 
-_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, its bits at random: a word's place counts
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, with random bits: swapped words change the sum
 
 
 def wants_check(environ: Mapping[str, str] | None = None) -> bool:
-    """Raises: ValueError: the variable is neither 0 nor 1."""
+    """Return whether ``ZEROPP_CHECK`` asks for the comparison.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
     value = (os.environ if environ is None else environ).get(ENV_CHECK, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{ENV_CHECK} must be 0 or 1, got {value!r}.")
@@ -28,7 +33,7 @@ def wants_check(environ: Mapping[str, str] | None = None) -> bool:
 
 
 class SecondaryCheck:
-    """Compares what ranks hold and what they are about to send. Collective over the world.
+    """Compares the secondary shards of all ranks. Every rank must call it, as a collective.
 
     Args:
         hpz_size: ranks that share one copy; the secondary shards of ranks that far apart must be equal.
@@ -38,7 +43,11 @@ class SecondaryCheck:
         self._hpz_size = hpz_size
 
     def same_copies(self, unit: str, secondary: torch.Tensor) -> None:
-        """Raises: RuntimeError: on every rank, where the copies of ``unit`` differ."""
+        """Compare the copies of ``unit``.
+
+        Raises:
+            RuntimeError: on every rank, if two copies differ.
+        """
         sums = _of_all_ranks(checksum(secondary))
         for rank, value in enumerate(sums):
             first = rank % self._hpz_size
@@ -57,14 +66,14 @@ def _of_all_ranks(own: torch.Tensor) -> list[int]:
 
 
 def _stop(message: str) -> NoReturn:
-    """Raise on this rank, as on all others, when all have received what they compare: a rank that ends cuts connections."""
+    """Raise, after all ranks have received what they compare: a rank that ends earlier would cut connections."""
     with contextlib.suppress(RuntimeError):
         dist.barrier()
     raise RuntimeError(message)
 
 
 def checksum(wire: torch.Tensor) -> torch.Tensor:
-    """A 64-bit number, 0-d int64, that any changed, swapped or missing byte of uint8 [n] changes (nearly always)."""
+    """Return a 64-bit checksum (0-d int64) of ``wire``, uint8 [n]. Changed, swapped and missing bytes change it."""
     padded = torch.nn.functional.pad(wire, (0, -wire.numel() % 8)).view(torch.int64)
     places = torch.arange(1, padded.numel() + 1, device=wire.device) * _FACTOR
     mixed = (padded ^ places) * _FACTOR

@@ -145,7 +145,7 @@ class Unit:
         )
 
     def _gather_dtype(self, param: DTensor) -> torch.dtype:
-        """Of one parameter: FSDP2 casts floats alone."""
+        """Return the dtype in which one parameter is gathered. FSDP2 casts floating-point parameters alone."""
         cast = self._group.mp_policy.param_dtype if param.dtype.is_floating_point else None
         return cast or param.dtype
 
@@ -226,7 +226,7 @@ class Unit:
         )
 
     def flat_shard(self, dtype: torch.dtype) -> torch.Tensor:
-        """What FSDP2 would hand to a gather: the padded shards of all parameters, cast and joined. Plain shards only."""
+        """Return what FSDP2 would hand to a gather: the padded shards of all parameters, cast and joined. Plain shards only."""
         shards = [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
         flat = torch.empty(sum(shard.numel() for shard in shards), dtype=dtype, device=self._group.device)
         torch._foreach_copy_(flat.split([shard.numel() for shard in shards]), shards)
