@@ -23,9 +23,13 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from datetime import timedelta
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import wait
 from typing import Any, NamedTuple
+
+from rank_process import Announcement, Job, Raised, Result, announce, rank_main
+
+__all__ = ["Failure", "RankError", "Scenarios", "StartedRank", "StartedRanks", "announce", "each_case", "expect_errors"]
+__all__ += ["free_port", "run_ranks", "started_ranks"]
 
 PRELOAD = [
     "torch",
@@ -39,9 +43,6 @@ PRELOAD = [
 ]
 LIMIT_S = 120.0
 GRACE_S = 20.0  # time for the other ranks to notice and report, after one has failed
-# Settings in the shell that runs the tests must not reach the ranks. ZEROPP_KERNELS may: it picks the kernels to test.
-FOREIGN_PREFIXES = ("ZEROPP_", "FSDP_", "ACCELERATE_", "HF_ACCELERATE_")
-KEPT_VARIABLES = frozenset({"ZEROPP_KERNELS"})
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
@@ -99,7 +100,7 @@ def run_ranks(
             must succeed in this time too, which takes seconds on a busy machine.
 
     Returns:
-        What the function returned, in rank order.
+        The results of the function, in rank order.
 
     Raises:
         RankError: a rank raised, died or did not end in time.
@@ -137,18 +138,12 @@ def started_ranks(
         The ranks.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job = _Job(function, world_size, args, env or {}, init, timeout_s, folder, free_port())
+        job = Job(function, world_size, args, env or {}, init, timeout_s, folder, free_port())
         ranks = StartedRanks([StartedRank(job, rank) for rank in range(world_size)])
         try:
             yield ranks
         finally:
             ranks.end()
-
-
-def announce(text: str) -> None:
-    """Tell the test how far this rank is. Ranks call it; the test calls ``StartedRank.wait_for`` with the same text."""
-    assert _to_test is not None, "announce() was called outside of a rank"
-    _to_test.send_bytes(pickle.dumps(_Announcement(text)))
 
 
 def expect_errors(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[str]:
@@ -264,12 +259,12 @@ class StartedRank:
         process: its process.
     """
 
-    def __init__(self, job: _Job, rank: int) -> None:
+    def __init__(self, job: Job, rank: int) -> None:
         self.rank = rank
         self._receiver, sender = _context.Pipe(duplex=False)
         self._announced: set[str] = set()
-        self._end: _Result | _Raised | None = None
-        self.process = _context.Process(target=_rank_main, args=(sender, job, rank), daemon=True)
+        self._end: Result | Raised | None = None
+        self.process = _context.Process(target=rank_main, args=(sender, job, rank), daemon=True)
         self.process.start()
         # With this copy closed, the end of the rank's process closes the pipe, and reading from it raises EOFError.
         sender.close()
@@ -317,8 +312,8 @@ class StartedRank:
             message = pickle.loads(self._receiver.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(5)
-            message = _Raised("ProcessDied", f"exit code {self.process.exitcode}", "")
-        if isinstance(message, _Announcement):
+            message = Raised("ProcessDied", f"exit code {self.process.exitcode}", "")
+        if isinstance(message, Announcement):
             self._announced.add(message.text)
         else:
             self._end = message
@@ -344,11 +339,11 @@ class StartedRanks:
 
         Args:
             limit_s: seconds until ranks that have not ended count as failed.
-            grace_s: the same, from the first failure on. Where a rank is killed, its peers may need the ``timeout_s`` of
-                the group to notice; where a rank is stopped, this is how long the test waits for it in vain.
+            grace_s: the same, from the first failure on. Peers of a killed rank may need the ``timeout_s`` of the group to
+                notice, and a stopped rank keeps the test waiting for this long.
 
         Returns:
-            What the function returned, in rank order.
+            The results of the function, in rank order.
 
         Raises:
             RankError: a rank raised, died or did not end in time.
@@ -358,18 +353,18 @@ class StartedRanks:
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in running.values():
-                    rank._end = _Raised("TimeoutError", f"no result after {limit_s:.0f} s", "")
+                    rank._end = Raised("TimeoutError", f"no result after {limit_s:.0f} s", "")
             for receiver in ready:
                 rank = running[receiver]
                 rank._read()
-                if isinstance(rank._end, _Raised):
+                if isinstance(rank._end, Raised):
                     deadline = min(deadline, time.monotonic() + grace_s)
         return self._results()
 
     def end(self) -> None:
         """Kill the ranks that are alive; those that have returned a result may end by themselves."""
         for rank in self:
-            if not isinstance(rank._end, _Result):
+            if not isinstance(rank._end, Result):
                 rank.process.kill()
         for rank in self:
             rank.process.join(20)
@@ -377,114 +372,19 @@ class StartedRanks:
             rank._receiver.close()
 
     def _results(self) -> list[Any]:
-        failures = [(rank.rank, rank._end) for rank in self if isinstance(rank._end, _Raised)]
-        results = {rank.rank: rank._end.value for rank in self if isinstance(rank._end, _Result)}
+        failures = [(rank.rank, rank._end) for rank in self if isinstance(rank._end, Raised)]
+        results = {rank.rank: rank._end.value for rank in self if isinstance(rank._end, Result)}
         if failures:
             errors = [Failure(rank, raised.kind, raised.message) for rank, raised in failures]
             raise RankError(_report(failures), errors, results)
         return list(results.values())
 
 
-def _report(failures: list[tuple[int, _Raised]]) -> str:
+def _report(failures: list[tuple[int, Raised]]) -> str:
     """Return each distinct traceback once, with the ranks from which it came."""
-    ranks_of: dict[_Raised, list[int]] = {}
+    ranks_of: dict[Raised, list[int]] = {}
     for rank, raised in failures:
         ranks_of.setdefault(raised, []).append(rank)
     return "\n".join(
         f"[ranks {ranks}] {raised.kind}: {raised.message}\n{raised.trace}" for raised, ranks in ranks_of.items()
-    )
-
-
-# -------------------------------------------------------------------------------------------------- inside of a rank
-
-
-class _Job(NamedTuple):
-    """A function to run on ranks, and the surroundings in which it runs: see ``run_ranks``.
-
-    Attributes:
-        folder: for the store of the process group.
-        port: for a store that the function makes itself.
-    """
-
-    function: Callable[..., Any]
-    world_size: int
-    args: tuple
-    env: dict[str, str]
-    init: bool
-    timeout_s: float
-    folder: str
-    port: int
-
-
-class _Announcement(NamedTuple):
-    """A message of a rank that goes on."""
-
-    text: str
-
-
-class _Result(NamedTuple):
-    """The last message of a rank whose function returned."""
-
-    value: Any
-
-
-class _Raised(NamedTuple):
-    """The last message of a rank whose function raised, or what the test notes about one that died or hung."""
-
-    kind: str
-    message: str
-    trace: str
-
-
-_to_test: Connection | None = None
-"""In a rank, the connection to the test."""
-
-
-def _rank_main(sender: Connection, job: _Job, rank: int) -> None:
-    global _to_test
-    _to_test = sender
-    _set_environment(job, rank)
-    try:
-        # ``sender.send`` would pass tensors as shared memory, which ends with this process. Plain pickle copies them.
-        message = pickle.dumps(_Result(_call(job, rank)))
-    except BaseException as error:  # noqa: BLE001 - the test shows it
-        message = pickle.dumps(_Raised(type(error).__name__, str(error), traceback.format_exc()))
-    sender.send_bytes(message)
-    sender.close()
-
-
-def _call(job: _Job, rank: int) -> Any:
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    if job.init:
-        store = dist.FileStore(os.path.join(job.folder, "store"), job.world_size)
-        timeout = timedelta(seconds=job.timeout_s)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=job.world_size, timeout=timeout)
-    result = job.function(rank, *job.args)
-    if dist.is_initialized():
-        dist.barrier()  # a rank that leaves early breaks the connections of those that are still at work
-        dist.destroy_process_group()
-    return result
-
-
-def _set_environment(job: _Job, rank: int) -> None:
-    for name in [name for name in os.environ if name.startswith(FOREIGN_PREFIXES) and name not in KEPT_VARIABLES]:
-        del os.environ[name]
-    os.environ.update(
-        {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(job.world_size),
-            "LOCAL_WORLD_SIZE": str(job.world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(job.port),
-            "ACCELERATE_USE_CPU": "true",
-            "OMP_NUM_THREADS": "1",
-            "HF_HUB_OFFLINE": "1",
-            "TOKENIZERS_PARALLELISM": "false",
-        }
-        | job.env
     )

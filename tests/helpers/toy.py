@@ -260,24 +260,27 @@ def check_gradients(
     Raises:
         AssertionError: a gradient is missing, too many, or further off than its bound.
     """
-    factor = factor or dist.get_world_size()
     weights, reduced = gathered_weights(model), full_gradients(model)
     losses = loss if isinstance(loss, Sequence) else [loss] * len(steps)
     micro_steps = [local_gradients(weights, reference, rank, *pair) for pair in zip(steps, losses, strict=True)]
-    shares = {}
-    for name, gradients in every_gradient(micro_steps, reduced.keys(), weights).items():
-        param = reduced[name]
-        gradients = gradients.sum(0, keepdim=True) if summed else gradients
-        exact = gradients.sum((0, 1)) / factor
-        raw = dataclasses.replace(reduction, node_bits=None, cross_bits=None)
-        bound = slack * (reduction if param.ndim > 1 else raw).bound(gradients) / factor
-        error = (param.double() - exact).abs().max().nan_to_num(float("inf")).item()
-        shares[name] = error / bound if error else 0.0
+    gathered = every_gradient(micro_steps, reduced.keys(), weights)
+    exact = {name: grads.sum(0, keepdim=True) if summed else grads for name, grads in gathered.items()}
+    divisor = factor or dist.get_world_size()
+    shares = {name: _share_of_bound(reduced[name], grads, reduction, divisor) / slack for name, grads in exact.items()}
     expected = set().union(*micro_steps)
     assert reduced.keys() == expected, f"gradients of {reduced.keys() ^ expected} are missing or too many"
     too_wrong = {name: share for name, share in shares.items() if share > 1}
     assert not too_wrong, f"error as a multiple of the bound: {too_wrong}"
     return shares
+
+
+def _share_of_bound(reduced: torch.Tensor, gradients: torch.Tensor, reduction: Reduction, factor: float) -> float:
+    """Return the error of a reduced gradient over its bound; ``gradients`` are the exact ones: [micro-steps, W, ...]."""
+    if reduced.ndim == 1:
+        reduction = dataclasses.replace(reduction, node_bits=None, cross_bits=None)
+    error = (reduced.double() - gradients.sum((0, 1)) / factor).abs().max().nan_to_num(float("inf")).item()
+    # An error of zero needs no bound, which is zero too where all gradients are.
+    return error / (reduction.bound(gradients) / factor) if error else 0.0
 
 
 def encode_error(amax: torch.Tensor, bits: int | None, dtype: torch.dtype) -> torch.Tensor:

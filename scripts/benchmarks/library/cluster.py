@@ -149,7 +149,7 @@ class Cluster:
         }
 
     def _tear_down(self) -> None:
-        """End in an orderly way. Where this is not reached, the sandbox ends everything."""
+        """End in an orderly way. The sandbox ends everything if this does not run."""
         for connection in self._connections:
             connection.close()  # a node server ends with its connection
         for server in self._servers:
@@ -183,7 +183,7 @@ class Ranks:
         """Call a method of the served object on every rank at once.
 
         Returns:
-            What the ranks returned, in rank order.
+            The results, in rank order.
 
         Raises:
             ClusterError: a rank raised (its traceback is in the message), died or did not answer within ``limit_s``.

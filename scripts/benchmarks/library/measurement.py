@@ -1,4 +1,4 @@
-"""What a rank reports about timed steps or tokens, and how the reports of all ranks become one figure."""
+"""Reports of ranks about timed steps or tokens, and how the reports of all ranks become one figure."""
 
 from __future__ import annotations
 

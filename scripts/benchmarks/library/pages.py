@@ -92,7 +92,7 @@ def write_page(
         title: its title.
         conditions: of ``Study``, with the command.
         intro: its first paragraph.
-        grids: tables. Those without rows are left out.
+        grids: tables. A table without rows is left out.
         plot: a picture in the page's folder.
     """
     kept = path.read_text().partition(BY_HAND)[2] if path.exists() else "\n"

@@ -109,7 +109,8 @@ class Profile:
 
         self._wrap(DefaultAllGather, "__call__", _group_event("gather, FSDP2"))
         self._wrap(DefaultReduceScatter, "__call__", _group_event("reduce, FSDP2"))
-        self._wrap(dist, "all_reduce", _group_event("all-reduce, HSDP"))
+        # HSDP reduces gradients over nodes with it; this package's ranks agree with it on their next step.
+        self._wrap(dist, "all_reduce", _group_event("all-reduce"))
         self._wrap(torch.optim.AdamW, "step", _plain_event("optimizer"))
 
     def _wrap(self, owner: Any, name: str, describe: Callable[..., Event]) -> None:
@@ -137,7 +138,8 @@ class Profile:
         self._undo.append(lambda: setattr(owner, name, original))
 
     def _run(self, event: Event, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the function as an event. The stack holds, per phase that is open in this thread, the time of its inner ones."""
+        """Call the function, and note it as the event."""
+        # One entry for each phase that is open in this thread: the seconds that its inner phases took.
         stack = self._local.__dict__.setdefault("stack", [])
         event.thread = "main" if threading.current_thread() is threading.main_thread() else "backward"
         event.start = time.monotonic()
