@@ -24,7 +24,7 @@ def codes_of(model) -> list[torch.Tensor]:
 
 
 def run_merging(rank: int, bits: int, use_dora: bool) -> dict[str, tuple[float, float]]:
-    """How far sharded and unsharded are apart, and how far each operation moves the logits."""
+    """After each operation: how far sharded and unsharded logits are apart, and how far it moved them."""
     model = with_adapter(tiny_llama(tie_word_embeddings=use_dora), ("default", "other"), use_dora=use_dora)
     reference = packed_copy(model, bits)
     *_, model, _ = prepare(model, frozen_bits=bits, **UNQUANTIZED)

@@ -1,7 +1,8 @@
-"""LoRA over frozen units on 4 ranks (2 nodes): losses of the unsharded model, and bytes: zero across nodes for the base."""
+"""LoRA over frozen units on 4 ranks (2 nodes): the losses are the unsharded model's, and the base never crosses nodes."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 
 import pytest
@@ -29,7 +30,7 @@ STEPS = 3
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One way to run LoRA."""
+    """One way to run LoRA. ``ram_efficient``: rank 0 alone holds the weights at first."""
 
     bits: int | None
     checkpointing: bool = False
@@ -60,7 +61,7 @@ CASES = (
 
 @dataclasses.dataclass
 class Outcome:
-    """What a rank saw of one case."""
+    """One rank's results of one case."""
 
     losses: list[tuple[float, float]]  # sharded, unsharded
     counts: dict[str, tuple[float, float]]  # per step and collective: bytes within the node, across nodes
@@ -94,20 +95,14 @@ def run_case(rank: int, case: Case) -> Outcome:
     )
     reference_optimizer = torch.optim.SGD(trainable(reference), lr=0.05)
     batch, losses = tokens(), []
+    own = batch[rank : rank + 1]
     for step in range(STEPS):
-        if step == 1:
+        if step == 1:  # the first step also sends weights for the first time
             plugin.handle_of(model).traffic.reset()
-        own = batch[rank : rank + 1]
-        loss = model(input_ids=own, labels=own).loss
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=case.mixed_precision == "bf16"):
-            expected = reference(input_ids=batch, labels=batch).loss
-        expected.backward()
-        reference_optimizer.step()
-        reference_optimizer.zero_grad()
-        losses.append((accelerator.reduce(loss.detach().float(), "mean").item(), expected.item()))
+        loss = train_step(model, optimizer, own, accelerator.backward)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=case.mixed_precision == "bf16")
+        expected = train_step(reference, reference_optimizer, batch, torch.Tensor.backward, autocast)
+        losses.append((accelerator.reduce(loss.float(), "mean").item(), expected.item()))
     handle = plugin.handle_of(model)
     frozen = [param for param in model.parameters() if not param.requires_grad]
     leaves = {module for unit in handle.frozen_units for module in unit.modules}
@@ -119,6 +114,15 @@ def run_case(rank: int, case: Case) -> Outcome:
         frozen_bytes=sum(param.to_local().nbytes for param in frozen if isinstance(param, DTensor)),
         frozen_numel=sum(dense_numel(module) for module in leaves),
     )
+
+
+def train_step(model, optimizer, batch: torch.Tensor, backward, autocast=None) -> torch.Tensor:
+    with autocast or contextlib.nullcontext():
+        loss = model(input_ids=batch, labels=batch).loss
+    backward(loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def per_step(counts, steps: int) -> dict[str, tuple[float, float]]:
@@ -149,7 +153,7 @@ def test_bytes_are_the_predicted_ones_and_the_base_stays_in_its_node(outcomes, c
         if case.ranks_per_node == 4:
             assert across == 0
             continue
-        # Gathered once and reduced once: twice this rank's share of the adapters, from each other node. Padding aside.
+        # Adapters are gathered once and reduced once: twice this rank's share arrives from each other node. The rest is padding.
         width = 4 if case.mixed_precision == "no" else 2
         num_nodes = 4 // case.ranks_per_node
         adapters = 2 * width * outcome.trainable_numel * (num_nodes - 1) / 4
@@ -186,7 +190,7 @@ def run_without_trainable_parameters(rank: int) -> tuple[float, set[str]]:
     model = tiny_llama().requires_grad_(False)
     reference = packed_copy(model, 8)
     plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": 8})
-    # `Accelerator.prepare` wants an optimizer beside a model; this is what it calls, and what trainers use.
+    # ``Accelerator.prepare`` wants an optimizer beside a model. This function is what it calls, and what trainers use.
     model = fsdp2_prepare_model(Accelerator(fsdp_plugin=plugin), model)
     batch = tokens()
     gap = (model(batch).logits - reference(batch).logits).abs().max().item()
@@ -216,7 +220,7 @@ def test_optimizers_built_over_all_parameters():
 
 
 def run_sharded_save(rank: int, folder: str, ranks_per_node: int) -> torch.Tensor:
-    """Save with one node shape, or load with another and compute."""
+    """Save with nodes of 2 ranks, or load with nodes of another size; then compute."""
     model = with_adapter(tiny_llama())
     accelerator, _, model, _ = prepare(model, ranks_per_node=ranks_per_node, frozen_bits=4, **UNQUANTIZED)
     accelerator.state.fsdp_plugin.state_dict_type = "SHARDED_STATE_DICT"

@@ -25,7 +25,7 @@ def frozen_linear(bias: bool = True) -> nn.Linear:
 
 
 def dense_twin(model: nn.Module) -> nn.Module:
-    """A packed layer's dense equal."""
+    """A dense layer with the weight that a packed one decodes to."""
     twin = nn.Linear(140, 60, bias=model.bias is not None).requires_grad_(False)
     twin.load_state_dict({"weight": model.weight.decode(), **({"bias": model.bias} if model.bias is not None else {})})
     return twin

@@ -1,4 +1,4 @@
-"""What the Accelerate tests share: a tiny Llama, batches, and a training loop that returns what can be compared."""
+"""Shared by the Accelerate tests: a tiny Llama, batches, and a training loop that returns what can be compared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ UNQUANTIZED = TWO_NODES | {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits":
 
 
 def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
-    """The same on every rank; 2 kv heads, so that its matrices have many shapes."""
+    """A model that is the same on every rank. It has 2 kv heads, so that its matrices have many shapes."""
     set_seed(seed)
     settings = {
         "vocab_size": VOCAB,
@@ -31,7 +31,7 @@ def tiny_llama(seed: int = 0, **overrides) -> LlamaForCausalLM:
 
 
 def new_accelerator(zeropp=TWO_NODES, *, mixed_precision: str = "no", micro_steps: int = 1, **plugin) -> Accelerator:
-    """As in a fresh process: Accelerate's singletons are reset."""
+    """An Accelerator as in a fresh process: the singletons of Accelerate are reset before."""
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     return Accelerator(
@@ -55,7 +55,7 @@ def handle_of(accelerator: Accelerator, model) -> ZeroPPHandle:
 
 
 def train(accelerator: Accelerator, model, optimizer, rank: int, steps) -> list[float]:
-    """A step for each number; returns the losses."""
+    """Train a micro-step for each number of ``steps``, on the batch of that number. Returns the losses."""
     losses = []
     for step in steps:
         with accelerator.accumulate(model):
@@ -69,7 +69,7 @@ def train(accelerator: Accelerator, model, optimizer, rank: int, steps) -> list[
 
 
 def gradients(accelerator: Accelerator, model, rank: int, steps=(0,)) -> dict[str, torch.Tensor]:
-    """Full gradients of the micro-steps, of which only the last synchronizes."""
+    """Full gradients of the micro-steps ``steps``, of which only the last synchronizes."""
     for step in steps:
         with accelerator.accumulate(model):
             tokens = batch_of(rank, step)
@@ -86,7 +86,7 @@ def weights(model) -> dict[str, torch.Tensor]:
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
-    """Norm of the difference over the norm, all tensors together."""
+    """The norm of the difference, divided by the norm of ``theirs``, all tensors together."""
     assert ours.keys() == theirs.keys()
     difference = sum((ours[name] - theirs[name]).double().square().sum() for name in ours)
     return torch.sqrt(difference / sum(value.double().square().sum() for value in theirs.values())).item()

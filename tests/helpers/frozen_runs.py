@@ -1,6 +1,7 @@
-"""What the tests of frozen weights share: a tiny Llama, adapters on it, and the unsharded model to compare with.
+"""Shared by the tests of frozen weights: a tiny Llama, adapters on it, and the unsharded model to compare with.
 
-A vocabulary of 97 and a feed-forward of 140 divide by nothing: rows are uneven over the ranks, blocks over the columns.
+No number of ranks divides a vocabulary of 97, and no block size a feed-forward of 140. So ranks hold different numbers of rows,
+and the last block of a row is shorter than the others.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def tiny_llama(**overrides) -> LlamaForCausalLM:
 
 
 def tiny_mixtral(**overrides) -> MixtralForCausalLM:
-    """With experts fused into 3-D tensors."""
+    """A model with experts fused into 3-D tensors."""
     torch.manual_seed(0)
     settings = {
         "vocab_size": VOCAB,
@@ -52,7 +53,7 @@ def tiny_mixtral(**overrides) -> MixtralForCausalLM:
 
 
 def with_adapter(model: nn.Module, adapters: tuple[str, ...] = ("default",), **settings) -> PeftModel:
-    """Adapters on all linear layers, with weights that matter from the start."""
+    """Put adapters on all linear layers, with weights that change the output from the start."""
     torch.manual_seed(1)
     config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM", **settings)
     model = get_peft_model(model, config, adapter_name=adapters[0])
@@ -62,7 +63,7 @@ def with_adapter(model: nn.Module, adapters: tuple[str, ...] = ("default",), **s
 
 
 def packed_copy(model: nn.Module, bits: int | None) -> nn.Module:
-    """The model as it is without sharding."""
+    """A copy of ``model``, packed in ``bits`` and not sharded."""
     model = copy.deepcopy(model)
     return model if bits is None else quantize_frozen(model, bits)
 
@@ -81,7 +82,7 @@ def prepare(model: nn.Module, *, ranks_per_node: int = 2, mixed_precision: str =
 
 
 def reset_accelerate() -> None:
-    """So that the same processes can build another Accelerator."""
+    """Let the same processes build another Accelerator."""
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=False)

@@ -1,6 +1,6 @@
-"""What the Trainer tests share: a tiny model, data, arguments, and what a run leaves to compare.
+"""Shared by the Trainer tests: a tiny model, data, arguments, and what can be compared after a run.
 
-Everything is a function of its arguments and the seed, so two runs differ only by what a test varies.
+Everything depends on arguments and seeds alone, so two runs differ only by what a test varies.
 """
 
 from __future__ import annotations
@@ -84,16 +84,16 @@ def logged(trainer: Trainer, key: str) -> list[float]:
 
 
 def weights(trainer: Trainer) -> dict[str, np.ndarray]:
-    """Full weights on every rank, as arrays: tensors do not outlive the process that sends them."""
+    """Full weights on every rank. They are arrays, because tensors do not outlive the process that sends them."""
     params = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
     return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy() for name, p in params}
 
 
 def same_weights(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:
-    """Bit for bit."""
+    """Whether both hold the same names, and for each the same bits."""
     return ours.keys() == theirs.keys() and all(np.array_equal(ours[name], theirs[name]) for name in ours)
 
 
-def num_engine_gathers(model: torch.nn.Module) -> int:
-    """Units whose gathers are FSDP2's own."""
+def num_fsdp2_gathers(model: torch.nn.Module) -> int:
+    """The number of units whose gathers are FSDP2's own."""
     return sum(type(unit.all_gather) is DefaultAllGather for unit in find_units(model))

@@ -1,4 +1,4 @@
-"""The plugin under a real Accelerator, on CPU: what users write, against the same script with ``zeropp=False``."""
+"""The plugin under a real Accelerator, on CPU: scripts as users write them, against the same with ``zeropp=False``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from transformers import LlamaForCausalLM
 from hf_zeropp import ZeroPPPlugin, get_handle
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
 
-# INT8 weights and INT8 + INT4 gradients of a tiny random model: measured 0.06 to 0.09 of the gradient's norm. What is
-# lost, doubled or scaled wrongly shows as 0.5 or more.
+# INT8 weights and INT8 + INT4 gradients of a tiny random model: the distance was measured as 0.06 to 0.09 of the gradient's
+# norm. A gradient that is lost, doubled or scaled wrongly shows as 0.5 or more.
 QUANTIZED_DISTANCE = 0.2
 # Unquantized, sums of four fp32 terms in another order; in bf16 each hop and sum rounds to 2^-9.
 ROUNDING = {"no": 1e-5, "bf16": 2e-2}
@@ -71,7 +71,7 @@ def units_are_the_transformer_blocks(rank: int) -> None:
 
 
 def applied_at_the_first_forward(rank: int) -> None:
-    """With nothing done by the user."""
+    """The user does nothing but call the model."""
     model, _ = prepared(new_accelerator())
     assert get_handle(model) is None
     with torch.no_grad():
@@ -80,7 +80,7 @@ def applied_at_the_first_forward(rank: int) -> None:
 
 
 def accumulation_sends_once(rank: int) -> None:
-    """Two micro-steps: the bytes across nodes of one, and the gradients of one with both batches at once."""
+    """Two micro-steps send across nodes what one does, and their gradients are those of one with both batches."""
     sent, found = {}, {}
     for micro_steps in (1, 2):
         accelerator = new_accelerator(UNQUANTIZED, micro_steps=micro_steps)
@@ -100,7 +100,7 @@ def accumulation_sends_once(rank: int) -> None:
 
 
 def counted_is_predicted(rank: int) -> None:
-    """In the units Accelerate makes (embedding, blocks, norm and head without resharding), tied or not."""
+    """Counted bytes are the predicted ones in the units Accelerate makes (embedding, blocks, and norm with head), tied or not."""
     for tied in (False, True):
         accelerator = new_accelerator(micro_steps=3, mixed_precision="bf16")
         model, optimizer = prepared(accelerator, tiny_llama(tie_word_embeddings=tied))
@@ -112,7 +112,7 @@ def counted_is_predicted(rank: int) -> None:
 
 
 def accumulation_keeps_partials(rank: int) -> None:
-    """Between micro-steps: 1/N of every unit, no gradient of full size, and the optimizer waits."""
+    """Between micro-steps a rank holds 1/N of every unit and no gradient of full size, and the optimizer waits."""
     accelerator = new_accelerator(micro_steps=2)
     model, optimizer = prepared(accelerator)
     handle, before = handle_of(accelerator, model), weights(model)
@@ -198,7 +198,7 @@ def evaluation_between_steps(rank: int) -> None:
 
 
 def saved_model_reloads(rank: int, folder: str) -> None:
-    """The usual export: from_pretrained gives back the weights that were trained, not what the wire makes of them."""
+    """``from_pretrained`` of a saved model gives back the weights that were trained, without the wire's rounding."""
     accelerator = new_accelerator()
     model, optimizer = prepared(accelerator)
     train(accelerator, model, optimizer, rank, range(2))
@@ -232,7 +232,7 @@ def second_accelerator(rank: int) -> None:
 
 
 def private_names_of_accelerate(rank: int) -> None:
-    """What integrations/accelerate.py relies on, by behaviour where that can be tried."""
+    """Accelerate behaves as integrations/accelerate.py relies on it to. Its names are in the table of hf_zeropp/compat."""
     assert "fsdp_plugin" in inspect.signature(AcceleratorState.__init__.__wrapped__).parameters
     accelerator = new_accelerator(micro_steps=2)
     assert AcceleratorState._shared_state["fsdp_plugin"] is accelerator.state.fsdp_plugin
@@ -281,7 +281,7 @@ def test_exported_models_reload(tmp_path):
     run_ranks(saved_model_reloads, 4, str(tmp_path), init=False)
 
 
-# Resuming: in fresh processes.
+# Resuming, in fresh processes.
 
 
 def run_training(rank: int, folder: str, state_dict_type: str, steps: tuple[int, ...], save_at: int | None):

@@ -15,7 +15,7 @@ from trainer_runs import (
     callback_of,
     logged,
     losses,
-    num_engine_gathers,
+    num_fsdp2_gathers,
     tiny_model,
     token_data,
     training_arguments,
@@ -44,7 +44,7 @@ def train(rank: int, folder: str, zeropp, arguments: dict):
         "counted_intra": handle.traffic.intra_node_bytes / steps,
         "predicted": node * predicted.cross_node,
         "predicted_intra": node * predicted.intra_node,
-        "engine_gathers": num_engine_gathers(trainer.model),
+        "fsdp2_gathers": num_fsdp2_gathers(trainer.model),
         "shares": logged(trainer, TIME_SHARE),
         "savings": logged(trainer, SAVING),
     }
@@ -62,7 +62,7 @@ def test_losses_follow_stock_and_bytes_follow_the_prediction(tmp_path, arguments
     stock, _ = run_ranks(train, 4, str(tmp_path), False, arguments)[0]
     ours, bytes_ = run_ranks(train, 4, str(tmp_path), TWO_NODES, arguments)[0]
     assert ours == pytest.approx(stock, rel=0.01)
-    assert bytes_["engine_gathers"] == 0
+    assert bytes_["fsdp2_gathers"] == 0
     for suffix in ("", "_intra"):
         mean = sum(bytes_[f"logged{suffix}"]) / len(bytes_[f"logged{suffix}"])
         assert mean == pytest.approx(bytes_[f"counted{suffix}"])

@@ -13,7 +13,7 @@ from trainer_runs import (
     build_trainer,
     callback_of,
     losses,
-    num_engine_gathers,
+    num_fsdp2_gathers,
     same_weights,
     tiny_model,
     token_data,
@@ -53,7 +53,7 @@ def evaluate_every_step(rank: int, folder: str):
 
 
 def local_loss(rank: int, state: dict[str, np.ndarray]) -> float:
-    """The weights in one unsharded model, in the same batches as `evaluate`."""
+    """The loss of one unsharded model with these weights, on the batches of ``evaluate``."""
     model = tiny_model()
     model.load_state_dict({name: torch.tensor(value) for name, value in state.items()}, strict=False)
     ids = torch.tensor(token_data(16, seed=2)["input_ids"])
@@ -114,7 +114,7 @@ def train_sharded_at_load(rank: int, folder: str, saved: str, zeropp, micro_step
         reshard(model)
     trainer.train()
     handle = callback_of(trainer).handle
-    counted = handle and (handle.traffic.cross_node_bytes_per_step, handle.traffic.steps, num_engine_gathers(model))
+    counted = handle and (handle.traffic.cross_node_bytes_per_step, handle.traffic.steps, num_fsdp2_gathers(model))
     return before, losses(trainer), counted
 
 
@@ -126,8 +126,8 @@ def test_model_sharded_at_load(tmp_path, micro_steps):
     ours = run_ranks(train_sharded_at_load, 4, str(tmp_path), saved, TWO_NODES, micro_steps)[0]
     assert ours[0] == pytest.approx(stock[0], rel=2e-3)
     assert ours[1] == pytest.approx(stock[1], rel=0.01)
-    cross_node_bytes, steps, engine_gathers = ours[2]
-    assert (steps, engine_gathers) == (6, 0)
+    cross_node_bytes, steps, fsdp2_gathers = ours[2]
+    assert (steps, fsdp2_gathers) == (6, 0)
     assert 0 < cross_node_bytes
 
 

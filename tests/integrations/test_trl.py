@@ -10,7 +10,7 @@ from datasets import Dataset
 from harness import run_ranks
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from trainer_runs import TWO_NODES, UNQUANTIZED, callback_of, losses, num_engine_gathers, tiny_model
+from trainer_runs import TWO_NODES, UNQUANTIZED, callback_of, losses, num_fsdp2_gathers, tiny_model
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
 from hf_zeropp import ZeroPPCallback, traffic
@@ -151,7 +151,7 @@ def train(rank: int, build, folder: str, zeropp) -> dict:
     return {
         "losses": losses(trainer),
         "eval_loss": trainer.evaluate()["eval_loss"],
-        "engine_gathers": sum(num_engine_gathers(model) for model in (trainer.model, *references)),
+        "fsdp2_gathers": sum(num_fsdp2_gathers(model) for model in (trainer.model, *references)),
         "collectives": [set(handle.traffic.counts) for handle in handles],
         "reference_crossings": crossings,
     }
@@ -163,9 +163,9 @@ def train_each(rank: int, build, folder: str, *settings) -> list[dict]:
 
 def assert_ours(run: dict) -> None:
     assert len(run["losses"]) == STEPS
-    assert run["engine_gathers"] == 0
+    assert run["fsdp2_gathers"] == 0
     assert all(traffic.GATHER_CROSS in names for names in run["collectives"])
-    assert all(traffic.ENGINE_GATHER not in names for names in run["collectives"])
+    assert all(traffic.FSDP2_GATHER not in names for names in run["collectives"])
 
 
 @pytest.mark.parametrize("build", [sft, dpo_lora, dpo_reference, reward, kto], ids=lambda build: build.__name__)
