@@ -144,7 +144,8 @@ def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> di
                 tokens = torch.zeros(1, 5, dtype=torch.long)
                 accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
                 held["accumulator"] = max(held["accumulator"], handle.partial_bytes())
-                held["gradients"] = sum(local(param.grad) for param in model.parameters())
+                if accelerator.sync_gradients:  # before the last micro-step, reading a gradient would complete it
+                    held["gradients"] = sum(local(param.grad) for param in model.parameters())
                 optimizer.step()
                 optimizer.zero_grad()
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
