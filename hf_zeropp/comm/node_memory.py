@@ -9,6 +9,9 @@ gone when the last rank is, however that died. A rank opens the file of a peer t
 kernel and in one PID namespace. Where they do not (hpZ over several machines, one container per rank), or where the system has
 no memfd, ``NodeMemory.connect`` returns None on every rank, and the bytes take the sockets.
 
+Only the user whose job it is can open the file, and its size is sealed: no process can cut it off below a mapping, which would
+end the ranks with a SIGBUS.
+
 On accelerators NVLink and NCCL do this work, and nothing here is used.
 """
 
@@ -18,6 +21,7 @@ import logging
 import math
 import mmap
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +29,12 @@ import torch
 import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
+
+_OWNER_ONLY = 0o600
+if sys.platform == "linux":  # no other system has memfds
+    import fcntl
+
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
 class NodeMemory:
@@ -94,11 +104,13 @@ def _place() -> tuple[str, int] | None:
 
 
 def _create(size: int) -> int:
-    """Return the descriptor of a new memfd of ``size`` bytes."""
-    descriptor = os.memfd_create("zeropp")
+    """Return the descriptor of a new memfd of ``size`` bytes, which its owner alone may open and nobody may resize."""
+    descriptor = os.memfd_create("zeropp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
+        os.fchmod(descriptor, _OWNER_ONLY)  # a memfd is made with all permissions for everybody
         # Pages are allocated now: where memory runs out this is an error here, and not a SIGBUS when a page is touched.
         os.posix_fallocate(descriptor, 0, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
     except OSError:
         os.close(descriptor)
         raise
@@ -106,14 +118,28 @@ def _create(size: int) -> int:
 
 
 def _map(owner: int, descriptor: int | None, size: int) -> mmap.mmap:
-    """Map the file that process ``owner`` has open as ``descriptor``; None where it could not make one."""
+    """Map the file that process ``owner`` has open as ``descriptor``; None where it could not make one.
+
+    Raises:
+        OSError: it cannot be opened, or is not the file that ``_create`` made.
+    """
     if descriptor is None:
         raise OSError("the first rank of the group could not allocate it")
-    opened = os.open(f"/proc/{owner}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    opened = os.open(f"/proc/{owner}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
+        _check(opened, size)
         return mmap.mmap(opened, size)
     finally:
         os.close(opened)
+
+
+def _check(opened: int, size: int) -> None:
+    """Check that ``opened`` is a memfd of ours. The owner may have died, and another process have taken its number."""
+    status = os.fstat(opened)
+    if (status.st_size, status.st_uid, status.st_mode & 0o777) != (size, os.geteuid(), _OWNER_ONLY):
+        raise OSError("its owner, mode or size is not that of the file that the first rank made")
+    if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _SEALS != _SEALS:  # an OSError for files that are no memfd
+        raise OSError("its size is not sealed")
 
 
 def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
