@@ -12,6 +12,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ _SIGNATURES = {  # a CUDA stream follows in each
 }
 _STATUS = {1: "the thread pool failed"}
 _CUDA_ERROR = 1000  # `kCudaError` of ops/format.h
+_SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 class Layout(ctypes.Structure):
@@ -72,12 +74,10 @@ def cpu_library() -> tuple[ctypes.CDLL | None, str | None]:
     path = library_path("cpu")
     if path is None:
         return None, "the compiled library is missing: reinstall hf-zeropp with a C++ compiler at hand"
-    try:
-        library = ctypes.CDLL(path)
-    except OSError as error:
-        return None, f"{path} does not load: {error}"
-    library.zeropp_set_parallel_for(ctypes.c_void_p(_parallel_for_address()))
-    return library, None
+    library, reason = _load(path)
+    if library is not None:
+        library.zeropp_set_parallel_for(ctypes.c_void_p(_parallel_for_address()))
+    return library, reason
 
 
 @functools.cache
@@ -86,10 +86,9 @@ def cuda_library() -> tuple[ctypes.CDLL | None, str | None]:
     path = library_path("cuda")
     if path is None:
         return None, "there is no CUDA library: reinstall hf-zeropp with nvcc (CUDA 12 or newer) at hand"
-    try:
-        library = ctypes.CDLL(path)
-    except OSError as error:
-        return None, f"{path} does not load: {error}"
+    library, reason = _load(path)
+    if library is None:
+        return None, reason
     count = ctypes.c_int()
     if status := library.zeropp_find_devices(ctypes.byref(count)):
         return None, f"the CUDA library finds no GPU: {_cuda_error(library, status)}"
@@ -97,17 +96,35 @@ def cuda_library() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 def library_path(device_type: str) -> str | None:
+    """Return the path of the library for ``device_type`` in the package's own folders, or None where it was not built.
+
+    Neither the working directory nor ``LD_LIBRARY_PATH`` is searched, and no file of another name is taken.
+    """
     # An editable install keeps built files apart from the sources; both lie on the package's path.
-    package_path = sys.modules[__package__.partition(".")[0]].__path__
-    found = (path for root in package_path for path in Path(root, "_libs").glob(f"libzeropp_{device_type}.*"))
-    return next(map(str, found), None)
+    paths = (Path(root, "_libs", f"libzeropp_{device_type}{_SUFFIX}") for root in _package().__path__)
+    return next((str(path) for path in paths if path.is_file()), None)
+
+
+def _load(path: str) -> tuple[ctypes.CDLL | None, str | None]:
+    """Load a library; or return None, and why not."""
+    # Some installers link each file of a package into a store of theirs. Then the sources lie beside the library there.
+    real, home = Path(path).resolve(), Path(str(_package().__file__)).resolve().parent
+    if real.parent not in (Path(path).parent.resolve(), home / "_libs"):
+        return None, f"{path} leads out of the package's folder, to {real}: reinstall hf-zeropp"
+    try:
+        return ctypes.CDLL(path), None
+    except OSError as error:
+        return None, f"{path} does not load: {error}"
+
+
+def _package() -> ModuleType:
+    return sys.modules[__package__.partition(".")[0]]
 
 
 def _parallel_for_address() -> int | None:
     """Address of PyTorch's C function for threads (torch/csrc/stable/c/shim.h); None, that is serial, without it."""
-    suffix = ".dylib" if sys.platform == "darwin" else ".so"
     try:
-        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu{suffix}")).torch_parallel_for
+        function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu{_SUFFIX}")).torch_parallel_for
     except (OSError, AttributeError):
         return None
     return ctypes.cast(function, ctypes.c_void_p).value
