@@ -14,14 +14,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
-import json
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
+from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +200,7 @@ class ZeroPPConfig:
                 )
         settings = dict(settings)
         preset = settings.pop("preset", "balanced")
-        if preset not in PRESETS:
+        if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(
                 f"preset must be one of {', '.join(PRESETS)}, got {preset!r}.{_nearest(str(preset), PRESETS)}"
             )
@@ -263,12 +262,12 @@ def _log_experimental(name: str) -> None:
 
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, MAX_SETTINGS_BYTES)
+    except (OSError, ValueError) as error:
         raise ValueError(f"Cannot read the ZeRO++ config file {str(path)!r}: {error}. Check the path.") from error
     try:
-        settings = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (json.JSONDecodeError, yaml.YAMLError) as error:
+        settings = parse_settings(text, is_json=path.suffix == ".json")
+    except ValueError as error:
         raise ValueError(f"The ZeRO++ config file {str(path)!r} is no valid YAML or JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"The ZeRO++ config file {str(path)!r} must hold `key: value` lines, got: {settings!r}")
@@ -290,13 +289,13 @@ def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
             raise ValueError(f"Unknown environment variable {key}.{_nearest(key, valid)}")
         try:
             settings[key.removeprefix(ENV_PREFIX).lower()] = _parse_env_value(text)
-        except yaml.YAMLError as error:
+        except ValueError as error:
             raise ValueError(f"The environment variable {key}={text!r} is no valid YAML value: {error}") from error
     return settings
 
 
 def _parse_env_value(text: str) -> Any:
-    return None if text.strip().lower() in ("none", "null", "") else yaml.safe_load(text)
+    return None if text.strip().lower() in ("none", "null", "") else parse_settings(text)
 
 
 _DEEPSPEED_KEYS = ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients")

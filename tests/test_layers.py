@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 
 # Each package (or module of the top level) imports only from those that stand above it, and from itself.
 LAYERS = [
+    "files",
     "config",
     "sizes",
     "compat",

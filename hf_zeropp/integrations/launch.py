@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import yaml
 from accelerate.commands.launch import launch_command, launch_command_parser
 
 from hf_zeropp.config import ENV_CONFIG_FILE, ZeroPPConfig
+from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
 
 
 def launch(flags: list[str]) -> None:
@@ -55,9 +57,8 @@ def with_config_file(flags: list[str], path: str) -> list[str]:
 
 def _read_launch_config(path: str) -> dict[str, Any]:
     try:
-        with open(path) as file:
-            settings = yaml.safe_load(file)
-    except (OSError, yaml.YAMLError) as error:
+        settings = parse_settings(read_text(Path(path), MAX_SETTINGS_BYTES))
+    except (OSError, ValueError) as error:
         raise SystemExit(f"hf-zeropp launch: cannot read the config file {path!r}: {error}") from error
     if not isinstance(settings, dict):
         raise SystemExit(f"hf-zeropp launch: {path!r} must hold an Accelerate config (`key: value` lines).")

@@ -1,0 +1,165 @@
+"""Reading files that others may have made, renamed or damaged; writing files that are whole or absent.
+
+A checkpoint may come from a disk that ran full, from a download that broke off, or from a stranger. So the functions here bound
+what they read, follow no link out of a checkpoint's folder, and name the file in every error. Weights are read from safetensors
+alone: PyTorch's other formats hold pickles, which can run any code when they are loaded.
+
+Errors are ``ValueError`` throughout, because a file that cannot be used is a wrong argument to whoever passed its path.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from safetensors import SafetensorError, safe_open
+
+MAX_SETTINGS_BYTES = 2**20
+"""Settings have about a thousand bytes. PyYAML reads about a million per second."""
+MAX_JSON_BYTES = 100 * 2**20
+"""The largest tokenizers of today's models have 35 MB, the largest indices 10 MB."""
+
+
+def read_text(path: Path, max_bytes: int) -> str:
+    """Read a text file of at most ``max_bytes`` bytes.
+
+    Raises:
+        OSError: the file cannot be opened or read.
+        ValueError: it is larger, or no UTF-8.
+    """
+    with open(path, "rb") as file:
+        content = file.read(max_bytes + 1)  # the size is not asked for: pipes and devices do not know theirs
+    if len(content) > max_bytes:
+        raise ValueError(f"it has more than {max_bytes} bytes")
+    return content.decode()
+
+
+def parse_settings(text: str, *, is_json: bool = False) -> Any:
+    """Parse YAML or JSON that a user wrote.
+
+    Raises:
+        ValueError: it is malformed, nested too deeply, or grows beyond ``MAX_SETTINGS_BYTES`` values where aliases of YAML
+            are written out.
+    """
+    try:
+        value = json.loads(text) if is_json else yaml.safe_load(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    _check_written_out(value)
+    return value
+
+
+def _check_written_out(value: Any) -> None:
+    """Refuse a value that is small in memory and huge in an error message: lists of aliases of lists of aliases."""
+    budget, waiting = MAX_SETTINGS_BYTES, [value]
+    while waiting:
+        each = waiting.pop()
+        budget -= 1 + (len(each) if isinstance(each, (str, bytes)) else 0)
+        if budget < 0:
+            raise ValueError("it is larger than any settings once its aliases are written out")
+        waiting += [*each, *each.values()] if isinstance(each, dict) else each if isinstance(each, (list, set)) else []
+
+
+def file_in(folder: Path, name: str, max_bytes: int | None = None) -> Path:
+    """Return the path of the file ``name`` in a checkpoint's folder.
+
+    Args:
+        folder: the folder, which may itself be a link.
+        name: the name of a file in it, for instance as an index gives it.
+        max_bytes: the largest size allowed; default: any.
+
+    Raises:
+        ValueError: ``name`` is a path, or there is no such file that ``check_file`` accepts.
+    """
+    if not isinstance(name, str) or not name or Path(name).name != name:
+        raise ValueError(f"{str(folder)!r} names a file {name!r}; expected the name of a file in that folder.")
+    check_file(folder / name, folder, max_bytes)
+    return folder / name
+
+
+def check_file(path: Path, folder: Path, max_bytes: int | None = None) -> None:
+    """Check that ``path`` is a regular file inside ``folder``, links followed.
+
+    A link out of the folder would let a stranger's checkpoint have any file of this machine read and copied. The cache of the
+    hub, which stores a snapshot as links into its own ``blobs``, is the exception.
+
+    Raises:
+        ValueError: it is not, or has more than ``max_bytes`` bytes.
+    """
+    try:
+        real, home = path.resolve(strict=True), folder.resolve(strict=True)
+        size = real.stat().st_size
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle, before Python 3.13
+        raise ValueError(f"{str(path)!r} cannot be opened: {error}") from error
+    if not real.is_file():  # reading a pipe or a device might never end
+        raise ValueError(f"{str(path)!r} is no regular file.")
+    if not any(real.is_relative_to(allowed) for allowed in (home, *_hub_blobs(home))):
+        raise ValueError(
+            f"{str(path)!r} leads out of its folder, to {str(real)!r}. Put a copy of the file in its place."
+        )
+    if max_bytes is not None and size > max_bytes:
+        raise ValueError(f"{str(path)!r} has {size} bytes; expected at most {max_bytes}.")
+
+
+def _hub_blobs(folder: Path) -> list[Path]:
+    """Return where the files of a hub snapshot are stored: ``models--name/blobs`` for ``models--name/snapshots/commit``."""
+    return [parent.parent / "blobs" for parent in folder.parents if parent.name == "snapshots"]
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Read a JSON object from a file of a checkpoint.
+
+    Raises:
+        ValueError: there is no such file in the folder, or it holds something else. The message names the file.
+    """
+    path = file_in(folder, name, MAX_JSON_BYTES)
+    try:
+        value = json.loads(read_text(path, MAX_JSON_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{str(path)!r} cannot be read as JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{str(path)!r} must hold a JSON object, got {type(value).__name__}.")
+    return value
+
+
+@contextmanager
+def open_tensors(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Its header is checked against its size before any tensor is read.
+
+    Yields:
+        What ``safetensors.safe_open`` returns. Only reads from it belong in the context, because errors of the operating
+        system are taken for errors of this file.
+
+    Raises:
+        ValueError: the file is of another kind, cut off or damaged.
+    """
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{str(path)!r} is no safetensors file. Other formats may hold pickles, which are not loaded.")
+    try:
+        with safe_open(path, framework="pt") as tensors:
+            yield tensors
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{str(path)!r} is cut off, damaged or no safetensors file: {error}") from error
+
+
+@contextmanager
+def written_at_once(path: Path) -> Iterator[Path]:
+    """Give a place to write a file or a folder to, which moves to ``path`` when the context ends.
+
+    The place is in a new folder beside ``path`` that no other user can enter, so nobody can put a link there for the writer to
+    follow. If writing fails, nothing is left.
+
+    Yields:
+        The path to write to, which does not exist yet.
+    """
+    with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as folder:
+        place = Path(folder, path.name)
+        yield place
+        place.replace(path)
