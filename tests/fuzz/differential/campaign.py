@@ -1,0 +1,207 @@
+"""Many programs, several worlds at a time, and what they found.
+
+Every lane is a thread with a world of its own size, and takes the seeds that belong to it. A failure is grouped by what is
+wrong and by the hazards of its program; the first of each group is made short.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from differential.cases import Case
+from differential.generate import WORLDS, generate
+from differential.hazards import hazards
+from differential.minimize import minimize
+from differential.pool import HANG_S, VALUES, Outcome, Symptom, World
+from differential.rank import SIDES, Job
+
+OURS, SHARED, STOCK = "ours", "ours and stock's", "stock's"
+NO_HAZARD = "(no hazard)"
+
+
+def blame(outcome: Outcome) -> str | None:
+    """Whose failure an outcome is; None where nobody's."""
+    if outcome.ours is None:
+        return None if outcome.stock is None else STOCK
+    return OURS if outcome.stock is None else SHARED
+
+
+def kind_of(symptom: Symptom) -> str:
+    """What symptoms have in common that may have one cause. Ranks that run different collectives hang, or gloo aborts."""
+    return {**dict.fromkeys(VALUES, "wrong numbers"), "dies": "hang"}.get(symptom.kind, symptom.kind)
+
+
+@dataclasses.dataclass
+class Failure:
+    """One failing program. ``case`` is the short one once it was made short."""
+
+    seed: int
+    case: Case
+    whose: str
+    symptom: Symptom
+    is_short: bool = False
+
+    @property
+    def group(self) -> tuple[str, str, str]:
+        return self.whose, kind_of(self.symptom), ", ".join(sorted(hazards(self.case))) or NO_HAZARD
+
+    def __str__(self) -> str:
+        head = f"# seed {self.seed}: {self.whose}: {kind_of(self.symptom)}: {', '.join(sorted(hazards(self.case)))}"
+        detail = "\n".join(f"# {line}" for line in self.symptom.detail.splitlines()[:40])
+        return f"{head}\n{detail}\n{self.case.script()}\n"
+
+
+class Campaign:
+    """Runs seeds until the time is over.
+
+    Args:
+        first_seed: the seeds run are this one and those behind it.
+        without: hazards that programs leave out.
+        limit_s: seconds in all.
+        shorten_s: seconds for making one failure short; 0 to leave them as they are.
+        plant: a bug of ``planted.PLANTS``.
+        stop_at_first: end as soon as one failure of ours was found.
+        max_seeds: how many seeds to run at most.
+    """
+
+    def __init__(
+        self,
+        first_seed: int,
+        *,
+        without: Collection[str] = (),
+        limit_s: float = 60.0,
+        hang_s: float = HANG_S,
+        shorten_s: float = 0.0,
+        sides: tuple[str, ...] = SIDES,
+        plant: str | None = None,
+        stop_at_first: bool = False,
+        max_seeds: int | None = None,
+        worlds: Collection[int] = tuple(sorted(set(WORLDS))),
+    ) -> None:
+        self.first_seed = first_seed
+        self.num_cases = 0
+        self.failures: list[Failure] = []
+        self.errors: list[BaseException] = []
+        self._without = without
+        self._hang_s = hang_s
+        self._shorten_s = shorten_s
+        self._sides = sides
+        self._plant = plant
+        self._stop_at_first = stop_at_first
+        self._max_seeds = max_seeds
+        self._worlds = worlds
+        self._lock = threading.Lock()
+        self._shortened: Counter[tuple[str, str, str]] = Counter()
+        self._started = time.monotonic()
+        self._deadline = self._started + limit_s
+        self._threads = [threading.Thread(target=self._guarded, args=(world,), daemon=True) for world in worlds]
+
+    def start(self) -> Campaign:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait for the end, or so long; whether it has ended."""
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        for thread in self._threads:
+            thread.join(None if until is None else max(0.0, until - time.monotonic()))
+        if self.errors:
+            raise self.errors[0]
+        return not any(thread.is_alive() for thread in self._threads)
+
+    @property
+    def rate(self) -> float:
+        """Programs per second."""
+        return self.num_cases / (time.monotonic() - self._started)
+
+    def of(self, whose: str) -> list[Failure]:
+        return [failure for failure in self.failures if failure.whose == whose]
+
+    def summary(self) -> str:
+        """A table: whose failure, what is wrong, the hazards, how many, and the first seed."""
+        groups: dict[tuple[str, str, str], list[Failure]] = {}
+        for failure in self.failures:
+            groups.setdefault(failure.group, []).append(failure)
+        lines = [f"{self.num_cases} programs, {self.rate:.1f} per second, {len(self.failures)} failures"]
+        for (whose, kind, names), found in sorted(groups.items(), key=lambda item: (item[0][0], -len(item[1]))):
+            shortest = min(found, key=lambda failure: len(failure.case.operations))
+            size = len(shortest.case.operations)
+            lines.append(f"{whose:17} {kind:20} {len(found):5}  seed {shortest.seed} ({size} operations)  {names}")
+        return "\n".join(lines)
+
+    def _guarded(self, size: int) -> None:
+        try:
+            self._lane(size)
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it where somebody looks
+            self.errors.append(error)
+
+    def _lane(self, size: int) -> None:
+        worlds = {size: World(size, self._hang_s)}
+        try:
+            for seed in self._seeds(size):
+                case = generate(seed, self._without)
+                outcome = worlds[size].run(Job(case, self._sides, self._plant))
+                with self._lock:
+                    self.num_cases += 1
+                if blame(outcome) is not None:
+                    self._take(seed, case, outcome, worlds)
+                if self._is_over():
+                    return
+        finally:
+            for world in worlds.values():
+                world.stop()
+
+    def _seeds(self, size: int) -> Iterator[int]:
+        seed = self.first_seed
+        while self._max_seeds is None or seed < self.first_seed + self._max_seeds:
+            if WORLDS[seed % len(WORLDS)] == size:
+                yield seed
+            seed += 1
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self._deadline or bool(self._stop_at_first and self.of(OURS))
+
+    def _take(self, seed: int, case: Case, outcome: Outcome, worlds: dict[int, World]) -> None:
+        whose, symptom = blame(outcome), outcome.ours or outcome.stock
+        assert whose is not None and symptom is not None
+        failure = Failure(seed, case, whose, symptom)
+        with self._lock:
+            is_new = self._shortened[failure.group] == 0
+            self._shortened[failure.group] += 1
+        if self._shorten_s and is_new:
+            failure = shorten(failure, worlds, self._shorten_s, self._hang_s, self._plant)
+        with self._lock:
+            self.failures.append(failure)
+
+
+def shorten(
+    failure: Failure, worlds: dict[int, World], limit_s: float, hang_s: float, plant: str | None = None
+) -> Failure:
+    """Make the program of a failure short.
+
+    Args:
+        worlds: by size, to run on; others are started as they are needed, and stay there for the caller to stop.
+    """
+    latest = failure.symptom
+
+    def fails(case: Case) -> bool:
+        nonlocal latest
+        if not hazards(case) <= hazards(failure.case):
+            return False  # it would be another failure
+        world = worlds.setdefault(case.world, World(case.world, hang_s))
+        outcome = world.run(Job(case, SIDES, plant))
+        symptom = outcome.ours or outcome.stock
+        is_same = symptom is not None and kind_of(symptom) == kind_of(failure.symptom)
+        if is_same and blame(outcome) == failure.whose:
+            assert symptom is not None
+            latest = symptom
+            return True
+        return False
+
+    case = minimize(failure.case, fails, limit_s)
+    return Failure(failure.seed, case, failure.whose, latest, is_short=True)

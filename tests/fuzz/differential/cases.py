@@ -1,0 +1,219 @@
+"""What a program of the fuzz is, and its text form.
+
+A case holds everything that one run depends on: the world, the settings, the models, the optimizers and the operations.
+Its text form is a list of calls, one a line, which a person can read and ``Case.parse`` turns back into the same case::
+
+    world(size=4, ranks_per_node=2)
+    model(width=5)
+    block(kind='mlp', inner=3)
+    optimizer(kind='sgd')
+    set_last(last=False)
+    train(data=1)
+    step()
+
+Only arguments that differ from their defaults are printed.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+POLICIES = ("fp32", "bf16", "bf16 reduce")
+BLOCK_KINDS = ("mlp", "bare", "nested", "tied", "unused")
+OPTIMIZER_KINDS = (
+    "sgd",
+    "sgd_foreach",
+    "momentum",
+    "adamw",
+    "adamw_foreach",
+    "adamw_fused",
+    "writes_data",
+    "writes_memory",
+)
+STATELESS = ("sgd", "sgd_foreach", "writes_data", "writes_memory")
+PARTS = ("all", "even", "odd")
+
+# Routes by which weights are written, on all ranks or on one. The first group moves version counters of the DTensor or of
+# its local tensor, the second moves none.
+LOUD_ROUTES = ("in_place", "local", "detached")
+SILENT_ROUTES = ("data", "numpy", "foreach")
+LOAD_ROUTES = ("load_state_dict", "set_model_state_dict", "dcp_and_load_state_dict", "dcp_in_place")
+
+# Every operation with its arguments and their defaults. ``sides.Side`` has a method of the same name for each, which says
+# what it does. ``which`` is None for all models, or the index of one; ``path`` is None for all blocks in order.
+OPERATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "train": {"data": 0, "which": None, "path": None, "forwards": 1, "backwards": 1, "input_grad": False},
+        "forward": {"data": 0, "which": None},
+        "evaluate": {"data": 0, "which": None, "path": None, "times": 1},
+        "generate": {"data": 0, "which": None, "times": 3, "budget": 0},
+        "no_sync": {"data": 0, "which": None, "count": 1},
+        "abort": {"data": 0, "which": None},
+        "train_with_steps_inside": {"data": 0, "which": None},
+        "set_last": {"last": True},
+        "zero_grad": {"optimizer": None, "keep": False},
+        "discard": {},
+        "clip": {"norm": 0.05, "foreach": None},
+        "scale_grads": {"factor": 0.5},
+        "read_grads": {},
+        "step": {"optimizer": 0},
+        "step_with_closure": {"optimizer": 0, "data": 0},
+        "step_on_all_but_one": {"optimizer": 0, "rank": 0},
+        "step_that_raises": {},
+        "step_of_another_module": {"rank": 0},
+        "freeze": {"param": 0, "count": 1},
+        "unfreeze": {"param": 0, "count": 1},
+        "edit": {"route": "in_place", "param": 0, "count": 1, "factor": 1.5},
+        "edit_on_one_rank": {"route": "in_place", "param": 0, "rank": 0, "factor": 1.5},
+        "save": {},
+        "load": {"route": "load_state_dict"},
+        "invalidate": {},
+        "save_handle_state": {},
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockSpec:
+    """One block of a model.
+
+    Attributes:
+        kind: one of ``BLOCK_KINDS``.
+        inner: rows of its widest matrix; 1 or 2 leave ranks without a shard.
+        unit: whether ``fully_shard`` is called on it.
+        reshards: its ``reshard_after_forward``.
+        frozen: indices of its parameters that do not train from the start.
+    """
+
+    kind: str = "mlp"
+    inner: int = 3
+    unit: bool = True
+    reshards: bool = True
+    frozen: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """One model: blocks between two matrices of the root.
+
+    Attributes:
+        width: features between blocks.
+        ends: the root's own matrices: "both", "tied" (one parameter), or "none" (the root owns nothing).
+        policy: one of ``POLICIES``.
+        root_reshards: ``reshard_after_forward`` of the root; None leaves it to FSDP2.
+    """
+
+    width: int = 5
+    ends: str = "both"
+    policy: str = "fp32"
+    root_reshards: bool | None = None
+    blocks: tuple[BlockSpec, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerSpec:
+    """An optimizer over all parameters, or those of even or odd index."""
+
+    kind: str = "sgd"
+    part: str = "all"
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One call of the program. ``args`` holds what differs from the defaults in ``OPERATIONS``."""
+
+    name: str
+    args: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, name: str, **args: Any) -> Operation:
+        defaults = OPERATIONS[name]
+        unknown = args.keys() - defaults.keys()
+        if unknown:
+            raise ValueError(f"{name} takes {sorted(defaults)}, got {sorted(unknown)}.")
+        return cls(name, tuple(sorted((key, value) for key, value in args.items() if value != defaults[key])))
+
+    @property
+    def all_args(self) -> dict[str, Any]:
+        return {**OPERATIONS[self.name], **dict(self.args)}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One program and everything it depends on.
+
+    Attributes:
+        joined: two models lie in one unsharded container, which ``apply_zeropp`` is called with.
+        settings: what ``apply_zeropp`` is given besides ``ranks_per_node``, over settings that quantize nothing.
+    """
+
+    world: int = 2
+    ranks_per_node: int = 1
+    joined: bool = False
+    settings: tuple[tuple[str, Any], ...] = ()
+    models: tuple[ModelSpec, ...] = (ModelSpec(),)
+    optimizers: tuple[OptimizerSpec, ...] = (OptimizerSpec(),)
+    operations: tuple[Operation, ...] = ()
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether ZeRO++ may differ from an unsharded model by the order of fp32 sums alone."""
+        quantizes = any(dict(self.settings).get(name) for name in ("qwz_bits", "qgz_bits", "qgz_intra_bits"))
+        return not quantizes and all(model.policy == "fp32" for model in self.models)
+
+    def script(self) -> str:
+        """The text form; see the module's docstring."""
+        lines = [_call("world", size=self.world, ranks_per_node=self.ranks_per_node)]
+        if self.settings:
+            lines.append(_call("settings", **dict(self.settings)))
+        for model in self.models:
+            lines.append(_call("model", **_differing(model, skip=("blocks",))))
+            lines += [_call("block", **_differing(block)) for block in model.blocks]
+        lines += ["joined()"] * self.joined
+        lines += [_call("optimizer", **_differing(optimizer)) for optimizer in self.optimizers]
+        lines += [_call(operation.name, **dict(operation.args)) for operation in self.operations]
+        return "\n".join(lines)
+
+    @classmethod
+    def parse(cls, script: str) -> Case:
+        """The case that a text form describes."""
+        fields: dict[str, Any] = {"models": [], "optimizers": [], "operations": []}
+        for statement in ast.parse(script).body:
+            call = statement.value if isinstance(statement, ast.Expr) else None
+            if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+                raise ValueError(f"Line {statement.lineno} is no call with keyword arguments: {ast.unparse(statement)}")
+            args = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
+            _add_call(fields, call.func.id, args)
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+def _add_call(fields: dict[str, Any], name: str, args: dict[str, Any]) -> None:
+    if name == "world":
+        fields |= {"world": args["size"], "ranks_per_node": args["ranks_per_node"]}
+    elif name == "settings":
+        fields["settings"] = tuple(sorted(args.items()))
+    elif name == "joined":
+        fields["joined"] = True
+    elif name == "model":
+        fields["models"].append(ModelSpec(**args))
+    elif name == "block":
+        model = fields["models"].pop()
+        fields["models"].append(dataclasses.replace(model, blocks=(*model.blocks, BlockSpec(**args))))
+    elif name == "optimizer":
+        fields["optimizers"].append(OptimizerSpec(**args))
+    else:
+        fields["operations"].append(Operation.of(name, **args))
+
+
+def _call(name: str, **args: Any) -> str:
+    return f"{name}({', '.join(f'{key}={value!r}' for key, value in args.items())})"
+
+
+def _differing(spec: Any, skip: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Fields of a dataclass that differ from their defaults."""
+    fields = ((field.name, getattr(spec, field.name), field.default) for field in dataclasses.fields(spec))
+    return {name: value for name, value, default in fields if value != default and name not in skip}

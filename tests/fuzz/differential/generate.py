@@ -1,0 +1,306 @@
+"""Random programs, each from one integer.
+
+A program is a few rounds of a training loop (micro-steps, clipping, a step, ``zero_grad``) into which other operations are
+thrown: evaluation, edits of weights, freezing, checkpoints, events on one rank. It ends with a plain round, so that whatever
+went wrong before has a chance to show.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from differential.cases import (
+    BLOCK_KINDS,
+    LOAD_ROUTES,
+    LOUD_ROUTES,
+    OPTIMIZER_KINDS,
+    SILENT_ROUTES,
+    BlockSpec,
+    Case,
+    ModelSpec,
+    Operation,
+    OptimizerSpec,
+)
+from differential.hazards import Walk
+
+WORLDS = (2, 4, 3, 4, 6, 2, 4, 8)
+"""The world of seed n is ``WORLDS[n % len(WORLDS)]``."""
+
+NEVER = frozenset({"pending at read"})
+"""Hazards that are generated on request only: a gradient that waits is documented to read as zero."""
+
+_TRIES = 12
+
+
+def generate(seed: int, without: Collection[str] = ()) -> Case:
+    """The case of a seed; ``without`` names hazards to leave out, which makes it another case."""
+    rng = random.Random(seed)
+    world = WORLDS[seed % len(WORLDS)]
+    ranks_per_node = rng.choice(
+        [size for size in range(1, world + 1) if world % size == 0 and (size < world or rng.random() < 0.1)]
+    )
+    policy = _pick(rng, {"fp32": 0.75, "bf16": 0.15, "bf16 reduce": 0.1})
+    models = tuple(_model(rng, policy) for _ in range(_pick(rng, {1: 0.75, 2: 0.25})))
+    joined = len(models) == 2 and rng.random() < 0.5 and "models in one container" not in without
+    case = Case(
+        world=world,
+        ranks_per_node=ranks_per_node,
+        joined=joined,
+        settings=tuple(sorted(_settings(rng, world, ranks_per_node).items())),
+        models=models,
+        optimizers=_optimizers(rng),
+    )
+    program = Program(rng, case, frozenset(without) | NEVER)
+    return dataclasses.replace(case, operations=program.write())
+
+
+class Program:
+    """Writes the operations of one case.
+
+    Args:
+        without: hazards that no operation may add.
+    """
+
+    def __init__(self, rng: random.Random, case: Case, without: frozenset[str]) -> None:
+        self._rng = rng
+        self._case = case
+        self._without = without
+        self._walk = Walk.start(case)
+        self._operations: list[Operation] = []
+        self._data = 0
+
+    def write(self) -> tuple[Operation, ...]:
+        for _ in range(_pick(self._rng, {1: 0.4, 2: 0.4, 3: 0.2})):
+            self._round()
+        self._end()
+        return tuple(self._operations)
+
+    def _round(self) -> None:
+        rng = self._rng
+        micro_steps = _pick(rng, {1: 0.5, 2: 0.25, 3: 0.15, 4: 0.1})
+        tells = micro_steps > 1 and rng.random() < 0.85
+        for number in range(micro_steps):
+            if rng.random() < 0.2:
+                self._interject()
+            if tells:
+                self._add("set_last", last=number == micro_steps - 1)
+            self._micro_step()
+        for name, likelihood in (("clip", 0.2), ("scale_grads", 0.05), ("read_grads", 0.1)):
+            if rng.random() < 0.25:
+                self._interject()
+            if rng.random() < likelihood:
+                self._add_random(name)
+        self._add_random(
+            _pick(rng, {"step": 0.82, "step_with_closure": 0.06, "step_on_all_but_one": 0.06, "step_that_raises": 0.06})
+        )
+        if rng.random() < 0.3:
+            self._interject()
+        if rng.random() < 0.85:
+            self._add_random("zero_grad")
+        if rng.random() < 0.3:
+            self._interject()
+
+    def _micro_step(self) -> None:
+        kinds = {"train": 0.85, "forward": 0.06, "no_sync": 0.04, "abort": 0.03, "train_with_steps_inside": 0.02}
+        self._add_random(_pick(self._rng, kinds))
+
+    def _interject(self) -> None:
+        kinds = {
+            "evaluate": 0.24,
+            "generate": 0.06,
+            "edit": 0.16,
+            "edit_on_one_rank": 0.05,
+            "freeze": 0.1,
+            "unfreeze": 0.06,
+            "step_of_another_module": 0.04,
+            "save": 0.03,
+            "load": 0.07,
+            "invalidate": 0.04,
+            "save_handle_state": 0.03,
+            "discard": 0.04,
+            "set_last": 0.05,
+            "zero_grad": 0.03,
+        }
+        self._add_random(_pick(self._rng, kinds))
+
+    def _end(self) -> None:
+        """One plain round, whose numbers are all compared."""
+        self._add("set_last", last=True)
+        self._add("train", data=self._next_data())
+        self._add("read_grads")
+        self._add("step")
+        self._add("evaluate", data=self._next_data())
+
+    def _add_random(self, name: str) -> None:
+        """An operation of this name with random arguments, or nothing where all that were tried add a hazard to avoid."""
+        for _ in range(_TRIES):
+            if self._add(name, **self._arguments(name)):
+                return
+
+    def _add(self, name: str, **args: Any) -> bool:
+        operation = Operation.of(name, **args)
+        walk = self._walk.copy()
+        walk.take(operation)
+        if (walk.found | walk.changes) & self._without:
+            return False
+        self._walk = walk
+        self._operations.append(operation)
+        return True
+
+    def _arguments(self, name: str) -> dict[str, Any]:
+        return dict(_ARGUMENTS[name](self)) if name in _ARGUMENTS else {}
+
+    # Arguments of the operations that have some.
+
+    def _next_data(self) -> int:
+        self._data += 1
+        return self._data
+
+    def _which(self) -> int | None:
+        return self._rng.choice([None, None, 0, 1]) if len(self._case.models) > 1 else None
+
+    def _path(self) -> list[int] | None:
+        """Blocks left out, taken twice, or taken in another order."""
+        if self._rng.random() < 0.85:
+            return None
+        return [self._rng.randrange(3) for _ in range(self._rng.randint(1, 3))]
+
+    def _batch(self) -> Iterator[tuple[str, Any]]:
+        yield "data", self._next_data()
+        yield "which", self._which()
+
+    def _train(self) -> Iterator[tuple[str, Any]]:
+        yield from self._batch()
+        yield "path", self._path()
+        yield "forwards", _pick(self._rng, {1: 0.9, 2: 0.1})
+        yield "backwards", _pick(self._rng, {1: 0.96, 2: 0.04})
+        yield "input_grad", self._rng.random() < 0.15
+
+    def _evaluate(self) -> Iterator[tuple[str, Any]]:
+        yield from self._batch()
+        yield "path", self._path()
+        yield "times", _pick(self._rng, {1: 0.7, 2: 0.3})
+
+    def _generate(self) -> Iterator[tuple[str, Any]]:
+        yield from self._batch()
+        yield "times", self._rng.randint(1, 4)
+        yield "budget", self._rng.choice([0, 0, 300, 10_000])
+
+    def _no_sync(self) -> Iterator[tuple[str, Any]]:
+        yield from self._batch()
+        yield "count", self._rng.randint(1, 2)
+
+    def _zero_grad(self) -> Iterator[tuple[str, Any]]:
+        yield "optimizer", self._rng.choice([None, None, 0, 1])
+        yield "keep", self._rng.random() < 0.25
+
+    def _optimizer(self) -> Iterator[tuple[str, Any]]:
+        yield "optimizer", self._rng.randrange(2)
+
+    def _closure(self) -> Iterator[tuple[str, Any]]:
+        yield from self._optimizer()
+        yield "data", self._next_data()
+
+    def _but_one(self) -> Iterator[tuple[str, Any]]:
+        yield from self._optimizer()
+        yield "rank", self._rng.randrange(self._case.world)
+
+    def _params(self) -> Iterator[tuple[str, Any]]:
+        yield "param", self._rng.randrange(16)
+        yield "count", _pick(self._rng, {1: 0.5, 4: 0.3, 99: 0.2})
+
+    def _edit(self) -> Iterator[tuple[str, Any]]:
+        yield from self._params()
+        yield "route", self._rng.choice(LOUD_ROUTES + SILENT_ROUTES)
+
+    def _edit_on_one_rank(self) -> Iterator[tuple[str, Any]]:
+        yield "param", self._rng.randrange(16)
+        yield "rank", self._rng.randrange(self._case.world)
+        yield "route", self._rng.choice(LOUD_ROUTES + SILENT_ROUTES)
+
+
+_ARGUMENTS: dict[str, Any] = {
+    "train": Program._train,
+    "forward": Program._batch,
+    "evaluate": Program._evaluate,
+    "generate": Program._generate,
+    "no_sync": Program._no_sync,
+    "abort": Program._batch,
+    "train_with_steps_inside": Program._batch,
+    "set_last": lambda program: [("last", program._rng.random() < 0.5)],
+    "zero_grad": Program._zero_grad,
+    "clip": lambda program: [("foreach", program._rng.choice([None, True, False]))],
+    "step": Program._optimizer,
+    "step_with_closure": Program._closure,
+    "step_on_all_but_one": Program._but_one,
+    "step_of_another_module": lambda program: [("rank", program._rng.randrange(program._case.world))],
+    "freeze": Program._params,
+    "unfreeze": Program._params,
+    "edit": Program._edit,
+    "edit_on_one_rank": Program._edit_on_one_rank,
+    "load": lambda program: [
+        ("route", _pick(program._rng, dict(zip(LOAD_ROUTES, (0.5, 0.2, 0.15, 0.15), strict=True))))
+    ],
+}
+
+
+def _pick(rng: random.Random, likelihoods: dict[Any, float]) -> Any:
+    return rng.choices(list(likelihoods), list(likelihoods.values()))[0]
+
+
+def _model(rng: random.Random, policy: str) -> ModelSpec:
+    ends = _pick(rng, {"both": 0.6, "tied": 0.2, "none": 0.2})
+    num_blocks = rng.randint(1 if ends == "none" else 0, 3)
+    return ModelSpec(
+        width=rng.choice([3, 5, 7, 8]),
+        ends=ends,
+        policy=policy,
+        root_reshards=_pick(rng, {None: 0.7, True: 0.2, False: 0.1}),
+        blocks=tuple(_block(rng) for _ in range(num_blocks)),
+    )
+
+
+def _block(rng: random.Random) -> BlockSpec:
+    frozen = _pick(rng, {(): 0.8, (0,): 0.1, tuple(range(8)): 0.1})
+    return BlockSpec(
+        kind=rng.choice(BLOCK_KINDS),
+        inner=rng.choice([1, 2, 3, 9]),
+        unit=rng.random() < 0.85,
+        reshards=rng.random() < 0.75,
+        frozen=frozen,
+    )
+
+
+def _optimizers(rng: random.Random) -> tuple[OptimizerSpec, ...]:
+    if rng.random() < 0.75:
+        return (OptimizerSpec(rng.choice(OPTIMIZER_KINDS)),)
+    return tuple(OptimizerSpec(rng.choice(OPTIMIZER_KINDS), part) for part in ("even", "odd"))
+
+
+def _settings(rng: random.Random, world: int, ranks_per_node: int) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    copies = [
+        size
+        for size in range(1, world + 1)
+        if world % size == 0 and not (ranks_per_node % size and size % ranks_per_node)
+    ]
+    settings["hpz_size"] = _pick(rng, {"node": 0.6, None: 0.15, rng.choice(copies): 0.25})
+    for name, likelihood in (("overlap", 0.3), ("shared_memory", 0.3)):
+        if rng.random() < likelihood:
+            settings[name] = False
+    if rng.random() < 0.2:
+        settings["qgz_chunks"] = rng.choice([2, 3])
+    way = _pick(rng, {"exact": 0.75, "values": 0.1, "delta": 0.15})
+    if way == "values":
+        settings |= {"qwz_bits": 8, "qgz_bits": 8, "qgz_intra_bits": 8}
+        settings |= rng.choice([{}, {"qgz_hadamard": True}, {"qgz_error_feedback": "full"}])
+    if way == "delta":
+        settings |= {"qwz_mode": "delta", "qwz_bits": 8}
+        if settings["hpz_size"] is None or settings["hpz_size"] == world > ranks_per_node:
+            settings["hpz_size"] = "node"
+        if rng.random() < 0.3:
+            settings["qwz_resync_steps"] = 2
+    return settings

@@ -1,0 +1,191 @@
+"""Names for what a program does that is easy to get wrong: the fuzz groups its failures by them, and can leave them out.
+
+``hazards(case)`` walks the operations and keeps track of what a careful user would: whether gradients wait for the last
+micro-step, whether units were left unsharded, and whether weights changed in a way that no counter and no hook shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from differential.cases import LOUD_ROUTES, Case, Operation
+from differential.networks import used_and_trainable
+
+HAZARDS = {
+    "pending at step": "an optimizer steps while micro-steps wait for a last one that did not come",
+    "pending at clip": "gradients are clipped while micro-steps wait",
+    "pending at read": "gradients are read or scaled by hand while micro-steps wait",
+    "pending and zeroed": "zero_grad(set_to_none=False) while micro-steps wait",
+    "pending and part dropped": "an optimizer over a part of the parameters drops its gradients while micro-steps wait",
+    "pending and refrozen": "requires_grad changes while micro-steps wait",
+    "frozen before step": "parameters are frozen between backward and step",
+    "silent write": "weights change through .data, numpy, foreach, or a checkpoint loaded in place",
+    "step that raises": "an optimizer raises after a part of its updates",
+    "changed while unsharded": "weights change while a forward without backward left units unsharded",
+    "frozen while unsharded": "requires_grad changes while a forward without backward left units unsharded",
+    "optimizer on one rank": "an optimizer of another module steps on one rank alone",
+    "step skipped on one rank": "one rank skips an optimizer step",
+    "edit on one rank": "one rank changes its shard of a weight",
+    "models in one container": "two sharded models in one unsharded container",
+}
+STOCK_IS_WRONG = ("frozen while unsharded",)
+"""Hazards that FSDP2 itself does not stand, and for which the package makes no promise."""
+
+_FORWARDS = {
+    "train",
+    "forward",
+    "evaluate",
+    "generate",
+    "no_sync",
+    "abort",
+    "train_with_steps_inside",
+    "step_with_closure",
+}
+_BACKWARDS = {"train", "no_sync", "abort", "train_with_steps_inside", "step_with_closure"}
+_STEPS = {"step", "step_with_closure", "step_on_all_but_one", "step_that_raises"}
+
+
+@dataclasses.dataclass
+class Walk:
+    """What is known behind a number of operations. ``found`` collects hazards."""
+
+    case: Case
+    is_last: bool = True
+    pending: set[int] = dataclasses.field(default_factory=set)  # models whose gradients wait
+    has_grads: bool = False
+    unsharded: set[int] = dataclasses.field(default_factory=set)  # models left so by a forward without backward
+    changes: set[str] = dataclasses.field(default_factory=set)  # hazards that take effect at the next forward
+    froze_with_grads: bool = False
+    trainable: set[int] = dataclasses.field(default_factory=set)  # used parameters, as ``freeze`` counts them
+    found: set[str] = dataclasses.field(default_factory=set)
+
+    @classmethod
+    def start(cls, case: Case) -> Walk:
+        trainable = {index for index, (is_used, trains) in enumerate(_flags(case)) if is_used and trains}
+        found = {"models in one container"} if case.joined else set()
+        return cls(case, trainable=trainable, found=found)
+
+    def copy(self) -> Walk:
+        sets = {name: set(value) for name, value in vars(self).items() if isinstance(value, set)}
+        return dataclasses.replace(self, **sets)
+
+    def _used(self, args: dict) -> set[int]:
+        """The models that an operation runs."""
+        every = set(range(len(self.case.models)))
+        return every if args.get("which") is None else {args["which"] % len(every)}
+
+    def _surely_trains(self, args: dict) -> bool:
+        """Whether every model that an operation runs has a backward pass: something in it trains, and is on the path."""
+        start, trains = 0, []
+        for index, model in enumerate(self.case.models):
+            size = len(used_and_trainable(model))
+            is_on_path = args.get("path") is None or (model.ends != "none" and start in self.trainable)
+            has_trainable = any(start <= param < start + size for param in self.trainable)
+            trains.append(index not in self._used(args) or (has_trainable and is_on_path))
+            start += size
+        return all(trains)
+
+    def take(self, operation: Operation) -> None:
+        """Go one operation on."""
+        name, args = operation.name, operation.all_args
+        if name in _FORWARDS:
+            self.found |= self.changes
+            self.changes.clear()
+            self.unsharded |= self._used(args)
+        if name in _BACKWARDS:
+            self._backward(name, args)
+        if name in _STEPS:
+            self._step(name)
+        if name in ("edit", "edit_on_one_rank", "load"):
+            self._write(name, args)
+        if name in ("freeze", "unfreeze"):
+            self._refreeze(name, args)
+        if name in ("zero_grad", "discard"):
+            self._zero_grad(name, args)
+        if name == "set_last":
+            self.is_last = args["last"]
+        if name == "step_of_another_module":
+            self.changes.add("optimizer on one rank")
+        if name == "invalidate":
+            self.changes -= {"silent write", "edit on one rank", "optimizer on one rank", "step skipped on one rank"}
+            self.changes -= {"frozen before step", "step that raises"}
+        if name in ("clip", "read_grads", "scale_grads") and self.pending:
+            self.found.add("pending at clip" if name == "clip" else "pending at read")
+
+    def _backward(self, name: str, args: dict) -> None:
+        if name == "abort":
+            self.has_grads = False
+            self.pending.clear()
+            self.unsharded.clear()
+            return
+        if name == "step_with_closure":  # the closure begins with the optimizer's zero_grad
+            self._zero_grad("zero_grad", {"optimizer": args["optimizer"], "keep": False})
+        if not self._surely_trains(args):
+            return
+        self.unsharded -= self._used(args)
+        self.is_last = self.is_last or name == "train_with_steps_inside"
+        self.has_grads = True
+        if not self.is_last:
+            self.pending |= self._used(args)
+        elif self.case.joined:  # one handle serves both models, and delivers all that waits
+            self.pending.clear()
+        else:
+            self.pending -= self._used(args)
+
+    def _step(self, name: str) -> None:
+        if self.pending:
+            self.found.add("pending at step")
+        if name == "step_that_raises" and self.has_grads:
+            self.changes.add("step that raises")
+        if name == "step_on_all_but_one":
+            self.changes.add("step skipped on one rank")
+        if self.froze_with_grads:
+            self.changes.add("frozen before step")
+        self._weights_changed()
+
+    def _write(self, name: str, args: dict) -> None:
+        route = args["route"]
+        if name == "edit_on_one_rank":
+            self.changes.add("edit on one rank")
+        if name != "load" and route not in LOUD_ROUTES or route == "dcp_in_place":
+            self.changes.add("silent write")
+        self._weights_changed()
+
+    def _weights_changed(self) -> None:
+        if self.unsharded:
+            self.changes.add("changed while unsharded")
+
+    def _refreeze(self, name: str, args: dict) -> None:
+        flags = _flags(self.case)
+        chosen = {(args["param"] + offset) % len(flags) for offset in range(args["count"])}
+        chosen = {index for index in chosen if flags[index][0]}
+        self.trainable = self.trainable - chosen if name == "freeze" else self.trainable | chosen
+        if self.pending:
+            self.found.add("pending and refrozen")
+        self.froze_with_grads = self.froze_with_grads or self.has_grads
+        if self.unsharded:
+            self.changes.add("frozen while unsharded")
+
+    def _zero_grad(self, name: str, args: dict) -> None:
+        if self.pending and name == "zero_grad" and args["keep"]:
+            self.found.add("pending and zeroed")
+        if self.pending and name == "zero_grad" and args["optimizer"] is not None and self._is_partial(args):
+            self.found.add("pending and part dropped")
+            return
+        self.has_grads = self.froze_with_grads = False
+        self.pending.clear()
+
+    def _is_partial(self, args: dict) -> bool:
+        return self.case.optimizers[args["optimizer"] % len(self.case.optimizers)].part != "all"
+
+
+def _flags(case: Case) -> list[tuple[bool, bool]]:
+    return [flag for model in case.models for flag in used_and_trainable(model)]
+
+
+def hazards(case: Case) -> frozenset[str]:
+    """The names, among ``HAZARDS``, of what the program does."""
+    walk = Walk.start(case)
+    for operation in case.operations:
+        walk.take(operation)
+    return frozenset(walk.found)

@@ -1,0 +1,170 @@
+"""Bugs put into our side on purpose: the fuzz must find each, or its silence would prove nothing.
+
+They use what FSDP2 and torch offer in public, so that they stay where they are when the package changes inside.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from differential.sharded_sides import Ours
+from differential.sides import Observation
+
+
+class ScaledGradients(Ours):
+    """All gradients are off by one percent."""
+
+    def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
+        super()._backward(loss, times)
+        for param in self.params.values():
+            if param.grad is not None:
+                param.grad.mul_(1.01)
+
+
+class LostMicroStep(Ours):
+    """Every third backward pass does not come."""
+
+    num_passes = 0
+
+    def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
+        self.num_passes += 1
+        if self.num_passes % 3:
+            super()._backward(loss, times)
+
+
+class GradientOfOneParameterIsZero(Ours):
+    def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
+        super()._backward(loss, times)
+        grad = next(iter(self.params.values())).grad
+        if grad is not None:
+            grad.zero_()
+
+
+class OneShardIsNotUpdated(Ours):
+    """The optimizer's update does not last on rank 0. It is undone behind every counter."""
+
+    def step(self, optimizer: int) -> Observation:
+        before = {name: self._rows(param).clone() for name, param in self.params.items()}
+        super().step(optimizer)
+        if self.rank == 0:
+            for name, param in self.params.items():
+                np.copyto(self._rows(param).numpy(), before[name].numpy())
+        return {**self.gradients(), **self.weights()}
+
+
+class NormIsOff(Ours):
+    """The total norm, and with it what clipping does, is off by a thousandth."""
+
+    def clip(self, norm: float, foreach: bool | None) -> Observation:
+        seen = super().clip(norm, foreach)
+        return seen | {"norm": seen["norm"] * 1.001}
+
+
+class Hangs(Ours):
+    """Rank 0 waits for a message that nobody sends."""
+
+    def read_grads(self) -> Observation:
+        if self.rank == 0:
+            dist.recv(torch.empty(1), src=1)
+        return super().read_grads()
+
+
+class RaisesOnOneRank(Ours):
+    def read_grads(self) -> Observation:
+        if self.rank == 1:
+            raise ArithmeticError("planted")
+        return super().read_grads()
+
+
+class DiesOnOneRank(Ours):
+    def read_grads(self) -> Observation:
+        if self.rank == 1:
+            os._exit(7)
+        return super().read_grads()
+
+
+class _Wrapped(AllGather):
+    """A gather whose output is spoiled behind it."""
+
+    def __init__(self, inner: AllGather) -> None:
+        self._inner = inner
+
+    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return self._inner.allocate(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        work = self._inner(output_tensor, input_tensor, group, async_op)
+        if work is not None:
+            work.wait()
+        self.spoil(output_tensor, group.size())
+
+    def spoil(self, output: torch.Tensor, world: int) -> None:
+        raise NotImplementedError
+
+
+class _Stale(_Wrapped):
+    """Every third gather gives what the first one gave."""
+
+    num_calls = 0
+
+    def spoil(self, output: torch.Tensor, world: int) -> None:
+        if self.num_calls == 0:
+            self._first = output.clone()
+        elif self.num_calls % 3 == 0 and output.shape == self._first.shape:
+            output.copy_(self._first)
+        self.num_calls += 1
+
+
+class _Swapped(_Wrapped):
+    """The shards of ranks 0 and 1 change places."""
+
+    def spoil(self, output: torch.Tensor, world: int) -> None:
+        slices = output.view(world, -1)
+        slices[[0, 1]] = slices[[1, 0]]
+
+
+class _SpoilsGathers(Ours):
+    wrapper: type[_Wrapped]
+
+    def __init__(self, *args: Any) -> None:
+        install, wrapper = FSDPModule.set_custom_all_gather, self.wrapper
+        with mock.patch.object(
+            FSDPModule, "set_custom_all_gather", lambda module, comm: install(module, wrapper(comm))
+        ):
+            super().__init__(*args)
+
+
+class StaleGather(_SpoilsGathers):
+    wrapper = _Stale
+
+
+class SwappedRanks(_SpoilsGathers):
+    wrapper = _Swapped
+
+
+PLANTS: dict[str, type[Ours]] = {
+    plant.__name__: plant
+    for plant in (
+        ScaledGradients,
+        LostMicroStep,
+        GradientOfOneParameterIsZero,
+        OneShardIsNotUpdated,
+        NormIsOff,
+        Hangs,
+        RaisesOnOneRank,
+        DiesOnOneRank,
+        StaleGather,
+        SwappedRanks,
+    )
+}

@@ -1,0 +1,209 @@
+"""Worlds of long-lived worker processes, and the watchdog over them.
+
+A world runs one case after another. It is replaced by fresh processes only after a case in which a rank raised or hung. A
+hang is a case in which the main threads of all ranks sleep for ``hang_s`` seconds without waking once: a rank that merely waits
+for a processor does not sleep, so a loaded machine causes no false alarm. The ranks' stacks tell where they stood.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import multiprocessing
+import os
+import pickle
+import re
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from multiprocessing.connection import wait
+from typing import Any
+
+from differential.compare import Difference
+from differential.rank import BETWEEN_CASES, SIDES, Job, Report, main
+
+# The last three are imported by the first backward pass and the first checkpoint, in every process, if not here.
+PRELOAD = ["differential.rank", "torch._dynamo", "torch._inductor", "fsspec.core"]
+VALUES = ("loss", "grad", "weight", "norm")
+START_S = 120.0
+SAMPLE_S = 0.25
+HANG_S = 5.0
+GRACE_S = 1.0  # for the peers of a rank that raised
+COLLECTIVE_TIMEOUT_S = 60.0  # the watchdog is quicker
+# What ranks say whose peers went away, or ran another collective: it tells nothing of the cause.
+_OF_PEERS = re.compile(r"Timed out|Connection closed|Connection reset|Broken pipe|onnection refused|op\.preamble", re.I)
+_start_lock = threading.Lock()  # the fork server takes one request at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Symptom:
+    """What went wrong on one side.
+
+    Attributes:
+        kind: "loss", "grad", "weight" or "norm" (it differs from the oracle), "raises" and a type, "dies", "hang".
+        detail: for a person; it does not take part in comparisons of symptoms.
+    """
+
+    kind: str
+    detail: str = dataclasses.field(compare=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a case gave on both sides that are compared with the oracle. None: as expected."""
+
+    ours: Symptom | None = None
+    stock: Symptom | None = None
+
+
+class World:
+    """``size`` processes of one gloo group.
+
+    Args:
+        hang_s: seconds of sleep after which a case counts as hanging.
+    """
+
+    def __init__(self, size: int, hang_s: float = HANG_S) -> None:
+        self.size = size
+        self.hang_s = hang_s
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(PRELOAD)
+        self._processes: list[Any] = []
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        self.stop()
+
+    def run(self, job: Job) -> Outcome:
+        """Run a case on all ranks. Where our side raised or hung, stock runs alone behind it."""
+        outcome = self._run(job)
+        if "stock" in job.sides and outcome.ours is not None and outcome.ours.kind not in VALUES:
+            stock = self._run(dataclasses.replace(job, sides=("plain", "stock"), plant=None))
+            return Outcome(outcome.ours, stock.stock)
+        return outcome
+
+    def stop(self) -> None:
+        """Kill the processes."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        for connection in getattr(self, "_connections", []):
+            connection.close()
+        if self._processes:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        self._processes = []
+
+    def _run(self, job: Job) -> Outcome:
+        if not self._processes:
+            self._start()
+        message = pickle.dumps(job)
+        for connection in self._connections:
+            connection.send_bytes(message)
+        reports = self._collect()
+        if all(report is not None and report.error is None for report in reports):
+            return Outcome(_symptom(reports, "ours"), _symptom(reports, "stock"))
+        side, symptom = self._what_broke(reports)
+        self.stop()
+        return Outcome(ours=symptom) if side == "ours" else Outcome(stock=symptom)
+
+    def _start(self) -> None:
+        self._folder = tempfile.mkdtemp(prefix="zeropp_fuzz_")
+        self._progress = self._context.RawArray("i", [BETWEEN_CASES] * self.size)
+        pipes = [self._context.Pipe() for _ in range(self.size)]
+        self._connections = [ours for ours, _ in pipes]
+        for rank, (_, theirs) in enumerate(pipes):
+            args = (rank, self.size, theirs, self._progress, self._folder, COLLECTIVE_TIMEOUT_S)
+            process = self._context.Process(target=main, args=args, daemon=True)
+            with _start_lock:
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+        for connection in self._connections:
+            if not connection.poll(START_S):
+                raise TimeoutError(f"A world of {self.size} ranks did not start within {START_S:.0f} s.")
+            connection.recv_bytes()
+
+    def _collect(self) -> list[Report | None]:
+        """A report of every rank; None for those that died, hang, or wait for one that raised."""
+        reports: list[Report | None] = [None] * self.size
+        pending = {connection: rank for rank, connection in enumerate(self._connections)}
+        seen, moved = None, time.monotonic()
+        while pending:
+            for connection in wait(list(pending), timeout=SAMPLE_S):
+                rank = pending.pop(connection)
+                with contextlib.suppress(EOFError, ConnectionError):
+                    reports[rank] = pickle.loads(connection.recv_bytes())
+            now = [_wakings(self._processes[rank].pid) for rank in sorted(pending.values())]
+            if now != seen or None in now:
+                seen, moved = now, time.monotonic()
+            ended = set(range(self.size)) - set(pending.values())
+            has_broken = any(reports[rank] is None or reports[rank].error for rank in ended)
+            if time.monotonic() - moved > (GRACE_S if has_broken else self.hang_s):
+                break
+        return reports
+
+    def _what_broke(self, reports: list[Report | None]) -> tuple[str, Symptom]:
+        """The side that ran, and what to say of it."""
+        raised = [report for report in reports if report is not None and report.error is not None]
+        causes = [report for report in raised if not _OF_PEERS.search(str(report.error_kind))]
+        places = [report.stood for report in raised if report.stood]
+        places += [(SIDES[place // 1000], place % 1000) for place in self._progress if place >= 0]
+        side = "ours" if any(name == "ours" for name, _ in places) else "stock"
+        where = f"ranks at {sorted(set(places))}"
+        if causes:
+            kind = f"raises {str(causes[0].error_kind).partition(':')[0]}"
+            return side, Symptom(kind, f"{where}, {len(causes)} raised: {causes[0].error_kind}\n{causes[0].error}")
+        dead = {rank: code for rank, process in enumerate(self._processes) if (code := process.exitcode) is not None}
+        if dead:
+            return side, Symptom("dies", f"{where}, exit codes by rank: {dead}")
+        silent = [rank for rank, report in enumerate(reports) if report is None]
+        lines = [f"rank {rank}: {stack}" for rank, stack in self._stacks(silent).items()]
+        lines += [f"a rank at {report.stood}: {report.error_kind}" for report in raised]
+        return side, Symptom("hang", "\n".join([where, *lines]))
+
+    def _stacks(self, ranks: list[int]) -> dict[int, str]:
+        """Where the ranks stand now, innermost first: functions of the package and of FSDP2."""
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._processes[rank].pid, signal.SIGUSR1)
+        time.sleep(0.2)
+        stacks = {}
+        for rank in ranks:
+            with open(os.path.join(self._folder, f"stack{rank}")) as file:
+                frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', file.read())
+            ours = [f"{os.path.basename(path)}:{line} {name}" for path, line, name in frames if "zeropp" in path]
+            stacks[rank] = " < ".join(ours[:6]) or "?"
+        return stacks
+
+
+def _wakings(pid: int) -> str | None:
+    """How often the main thread of a process was given a processor so far; None while it has or wants one."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/status") as file:
+            status = file.read()
+    except (FileNotFoundError, ProcessLookupError):
+        return "gone"
+    is_asleep = "\nState:\tS" in status
+    return status[status.index("voluntary_ctxt_switches") :] if is_asleep else None
+
+
+def _symptom(reports: list[Report | None], side: str) -> Symptom | None:
+    """The earliest difference that any rank saw."""
+    found = [(rank, report.differences.get(side)) for rank, report in enumerate(reports) if report is not None]
+    seen: list[tuple[int, Difference]] = [(rank, difference) for rank, difference in found if difference is not None]
+    if not seen:
+        return None
+    rank, first = min(seen, key=lambda pair: (pair[1].operation, -pair[1].share))
+    return Symptom(first.kind, f"rank {rank}, {first}")
+
+
+def require_import_path() -> None:
+    """The fork server imports what this process can: fail early, and plainly, where it cannot."""
+    if "differential" not in sys.modules:
+        raise ImportError("Run with tests/fuzz on the import path, as scripts/fuzz.sh does.")

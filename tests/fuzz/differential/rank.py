@@ -1,0 +1,162 @@
+"""What one worker process does: run cases, one after another, as one rank of a gloo world."""
+
+from __future__ import annotations
+
+import dataclasses
+import faulthandler
+import gc
+import logging
+import os
+import pickle
+import signal
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from differential import planted
+from differential.cases import Case
+from differential.compare import Difference, first_difference
+from differential.sharded_sides import Ours, Stock
+from differential.sides import Observation, Plain, Side
+
+# In the shared progress array: 1000 * side + operation, so that the parent can say where a rank stood.
+SIDES = ("ours", "plain", "stock")
+BETWEEN_CASES = -1
+SETTING_UP = 999
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One case for a world.
+
+    Attributes:
+        sides: which of ``SIDES`` run; "plain" is the oracle of the other two.
+        plant: a bug of ``planted.PLANTS`` to put into our side.
+    """
+
+    case: Case
+    sides: tuple[str, ...] = SIDES
+    plant: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What one rank found.
+
+    Attributes:
+        differences: by side, where it first differs from the oracle; None where it does not.
+        error: a traceback, where something raised; ``error_kind`` its type and message.
+        stood: the side and the operation that ran when it raised.
+    """
+
+    differences: Mapping[str, Difference | None] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+    error_kind: str | None = None
+    stood: tuple[str, int] | None = None
+
+
+def main(rank: int, world: int, connection: Any, progress: Any, folder: str, timeout_s: float) -> None:
+    """Serve jobs from ``connection`` until it closes."""
+    _set_environment(rank, world)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    with open(os.path.join(folder, f"stack{rank}"), "w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        store = dist.FileStore(os.path.join(folder, "store"), world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
+        mesh = init_device_mesh("cpu", (world,))
+        gc.collect()
+        gc.freeze()  # what was imported need not be searched after each case
+        connection.send_bytes(pickle.dumps("ready"))
+        while True:
+            try:
+                job = pickle.loads(connection.recv_bytes())
+            except EOFError:
+                os._exit(0)
+            connection.send_bytes(pickle.dumps(_serve(job, rank, progress, folder, mesh)))
+            progress[rank] = BETWEEN_CASES
+
+
+def _set_environment(rank: int, world: int) -> None:
+    for name in [name for name in os.environ if name.startswith("ZEROPP_") and name != "ZEROPP_KERNELS"]:
+        del os.environ[name]
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
+
+
+def _serve(job: Job, rank: int, progress: Any, folder: str, mesh: DeviceMesh) -> Report:
+    try:
+        return Report(differences=_run_case(job, rank, progress, folder, mesh))
+    except Exception as error:  # noqa: BLE001 - the parent shows it
+        stood = (SIDES[progress[rank] // 1000], progress[rank] % 1000) if progress[rank] >= 0 else ("before", 0)
+        return Report(error=traceback.format_exc(), error_kind=f"{type(error).__name__}: {error}", stood=stood)
+
+
+def _run_case(job: Job, rank: int, progress: Any, folder: str, mesh: DeviceMesh) -> dict[str, Difference | None]:
+    """Run the sides one after another: an optimizer's step on one of them is seen by all ZeRO++ handles alive."""
+    case, found = job.case, {}
+
+    def run(name: str, forced: Sequence[Mapping[str, torch.Tensor]] | None = None) -> _Trace:
+        progress[rank] = 1000 * SIDES.index(name) + SETTING_UP
+        side = _make(name, job, rank, folder, mesh)
+        return _trace(side, case, forced, lambda index: progress.__setitem__(rank, 1000 * SIDES.index(name) + index))
+
+    ours = run("ours") if "ours" in job.sides else None
+    gc.collect()  # the handle is gone, and its hooks with it
+    exact = run("plain") if case.is_exact or "stock" in job.sides else None
+    if ours is not None:
+        forced = None if case.is_exact else _whole_weights(ours.observations, rank, case.world)
+        oracle = exact if forced is None else run("plain", forced)
+        assert oracle is not None
+        found["ours"] = first_difference(
+            case, ours.observations, oracle.observations, oracle.scales, forced=forced is not None
+        )
+    if "stock" in job.sides:
+        stock = run("stock")
+        assert exact is not None
+        found["stock"] = first_difference(case, stock.observations, exact.observations, exact.scales, forced=False)
+    gc.collect()
+    return found
+
+
+def _make(name: str, job: Job, rank: int, folder: str, mesh: DeviceMesh) -> Side:
+    if name == "plain":
+        return Plain(job.case, rank, folder)
+    if name == "stock":
+        return Stock(job.case, rank, folder, mesh)
+    return (Ours if job.plant is None else planted.PLANTS[job.plant])(job.case, rank, folder, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Trace:
+    observations: list[Observation]
+    scales: list[dict[str, float]]
+
+
+def _trace(side: Side, case: Case, forced: Sequence[Mapping[str, torch.Tensor]] | None, tell: Any) -> _Trace:
+    trace = _Trace([], [])
+    for index, operation in enumerate(case.operations):
+        tell(index)
+        trace.observations.append(side.run(operation.name, operation.all_args))
+        if isinstance(side, Plain):
+            trace.scales.append(dict(side.scales))
+            if forced is not None:
+                side.force(forced[index])
+    return trace
+
+
+def _whole_weights(run: list[Observation], rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+    """Of each operation that shows weights, the whole ones, from every rank's rows."""
+    own = [{key: value for key, value in seen.items() if key.startswith("weight")} for seen in run]
+    of_ranks: list[Any] = [None] * world
+    dist.all_gather_object(of_ranks, own)
+    return [
+        {key.split(" ", 1)[1]: torch.cat([ranks[index][key] for ranks in of_ranks]) for key in seen}
+        for index, seen in enumerate(own)
+    ]

@@ -1,0 +1,194 @@
+"""The two sides that run FSDP2: stock, and with ``apply_zeropp``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+import torch.distributed.checkpoint as checkpoints
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import set_model_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from differential.cases import Case
+from differential.networks import Net, build, shard
+from differential.sides import Observation, Side, step_and_drop
+from hf_zeropp import apply_zeropp, generation_mode
+
+UNQUANTIZED = {"qwz_bits": None, "hpz_size": "node", "qgz_bits": None, "qgz_intra_bits": None}
+
+
+class Aborted(Exception):
+    """Raised inside a backward pass, in place of an error such as running out of memory."""
+
+
+class Stock(Side):
+    """FSDP2 as torch has it."""
+
+    def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self._num_saved = 0
+        super().__init__(case, rank, folder)
+
+    def abort(self, data: int, which: int | None) -> Observation:
+        hidden: list[torch.Tensor] = []
+        with contextlib.ExitStack() as stack:
+            for net in self._used(which):
+                module = net.blocks[len(net.blocks) // 2] if len(net.blocks) else net.first
+                handle = module.register_forward_hook(lambda module, args, output: hidden.append(output))
+                stack.callback(handle.remove)
+            loss = self._loss(data, which)
+        for tensor in hidden:
+            if tensor.requires_grad:
+                tensor.register_hook(_abort)
+        with contextlib.suppress(Aborted):
+            self._backward(loss)
+        # The root's modules may show unsharded parameters, which have gradients of their own.
+        for net in self._used(which):
+            net.zero_grad()
+            net.reset_iter_state()
+        self.zero_grad(None, False)
+        return {"loss": loss.item()}
+
+    def step_on_all_but_one(self, optimizer: int, rank: int) -> Observation:
+        if self._has_state(optimizer) or self.rank != rank % self.case.world:
+            self._optimizer(optimizer).step()
+        return {**self.gradients(), **self.weights()}
+
+    def edit(self, route: str, param: int, count: int, factor: float) -> Observation:
+        ROUTES[route]([self.params[name] for name in self._chosen(param, count)], factor)
+        return self.weights()
+
+    def edit_on_one_rank(self, route: str, param: int, rank: int, factor: float) -> Observation:
+        if self.rank == rank % self.case.world:
+            ROUTES[route]([self.params[name] for name in self._chosen(param, 1)], factor)
+        return self.weights()
+
+    def load(self, route: str) -> Observation:
+        for index, net in enumerate(self.nets):
+            state = net.state_dict()
+            saved = {name: self._saved[self._first_name[f"{index}.{name}"]] for name in state}
+            if route == "load_state_dict":
+                net.load_state_dict(saved)
+            elif route == "set_model_state_dict":
+                set_model_state_dict(net, saved)
+            else:
+                self._load_files(net, state, saved, in_place=route == "dcp_in_place")
+        return self.weights()
+
+    def _load_files(self, net: Net, state: dict, saved: dict, in_place: bool) -> None:
+        """``checkpoints.load`` writes into the tensors of ``state``, which are the parameters' own."""
+        self._num_saved += 1
+        path = os.path.join(self.folder, f"{type(self).__name__}{self._num_saved}")
+        checkpoints.save(saved, checkpoint_id=path)
+        checkpoints.load(state, checkpoint_id=path)
+        if not in_place:
+            net.load_state_dict(state)
+
+    def _build_nets(self) -> list[Net]:
+        return [shard(build(spec, seed), spec, self.mesh) for seed, spec in enumerate(self.case.models)]
+
+    def _outputs(self, inputs: list[torch.Tensor | None], path: Sequence[int] | None) -> list[torch.Tensor]:
+        if self.container is not None:
+            return self.container(inputs, path)
+        return [net(x, path) for net, x in zip(self.nets, inputs, strict=True) if x is not None]
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        assert isinstance(tensor, DTensor), type(tensor)
+        return tensor.detach().to_local()
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+    def _clone(self, param: torch.Tensor) -> torch.Tensor:
+        return param.detach().clone()
+
+    def _set_sync(self, sync: bool) -> None:
+        for net in self.nets:
+            net.set_requires_gradient_sync(sync)
+
+    def _backward_with_steps(self, loss: torch.Tensor) -> None:
+        params = [param for param in self.params.values() if param.requires_grad]
+        hooks = [param.register_post_accumulate_grad_hook(step_and_drop) for param in params]
+        self._backward(loss)
+        for hook in hooks:
+            hook.remove()
+
+
+class Ours(Stock):
+    """FSDP2 with ``apply_zeropp``."""
+
+    def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
+        super().__init__(case, rank, folder, mesh)
+        settings = UNQUANTIZED | dict(case.settings) | {"ranks_per_node": case.ranks_per_node}
+        self.handles = [apply_zeropp(model, settings) for model in self._models()]
+
+    def generate(self, data: int, which: int | None, times: int, budget: int) -> Observation:
+        with contextlib.ExitStack() as stack:
+            for model in self._models():
+                stack.enter_context(generation_mode(model, budget))
+            return super().generate(data, which, times, budget)
+
+    def set_last(self, last: bool) -> Observation:
+        for handle in self.handles:
+            handle.set_last_micro_step(last)
+        return {}
+
+    def discard(self) -> None:
+        for handle in self.handles:
+            handle.discard_accumulated()
+        super().discard()
+
+    def invalidate(self) -> Observation:
+        for handle in self.handles:
+            handle.invalidate()
+        return {}
+
+    def save_handle_state(self) -> Observation:
+        for index, handle in enumerate(self.handles):
+            handle.save_state(self.folder, index)
+        return {}
+
+    def _models(self) -> Sequence[nn.Module]:
+        """What ``apply_zeropp`` is called with."""
+        return self.nets if self.container is None else [self.container]
+
+
+def _abort(gradient: torch.Tensor) -> None:
+    raise Aborted
+
+
+Route = Callable[[list[torch.Tensor], float], None]
+
+
+def _each(change: Callable[[torch.Tensor, float], object]) -> Route:
+    @torch.no_grad()
+    def route(params: list[torch.Tensor], factor: float) -> None:
+        for param in params:
+            change(param, factor)
+
+    return route
+
+
+def _multiply_memory(param: torch.Tensor, factor: float) -> None:
+    memory = param.detach().to_local().numpy()
+    np.multiply(memory, factor, out=memory)
+
+
+@torch.no_grad()
+def _multiply_foreach(params: list[torch.Tensor], factor: float) -> None:
+    torch._foreach_mul_(params, factor)
+
+
+ROUTES: dict[str, Route] = {
+    "in_place": _each(lambda param, factor: param.mul_(factor)),
+    "local": _each(lambda param, factor: param.to_local().mul_(factor)),
+    "detached": _each(lambda param, factor: param.detach().mul_(factor)),
+    "data": _each(lambda param, factor: param.data.mul_(factor)),
+    "numpy": _each(_multiply_memory),
+    "foreach": _multiply_foreach,
+}

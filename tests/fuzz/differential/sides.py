@@ -1,0 +1,395 @@
+"""Three ways to run one program: under ZeRO++, under stock FSDP2, and on one unsharded model in plain PyTorch.
+
+Every operation of ``cases.OPERATIONS`` is a method of ``Side``. It returns what is compared afterwards: losses, this rank's
+rows of weights, and this rank's rows of gradients. ``Sharded`` runs FSDP2; ``Ours`` adds ``apply_zeropp`` to it.
+``Plain`` holds whole models on every rank, and averages their gradients over ranks behind every backward pass.
+
+A user of FSDP2 holds the sharded parameters from the start (an optimizer does), so all operations act on those, also
+while a unit is unsharded and its module shows other tensors.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from differential.cases import STATELESS, Case
+from differential.networks import Container, Net, build
+from differential.optimizers import RaisesHalfway, make_optimizer
+
+Observation = dict[str, Any]
+
+
+def rows_of(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """The rows of a full tensor that FSDP2 gives to ``rank``: none where there are too few."""
+    chunks = torch.chunk(tensor, world)
+    return chunks[rank] if rank < len(chunks) else tensor[:0]
+
+
+class Side(ABC):
+    """One run of a case on this rank.
+
+    Args:
+        folder: where checkpoints go, the same on every rank.
+
+    Attributes:
+        params: the parameters by name, as an optimizer holds them.
+    """
+
+    def __init__(self, case: Case, rank: int, folder: str) -> None:
+        self.case = case
+        self.rank = rank
+        self.folder = folder
+        self.nets = self._build_nets()
+        self.params: dict[str, torch.Tensor] = {}
+        self._first_name: dict[str, str] = {}  # of every name, for tied parameters the first
+        for index, net in enumerate(self.nets):
+            for name, param in net.named_parameters(remove_duplicate=False):
+                first = next((known for known, other in self.params.items() if other is param), f"{index}.{name}")
+                self._first_name[f"{index}.{name}"] = first
+                self.params[first] = param
+        self.container = Container(self.nets) if case.joined else None
+        self.optimizers = [make_optimizer(spec, list(self.params.values())) for spec in case.optimizers]
+        self._saved = {name: self._clone(param) for name, param in self.params.items()}
+
+    def run(self, name: str, args: dict[str, Any]) -> Observation:
+        return getattr(self, name)(**args) or {}
+
+    # Forward and backward passes.
+
+    def train(
+        self, data: int, which: int | None, path: Sequence[int] | None, forwards: int, backwards: int, input_grad: bool
+    ) -> Observation:
+        """One micro-step: the sum of ``forwards`` losses, and ``backwards`` backward passes through its graph."""
+        loss = sum(self._loss(data + 50 * number, which, path, input_grad) for number in range(forwards))
+        self._backward(loss, backwards)
+        return {"loss": loss.item()}
+
+    def forward(self, data: int, which: int | None) -> Observation:
+        """A forward pass with autograd whose loss is thrown away, as loops do where a loss is not finite."""
+        return {"loss": self._loss(data, which).item()}
+
+    def evaluate(self, data: int, which: int | None, path: Sequence[int] | None, times: int) -> Observation:
+        with torch.no_grad():
+            return {f"loss {number}": self._loss(data + number, which, path).item() for number in range(times)}
+
+    def generate(self, data: int, which: int | None, times: int, budget: int) -> Observation:
+        """Forward passes one after another, as generation runs them."""
+        return self.evaluate(data, which, None, times)
+
+    def no_sync(self, data: int, which: int | None, count: int) -> Observation:
+        """``count`` micro-steps whose gradients FSDP2 is told not to reduce, and one with reduction."""
+        seen = {}
+        for number in range(count + 1):
+            self._set_sync(number == count)
+            seen |= {f"loss {number}": self.train(data + number, which, None, 1, 1, False)["loss"]}
+        return seen
+
+    def train_with_steps_inside(self, data: int, which: int | None) -> Observation:
+        """The backward pass steps each parameter as soon as its gradient is there, and drops the gradient."""
+        self.set_last(True)
+        loss = self._loss(data, which)
+        self._backward_with_steps(loss)
+        return {"loss": loss.item(), **self.weights()}
+
+    @abstractmethod
+    def abort(self, data: int, which: int | None) -> Observation:
+        """A backward pass that raises halfway on all ranks, and what FSDP2 documents for the time after."""
+
+    # Gradients.
+
+    def set_last(self, last: bool) -> Observation:
+        """Tell ZeRO++ whether the coming micro-steps end an accumulation. Elsewhere it means nothing."""
+        return {}
+
+    def zero_grad(self, optimizer: int | None, keep: bool) -> None:
+        """Of all parameters, or those of one optimizer; ``keep`` is ``set_to_none=False``."""
+        for param in self.params.values() if optimizer is None else self._optimized(optimizer):
+            if not keep:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def discard(self) -> None:
+        """Start an accumulation over, in the way that the handle offers."""
+        self.zero_grad(None, False)
+
+    def clip(self, norm: float, foreach: bool | None) -> Observation:
+        total = nn.utils.clip_grad_norm_(list(self.params.values()), norm, foreach=foreach)
+        return {"norm": self._full(total).item(), **self.gradients()}
+
+    def scale_grads(self, factor: float) -> None:
+        for param in self.params.values():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+
+    def read_grads(self) -> Observation:
+        return self.gradients()
+
+    # Optimizers.
+
+    def step(self, optimizer: int) -> Observation:
+        self._optimizer(optimizer).step()
+        return {**self.gradients(), **self.weights()}
+
+    def step_with_closure(self, optimizer: int, data: int) -> Observation:
+        chosen = self._optimizer(optimizer)
+
+        def closure() -> torch.Tensor:
+            chosen.zero_grad()
+            loss = self._loss(data, None)
+            self._backward(loss)
+            return loss
+
+        loss = chosen.step(closure)
+        return {"loss": loss.item(), **self.gradients(), **self.weights()}
+
+    @abstractmethod
+    def step_on_all_but_one(self, optimizer: int, rank: int) -> Observation:
+        """One rank leaves its shard as it is. Only optimizers without state are skipped so."""
+
+    def step_that_raises(self) -> Observation:
+        """An optimizer updates half of the parameters, then raises; the loop catches it and goes on."""
+        try:
+            RaisesHalfway(self.params.values()).step()
+        except ArithmeticError:
+            pass
+        return self.weights()
+
+    def step_of_another_module(self, rank: int) -> None:
+        """On one rank alone, as a probe or a logger there would train something of its own."""
+        if self.rank == rank % self.case.world:
+            param = nn.Parameter(torch.ones(3))
+            param.grad = torch.ones(3)
+            torch.optim.SGD([param], lr=0.1).step()
+
+    # Parameters.
+
+    def freeze(self, param: int, count: int) -> None:
+        for name in self._chosen(param, count):
+            self.params[name].requires_grad_(False)
+
+    def unfreeze(self, param: int, count: int) -> None:
+        for name in self._chosen(param, count):
+            self.params[name].requires_grad_(True)
+
+    @abstractmethod
+    def edit(self, route: str, param: int, count: int, factor: float) -> Observation:
+        """Multiply some parameters, through ``route``."""
+
+    @abstractmethod
+    def edit_on_one_rank(self, route: str, param: int, rank: int, factor: float) -> Observation:
+        """Multiply one rank's shard of a parameter, through ``route``."""
+
+    def save(self) -> None:
+        """Remember the weights for ``load``."""
+        self._saved = {name: self._clone(param) for name, param in self.params.items()}
+
+    @abstractmethod
+    def load(self, route: str) -> Observation:
+        """Put back the weights of the last ``save``, or those at the start."""
+
+    def invalidate(self) -> Observation:
+        """Tell ZeRO++ that weights may have changed."""
+        return {}
+
+    def save_handle_state(self) -> Observation:
+        """What a checkpoint asks of ZeRO++."""
+        return {}
+
+    # What is compared.
+
+    def weights(self) -> Observation:
+        return {f"weight {name}": self._rows(param).clone() for name, param in self.params.items()}
+
+    def gradients(self) -> Observation:
+        grads = {name: param.grad for name, param in self.params.items()}
+        return {f"grad {name}": None if grad is None else self._rows(grad).clone() for name, grad in grads.items()}
+
+    # What the sides have in common.
+
+    @abstractmethod
+    def _build_nets(self) -> list[Net]: ...
+
+    @abstractmethod
+    def _outputs(self, inputs: list[torch.Tensor | None], path: Sequence[int] | None) -> list[torch.Tensor]:
+        """The outputs of the models that have an input."""
+
+    @abstractmethod
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's rows of a parameter or gradient, without autograd; no copy."""
+
+    @abstractmethod
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _clone(self, param: torch.Tensor) -> torch.Tensor: ...
+
+    @abstractmethod
+    def _set_sync(self, sync: bool) -> None:
+        """Whether FSDP2 reduces gradients."""
+
+    def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
+        for number in range(times):
+            if loss.requires_grad:
+                loss.backward(retain_graph=number < times - 1)
+
+    @abstractmethod
+    def _backward_with_steps(self, loss: torch.Tensor) -> None: ...
+
+    def _loss(
+        self, data: int, which: int | None, path: Sequence[int] | None = None, input_grad: bool = False
+    ) -> torch.Tensor:
+        """The sum of the models' losses for a batch that depends on ``data`` and on the rank."""
+        inputs, targets = [], []
+        for index, spec in enumerate(self.case.models):
+            generator = torch.Generator().manual_seed(10_000 * data + 100 * index + self.rank)
+            x, y = torch.randn((2, 3, spec.width), generator=generator)
+            is_used = which is None or which % len(self.nets) == index
+            inputs.append(x.requires_grad_(input_grad) if is_used else None)
+            targets += [y] if is_used else []
+        outputs = self._outputs(inputs, path)
+        losses = ((out.float() - y).square().mean() for out, y in zip(outputs, targets, strict=True))
+        return torch.stack(list(losses)).sum()
+
+    def _used(self, which: int | None) -> Iterable[Net]:
+        return self.nets if which is None else [self.nets[which % len(self.nets)]]
+
+    def _optimizer(self, index: int) -> torch.optim.Optimizer:
+        return self.optimizers[index % len(self.optimizers)]
+
+    def _has_state(self, index: int) -> bool:
+        return self.case.optimizers[index % len(self.optimizers)].kind not in STATELESS
+
+    def _optimized(self, index: int) -> list[torch.Tensor]:
+        return [param for group in self._optimizer(index).param_groups for param in group["params"]]
+
+    def _chosen(self, first: int, count: int) -> list[str]:
+        names = list(self.params)
+        return [names[(first + offset) % len(names)] for offset in range(min(count, len(names)))]
+
+
+class Plain(Side):
+    """The oracle: whole models on every rank, gradients averaged over ranks behind every backward pass.
+
+    Attributes:
+        scales: the largest gradient of each parameter that any rank has had since gradients were zeroed, summed over
+            micro-steps; what errors of gradients are measured by.
+    """
+
+    def __init__(self, case: Case, rank: int, folder: str) -> None:
+        super().__init__(case, rank, folder)
+        self.scales = dict.fromkeys(self.params, 0.0)
+
+    def force(self, weights: dict[str, torch.Tensor]) -> None:
+        """Go on with these weights, whole: rounding in another run must not add up."""
+        with torch.no_grad():
+            for name, weight in weights.items():
+                self.params[name].copy_(weight)
+
+    def abort(self, data: int, which: int | None) -> Observation:
+        loss = self._loss(data, which).item()
+        self.zero_grad(None, False)
+        return {"loss": loss}
+
+    def step_on_all_but_one(self, optimizer: int, rank: int) -> Observation:
+        if self._has_state(optimizer):
+            return self.step(optimizer)
+        before = {name: param.detach().clone() for name, param in self.params.items()}
+        self._optimizer(optimizer).step()
+        for name, param in self.params.items():
+            self._rows_of_rank(param, rank).copy_(self._rows_of_rank(before[name], rank))
+        return {**self.gradients(), **self.weights()}
+
+    def edit(self, route: str, param: int, count: int, factor: float) -> Observation:
+        for name in self._chosen(param, count):
+            self.params[name].detach().mul_(factor)
+        return self.weights()
+
+    def edit_on_one_rank(self, route: str, param: int, rank: int, factor: float) -> Observation:
+        (name,) = self._chosen(param, 1)
+        self._rows_of_rank(self.params[name], rank).mul_(factor)
+        return self.weights()
+
+    def load(self, route: str) -> Observation:
+        self.force(self._saved)
+        return self.weights()
+
+    def _build_nets(self) -> list[Net]:
+        return [build(spec, seed) for seed, spec in enumerate(self.case.models)]
+
+    def _outputs(self, inputs: list[torch.Tensor | None], path: Sequence[int] | None) -> list[torch.Tensor]:
+        runs = zip(self.nets, self.case.models, inputs, strict=True)
+        return [_run(net, spec.policy, x, path) for net, spec, x in runs if x is not None]
+
+    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._rows_of_rank(tensor, self.rank)
+
+    def _rows_of_rank(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
+        return rows_of(tensor.detach(), rank % self.case.world, self.case.world)
+
+    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def _clone(self, param: torch.Tensor) -> torch.Tensor:
+        return param.detach().clone()
+
+    def _set_sync(self, sync: bool) -> None:
+        pass
+
+    def zero_grad(self, optimizer: int | None, keep: bool) -> None:
+        super().zero_grad(optimizer, keep)
+        for name, param in self.params.items():
+            if param.grad is None or not param.grad.any():
+                self.scales[name] = 0.0
+
+    def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
+        self._backward_and_average(loss, times)
+
+    def _backward_with_steps(self, loss: torch.Tensor) -> None:
+        for name in self._backward_and_average(loss, 1):
+            step_and_drop(self.params[name])
+
+    def _backward_and_average(self, loss: torch.Tensor, times: int) -> list[str]:
+        """Add to ``.grad`` the mean over ranks of this pass's gradients; return the parameters that got one."""
+        before = {name: param.grad for name, param in self.params.items()}
+        for param in self.params.values():
+            param.grad = None
+        super()._backward(loss, times)
+        fresh = {name: param.grad for name, param in self.params.items() if param.grad is not None}
+        self._average(fresh)
+        for name, param in self.params.items():
+            if before[name] is not None:
+                param.grad = before[name] if name not in fresh else before[name].add_(fresh[name])
+        return list(fresh)
+
+    def _average(self, grads: dict[str, torch.Tensor]) -> None:
+        if not grads:
+            return
+        largest = torch.stack([grad.abs().max() for grad in grads.values()])
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        flat = torch.cat([grad.flatten() for grad in grads.values()])
+        dist.all_reduce(flat)
+        pieces = flat.div_(self.case.world).split([grad.numel() for grad in grads.values()])
+        for (name, grad), piece, scale in zip(grads.items(), pieces, largest.tolist(), strict=True):
+            grad.copy_(piece.view_as(grad))
+            self.scales[name] += scale
+
+
+def _run(net: Net, policy: str, x: torch.Tensor, path: Sequence[int] | None) -> torch.Tensor:
+    if policy == "fp32":
+        return net(x, path)
+    halves = {name: param.to(torch.bfloat16) for name, param in net.named_parameters()}
+    return torch.func.functional_call(net, halves, (x.to(torch.bfloat16), path))
+
+
+def step_and_drop(param: torch.Tensor) -> None:
+    """What a loop with an optimizer inside the backward pass does in its gradient hook."""
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
