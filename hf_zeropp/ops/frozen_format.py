@@ -51,11 +51,11 @@ class FrozenFormat:
     block: int = DEFAULT_BLOCK
 
     def __post_init__(self) -> None:
-        if self.bits not in FROZEN_BITS or isinstance(self.bits, bool):
+        if type(self.bits) is not int or self.bits not in FROZEN_BITS:  # a checkpoint's config may hold 8.0 or "8"
             raise ValueError(
                 f"Frozen weights are packed in 8 or 4 bits, got bits={self.bits!r}. None leaves them as they are."
             )
-        if not 32 <= self.block <= 4096 or self.block % 32:
+        if type(self.block) is not int or not 32 <= self.block <= 4096 or self.block % 32:
             raise ValueError(
                 f"The block of frozen weights must be a multiple of 32 from 32 to 4096, got {self.block!r}."
             )
@@ -135,7 +135,24 @@ def _unpack_fake(codes: Tensor, scales: Tensor, columns: int, bits: int, block: 
     return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
 
 
+def _check_packed(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat) -> None:
+    """Raise ``ValueError`` unless codes and scales are those of a weight [..., columns]: kernels would read past their end."""
+    rows = codes.shape[:-1]
+    for name, tensor, width in (
+        ("codes", codes, format.code_columns(columns)),
+        ("scales", scales, format.scale_columns(columns)),
+    ):
+        if tensor.dtype != torch.uint8 or tensor.shape != (*rows, width):
+            raise ValueError(
+                f"Expected {name} of shape {(*rows, width)} and dtype uint8 for {columns} columns in {format.bits} bits and "
+                f"blocks of {format.block}, got {tuple(tensor.shape)} and {tensor.dtype}."
+            )
+
+
 def _unpack_out_op(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
+    _check_packed(codes, scales, out.shape[-1], FrozenFormat(bits, block))
+    if out.shape[:-1] != codes.shape[:-1] or not out.is_contiguous():
+        raise ValueError(f"Expected a contiguous output with rows {tuple(codes.shape[:-1])}, got {tuple(out.shape)}.")
     if not out.numel():
         return
     if (kernels := ops.compiled_kernels(codes.device.type)) is None:
@@ -148,6 +165,7 @@ def _unpack_out_op(codes: Tensor, scales: Tensor, bits: int, block: int, out: Te
 
 
 def _matmul_op(x: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
+    _check_packed(codes, scales, x.shape[1], FrozenFormat(bits, block))
     padded = _padded_blocks(x, block)
     out = torch.empty(x.shape[0], codes.shape[0], dtype=torch.float32, device=x.device)
     if not out.numel():
