@@ -118,7 +118,7 @@ def _create(size: int) -> int:
 
 
 def _map(owner: int, descriptor: int | None, size: int) -> mmap.mmap:
-    """Map the file that process ``owner`` has open as ``descriptor``; None where it could not make one.
+    """Map the file that process ``owner`` has open as ``descriptor``, which is None if it could not make one.
 
     Raises:
         OSError: it cannot be opened, or is not the file that ``_create`` made.

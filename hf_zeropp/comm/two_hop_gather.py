@@ -81,6 +81,7 @@ class TwoHopGather:
         num_bytes = self.cross.size * layout.nbytes
         if self._memory is None:
             return Secondary(new_wire(num_bytes, device))
+        # Each rank of the node writes its own row and reads all of them.
         shared = self._memory.allocate(num_bytes)
         return Secondary(shared[self.node.group.rank()], shared.view(-1))
 
@@ -95,6 +96,7 @@ class TwoHopGather:
         # The slices arrive in the secondary shard itself. Without this barrier, a slower rank of the node that still decodes
         # the last weights from shared memory would read a mixture of both.
         self._wait_for_node(secondary)
+        # Where deltas are the rule, whole weights are counted apart: a table of bytes then shows how often that happened.
         hop = self.cross if layouts.delta is None else self.resync
         wire = self._buffers.take(layouts.kept.nbytes, shard.device)
         ops.quantize(shard, layouts.kept, out=wire)
@@ -117,8 +119,11 @@ class TwoHopGather:
         if len(shards) == 1:
             ops.quantize_difference(shards[0], own_slice, layouts.kept, layouts.delta, out=wire)
         else:
+            # On CPU the masters of several parameters lie apart, and are encoded where they lie: joining them would copy the
+            # shard. What a segment is encoded to depends on no other segment, so the bytes are those of the joined shard.
             for shard, (kept, base), (here, delta) in zip(shards, layouts.kept.alone, layouts.delta.alone, strict=True):
                 ops.quantize_difference(shard, own_slice[kept], base, delta, out=wire[here])
+        # Deltas arrive beside the secondary shard, which other ranks of the node may still read meanwhile.
         received = self._buffers.take(self.cross.size * layouts.delta.nbytes, own_slice.device)
         return DeltaFlight(received, self.cross.all_gather(received, wire), sent=(wire,))
 
