@@ -173,7 +173,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if crosses:
             self._finish_into(output_tensor, reduction)
         else:
-            self.accumulate(reduction.flights, form)
+            self.keep_sums(reduction.flights, form)
             output_tensor.zero_()
         return None
 
@@ -217,12 +217,12 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     # The stages of one reduction.
 
-    def accumulate(self, flights: list[Flight], form: Form) -> None:
+    def keep_sums(self, flights: list[Flight], form: Form) -> None:
         """Finish the node hop of a micro-step that is not the last, and keep the node's sums."""
         sums = self.hops.accumulate(flights, form.layouts, None if self._partial is None else self._partial.sums)
         self._partial = Partial(sums, form)
 
-    def cross(self, flights: list[Flight], form: Form) -> list[Flight]:
+    def send_sums(self, flights: list[Flight], form: Form) -> list[Flight]:
         """Finish the node hop of the last micro-step, and start the cross hop with all that was accumulated."""
         partial, self._partial = self._partial, None
         feedback = self._feedback(form.layouts, flights[0].received.device)
@@ -300,7 +300,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def _finish_into(self, output: torch.Tensor, reduction: UnitReduction) -> None:
         """Run the cross hop at once. FSDP2 adds ``output`` to the gradients that it reduces; the others are added here."""
         form = reduction.form
-        flights = self.cross(reduction.flights, form)
+        flights = self.send_sums(reduction.flights, form)
         if output.numel() == form.layouts.cross.numel:
             self.hops.finish(flights, form.layouts, output, form.scale)
             return
@@ -381,9 +381,9 @@ class UnitReduction:
         """Finish the node hop. Return whether the cross hop was started."""
         self._comm.confirm_micro_step()
         if self._crosses:
-            self.flights = self._comm.cross(self.flights, self.form)
+            self.flights = self._comm.send_sums(self.flights, self.form)
             return True
-        self._comm.accumulate(self.flights, self.form)
+        self._comm.keep_sums(self.flights, self.form)
         self._comm.ended()
         return False
 
