@@ -253,7 +253,7 @@ class ZeroPPHandle:
                 self._count(unit, CountedWeightGather(unit, Freshness(unit), self.traffic))
             return self._weight_gathers
         gather = self._two_hop_gather(plan, buffers)
-        check = SecondaryCheck(gather.node.size) if plan.checks_secondaries and keeps_secondary else None
+        check = SecondaryCheck(gather.node_hop.size) if plan.checks_secondaries and keeps_secondary else None
         if plan.checks_secondaries and check is None:
             logger.warning(
                 "ZEROPP_CHECK=1 compares the nodes' copies of the weights; with hpz_size=None there are none."

@@ -1,7 +1,7 @@
 """Generation inside the node: ``model.generate`` on a model under ZeRO++.
 
 A generated token needs every layer's weights once, and nothing changes them meanwhile. Frozen units never leave the node;
-trainable ones crossed it when they last changed, and their secondary shards stay. So a token costs hop 2 per layer, within
+trainable ones crossed it when they last changed, and their secondary shards stay. So a token costs the node hop per layer, within
 the node. Three things have to be seen to:
 
 - *Hop 1 first.* It is started for all stale units at once on entry, by all ranks. After that no rank needs another node.

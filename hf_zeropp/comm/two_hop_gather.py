@@ -51,25 +51,25 @@ class TwoHopGather:
     until the weights change. On every rank of the world these calls must come in the same order.
 
     Args:
-        cross: the hop over the cross group. Its size is Y, the number of slices in a secondary shard.
-        node: the hop over the N ranks that hold one copy of the weights between them (hpZ).
+        cross_hop: the hop over the cross group. Its size is Y, the number of slices in a secondary shard.
+        node_hop: the hop over the N ranks that hold one copy of the weights between them (hpZ).
         buffers: where wire buffers come from.
-        memory: memory that the ranks of ``node`` share, which makes the node hop a read; None where they have none.
-        resync: a second hop over the cross group, whose name counts the gathers that send whole weights where deltas are the
+        memory: memory that the ranks of ``node_hop`` share, which makes the node hop a read; None where they have none.
+        resync_hop: a second hop over the cross group, whose name counts the gathers that send whole weights where deltas are the
             rule. By default they are counted with the others.
     """
 
     def __init__(
         self,
-        cross: Hop,
-        node: Hop,
+        cross_hop: Hop,
+        node_hop: Hop,
         buffers: WireBuffers,
         memory: NodeMemory | None = None,
-        resync: Hop | None = None,
+        resync_hop: Hop | None = None,
     ) -> None:
-        self.cross = cross
-        self.node = node
-        self.resync = resync or cross
+        self.cross_hop = cross_hop
+        self.node_hop = node_hop
+        self.resync_hop = resync_hop or cross_hop
         self._buffers = buffers
         self._memory = memory
 
@@ -78,12 +78,12 @@ class TwoHopGather:
 
         Collective over the ranks of the node where they share memory.
         """
-        num_bytes = self.cross.size * layout.nbytes
+        num_bytes = self.cross_hop.size * layout.nbytes
         if self._memory is None:
             return Secondary(new_wire(num_bytes, device))
         # Each rank of the node writes its own row and reads all of them.
         shared = self._memory.allocate(num_bytes)
-        return Secondary(shared[self.node.group.rank()], shared.view(-1))
+        return Secondary(shared[self.node_hop.group.rank()], shared.view(-1))
 
     def start(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary) -> Flight:
         """Start the cross hop with whole weights, which replace the content of ``secondary``.
@@ -97,7 +97,7 @@ class TwoHopGather:
         # the last weights from shared memory would read a mixture of both.
         self._wait_for_node(secondary)
         # Where deltas are the rule, whole weights are counted apart: a table of bytes then shows how often that happened.
-        hop = self.cross if layouts.delta is None else self.resync
+        hop = self.cross_hop if layouts.delta is None else self.resync_hop
         wire = self._buffers.take(layouts.kept.nbytes, shard.device)
         ops.quantize(shard, layouts.kept, out=wire)
         return Flight(secondary.own, hop.all_gather(secondary.own, wire), sent=(wire,))
@@ -114,7 +114,7 @@ class TwoHopGather:
             secondary: a secondary shard that holds older weights. It may be read until the hop lands.
         """
         assert layouts.delta is not None
-        own_slice = secondary.own.view(self.cross.size, layouts.kept.nbytes)[self.cross.group.rank()]
+        own_slice = secondary.own.view(self.cross_hop.size, layouts.kept.nbytes)[self.cross_hop.group.rank()]
         wire = self._buffers.take(layouts.delta.nbytes, own_slice.device)
         if len(shards) == 1:
             ops.quantize_difference(shards[0], own_slice, layouts.kept, layouts.delta, out=wire)
@@ -124,8 +124,8 @@ class TwoHopGather:
             for shard, (kept, base), (here, delta) in zip(shards, layouts.kept.alone, layouts.delta.alone, strict=True):
                 ops.quantize_difference(shard, own_slice[kept], base, delta, out=wire[here])
         # Deltas arrive beside the secondary shard, which other ranks of the node may still read meanwhile.
-        received = self._buffers.take(self.cross.size * layouts.delta.nbytes, own_slice.device)
-        return DeltaFlight(received, self.cross.all_gather(received, wire), sent=(wire,))
+        received = self._buffers.take(self.cross_hop.size * layouts.delta.nbytes, own_slice.device)
+        return DeltaFlight(received, self.cross_hop.all_gather(received, wire), sent=(wire,))
 
     def land(self, flight: Flight, layouts: GatherLayouts, secondary: Secondary) -> None:
         """Finish the cross hop: wait, add deltas, and see that the secondary shards of the whole node can be read."""
@@ -149,16 +149,16 @@ class TwoHopGather:
             layout: its layout, ``GatherLayouts.kept``.
             output: the unit's weights [W * S] in rank order, written.
         """
-        num_ranks = self.node.size
+        num_ranks = self.node_hop.size
         if num_ranks == 1:  # the secondary shard is the whole unit, and lies in rank order
             ops.dequantize(secondary.own, layout, dtype=output.dtype, out=output)
             return
         if secondary.shared is not None:
-            wire = self.node.read_peers(secondary.shared)
+            wire = self.node_hop.read_peers(secondary.shared)
             ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=num_ranks, out=output)
             return
         wire = self._buffers.take(num_ranks * secondary.own.numel(), secondary.own.device)
-        Flight(wire, self.node.all_gather(wire, secondary.own)).land(self._buffers)
+        Flight(wire, self.node_hop.all_gather(wire, secondary.own)).land(self._buffers)
         # Slices arrive as [x, y]. `slice_rows` makes the kernel write them as [y, x], which is rank order.
         ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=num_ranks, out=output)
         self._buffers.give(wire)
@@ -166,7 +166,7 @@ class TwoHopGather:
     def __call__(self, output: torch.Tensor, shard: torch.Tensor, layout: WireLayout) -> None:
         """Run both hops and keep nothing: output [W * S] <- every rank's shard [S]."""
         layouts = GatherLayouts(layout)
-        secondary = Secondary(self._buffers.take(self.cross.size * layout.nbytes, shard.device))
+        secondary = Secondary(self._buffers.take(self.cross_hop.size * layout.nbytes, shard.device))
         self.land(self.start(shard, layouts, secondary), layouts, secondary)
         self.decode(secondary, layout, output)
         self._buffers.give(secondary.own)
@@ -174,4 +174,4 @@ class TwoHopGather:
     def _wait_for_node(self, secondary: Secondary) -> None:
         """Wait until all ranks of the node are here, where they read each other's secondary shards in shared memory."""
         if secondary.shared is not None:
-            self.node.barrier()
+            self.node_hop.barrier()

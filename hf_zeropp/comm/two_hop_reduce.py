@@ -1,8 +1,8 @@
 """The reduction in two hops, and what is kept between them. See ``two_hops.py`` for the idea and the shapes.
 
-The node hop carries the whole unit over fast links, encoded in ``ReduceLayouts.node``: each rank sends every other rank of
+The node hop carries the whole unit over fast links, encoded in ``ReduceLayouts.node_hop``: each rank sends every other rank of
 its node the part that the other one sums. The sums are fp32 and leave each rank with 1/N of the unit: its *partial sums*
-[Y, S], one slice for each node. The cross hop encodes these anew, in ``ReduceLayouts.cross``, and sends slice y to node y.
+[Y, S], one slice for each node. The cross hop encodes these anew, in ``ReduceLayouts.cross_hop``, and sends slice y to node y.
 A gradient is therefore quantized twice, whatever the number of ranks.
 
 With one rank per node the node hop is empty. The partial sums are then the rank's own gradients, and are quantized once.
@@ -26,15 +26,15 @@ class ReduceLayouts:
     """Wire layouts of one slice in the two hops of a reduction.
 
     Attributes:
-        node: the layout in the node hop.
-        cross: the layout in the cross hop.
+        node_hop: the layout in the node hop.
+        cross_hop: the layout in the cross hop.
         residual: the layout of a residual; None without error feedback.
         rotates: whether gradients are rotated by a Hadamard matrix when they are first encoded, and rotated back when they
             have arrived. A rotation is linear, so sums of rotated gradients are rotated sums.
     """
 
-    node: WireLayout
-    cross: WireLayout
+    node_hop: WireLayout
+    cross_hop: WireLayout
     residual: WireLayout | None = None
     rotates: bool = False
 
@@ -44,7 +44,7 @@ class ReduceLayouts:
         All three layouts of a slice are cut at the same elements, so a chunk can pass through both hops on its own.
         """
         # Equal segment sizes and blocks are cut alike, whatever their bits: see `WireLayout.chunks`.
-        nodes, crosses = self.node.chunks(count), self.cross.chunks(count)
+        nodes, crosses = self.node_hop.chunks(count), self.cross_hop.chunks(count)
         residuals = [None] * len(nodes) if self.residual is None else self.residual.chunks(count)
         trios = zip(nodes, crosses, residuals, strict=True)
         return tuple(ReduceLayouts(node, cross, residual, self.rotates) for node, cross, residual in trios)
@@ -79,15 +79,15 @@ class TwoHopReduce:
     blocks, so every scale is that of the whole slice, and chunks change no bit of the result.
 
     Args:
-        node: the hop over the node group. Its size is N.
-        cross: the hop over the cross group. Its size is Y.
+        node_hop: the hop over the node group. Its size is N.
+        cross_hop: the hop over the cross group. Its size is Y.
         buffers: where wire buffers come from.
         num_chunks: chunks of a slice; a slice with fewer blocks has fewer.
     """
 
-    def __init__(self, node: Hop, cross: Hop, buffers: WireBuffers, num_chunks: int = 1) -> None:
-        self.node = node
-        self.cross = cross
+    def __init__(self, node_hop: Hop, cross_hop: Hop, buffers: WireBuffers, num_chunks: int = 1) -> None:
+        self.node_hop = node_hop
+        self.cross_hop = cross_hop
         self._buffers = buffers
         self._num_chunks = num_chunks
 
@@ -105,7 +105,7 @@ class TwoHopReduce:
         Returns:
             One flight per chunk. With one rank per node nothing moves, and one flight holds ``full`` itself.
         """
-        if self.node.size == 1:
+        if self.node_hop.size == 1:
             return [Flight(full)]
         # A chunk is encoded while the one before it is on its way. `accumulate` and `cross_over` wait for them in this order.
         return [self._start_chunk(full, chunk) for chunk in self.chunks(layouts)]
@@ -121,17 +121,17 @@ class TwoHopReduce:
         Returns:
             The partial sums, this micro-step included.
         """
-        if self.node.size == 1:
+        if self.node_hop.size == 1:
             full = flights[0].received
             # The caller owns the gradients and may free or reuse their memory, so the first micro-step copies them.
             return full.to(torch.float32, copy=True) if partial is None else partial.add_(full)
-        shape = (self.cross.size, layouts.node.numel)
+        shape = (self.cross_hop.size, layouts.node_hop.numel)
         total = partial if partial is not None else _new_partial(shape, flights[0].received.device)
         for flight, chunk in zip(flights, self.chunks(layouts), strict=True):
             received = flight.land(self._buffers)
             # A chunk's layout has gaps: each call writes its own elements of the sums and leaves the others alone. `initial`
             # and `out` may be one tensor, since the kernel reads an element before it writes it.
-            ops.dequantize_sum(received, chunk.node, num_sources=self.node.size, initial=partial, out=total)
+            ops.dequantize_sum(received, chunk.node_hop, num_sources=self.node_hop.size, initial=partial, out=total)
             self._buffers.give(received)
         return total
 
@@ -153,7 +153,7 @@ class TwoHopReduce:
         Returns:
             The flights of the cross hop, one per chunk.
         """
-        if self.node.size == 1:
+        if self.node_hop.size == 1:
             full = flights[0].received
             return self.start_across(full if partial is None else partial.add_(full), layouts, feedback)
         # The cross hop of a chunk starts before the node hop of the next one is waited for, so both networks are in use.
@@ -165,14 +165,14 @@ class TwoHopReduce:
     ) -> list[Flight]:
         """Start the cross hop with partial sums [Y * S] alone, where no gradients of a last micro-step come."""
         # Gradients are rotated when they are first encoded. With a node hop that has happened, and the sums are rotated.
-        rotate = layouts.rotates and self.node.size == 1
+        rotate = layouts.rotates and self.node_hop.size == 1
         # A residual is added in fp32. With one rank per node `partial` may be gradients in 16 bits.
         partial = partial if feedback is None else partial.float()
         flights = []
         for chunk, own in self._with_feedback(layouts, feedback):
-            wire = self._buffers.take(self.cross.size * chunk.cross.nbytes, partial.device)
+            wire = self._buffers.take(self.cross_hop.size * chunk.cross_hop.nbytes, partial.device)
             if own is None:
-                ops.quantize(partial, chunk.cross, rotate=rotate, out=wire)
+                ops.quantize(partial, chunk.cross_hop, rotate=rotate, out=wire)
             else:
                 _encode_with_feedback(None, chunk, own, initial=partial, rotate=rotate, out=wire)
             flights.append(self._exchange_across(wire))
@@ -192,8 +192,8 @@ class TwoHopReduce:
             # `rotate` rotates the sum back and not its Y sources: one rotation in place of Y.
             ops.dequantize_sum(
                 received,
-                chunk.cross,
-                num_sources=self.cross.size,
+                chunk.cross_hop,
+                num_sources=self.cross_hop.size,
                 scale=scale,
                 dtype=output.dtype,
                 rotate=layouts.rotates,
@@ -221,23 +221,23 @@ class TwoHopReduce:
         return zip(chunks, own, strict=True)
 
     def _start_chunk(self, full: torch.Tensor, chunk: ReduceLayouts) -> Flight:
-        num_bytes = self.node.size * self.cross.size * chunk.node.nbytes
+        num_bytes = self.node_hop.size * self.cross_hop.size * chunk.node_hop.nbytes
         wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
         # The gradients lie as [y, x] and are encoded as [x, y] (`slice_rows`): part x of the wire, the slices of cross group
         # x in all nodes, is then one run of bytes, which the all-to-all sends to rank x of this node.
-        ops.quantize(full, chunk.node, slice_rows=self.cross.size, rotate=chunk.rotates, out=wire)
-        return Flight(received, self.node.all_to_all(received, wire), sent=(wire,))
+        ops.quantize(full, chunk.node_hop, slice_rows=self.cross_hop.size, rotate=chunk.rotates, out=wire)
+        return Flight(received, self.node_hop.all_to_all(received, wire), sent=(wire,))
 
     def _cross_chunk(
         self, flight: Flight, chunk: ReduceLayouts, partial: torch.Tensor | None, feedback: Feedback | None
     ) -> Flight:
         received = flight.land(self._buffers)
-        wire = self._buffers.take(self.cross.size * chunk.cross.nbytes, received.device)
-        num_sources = self.node.size
+        wire = self._buffers.take(self.cross_hop.size * chunk.cross_hop.nbytes, received.device)
+        num_sources = self.node_hop.size
         # One kernel decodes, sums and encodes block by block: the fp32 sums never go through memory.
         if feedback is None:
             ops.dequantize_sum_quantize(
-                received, chunk.node, chunk.cross, num_sources=num_sources, initial=partial, out=wire
+                received, chunk.node_hop, chunk.cross_hop, num_sources=num_sources, initial=partial, out=wire
             )
         else:
             _encode_with_feedback(received, chunk, feedback, initial=partial, num_sources=num_sources, out=wire)
@@ -246,10 +246,10 @@ class TwoHopReduce:
         return self._exchange_across(wire)
 
     def _exchange_across(self, wire: torch.Tensor) -> Flight:
-        if self.cross.size == 1:  # one node: the sums are encoded and decoded all the same, but stay here
+        if self.cross_hop.size == 1:  # one node: the sums are encoded and decoded all the same, but stay here
             return Flight(wire)
         received = self._buffers.take(wire.numel(), wire.device)
-        return Flight(received, self.cross.all_to_all(received, wire), sent=(wire,))
+        return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
 
 
 @functools.cache
@@ -275,8 +275,8 @@ def _encode_with_feedback(
     assert chunk.residual is not None
     ops.quantize_with_feedback(
         received,
-        chunk.node,
-        chunk.cross,
+        chunk.node_hop,
+        chunk.cross_hop,
         feedback.residual,
         chunk.residual,
         num_sources=num_sources,

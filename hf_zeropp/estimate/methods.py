@@ -276,13 +276,13 @@ class _UnitGather:
         self._setup = setup
         self._keeps_secondary = hpz_size is not None
         node_size = gather_node_size(hpz_size, setup.ranks_per_node)
-        self._node = Peers.among(range(node_size), 0, setup.ranks_per_node)
-        self._cross = Peers.among(range(0, setup.world_size, node_size), 0, setup.ranks_per_node)
+        self._node_hop = Peers.among(range(node_size), 0, setup.ranks_per_node)
+        self._cross_hop = Peers.among(range(0, setup.world_size, node_size), 0, setup.ranks_per_node)
         shards = _shards(unit.params, setup)
         self._layouts = gather_layouts(setup.config, shards, torch.bfloat16, trains=bool(unit.trainable))
 
     def secondary_bytes(self) -> int:
-        return self._cross.group_size * self._layouts.kept.nbytes if self._keeps_secondary else 0
+        return self._cross_hop.group_size * self._layouts.kept.nbytes if self._keeps_secondary else 0
 
     def buffer_bytes(self) -> int:
         """Return the bytes of wire buffers while the unit is gathered.
@@ -294,11 +294,11 @@ class _UnitGather:
         received = self._setup.world_size * kept.nbytes
         if delta is not None:
             return received + delta.nbytes + MASTER_BYTES * delta.numel
-        return received + ((0 if self._keeps_secondary else self._cross.group_size) + 1) * kept.nbytes
+        return received + ((0 if self._keeps_secondary else self._cross_hop.group_size) + 1) * kept.nbytes
 
     def delta_buffer_bytes(self) -> int:
         """Return the bytes of the buffer that receives deltas, beside the secondary shard that they change."""
-        return 0 if self._layouts.delta is None else self._cross.group_size * self._layouts.delta.nbytes
+        return 0 if self._layouts.delta is None else self._cross_hop.group_size * self._layouts.delta.nbytes
 
     def step_bytes(self) -> Bytes:
         """Return what one rank receives in a step. That frozen weights cross once in a run rounds to nothing."""
@@ -307,7 +307,7 @@ class _UnitGather:
             gathers, keeps_secondary=self._keeps_secondary, trains=bool(self._unit.trainable)
         )
         return gather_bytes(
-            self._layouts, cross=self._cross, node=self._node, gathers=gathers, crossings=crossings
+            self._layouts, cross_hop=self._cross_hop, node_hop=self._node_hop, gathers=gathers, crossings=crossings
         ).total()
 
 
@@ -316,11 +316,11 @@ class _UnitReduce:
 
     def __init__(self, unit: UnitShape, setup: Setup) -> None:
         self._setup = setup
-        self._node = Peers.among(range(setup.ranks_per_node), 0, setup.ranks_per_node)
-        self._cross = Peers.among(range(0, setup.world_size, setup.ranks_per_node), 0, setup.ranks_per_node)
+        self._node_hop = Peers.among(range(setup.ranks_per_node), 0, setup.ranks_per_node)
+        self._cross_hop = Peers.among(range(0, setup.world_size, setup.ranks_per_node), 0, setup.ranks_per_node)
         config, shards = setup.config, _shards(unit.trainable, setup)
         layouts = reduce_layouts(config, shards, setup.reduce_dtype, quantizes=config.quantizes_gradients)
-        self._numel = layouts.node.numel
+        self._numel = layouts.node_hop.numel
         self._chunks = layouts.chunks(config.qgz_chunks)
 
     def accumulator_bytes(self) -> int:
@@ -334,14 +334,16 @@ class _UnitReduce:
 
     def buffer_bytes(self) -> int:
         """Return the bytes of wire buffers: both hops send and receive, and the node hop carries the whole unit."""
-        node_hop = sum(chunk.node.nbytes for chunk in self._chunks) if self._setup.ranks_per_node > 1 else 0
-        cross_hop = sum(chunk.cross.nbytes for chunk in self._chunks)
+        node_hop = sum(chunk.node_hop.nbytes for chunk in self._chunks) if self._setup.ranks_per_node > 1 else 0
+        cross_hop = sum(chunk.cross_hop.nbytes for chunk in self._chunks)
         return 2 * self._setup.world_size * node_hop + 2 * self._setup.num_nodes * cross_hop
 
     def step_bytes(self) -> Bytes:
         """Return what one rank receives in a step."""
         micro_steps = self._setup.micro_steps
-        return reduce_bytes(self._chunks, cross=self._cross, node=self._node, micro_steps=micro_steps).total()
+        return reduce_bytes(
+            self._chunks, cross_hop=self._cross_hop, node_hop=self._node_hop, micro_steps=micro_steps
+        ).total()
 
 
 def _shards(params: Iterable[ParamShape], setup: Setup) -> list[ParamShard]:

@@ -155,12 +155,14 @@ class ZeroPPAllGather(WeightGather):
         """Return the bytes of one optimizer step that makes no resync."""
         if self.unit.param_dtype not in FLOAT_DTYPES:
             return self._fsdp2.predict(micro_steps)
-        cross, node = self._gather.cross, self._gather.node
+        cross, node = self._gather.cross_hop, self._gather.node_hop
         gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards_after_forward)
         crossings = crossings_per_step(gathers, keeps_secondary=self._keeps_secondary, trains=self.unit.trains)
         layouts = self.layouts(self.unit.param_dtype)
-        predicted = gather_bytes(layouts, cross=cross.peers, node=node.peers, gathers=gathers, crossings=crossings)
-        return predicted.by_name(cross=cross.name, node=node.name)
+        predicted = gather_bytes(
+            layouts, cross_hop=cross.peers, node_hop=node.peers, gathers=gathers, crossings=crossings
+        )
+        return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 
     def _up_to_date(self, shard: torch.Tensor) -> Copy:
         """Return the secondary shard, brought up to date if that is due, with this stream ordered behind its arrival."""
@@ -190,7 +192,7 @@ class ZeroPPAllGather(WeightGather):
         return kept
 
     def _start_whole(self, shard: torch.Tensor, layouts: GatherLayouts) -> Copy:
-        kept, num_bytes = self._kept, self._gather.cross.size * layouts.kept.nbytes
+        kept, num_bytes = self._kept, self._gather.cross_hop.size * layouts.kept.nbytes
         if kept is None or kept.secondary.own.numel() != num_bytes:
             kept = Copy(self._gather.new_secondary(layouts.kept, shard.device), layouts)
         kept.layouts, kept.num_deltas = layouts, 0

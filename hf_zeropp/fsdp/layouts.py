@@ -73,8 +73,8 @@ def reduce_layouts(
     node_bits, cross_bits = (config.qgz_intra_bits, config.qgz_bits) if quantizes else (None, None)
     keeps_residual = quantizes and config.error_feedback_decay is not None
     return ReduceLayouts(
-        node=wire_layout(shards, node_bits, config.grad_block, dtype),
-        cross=wire_layout(shards, cross_bits, config.grad_block, dtype),
+        node_hop=wire_layout(shards, node_bits, config.grad_block, dtype),
+        cross_hop=wire_layout(shards, cross_bits, config.grad_block, dtype),
         residual=wire_layout(shards, RESIDUAL_BITS, config.grad_block, dtype) if keeps_residual else None,
         rotates=quantizes and config.qgz_hadamard,
     )

@@ -33,9 +33,9 @@ class HopBytes:
         """Return the sum of both hops."""
         return total((self.cross_hop, self.node_hop))
 
-    def by_name(self, *, cross: str, node: str) -> dict[str, Bytes]:
+    def by_name(self, *, cross_hop: str, node_hop: str) -> dict[str, Bytes]:
         """Return the bytes under the names of the collectives, without a hop that makes no call."""
-        return {name: count for name, count in ((cross, self.cross_hop), (node, self.node_hop)) if count.calls}
+        return {name: count for name, count in ((cross_hop, self.cross_hop), (node_hop, self.node_hop)) if count.calls}
 
 
 def leaves_gathers_to_fsdp2(config: ZeroPPConfig, hpz_size: int | None, world_size: int) -> bool:
@@ -75,37 +75,39 @@ def crossings_per_step(gathers: int, *, keeps_secondary: bool, trains: bool) -> 
     return 1 if trains else 0
 
 
-def gather_bytes(layouts: GatherLayouts, *, cross: Peers, node: Peers, gathers: int, crossings: int) -> HopBytes:
+def gather_bytes(
+    layouts: GatherLayouts, *, cross_hop: Peers, node_hop: Peers, gathers: int, crossings: int
+) -> HopBytes:
     """Return what one unit's gathers send in one optimizer step that makes no resync.
 
     Args:
         layouts: wire layouts of one slice of the unit.
-        cross: peers in the cross hop.
-        node: peers in the node hop.
+        cross_hop: peers in the cross hop.
+        node_hop: peers in the node hop.
         gathers: result of ``gathers_per_step``.
         crossings: result of ``crossings_per_step``.
     """
     crossing = layouts.kept if layouts.delta is None else layouts.delta
-    secondary_bytes = cross.group_size * layouts.kept.nbytes
+    secondary_bytes = cross_hop.group_size * layouts.kept.nbytes
     return HopBytes(
-        cross_hop=cross.bytes_of(crossing.nbytes).times(crossings),
-        node_hop=node.bytes_of(secondary_bytes).times(gathers if node.group_size > 1 else 0),
+        cross_hop=cross_hop.bytes_of(crossing.nbytes).times(crossings),
+        node_hop=node_hop.bytes_of(secondary_bytes).times(gathers if node_hop.group_size > 1 else 0),
     )
 
 
-def reduce_bytes(chunks: Sequence[ReduceLayouts], *, cross: Peers, node: Peers, micro_steps: int) -> HopBytes:
+def reduce_bytes(chunks: Sequence[ReduceLayouts], *, cross_hop: Peers, node_hop: Peers, micro_steps: int) -> HopBytes:
     """Return what one unit's gradient reductions send in one optimizer step.
 
     Every micro-step reduces within the node; the last one crosses nodes with the sum of all of them.
 
     Args:
         chunks: wire layouts of the chunks in which one slice of the unit travels (``TwoHopReduce.chunks``).
-        cross: peers in the cross hop.
-        node: peers in the node hop.
+        cross_hop: peers in the cross hop.
+        node_hop: peers in the node hop.
         micro_steps: backward passes per optimizer step.
     """
-    within_node = total(node.bytes_of(cross.group_size * chunk.node.nbytes) for chunk in chunks)
+    within_node = total(node_hop.bytes_of(cross_hop.group_size * chunk.node_hop.nbytes) for chunk in chunks)
     return HopBytes(
-        cross_hop=total(cross.bytes_of(chunk.cross.nbytes) for chunk in chunks),
-        node_hop=within_node.times(micro_steps if node.group_size > 1 else 0),
+        cross_hop=total(cross_hop.bytes_of(chunk.cross_hop.nbytes) for chunk in chunks),
+        node_hop=within_node.times(micro_steps if node_hop.group_size > 1 else 0),
     )

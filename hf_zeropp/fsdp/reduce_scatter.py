@@ -256,10 +256,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Return the bytes of one optimizer step of ``micro_steps`` backward passes."""
         if not self.unit.trainable:
             return {}
-        node, cross = self.hops.node, self.hops.cross
+        node, cross = self.hops.node_hop, self.hops.cross_hop
         chunks = self.hops.chunks(self.layouts(self.unit.reduce_dtype))
-        predicted = reduce_bytes(chunks, cross=cross.peers, node=node.peers, micro_steps=micro_steps)
-        return predicted.by_name(cross=cross.name, node=node.name)
+        predicted = reduce_bytes(chunks, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps)
+        return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 
     def _form(self, dtype: torch.dtype, scale: float) -> Form:
         columns, start = [], 0
@@ -280,9 +280,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
         FSDP2 leaves those out. They may be others on other ranks, and then ranks would exchange pieces of different sizes.
         """
-        if part.numel() == world_size * form.layouts.node.numel:
+        if part.numel() == world_size * form.layouts.node_hop.numel:
             return part
-        full = torch.zeros(world_size, form.layouts.node.numel, dtype=part.dtype, device=part.device)
+        full = torch.zeros(world_size, form.layouts.node_hop.numel, dtype=part.dtype, device=part.device)
         start, slices = 0, part.view(world_size, -1)
         for column, reduced in zip(form.columns, self.unit.reduced_shards(), strict=True):
             if reduced.has_gradient:
@@ -292,7 +292,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         return full.view(-1)
 
     def _finish(self, flights: list[Flight], form: Form) -> torch.Tensor:
-        layout = form.layouts.cross
+        layout = form.layouts.cross_hop
         reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flights[0].received.device)
         self.hops.finish(flights, form.layouts, reduced, form.scale)
         return reduced
@@ -301,7 +301,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Run the cross hop at once. FSDP2 adds ``output`` to the gradients that it reduces; the others are added here."""
         form = reduction.form
         flights = self.send_sums(reduction.flights, form)
-        if output.numel() == form.layouts.cross.numel:
+        if output.numel() == form.layouts.cross_hop.numel:
             self.hops.finish(flights, form.layouts, output, form.scale)
             return
         reduced, start = self._finish(flights, form), 0
@@ -324,7 +324,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def _feedback(self, layouts: ReduceLayouts, device: torch.device) -> list[Feedback] | None:
         """Return what error feedback adds to the cross hop that begins now."""
-        return self.residual.feedback(self.hops.chunks(layouts), self.hops.cross.size, device)
+        return self.residual.feedback(self.hops.chunks(layouts), self.hops.cross_hop.size, device)
 
     def _drop_unwanted(self) -> None:
         """Take the contributions to gradients that were zeroed, set to None or replaced out of the partial."""
@@ -334,7 +334,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if len(unwanted) == len(self._partial.form.columns):
             self._partial = None
             return
-        slices = self._partial.sums.view(-1, self._partial.form.layouts.node.numel)
+        slices = self._partial.sums.view(-1, self._partial.form.layouts.node_hop.numel)
         for column in unwanted:
             column.of(slices).zero_()
 

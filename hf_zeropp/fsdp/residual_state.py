@@ -132,7 +132,7 @@ def _saved_unit(file: Any, rest: Any, reduce: ZeroPPReduceScatter) -> _Saved:
     if type(scale) not in (int, float) or not _LOSS_SCALES[0] <= scale <= _LOSS_SCALES[1]:
         raise ValueError(f"the residual of {name} has the loss scale {scale!r}")
     keys = [_key(name, index) for index in range(len(kinds))]
-    wires = [_wire(file, key, kind, reduce.hops.cross.size) for key, kind in zip(keys, kinds, strict=True)]
+    wires = [_wire(file, key, kind, reduce.hops.cross_hop.size) for key, kind in zip(keys, kinds, strict=True)]
     return _Saved(wires, rest)
 
 

@@ -86,7 +86,7 @@ def reduce_layouts(case: Case) -> ReduceLayouts:
 
 def reduce(two_hops: TwoHopReduce, case: Case, rank: int, scale: float = 1.0) -> torch.Tensor:
     layouts = reduce_layouts(case)
-    output = torch.full((layouts.node.numel,), float("nan"), dtype=case.dtype)
+    output = torch.full((layouts.node_hop.numel,), float("nan"), dtype=case.dtype)
     two_hops(output, case.values(rank, dist.get_world_size()), layouts, scale=scale)
     return output
 
@@ -97,16 +97,16 @@ def exact_and_bound(case: Case, rank: int, seeds=(0,)) -> tuple[torch.Tensor, to
     ranks_per_node = case.ranks_per_node
     total, error = 0.0, 0.0
     for node in range(world_size // ranks_per_node):
-        partial = torch.zeros(layouts.node.numel, dtype=torch.float64)
+        partial = torch.zeros(layouts.node_hop.numel, dtype=torch.float64)
         slack = torch.zeros_like(partial)
         for source, seed in itertools.product(range(node * ranks_per_node, (node + 1) * ranks_per_node), seeds):
             values = case.values(source, world_size, seed).view(world_size, -1)[rank].double()
             partial += values
             slack += values.abs() * 2.0**-22 * world_size * len(seeds)  # fp32 sums
             if ranks_per_node > 1:  # with one rank per node the node hop is empty
-                slack += block_errors(values, layouts.node)
+                slack += block_errors(values, layouts.node_hop)
         total = total + partial
-        error = error + slack + block_errors(partial, layouts.cross, slack)
+        error = error + slack + block_errors(partial, layouts.cross_hop, slack)
     return total, error + (total.abs() + error) * 2.0**-22 * world_size
 
 
@@ -160,7 +160,7 @@ def check_accumulation(case: Case, rank: int) -> None:
     world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
     world_size = dist.get_world_size()
     reduce = world.reduce_in_chunks if case.dtype == torch.bfloat16 else world.reduce_async
-    outputs = [torch.full((layouts.node.numel,), float("nan"), dtype=case.dtype) for _ in range(2)]
+    outputs = [torch.full((layouts.node_hop.numel,), float("nan"), dtype=case.dtype) for _ in range(2)]
     for output, last in zip(outputs, ("reduce", "flush"), strict=True):
         partial = None
         for seed in (1, 2):
@@ -168,7 +168,7 @@ def check_accumulation(case: Case, rank: int) -> None:
             flights = reduce.start(case.values(rank, world_size, seed), layouts)
             partial = reduce.accumulate(flights, layouts, partial)
             assert partial.dtype == torch.float32
-            assert partial.numel() == world.topology.num_nodes * layouts.node.numel, "1/N of the unit"
+            assert partial.numel() == world.topology.num_nodes * layouts.node_hop.numel, "1/N of the unit"
         if last == "reduce":
             flights = reduce.cross_over(reduce.start(case.values(rank, world_size, 3), layouts), layouts, partial)
         else:
@@ -202,10 +202,10 @@ def run_special_values(rank: int) -> dict[str, list]:
     for bits, poison in itertools.product(((8, 4), (4, 4), (None, None)), ("nan", "inf", "-inf", "zero")):
         case = Case(2, "blocks", torch.float32, *bits)
         world, layouts = world_of(2), reduce_layouts(case)
-        full = torch.zeros(4, layouts.node.numel) if poison == "zero" else case.values(rank, 4).view(4, -1)
+        full = torch.zeros(4, layouts.node_hop.numel) if poison == "zero" else case.values(rank, 4).view(4, -1)
         if poison != "zero" and rank == 1:
             full[2, 40] = float(poison)  # slice of rank 2, second block of the first matrix
-        output = torch.empty(layouts.node.numel)
+        output = torch.empty(layouts.node_hop.numel)
         world.reduce(output, full.flatten(), layouts)
         result[bits, poison] = (~output.isfinite()).nonzero().flatten().tolist(), output.abs().max().item()
     return result

@@ -138,7 +138,7 @@ def replay_feedback(case: Case, layouts: ReduceLayouts, owner: int, decay: float
             node_wire(case, layouts, node, owner, step, decay, rescale, residuals[node]) for node in range(num_nodes)
         ]
         total = reference.dequantize_sum(
-            torch.cat(wires), layouts.cross, num_nodes, dtype=case.dtype, scale=0.5, rotate=layouts.rotates
+            torch.cat(wires), layouts.cross_hop, num_nodes, dtype=case.dtype, scale=0.5, rotate=layouts.rotates
         )
         outputs.append(total.flatten())
     return outputs
@@ -160,16 +160,23 @@ def node_wire(
     settings = {"decay": decay, "rescale": rescale, "residual": residual}
     if size == 1:
         return reference.quantize_with_feedback(
-            None, layouts.node, layouts.cross, layouts.residual, 0, slices[0].float(), layouts.rotates, **settings
+            None,
+            layouts.node_hop,
+            layouts.cross_hop,
+            layouts.residual,
+            0,
+            slices[0].float(),
+            layouts.rotates,
+            **settings,
         )
-    wire = torch.cat([reference.quantize(one, layouts.node, rotate=layouts.rotates) for one in slices])
+    wire = torch.cat([reference.quantize(one, layouts.node_hop, rotate=layouts.rotates) for one in slices])
     return reference.quantize_with_feedback(
-        wire, layouts.node, layouts.cross, layouts.residual, size, None, False, **settings
+        wire, layouts.node_hop, layouts.cross_hop, layouts.residual, size, None, False, **settings
     )
 
 
 def reduce_with_feedback(two_hops: TwoHopReduce, case: Case, layouts: ReduceLayouts, rank: int, decay: float) -> list:
-    num_slices = two_hops.cross.size
+    num_slices = two_hops.cross_hop.size
     chunks = two_hops.chunks(layouts)
     residuals = [torch.zeros(num_slices * chunk.residual.nbytes, dtype=torch.uint8) for chunk in chunks]
     outputs = []
@@ -177,7 +184,7 @@ def reduce_with_feedback(two_hops: TwoHopReduce, case: Case, layouts: ReduceLayo
         world_of(case.ranks_per_node).poison()
         feedback = [Feedback(residual, decay, 1.0 if step != 2 else 0.5) for residual in residuals]
         flights = two_hops.start(case.values(rank, dist.get_world_size(), step), layouts)
-        output = torch.empty(layouts.cross.numel, dtype=case.dtype)
+        output = torch.empty(layouts.cross_hop.numel, dtype=case.dtype)
         two_hops.finish(two_hops.cross_over(flights, layouts, None, feedback), layouts, output, scale=0.5)
         outputs.append(output)
     return outputs
@@ -185,7 +192,7 @@ def reduce_with_feedback(two_hops: TwoHopReduce, case: Case, layouts: ReduceLayo
 
 def check_feedback(case: Case, rotates: bool, decay: float, rank: int) -> None:
     world, layouts = world_of(case.ranks_per_node), reduce_layouts(case, rotates)
-    expected = replay_feedback(case, layouts, rank, decay) if layouts.cross.numel else [torch.empty(0)] * STEPS
+    expected = replay_feedback(case, layouts, rank, decay) if layouts.cross_hop.numel else [torch.empty(0)] * STEPS
     for name in ("reduce", "reduce_async", "reduce_in_chunks"):
         outputs = reduce_with_feedback(getattr(world, name), case, layouts, rank, decay)
         for step, (one, other) in enumerate(zip(outputs, expected, strict=True)):
@@ -214,7 +221,7 @@ def run_rotated_accumulation(rank: int) -> None:
         partial = None
         for seed in (1, 2):
             partial = reduce.accumulate(reduce.start(case.values(rank, 4, seed), layouts), layouts, partial)
-        output, flushed = (torch.empty(layouts.cross.numel) for _ in range(2))
+        output, flushed = (torch.empty(layouts.cross_hop.numel) for _ in range(2))
         reduce.finish(reduce.start_across(partial.clone(), layouts), layouts, flushed)
         last = reduce.start(torch.zeros_like(case.values(rank, 4, 3)), layouts)
         reduce.finish(reduce.cross_over(last, layouts, partial), layouts, output)

@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
 HOT_PATH = (
-    *("comm.hop", "comm.two_hops", "comm.node_memory"),
+    *("comm.hop", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
     *(
         "fsdp.comm_objects",
         "fsdp.all_gather",
