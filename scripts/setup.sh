@@ -1,7 +1,7 @@
 # Sourced by quickstart.sh and test.sh: makes $PYTHON an interpreter that has torch and this package.
 #
 # An active virtual environment is used as it is; otherwise .venv in the clone is made (seeing the system's packages when
-# torch is among them, so that an existing torch is kept). Quick when nothing changed since the last time.
+# torch is among them, so that an existing torch is kept). It is quick when nothing has changed since the last time.
 # TORCH_SPEC overrides what is installed where torch is absent, HF_ZEROPP_PYTHON the interpreter.
 
 set -euo pipefail

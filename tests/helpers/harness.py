@@ -44,6 +44,8 @@ PRELOAD = [
 LIMIT_S = 120.0
 GRACE_S = 20.0  # time for the other ranks to notice and report, after one has failed
 
+# A plain fork would copy pytest's own process in the middle of its work: PyTorch's threads would be missing in the copy, and
+# locks that they hold would stay locked. The server has done nothing but import.
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
@@ -348,6 +350,7 @@ class StartedRanks:
         Raises:
             RankError: a rank raised, died or did not end in time.
         """
+        # Ranks are read in the order in which they answer: the failure of one explains why others hang.
         deadline = time.monotonic() + limit_s
         while running := {rank._receiver: rank for rank in self if rank._end is None}:
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
@@ -366,6 +369,7 @@ class StartedRanks:
         for rank in self:
             if not isinstance(rank._end, Result):
                 rank.process.kill()
+        # All are killed before the first is waited for: a rank that is at its exit may be waiting for another.
         for rank in self:
             rank.process.join(20)
             rank.process.kill()  # in case it hangs at its exit

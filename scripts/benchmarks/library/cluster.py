@@ -102,6 +102,8 @@ class Cluster:
             ranks.wait_until_ready()
             yield ranks
         finally:
+            # Ranks end with their connections. The servers answer when theirs have, so that whatever comes next has the
+            # machine's memory and processors again.
             ranks.close()
             for connection in self._connections:
                 connection.send(("stop", run))
@@ -109,6 +111,7 @@ class Cluster:
 
     def _start_nodes(self) -> None:
         python_path = os.pathsep.join(filter(None, [str(BENCHMARKS), (os.environ | self._env).get("PYTHONPATH")]))
+        # ``ip netns exec`` enters the node's network namespace and mounts its ``/sys``. Processes stay in the sandbox otherwise.
         environment = os.environ | self._env | {"CLUSTER_SOCKET": self._listener.address, "PYTHONPATH": python_path}
         for node in range(self.num_nodes):
             command = f"ip netns exec {namespace(node)}".split()
@@ -143,8 +146,10 @@ class Cluster:
             "FIRST_RANK": str(node * self.ranks_per_node),
             "WORLD_SIZE": str(self.world_size),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+            # Rank 0 keeps the store of the process group, through which ranks find each other.
             "MASTER_ADDR": address(0),
             "MASTER_PORT": str(self._port),
+            # Otherwise gloo takes the address to which the host's name resolves. All nodes have the same host name.
             "GLOO_SOCKET_IFNAME": INTERFACE,
         }
 

@@ -25,7 +25,7 @@ def weight_error(model: nn.Module) -> float:
     nothing that the run would not send without the call.
     """
     gathered = _gathered(model)
-    squares = torch.zeros(2, dtype=torch.float64)
+    squares = torch.zeros(2, dtype=torch.float64)  # fp32 sums over a whole model would be off by more than small errors
     for name, param in model.named_parameters():
         if param.ndim > 1:
             master = param.full_tensor().double()
@@ -40,6 +40,7 @@ def _gathered(model: nn.Module) -> dict[str, torch.Tensor]:
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit in units:
         unit.unshard()
+    # Parameters are the gathered weights now, in buffers that ``reshard`` frees.
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
     for unit in units:
         unit.reshard()
@@ -105,6 +106,8 @@ class _Recorder(ReduceScatter):
         return self._replaced.allocate(size, dtype=dtype, device=device)
 
     def __call__(self, output_tensor, input_tensor, group, op, async_op=False):
+        # Both reductions take the same input, this rank's unreduced gradients of the whole unit. The second one runs on the
+        # network too, but the package does not count its bytes: the run's traffic stays that of a run without a probe.
         self._latest = torch.empty_like(output_tensor, dtype=torch.float32)
         self._fsdp2(self._latest, input_tensor.float(), group, op)
         return self._replaced(output_tensor, input_tensor, group, op, async_op)
@@ -112,6 +115,7 @@ class _Recorder(ReduceScatter):
     def look(self) -> torch.Tensor:
         """Add the latest gradients to the sums, and return this rank's squares of their error and reference."""
         for param, place in self._matrices():
+            # ``grad`` is what the optimizer reads, so FSDP2's own casts count as errors of the reduction.
             exact, reduced = self._latest[place].double(), param.grad.to_local().flatten().double()
             self._exact[place] += exact
             self._reduced[place] += reduced

@@ -90,6 +90,7 @@ class Profile:
 
     def __exit__(self, *exception: object) -> None:
         self._end = time.monotonic()
+        # In reverse, so that a function that was wrapped twice is itself again.
         for undo in reversed(self._undo):
             undo()
 
@@ -134,12 +135,14 @@ class Profile:
             event.started = event.start
             return _TimedWork(self, result, event) if hasattr(result, "wait") else result
 
+        # Callers meet the wrapper only if they look the function up at each call, as ``ops.quantize(...)`` does.
         setattr(owner, name, timed)
         self._undo.append(lambda: setattr(owner, name, original))
 
     def _run(self, event: Event, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, and note it as the event."""
-        # One entry for each phase that is open in this thread: the seconds that its inner phases took.
+        # One entry for each phase that is open in this thread: the seconds that its inner phases took. Autograd runs
+        # hooks of the backward pass in a thread of its own, where other phases are open.
         stack = self._local.__dict__.setdefault("stack", [])
         event.thread = "main" if threading.current_thread() is threading.main_thread() else "backward"
         event.start = time.monotonic()
@@ -164,6 +167,8 @@ class _TimedWork:
         self._launch = launch
 
     def wait(self, *args: Any) -> Any:
+        # The collective runs from its launch on, so that is when this rank is counted as present. While the wait lasts, the
+        # rank has either not been joined by its peers yet, or bytes are under way: ``phase_seconds`` tells which.
         event = dataclasses.replace(self._launch)
         result = self._profile._run(event, self._work.wait, *args)
         event.started = self._launch.start
@@ -212,6 +217,7 @@ def phase_seconds(summaries: list[dict[str, Any]]) -> dict[str, float]:
         for event in rank_events:
             waited = 0.0
             if event.group is not None:
+                # The rank cannot have waited for peers longer than it was in the collective, nor before it was there.
                 ready = last_start[tuple(event.group), event.index]
                 waited = min(event.exclusive, max(0.0, ready - event.start))
                 totals[WAITING][rank] += waited

@@ -55,23 +55,25 @@ def enter_sandbox() -> None:
     """
     if os.environ.get(SANDBOX_MARK):
         subprocess.run(["mount", "-t", "tmpfs", "tmpfs", "/run"], check=True)
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)  # a new network namespace starts without loopback
         return
     if reason := why_impossible():
         raise SystemExit(f"No emulated cluster on this machine: {reason}")
-    sys.stdout.flush()
+    sys.stdout.flush()  # or what is buffered here would appear after the output from inside
     command = [*_unshare(), sys.executable, *sys.argv]
     inside = subprocess.Popen(command, env=os.environ | {SANDBOX_MARK: "1"}, preexec_fn=_die_with_parent)
     # A terminal sends Ctrl-C to both processes. The one inside ends in an orderly way, and this one waits for it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # ``unshare`` ignores SIGTERM, so it is not passed on as it is.
     signal.signal(signal.SIGTERM, lambda *_: inside.kill())
+    # A shell reports a program that was killed by signal n as 128 + n.
     status = inside.wait()
     raise SystemExit(status if status >= 0 else 128 - status)
 
 
 def _die_with_parent() -> None:
     """Have the kernel send SIGKILL to this process when its parent ends, however the parent ends."""
+    # ``--kill-child`` of ``unshare`` covers the end of ``unshare``; this covers the end of the program that started it.
     PR_SET_PDEATHSIG = 1
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -50,7 +50,7 @@ class TrainingRun:
         self.plugin = ZeroPPPlugin(
             zeropp=False if variant.zeropp is None else variant.zeropp,
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-            cpu_ram_efficient_loading=False,
+            cpu_ram_efficient_loading=False,  # every rank makes the same random weights; none reads a checkpoint
             mixed_precision_policy=MixedPrecisionPolicy(
                 param_dtype=torch.bfloat16,
                 reduce_dtype=torch.float32 if variant.fp32_reduce else torch.bfloat16,
@@ -88,6 +88,7 @@ class TrainingRun:
 
         ``peak`` is the most that all live tensors held at the end of a micro-step.
         """
+        # PyTorch keeps no high-water mark of memory on CPU, so live tensors are summed up, between micro-steps.
         peak = partial = 0
 
         def look() -> None:
@@ -131,6 +132,7 @@ class TrainingRun:
         after_micro_step: Callable[[], None] | None = None,
         before_update: Callable[[], None] | None = None,
     ) -> float:
+        # Accelerate reads it in every ``accumulate``, so one prepared model can be measured with all accumulations.
         self.accelerator.gradient_accumulation_steps = micro_steps
         for _ in range(micro_steps):
             with self.accelerator.accumulate(self.model):
@@ -138,6 +140,7 @@ class TrainingRun:
                 self.accelerator.backward(loss)
                 if after_micro_step:
                     after_micro_step()
+                # Accelerate's ``step`` and ``zero_grad`` do nothing before the last micro-step.
                 if before_update and self.accelerator.sync_gradients:
                     before_update()
                 self.optimizer.step()
