@@ -11,6 +11,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from hf_zeropp import compat
 from hf_zeropp.compat import SEAMS, TESTED, MovedNameError, Relation, Seam, check_silent_seams
@@ -174,13 +175,14 @@ def test_a_library_that_is_not_imported_is_left_alone(monkeypatch, library):
     check_silent_seams()
 
 
-@pytest.mark.parametrize("start", ["plugin", "callback"])
-def test_integrations_check_at_start_up(monkeypatch, library, start):
-    from hf_zeropp import ZeroPPCallback, ZeroPPPlugin
+@pytest.mark.parametrize("start", ["plugin", "callback", "apply"])
+def test_every_way_into_the_package_checks_at_start_up(monkeypatch, library, start):
+    from hf_zeropp import ZeroPPCallback, ZeroPPPlugin, apply_zeropp
 
     plant(monkeypatch, planted("somelib.core", "gone", is_silent=True))
+    ways = {"plugin": ZeroPPPlugin, "callback": ZeroPPCallback, "apply": lambda: apply_zeropp(torch.nn.Linear(1, 1))}
     with pytest.raises(MovedNameError, match="somelib"):
-        {"plugin": ZeroPPPlugin, "callback": ZeroPPCallback}[start]()
+        ways[start]()
 
 
 def test_entries_are_plain_data():

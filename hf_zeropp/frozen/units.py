@@ -135,7 +135,7 @@ def broadcast_parameters(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for name, param in list(module.named_parameters(recurse=False)):
             if param not in sent:
-                # A parameter on ``meta`` is allocated on CPU: ``fully_shard`` moves this rank's shard, and no more, to the device.
+                # A parameter on ``meta`` goes to the CPU: ``fully_shard`` moves this rank's shard, and no more, to the device.
                 data = torch.empty_like(param, device="cpu") if param.is_meta else param.data
                 sent[param] = nn.Parameter(data, param.requires_grad) if param.is_meta else param
                 dist.broadcast(data, src=0)
