@@ -1,13 +1,14 @@
 // The quantization format: one definition, for C++ and CUDA.
 //
-// Part and Layout mirror `Part` and `WireLayout` of hf_zeropp/format.py, which decides where everything lies. The
-// scalar functions below are the mathematics; kernels inline them in their loops, and hf_zeropp/reference.py states
-// them in PyTorch. All agree bit for bit, which asks of every compiler: no contraction to fused multiply-add, no
-// fast-math.
+// The scalar functions below are the mathematics, and kernels inline them in their loops. hf_zeropp/ops/blocks.py states them in
+// PyTorch. All agree bit for bit: [Note: bitwise agreement] there says why, and what it takes of every compiler (no contraction
+// to fused multiply-add, no fast-math). hf_zeropp/ops/format.py decides where everything lies in memory.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+
+#include "abi.h"
 
 #if defined(__CUDACC__)
 #define ZEROPP_HD __host__ __device__ __forceinline__
@@ -20,46 +21,32 @@
 namespace {
 namespace zeropp {
 
-enum DType : int64_t { kFloat32, kBFloat16, kFloat16 };  // positions in format.FLOAT_DTYPES
-enum Status : int {  // native.py words them
-  kOk,
-  kParallelFailed,
-  kCudaError = 1000,  // and above: 1000 + cudaError_t, which zeropp_error_text of the CUDA library words
-};
+using Part = ZeroppPart;
+using Layout = ZeroppLayout;
+
+// ---- Constants. tests/ops/test_abi.py compares them with those of hf_zeropp/ops.
 
 constexpr int64_t kMaxBlock = 4096;
+constexpr int64_t kCodesAtAByte = 8;  // runs of this many codes fill whole bytes in every width
 constexpr uint32_t kInfBits = 0x7F800000;
 constexpr uint16_t kBFloat16NaN = 0x7FC0;
 constexpr uint16_t kFloat16NaN = 0x7E00;
-constexpr uint16_t kScaleNaN = kBFloat16NaN;     // the scale of a block that holds a NaN or an Inf
+constexpr uint16_t kScaleNaN = 0x7FC0;            // the scale of a block that holds a NaN or an Inf
 constexpr uint16_t kScaleMin = (127 - 100) << 7;  // 2^-100: smaller scales are stored as zero
 
-// Where one segment lies in a slice. Byte offsets count from the start of the slice's wire.
-struct Part {
-  int64_t element;      // first element, in the slice
-  int64_t numel;
-  int64_t bits;         // of a code: 8, 4, 3, 2; 0 for raw
-  int64_t scales;       // byte offset of the scales
-  int64_t codes;        // byte offset of the codes or raw bytes
-  int64_t end;          // byte offset behind the padding
-  int64_t first_block;  // index of its first block, in the slice
-};
+// A rotation multiplies slices of 32 elements by the Hadamard matrix, by sums and differences of elements 1, 2, 4, 8 and 16
+// apart, in this order. Then it multiplies by the norm, which makes the matrix its own inverse.
+constexpr int kRotationSlice = 32;
+constexpr float kRotationNorm = 0.17677669529663687f;  // 1 / sqrt(32)
 
-struct Layout {
-  const Part* parts;
-  int64_t num_parts;
-  int64_t numel;      // elements of one slice
-  int64_t nbytes;     // wire bytes of one slice
-  int64_t block;      // elements that share one scale
-  int64_t raw_dtype;  // DType of raw segments
-};
+// ---- Integers.
 
 ZEROPP_HD constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
 ZEROPP_HD int64_t max(int64_t a, int64_t b) { return a > b ? a : b; }
 ZEROPP_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 ZEROPP_HD int64_t item_size(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
-// Of K = R * C slices, slice r * C + c moves to c * R + r.
+// The place of a slice after the permutation: of K = R * C slices, slice r * C + c moves to c * R + r.
 ZEROPP_HD int64_t permuted(int64_t slice, int64_t num_slices, int64_t slice_rows) {
   const int64_t columns = num_slices / slice_rows;
   return slice % columns * slice_rows + slice / columns;
@@ -77,7 +64,8 @@ ZEROPP_HD float float_of(uint32_t bits) {
   return value;
 }
 
-// ---- 16-bit floats: to nearest even, NaNs canonical, by integer arithmetic, which flush-to-zero modes cannot touch.
+// ---- 16-bit floats. Conversions round to nearest even and make NaNs canonical. They use integer arithmetic, which the
+// flush-to-zero modes of processors cannot touch.
 
 struct BFloat16 {
   uint16_t bits;
@@ -101,7 +89,7 @@ ZEROPP_HD float to_float(Float16 value) {
 
 ZEROPP_HD void assign(float& to, float value) { to = value; }
 
-// For all but NaNs other than the canonical one.
+// Takes no NaN but the canonical one: the addition below could turn others into an Inf.
 ZEROPP_HD uint16_t round_to_bfloat16(float value) {
   const uint32_t bits = bits_of(value);
   return static_cast<uint16_t>((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
@@ -116,19 +104,19 @@ ZEROPP_HD void assign(Float16& to, float value) {
   const uint32_t sign = bits_of(value) >> 16 & 0x8000;
   const uint32_t rebased = magnitude - ((127 - 15) << 23);
   const uint32_t normal = (rebased + 0xFFF + (rebased >> 13 & 1)) >> 13;
-  // Added to 0.5, whose last place is worth 2^-24, a float rounds to a multiple of the smallest half.
+  // The last place of 0.5 is worth 2^-24, the smallest denormal of fp16, so adding to it rounds as fp16 does.
   const uint32_t denormal = bits_of(float_of(magnitude) + 0.5f) - bits_of(0.5f);
   const uint32_t finite = magnitude < 0x38800000 ? denormal : normal;
   const uint32_t rounded = sign | (magnitude >= 0x477FF000 ? 0x7C00 : finite);  // from 65520 on: Inf
   to.bits = static_cast<uint16_t>(magnitude > kInfBits ? kFloat16NaN : rounded);
 }
 
-// ---- Blocks.
+// ---- Scales.
 
 ZEROPP_HD constexpr int qmax_of(int64_t bits) { return (1 << (bits - 1)) - 1; }
 
-// What |value| contributes to a block's amax. As integers, magnitudes are ordered as floats are, Inf and NaN above all;
-// those of bf16 are the upper halves of fp32's.
+// An element's share in its block's amax. As integers, magnitudes are ordered as floats are, with Inf and NaN above all.
+// The magnitudes of bf16 are the upper halves of those of fp32, so 16 bits are enough to compare them.
 ZEROPP_HD int32_t magnitude(float value) { return static_cast<int32_t>(bits_of(value) & 0x7FFFFFFF); }
 ZEROPP_HD int16_t magnitude(BFloat16 value) { return static_cast<int16_t>(value.bits & 0x7FFF); }
 
@@ -141,22 +129,26 @@ ZEROPP_HD BFloat16 encode_scale(uint32_t amax, int qmax) {
   return {static_cast<uint16_t>(amax >= kInfBits ? kScaleNaN : up < kScaleMin ? 0 : up)};
 }
 
-// Do a block's elements have codes? Under the scales 0 and NaN all of them are 0.
+// Do a block's elements have codes? Under the scales 0 and NaN all codes are 0.
 ZEROPP_HD bool has_codes(BFloat16 scale) { return scale.bits != 0 && scale.bits != kScaleNaN; }
 
-// Added to a small float, rounds it half to even and leaves the integer in the low bits, in two's complement.
+// ---- Codes.
+
+// Adding this to a small float rounds it half to even and leaves the integer in the low bits, in two's complement.
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
 
-// rint(value / scale), for a scale that has codes. The quotient exceeds qmax by no more than a rounding error, since
-// the scale was rounded up from amax / qmax, and so rounds to qmax: the definition's clamp has nothing left to do.
+// rint(value / scale), for a scale that has codes. The definition clamps the result to qmax. No clamp is needed here: the scale
+// was rounded up from amax / qmax, so the quotient exceeds qmax by a rounding error at most, and rounds to qmax.
 ZEROPP_HD int8_t encode(float value, float scale) {
   return static_cast<int8_t>(bits_of(value / scale + kRoundToInteger));
 }
 
-// [Note: quotients of bf16] Of bf16 values a multiplication finds the same code. With integers X, S of 8 bits, value / scale
-// is 2^c X / S, c >= -2 where the code is not plainly 0: a half-integer, or at least 2^-3 / 255 > 2^-11 away from one. The
-// product with the reciprocal is off by less than 2^-16. Added to kSnap, it is rounded to a multiple of 2^-12: half-integers
-// become exact again, and nothing else gets to one or past it.
+// [Note: quotients of bf16] For bf16 values, multiplying by the reciprocal finds the same code without a division.
+//
+// The significands of value and scale are integers X and S of 8 bits, and value / scale is 2^c X / S. It is enough to look at
+// c >= -2, since smaller quotients plainly have the code 0. The code changes where the quotient is a half-integer, and any other
+// quotient is at least 2^-3 / 255 > 2^-11 away from one. The product with the reciprocal is off by less than 2^-16. Adding kSnap
+// rounds it to a multiple of 2^-12: half-integers become exact again, and no other quotient reaches or passes one.
 constexpr float kSnap = 3072.0f;  // 1.5 * 2^11
 
 ZEROPP_HD int8_t encode(BFloat16 value, float reciprocal) {
@@ -164,14 +156,9 @@ ZEROPP_HD int8_t encode(BFloat16 value, float reciprocal) {
   return static_cast<int8_t>(bits_of(snapped + (kRoundToInteger - kSnap)));
 }
 
-// What `encode` takes beside values of this type.
+// The second argument of `encode` for values of this type.
 ZEROPP_HD float divisor_for(float, float scale) { return scale; }
 ZEROPP_HD float divisor_for(BFloat16, float scale) { return 1.0f / scale; }
-
-// ---- Rotations: a slice of so many elements times the Hadamard matrix, by sums and differences of elements 1, 2, 4, 8 and 16
-// apart, in this order; then times this, which makes the matrix its own inverse.
-constexpr int kRotationSlice = 32;
-constexpr float kRotationNorm = 0.17677669529663687f;  // 1 / sqrt(32)
 
 ZEROPP_HD float decode(int8_t code, float scale) { return static_cast<float>(code) * scale; }
 

@@ -1,17 +1,28 @@
-"""The quantization format and its byte arithmetic.
+"""The quantization format: how many bytes a slice takes on the wire, and where each of its parameters lies.
 
-A rank's flat shard of a unit is one *slice*: several parameters, one after the other. On the wire the slice becomes one
-run of bytes, and this module alone knows where each parameter lies in it:
+A rank's flat shard of a unit is one *slice*. It holds several parameters, one after the other. On the wire each parameter
+becomes a *segment*, and the segments follow each other in one run of bytes:
 
     segment 0             segment 1               segment 2 (raw)
     | scales | codes      | scales | codes        | bytes            |      every part starts 16-byte aligned
 
-- A quantized segment is one bf16 scale per block, then codes of 8, 4, 3 or 2 bits. Blocks never straddle segments, so that one
-  parameter's large values cannot spoil its neighbour's scale. A raw segment travels unquantized in the raw dtype.
-- Alignment is relative to the slice. It keeps 16-byte loads aligned and costs at most 30 bytes a segment.
-- Padding is always written, as zeros: equal inputs give equal wires, byte for byte.
+- A quantized segment holds one bf16 scale per block, then codes of 8, 4, 3 or 2 bits. Blocks never straddle segments, so
+  one parameter's large values cannot spoil the scale of its neighbour. A raw segment travels unquantized in the raw dtype.
+- Offsets are aligned relative to the start of the slice. This keeps 16-byte loads aligned and costs at most 30 bytes a
+  segment.
+- Padding is always written, as zeros. Equal inputs therefore give equal wires, byte for byte.
 
-The mathematics (how a block becomes a scale and codes) is in `reference.py` and, for compiled code, `ops/format.h`.
+This module is the only place that knows these sizes and offsets. The mathematics, by which a block becomes a scale and
+codes, is in ``reference.py`` and, for compiled code, in ``ops/format.h``. tests/ops/test_abi.py checks that the constants
+below equal those of the C headers.
+
+[Note: layouts with gaps]
+
+A slice can travel in several wires, one after the other: ``WireLayout.chunks`` cuts it into chunks, so that one chunk
+crosses the nodes while the next is still being prepared (``qgz_chunks``). The layout of a chunk describes the *whole* slice.
+Elements that other chunks carry are segments of zero bits (``GAP``): they take no bytes on this wire, and no part describes
+them. Kernels visit parts, so encoding a chunk skips them and decoding a chunk leaves them as they are in ``out``. Therefore
+all chunks of a slice are decoded into one tensor, and each kernel indexes the slice as if it were whole.
 """
 
 from __future__ import annotations
@@ -23,62 +34,77 @@ from typing import NamedTuple
 
 import torch
 
+from hf_zeropp.config import MAX_BLOCK
+
 QMAX = {8: 127, 4: 7, 3: 3, 2: 1}
-"""Largest code of each quantized width; codes are symmetric, -qmax..qmax."""
+"""Largest code of each quantized width. Codes are symmetric: -qmax..qmax."""
 
 GAP = 0
-"""`bits` of a segment that does not travel in this wire: another chunk of the slice carries it."""
+"""The ``bits`` of a segment that does not travel in this wire: [Note: layouts with gaps]."""
 
 ALIGNMENT = 16
 """Bytes. Every part of a slice, and every slice of a wire buffer, starts at a multiple of it."""
 
-MAX_BLOCK = 4096
-"""Elements. A block must fit a core's first-level cache, and a CUDA thread block's registers."""
-
 CODES_AT_A_BYTE = 8
-"""Codes of every width fill whole bytes in runs of so many. Blocks of 3- and 2-bit codes are multiples of it."""
+"""Runs of this many codes fill whole bytes in every width. Blocks of 3- and 2-bit codes are multiples of it."""
 
 ROTATION_SLICE = 32
 """Elements that a rotation mixes: it multiplies each such slice of a segment by a Hadamard matrix."""
 
 SCALE_NAN = 0x7FC0
-"""bf16 bits stored as the scale of a block that holds a NaN or an Inf: every element decodes to NaN."""
+"""bf16 bits stored as the scale of a block that holds a NaN or an Inf. All its elements decode to NaN."""
 
 SCALE_MIN = (127 - 100) << 7
 """bf16 bits of 2^-100. A smaller scale is stored as zero, so neither encode nor decode ever meets a denormal."""
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""What encode reads, decode writes and raw segments travel in. Positions are the dtype codes of the C ABI."""
+"""Dtypes that encode reads, decode writes and raw segments travel in. Positions are the dtype codes of ops/abi.h."""
 
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
 
 
 def align(nbytes: int) -> int:
+    """Round ``nbytes`` up to a multiple of ``ALIGNMENT``."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 def num_blocks(numel: int, block: int) -> int:
+    """Return how many blocks ``numel`` elements fill; the last one may be shorter."""
     return -(-numel // block)
 
 
 def scale_bytes(numel: int, bits: int, block: int) -> int:
-    """Bytes of the scales of `numel` elements, padding included; 0 for raw widths (16, 32)."""
+    """Return the bytes of the scales of ``numel`` elements, padding included; 0 for raw widths (16, 32)."""
     return align(2 * num_blocks(numel, block)) if bits in QMAX else 0
 
 
 def code_bytes(numel: int, bits: int) -> int:
-    """Bytes of `numel` codes or raw elements of `bits` bits each, padding included."""
+    """Return the bytes of ``numel`` codes or raw elements of ``bits`` bits each, padding included."""
     return align(-(-numel * bits // 8))
 
 
 def wire_bytes(numel: int, bits: int, block: int) -> int:
-    """Bytes on the wire of one segment. `bits`: a key of QMAX for codes, 16 or 32 for a segment that travels raw."""
+    """Return the bytes of one segment on the wire.
+
+    Args:
+        numel: elements of the segment.
+        bits: bits of a code (a key of ``QMAX``), or 16 or 32 for a segment that travels raw.
+        block: elements that share one scale.
+    """
     return scale_bytes(numel, bits, block) + code_bytes(numel, bits)
 
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter of a slice: `numel` elements, quantized to `bits`, raw (None), or left out (GAP)."""
+    """One parameter of a slice, as it travels.
+
+    Args:
+        numel: elements of the parameter that lie in this slice; zero is legal.
+        bits: bits of a code (a key of ``QMAX``), None for a raw segment, or ``GAP``.
+
+    Raises:
+        ValueError: negative ``numel``, or unknown ``bits``.
+    """
 
     numel: int
     bits: int | None
@@ -91,7 +117,7 @@ class Segment:
 
 
 class Part(NamedTuple):
-    """Where one segment lies. Byte offsets count from the start of the slice's wire. A row of `WireLayout.table`."""
+    """Offsets of one segment. Bytes count from the start of the slice's wire. A row of ``WireLayout.table``."""
 
     element: int  # first element, in the slice
     numel: int
@@ -104,15 +130,23 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class WireLayout:
-    """Where the parts of one slice lie in its wire buffer. Immutable and hashable: equal layouts describe equal bytes.
+    """Offsets of all parts of one slice in its wire buffer. Immutable and hashable: equal layouts describe equal bytes.
 
-    segments: the slice's parameters in order; zero-length segments are legal.
-    block: elements that share one scale, 1..MAX_BLOCK.
-    raw_dtype: what raw segments travel in (fp32, bf16 or fp16).
+    Args:
+        segments: the slice's parameters in order.
+        block: elements that share one scale, 1 to ``MAX_BLOCK``. (``ZeroPPConfig`` allows a subset of these sizes.)
+        raw_dtype: dtype in which raw segments travel: fp32, bf16 or fp16.
 
-    `numel` and `nbytes` are the size of one slice in elements and on the wire. A layout with gaps encodes and decodes some
-    elements of a slice, and leaves the others alone. `spec` is the layout as text; the
-    registered ops take it as an argument, which keeps them self-contained under `torch.compile` and fake tensors.
+    Attributes:
+        parts: one for each segment that is no gap.
+        numel: elements of one slice, those in gaps included.
+        nbytes: bytes of one slice on the wire.
+        spec: the layout as text. The registered operators take this text as an argument, because graphs of
+            ``torch.compile`` can hold text but no ``WireLayout``.
+
+    Raises:
+        ValueError: a block out of range, or one in which 3- or 2-bit codes do not fill whole bytes.
+        TypeError: an unknown ``raw_dtype``.
     """
 
     segments: tuple[Segment, ...]
@@ -146,28 +180,33 @@ class WireLayout:
     @staticmethod
     @cache
     def from_spec(spec: str) -> WireLayout:
-        """The inverse of `spec`. One object per text, so its device tables are built once."""
+        """Return the layout that ``spec`` describes, always the same object, so that its tables are built once."""
         block, raw_dtype, *segments = spec.split(" ")
         return WireLayout(map(_segment_from_spec, segments), int(block), _DTYPE_NAMES[raw_dtype])
 
     @cached_property
     def alone(self) -> tuple[tuple[slice, WireLayout], ...]:
-        """Each segment's bytes in the wire, and a layout of that segment alone, which writes them as this one does.
+        """Each segment's bytes in the wire, and a layout that encodes this segment alone to the same bytes.
 
-        For a layout without gaps: what a segment is encoded to depends on no other, and every part begins aligned.
+        Takes a layout without gaps. The bytes are the same because every part begins aligned and no scale depends on
+        another segment.
         """
         layouts = (WireLayout([segment], self.block, self.raw_dtype) for segment in self.segments)
         return tuple((slice(part.scales, part.end), layout) for part, layout in zip(self.parts, layouts, strict=True))
 
-    @property
+    @cached_property
     def has_gaps(self) -> bool:
+        """Whether other wires carry some elements of the slice: [Note: layouts with gaps]."""
         return any(segment.bits == GAP for segment in self.segments)
 
     def chunks(self, count: int) -> tuple[WireLayout, ...]:
-        """`count` layouts, fewer for few blocks, that carry this layout's elements between them, about as many each.
+        """Return layouts that carry this slice's elements between them: [Note: layouts with gaps].
 
-        Cut between blocks, so every element is encoded as in the whole. Layouts with equal segment sizes and blocks are
-        cut alike.
+        Chunks are cut between blocks, so every element is encoded as in the whole. Layouts with equal segment sizes and
+        equal blocks are cut at the same elements.
+
+        Args:
+            count: chunks of about equal size; fewer are returned where there are fewer blocks.
         """
         bounds = sorted({self._block_bound(self.numel * i // count) for i in range(1, count)} - {0, self.numel})
         if not bounds:
@@ -176,7 +215,7 @@ class WireLayout:
         return tuple(WireLayout(self._between(start, end), self.block, self.raw_dtype) for start, end in pairs)
 
     def _block_bound(self, element: int) -> int:
-        """The last element at or before `element` where a block starts."""
+        """Return the last element at or before ``element`` at which a block starts."""
         start = 0
         for segment in self.segments:
             if element < start + segment.numel:
@@ -185,7 +224,7 @@ class WireLayout:
         return start
 
     def _between(self, first: int, end: int) -> Iterator[Segment]:
-        """The segments, those outside of elements first..end turned into gaps."""
+        """Yield the segments, with everything outside of the elements first..end turned into gaps."""
         yield Segment(first, GAP)
         start = 0
         for segment in self.segments:
@@ -196,7 +235,7 @@ class WireLayout:
         yield Segment(self.numel - end, GAP)
 
     def table(self, device: torch.device | str) -> torch.Tensor:
-        """`parts` as an int64 tensor [num_segments, len(Part._fields)] on `device`, built once per device."""
+        """Return ``parts`` as an int64 tensor [num_parts, len(Part._fields)] on ``device``, built once per device."""
         device = torch.device(device)
         if device not in self._tables:
             rows = torch.tensor(self.parts, dtype=torch.int64).reshape(-1, len(Part._fields))
@@ -217,7 +256,7 @@ def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterat
 
 
 def _to_spec(segments: tuple[Segment, ...], block: int, raw_dtype: torch.dtype) -> str:
-    """For example "256 bfloat16 int8*4096 raw*64": block, raw dtype, then one word per segment."""
+    """Return the block, the raw dtype, then one word per segment: for example "256 bfloat16 int8*4096 raw*64"."""
     words = (f"{_codec(segment)}*{segment.numel}" for segment in segments)
     return " ".join([str(block), str(raw_dtype).removeprefix("torch."), *words])
 

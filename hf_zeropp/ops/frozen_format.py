@@ -1,51 +1,56 @@
-"""How frozen weights are stored: codes and scales in two tensors, and the operators that make and read them.
+"""The storage format of frozen weights: codes and scales in two tensors, and the operators that make and read them.
 
 A weight [..., columns] (a matrix, or 3-D for fused experts) becomes, row by row,
 
     codes   uint8 [..., ceil(columns * bits / 8)]     INT8, or two INT4 codes in a byte, the low nibble first
     scales  uint8 [..., 2 * ceil(columns / block)]    the bytes of a bf16 for each block of consecutive columns
 
-Both are uint8 because ``model.to(dtype)`` and its like cast floats, and gloo and NCCL move no int16.
-Rows stay rows: FSDP2 shards both tensors along dim 0, and what a rank holds is the packed form of its rows. A block never
-straddles rows. Elements decode to code * scale in fp32, rounded to the dtype asked for. NaN, Inf, zero and tiny blocks are
-treated as on the wire (reference.py). INT8 scales too are the wire's. INT4 is not: nobody waits for a weight that is packed
-once, so [Note: the scale of a frozen INT4 block] in ops/frozen_format.h:
+Both are uint8 because ``model.to(dtype)`` and its like cast floats, and because gloo and NCCL move no int16.
 
-    for t in +-6.5 .. 10:                          where the largest magnitude may land; beyond 8 it is clipped
-        q = clamp(rint(x / amax * t), -8, 7)       16 codes; the scale's sign decides which end has the eighth
-        s = sum(x q) / sum(q q)                    the best scale for these codes
-    keep the s with the largest sum(x q)^2 / sum(q q), that is with the least squared error; round it to bf16, encode with it
+Rows stay rows: FSDP2 shards both tensors along dim 0, and the part that a rank holds is the packed form of its rows. A block
+never straddles rows. Elements decode to code * scale in fp32, rounded to the dtype asked for. NaN, Inf, zero and tiny blocks
+are treated as on the wire (``blocks.py``).
 
-Sums are taken over x / amax as 16-bit integers: exact, in whatever order a machine adds. So the compiled kernels
-(ops/cpu/frozen_*.cpp) and the PyTorch code below agree bit for bit. Measured against other searches and formats:
-scripts/results/quantizers.md.
+INT8 scales are those of the wire as well. INT4 scales are searched for: [Note: the scale of a frozen INT4 block] in
+``frozen_reference.py``. The compiled kernels (ops/cpu/frozen_*.cpp) and the PyTorch code agree bit for bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import math
 
 import torch
 from torch import Tensor
 
-from hf_zeropp import ops
-from hf_zeropp.ops import reference
-from hf_zeropp.ops.format import FLOAT_DTYPES, QMAX, SCALE_MIN, SCALE_NAN
+from hf_zeropp import config
+from hf_zeropp.ops import frozen_reference
+from hf_zeropp.ops.checks import check_dtype
+from hf_zeropp.ops.frozen_reference import MAX_INPUTS
+from hf_zeropp.ops.kernels import compiled_kernels
+from hf_zeropp.ops.operator import Bytes, Filled, Floats, Fp32, Result, check_size
+from hf_zeropp.ops.register import operator
 
 FROZEN_BITS = (8, 4)
 DEFAULT_BLOCK = 128
-FIXED_ONE = 32768
-TRIALS = tuple(sign * t for sign in (1, -1) for t in (6.5, 7.0, 7.5, 8.0, 8.5, 9.0, 10.0))
-LANES = 32
-"""Partial sums of `matmul`: a part of its definition, as the order of additions is."""
-MAX_INPUTS = 4
-"""Rows of x up to which `matmul` may be called: with more, decoding once and multiplying dense is faster."""
+
+
+def _is_block(block: int) -> bool:
+    return config.MIN_BLOCK <= block <= config.MAX_BLOCK and block % config.BLOCK_MULTIPLE == 0
 
 
 @dataclasses.dataclass(frozen=True)
 class FrozenFormat:
-    """Bits per code, and columns that share one scale (a multiple of 32)."""
+    """How densely a frozen weight is packed.
+
+    Args:
+        bits: bits of a code: 8 or 4.
+        block: columns that share one scale: a multiple of 32 from 32 to 4096.
+
+    Raises:
+        ValueError: any other value.
+    """
 
     bits: int
     block: int = DEFAULT_BLOCK
@@ -55,242 +60,139 @@ class FrozenFormat:
             raise ValueError(
                 f"Frozen weights are packed in 8 or 4 bits, got bits={self.bits!r}. None leaves them as they are."
             )
-        if type(self.block) is not int or not 32 <= self.block <= 4096 or self.block % 32:
+        if type(self.block) is not int or not _is_block(self.block):
             raise ValueError(
-                f"The block of frozen weights must be a multiple of 32 from 32 to 4096, got {self.block!r}."
+                f"The block of frozen weights must be a multiple of {config.BLOCK_MULTIPLE} from {config.MIN_BLOCK} to "
+                f"{config.MAX_BLOCK}, got {self.block!r}."
             )
 
     def code_columns(self, columns: int) -> int:
+        """Return the bytes of the codes of a row of ``columns`` elements."""
         return -(-columns * self.bits // 8)
 
     def scale_columns(self, columns: int) -> int:
+        """Return the bytes of the scales of a row of ``columns`` elements."""
         return 2 * -(-columns // self.block)
 
     def nbytes(self, shape: torch.Size | tuple[int, ...]) -> int:
-        """Bytes of codes and scales of a weight of this shape."""
+        """Return the bytes of codes and scales of a weight of this shape."""
         rows = torch.Size(shape[:-1]).numel()
         return rows * (self.code_columns(shape[-1]) + self.scale_columns(shape[-1]))
 
 
+_format = functools.cache(FrozenFormat)
+
+
+@operator(frozen_reference.pack, counts=("rows", "columns"), codes="uint8_t*", scales="uint8_t*")
+def _frozen_pack(weight: Floats, bits: int, block: int) -> Result:
+    format = _format(bits, block)
+    *leading, columns = weight.shape
+    filled = (
+        Filled((*leading, format.code_columns(columns)), torch.uint8),
+        Filled((*leading, format.scale_columns(columns)), torch.uint8),
+    )
+    return Result(weight.device, (weight.numel() // max(columns, 1), columns), filled)
+
+
 def pack(weight: Tensor, format: FrozenFormat) -> tuple[Tensor, Tensor]:
-    """Encode a weight [..., columns] in fp32, bf16 or fp16. Returns codes and scales."""
-    if weight.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"Frozen weights are packed from float32, bfloat16 or float16, got {weight.dtype}.")
-    return torch.ops.zeropp.frozen_pack(weight.contiguous(), format.bits, format.block)
+    """Encode a weight.
+
+    Args:
+        weight: [..., columns] in fp32, bf16 or fp16.
+        format: bits and block.
+
+    Returns:
+        Codes and scales.
+
+    Raises:
+        TypeError: a weight of another dtype.
+    """
+    return _frozen_pack(weight.contiguous(), format.bits, format.block)
+
+
+@operator(frozen_reference.unpack, counts=("rows",), out="void*")
+def _frozen_unpack(codes: Bytes, scales: Bytes, columns: int, bits: int, block: int, dtype: torch.dtype) -> Result:
+    check_dtype(dtype)
+    rows = _check_rows(codes, scales, columns, _format(bits, block))
+    return Result(codes.device, (rows,), (Filled((*codes.shape[:-1], columns), dtype),))
+
+
+def _check_rows(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat) -> int:
+    """Return the rows of a packed weight.
+
+    Raises ``ValueError`` unless codes and scales have the shapes of a weight [..., columns]. With others, which a damaged
+    checkpoint may hold, kernels would read past their end.
+    """
+    leading = codes.shape[:-1]
+    widths = format.code_columns(columns), format.scale_columns(columns)
+    for name, tensor, width in (("codes", codes, widths[0]), ("scales", scales, widths[1])):
+        if tensor.shape != (*leading, width):
+            raise ValueError(
+                f"expected {name} of shape {(*leading, width)} for {columns} columns in {format.bits} bits and blocks of "
+                f"{format.block}, got {tuple(tensor.shape)}"
+            )
+    return math.prod(leading)
 
 
 def unpack(
     codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """Decode to [..., columns] in `dtype`, or into `out`, a contiguous tensor of that shape and dtype."""
-    if out is None:
-        return torch.ops.zeropp.frozen_unpack(codes, scales, columns, format.bits, format.block, dtype)
-    torch.ops.zeropp.frozen_unpack_out(codes, scales, format.bits, format.block, out)
-    return out
+    """Decode a weight, or some rows of one.
+
+    Args:
+        codes: uint8 [..., format.code_columns(columns)].
+        scales: uint8 [..., format.scale_columns(columns)].
+        columns: elements of a row.
+        format: bits and block.
+        dtype: fp32, bf16 or fp16.
+        out: contiguous, of the shape and dtype of the result. None for a new tensor.
+
+    Returns:
+        [..., columns] in ``dtype``, or ``out``.
+
+    Raises:
+        TypeError: another ``dtype``, or tensors of other dtypes.
+        ValueError: tensors of other sizes.
+    """
+    arguments = (codes.contiguous(), scales.contiguous(), columns, format.bits, format.block, dtype)
+    return _frozen_unpack(*arguments, out=out)
+
+
+@operator(frozen_reference.matmul, counts=("num_inputs", "rows"), out="float*")
+def _frozen_matmul(x: Fp32, codes: Bytes, scales: Bytes, columns: int, bits: int, block: int) -> Result:
+    if x.shape[0] > MAX_INPUTS:
+        raise ValueError(f"expected at most {MAX_INPUTS} rows of x, got {x.shape[0]}: decode the weight and multiply")
+    rows = _check_rows(codes, scales, columns, _format(bits, block))
+    check_size("x", x, x.shape[0] * -(-columns // block) * block)
+    return Result(x.device, (x.shape[0], rows), (Filled((x.shape[0], rows), torch.float32),))
 
 
 def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat) -> Tensor:
-    """x [M <= MAX_INPUTS, columns] times the transposed weight: [M, rows] in x's dtype. Sums are fp32.
+    """Multiply a few rows by a transposed weight, without decoding it. Sums are fp32.
 
-    Reads codes instead of a dense weight: a quarter of the bytes of bf16 at 4 bits, and nothing is written.
+    Reads codes instead of a dense weight: a quarter of the bytes of bf16 at 4 bits, and nothing is written but the result.
+    CUDA kernels add in another order than those of the CPU, within the bound that ops/cuda/frozen_matmul.cu states.
+
+    Args:
+        x: [M, columns], with M up to ``MAX_INPUTS``.
+        codes: uint8 [rows, format.code_columns(columns)].
+        scales: uint8 [rows, format.scale_columns(columns)].
+        columns: elements of a row.
+        format: bits and block.
+
+    Returns:
+        [M, rows] in the dtype of ``x``.
+
+    Raises:
+        ValueError: more rows of ``x``, or tensors of other sizes.
     """
-    return torch.ops.zeropp.frozen_matmul(x.contiguous(), codes, scales, format.bits, format.block)
+    missing = -columns % format.block
+    padded = torch.nn.functional.pad(x.float(), (0, missing)) if missing else x.float()
+    blocks = padded.reshape(x.shape[0], -1, format.block).contiguous()
+    product = _frozen_matmul(blocks, codes.contiguous(), scales.contiguous(), columns, format.bits, format.block)
+    return product.to(x.dtype)
 
 
 def has_fast_matmul(x: Tensor) -> bool:
-    """Whether `matmul` takes x [M, columns] and runs compiled."""
-    return x.shape[0] <= MAX_INPUTS and ops.compiled_kernels(x.device.type) is not None
-
-
-# ------------------------------------------------------------------------------------------------------------- kernels
-
-
-def _pack_op(weight: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    codes, scales = _pack_fake(weight, bits, block)
-    if not weight.numel():
-        return codes, scales
-    if (kernels := ops.compiled_kernels(weight.device.type)) is None:
-        return _pack_in_pieces(weight, FrozenFormat(bits, block))
-    columns = weight.shape[-1]
-    rows = weight.numel() // columns
-    dtype = FLOAT_DTYPES.index(weight.dtype)
-    outputs = codes.data_ptr(), scales.data_ptr()
-    kernels.call("frozen_pack", weight.device, weight.data_ptr(), dtype, rows, columns, block, bits, *outputs)
-    return codes, scales
-
-
-def _pack_fake(weight: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
-    format, columns = FrozenFormat(bits, block), weight.shape[-1]
-    codes = weight.new_empty((*weight.shape[:-1], format.code_columns(columns)), dtype=torch.uint8)
-    return codes, weight.new_empty((*weight.shape[:-1], format.scale_columns(columns)), dtype=torch.uint8)
-
-
-def _unpack_op(codes: Tensor, scales: Tensor, columns: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
-    out = _unpack_fake(codes, scales, columns, bits, block, dtype)
-    _unpack_out_op(codes, scales, bits, block, out)
-    return out
-
-
-def _unpack_fake(codes: Tensor, scales: Tensor, columns: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
-    return codes.new_empty((*codes.shape[:-1], columns), dtype=dtype)
-
-
-def _check_packed(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat) -> None:
-    """Raise ``ValueError`` unless codes and scales are those of a weight [..., columns]: kernels would read past their end."""
-    rows = codes.shape[:-1]
-    for name, tensor, width in (
-        ("codes", codes, format.code_columns(columns)),
-        ("scales", scales, format.scale_columns(columns)),
-    ):
-        if tensor.dtype != torch.uint8 or tensor.shape != (*rows, width):
-            raise ValueError(
-                f"Expected {name} of shape {(*rows, width)} and dtype uint8 for {columns} columns in {format.bits} bits and "
-                f"blocks of {format.block}, got {tuple(tensor.shape)} and {tensor.dtype}."
-            )
-
-
-def _unpack_out_op(codes: Tensor, scales: Tensor, bits: int, block: int, out: Tensor) -> None:
-    _check_packed(codes, scales, out.shape[-1], FrozenFormat(bits, block))
-    if out.shape[:-1] != codes.shape[:-1] or not out.is_contiguous():
-        raise ValueError(f"Expected a contiguous output with rows {tuple(codes.shape[:-1])}, got {tuple(out.shape)}.")
-    if not out.numel():
-        return
-    if (kernels := ops.compiled_kernels(codes.device.type)) is None:
-        out.copy_(reference_unpack(codes, scales, out.shape[-1], FrozenFormat(bits, block), out.dtype))
-        return
-    columns = out.shape[-1]
-    codes, scales, dtype = codes.contiguous(), scales.contiguous(), FLOAT_DTYPES.index(out.dtype)
-    shape = out.numel() // columns, columns, block, bits
-    kernels.call("frozen_unpack", codes.device, codes.data_ptr(), scales.data_ptr(), *shape, out.data_ptr(), dtype)
-
-
-def _matmul_op(x: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
-    _check_packed(codes, scales, x.shape[1], FrozenFormat(bits, block))
-    padded = _padded_blocks(x, block)
-    out = torch.empty(x.shape[0], codes.shape[0], dtype=torch.float32, device=x.device)
-    if not out.numel():
-        return out.to(x.dtype)
-    if (kernels := ops.compiled_kernels(x.device.type)) is None:
-        return reference_matmul(x, codes, scales, FrozenFormat(bits, block))
-    shape = codes.shape[0], x.shape[1], block, bits
-    inputs = padded.data_ptr(), x.shape[0], codes.data_ptr(), scales.data_ptr()
-    kernels.call("frozen_matmul", x.device, *inputs, *shape, out.data_ptr())
-    return out.to(x.dtype)
-
-
-def _matmul_fake(x: Tensor, codes: Tensor, scales: Tensor, bits: int, block: int) -> Tensor:
-    return x.new_empty(x.shape[0], codes.shape[0])
-
-
-def _padded_blocks(x: Tensor, block: int) -> Tensor:
-    """[M, columns] -> fp32 [M, num_blocks, block], zeros behind the last block. (Blocks are multiples of 32 lanes.)"""
-    missing = -x.shape[1] % block
-    x = x.float() if missing == 0 else torch.nn.functional.pad(x.float(), (0, missing))
-    return x.unflatten(1, (-1, block))
-
-
-# ----------------------------------------------------------------------------------------------------------- reference
-
-
-PIECE = 2**18
-"""Weights that PyTorch packs at once, rounded down to rows: its temporaries take about a hundred bytes for each."""
-
-
-def _pack_in_pieces(weight: Tensor, format: FrozenFormat) -> tuple[Tensor, Tensor]:
-    """`reference_pack`, without temporaries many times as large as the weight."""
-    rows = weight.reshape(-1, weight.shape[-1])
-    pieces = [reference_pack(piece, format) for piece in rows.split(max(1, PIECE // rows.shape[1]))]
-    codes, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
-    return codes.view(*weight.shape[:-1], codes.shape[-1]), scales.view(*weight.shape[:-1], scales.shape[-1])
-
-
-def reference_pack(weight: Tensor, format: FrozenFormat) -> tuple[Tensor, Tensor]:
-    rows = weight.reshape(-1, weight.shape[-1]).float()
-    blocks = reference._to_blocks(rows, format.block)
-    bound = reference._scale_bits(blocks, QMAX[format.bits])
-    has_codes = (bound != 0) & (bound != SCALE_NAN)
-    bits = bound if format.bits == 8 else torch.where(has_codes, _search_scale_bits(blocks, has_codes), bound)
-    has_codes &= bits != 0
-    scale = torch.where(has_codes, reference._scale_value(bits), 1.0).unsqueeze(-1)
-    low = -8 if format.bits == 4 else -127
-    codes = (blocks / scale).clamp(low, QMAX[format.bits]).round()
-    codes = torch.where(has_codes.unsqueeze(-1), codes, 0.0).to(torch.int8).flatten(1)[:, : rows.shape[1]]
-    packed = reference.pack_codes(codes, 4) if format.bits == 4 else codes.contiguous().view(torch.uint8)
-    scales = bits.to(torch.int16).view(torch.uint8)
-    return packed.view(*weight.shape[:-1], packed.shape[-1]), scales.view(*weight.shape[:-1], scales.shape[-1])
-
-
-def _search_scale_bits(blocks: Tensor, has_codes: Tensor) -> Tensor:
-    """fp32 [rows, blocks, block] -> bf16 bits of the scale with the least squared error, int32 [rows, blocks]."""
-    amax = torch.where(has_codes, blocks.abs().amax(-1), 1.0)
-    fixed = (torch.where(has_codes.unsqueeze(-1), blocks, 0.0) / amax.unsqueeze(-1) * FIXED_ONE).round()
-    best = torch.full_like(amax, -1, dtype=torch.float64)
-    scale = torch.zeros_like(best)
-    for trial in TRIALS:
-        codes = (fixed * (trial / FIXED_ONE)).round().clamp(-8, 7)
-        # Integers of at most 31 bits: exact in fp64.
-        xq, qq = (fixed.double() * codes.double()).sum(-1), (codes.double() ** 2).sum(-1)
-        score = xq * xq / qq
-        scale = torch.where(score > best, xq / qq, scale)
-        best = torch.where(score > best, score, best)
-    bits = (scale * (amax.double() / FIXED_ONE)).float().to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
-    return torch.where((bits & 0x7FFF) < SCALE_MIN, 0, bits)
-
-
-def reference_unpack(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat, dtype: torch.dtype) -> Tensor:
-    values = _decoded_codes(codes.reshape(-1, codes.shape[-1]), columns, format)
-    scaled = reference._to_blocks(values, format.block) * _scale_values(scales).view(values.shape[0], -1, 1)
-    return reference.round_to(scaled.flatten(1)[:, :columns], dtype).view(*codes.shape[:-1], columns)
-
-
-def reference_matmul(x: Tensor, codes: Tensor, scales: Tensor, format: FrozenFormat) -> Tensor:
-    """Products are summed in lanes, per block; blocks are scaled and added in order; then the lanes are folded in halves."""
-    columns = x.shape[1]
-    inputs = _padded_blocks(x, format.block).unflatten(-1, (-1, LANES)).unsqueeze(1)
-    weights = reference._to_blocks(_decoded_codes(codes, columns, format), format.block).unflatten(-1, (-1, LANES))
-    lanes = torch.zeros(x.shape[0], codes.shape[0], LANES, device=x.device)
-    for b in range(weights.shape[1]):
-        sums = torch.zeros_like(lanes)
-        for i in range(-(-min(format.block, columns - b * format.block) // LANES)):
-            sums = sums + inputs[:, :, b, i] * weights[:, b, i]
-        lanes = lanes + sums * _scale_values(scales)[:, b, None]
-    while lanes.shape[-1] > 1:
-        first, second = lanes.chunk(2, dim=-1)
-        lanes = first + second
-    return lanes.squeeze(-1).to(x.dtype)
-
-
-def _scale_values(scales: Tensor) -> Tensor:
-    return scales.contiguous().view(torch.bfloat16).float()
-
-
-def _decoded_codes(codes: Tensor, columns: int, format: FrozenFormat) -> Tensor:
-    """uint8 [rows, bytes] -> fp32 [rows, columns], unscaled."""
-    integers = reference.unpack_codes(codes, 4) if format.bits == 4 else codes.view(torch.int8)
-    return integers[:, :columns].float()
-
-
-# ------------------------------------------------------------------------------------------------------- registration
-
-_LIBRARY = torch.library.Library("zeropp", "FRAGMENT")
-
-
-def _define(schema: str, implementation: Callable, fake: Callable) -> None:
-    name = schema.partition("(")[0]
-    _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"zeropp::{name}", fake, lib=_LIBRARY)
-
-
-_define("frozen_pack(Tensor weight, int bits, int block) -> (Tensor, Tensor)", _pack_op, _pack_fake)
-_define(
-    "frozen_unpack(Tensor codes, Tensor scales, int columns, int bits, int block, ScalarType dtype) -> Tensor",
-    _unpack_op,
-    _unpack_fake,
-)
-_define(
-    "frozen_unpack_out(Tensor codes, Tensor scales, int bits, int block, Tensor(a!) out) -> ()",
-    _unpack_out_op,
-    lambda codes, scales, bits, block, out: None,
-)
-_define("frozen_matmul(Tensor x, Tensor codes, Tensor scales, int bits, int block) -> Tensor", _matmul_op, _matmul_fake)
+    """Return whether ``matmul`` takes x [M, columns] and runs compiled."""
+    return x.shape[0] <= MAX_INPUTS and compiled_kernels(x.device.type) is not None

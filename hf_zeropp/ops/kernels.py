@@ -1,7 +1,11 @@
-"""The kernels behind the operators of ops.py: the compiled library of `ops/`, or PyTorch code, and which of them runs.
+"""Kernels compute the operators. This module holds the two kinds of kernels, and chooses which of them run.
 
-Two classes have a method per operator, for tensors of one device type. Arguments come checked and not empty; `out` is filled
-completely. `ZEROPP_KERNELS` = auto | avx512 | avx2 | baseline | reference picks the CPU kernels; an impossible wish is an error.
+``CompiledKernels`` call the C functions of ``ops/`` (a plain C ABI, reached with ctypes: no dependence on the C++ ABI of
+PyTorch, and a build of seconds). ``ReferenceKernels`` run PyTorch code wherever the compiled library does not. Both give the
+same bits, so the choice is a matter of speed.
+
+The environment variable ``ZEROPP_KERNELS`` = auto | avx512 | avx2 | baseline | reference chooses the CPU kernels at import. A
+choice that this machine cannot run is an error.
 """
 
 from __future__ import annotations
@@ -9,234 +13,145 @@ from __future__ import annotations
 import ctypes
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from hf_zeropp.ops import native, reference
+from hf_zeropp.ops import native
 from hf_zeropp.ops.format import FLOAT_DTYPES, WireLayout
+from hf_zeropp.ops.operator import Operator
+
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_DTYPES)}
 
 
 class ReferenceKernels:
-    """`reference.py`, on any device."""
+    """The operators in PyTorch, on any device."""
 
     name = "reference"
 
-    def __getattr__(self, operator: str) -> Callable[..., None]:
-        compute = getattr(reference, operator)
+    def run(self, operator: Operator, arguments: Sequence[Any], counts: Sequence[int], outs: Sequence[Tensor]) -> None:
+        """Fill ``outs`` with the result of the operator's reference; see ``CompiledKernels.run``."""
+        results = operator.reference(*arguments)
+        layout = next((value for value in arguments if isinstance(value, WireLayout)), None)
+        for out, result in zip(outs, results if isinstance(results, tuple) else (results,), strict=True):
+            if layout is None or not layout.has_gaps or out.dtype == torch.uint8:
+                out.copy_(result.view_as(out))
+            else:
+                _copy_parts(out, result, layout)
 
-        def run(*args: Any) -> None:
-            layout = next(arg for arg in args if isinstance(arg, WireLayout))
-            _assign(args[-1], compute(*args[:-1]), layout)
 
-        return run
-
-
-def _assign(out: Tensor, result: Tensor, layout: WireLayout) -> None:
-    """out <- result; where these are elements, those in gaps of the layout keep what they were."""
-    if out.dtype == torch.uint8 or not layout.has_gaps:
-        out.copy_(result.view_as(out))
-        return
+def _copy_parts(out: Tensor, result: Tensor, layout: WireLayout) -> None:
+    """Copy the elements that ``layout`` describes. Those in gaps keep their values: [Note: layouts with gaps]."""
     for part in layout.parts:
         here = slice(part.element, part.element + part.numel)
         out.view(-1, layout.numel)[:, here] = result.view(-1, layout.numel)[:, here]
 
 
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_DTYPES)}
-
-
 class CompiledKernels:
-    """The functions that a library of `ops/` exports under the suffix `name`, for tensors of one device type."""
+    """The C functions that a library of ``ops/`` exports under one suffix, for tensors of one device type.
+
+    Args:
+        library: the loaded library.
+        name: the suffix of its functions: an instruction set, or "cuda".
+    """
 
     def __init__(self, library: ctypes.CDLL, name: str) -> None:
         self.name = name
-        self._layouts: dict[tuple[str, torch.device], native.Layout] = {}
-        self._functions = native.functions(library, name)
+        self._library = library
+        self._functions: dict[str, Callable[..., int]] = {}
+        self._layouts: dict[tuple[str, torch.device], tuple[int, native.Layout]] = {}
 
-    def call(self, kernel: str, device: torch.device, *arguments: Any) -> None:
-        """Run `kernel` on tensors of `device`: addresses and numbers as its C function takes them."""
-        self._functions[kernel](*arguments, None)
+    def run(self, operator: Operator, arguments: Sequence[Any], counts: Sequence[int], outs: Sequence[Tensor]) -> None:
+        """Call the C function of an operator.
 
-    def quantize(self, input: Tensor, layout: WireLayout, slice_rows: int, rotate: bool, out: Tensor) -> None:
-        self.call(
-            "quantize",
-            input.device,
-            input.data_ptr(),
-            _DTYPE_CODES[input.dtype],
-            self._layout(layout, input.device),
-            input.numel() // layout.numel,
-            slice_rows,
-            rotate,
-            out.data_ptr(),
-        )
+        Args:
+            operator: the operator.
+            arguments: checked, and not empty.
+            counts: ``Result.counts``.
+            outs: tensors to fill. Every byte is written, but for elements in the gaps of a layout.
 
-    def dequantize(self, wire: Tensor, layout: WireLayout, dtype: torch.dtype, slice_rows: int, out: Tensor) -> None:
-        self.call(
-            "dequantize",
-            wire.device,
-            wire.data_ptr(),
-            self._layout(layout, wire.device),
-            wire.numel() // layout.nbytes,
-            slice_rows,
-            out.data_ptr(),
-            _DTYPE_CODES[dtype],
-        )
+        Raises:
+            RuntimeError: the function reports a failure, or the library has no such function.
+        """
+        device = outs[0].device
+        values = self._c_values(operator, arguments, device)
+        values += counts
+        values += [out.data_ptr() for out in outs]
+        self._call(self._function(operator), device, values)
 
-    def dequantize_sum(
-        self,
-        wire: Tensor,
-        layout: WireLayout,
-        num_sources: int,
-        initial: Tensor | None,
-        scale: float,
-        dtype: torch.dtype,
-        rotate: bool,
-        out: Tensor,
-    ) -> None:
-        self.call(
-            "dequantize_sum",
-            wire.device,
-            wire.data_ptr(),
-            self._layout(layout, wire.device),
-            num_sources,
-            wire.numel() // (layout.nbytes * num_sources),
-            _address(initial),
-            scale,
-            rotate,
-            out.data_ptr(),
-            _DTYPE_CODES[dtype],
-        )
+    def _call(self, function: Callable[..., int], device: torch.device, values: list[Any]) -> None:
+        function(*values, None)  # no stream
 
-    def dequantize_sum_quantize(
-        self,
-        wire: Tensor,
-        layout: WireLayout,
-        out_layout: WireLayout,
-        num_sources: int,
-        initial: Tensor | None,
-        out: Tensor,
-    ) -> None:
-        self.call(
-            "dequantize_sum_quantize",
-            wire.device,
-            wire.data_ptr(),
-            self._layout(layout, wire.device),
-            num_sources,
-            wire.numel() // (layout.nbytes * num_sources),
-            _address(initial),
-            self._layout(out_layout, wire.device),
-            out.data_ptr(),
-        )
+    def _function(self, operator: Operator) -> Callable[..., int]:
+        """Return the C function, bound on its first use: a library of older sources may lack those of new operators."""
+        if (function := self._functions.get(operator.name)) is None:
+            c_types = [c_type for c_type, _ in operator.c_arguments]
+            function = native.kernel(self._library, f"zeropp_{operator.name}_{self.name}", c_types)
+            self._functions[operator.name] = function
+        return function
 
-    def quantize_difference(
-        self, input: Tensor, base: Tensor, base_layout: WireLayout, layout: WireLayout, out: Tensor
-    ) -> None:
-        self.call(
-            "quantize_difference",
-            input.device,
-            input.data_ptr(),
-            _DTYPE_CODES[input.dtype],
-            base.data_ptr(),
-            self._layout(base_layout, input.device),
-            self._layout(layout, input.device),
-            input.numel() // layout.numel,
-            out.data_ptr(),
-        )
-
-    def dequantize_update(
-        self, wire: Tensor, layout: WireLayout, base: Tensor, base_layout: WireLayout, out: Tensor
-    ) -> None:
-        self.call(
-            "dequantize_update",
-            wire.device,
-            wire.data_ptr(),
-            self._layout(layout, wire.device),
-            base.data_ptr(),
-            self._layout(base_layout, wire.device),
-            wire.numel() // layout.nbytes,
-            out.data_ptr(),
-        )
-
-    def quantize_with_feedback(
-        self,
-        wire: Tensor | None,
-        layout: WireLayout,
-        out_layout: WireLayout,
-        residual_layout: WireLayout,
-        num_sources: int,
-        initial: Tensor | None,
-        rotate: bool,
-        decay: float,
-        rescale: float,
-        residual: Tensor,
-        out: Tensor,
-    ) -> None:
-        self.call(
-            "quantize_with_feedback",
-            out.device,
-            _address(wire),
-            self._layout(layout, out.device),
-            num_sources,
-            out.numel() // out_layout.nbytes,
-            _address(initial),
-            rotate,
-            self._layout(out_layout, out.device),
-            self._layout(residual_layout, out.device),
-            decay,
-            rescale,
-            residual.data_ptr(),
-            out.data_ptr(),
-        )
+    def _c_values(self, operator: Operator, arguments: Sequence[Any], device: torch.device) -> list[Any]:
+        """Return the arguments as C takes them (``Operator.c_arguments``): numbers, addresses and dtype codes."""
+        values: list[Any] = []
+        for argument, value in zip(operator.arguments, arguments, strict=True):
+            if isinstance(value, Tensor):
+                values.append(value.data_ptr())
+                if argument.has_dtype_code:
+                    values.append(_DTYPE_CODES[value.dtype])
+            elif isinstance(value, WireLayout):
+                values.append(self._layout(value, device))
+            else:
+                values.append(_DTYPE_CODES.get(value, value))
+        return values
 
     def _layout(self, layout: WireLayout, device: torch.device) -> int:
-        """The address of `layout`'s C form, which is kept for the life of the process, its table on `device`."""
+        """Return the address of ``layout``'s C form, which is kept for the life of the process, its table on ``device``."""
         key = (layout.spec, device)
         if key not in self._layouts:
-            self._layouts[key] = native.Layout(
-                parts=layout.table(device).data_ptr(),
+            lasting = WireLayout.from_spec(layout.spec)  # its table must live as long as the C form that points to it
+            c_form = native.Layout(
+                parts=lasting.table(device).data_ptr(),
                 num_parts=len(layout.parts),
                 numel=layout.numel,
                 nbytes=layout.nbytes,
                 block=layout.block,
                 raw_dtype=_DTYPE_CODES[layout.raw_dtype],
             )
-        return ctypes.addressof(self._layouts[key])
-
-
-def _address(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+            self._layouts[key] = ctypes.addressof(c_form), c_form
+        return self._layouts[key][0]
 
 
 class CudaKernels(CompiledKernels):
-    """Kernels on the device of their tensors, in the stream that PyTorch works in. The host waits for nothing."""
+    """Kernels that run on the device of their tensors, in the stream that PyTorch works in. The host never waits."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         super().__init__(library, "cuda")
 
-    def call(self, kernel: str, device: torch.device, *arguments: Any) -> None:
+    def _call(self, function: Callable[..., int], device: torch.device, values: list[Any]) -> None:
         with torch.cuda.device(device):
-            self._functions[kernel](*arguments, torch.cuda.current_stream(device).cuda_stream)
+            function(*values, torch.cuda.current_stream(device).cuda_stream)
 
 
-# ---- Which of them runs.
+# ---- The choice.
 
 _INSTRUCTION_SETS = ("avx512", "avx2", "baseline")  # the fastest first
 
 
 class KernelInfo(NamedTuple):
-    """Which kernels run, and why; what `hf-zeropp env` prints."""
+    """Which kernels run, and why. ``hf-zeropp env`` prints it."""
 
     cpu: str  # "avx512", "avx2", "baseline" or "reference"
-    available: tuple[str, ...]  # what set_kernels takes on this machine, the fastest first
+    available: tuple[str, ...]  # names that set_kernels takes on this machine, the fastest first
     library: str | None  # path of the CPU library
     reason: str | None  # why there is no CPU library
     cuda_library: str | None  # path of the CUDA library
-    cuda_reason: str | None  # why tensors on GPUs, if there are any, go by the PyTorch reference
+    cuda_reason: str | None  # why the PyTorch reference computes on GPUs, if there are any
 
 
 def kernel_info() -> KernelInfo:
+    """Return which kernels run on this machine, and why."""
     library, reason = native.cpu_library()
     path = None if library is None else library._name
     return KernelInfo(
@@ -250,7 +165,15 @@ def kernel_info() -> KernelInfo:
 
 
 def set_kernels(name: str = "auto") -> None:
-    """Choose the CPU kernels of this process, as `ZEROPP_KERNELS` does at import."""
+    """Choose the CPU kernels of this process, as ``ZEROPP_KERNELS`` does at import.
+
+    Args:
+        name: "avx512", "avx2", "baseline", "reference", or "auto" for the fastest that this machine runs.
+
+    Raises:
+        ValueError: an unknown name.
+        RuntimeError: this machine cannot run these kernels.
+    """
     if name not in ("auto", *_INSTRUCTION_SETS, "reference"):
         raise ValueError(f"ZEROPP_KERNELS: expected auto, avx512, avx2, baseline or reference, got {name!r}")
     library, reason = native.cpu_library()
@@ -273,19 +196,20 @@ def _available() -> tuple[str, ...]:
 
 
 def compiled_kernels(device_type: str) -> CompiledKernels | None:
-    """The compiled kernels chosen for tensors of this device type; None where PyTorch code runs."""
+    """Return the compiled kernels chosen for tensors of this device type; None where PyTorch code runs."""
     kernels = kernels_of(device_type) if device_type in ("cpu", "cuda") else None
     return kernels if isinstance(kernels, CompiledKernels) else None
 
 
 def kernels_of(device_type: str) -> ReferenceKernels | CompiledKernels:
+    """Return the kernels for tensors of this device type."""
     if device_type not in _kernels:
         _kernels[device_type] = _first_kernels(device_type)
     return _kernels[device_type]
 
 
 def _first_kernels(device_type: str) -> ReferenceKernels | CudaKernels:
-    """For a device type other than the CPU, whose kernels are chosen at import. Warns once, since it is asked once."""
+    """Choose for a device type other than the CPU. Warns once, since it is called once per device type."""
     library, reason = native.cuda_library() if device_type == "cuda" else (None, "there are no kernels for it")
     if library is not None:
         return CudaKernels(library)

@@ -1,8 +1,8 @@
-"""The compiled libraries of `ops/`: where they are, how they load, and the C functions they export.
+"""The compiled libraries of ``ops/``: where they are, how they load, and the C functions they export.
 
-There are two, with the same functions (ops/abi.h): `libzeropp_cpu`, each function once per instruction set, and
-`libzeropp_cuda`, which an install with nvcc at hand builds as well. What does not load leaves a reason, in words for
-whoever wonders why PyTorch code runs.
+There are two. ``libzeropp_cpu`` exports each kernel once per instruction set. ``libzeropp_cuda`` exports the same kernels for
+GPUs; an install that finds nvcc builds it too. ops/abi.h declares every function. A library that does not load leaves a
+reason, in words for a user who wonders why PyTorch code runs.
 """
 
 from __future__ import annotations
@@ -10,36 +10,28 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-_POINTER, _INT = ctypes.c_void_p, ctypes.c_int64
-_SIGNATURES = {  # a CUDA stream follows in each
-    "quantize": (_POINTER, _INT, _POINTER, _INT, _INT, _INT, _POINTER),
-    "dequantize": (_POINTER, _POINTER, _INT, _INT, _POINTER, _INT),
-    "dequantize_sum": (_POINTER, _POINTER, _INT, _INT, _POINTER, ctypes.c_float, _INT, _POINTER, _INT),
-    "dequantize_sum_quantize": (_POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER),
-    "quantize_difference": (_POINTER, _INT, _POINTER, _POINTER, _POINTER, _INT, _POINTER),
-    "dequantize_update": (_POINTER, _POINTER, _POINTER, _POINTER, _INT, _POINTER),
-    "quantize_with_feedback": (
-        *(_POINTER, _POINTER, _INT, _INT, _POINTER, _INT, _POINTER, _POINTER),
-        *(ctypes.c_float, ctypes.c_float, _POINTER, _POINTER),
-    ),
-    "frozen_pack": (_POINTER, _INT, _INT, _INT, _INT, _INT, _POINTER, _POINTER),
-    "frozen_unpack": (_POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _INT),
-    "frozen_matmul": (_POINTER, _INT, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _POINTER),
+FUNCTIONS = {  # name: (type of the result, types of the arguments), as in ops/abi.h
+    "zeropp_set_parallel_for": ("void", ("ZeroppParallelFor",)),
+    "zeropp_supports": ("int", ("const char*",)),
+    "zeropp_error_text": ("const char*", ("int",)),
+    "zeropp_find_devices": ("int", ("int*",)),
 }
+"""All that the libraries export beside kernels. The prototypes of kernels derive from the operators (``operator.py``)."""
+
 _STATUS = {1: "the thread pool failed"}
-_CUDA_ERROR = 1000  # `kCudaError` of ops/format.h
+_CUDA_ERROR = 1000  # `kCudaError` of ops/abi.h
 _SUFFIX = ".dylib" if sys.platform == "darwin" else ".so"
 
 
 class Layout(ctypes.Structure):
-    """`zeropp::Layout` of ops/format.h."""
+    """``ZeroppLayout`` of ops/abi.h."""
 
     _fields_ = [
         ("parts", ctypes.c_void_p),
@@ -47,15 +39,53 @@ class Layout(ctypes.Structure):
     ]
 
 
-def functions(library: ctypes.CDLL, suffix: str) -> dict[str, Callable[..., int]]:
-    """The kernels that `library` exports under `suffix`. They raise on a status other than 0."""
-    found = {}
-    for name, argtypes in _SIGNATURES.items():
-        function = getattr(library, f"zeropp_{name}_{suffix}")
-        function.argtypes = (*argtypes, _POINTER)
-        function.errcheck = functools.partial(_check_status, library)
-        found[name] = function
-    return found
+def kernel(library: ctypes.CDLL, symbol: str, c_types: Sequence[str]) -> Callable[..., int]:
+    """Return a kernel, ready to be called. It raises ``RuntimeError`` on a status other than 0.
+
+    Args:
+        library: the library that exports it.
+        symbol: the name under which it is exported.
+        c_types: the C types of its arguments.
+
+    Raises:
+        RuntimeError: the library was built from sources that lack this kernel.
+    """
+    try:
+        function = getattr(library, symbol)
+    except AttributeError:
+        raise RuntimeError(f"the compiled library has no {symbol}: reinstall hf-zeropp to build it anew") from None
+    function.argtypes = [ctypes_of(c_type) for c_type in c_types]
+    function.errcheck = functools.partial(_check_status, library)
+    return function
+
+
+def ctypes_of(c_type: str) -> Any:
+    """Return the ctypes type of a C type: pointers are addresses, but for texts."""
+    if c_type == "const char*":
+        return ctypes.c_char_p
+    known = {"void": None, "int": ctypes.c_int, "int64_t": ctypes.c_int64, "float": ctypes.c_float}
+    return known.get(c_type, ctypes.c_void_p)
+
+
+def load(path: str) -> tuple[ctypes.CDLL | None, str | None]:
+    """Load a library of ``ops/``, and declare to ctypes those of ``FUNCTIONS`` that it has.
+
+    Returns:
+        The library, or None and the reason.
+    """
+    # Some installers link each file of a package into a store of theirs. Then the sources lie beside the library there.
+    real, home = Path(path).resolve(), Path(str(_package().__file__)).resolve().parent
+    if real.parent not in (Path(path).parent.resolve(), home / "_libs"):
+        return None, f"{path} leads out of the package's folder, to {real}: reinstall hf-zeropp"
+    try:
+        library = ctypes.CDLL(path)
+    except OSError as error:
+        return None, f"{path} does not load: {error}"
+    for name, (result, arguments) in FUNCTIONS.items():
+        if hasattr(library, name):  # each library has some of them
+            function = getattr(library, name)
+            function.restype, function.argtypes = ctypes_of(result), [ctypes_of(c_type) for c_type in arguments]
+    return library, None
 
 
 def _check_status(library: ctypes.CDLL, status: int, function: Any, arguments: Any) -> None:
@@ -64,33 +94,32 @@ def _check_status(library: ctypes.CDLL, status: int, function: Any, arguments: A
 
 
 def _cuda_error(library: ctypes.CDLL, status: int) -> str:
-    library.zeropp_error_text.restype = ctypes.c_char_p
     return f"CUDA error {status - _CUDA_ERROR}, {library.zeropp_error_text(status).decode()}"
 
 
 @functools.cache
 def cpu_library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The CPU library, its threads connected to PyTorch's pool; or None, and why not."""
+    """Return the CPU library, its threads connected to PyTorch's pool; or None, and why there is none."""
     path = library_path("cpu")
     if path is None:
         return None, "the compiled library is missing: reinstall hf-zeropp with a C++ compiler at hand"
-    library, reason = _load(path)
+    library, reason = load(path)
     if library is not None:
-        library.zeropp_set_parallel_for(ctypes.c_void_p(_parallel_for_address()))
+        library.zeropp_set_parallel_for(_parallel_for_address())
     return library, reason
 
 
 @functools.cache
 def cuda_library() -> tuple[ctypes.CDLL | None, str | None]:
-    """The CUDA library, where there is a device that it can use; or None, and why not."""
+    """Return the CUDA library, if there is a device that it can use; or None, and why there is none."""
     path = library_path("cuda")
     if path is None:
         return None, "there is no CUDA library: reinstall hf-zeropp with nvcc (CUDA 12 or newer) at hand"
-    library, reason = _load(path)
+    library, reason = load(path)
     if library is None:
         return None, reason
     count = ctypes.c_int()
-    if status := library.zeropp_find_devices(ctypes.byref(count)):
+    if status := library.zeropp_find_devices(ctypes.addressof(count)):
         return None, f"the CUDA library finds no GPU: {_cuda_error(library, status)}"
     return library, None
 
@@ -105,24 +134,15 @@ def library_path(device_type: str) -> str | None:
     return next((str(path) for path in paths if path.is_file()), None)
 
 
-def _load(path: str) -> tuple[ctypes.CDLL | None, str | None]:
-    """Load a library; or return None, and why not."""
-    # Some installers link each file of a package into a store of theirs. Then the sources lie beside the library there.
-    real, home = Path(path).resolve(), Path(str(_package().__file__)).resolve().parent
-    if real.parent not in (Path(path).parent.resolve(), home / "_libs"):
-        return None, f"{path} leads out of the package's folder, to {real}: reinstall hf-zeropp"
-    try:
-        return ctypes.CDLL(path), None
-    except OSError as error:
-        return None, f"{path} does not load: {error}"
-
-
 def _package() -> ModuleType:
     return sys.modules[__package__.partition(".")[0]]
 
 
 def _parallel_for_address() -> int | None:
-    """Address of PyTorch's C function for threads (torch/csrc/stable/c/shim.h); None, that is serial, without it."""
+    """Return the address of PyTorch's C function for threads (torch/csrc/stable/c/shim.h).
+
+    None, where this version of PyTorch has no such function: kernels then run on one thread.
+    """
     try:
         function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu{_SUFFIX}")).torch_parallel_for
     except (OSError, AttributeError):

@@ -1,24 +1,16 @@
-"""The quantization format stated in plain PyTorch: the oracle of the tests and the fallback without compiled kernels.
+"""The operators of the wire in plain PyTorch: the oracle of the tests, and the fallback without compiled kernels.
 
-Everything is bit for bit what `ops/format.h` does, on any device. What that takes is commented where it happens; only
-*which* NaN a decoded NaN is stays open.
+Compiled kernels do the same bit for bit: [Note: bitwise agreement] in ``blocks.py``, which holds the mathematics of a block.
 
-Encoding a block x (the paper's qwZ, with symmetric scales):
+A rotation multiplies each whole 32-slice of a quantized part by the orthonormal Hadamard matrix, which is its own inverse.
+It spreads a large element over its slice before the block's scale is taken. Elements behind a part's last whole slice
+are not rotated.
 
-    amax  = max |x|                                    exact: an integer maximum of the bits, where NaN and Inf win
-    scale = amax / qmax, rounded up to bf16            up, so that the largest element is never clipped
-    code  = clamp(rint(x / scale), -qmax, qmax)        half to even, and a true division by the scale as stored
+Slices are permuted on the way, as the two hops of a collective need it (rank order y * N + x against [x, y]). With K = R * C
+slices and ``slice_rows`` R, encode writes slice r * C + c of the input to slice c * R + r of the wire. Decode permutes in the
+same way from wire to output, so decoding with ``slice_rows`` C undoes encoding with R.
 
-A block with NaN or Inf stores scale NaN and codes 0; a scale under 2^-100 is stored as 0 with codes 0. Decoding is
-code * scale in fp32, then rounding to the output dtype: a NaN block gives NaNs, a tiny block exact +0.
-
-A rotation multiplies each whole 32-slice of a quantized part by the orthonormal Hadamard matrix, which is its own inverse: a
-large element is spread over its slice before a block's scale is taken of it. What is left of a part behind its last whole
-slice stays as it is.
-
-Slices are permuted on the way, as the two hops of a collective need it (rank order y * N + x against [x, y]). Of
-K = R * C slices with `slice_rows` R, encode writes input slice r * C + c to wire slot c * R + r; decode is the same
-permutation from wire slot to output slice, so that decoding with `slice_rows` C undoes encoding with R.
+Every function takes the arguments of the operator of its name, in that order.
 """
 
 from __future__ import annotations
@@ -26,23 +18,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zeropp.ops.format import (
-    CODES_AT_A_BYTE,
-    QMAX,
-    ROTATION_SLICE,
-    SCALE_MIN,
-    SCALE_NAN,
-    Part,
-    WireLayout,
-    num_blocks,
+from hf_zeropp.ops.blocks import (
+    pack_codes,
+    rotate_slices,
+    round_to,
+    scale_bits,
+    scale_value,
+    to_blocks,
+    unpack_codes,
 )
-
-_INF_BITS = 0x7F800000
-_ROTATION_NORM = ROTATION_SLICE**-0.5
+from hf_zeropp.ops.format import QMAX, ROTATION_SLICE, Part, WireLayout, num_blocks
 
 
 def quantize(input: Tensor, layout: WireLayout, slice_rows: int = 1, rotate: bool = False) -> Tensor:
-    """K slices of `layout.numel` elements -> uint8 wire [K, layout.nbytes]."""
+    """K slices of ``layout.numel`` elements -> uint8 wire [K, layout.nbytes]."""
     slices = _permute(input.reshape(-1, layout.numel), slice_rows)
     if rotate:
         slices = _rotate_parts(slices.float(), layout)
@@ -57,7 +46,7 @@ def quantize(input: Tensor, layout: WireLayout, slice_rows: int = 1, rotate: boo
 
 
 def dequantize(wire: Tensor, layout: WireLayout, dtype: torch.dtype, slice_rows: int = 1) -> Tensor:
-    """uint8 wire of K slices -> [K, layout.numel] in `dtype`."""
+    """uint8 wire of K slices -> [K, layout.numel] in ``dtype``."""
     slots = _permute(wire.reshape(-1, layout.nbytes), slice_rows)
     output = torch.zeros(slots.shape[0], layout.numel, dtype=dtype, device=wire.device)
     for part in _parts(layout):
@@ -75,7 +64,7 @@ def dequantize_sum(
     dtype: torch.dtype = torch.float32,
     rotate: bool = False,
 ) -> Tensor:
-    """uint8 wire [num_sources, P, nbytes] -> [P, numel] in `dtype`: (initial + sum over sources, in order) * scale."""
+    """uint8 wire [num_sources, P, nbytes] -> [P, numel] in ``dtype``: (initial + sum over sources, in order) * scale."""
     total = _sum(wire, layout, num_sources, initial)
     if rotate:
         total = _rotate_parts(total, layout)
@@ -85,14 +74,14 @@ def dequantize_sum(
 def dequantize_sum_quantize(
     wire: Tensor, layout: WireLayout, out_layout: WireLayout, num_sources: int, initial: Tensor | None = None
 ) -> Tensor:
-    """The sum of `dequantize_sum` in fp32, encoded again: uint8 wire [P, out_layout.nbytes]."""
+    """Encode the fp32 sum of ``dequantize_sum`` again: uint8 wire [P, out_layout.nbytes]."""
     return quantize(dequantize_sum(wire, layout, num_sources, initial), out_layout)
 
 
 def quantize_difference(input: Tensor, base: Tensor, base_layout: WireLayout, layout: WireLayout) -> Tensor:
     """K slices of values and uint8 base [K, base_layout.nbytes] -> uint8 wire [K, layout.nbytes] of input - base.
 
-    Of parts that travel raw the values themselves.
+    Parts that travel raw carry the values themselves.
     """
     values = input.reshape(-1, layout.numel).float()
     difference = values - dequantize(base, base_layout, torch.float32)
@@ -103,7 +92,7 @@ def quantize_difference(input: Tensor, base: Tensor, base_layout: WireLayout, la
 def dequantize_update(wire: Tensor, layout: WireLayout, base: Tensor, base_layout: WireLayout) -> Tensor:
     """uint8 wire and base of K slices -> uint8 [K, base_layout.nbytes], base + wire encoded again.
 
-    Of parts that travel raw the values of the wire.
+    Parts that travel raw replace those of the base.
     """
     change = dequantize(wire, layout, torch.float32)
     updated = dequantize(base, base_layout, torch.float32) + change
@@ -123,28 +112,23 @@ def quantize_with_feedback(
     rescale: float,
     residual: Tensor,
 ) -> Tensor:
-    """Sum, add what earlier calls left out, encode; residual <- what this call leaves out. uint8 wire [P, out nbytes].
+    """Encode sum + residual; the residual becomes the error of that. Returns uint8 wire [P, out_layout.nbytes].
 
-    With t = (initial + sum over sources, rotated if asked) and e the residual times `rescale`, the wire is that of t + e,
-    and with r = (t + e) - the decoded wire the residual becomes that of r, or of (1 - decay) e + decay r for a decay other
-    than 1. A residual block that is not finite counts as zero. Raw parts take no part: their residual stays.
+    With t = (initial + sum over sources, rotated if asked) and e the residual times ``rescale``, the wire encodes t + e. With
+    r = (t + e) - the decoded wire, the residual then encodes r, or (1 - decay) e + decay r for a decay other than 1. A
+    residual block that is not finite counts as zero. The residual of raw parts stays as it is.
     """
     total = _sum(wire, layout, num_sources, initial)
     if rotate:
         total = _rotate_parts(total, out_layout)
-    left_out = dequantize(residual, residual_layout, torch.float32)
-    left_out = torch.where(left_out.isnan(), 0.0, left_out)
-    if rescale != 1.0:
-        left_out = left_out * rescale
-    for part in _parts(out_layout):
-        if not part.bits:
-            left_out[:, part.element : part.element + part.numel] = 0.0
-    compensated = torch.where(_is_quantized(out_layout, total.device), total + left_out, total)
+    before = _usable_residual(residual, residual_layout, rescale)
+    before = torch.where(_is_quantized(out_layout, total.device), before, 0.0)
+    compensated = torch.where(_is_quantized(out_layout, total.device), total + before, total)
     out = quantize(compensated, out_layout)
     error = compensated - dequantize(out, out_layout, torch.float32)
     if decay != 1.0:
         newest = torch.tensor(decay, dtype=torch.float32, device=total.device)
-        error = left_out * (1.0 - newest) + error * newest
+        error = before * (1.0 - newest) + error * newest
     updated = quantize(error, residual_layout).view(-1, residual_layout.nbytes)
     kept = residual.view(-1, residual_layout.nbytes)
     for part, out_part in zip(residual_layout.parts, out_layout.parts, strict=True):
@@ -153,27 +137,11 @@ def quantize_with_feedback(
     return out
 
 
-def rotate_slices(values: Tensor) -> Tensor:
-    """fp32 [..., n], n a multiple of 32: each 32-slice times the orthonormal Hadamard matrix.
-
-    Sums and differences of elements 1, 2, 4, 8 and 16 apart, in this order, then one multiplication: the bits depend on it.
-    """
-    shape = values.shape
-    step = 1
-    while step < ROTATION_SLICE:
-        low, high = values.reshape(-1, 2, step).unbind(1)
-        values = torch.stack([low + high, low - high], dim=1)
-        step *= 2
-    return values.reshape(shape) * torch.tensor(_ROTATION_NORM, dtype=torch.float32, device=values.device)
-
-
-def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """`values` in `dtype`, to nearest even, a NaN becoming the canonical one (PyTorch's NaNs differ between loops)."""
-    values = values.float()
-    if dtype == torch.float32:
-        return values
-    nan = torch.full((), float("nan"), dtype=dtype, device=values.device)
-    return torch.where(values.isnan(), nan, values.to(dtype))
+def _usable_residual(residual: Tensor, layout: WireLayout, rescale: float) -> Tensor:
+    """Decode the residual times ``rescale``; NaNs, which a step that overflowed leaves behind, count as zero."""
+    values = dequantize(residual, layout, torch.float32)
+    values = torch.where(values.isnan(), 0.0, values)
+    return values if rescale == 1.0 else values * rescale
 
 
 def _sum(wire: Tensor | None, layout: WireLayout, num_sources: int, initial: Tensor | None) -> Tensor:
@@ -199,7 +167,7 @@ def _rotate_parts(values: Tensor, layout: WireLayout) -> Tensor:
 
 
 def _is_quantized(layout: WireLayout, device: torch.device) -> Tensor:
-    """bool [numel]: whether an element travels as a code."""
+    """Return bool [numel]: whether an element travels as a code."""
     mask = torch.zeros(layout.numel, dtype=torch.bool, device=device)
     for part in _parts(layout):
         mask[part.element : part.element + part.numel] = bool(part.bits)
@@ -211,66 +179,27 @@ def _parts(layout: WireLayout) -> list[Part]:
 
 
 def _encode(values: Tensor, part: Part, block: int, wire: Tensor) -> None:
-    """values: fp32 [K, part.numel], written as scales and codes into wire [K, nbytes]."""
+    """Write fp32 values [K, part.numel] as scales and codes into ``wire`` [K, nbytes]."""
     qmax = QMAX[part.bits]
-    blocks = _to_blocks(values, block)
-    scale_bits = _scale_bits(blocks, qmax)
-    scale = _scale_value(scale_bits).unsqueeze(-1)
+    blocks = to_blocks(values, block)
+    stored = scale_bits(blocks, qmax)
+    scale = scale_value(stored).unsqueeze(-1)
     codes = (blocks / scale).round().clamp(-qmax, qmax)
     codes = torch.where(scale > 0, codes, 0.0).to(torch.int8).flatten(1)[:, : part.numel]
-    _write(wire, part.scales, scale_bits.to(torch.int16))
+    _write(wire, part.scales, stored.to(torch.int16))
     _write(wire, part.codes, codes.contiguous() if part.bits == 8 else pack_codes(codes, part.bits))
-
-
-def _scale_bits(blocks: Tensor, qmax: int) -> Tensor:
-    """fp32 [K, blocks, block] -> the bf16 bits of each block's scale, int32 [K, blocks]."""
-    amax = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)
-    # A tensor divisor: for a number, PyTorch's CUDA division multiplies by the reciprocal.
-    scale = amax.view(torch.float32) / torch.full_like(amax, qmax, dtype=torch.float32)
-    bits = (scale.view(torch.int32) + 0xFFFF) >> 16  # up: positive floats are ordered as their bits
-    bits = torch.where(bits < SCALE_MIN, 0, bits)
-    return torch.where(amax >= _INF_BITS, SCALE_NAN, bits)
 
 
 def _decode(slots: Tensor, part: Part, block: int) -> Tensor:
     """uint8 wire [K, nbytes] -> fp32 [K, part.numel]."""
-    scale_bits = _read(slots, part.scales, num_blocks(part.numel, block), torch.int16)
+    stored = _read(slots, part.scales, num_blocks(part.numel, block), torch.int16)
     if part.bits == 8:
         codes = _read(slots, part.codes, part.numel, torch.int8)
     else:
         packed = _read(slots, part.codes, -(-part.numel * part.bits // 8), torch.uint8)
         codes = unpack_codes(packed, part.bits)[:, : part.numel]
-    scaled = _to_blocks(codes.float(), block) * _scale_value(scale_bits.int()).unsqueeze(-1)
+    scaled = to_blocks(codes.float(), block) * scale_value(stored.int()).unsqueeze(-1)
     return scaled.flatten(1)[:, : part.numel]
-
-
-def _scale_value(bits: Tensor) -> Tensor:
-    return (bits << 16).view(torch.float32)
-
-
-def _to_blocks(values: Tensor, block: int) -> Tensor:
-    """[K, numel] -> [K, blocks, block], the last block filled up with zeros."""
-    missing = -values.shape[1] % block
-    return torch.nn.functional.pad(values, (0, missing)).unflatten(1, (-1, block))
-
-
-def pack_codes(codes: Tensor, bits: int) -> Tensor:
-    """int8 [K, n] -> uint8 [K, ceil(n bits / 8)]: two's complement codes, the first in the lowest bits; zeros behind."""
-    numel = codes.shape[1]
-    padded = torch.nn.functional.pad(codes, (0, -numel % CODES_AT_A_BYTE)).long() & ((1 << bits) - 1)
-    runs = padded.unflatten(1, (-1, CODES_AT_A_BYTE)) << bits * torch.arange(CODES_AT_A_BYTE, device=codes.device)
-    words = runs.sum(-1, keepdim=True)
-    data = (words >> 8 * torch.arange(bits, device=codes.device)) & 0xFF
-    return data.flatten(1)[:, : -(-numel * bits // 8)].to(torch.uint8)
-
-
-def unpack_codes(packed: Tensor, bits: int) -> Tensor:
-    """uint8 [K, n] -> int8 [K, codes], more than were packed where those do not fill their last bytes."""
-    padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % bits)).long().unflatten(1, (-1, bits))
-    words = (padded << 8 * torch.arange(bits, device=packed.device)).sum(-1, keepdim=True)
-    codes = (words >> bits * torch.arange(CODES_AT_A_BYTE, device=packed.device)) & ((1 << bits) - 1)
-    sign = 1 << bits - 1
-    return ((codes.flatten(1) ^ sign) - sign).to(torch.int8)
 
 
 def _read_raw(slots: Tensor, part: Part, dtype: torch.dtype) -> Tensor:

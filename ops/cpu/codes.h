@@ -1,4 +1,7 @@
-// Codes of fewer than 8 bits: a little-endian stream of bits, the first code of a run in the lowest bits of its first byte.
+// Codes of fewer than 8 bits, packed and unpacked. They form a little-endian stream of bits: the first code of a run lies in the
+// lowest bits of its first byte.
+//
+// INT4 has loops of its own, because two codes are exactly a byte. The other widths share `pack` and `unpack`.
 #pragma once
 
 #include "../format.h"
@@ -8,7 +11,7 @@
 namespace {
 namespace zeropp {
 
-// ---- INT4: two codes in a byte, the low nibble first; an odd last one shares its byte with zero.
+// ---- INT4: two codes in a byte, the low nibble first. An odd last code shares its byte with zero.
 
 inline void pack_nibbles(const int8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
   for (int64_t i = 0; i < n / 2; ++i) {
@@ -19,7 +22,7 @@ inline void pack_nibbles(const int8_t* __restrict codes, int64_t n, uint8_t* __r
   if (n % 2) out[n / 2] = static_cast<uint8_t>(codes[n - 1] & 0x0F);
 }
 
-// Writes an even number of codes: one more than n where n is odd.
+// Writes an even number of codes: one more than n if n is odd.
 inline void unpack_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
   for (int64_t i = 0; i < (n + 1) / 2; ++i) {
     const uint32_t pair = (in[i] & 0x0Fu) | (in[i] & 0xF0u) << 4;
@@ -30,14 +33,12 @@ inline void unpack_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __re
 
 // ---- 3 and 2 bits: eight codes at a time, in a word of 64 bits that holds them a byte each.
 
-constexpr int64_t kCodesAtAByte = 8;  // codes of every width fill whole bytes in runs of so many
-
-// `value` in the lowest bits of every field of `width` bits.
+// A word with `value` in the lowest bits of every field of `width` bits.
 constexpr uint64_t repeat(uint64_t value, int width) { return ~uint64_t{0} / ((uint64_t{1} << width) - 1) * value; }
 
 constexpr uint64_t low_bits(int count) { return (uint64_t{1} << count) - 1; }
 
-// Bytes -> the low `bits` of each, side by side: neighbours move together, then pairs, then fours.
+// Eight bytes -> the low `bits` of each, side by side. Neighbours move together, then pairs of them, then fours.
 template <int bits>
 uint64_t squeeze(uint64_t codes) {
   constexpr int gap = 8 - bits;
@@ -47,7 +48,7 @@ uint64_t squeeze(uint64_t codes) {
   return (codes | codes >> 4 * gap) & low_bits(8 * bits);
 }
 
-// The inverse, each code's sign bit copied upwards in its byte.
+// The inverse of squeeze. Each code's sign bit is copied upwards in its byte.
 template <int bits>
 uint64_t spread(uint64_t packed) {
   constexpr int gap = 8 - bits;
@@ -58,16 +59,17 @@ uint64_t spread(uint64_t packed) {
   return packed | ((signs << (gap + 1)) - (signs << 1));
 }
 
-// Eight packed codes. Words of 2-bit codes lie side by side in memory; those of 3-bit codes are a byte wider than they should
-// and overlap, which loops that shall be vectorized cannot have: a buffer holds them apart. The last codes of a run go by the
-// byte, lest the access is too wide.
+// The word that holds eight packed codes. Words of 2-bit codes (16 bits) lie side by side in memory. Eight codes of 3 bits take 24
+// bits, but the smallest word that holds them has 32, so neighbouring words overlap by a byte. Compilers do not vectorize loops
+// over overlapping words: a buffer holds these words apart, and a second loop copies them. The last word of a run is copied by
+// the byte, since a whole word could reach beyond the end of the memory.
 template <int bits>
 using Packed = std::conditional_t<bits == 2, uint16_t, uint32_t>;
 
 template <int bits>
 constexpr bool kOverlap = sizeof(Packed<bits>) > bits;
 
-constexpr int64_t kWords = 128;  // at a time
+constexpr int64_t kWords = 128;  // that the buffer holds
 
 template <int bits>
 void pack(const int8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
@@ -116,7 +118,7 @@ void unpack(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
   spread_to(codes + kCodesAtAByte * last, rest, packed);
 }
 
-// ---- Whichever width.
+// ---- Any width under 8.
 
 inline void pack_codes(const int8_t* codes, int64_t n, int64_t bits, uint8_t* out) {
   if (bits == 4) pack_nibbles(codes, n, out);

@@ -1,19 +1,16 @@
-// What the CPU library shares between instruction sets: which of them this machine runs, and the thread pool.
-#include "../abi.h"
+// The part of the CPU library that all instruction sets share: which of them this machine runs, and the thread pool.
 #include "parallel.h"
 
 #include <cstring>
 
-ParallelFor zeropp_parallel_for = nullptr;
+ZeroppParallelFor zeropp_parallel_for = nullptr;
 
-extern "C" ZEROPP_EXPORT void zeropp_set_parallel_for(void* address) {
-  zeropp_parallel_for = reinterpret_cast<ParallelFor>(address);
-}
+ZEROPP_EXPORT void zeropp_set_parallel_for(ZeroppParallelFor parallel_for) { zeropp_parallel_for = parallel_for; }
 
-// Does this machine run the kernels compiled for `name`?
-extern "C" ZEROPP_EXPORT int zeropp_supports(const char* name) {
+ZEROPP_EXPORT int zeropp_supports(const char* name) {
   if (strcmp(name, "baseline") == 0) return 1;
 #if defined(__x86_64__)
+  // The same features as in the compiler flags of ops/CMakeLists.txt.
   __builtin_cpu_init();
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   if (strcmp(name, "avx2") == 0) return avx2;

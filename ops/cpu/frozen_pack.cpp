@@ -1,11 +1,10 @@
 // Encode the rows of a frozen weight.
-#include "../abi.h"
 #include "frozen.h"
 
 namespace {
 namespace zeropp {
 
-// [Note: the scale of a frozen INT4 block] in frozen_format.h.
+// [Note: the scale of a frozen INT4 block]: the scale of the trial with the least squared error.
 inline BFloat16 search_scale(const float* values, int64_t n, float amax) {
   alignas(64) int32_t fixed[kMaxBlock];
   for (int64_t i = 0; i < n; ++i) fixed[i] = to_fixed(values[i], amax);
@@ -26,7 +25,7 @@ inline BFloat16 search_scale(const float* values, int64_t n, float amax) {
 
 inline BFloat16 pack_block(const float* values, int64_t n, int64_t bits, int8_t* codes) {
   const uint32_t amax = block_amax(values, n);
-  const BFloat16 bound = encode_scale(amax, qmax_of(bits));  // also finds NaN, Inf, and what is too small to have codes
+  const BFloat16 bound = encode_scale(amax, qmax_of(bits));  // also finds NaN, Inf, and blocks too small to have codes
   if (bits == 8 || !has_codes(bound)) {
     encode_block(values, n, bound, codes);
     return bound;
@@ -40,13 +39,13 @@ inline BFloat16 pack_block(const float* values, int64_t n, int64_t bits, int8_t*
 
 // One row: In is float, BFloat16 or Float16.
 template <class In>
-void pack_row(const In* in, const FrozenRows& shape, uint8_t* codes, BFloat16* scales) {
+void pack_row(const In* in, const FrozenRows& shape, uint8_t* codes, uint8_t* scales) {
   alignas(64) float values[kMaxBlock];
   alignas(64) int8_t block_codes[kMaxBlock];
   for (int64_t b = 0; b < shape.num_blocks(); ++b) {
     const int64_t n = shape.block_size(b);
     convert(in + b * shape.block, n, values);
-    scales[b] = pack_block(values, n, shape.bits, block_codes);
+    store_scale(scales, b, pack_block(values, n, shape.bits, block_codes));
     uint8_t* out = codes + b * shape.block * shape.bits / 8;
     if (shape.bits == 4) pack_nibbles(block_codes, n, out);
     else memcpy(out, block_codes, n);
@@ -56,16 +55,16 @@ void pack_row(const In* in, const FrozenRows& shape, uint8_t* codes, BFloat16* s
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(frozen_pack)(const void* input, int64_t dtype, int64_t rows, int64_t columns, int64_t block, int64_t bits,
-                           uint8_t* codes, zeropp::BFloat16* scales, void*) {
+ZEROPP_KERNEL(frozen_pack)(const void* weight, int64_t weight_dtype, int64_t bits, int64_t block, int64_t rows,
+                           int64_t columns, uint8_t* codes, uint8_t* scales, void*) {
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   return for_each_row(shape, [&](int64_t row) {
     uint8_t* row_codes = codes + row * shape.code_bytes();
-    BFloat16* row_scales = scales + row * shape.num_blocks();
+    uint8_t* row_scales = scales + row * shape.num_blocks() * sizeof(BFloat16);
     const int64_t first = row * columns;
-    if (dtype == kFloat32) pack_row(static_cast<const float*>(input) + first, shape, row_codes, row_scales);
-    else if (dtype == kBFloat16) pack_row(static_cast<const BFloat16*>(input) + first, shape, row_codes, row_scales);
-    else pack_row(static_cast<const Float16*>(input) + first, shape, row_codes, row_scales);
+    if (weight_dtype == kFloat32) pack_row(static_cast<const float*>(weight) + first, shape, row_codes, row_scales);
+    else if (weight_dtype == kBFloat16) pack_row(static_cast<const BFloat16*>(weight) + first, shape, row_codes, row_scales);
+    else pack_row(static_cast<const Float16*>(weight) + first, shape, row_codes, row_scales);
   });
 }

@@ -1,5 +1,13 @@
-// The inner loops, over runs of elements that lie in the first-level cache. They are plain loops over the scalar
-// functions of format.h, in the form compilers vectorize well: three instruction sets come from compiling them thrice.
+// The inner loops, over runs of elements that lie in the first-level cache.
+//
+// [Note: three instruction sets] Most loops are plain loops over the scalar functions of format.h, written so that compilers
+// vectorize them: no branches that depend on elements, `__restrict` pointers, one type of element per loop. CMake compiles the
+// same sources three times (baseline, AVX2, AVX-512), and the vectors come from the compiler's flags. Intrinsics stand only
+// where compilers do not find the instructions by themselves, each behind the macro of its instruction set, with the plain loop
+// as the other branch. All three give the same bits, because vectorizing changes no operation on an element.
+//
+// [Note: tails] Vector loops with intrinsics stop before the last incomplete vector, and the scalar function finishes the rest.
+// Both compute the same bits, so it does not matter where a run ends. Nothing is read or written behind the end of a run.
 #pragma once
 
 #include "../format.h"
@@ -30,6 +38,7 @@ inline void convert(const Float16* __restrict from, int64_t n, float* __restrict
 inline void convert(const float* __restrict from, int64_t n, Float16* __restrict to) {
   int64_t i = 0;
   for (; i + 8 <= n; i += 8) {
+    // The instruction keeps parts of a NaN's bits: NaNs are made canonical before.
     const __m256 values = _mm256_loadu_ps(from + i);
     const __m256 is_nan = _mm256_cmp_ps(values, values, _CMP_UNORD_Q);
     const __m256 canonical = _mm256_blendv_ps(values, _mm256_castsi256_ps(_mm256_set1_epi32(0x7FC00000)), is_nan);
@@ -40,7 +49,7 @@ inline void convert(const float* __restrict from, int64_t n, Float16* __restrict
 }
 #endif
 
-// ---- One block. In: float or BFloat16.
+// ---- One block. In is float or BFloat16.
 
 template <class In>
 uint32_t block_amax(const In* in, int64_t n) {
@@ -59,8 +68,8 @@ void encode_block(const In* __restrict in, int64_t n, BFloat16 stored_scale, int
   for (int64_t i = 0; i < n; ++i) codes[i] = encode(in[i], scale);
 }
 
-// What decoded elements do to what is there: replace it, add to it, take from it. The only NaN ever decoded is the canonical
-// one.
+// A decoded element replaces the one in memory, is added to it or subtracted from it. Rounding to bf16 needs no test for NaNs
+// here: the only NaN that is ever decoded is the canonical one.
 struct Set {
   static void apply(float& to, float value) { to = value; }
   static void apply(BFloat16& to, float value) { to.bits = round_to_bfloat16(value); }
@@ -78,11 +87,25 @@ void decode_block(const int8_t* __restrict codes, int64_t n, BFloat16 stored_sca
   for (int64_t i = 0; i < n; ++i) Update::apply(out[i], decode(codes[i], scale));
 }
 
-#if defined(__AVX512BW__)
-// [Note: nibbles in registers] INT4 and bf16, 32 elements at a time, without a buffer of codes in between: in lanes of 32
-// bits lie the two elements of a byte of codes, the first one below.
+// Raw elements replace, or are added to, those in `out`. They may be any NaN, so bf16 is rounded by `convert`, which tests.
+template <class Update, class From>
+void update(const From* __restrict values, int64_t n, float* __restrict out) {
+  for (int64_t i = 0; i < n; ++i) Update::apply(out[i], to_float(values[i]));
+}
 
-// bf16 is the upper half of fp32. Two codes per lane, in its low byte. See [Note: quotients of bf16] in format.h.
+template <class Update, class From>
+void update(const From* __restrict values, int64_t n, BFloat16* __restrict out) {
+  convert(values, n, out);
+}
+
+#if defined(__AVX512BW__)
+// [Note: nibbles in registers] With AVX-512, blocks of INT4 codes and bf16 values go straight from one to the other, 32 elements
+// at a time, without a buffer of unpacked codes in between. Each lane of 32 bits holds the two elements whose codes share a byte:
+// as bf16 the first one in the low half, as codes the first one in the low nibble.
+
+// 32 bf16 values -> 16 bytes of codes. bf16 is the upper half of fp32, so shifting or masking makes fp32 of either half. The
+// multiplication is fused with an addition here and still gives the bits of `encode`: [Note: quotients of bf16] in format.h
+// allows for the rounding of the product, and without it the product is only nearer to the quotient.
 inline __m128i encode_pairs(__m512i pairs, __m512 reciprocal) {
   const auto code = [&](__m512i bits) {
     const __m512 snapped = _mm512_fmadd_ps(_mm512_castsi512_ps(bits), reciprocal, _mm512_set1_ps(kSnap));
@@ -93,8 +116,9 @@ inline __m128i encode_pairs(__m512i pairs, __m512 reciprocal) {
   return _mm512_cvtepi32_epi8(_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x0F), low, high, 0xCA));  // mask ? low : high
 }
 
-// An INT4 block has few values: round each to bf16 once, then look them up. The table of 0..7, -8..-1 is there twice, since
-// a lookup takes five bits of an index. It is made in registers: through memory it stalls.
+// The 16 values of an INT4 block, as bf16. Rounding each once and looking them up costs less than rounding every element. The
+// table of 0..7, -8..-1 is there twice, since a lookup takes five bits of an index. It is made in registers, because a load would
+// wait for the stores that made it in memory.
 inline __m512i lookup_table(BFloat16 stored_scale) {
   const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
   const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(integers, _mm512_set1_ps(to_float(stored_scale))));
@@ -108,7 +132,7 @@ inline __m512i look_up_pairs(const uint8_t* codes, __m512i table) {
   return _mm512_permutexvar_epi16(_mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12)), table);
 }
 
-// A block that starts at a byte, straight from values to packed codes and back.
+// Encodes a block whose codes start at a byte.
 inline void encode_nibbles(const BFloat16* __restrict in, int64_t n, BFloat16 stored_scale, uint8_t* __restrict out) {
   const float reciprocal = 1.0f / to_float(stored_scale);
   if (!has_codes(stored_scale)) {
@@ -126,6 +150,7 @@ inline void encode_nibbles(const BFloat16* __restrict in, int64_t n, BFloat16 st
   }
 }
 
+// Decodes a block whose codes start at a byte.
 inline void decode_nibbles(const uint8_t* __restrict in, int64_t n, BFloat16 stored_scale, BFloat16* __restrict out) {
   const __m512i table = lookup_table(stored_scale);
   int64_t i = 0;
@@ -136,57 +161,6 @@ inline void decode_nibbles(const uint8_t* __restrict in, int64_t n, BFloat16 sto
   }
 }
 #endif
-
-// Raw elements: any NaN.
-template <class Update, class From>
-void update(const From* __restrict values, int64_t n, float* __restrict out) {
-  for (int64_t i = 0; i < n; ++i) Update::apply(out[i], to_float(values[i]));
-}
-
-template <class Update, class From>
-void update(const From* __restrict values, int64_t n, BFloat16* __restrict out) {
-  convert(values, n, out);
-}
-
-// ---- Memory.
-
-inline void prefetch(const void* from, int64_t nbytes) {
-  for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
-}
-
-// Copy past the caches: a large result would only push out what is still needed, after being read in to be overwritten.
-inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t nbytes) {
-#if defined(__AVX512F__)
-  using Line = __m512i;
-  const auto stream = [](void* at, Line line) { _mm512_stream_si512(static_cast<Line*>(at), line); };
-#elif defined(__AVX2__)
-  using Line = __m256i;
-  const auto stream = [](void* at, Line line) { _mm256_stream_si256(static_cast<Line*>(at), line); };
-#elif defined(__SSE2__)
-  using Line = __m128i;
-  const auto stream = [](void* at, Line line) { _mm_stream_si128(static_cast<Line*>(at), line); };
-#endif
-  int64_t i = 0;
-#if defined(__SSE2__)
-  const int64_t head = -reinterpret_cast<intptr_t>(to) & (sizeof(Line) - 1);
-  if (head < nbytes) {
-    memcpy(to, from, head);
-    for (i = head; i + static_cast<int64_t>(sizeof(Line)) <= nbytes; i += sizeof(Line)) {
-      Line line;
-      memcpy(&line, from + i, sizeof line);
-      stream(to + i, line);
-    }
-  }
-#endif
-  memcpy(to + i, from + i, nbytes - i);
-}
-
-// Streaming stores are ordered by nothing else, neither by locks nor by a thread's end.
-inline void stream_fence() {
-#if defined(__SSE2__)
-  _mm_sfence();
-#endif
-}
 
 }  // namespace zeropp
 }  // namespace

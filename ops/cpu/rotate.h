@@ -1,5 +1,5 @@
-// Rotations: the Hadamard transform of 32-slices, see format.h. Each slice is transformed in vector registers, which compilers
-// do not manage from plain loops; vectors are those that GCC and Clang know on every machine.
+// Rotations: 32-slices times the Hadamard matrix (format.h). Each slice is transformed in vector registers. Compilers do not
+// manage that from plain loops, so the vectors are spelled out, as types that GCC and Clang know on every machine.
 #pragma once
 
 #include "../format.h"
@@ -20,8 +20,9 @@ constexpr int kSliceVectors = kRotationSlice / kVectorLanes;
 constexpr std::make_integer_sequence<int, kVectorLanes> kEachLane;
 
 typedef float Vector __attribute__((vector_size(4 * kVectorLanes)));
-typedef Vector VectorInMemory __attribute__((aligned(4), may_alias));  // named in full: `auto` forgets attributes
+typedef Vector VectorInMemory __attribute__((aligned(4), may_alias));  // floats in memory are aligned to 4 bytes only
 
+// Each lane's value from the lane `step` apart.
 template <int step, int... lane>
 Vector partners(Vector values, std::integer_sequence<int, lane...>) {
 #if defined(__clang__)
@@ -32,13 +33,14 @@ Vector partners(Vector values, std::integer_sequence<int, lane...>) {
 #endif
 }
 
+// -1 in the lanes that take a difference, 1 in those that take a sum.
 template <int step, int... lane>
 Vector signs(std::integer_sequence<int, lane...>) {
   return Vector{(lane & step ? -1.0f : 1.0f)...};
 }
 
-// Sums and differences of elements `step` apart. Within a vector, either is one's partner plus oneself or minus oneself,
-// and multiplying by a sign is exact.
+// Sums and differences of elements `step` apart. If both lie in one vector, every lane adds its partner's value and its own
+// times its sign. Multiplying by a sign is exact, so the bits are those of a sum or a difference.
 template <int step>
 void rotate_stage(Vector (&slice)[kSliceVectors]) {
   constexpr int distance = step / kVectorLanes;
@@ -53,10 +55,11 @@ void rotate_stage(Vector (&slice)[kSliceVectors]) {
   }
 }
 
-// The whole slices among n values, the others as they are; `in` may be `out`.
+// Rotates the whole slices among n values, and copies the values behind them. `in` may be `out`.
 inline void rotate_slices(const float* in, int64_t n, float* out) {
   const int64_t whole = n / kRotationSlice * kRotationSlice;
   for (int64_t first = 0; first < whole; first += kRotationSlice) {
+    // Named in full, since `auto` would drop the attributes of the type.
     const VectorInMemory* from = reinterpret_cast<const VectorInMemory*>(in + first);
     VectorInMemory* to = reinterpret_cast<VectorInMemory*>(out + first);
     Vector slice[kSliceVectors];

@@ -1,4 +1,4 @@
-// The sum that kernels over several sources share.
+// The sum of several sources, which three kernels share.
 #pragma once
 
 #include "tile.h"
@@ -6,7 +6,7 @@
 namespace {
 namespace zeropp {
 
-// What several ranks sent, and where their sum starts.
+// Slices that several ranks sent, and the values that their sums start from.
 struct Sources {
   const uint8_t* wire;  // [num_sources, num_sums, nbytes]
   const Layout& layout;
@@ -14,13 +14,13 @@ struct Sources {
   int64_t num_sources;
   int64_t num_sums;
 
-  // Where the sum of a tile starts; null, if that is source 0.
+  // The values that the sum of a tile starts from; null if that is source 0.
   const float* start(const Tile& tile) const {
     return initial ? initial + tile.slice * layout.numel + tile.element() : nullptr;
   }
 
-  // initial + source 0 + source 1 + ..., in that order, of a tile of this layout: in `out`, or where it starts if there
-  // is nothing to add.
+  // initial + source 0 + source 1 + ..., in that order, for a tile of this layout. The sum is in `out`. If there is nothing to
+  // add, it stays in `initial`. The result is the sum's address.
   const float* sum(const Tile& tile, Worker& worker, float* out) const {
     const uint8_t* from = wire + tile.slice * layout.nbytes;
     int64_t source = 0;

@@ -1,10 +1,13 @@
-// A tile is an even number of whole blocks of one segment of one slice, small enough to stay in the first-level cache
-// from its first load to its last store. Everything happens tile by tile, in fp32: kernels compose the steps below.
-// (Even, so that with odd blocks too a tile of INT4 codes starts at a byte.)
+// Tiles, the pieces in which the operators of the wire work.
+//
+// A tile is an even number of whole blocks of one segment of one slice, small enough to stay in the first-level cache from its
+// first load to its last store. Everything happens tile by tile: kernels compose the steps of a Worker, with fp32 values between
+// them. (An even number of blocks, so that a tile of INT4 codes starts at a byte for blocks of odd sizes too.)
 #pragma once
 
 #include "codes.h"
 #include "loops.h"
+#include "memory.h"
 #include "parallel.h"
 
 namespace {
@@ -13,9 +16,9 @@ namespace zeropp {
 constexpr int64_t kTileNumel = 2048;                 // aimed at: 8 KiB of fp32
 constexpr int64_t kMaxTileNumel = 2 * kMaxBlock;     // reached with the largest blocks
 constexpr int64_t kNumelPerThread = 32768;           // PyTorch's own grain: less work is not worth a thread
-constexpr int64_t kEncodeAhead = 2;                  // tiles, of what is fetched while this one is encoded: measured
-constexpr int64_t kDecodeAhead = 4;                  // ... or decoded
-constexpr int64_t kStreamBytes = int64_t{4} << 20;   // results from this size on bypass the caches
+constexpr int64_t kEncodeAhead = 2;                  // tiles that lie between the one encoded and the one fetched: measured
+constexpr int64_t kDecodeAhead = 4;                  // the same for decoding
+constexpr int64_t kStreamBytes = int64_t{4} << 20;   // results of at least this size bypass the caches
 
 struct Tile {
   const Part* part;
@@ -26,7 +29,7 @@ struct Tile {
   bool is_last() const { return first + numel == part->numel; }
   int64_t element() const { return part->element + first; }  // in the slice
 
-  // The same elements in another layout of the same segments.
+  // The same elements in another layout of the same segments. They may begin and end within that layout's blocks.
   Tile moved(const Layout& from, const Layout& to) const { return {to.parts + (part - from.parts), slice, first, numel}; }
 };
 
@@ -34,15 +37,16 @@ inline int64_t tile_numel(int64_t block) {
   return 2 * block * max(kTileNumel / (2 * block), 1);
 }
 
-// The steps of a tile, and the buffers between them. Each thread has its own, on its stack.
-// fp32 and bf16 go straight in and out of the steps, fp16 by way of fp32.
+// The steps of a tile, and the buffers between them. Each thread has a Worker of its own, on its stack. fp32 and bf16 values go
+// straight in and out of the steps. fp16 values are converted to fp32 first.
 class Worker {
  public:
   // stream: results bypass the caches.
   explicit Worker(bool stream) : stream_(stream) {}
 
-  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire. Meanwhile fetches what
-  // a later tile's values will be made of: `source`, where this one's lie in memory, the values themselves if it is null.
+  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire. Meanwhile fetches memory
+  // for a later tile: the same distance behind `source`, the memory of which this tile's values are made, or behind the values
+  // themselves if it is null.
   void encode(const void* values, int64_t dtype, const Tile& tile, const Layout& layout, uint8_t* wire,
               const void* source = nullptr) {
     source_ = static_cast<const char*>(source ? source : values);
@@ -55,8 +59,8 @@ class Worker {
     }
   }
 
-  // The tile's part of its slice's wire -> fp32 or bf16, set, added or subtracted. A tile made for another layout may begin
-  // and end within this layout's blocks: one run for each block it touches.
+  // The tile's part of its slice's wire -> fp32 or bf16, set, added or subtracted. A tile that was moved from another layout may
+  // begin and end within this layout's blocks, so the loop below takes one run for each block that it touches.
   template <class Update, class Out>
   void decode(const uint8_t* wire, const Tile& tile, const Layout& layout, Out* out) {
     const Part& part = *tile.part;
@@ -69,7 +73,7 @@ class Worker {
     int64_t size = layout.block - tile.first % layout.block;
     for (int64_t at = 0; at < tile.numel; at += size, size = layout.block, scales += sizeof(BFloat16)) {
       BFloat16 scale;
-      memcpy(&scale, scales, sizeof scale);
+      memcpy(&scale, scales, sizeof scale);  // the wire may begin at an odd address
       const int64_t n = min(size, tile.numel - at);
 #if defined(__AVX512BW__)
       if constexpr (sizeof *out == sizeof(BFloat16)) {
@@ -83,14 +87,14 @@ class Worker {
     }
   }
 
-  // Takes from the values of the tile encoded last, by way of fp32, what they decode to.
+  // Subtracts from `values` the decoded codes of the tile that was encoded last: what is left is its error.
   void subtract_encoded(const Tile& tile, const Layout& layout, float* values) const {
     for (int64_t at = 0, b = 0; at < tile.numel; at += layout.block, ++b) {
       decode_block<Subtract>(codes_ + at, min(layout.block, tile.numel - at), scales_[b], values + at);
     }
   }
 
-  // n elements of `dtype` -> fp32; where they lie, if they are fp32 already.
+  // n elements of `dtype` -> fp32. Returns `from` itself for elements that are fp32 already.
   const float* load(const void* from, int64_t dtype, int64_t n) {
     if (dtype == kFloat32) return static_cast<const float*>(from);
     if (dtype == kBFloat16) convert(static_cast<const BFloat16*>(from), n, values_);
@@ -134,7 +138,7 @@ class Worker {
     write_zeros(codes + nbytes, wire + part.end);
   }
 
-  // The scale of every block, into scales_. Returns how many.
+  // The scale of every block, into scales_. Returns how many. A loop of its own, so that the divisions are vectorized.
   template <class In>
   int64_t encode_scales(const In* values, int64_t n, int64_t block, int qmax) {
     int64_t count = 0;
@@ -143,7 +147,7 @@ class Worker {
     return count;
   }
 
-  // The codes of every block, into codes_ (or packed_), while a later tile is on its way from memory.
+  // The codes of every block, into codes_ (or packed_), while memory for a later tile is on its way.
   template <class In>
   void encode_codes(const In* values, int64_t n, int64_t block, [[maybe_unused]] bool in_registers) {
     for (int64_t i = 0, b = 0; i < n; i += block, ++b) {
@@ -161,7 +165,7 @@ class Worker {
     }
   }
 
-  // See [Note: nibbles in registers]. Blocks of an odd size do not all start at a byte.
+  // Do [Note: nibbles in registers] loops take this part? Blocks of an odd size do not all start at a byte.
   template <class T>
   static bool has_nibble_loops([[maybe_unused]] const Part& part, [[maybe_unused]] int64_t block) {
 #if defined(__AVX512BW__)
@@ -171,7 +175,8 @@ class Worker {
 #endif
   }
 
-  // Unpacked from where a code begins at a byte: tiles of other layouts may begin between 3- or 2-bit codes that do not.
+  // The tile's codes as bytes. They are unpacked from an element whose code begins at a byte: a tile that was moved from another
+  // layout may begin in between.
   const int8_t* load_codes(const uint8_t* wire, const Tile& tile) {
     const Part& part = *tile.part;
     if (part.bits == 8) return reinterpret_cast<const int8_t*>(wire + part.codes) + tile.first;
@@ -208,9 +213,10 @@ class Worker {
   alignas(64) uint8_t packed_[kMaxTileNumel / 2];
 };
 
-// body(tile, worker) for every tile of `num_slices` slices; `result_bytes` is the size of all that the bodies write.
+// Runs body(tile, worker) for every tile of `num_slices` slices, in threads. `result_bytes` is the size of all that the bodies
+// write. Tiles of all parts of all slices are numbered one after the other, and each thread takes a range of the numbers.
 template <class Body>
-Status for_each_tile(const Layout& layout, int64_t num_slices, int64_t result_bytes, const Body& body) {
+int for_each_tile(const Layout& layout, int64_t num_slices, int64_t result_bytes, const Body& body) {
   const int64_t step = tile_numel(layout.block);
   int64_t per_slice = 0;
   for (int64_t p = 0; p < layout.num_parts; ++p) per_slice += ceil_div(layout.parts[p].numel, step);

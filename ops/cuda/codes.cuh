@@ -1,7 +1,7 @@
 // Blocks of a tile in registers -> scales and codes in memory, and back, for blocks of 32, 64 .. 1024 elements.
 //
-// Rows of values and 16-byte vectors of codes are spread differently over the lanes, so codes change lanes in shared
-// memory. There lane b also leaves what all need to know of block b.
+// Rows of values and 16-byte vectors of codes are spread differently over the lanes of a warp, so codes change lanes in
+// shared memory. Lane b also leaves the scale of block b there, for all lanes to read.
 #pragma once
 
 #include "pack.cuh"
@@ -13,11 +13,15 @@ namespace zeropp {
 //
 //     q = a r,   e = a - q b,   q' = q + e r,       the last two by one fused multiply-add each,
 //
-// is a / b correctly rounded (Markstein's theorem; e is exact), three instructions to the ten of a division, unless
-// something underflows or b's significand is all ones. Scales are bf16, never all ones, and at least 2^-100: e underflows only
-// where |a / b| < 2^-10, which both quotients round to the code 0. Scales above 2^126, which codes of 3 and 2 bits have, make
-// r a denormal that is off by up to 2^-22; then q' is off by 2^-44 before it is rounded, and a / b with the 8 bits of b is
-// never so near to where roundings change. 1 / Inf is 0, and so are the codes.
+// is a / b correctly rounded (Markstein's theorem; e is exact). These are three instructions in place of the ten of a division.
+// The theorem has two exceptions. It fails if b's significand is all ones: a bf16 scale has only 8 bits, so it never is. It also
+// fails if something underflows:
+//
+// - Scales are at least 2^-100, so e underflows only if |a / b| < 2^-10, and then both quotients round to the code 0.
+// - Scales above 2^126, which codes of 3 and 2 bits have, make r a denormal that is off by up to 2^-22. Then q' is off by
+//   2^-44 before it is rounded, and a / b with the 8 bits of b is never that near to where roundings change.
+//
+// The scale Inf has the reciprocal 0, and so all codes are 0.
 struct Divisor {
   float scale;
   float reciprocal;  // 0: a block without codes
@@ -28,13 +32,14 @@ struct Divisor {
   }
 };
 
-struct alignas(16) Staging {  // a warp's
+// Shared memory of one warp.
+struct alignas(16) Staging {
   uint8_t codes[kTileNumel];
   uint32_t amax[kLanes];
   Divisor divisors[kLanes];
 };
 
-// Where a tile's blocks lie. Pointers are to what belongs to the tile; codes are 16-byte aligned.
+// The memory of a tile's blocks. Pointers are to the tile's own scales and codes; codes are 16-byte aligned.
 template <class Byte>
 struct BlockMemory {
   Byte* scales;
@@ -47,7 +52,8 @@ struct BlockMemory {
 
 // ---- Encode.
 
-// Leaves the amax of every block in staging.amax.
+// Leaves the amax of every block in staging.amax. A block of fewer elements than a row spans some lanes of one row. A larger
+// block spans whole rows, which are then combined within each lane.
 template <int V>
 __device__ __forceinline__ void stage_amax(const float (&values)[kPerLane], int log2_block, Staging& staging) {
   constexpr int kRows = kPerLane / V;
@@ -91,7 +97,8 @@ __device__ __forceinline__ void stage_codes(const float* values, const Divisor& 
   }
 }
 
-// `num_scales`: scales to write, padding (zeros) included. The padding of codes fills their last 16 bytes.
+// values -> scales and codes in memory. `num_scales` scales are written, padding (zeros) included. Codes are written 16 bytes at
+// a time: those behind the last element are 0, so the padding fills the last 16 bytes.
 template <int kBits, int V>
 __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], const BlockMemory<uint8_t>& to,
                                               int num_scales, Staging& staging) {
@@ -118,7 +125,7 @@ __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], c
   __syncwarp();  // the staging is free again
 }
 
-// values -= what `encode_blocks` has just made of them, which the staging still holds: they become what it left out.
+// Subtracts from `values` the decoded codes that the last `encode_blocks` left in the staging: what remains is its error.
 template <int kBits, int V>
 __device__ __forceinline__ void subtract_encoded(int log2_block, Staging& staging, float (&values)[kPerLane]) {
 #pragma unroll
@@ -129,15 +136,15 @@ __device__ __forceinline__ void subtract_encoded(int log2_block, Staging& stagin
   __syncwarp();
 }
 
-// ---- Decode, in two steps, so that the codes of several sources can be on their way at once.
+// ---- Decode. Fetching and adding are two steps, so that the codes of several sources can be on their way at once.
 
 template <int kBits>
-constexpr int kFetches = (kBits + 3) / 4;  // of 16 bytes to a lane; those of 3 and 2 bits leave some lanes idle
+constexpr int kFetches = (kBits + 3) / 4;  // of 16 bytes, per lane; 3 and 2 bits leave some lanes idle
 
 template <int kBits>
 struct FetchedBlocks {
   Words<4> codes[kFetches<kBits>];
-  BFloat16 scale;  // lane b has that of block b
+  BFloat16 scale;  // lane b holds the scale of block b
 };
 
 template <int kBits>
@@ -153,6 +160,7 @@ __device__ __forceinline__ FetchedBlocks<kBits> fetch_blocks(const BlockMemory<c
   return fetched;
 }
 
+// values += the decoded blocks.
 template <int kBits, int V>
 __device__ __forceinline__ void add_blocks(const FetchedBlocks<kBits>& fetched, int log2_block, Staging& staging,
                                            float (&values)[kPerLane]) {

@@ -36,16 +36,16 @@ dequantize_elements(Tiling tiling, int64_t num_slices, const uint8_t* wire, Layo
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(dequantize)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_slices, int64_t slice_rows,
-                          void* output, int64_t dtype, void* stream) {
+ZEROPP_KERNEL(dequantize)(const uint8_t* wire, const ZeroppLayout* layout, int64_t dtype, int64_t slice_rows,
+                          int64_t num_slices, void* out, void* stream) {
   using namespace zeropp;
   const Tiling tiling = tiling_of(*layout);
   if (!has_row_blocks(*layout, wire)) {
-    return launch_tiles(dequantize_elements, tiling, num_slices, stream, wire, *layout, slice_rows, output, dtype);
+    return launch_tiles(dequantize_elements, tiling, num_slices, stream, wire, *layout, slice_rows, out, dtype);
   }
   return for_dtype(dtype, [&](auto type) {
     using Out = decltype(type);
-    Out* typed = static_cast<Out*>(output);
+    Out* typed = static_cast<Out*>(out);
     return launch_tiles(dequantize_rows<Out>, tiling, num_slices, stream, wire, *layout, slice_rows, typed);
   });
 }

@@ -1,4 +1,4 @@
-// Decode what several ranks sent, and add it up: output = (initial + sum of sources) * scale, rotated if asked.
+// Decode slices that several ranks sent, and add them up: out = (initial + sum of sources) * scale.
 #include "launch.cuh"
 #include "rotate.cuh"
 #include "sum.cuh"
@@ -29,11 +29,11 @@ dequantize_sum_elements(Tiling tiling, int64_t num_sums, Sources sources, float 
     const int64_t first = index * sources.layout.numel + part.element;
     const auto sum_of = [&](int64_t i) { return sources.sum_element(part, index, i); };
     const int64_t end = tile.first + tile.numel;
-    for (int64_t begin = tile.first; begin < end; begin += kLanes) {  // a slice, where they are rotated
+    for (int64_t begin = tile.first; begin < end; begin += kLanes) {  // 32 elements: one slice of a rotation
       const int64_t i = begin + lane_index();
       float sum = 0.0f;
       if (i < end) sum = rotate ? rotated_element(sum_of, part, i) : sum_of(i);
-      __syncwarp();  // the output may be `initial`, of which all lanes read all of a slice
+      __syncwarp();  // the output may be `initial`, from which every lane reads the whole slice
       if (i < end) store_element(output, dtype, first + i, sum * scale);
     }
   });
@@ -42,18 +42,17 @@ dequantize_sum_elements(Tiling tiling, int64_t num_sums, Sources sources, float 
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_sources, int64_t num_sums,
-                              const float* initial, float scale, int64_t rotate, void* output, int64_t dtype,
-                              void* stream) {
+ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const ZeroppLayout* layout, int64_t num_sources, const float* initial,
+                              float scale, int64_t dtype, int64_t rotate, int64_t num_slices, void* out, void* stream) {
   using namespace zeropp;
   const Tiling tiling = tiling_of(*layout);
-  const Sources sources{wire, *layout, initial, num_sources, num_sums, log2_floor(layout->block)};
+  const Sources sources{wire, *layout, initial, num_sources, num_slices, log2_floor(layout->block)};
   if (!has_row_blocks(*layout, wire)) {
-    return launch_tiles(dequantize_sum_elements, tiling, num_sums, stream, sources, scale, rotate, output, dtype);
+    return launch_tiles(dequantize_sum_elements, tiling, num_slices, stream, sources, scale, rotate, out, dtype);
   }
   return for_dtype(dtype, [&](auto type) {
     using Out = decltype(type);
-    Out* typed = static_cast<Out*>(output);
-    return launch_tiles(dequantize_sum_rows<Out>, tiling, num_sums, stream, sources, scale, rotate, typed);
+    Out* typed = static_cast<Out*>(out);
+    return launch_tiles(dequantize_sum_rows<Out>, tiling, num_slices, stream, sources, scale, rotate, typed);
   });
 }

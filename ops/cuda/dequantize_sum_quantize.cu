@@ -1,12 +1,12 @@
-// Decode what several ranks sent, add it up, and encode the sum for the next hop: every wire is read once, and nothing
-// but the new wire is written.
+// Decode slices that several ranks sent, add them up, and encode the sum for the next hop. Every wire is read once, and nothing but
+// the new wire is written.
 #include "launch.cuh"
 #include "sum.cuh"
 
 namespace {
 namespace zeropp {
 
-constexpr int kSumVector = 8;  // 8 or 4 bytes of codes: the fewest accesses to the staging
+constexpr int kSumVector = 8;  // elements per access: 8 or 4 bytes of codes, the fewest accesses to the staging
 
 __global__ void __launch_bounds__(kThreads, 4)
 dequantize_sum_quantize_rows(Tiling tiling, int64_t num_sums, Sources sources, Layout out_layout, uint8_t* out_wire) {
@@ -36,13 +36,13 @@ dequantize_sum_quantize_elements(Tiling tiling, int64_t num_sums, Sources source
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(dequantize_sum_quantize)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_sources,
-                                       int64_t num_sums, const float* initial, const zeropp::Layout* out_layout,
-                                       uint8_t* out_wire, void* stream) {
+ZEROPP_KERNEL(dequantize_sum_quantize)(const uint8_t* wire, const ZeroppLayout* layout, const ZeroppLayout* out_layout,
+                                       int64_t num_sources, const float* initial, int64_t num_slices, uint8_t* out,
+                                       void* stream) {
   using namespace zeropp;
   const Tiling tiling = tiling_of(*out_layout);
-  const Sources sources{wire, *layout, initial, num_sources, num_sums, log2_floor(layout->block)};
-  const bool rows = has_row_blocks(*layout, wire) && has_row_blocks(*out_layout, out_wire);
+  const Sources sources{wire, *layout, initial, num_sources, num_slices, log2_floor(layout->block)};
+  const bool rows = has_row_blocks(*layout, wire) && has_row_blocks(*out_layout, out);
   const auto kernel = rows ? dequantize_sum_quantize_rows : dequantize_sum_quantize_elements;
-  return launch_tiles(kernel, tiling, num_sums, stream, sources, *out_layout, out_wire);
+  return launch_tiles(kernel, tiling, num_slices, stream, sources, *out_layout, out);
 }

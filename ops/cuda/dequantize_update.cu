@@ -1,12 +1,12 @@
-// Add the differences in a wire to what `base` holds, and encode the sum as base was; raw parts of the wire replace. In place,
-// where base is also the output: a warp reads all of its tile before it writes any.
+// Add the differences in a wire to the values of a base, and encode the sums as the base is encoded. Raw parts of the wire replace
+// those of the base. The base may also be the output: a warp reads all of its tile before it writes any of it.
 #include "elements.cuh"
 #include "launch.cuh"
 
 namespace {
 namespace zeropp {
 
-constexpr int kUpdateVector = 8;  // 16 bytes of a 16-bit base
+constexpr int kUpdateVector = 8;  // elements per access: 16 bytes of a 16-bit base
 
 __global__ void __launch_bounds__(kThreads, 6)
 dequantize_update_rows(Tiling tiling, int64_t num_slices, Wires<const uint8_t> wire, Wires<const uint8_t> base,
@@ -41,11 +41,11 @@ dequantize_update_elements(Tiling tiling, int64_t num_slices, Wires<const uint8_
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(dequantize_update)(const uint8_t* wire, const zeropp::Layout* layout, const uint8_t* base,
-                                 const zeropp::Layout* base_layout, int64_t num_slices, uint8_t* output, void* stream) {
+ZEROPP_KERNEL(dequantize_update)(const uint8_t* wire, const ZeroppLayout* layout, const uint8_t* base,
+                                 const ZeroppLayout* base_layout, int64_t num_slices, uint8_t* out, void* stream) {
   using namespace zeropp;
-  const bool rows = has_row_blocks(*layout, wire) && has_row_blocks(*base_layout, base) && is_aligned(output);
+  const bool rows = has_row_blocks(*layout, wire) && has_row_blocks(*base_layout, base) && is_aligned(out);
   const auto kernel = rows ? dequantize_update_rows : dequantize_update_elements;
   return launch_tiles(kernel, tiling_of(*base_layout), num_slices, stream, wires_of(wire, *layout),
-                      wires_of(base, *base_layout), wires_of(output, *base_layout));
+                      wires_of(base, *base_layout), wires_of(out, *base_layout));
 }

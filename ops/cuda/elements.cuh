@@ -1,5 +1,5 @@
-// The same wire, element by element: for blocks of any size and wires at any address. A warp reads every value twice, for
-// the scale and for the code. Kernels for the usual blocks and addresses are built on wire.cuh.
+// The wire element by element, for blocks of any size and wires at any address. A warp reads every value twice: for the scale and
+// for the code. The faster kernels for the usual blocks and addresses are built on wire.cuh.
 #pragma once
 
 #include "wire.cuh"
@@ -36,7 +36,7 @@ __device__ inline BFloat16 scale_of(const uint8_t* wire, const Part& part, int b
   return read_unaligned<BFloat16>(wire + part.scales + index / block * sizeof(BFloat16));
 }
 
-// Code `index` of a run of codes. One of 3 bits may lie in two bytes.
+// Code `index` of a run of codes. A code of 3 bits may lie in two bytes.
 __device__ inline int8_t code_of(const uint8_t* codes, int bits, int64_t index) {
   const uint8_t* from = codes + index * bits / 8;
   const int shift = static_cast<int>(index * bits % 8), sign = 1 << (bits - 1);
@@ -44,14 +44,14 @@ __device__ inline int8_t code_of(const uint8_t* codes, int bits, int64_t index) 
   return static_cast<int8_t>(((bytes >> shift & (2 * sign - 1)) ^ sign) - sign);
 }
 
-// Element `index` of a part.
+// Element `index` of a part, decoded.
 __device__ inline float decode_element(const uint8_t* wire, const Part& part, const Layout& layout, int64_t index) {
   if (part.bits == 0) return load_element(wire + part.codes, layout.raw_dtype, index);
   const int8_t code = code_of(wire + part.codes, static_cast<int>(part.bits), index);
   return decode(code, to_float(scale_of(wire, part, static_cast<int>(layout.block), index)));
 }
 
-// The largest magnitude among the values that `value_of(index)` gives for begin .. end - 1, in every lane.
+// The largest magnitude among value_of(begin) .. value_of(end - 1). Every lane gets it.
 template <class Value>
 __device__ uint32_t warp_amax(const Value& value_of, int64_t begin, int64_t end) {
   uint32_t amax = 0;
@@ -62,8 +62,8 @@ __device__ uint32_t warp_amax(const Value& value_of, int64_t begin, int64_t end)
   return amax;
 }
 
-// ---- Encode a tile, in three steps. New scales wait in shared memory until the codes are made: what gives the values may
-// be the wire that is written, and still needs the old ones.
+// ---- Encode a tile, in three steps. New scales wait in shared memory until the codes are made: `value_of` may read the very wire
+// that is written, and then it still needs the old scales.
 
 template <class Value>
 __device__ void find_scales(const Value& value_of, const Tile& tile, const Part& part, int block, BFloat16* scales) {
@@ -75,7 +75,7 @@ __device__ void find_scales(const Value& value_of, const Tile& tile, const Part&
   __syncwarp();
 }
 
-// A lane makes all codes that share bytes: 8 codes of 3 bits, or those of one byte, which may be of different blocks.
+// A lane makes all codes that share bytes: 8 codes of 3 bits, or the codes of one byte, which may belong to different blocks.
 template <class Value>
 __device__ void encode_codes(const Value& value_of, const Tile& tile, const Part& part, int block,
                              const BFloat16* scales, uint8_t* codes) {
@@ -109,7 +109,7 @@ __device__ void encode_tile_codes(const Value& value_of, const Tile& tile, const
   __syncwarp();  // the shared memory is free again, and the tile there to be read
 }
 
-// Values -> the tile's part of the wire, padding included. value_of(index): element `index` of the part.
+// Values -> the tile's part of the wire, padding included. value_of(index) is element `index` of the part.
 template <class Value>
 __device__ void encode_elements(const Value& value_of, const Tile& tile, const Part& part, const Layout& layout,
                                 uint8_t* wire) {

@@ -1,14 +1,14 @@
-// A few rows of activations times a frozen weight: generation reads codes and never makes a dense weight.
+// Multiply a few rows of activations by a frozen weight. Generation reads codes this way and never makes a dense weight.
 //
-// [Note: tensor cores for a few rows] The time to read the codes is the goal, and at INT4 it leaves a lane three
-// instructions for a weight: too few to decode it and multiply it with several inputs in fp32. So tensor cores multiply.
-// Codes are integers of at most 8 bits, exact in bf16; they are scaled after a block is summed. An input is split into two
-// bf16, x = high + low to 2^-17 of it, which are two of the eight columns of a product; that makes four inputs.
+// [Note: tensor cores for a few rows] The goal is the time that reading the codes takes. At INT4 that leaves a lane three
+// instructions per weight, too few to decode it and multiply it with several inputs in fp32. So tensor cores multiply. Codes
+// are integers of at most 8 bits, exact in bf16, and sums are scaled after a block is summed. An input is split into two bf16,
+// x = high + low up to 2^-17 of x, which take two of the eight columns of a product. That makes four inputs.
 //
-// A thread block has 32 rows of the weight. Each of its warps takes every eighth step of 128 columns, and the sums of the
-// warps are added in their order: the result does not depend on timing. It is not that of ops/cpu to the last bit, since
-// the order of additions differs: each differs from the exact sum by less than 2^-15 of sum |x w|. Weights whose blocks or
-// rows are not multiples of 128 columns go by `multiply_elements`, in the order of ops/cpu and with its bits.
+// A thread block computes 32 rows of the weight. Each of its warps takes every eighth step of 128 columns, and the sums of the
+// warps are added in their order, so the result does not depend on timing. Its last bits are not those of ops/cpu, since the order
+// of additions differs. Each result differs from the exact sum by less than 2^-15 of sum |x w|. Weights whose blocks or rows are
+// not multiples of 128 columns take `multiply_elements`, which adds in the order of ops/cpu and gives its bits.
 #include "../frozen_format.h"
 #include "elements.cuh"
 #include "launch.cuh"
@@ -16,18 +16,19 @@
 namespace {
 namespace zeropp {
 
-constexpr int kStep = 128;           // columns: 32 for each of the 4 lanes of a quad
+constexpr int kStep = 128;           // columns, 32 for each of the 4 lanes of a quad
 constexpr int kMatmulWarps = 8;
-constexpr int kTileRows = 16;        // of a product
+constexpr int kTileRows = 16;        // rows of one product of tensor cores
 constexpr int kRowTiles = 2;
 constexpr int kBlockRows = kRowTiles * kTileRows;
 
-// 32 codes of a row, a lane's share of a step.
+// A lane's share of a step: 32 codes of a row.
 template <int kBits>
 struct CodeRun {
   Words<4> at[kBits / 4];
 
-  // Codes 8 u + p and 8 u + p + 4 as bf16: the two that are apart by 16 bits, or by a word. p < 4.
+  // Codes 8 u + p and 8 u + p + 4 as bf16, with p < 4. They lie 16 bits apart (INT4) or a word apart (INT8), so that one
+  // instruction takes out both.
   __device__ uint32_t pair(int u, int p) const {
     if constexpr (kBits == 4) {
       const uint32_t biased = at[0].at[u] ^ 0x88888888;
@@ -52,7 +53,7 @@ __device__ __forceinline__ CodeRun<kBits> load_run(const uint8_t* from) {
   return run;
 }
 
-// The two bf16 of each input, for two of them.
+// The high and low bf16 of two inputs.
 struct SplitPair {
   uint32_t high, low;
 };
@@ -69,8 +70,9 @@ __device__ __forceinline__ SplitPair split(float first, float second) {
   return {high, round_pair(rest_of(first, high_first), rest_of(second, high_second), BFloat16{})};
 }
 
-// A lane's share of a step's inputs. Lane g of 8 (lane / 4) has column g of the product: the high halves of input g / 2 if g
-// is even, the low halves if it is odd. Both lanes of an input need all its 32 elements: each loads and splits 16, for both.
+// A lane's share of a step's inputs. The lanes of group g (lane / 4) hold column g of the product: the high halves of input g / 2 if
+// g is even, its low halves if g is odd. Both groups need all 32 elements of the input: each lane loads and splits 16 of them and
+// exchanges halves with its partner.
 struct InputRun {
   uint32_t pairs[16];  // pair 4 u + p: elements 8 u + p and 8 u + p + 4
 };
@@ -123,7 +125,7 @@ multiply_rows(const float* x, int num_inputs, const uint8_t* codes, const BFloat
     float run_scales[kRowTiles][2];
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
-      const int64_t row = min(first_row + 8 * i + group, shape.rows - 1);  // rows behind the last are not stored
+      const int64_t row = min(first_row + 8 * i + group, shape.rows - 1);  // lanes behind the last row repeat it, and store nothing
       runs[i / 2][i % 2] = load_run<kBits>(codes + row * shape.code_bytes() + column * kBits / 8);
       run_scales[i / 2][i % 2] = to_float(scales[row * shape.num_blocks() + step / steps_per_block]);
     }
@@ -144,7 +146,7 @@ multiply_rows(const float* x, int num_inputs, const uint8_t* codes, const BFloat
   output[input * shape.rows + row] = sum;
 }
 
-// A warp to a row; its lanes are the lanes of ops/cpu/frozen_matmul.cpp.
+// A warp for each row. Its lanes are those of ops/cpu/frozen_matmul.cpp.
 __global__ void __launch_bounds__(kThreads)
 multiply_elements(const float* x, int num_inputs, const uint8_t* codes, const BFloat16* scales, FrozenRows shape,
                   float* output) {
@@ -171,16 +173,16 @@ multiply_elements(const float* x, int num_inputs, const uint8_t* codes, const BF
 }  // namespace zeropp
 }  // namespace
 
-// x: fp32 [num_inputs <= 4, num_blocks, block], the columns and zeros behind them. output: fp32 [num_inputs, rows].
-ZEROPP_KERNEL(frozen_matmul)(const float* x, int64_t num_inputs, const uint8_t* codes, const zeropp::BFloat16* scales,
-                             int64_t rows, int64_t columns, int64_t block, int64_t bits, float* output, void* stream) {
+ZEROPP_KERNEL(frozen_matmul)(const float* x, const uint8_t* codes, const uint8_t* scales, int64_t columns, int64_t bits,
+                             int64_t block, int64_t num_inputs, int64_t rows, float* out, void* stream) {
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
+  const BFloat16* typed_scales = reinterpret_cast<const BFloat16*>(scales);
   if (columns % block == 0 && block % kStep == 0 && is_aligned(codes) && is_aligned(x)) {
     const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockRows)));
     const auto kernel = bits == 8 ? multiply_rows<8> : multiply_rows<4>;
-    return launch(kernel, grid, kMatmulWarps * kLanes, stream, x, num_inputs, codes, scales, shape, output);
+    return launch(kernel, grid, kMatmulWarps * kLanes, stream, x, num_inputs, codes, typed_scales, shape, out);
   }
   const dim3 grid(static_cast<unsigned>(ceil_div(rows, kWarps)));
-  return launch(multiply_elements, grid, kThreads, stream, x, num_inputs, codes, scales, shape, output);
+  return launch(multiply_elements, grid, kThreads, stream, x, num_inputs, codes, typed_scales, shape, out);
 }

@@ -1,4 +1,4 @@
-// Encode the rows of a frozen weight, a warp to a block. Nobody waits for it: plain, and with the bits of ops/cpu.
+// Encode the rows of a frozen weight. Each warp takes one block. A weight is packed once, so the kernel is kept plain.
 #include "../frozen_format.h"
 #include "elements.cuh"
 #include "launch.cuh"
@@ -6,7 +6,7 @@
 namespace {
 namespace zeropp {
 
-// [Note: the scale of a frozen INT4 block] in frozen_format.h. `value_of(i)`: element i of n.
+// [Note: the scale of a frozen INT4 block]: the scale of the trial with the least squared error. value_of(i) is element i of n.
 template <class Value>
 __device__ BFloat16 search_scale(const Value& value_of, int n, float amax) {
   int xq[kNumTrials] = {}, qq[kNumTrials] = {};
@@ -34,7 +34,7 @@ __device__ BFloat16 search_scale(const Value& value_of, int n, float amax) {
 template <class Value>
 __device__ BFloat16 pack_block(const Value& value_of, int n, int bits, uint8_t* codes) {
   const uint32_t amax = warp_amax(value_of, 0, n);
-  const BFloat16 bound = encode_scale(amax, qmax_of(bits));  // also finds NaN, Inf, and what is too small to have codes
+  const BFloat16 bound = encode_scale(amax, qmax_of(bits));  // also finds NaN, Inf, and blocks too small to have codes
   const bool searched = bits == 4 && has_codes(bound);
   const BFloat16 stored = searched ? search_scale(value_of, n, float_of(amax)) : bound;
   const float scale = to_float(stored);
@@ -51,25 +51,26 @@ __device__ BFloat16 pack_block(const Value& value_of, int n, int bits, uint8_t* 
 }
 
 __global__ void __launch_bounds__(kThreads)
-pack_blocks(const void* input, int64_t dtype, FrozenRows shape, uint8_t* codes, BFloat16* scales) {
+pack_blocks(const void* weight, int64_t dtype, FrozenRows shape, uint8_t* codes, uint8_t* scales) {
   const int64_t num_blocks = shape.num_blocks();
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
   if (index >= shape.rows * num_blocks) return;
   const int64_t row = index / num_blocks, b = index % num_blocks;
   const int64_t first = row * shape.columns + b * shape.block;
-  const auto value_of = [&](int64_t i) { return load_element(input, dtype, first + i); };
+  const auto value_of = [&](int64_t i) { return load_element(weight, dtype, first + i); };
   uint8_t* block_codes = codes + row * shape.code_bytes() + b * shape.block * shape.bits / 8;
-  const BFloat16 scale = pack_block(value_of, static_cast<int>(shape.block_size(b)), static_cast<int>(shape.bits), block_codes);
-  if (lane_index() == 0) scales[index] = scale;
+  const int n = static_cast<int>(shape.block_size(b)), bits = static_cast<int>(shape.bits);
+  const BFloat16 scale = pack_block(value_of, n, bits, block_codes);
+  if (lane_index() == 0) reinterpret_cast<BFloat16*>(scales)[index] = scale;
 }
 
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(frozen_pack)(const void* input, int64_t dtype, int64_t rows, int64_t columns, int64_t block, int64_t bits,
-                           uint8_t* codes, zeropp::BFloat16* scales, void* stream) {
+ZEROPP_KERNEL(frozen_pack)(const void* weight, int64_t weight_dtype, int64_t bits, int64_t block, int64_t rows,
+                           int64_t columns, uint8_t* codes, uint8_t* scales, void* stream) {
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   const dim3 grid(static_cast<unsigned>(ceil_div(rows * shape.num_blocks(), kWarps)));
-  return launch(pack_blocks, grid, kThreads, stream, input, dtype, shape, codes, scales);
+  return launch(pack_blocks, grid, kThreads, stream, weight, weight_dtype, shape, codes, scales);
 }

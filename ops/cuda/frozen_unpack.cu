@@ -6,7 +6,7 @@
 namespace {
 namespace zeropp {
 
-// Rows of whole blocks follow each other without a gap: one run of `numel` elements, in tiles.
+// Rows of whole blocks follow each other without a gap, so the weight is one run of `numel` elements in tiles.
 template <class Out, int kBits>
 __global__ void __launch_bounds__(kThreads)
 unpack_rows(const uint8_t* codes, const uint8_t* scales, int64_t numel, int log2_block, Out* output) {
@@ -21,6 +21,7 @@ unpack_rows(const uint8_t* codes, const uint8_t* scales, int64_t numel, int log2
   store_rows<kVector<Out>>(values, from.numel, output + first);
 }
 
+// A thread for each element: for all other rows.
 __global__ void __launch_bounds__(kThreads)
 unpack_elements(const uint8_t* codes, const uint8_t* scales, FrozenRows shape, void* output, int64_t dtype) {
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
@@ -44,15 +45,15 @@ int launch_rows(const uint8_t* codes, const uint8_t* scales, const FrozenRows& s
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const uint8_t* scales, int64_t rows, int64_t columns, int64_t block,
-                             int64_t bits, void* output, int64_t dtype, void* stream) {
+ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const uint8_t* scales, int64_t columns, int64_t bits, int64_t block,
+                             int64_t dtype, int64_t rows, void* out, void* stream) {
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   if (columns % block == 0 && is_row_block(block) && is_aligned(codes)) {
     return for_dtype(dtype, [&](auto type) {
-      return launch_rows<decltype(type)>(codes, scales, shape, output, stream);
+      return launch_rows<decltype(type)>(codes, scales, shape, out, stream);
     });
   }
   const dim3 grid(static_cast<unsigned>(ceil_div(rows * columns, kThreads)));
-  return launch(unpack_elements, grid, kThreads, stream, codes, scales, shape, output, dtype);
+  return launch(unpack_elements, grid, kThreads, stream, codes, scales, shape, out, dtype);
 }

@@ -1,9 +1,8 @@
-// From the C ABI to a grid.
+// From the C ABI to a grid: which kernels take a wire, and how many warps they need.
 #pragma once
 
 #include <cuda_runtime.h>
 
-#include "../abi.h"
 #include "wire.cuh"
 
 namespace {
@@ -11,12 +10,12 @@ namespace zeropp {
 
 constexpr int64_t kMaxGridRows = 65535;
 
-// Blocks that the kernels on rows take: 32, 64 .. 1024 elements.
+// Do the kernels on rows take this block? They take 32, 64 .. 1024 elements.
 inline bool is_row_block(int64_t block) {
   return (block & (block - 1)) == 0 && block >= kLanes && block <= kTileNumel;
 }
 
-// Such blocks, in a wire where 16-byte accesses may go.
+// Does a wire have such blocks, and an address that allows 16-byte accesses?
 inline bool has_row_blocks(const Layout& layout, const void* wire) {
   return is_row_block(layout.block) && is_aligned(wire);
 }
@@ -27,8 +26,8 @@ inline int log2_floor(int64_t value) {
   return log2;
 }
 
-// About 1024 elements to a tile, exactly so many where blocks are a power of two; an even number of odd blocks, so that
-// tiles of INT4 codes begin at a byte. A part adds at most one block to those that its elements fill.
+// A tile has about 1024 elements, and exactly so many if blocks are a power of two. Tiles of odd blocks have an even number of them,
+// so that INT4 codes begin at a byte. A part has at most one block more than its elements fill.
 inline Tiling tiling_of(const Layout& layout) {
   const int log2_blocks = log2_floor(max(kTileNumel / layout.block, 1 + layout.block % 2));
   const int64_t num_blocks = layout.numel / layout.block + layout.num_parts;
@@ -41,9 +40,9 @@ Wires<Byte> wires_of(Byte* bytes, const Layout& layout) {
   return {bytes, layout, log2_floor(layout.block)};
 }
 
-inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kCudaError + error; }
+inline int status_of(cudaError_t error) { return error == cudaSuccess ? kOk : kCudaError + static_cast<int>(error); }
 
-// launch(T{}) with the type that `dtype` names.
+// Calls launch(T{}) with the type of a dtype code.
 template <class Launch>
 int for_dtype(int64_t dtype, const Launch& launch) {
   if (dtype == kFloat32) return launch(float{});
@@ -51,6 +50,7 @@ int for_dtype(int64_t dtype, const Launch& launch) {
   return launch(Float16{});
 }
 
+// Launches a kernel. Returns a ZeroppStatus.
 template <class... Parameters, class... Arguments>
 int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, Arguments... arguments) {
   cudaLaunchConfig_t config = {};
@@ -60,7 +60,7 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, 
   return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
 }
 
-// A warp for each tile of a slice, along x; slices along y and, where they are too many, z.
+// Launches a warp for each tile of a slice, along x. Slices lie along y and, if they are too many for it, z.
 template <class... Parameters, class... Arguments>
 int launch_tiles(void (*kernel)(Parameters...), const Tiling& tiling, int64_t num_slices, void* stream,
                  Arguments... arguments) {

@@ -1,4 +1,4 @@
-// A lane's V codes in a tile's stream of bits, code i at bits [kBits i, kBits (i + 1)): how they get there, and back.
+// Moves a lane's V codes into a tile's stream of bits and back. Code i lies at bits [kBits i, kBits (i + 1)) of its run.
 #pragma once
 
 #include "rows.cuh"
@@ -6,11 +6,12 @@
 namespace {
 namespace zeropp {
 
+// The low bytes of four words, side by side.
 __device__ __forceinline__ uint32_t pack_bytes(uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   return __byte_perm(__byte_perm(a, b, 0x0040), __byte_perm(c, d, 0x0040), 0x5410);
 }
 
-// The lowest bit of each of V fields.
+// A word with the lowest bit of each of V fields set.
 template <int kBits, int V>
 ZEROPP_HD constexpr uint32_t lowest_bits() {
   uint32_t ones = 0;
@@ -18,11 +19,11 @@ ZEROPP_HD constexpr uint32_t lowest_bits() {
   return ones;
 }
 
-constexpr uint32_t kRoundToIntegerBits = 0x4B400000;  // of the float
+constexpr uint32_t kRoundToIntegerBits = 0x4B400000;  // the bits of the float kRoundToInteger
 
-// V codes of less than 8 bits, each in the low bits of a float that was rounded to an integer. Floats are shifted and added
-// whole, one instruction each; then the rounding constants are taken away. Added to half of their range, codes are positive:
-// no field borrows from the next.
+// V codes of fewer than 8 bits -> a word. Each code comes in the low bits of a float that was rounded to an integer. The bits of
+// the whole floats are shifted and added, one instruction each, and the constants in their upper bits are subtracted from the sum.
+// Half of the codes' range is added, and inverted again at the end: codes are then positive, and no field borrows from the next.
 template <int kBits, int V>
 __device__ __forceinline__ uint32_t pack_fields(const uint32_t* rounded) {
   constexpr uint32_t kOnes = lowest_bits<kBits, V>(), kHalves = kOnes << (kBits - 1);
@@ -32,8 +33,8 @@ __device__ __forceinline__ uint32_t pack_fields(const uint32_t* rounded) {
   return (word - kOnes * kRoundToIntegerBits + kHalves) ^ kHalves;
 }
 
-// ---- To and from the tile's codes: V kBits bits at those of `element`. They may be of 8, 16 or 32 bits; or three bytes, of
-// one lane or of two.
+// ---- A lane's V codes to and from the tile's codes in shared memory, at those of `element`. V codes take 8, 16 or 32 bits, or,
+// for codes of 3 bits, 24 bits (one lane writes three bytes) or 12 bits (two lanes share three bytes, and the first writes them).
 
 template <int kBits, int V>
 __device__ __forceinline__ void put_fields(uint32_t word, uint8_t* codes, int element) {
@@ -51,7 +52,7 @@ __device__ __forceinline__ void put_fields(uint32_t word, uint8_t* codes, int el
   }
 }
 
-// What is behind the V fields stays in the word.
+// The inverse. Bits behind the V fields are arbitrary.
 template <int kBits, int V>
 __device__ __forceinline__ uint32_t take_fields(const uint8_t* codes, int element) {
   const uint8_t* from = codes + element * kBits / 8;
@@ -62,18 +63,19 @@ __device__ __forceinline__ uint32_t take_fields(const uint8_t* codes, int elemen
   else return (from[0] | from[1] << 8) >> element % 8;  // 12 bits, from bit 0 or 4
 }
 
-// ---- Codes as floats. An unsigned u in the low bits of 2^23 is the float 2^23 + u: no conversion is needed.
+// ---- Codes as floats. With an unsigned integer u in its low bits, the float 2^23 becomes 2^23 + u: a subtraction takes the place
+// of a conversion. Codes are biased by half of their range to be unsigned.
 
-constexpr uint32_t kIntegerBits = 0x4B000000;  // of 2^23
+constexpr uint32_t kIntegerBits = 0x4B000000;  // the bits of the float 2^23
 
 template <int kBits>
-ZEROPP_HD constexpr float code_offset() { return 8388608.0f + (1 << (kBits - 1)); }  // codes are biased to be unsigned
+ZEROPP_HD constexpr float code_offset() { return 8388608.0f + (1 << (kBits - 1)); }
 
 // values += V codes * scale.
 template <int kBits, int V>
 __device__ __forceinline__ void add_codes(const uint8_t* codes, int element, float scale, float* values) {
   if constexpr (kBits >= 4) {
-    uint32_t bytes[2];  // two words of four codes, biased; of INT4 the even and the odd codes
+    uint32_t bytes[2];  // two words of four biased codes; for INT4, the even and the odd codes
     if constexpr (kBits == 8) {
       const auto& words = *reinterpret_cast<const Words<V / 4>*>(codes + element);
 #pragma unroll

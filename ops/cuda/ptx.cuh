@@ -1,5 +1,5 @@
-// The instructions that C++ cannot say. tests/cuda_emulation has the same functions for a CPU and defines the guard, so
-// that the kernels compile there as they stand.
+// The few instructions that C++ has no words for. tests/ops/cuda_emulation/ptx.h has the same functions for a CPU and defines the
+// guard ZEROPP_PTX, so the kernels compile there as they stand.
 #ifndef ZEROPP_PTX
 #define ZEROPP_PTX
 
@@ -8,7 +8,7 @@
 namespace {
 namespace zeropp {
 
-// Two floats, each rounded to nearest even, as bf16 or fp16: `low` in the low half. A NaN becomes 0x7FFF.
+// Two floats as bf16 or fp16, each rounded to nearest even, with `low` in the low half. A NaN becomes 0x7FFF.
 __device__ __forceinline__ uint32_t round_pair(float low, float high, BFloat16) {
   uint32_t pair;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
@@ -21,6 +21,7 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high, Float16) {
   return pair;
 }
 
+// Two fp16 as floats.
 __device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& high, Float16) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
       : "=f"(low), "=f"(high)
@@ -38,7 +39,7 @@ __device__ __forceinline__ void multiply_tile(const uint32_t (&a)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// a - b of both halves, bf16.
+// The difference of two pairs of bf16.
 __device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
   uint32_t difference;
   asm("{.reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 %0, %1, one, %2;}"

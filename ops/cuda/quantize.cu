@@ -1,4 +1,7 @@
 // Encode slices for the wire.
+//
+// This file shows the form that all operators of the wire have. Two kernels compute the same bits: the one on rows for blocks of
+// 32, 64 .. 1024 elements and aligned wires, and the one on elements for all others. The exported function picks one.
 #include "elements.cuh"
 #include "launch.cuh"
 #include "rotate.cuh"
@@ -39,17 +42,17 @@ quantize_elements(Tiling tiling, int64_t num_slices, const void* input, int64_t 
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(quantize)(const void* input, int64_t dtype, const zeropp::Layout* layout, int64_t num_slices,
-                        int64_t slice_rows, int64_t rotate, uint8_t* wire, void* stream) {
+ZEROPP_KERNEL(quantize)(const void* input, int64_t input_dtype, const ZeroppLayout* layout, int64_t slice_rows,
+                        int64_t rotate, int64_t num_slices, uint8_t* out, void* stream) {
   using namespace zeropp;
   const Tiling tiling = tiling_of(*layout);
-  if (!has_row_blocks(*layout, wire)) {
-    return launch_tiles(quantize_elements, tiling, num_slices, stream, input, dtype, *layout, slice_rows, rotate,
-                        wire);
+  if (!has_row_blocks(*layout, out)) {
+    return launch_tiles(quantize_elements, tiling, num_slices, stream, input, input_dtype, *layout, slice_rows, rotate,
+                        out);
   }
-  return for_dtype(dtype, [&](auto type) {
+  return for_dtype(input_dtype, [&](auto type) {
     using In = decltype(type);
     const In* typed = static_cast<const In*>(input);
-    return launch_tiles(quantize_rows<In>, tiling, num_slices, stream, typed, *layout, slice_rows, rotate, wire);
+    return launch_tiles(quantize_rows<In>, tiling, num_slices, stream, typed, *layout, slice_rows, rotate, out);
   });
 }

@@ -1,4 +1,4 @@
-// Encode how slices differ from what `base` holds of them; of raw parts, the values themselves.
+// Encode the difference between slices and the values of a base. Raw parts carry the values themselves.
 #include "elements.cuh"
 #include "launch.cuh"
 
@@ -44,17 +44,17 @@ quantize_difference_elements(Tiling tiling, int64_t num_slices, const void* inpu
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(quantize_difference)(const void* input, int64_t dtype, const uint8_t* base,
-                                   const zeropp::Layout* base_layout, const zeropp::Layout* layout, int64_t num_slices,
-                                   uint8_t* wire, void* stream) {
+ZEROPP_KERNEL(quantize_difference)(const void* input, int64_t input_dtype, const uint8_t* base,
+                                   const ZeroppLayout* base_layout, const ZeroppLayout* layout, int64_t num_slices,
+                                   uint8_t* out, void* stream) {
   using namespace zeropp;
   const Tiling tiling = tiling_of(*layout);
   const auto from = wires_of(base, *base_layout);
-  const auto to = wires_of(wire, *layout);
-  if (!has_row_blocks(*base_layout, base) || !has_row_blocks(*layout, wire)) {
-    return launch_tiles(quantize_difference_elements, tiling, num_slices, stream, input, dtype, from, to);
+  const auto to = wires_of(out, *layout);
+  if (!has_row_blocks(*base_layout, base) || !has_row_blocks(*layout, out)) {
+    return launch_tiles(quantize_difference_elements, tiling, num_slices, stream, input, input_dtype, from, to);
   }
-  return for_dtype(dtype, [&](auto type) {
+  return for_dtype(input_dtype, [&](auto type) {
     using In = decltype(type);
     const In* typed = static_cast<const In*>(input);
     return launch_tiles(quantize_difference_rows<In>, tiling, num_slices, stream, typed, from, to);

@@ -1,4 +1,4 @@
-// Sum what several ranks sent, add what earlier calls left out, encode, and keep what this call leaves out: the residual.
+// Add up slices that several ranks sent, add the residual of earlier calls, and encode. The error becomes the new residual.
 #include "launch.cuh"
 #include "rotate.cuh"
 #include "sum.cuh"
@@ -8,16 +8,17 @@ namespace zeropp {
 
 constexpr int kFeedbackVector = 8;
 
+// How the residual is used and renewed.
 struct Feedback {
   bool rotate;
-  float decay;    // the residual is keep * old + decay * new; just the new one for a decay of 1
+  float decay;    // the new residual is keep * old + decay * error, or the error alone for a decay of 1
   float keep;
-  float rescale;  // of the residual, before it is used
+  float rescale;  // factor of the old residual before it is used
 
   __device__ float mixed(float old, float error) const { return decay == 1.0f ? error : old * keep + error * decay; }
 };
 
-// What the residual holds of a tile; zeros where a block's scale is not finite.
+// The residual of a tile; zeros for blocks whose scale is not finite.
 template <int V>
 __device__ __forceinline__ void load_residual(const TileMemory<const uint8_t>& from, float rescale, Staging& staging,
                                               float (&values)[kPerLane]) {
@@ -85,16 +86,16 @@ quantize_with_feedback_elements(Tiling tiling, int64_t num_sums, Sources sources
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(quantize_with_feedback)(const uint8_t* wire, const zeropp::Layout* layout, int64_t num_sources,
-                                      int64_t num_sums, const float* initial, int64_t rotate,
-                                      const zeropp::Layout* out_layout, const zeropp::Layout* residual_layout,
-                                      float decay, float rescale, uint8_t* residual, uint8_t* out_wire, void* stream) {
+ZEROPP_KERNEL(quantize_with_feedback)(const uint8_t* wire, const ZeroppLayout* layout, const ZeroppLayout* out_layout,
+                                      const ZeroppLayout* residual_layout, int64_t num_sources, const float* initial,
+                                      int64_t rotate, float decay, float rescale, uint8_t* residual, int64_t num_slices,
+                                      uint8_t* out, void* stream) {
   using namespace zeropp;
-  const Sources sources{wire, *layout, initial, num_sources, num_sums, log2_floor(layout->block)};
+  const Sources sources{wire, *layout, initial, num_sources, num_slices, log2_floor(layout->block)};
   const Feedback feedback{rotate != 0, decay, 1.0f - decay, rescale};
-  const bool rows = has_row_blocks(*layout, wire) && has_row_blocks(*out_layout, out_wire) &&
+  const bool rows = has_row_blocks(*layout, wire) && has_row_blocks(*out_layout, out) &&
                     has_row_blocks(*residual_layout, residual);
   const auto kernel = rows ? quantize_with_feedback_rows : quantize_with_feedback_elements;
-  return launch_tiles(kernel, tiling_of(*out_layout), num_sums, stream, sources, feedback,
-                      wires_of(residual, *residual_layout), wires_of(out_wire, *out_layout));
+  return launch_tiles(kernel, tiling_of(*out_layout), num_slices, stream, sources, feedback,
+                      wires_of(residual, *residual_layout), wires_of(out, *out_layout));
 }

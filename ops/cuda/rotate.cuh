@@ -1,5 +1,4 @@
-// Slices of 32 elements times the orthonormal Hadamard matrix, as format.h says. What is behind a part's last whole slice
-// stays as it is.
+// Rotations: 32-slices times the orthonormal Hadamard matrix (format.h). Elements behind a part's last whole slice are not rotated.
 #pragma once
 
 #include "rows.cuh"
@@ -7,7 +6,7 @@
 namespace {
 namespace zeropp {
 
-// One stage among V values of a lane.
+// One stage between the V values of a lane.
 template <int V>
 __device__ __forceinline__ void rotate_within(int step, float* values) {
 #pragma unroll
@@ -19,7 +18,8 @@ __device__ __forceinline__ void rotate_within(int step, float* values) {
   }
 }
 
-// One stage between lanes, `step` of them apart. Each adds its own value, with the sign that it has there.
+// One stage between lanes that are `step` apart. The lower lane takes the sum, the higher one the difference, which it gets by adding
+// its own value with the opposite sign.
 template <int V>
 __device__ __forceinline__ void rotate_between(int step, float* values) {
   const bool is_high = lane_index() & step;
@@ -30,7 +30,7 @@ __device__ __forceinline__ void rotate_between(int step, float* values) {
   }
 }
 
-// The whole slices of a tile, which begins with one.
+// Rotates the whole slices of a tile. A tile begins with a slice, because blocks are multiples of 32.
 template <int V>
 __device__ __forceinline__ void rotate_rows(int numel, float (&values)[kPerLane]) {
 #pragma unroll
@@ -50,8 +50,8 @@ __device__ __forceinline__ void rotate_rows(int numel, float (&values)[kPerLane]
   }
 }
 
-// Element `index` of a part once its slices are rotated; value_of(i): as they are. Of each stage's sums and differences only
-// those that end up in this element: half as many after each.
+// Element `index` of a part after its slices are rotated; value_of(i) is element i before. Each stage computes only the sums and
+// differences that end up in this element: half as many as the stage before.
 template <class Value>
 __device__ float rotated_element(const Value& value_of, const Part& part, int64_t index) {
   const int64_t first = index - index % kRotationSlice;

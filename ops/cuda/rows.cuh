@@ -1,8 +1,8 @@
-// A tile's values in registers: what a warp loads, works on and stores.
+// A tile's values in the registers of a warp: loaded, converted and stored.
 //
-// A tile has 1024 elements, 32 to a lane, in rows of 32 vectors of V elements: lane l holds elements (32 j + l) V ..
-// + V - 1 of each row j. Where V elements fill 16 bytes, a row is 512 contiguous bytes to a load or store, and all rows of
-// a tile are on their way before the first is used.
+// A tile has 1024 elements, 32 per lane, in rows of 32 vectors of V elements: of each row j, lane l holds the elements
+// (32 j + l) V .. (32 j + l) V + V - 1. If V elements fill 16 bytes, a load or store moves a row of 512 contiguous bytes, and all
+// rows of a tile are on their way before the first is used.
 #pragma once
 
 #include "ptx.cuh"
@@ -16,7 +16,7 @@ constexpr int kPerLane = kTileNumel / kLanes;
 constexpr uint32_t kAllLanes = 0xFFFFFFFF;
 
 template <class T>
-constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));  // elements in 16 bytes
 
 __device__ __forceinline__ int lane_index() { return threadIdx.x % kLanes; }
 
@@ -26,7 +26,7 @@ __device__ __forceinline__ int element_of(int j) {
   return (j * kLanes + lane_index()) * V;
 }
 
-// N words of memory, moved in as few instructions as there can be.
+// N words of memory. The alignment lets the compiler move them in one instruction, or in as few as possible.
 template <int N>
 struct alignas(N < 4 ? 4 * N : 16) Words {
   uint32_t at[N];
@@ -46,7 +46,7 @@ __device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& hig
 __device__ __forceinline__ uint32_t canonical_nan(BFloat16) { return kBFloat16NaN; }
 __device__ __forceinline__ uint32_t canonical_nan(Float16) { return kFloat16NaN; }
 
-// Bit for bit what assign() of format.h makes of each.
+// Two floats as 16-bit floats, with the bits that `assign` of format.h gives each.
 template <class T>
 __device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
   uint32_t pair = round_pair(low, high, T{});
@@ -77,8 +77,11 @@ __device__ __forceinline__ Words<N> narrow(const float* values) {
 
 __device__ __forceinline__ bool is_finite(BFloat16 value) { return (value.bits & 0x7F80) != 0x7F80; }
 
-// ---- A tile, from and to memory. `numel` of its elements exist. Memory that is not 16-byte aligned, and the tile at the
-// end of a part, are moved element by element.
+// ---- A tile, from and to memory. `numel` of its elements exist.
+//
+// [Note: tails] Whole tiles at aligned addresses are moved 16 bytes at a time. All others (the last tile of a part, and memory that
+// is not 16-byte aligned) are moved element by element. Elements behind the last count as zeros, which change no block's amax,
+// and they are never written. A warp's 32 lanes all take the same branch, so they still meet at the shuffles that follow.
 
 template <class T>
 __device__ __forceinline__ bool is_whole(const T* memory, int numel) {
@@ -90,7 +93,7 @@ __device__ __forceinline__ auto row_vector(const T* from, int j) {
   return reinterpret_cast<const Words<V * sizeof(T) / 4>*>(from)[j * kLanes + lane_index()];
 }
 
-// A lane's V values of row j; zeros behind the last element.
+// A lane's V values of row j, with zeros behind the last element.
 template <int V, class T>
 __device__ __forceinline__ void load_elements(const T* from, int numel, int j, float* values) {
 #pragma unroll
@@ -115,8 +118,8 @@ __device__ __forceinline__ void load_rows(const T* from, int numel, float (&valu
   }
 }
 
-// values <- combine(value, element) with those of a tile. Up to 64 bytes of a lane are on their way at once: with values in
-// registers, there is no room for more.
+// values <- combine(value, element), with the elements of a tile in memory. Up to 64 bytes per lane are on their way at once.
+// There is no room for more, because the values take registers too.
 template <int V, class T, class Combine>
 __device__ __forceinline__ void combine_rows(const T* from, int numel, float (&values)[kPerLane],
                                              const Combine& combine) {
@@ -147,6 +150,7 @@ __device__ __forceinline__ void combine_rows(const T* from, int numel, float (&v
   }
 }
 
+// values += the elements of a tile.
 template <int V, class T>
 __device__ __forceinline__ void add_rows(const T* from, int numel, float (&values)[kPerLane]) {
   combine_rows<V>(from, numel, values, [](float value, float element) { return value + element; });

@@ -1,4 +1,4 @@
-// The sum of several sources, for all kernels that add up.
+// The sum of several sources, which three kernels share.
 #pragma once
 
 #include "elements.cuh"
@@ -6,18 +6,18 @@
 namespace {
 namespace zeropp {
 
-// What several ranks sent, and where their sums start.
+// Slices that several ranks sent, and the values that their sums start from.
 struct Sources {
   const uint8_t* wire;  // [num_sources, num_sums, nbytes]; null for no sources
   Layout layout;
   const float* initial;  // [num_sums, numel], or null: start from source 0
   int64_t num_sources;
   int64_t num_sums;
-  int log2_block;  // of layout.block, where it is a power of two
+  int log2_block;  // of layout.block, if it is a power of two
 
   __device__ int64_t stride() const { return num_sums * layout.nbytes; }
 
-  // initial + source 0 + source 1 + ..., in that order, of a tile of sum `index`. Tiles are of whole blocks of this layout.
+  // initial + source 0 + source 1 + ..., in that order, for a tile of sum `index`. Tiles hold whole blocks of this layout.
   template <int V>
   __device__ __forceinline__ void sum_rows(const Tile& tile, int64_t index, Staging& staging,
                                            float (&values)[kPerLane]) const {
@@ -28,7 +28,7 @@ struct Sources {
     add_sources<V>(from, num_sources, stride(), layout.raw_dtype, staging, values);
   }
 
-  // The same, of one element of a part.
+  // The same for one element of a part.
   __device__ float sum_element(const Part& part, int64_t index, int64_t element) const {
     float value = initial ? initial[index * layout.numel + part.element + element] : -0.0f;
     const uint8_t* from = wire + index * layout.nbytes;

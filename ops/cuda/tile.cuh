@@ -1,12 +1,12 @@
-// Which elements a warp works on.
+// Tiles: each warp finds the elements that it works on.
 //
-// [Note: tiles] A tile is a run of whole blocks of one part of one slice, for one warp. All parts of all slices are worked
-// on in one launch, so a warp has to find its tile from its number, in the table of parts. With tiles of 2^s blocks,
+// [Note: tiles] A tile is a run of whole blocks of one part of one slice, for one warp. One launch works on all parts of all
+// slices, so a warp has to find its tile by its number, in the table of parts. With tiles of 2^s blocks,
 //
 //     first_tile(p) = floor(first_block(p) / 2^s) + p
 //
-// leaves part p as many numbers as it has tiles, or one more, whatever the sizes: no second table, and no kernel that would
-// compute it. A warp whose number is no tile's has nothing to do; there are no more such than two for each part.
+// leaves part p as many numbers as it has tiles, or one more, whatever the sizes are. So there is no second table, and no kernel
+// that computes one. A warp whose number belongs to no tile has nothing to do. There are at most two such warps per part.
 #pragma once
 
 #include "rows.cuh"
@@ -19,8 +19,8 @@ constexpr int kThreads = kWarps * kLanes;
 
 struct Tiling {
   int block;
-  int log2_blocks;  // of the blocks in a tile
-  int num_tiles;    // numbers that may be a tile's, in one slice
+  int log2_blocks;  // a tile has 2^log2_blocks blocks
+  int num_tiles;    // numbers that may belong to a tile, in one slice
 
   ZEROPP_HD int tile_numel() const { return block << log2_blocks; }
 };
@@ -28,12 +28,12 @@ struct Tiling {
 struct Tile {
   int part;       // index
   int64_t first;  // first element, in the part
-  int numel;      // 0: no tile
+  int numel;      // 0: the number belongs to no tile
 
   __device__ bool is_last(const Part& of) const { return first + numel == of.numel; }
 };
 
-// All lanes of a warp look for the tile together: how many parts begin at or before its number?
+// Finds the tile of a number. All lanes of a warp look together: they count the parts that begin at or before the number.
 __device__ __forceinline__ Tile find_tile(const Layout& layout, const Tiling& tiling, int number) {
   const auto first_tile = [&](int part) {
     return static_cast<int>(layout.parts[part].first_block >> tiling.log2_blocks) + part;
@@ -49,8 +49,8 @@ __device__ __forceinline__ Tile find_tile(const Layout& layout, const Tiling& ti
   return {part, first, static_cast<int>(min(left, tiling.tile_numel()))};
 }
 
-// body(tile, slice) for this warp's tile of its row's slice. A loop over slices would cost registers: whatever is the same for
-// all of them would be kept in some.
+// Runs body(tile, slice) for this warp's tile. Slices are spread over the grid's rows. A loop over slices would cost registers, in
+// which the compiler would keep all that is the same for every slice.
 template <class Body>
 __device__ __forceinline__ void for_my_tile(const Layout& layout, const Tiling& tiling, int64_t num_slices, Body body) {
   const int number = blockIdx.x * kWarps + threadIdx.x / kLanes;

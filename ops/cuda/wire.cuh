@@ -1,4 +1,5 @@
-// A tile of a slice's wire: raw, or codes of 8, 4, 3 or 2 bits, as its part says. All lanes of a warp take the same branch.
+// A tile of a slice's wire. Its part says whether it is raw or has codes of 8, 4, 3 or 2 bits. All lanes of a warp work on one
+// part, so they take the same branch.
 #pragma once
 
 #include <type_traits>
@@ -9,8 +10,8 @@
 namespace {
 namespace zeropp {
 
-// visit(T{}) with the type that `dtype` names. (The host has its own, in launch.cuh: one function cannot call lambdas of
-// both.)
+// Calls visit(T{}) with the type of a dtype code. (The host has a function of its own in launch.cuh, because one function cannot
+// call lambdas of both.)
 template <class Visit>
 __device__ __forceinline__ auto with_dtype(int64_t dtype, const Visit& visit) {
   if (dtype == kFloat32) return visit(float{});
@@ -18,10 +19,10 @@ __device__ __forceinline__ auto with_dtype(int64_t dtype, const Visit& visit) {
   return visit(Float16{});
 }
 
-// visit(Bits<n>{}) with n = `bits`, the width of a code.
 template <int n>
 using Bits = std::integral_constant<int, n>;
 
+// Calls visit(Bits<n>{}) with n = `bits`, the width of a code.
 template <class Visit>
 __device__ __forceinline__ void with_bits(int64_t bits, const Visit& visit) {
   if (bits == 8) visit(Bits<8>{});
@@ -30,7 +31,7 @@ __device__ __forceinline__ void with_bits(int64_t bits, const Visit& visit) {
   else visit(Bits<2>{});
 }
 
-// One slice's part of a tile, in a wire whose blocks have 2^log2_block elements.
+// The memory of a tile in one slice's wire, whose blocks have 2^log2_block elements.
 template <class Byte>
 struct TileMemory {
   Byte* wire;  // of the slice
@@ -50,19 +51,19 @@ struct TileMemory {
     return reinterpret_cast<Element*>(wire + part.codes) + tile.first;
   }
 
-  // Scales to write with this tile: the part's last brings the padding.
+  // The number of scales to write with this tile. The last tile of a part writes the padding as well.
   __device__ int num_scales() const {
     if (!tile.is_last(part)) return blocks(8).num_blocks();
     return static_cast<int>((part.codes - part.scales) / sizeof(BFloat16) - (tile.first >> log2_block));
   }
 };
 
-// Wires of several slices, of one layout.
+// The wires of several slices of one layout.
 template <class Byte>
 struct Wires {
   Byte* bytes;  // [num_slices, nbytes]
   Layout layout;
-  int log2_block;  // of layout.block, where it is a power of two
+  int log2_block;  // of layout.block, if it is a power of two
 
   __device__ const Part& part(const Tile& tile) const { return layout.parts[tile.part]; }
   __device__ Byte* slice(int64_t index) const { return bytes + index * layout.nbytes; }
@@ -75,7 +76,7 @@ __device__ __forceinline__ void write_zeros(uint8_t* from, const uint8_t* to) {
   for (uint8_t* at = from + lane_index(); at < to; at += kLanes) *at = 0;
 }
 
-// values -> the tile's scales and codes, and the padding behind the part's last.
+// values -> the tile's scales and codes, and the padding behind a part's last tile.
 template <int V>
 __device__ __forceinline__ void encode_quantized(const float (&values)[kPerLane], const TileMemory<uint8_t>& to,
                                                  Staging& staging) {
@@ -85,7 +86,7 @@ __device__ __forceinline__ void encode_quantized(const float (&values)[kPerLane]
   });
 }
 
-// The same, or raw elements, and the padding behind the part's last.
+// The same for a tile that may also be raw.
 template <int V>
 __device__ __forceinline__ void encode_tile(const float (&values)[kPerLane], const TileMemory<uint8_t>& to,
                                             int64_t raw_dtype, Staging& staging) {
@@ -98,8 +99,8 @@ __device__ __forceinline__ void encode_tile(const float (&values)[kPerLane], con
   });
 }
 
-// values += source 0, += source 1, ...: each tile memory `stride` bytes behind the last. As many sources as fit 64 bytes
-// of codes to a lane are on their way at once.
+// values += source 0, then += source 1, and so on. Each source lies `stride` bytes behind the last. As many sources are on their way
+// at once as fit into 64 bytes of codes per lane.
 template <int kBits, int V>
 __device__ __forceinline__ void add_quantized(TileMemory<const uint8_t> from, int64_t num_sources, int64_t stride,
                                               Staging& staging, float (&values)[kPerLane]) {
@@ -140,13 +141,14 @@ __device__ __forceinline__ void add_sources(const TileMemory<const uint8_t>& fro
   add_raw<V>(from, num_sources, stride, raw_dtype, values);
 }
 
+// values += one tile.
 template <int V>
 __device__ __forceinline__ void add_tile(const TileMemory<const uint8_t>& from, int64_t raw_dtype, Staging& staging,
                                          float (&values)[kPerLane]) {
   add_sources<V>(from, 1, 0, raw_dtype, staging, values);
 }
 
-// What sums start from: adding anything to -0 leaves it as it is, +0 and -0 included.
+// Sums start from -0: adding a value to it gives that value, +0 and -0 included.
 __device__ __forceinline__ void clear(float (&values)[kPerLane]) {
 #pragma unroll
   for (int i = 0; i < kPerLane; ++i) values[i] = -0.0f;

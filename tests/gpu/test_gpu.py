@@ -8,11 +8,10 @@ import shutil
 import subprocess
 import sys
 
-import cuda_cases
 import pytest
 import torch
-from cuda_cases import OTHER_BLOCKS, ROW_BLOCKS, Case, lasting, same_bits
-from cuda_checks import check_everything
+from op_cases import OTHER_BLOCKS, ROW_BLOCKS, Case, make_case
+from op_checks import check_everything, same_bits
 
 from hf_zeropp import ops
 from hf_zeropp.ops import frozen_format
@@ -28,7 +27,7 @@ SANITIZED = "test_sanitized_cases"
 
 
 def check(case: Case) -> None:
-    check_everything(kernels_of("cuda"), case, "cuda")
+    check_everything([kernels_of("cuda")], case, "cuda")
 
 
 def test_the_kernels_are_there():
@@ -40,12 +39,12 @@ def test_the_kernels_are_there():
 def test_random_cases(group):
     blocks = OTHER_BLOCKS if group % 4 == 3 else ROW_BLOCKS
     for seed in range(group * CASES // GROUPS, (group + 1) * CASES // GROUPS):
-        check(cuda_cases.make_case(seed, blocks, max_numel=20_000))
+        check(make_case(seed, blocks, max_numel=20_000))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_sanitized_cases(seed):
-    check(cuda_cases.make_case(seed, ROW_BLOCKS if seed % 2 else OTHER_BLOCKS))
+    check(make_case(seed, ROW_BLOCKS if seed % 2 else OTHER_BLOCKS))
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
@@ -64,8 +63,8 @@ def test_compute_sanitizer_is_content(tool):
 def test_large_slices(bits, dtype):
     """More elements than one wave of thread blocks holds, the last tile not full."""
     sizes, widths = (9_000_000, 77, 8_000_003), (bits, None, bits)
-    layout = lasting(WireLayout(map(Segment, sizes, widths), 256, dtype))
-    residual_layout = lasting(WireLayout(map(Segment, sizes, (bits and 8, None, bits and 8)), 256, dtype))
+    layout = WireLayout(map(Segment, sizes, widths), 256, dtype)
+    residual_layout = WireLayout(map(Segment, sizes, (bits and 8, None, bits and 8)), 256, dtype)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2 * layout.numel, generator=generator).to(dtype)
     case = Case(layout, layout, 2, 1, values, None, dtype, 0.5, 0, rotate=True)
@@ -74,7 +73,7 @@ def test_large_slices(bits, dtype):
 
 
 def test_more_slices_than_rows_of_a_grid():
-    layout = lasting(WireLayout([Segment(1, None)], 32))
+    layout = WireLayout([Segment(1, None)], 32)
     values = torch.randn(65_536 + 5)
     check(Case(layout, layout, 1, len(values), values, None, torch.float32, 1.0, 0))
 

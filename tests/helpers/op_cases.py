@@ -1,70 +1,223 @@
-"""What the tests of the operators share: random and adversarial cases, and comparisons bit for bit."""
+"""Random and adversarial cases for the operators of the wire, and what each operator is called with.
 
+Every comparison of kernels goes through ``make_case`` and ``calls``: instruction sets with the PyTorch reference
+(tests/ops/test_kernels.py), emulated CUDA kernels (tests/ops/test_cuda_emulation.py) and those on a GPU (tests/gpu/test_gpu.py)
+with the CPU's. A new operator needs one entry in ``calls``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
 import math
 import os
+import random
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from hf_zeropp import ops
-from hf_zeropp.ops.format import CODES_AT_A_BYTE, FLOAT_DTYPES, MAX_BLOCK, QMAX, Segment, WireLayout
+from hf_zeropp.ops.format import (
+    CODES_AT_A_BYTE,
+    FLOAT_DTYPES,
+    GAP,
+    MAX_BLOCK,
+    QMAX,
+    ROTATION_SLICE,
+    Segment,
+    WireLayout,
+)
 
 COMPILED = [name for name in ops.kernel_info().available if name != "reference"]
 if os.environ.get("ZEROPP_KERNELS") == "reference":
     COMPILED = []
 needs_compiled = pytest.mark.skipif(not COMPILED, reason="ZEROPP_KERNELS=reference: nothing to compare")
 
-SPECIALS = [math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 2.0**-100, 2.0**-93, 65519.0, 65520.0, 6e-8, 3e38]
-BLOCKS = [1, 2, 3, 16, 63, 64, 96, 100, 128, 256, 1000, MAX_BLOCK - 1, MAX_BLOCK]
+SPECIALS = (math.nan, math.inf, -math.inf, 0.0, -0.0, 1e-45, -1e-40, 2.0**-100, 2.0**-93, 65519.0, 65520.0, 6e-8, 3e38)
+ROW_BLOCKS = (32, 64, 128, 256, 512, 1024)  # CUDA kernels with 16-byte accesses take these
+OTHER_BLOCKS = (1, 2, 3, 16, 63, 96, 100, 160, 1000, 2048, MAX_BLOCK - 1, MAX_BLOCK)
+KINDS = ("normal", "spread", "ties", "zeros", "bits")
 
 
-def bits_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Bit for bit, whichever NaN a NaN is."""
-    a, b = (torch.where(t.isnan(), 1.0, t).view(torch.uint8) if t.is_floating_point() else t for t in (a, b))
-    return torch.equal(a, b)
+@dataclasses.dataclass
+class Case:
+    """Two layouts of the same segment sizes and rows * columns slices of values.
 
+    Args:
+        layout: of the wires that are decoded.
+        out_layout: of the wires that sums are encoded to, and of the base of differences.
+        rows: sources of a sum, or R of a permutation.
+        columns: slices per source, or C of a permutation.
+        values: rows * columns slices.
+        initial: columns slices that sums start from, or None.
+        dtype: decoded to.
+        scale: factor of a sum.
+        offset: elements that tensors lie behind an aligned address.
+        rotate: wherever blocks allow it.
+        residual_layout: for the segments that ``out_layout`` quantizes.
+        left_out: columns slices, the residual to begin with.
+        decay: of the residual.
+        rescale: of the residual.
+        without_wire: the sum of quantize_with_feedback is ``initial`` alone.
+    """
 
-def wires_equal(a: torch.Tensor, b: torch.Tensor, layout: WireLayout) -> bool:
-    """Byte for byte; where fp32 travels raw, as far as decoding tells: any NaN may stand for another."""
-    if layout.raw_dtype == torch.float32 and any(part.bits == 0 for part in layout.parts if part.numel):
-        a, b = (ops.dequantize(wire.flatten(), layout, dtype=torch.float32) for wire in (a, b))
-    return bits_equal(a.flatten(), b.flatten())
+    layout: WireLayout
+    out_layout: WireLayout
+    rows: int
+    columns: int
+    values: torch.Tensor
+    initial: torch.Tensor | None
+    dtype: torch.dtype
+    scale: float
+    offset: int
+    rotate: bool = False
+    residual_layout: WireLayout | None = None
+    left_out: torch.Tensor | None = None
+    decay: float = 1.0
+    rescale: float = 1.0
+    without_wire: bool = False
 
+    def rotates(self, layout: WireLayout) -> bool:
+        return self.rotate and layout.block % ROTATION_SLICE == 0
 
-def unaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values one element further in memory: no vector of them is aligned."""
-    return torch.cat([tensor.new_zeros(1), tensor.flatten()])[1:]
-
-
-def codecs(block: int) -> list[int | None]:
-    """What a segment may travel as in blocks of this size."""
-    return [*(bits for bits in QMAX if bits >= 4 or block % CODES_AT_A_BYTE == 0), None]
-
-
-@st.composite
-def cases(draw):
-    """Two layouts of the same segment sizes, and K = rows * columns slices of values of every magnitude."""
-    block, out_block = draw(st.sampled_from(BLOCKS)), draw(st.sampled_from(BLOCKS))
-    sizes = st.sampled_from([0, 1, 2, 15, 63, 65, block - 1, block, block + 1, 2 * block + 33, 5000])
-    numels = draw(st.lists(sizes, min_size=1, max_size=5))
-    layout, out_layout = (
-        WireLayout(
-            [Segment(n, draw(st.sampled_from(codecs(b)))) for n in numels], b, draw(st.sampled_from(FLOAT_DTYPES))
+    def __str__(self) -> str:
+        return (
+            f"{self.layout.spec!r} -> {self.out_layout.spec!r}, {self.rows} x {self.columns} slices of "
+            f"{self.values.dtype}, to {self.dtype}, offset {self.offset}, initial {self.initial is not None}, rotate "
+            f"{self.rotate}, residual {self.residual_layout}, decay {self.decay}, rescale {self.rescale}"
         )
-        for b in (block, out_block)
+
+
+class Call(NamedTuple):
+    """One call of an operator.
+
+    Args:
+        arguments: in the order of its declaration, layouts as ``WireLayout``.
+        layout: of the wire that it fills; None if it fills elements.
+        in_place: index of the argument that may also be filled, or None.
+    """
+
+    arguments: tuple[Any, ...]
+    layout: WireLayout | None
+    in_place: int | None = None
+
+
+def calls(case: Case) -> dict[str, Call]:
+    """Each operator of the wire, called on the slices of one case."""
+    layout, out_layout, rows, columns, initial = case.layout, case.out_layout, case.rows, case.columns, case.initial
+    rotate = case.rotates(layout)
+    wire = ops.quantize(case.values, layout)
+    base = ops.quantize((case.values.float() * 0.97).to(case.values.dtype), out_layout)
+    can_accumulate = initial is not None and case.dtype == torch.float32 and not layout.has_gaps
+    found = {
+        "quantize": Call((case.values, layout, rows, rotate), layout),
+        "dequantize": Call((wire, layout, case.dtype, columns), None),
+        "dequantize_sum": Call(
+            (wire, layout, rows, initial, case.scale, case.dtype, rotate), None, in_place=3 if can_accumulate else None
+        ),
+        "dequantize_sum_quantize": Call((wire, layout, out_layout, rows, initial), out_layout),
+        "quantize_difference": Call((case.values, base, out_layout, layout), layout),
+        "dequantize_update": Call((wire, layout, base, out_layout), out_layout, in_place=2),
+    }
+    if case.residual_layout is not None:
+        residual = ops.quantize(case.left_out, case.residual_layout)
+        sources = (0, initial) if case.without_wire else (rows, initial)
+        settings = case.rotates(out_layout), case.decay, case.rescale
+        layouts = layout, out_layout, case.residual_layout
+        sent = None if case.without_wire else wire
+        found["quantize_with_feedback"] = Call((sent, *layouts, *sources, *settings, residual), out_layout)
+    return found
+
+
+def make_case(seed: int, blocks: tuple[int, ...] = ROW_BLOCKS + OTHER_BLOCKS, max_numel: int = 2100) -> Case:
+    choose = random.Random(seed)
+    block, out_block = choose.choice(blocks), choose.choice(blocks)
+    numels = make_sizes(block, choose, max_numel)
+    gaps = [choose.random() < 0.1 for _ in numels]
+    if not any(n for n, gap in zip(numels, gaps, strict=True) if not gap):
+        gaps = [False] * len(numels)
+    layout, out_layout = (make_layout(numels, gaps, b, choose) for b in (block, out_block))
+    rows, columns = choose.choice((1, 1, 2, 3, 5)), choose.choice((1, 1, 2, 3))
+    generator = torch.Generator().manual_seed(seed)
+    values = make_values(rows * columns * layout.numel, choose, generator).to(choose.choice(FLOAT_DTYPES))
+    initial = make_values(columns * layout.numel, choose, generator) if choose.random() < 0.5 else None
+    return Case(
+        layout,
+        out_layout,
+        rows,
+        columns,
+        values,
+        initial,
+        dtype=choose.choice(FLOAT_DTYPES),
+        scale=choose.choice((1.0, 1 / 3, 0.125)),
+        offset=choose.choice((0, 0, 0, 1)),
+        rotate=choose.random() < 0.5,
+        residual_layout=make_residual_layout(out_layout, choose),
+        left_out=make_values(columns * layout.numel, choose, generator),
+        decay=choose.choice((1.0, 0.9, 0.3)),
+        rescale=choose.choice((1.0, 0.5, 1 / 3)),
+        without_wire=initial is not None and choose.random() < 0.3,
     )
-    rows, columns = draw(st.integers(1, 3)), draw(st.integers(1, 3))
-    return layout, out_layout, rows, columns, draw(slices(rows * columns * layout.numel))
 
 
-@st.composite
-def slices(draw, numel, dtypes=FLOAT_DTYPES):
-    """`numel` values of one magnitude among many, some of them special."""
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    values = torch.randn(numel, generator=generator)
-    values *= 10.0 ** draw(st.integers(-32, 5))
-    if numel:
-        for special in draw(st.lists(st.sampled_from(SPECIALS), max_size=3)):
-            values[torch.randint(numel, (1,), generator=generator)] = special
-    return values.to(draw(st.sampled_from(dtypes)))
+def make_sizes(block: int, choose: random.Random, max_numel: int) -> list[int]:
+    sizes = (0, 1, 2, 15, 63, block - 1, block, block + 1, 1023, 1024, 1025, choose.randrange(max_numel))
+    numels = [min(choose.choice(sizes), max_numel) for _ in range(choose.choice((1, 1, 2, 3, 5, 40)))]
+    if len(numels) == 40:  # more parts than a warp has lanes, all of them small
+        numels = [numel % 70 for numel in numels]
+    numels[0] += sum(numels) == 0
+    return numels
+
+
+def make_layout(numels: list[int], gaps: list[bool], block: int, choose: random.Random) -> WireLayout:
+    widths = widths_of(block)
+    segments = [Segment(n, GAP if gap else choose.choice(widths)) for n, gap in zip(numels, gaps, strict=True)]
+    return WireLayout(segments, block, choose.choice(FLOAT_DTYPES))
+
+
+def make_residual_layout(layout: WireLayout, choose: random.Random) -> WireLayout:
+    """In blocks of the same size, with some width for each quantized segment."""
+    widths = [bits for bits in widths_of(layout.block) if bits]
+    segments = [Segment(one.numel, choose.choice(widths) if one.bits else one.bits) for one in layout.segments]
+    return WireLayout(segments, layout.block, choose.choice(FLOAT_DTYPES))
+
+
+def widths_of(block: int) -> tuple[int | None, ...]:
+    """The bits that segments may have in blocks of this size; None for raw."""
+    return (*(bits for bits in QMAX if bits >= 4 or block % CODES_AT_A_BYTE == 0), None)
+
+
+def make_values(numel: int, choose: random.Random, generator: torch.Generator) -> torch.Tensor:
+    """fp32 [numel] of one of KINDS, up to three of them special."""
+    kind = choose.choice(KINDS)
+    if kind == "bits":
+        values = torch.randint(-(2**31), 2**31, (numel,), generator=generator, dtype=torch.int64).int()
+        values = values.view(torch.float32)
+        return torch.where(torch.rand(numel, generator=generator) < 0.9, values.nan_to_num(1.0, 2.0, 3.0), values)
+    values = torch.randn(numel, generator=generator) * 10.0 ** choose.randint(-32, 5)
+    if kind == "zeros":
+        values *= torch.rand(numel, generator=generator) < 0.01
+    if kind == "spread":
+        values *= torch.exp2(torch.randint(-40, 20, (numel,), generator=generator).float())
+    if kind == "ties":  # under a scale of one, each value is half-way between codes, or a place beside it
+        ties = torch.randint(-14, 15, (numel,), generator=generator) / 2 * choose.choice((1.0, 18.0))
+        values = (ties.view(torch.int32) + torch.randint(-1, 2, (numel,), generator=generator).int()).view(
+            torch.float32
+        )
+        values = torch.where(values.abs() < 1e-30, 7.0, values) * 2.0 ** choose.randint(-90, 90)
+    for _ in range(choose.randrange(4) if numel else 0):
+        values[torch.randint(numel, (1,), generator=generator)] = choose.choice(SPECIALS)
+    return values
+
+
+def boundary_values(bits: int) -> torch.Tensor:
+    """fp32 [128, values]: for every significand of a scale, all boundaries between codes and the floats beside them."""
+    ties = torch.arange(QMAX[bits]) + 0.5
+    ulps = torch.arange(-3, 4, dtype=torch.int32)
+    values = ((scale_significands()[:, None] * ties).view(torch.int32)[..., None] + ulps).view(torch.float32)
+    return torch.cat([values.flatten(1), -values.flatten(1)], dim=1)
+
+
+def scale_significands() -> torch.Tensor:
+    """fp32 [128]: the bf16 numbers from 1 to 2."""
+    return (torch.arange(128, dtype=torch.int32) + 0x3F80 << 16).view(torch.float32)

@@ -1,4 +1,4 @@
-"""What the compiler made of the CUDA kernels: no registers spilled, and memory moved 16 bytes at a time.
+"""The compiler's result for the CUDA kernels: no registers are spilled, and memory is moved 16 bytes at a time.
 
 Looks into the library of the install with `cuobjdump` and `nvdisasm`, which the toolkit or two small packages bring
 (the `test` extra): no GPU is needed.
@@ -17,16 +17,11 @@ from pathlib import Path
 import pytest
 
 from hf_zeropp.ops import native
+from hf_zeropp.ops.register import OPERATORS
 
 ARCHITECTURES = ("sm_80", "sm_90")
-HOT = {  # kernel: what it must move 16 bytes at a time
-    "quantize_rows": ("LDG", "STG"),
-    "dequantize_rows": ("LDG", "STG"),
-    "dequantize_sum_rows": ("LDG", "STG"),
-    "dequantize_sum_quantize_rows": ("LDG", "STG"),
-    "quantize_difference_rows": ("LDG", "STG"),
-    "dequantize_update_rows": ("LDG", "STG"),
-    "quantize_with_feedback_rows": ("LDG", "STG"),
+HOT = {  # kernel: the instructions that must move 16 bytes at a time
+    **{f"{name}_rows": ("LDG", "STG") for name in OPERATORS if not name.startswith("frozen_")},
     "unpack_rows": ("LDG", "STG"),
     "multiply_rows": ("LDG",),  # its results are a few floats
 }

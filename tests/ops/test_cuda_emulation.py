@@ -1,4 +1,4 @@
-"""The sources of ops/cuda, run on a CPU by tests/cuda_emulation and compared with the CPU kernels, bit for bit.
+"""The sources of ops/cuda, run on a CPU by tests/ops/cuda_emulation and compared with the CPU kernels, bit for bit.
 
 What it shows: arithmetic, indexing, and that lanes meet where they must. What it does not: anything of the hardware, of
 ptxas, or of speed. ZEROPP_EMULATED_CASES raises the number of cases (default: ten thousand comparisons, some 20 seconds).
@@ -11,18 +11,20 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-import cuda_cases
 import cuda_emulation
 import pytest
 import torch
-from cuda_cases import OTHER_BLOCKS, ROW_BLOCKS, Case, Guarded, lasting, make_case, same_bits
-from cuda_checks import check_everything, check_quantize
+from op_cases import OTHER_BLOCKS, ROW_BLOCKS, SPECIALS, Call, Case, boundary_values, make_case, scale_significands
+from op_checks import Guarded, check_call, check_everything, same_bits
 
 from hf_zeropp import ops
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.format import FLOAT_DTYPES, GAP, QMAX, Segment, WireLayout
 from hf_zeropp.ops.frozen_format import FrozenFormat
+from hf_zeropp.ops.kernels import kernels_of
+from hf_zeropp.ops.register import OPERATORS
 
 CASES = int(os.environ.get("ZEROPP_EMULATED_CASES", 1080))  # with seven operators each
 GROUPS = 12
@@ -38,100 +40,99 @@ def emulated() -> ops.CompiledKernels:
     return ops.CompiledKernels(cuda_emulation.library(), "cuda")
 
 
+def check(emulated: ops.CompiledKernels, case: Case) -> None:
+    check_everything([emulated], case)
+
+
+def check_quantize(emulated: ops.CompiledKernels, values: torch.Tensor, layout: WireLayout) -> None:
+    num_slices = values.numel() // layout.numel
+    case = Case(layout, layout, 1, num_slices, values, None, torch.float32, 1.0, 0)
+    call = Call((values, layout, 1, False), layout)
+    check_call(OPERATORS["quantize"], call, case, [emulated], "cpu", kernels_of("cpu"))
+
+
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_cases(emulated, group):
     blocks = OTHER_BLOCKS if group % 4 == 3 else ROW_BLOCKS
     for seed in range(group * CASES // GROUPS, (group + 1) * CASES // GROUPS):
-        check_everything(emulated, make_case(seed, blocks))
+        check(emulated, make_case(seed, blocks))
 
 
 @pytest.mark.parametrize("bits", QMAX)
-def test_every_scale_and_every_tie(emulated, bits):
-    """Every significand of a scale, every boundary of codes, and the floats beside it: [Note: division by reciprocal]."""
-    scales = (torch.arange(128, dtype=torch.int32) + 0x3F80 << 16).view(torch.float32)
-    ties = torch.arange(QMAX[bits]) + 0.5
-    ulps = torch.arange(-3, 4, dtype=torch.int32)
-    values = ((scales[:, None] * ties).view(torch.int32)[..., None] + ulps).view(torch.float32).flatten(1)
-    values = torch.nn.functional.pad(torch.cat([values, -values], dim=1), (0, -2 * values.shape[1] % 31))
+def test_every_scale_and_every_boundary(emulated, bits):
+    """[Note: division by reciprocal]: every significand of a scale, every boundary of codes, and the floats beside it."""
+    values = boundary_values(bits)
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % 31))
     # In each block of 32 first the value that gives the block its scale.
-    largest = (scales * QMAX[bits])[:, None, None]
+    largest = (scale_significands() * QMAX[bits])[:, None, None]
     blocks = values.view(128, -1, 31)
     blocks = torch.cat([largest.expand(-1, blocks.shape[1], -1), blocks], dim=2).flatten()
-    for exponent in (
-        0,
-        -90,
-        100,
-        125,
-        126,
-        127,
-    ):  # up to blocks with infinities, and scales whose reciprocal is a denormal
-        layout = lasting(WireLayout([Segment(blocks.numel(), bits)], 32))
-        out = torch.empty(layout.nbytes, dtype=torch.uint8)
-        emulated.quantize(blocks * 2.0**exponent, layout, 1, False, out)
-        assert torch.equal(out, ops.quantize(blocks * 2.0**exponent, layout))
+    # Up to blocks with infinities, and scales whose reciprocal is a denormal.
+    for exponent in (0, -90, 100, 125, 126, 127):
+        check_quantize(emulated, blocks * 2.0**exponent, WireLayout([Segment(blocks.numel(), bits)], 32))
 
 
 def test_every_16_bit_float(emulated):
     patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
     for raw_dtype in FLOAT_DTYPES:
         segments = [Segment(1 << 14, 8), Segment(1 << 14, 4), Segment(1 << 15, None)]
-        layout = lasting(WireLayout(segments, 64, raw_dtype))
+        layout = WireLayout(segments, 64, raw_dtype)
         for dtype in (torch.bfloat16, torch.float16):
             for values in (patterns.view(dtype), patterns.flip(0).view(dtype)):
-                check_everything(emulated, Case(layout, layout, 1, 1, values, None, dtype, 1.0, 0))
+                check(emulated, Case(layout, layout, 1, 1, values, None, dtype, 1.0, 0))
 
 
 def test_gaps_are_left_alone(emulated):
     segments = [Segment(100, GAP), Segment(2000, 8), Segment(7, GAP), Segment(1500, 4), Segment(33, None)]
-    layout = lasting(WireLayout(segments, 64))
-    values = torch.randn(layout.numel)
-    wire = torch.empty(layout.nbytes, dtype=torch.uint8)
-    emulated.quantize(values, layout, 1, False, wire)
-    assert torch.equal(wire, ops.quantize(values, layout))
-    ours, theirs = torch.full((2, layout.numel), 5.0)
-    emulated.dequantize(wire, layout, torch.float32, 1, ours)
-    ops.dequantize(wire, layout, dtype=torch.float32, out=theirs)
-    assert torch.equal(ours, theirs) and (ours[:100] == 5.0).all()
+    layout = WireLayout(segments, 64)
+    check(emulated, Case(layout, layout, 1, 1, torch.randn(layout.numel), None, torch.float32, 1.0, 0))
 
 
 @pytest.mark.parametrize("block", [64, 96])
 def test_a_rotated_sum_in_place(emulated, block):
     """Lanes read each other's elements of `initial`: all of a slice before one of them writes."""
-    layout = lasting(WireLayout([Segment(2000, 4)], block))
+    layout = WireLayout([Segment(2000, 4)], block)
     values, initial = torch.randn(2, 2000)
-    check_everything(emulated, Case(layout, layout, 1, 1, values, initial, torch.float32, 0.5, 0, rotate=True))
+    check(emulated, Case(layout, layout, 1, 1, values, initial, torch.float32, 0.5, 0, rotate=True))
 
 
 @pytest.mark.parametrize("block", [64, 63])
 @pytest.mark.parametrize("bits", [8, 4])
 def test_an_update_in_place_of_a_quantized_base(emulated, bits, block):
     """The base gives the values from which its new scales and codes are made."""
-    layout, base_layout = (lasting(WireLayout([Segment(3000, width)], block)) for width in (4, bits))
+    layout, base_layout = (WireLayout([Segment(3000, width)], block) for width in (4, bits))
     values = torch.randn(3000) * torch.linspace(1, 1000, 3000)
-    check_everything(emulated, Case(layout, base_layout, 1, 1, values, None, torch.float32, 1.0, 0))
+    check(emulated, Case(layout, base_layout, 1, 1, values, None, torch.float32, 1.0, 0))
 
 
 @pytest.mark.parametrize("bits", QMAX)
 def test_residuals_that_are_not_finite(emulated, bits):
     """Blocks with NaN or Inf, and those of so large values that 2-bit codes have the scale Inf, count as zero."""
-    layout, residual_layout = (lasting(WireLayout([Segment(2000, width)], 32)) for width in (4, bits))
+    layout, residual_layout = (WireLayout([Segment(2000, width)], 32) for width in (4, bits))
     left_out = torch.randn(2000)
-    left_out[torch.arange(0, 2000, 70)] = torch.tensor(cuda_cases.SPECIALS + (3.4e38,)).repeat(3)[:29]
-    for special in (0.0, *cuda_cases.SPECIALS):
+    left_out[torch.arange(0, 2000, 70)] = torch.tensor((*SPECIALS, 3.4e38)).repeat(3)[:29]
+    for special in (0.0, *SPECIALS):
         sums = torch.randn(2000)
         sums[::100] = special  # in turn left out, and met by the next call
         case = Case(layout, layout, 1, 1, sums, sums, torch.float32, 1.0, 0, without_wire=True)
         feedback = {"residual_layout": residual_layout, "left_out": left_out, "decay": 0.5}
-        check_everything(emulated, dataclasses.replace(case, **feedback))
+        check(emulated, dataclasses.replace(case, **feedback))
 
 
 def test_more_slices_than_rows_of_a_grid(emulated):
-    layout = lasting(WireLayout([Segment(1, None)], 32))
-    values = torch.randn(65_536 + 5)
-    check_quantize(emulated, Case(layout, layout, 1, len(values), values, None, torch.float32, 1.0, 0))
+    check_quantize(emulated, torch.randn(65_536 + 5), WireLayout([Segment(1, None)], 32))
 
 
 # ---- Frozen weights.
+
+
+def run(emulated: ops.CompiledKernels, name: str, *arguments: Any, offset: int = 0) -> list[Guarded]:
+    """What an operator fills, between guards that are intact."""
+    result = OPERATORS[name].check(arguments)
+    outs = [Guarded(torch.Size(shape).numel(), dtype, offset) for shape, dtype in result.filled]
+    emulated.run(OPERATORS[name], arguments, result.counts, [out.tensor for out in outs])
+    assert all(out.is_intact() for out in outs)
+    return outs
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -145,43 +146,27 @@ def test_frozen_pack_and_unpack(emulated, bits, rows, columns, block):
         for dtype in FLOAT_DTYPES:
             values = weight.to(dtype)
             codes, scales = frozen_format.pack(values, format)
-            out = [Guarded(tensor.numel(), torch.uint8, 0) for tensor in (codes, scales)]
-            shape = (rows, columns, block, bits)
-            emulated.call(
-                "frozen_pack",
-                values.device,
-                values.data_ptr(),
-                FLOAT_DTYPES.index(dtype),
-                *shape,
-                *(one.tensor.data_ptr() for one in out),
-            )
-            assert torch.equal(out[0].tensor, codes.flatten()) and torch.equal(out[1].tensor, scales.flatten())
-            assert out[0].is_intact() and out[1].is_intact()
-            decoded = Guarded(rows * columns, dtype, seed % 2)
-            inputs = (codes.data_ptr(), scales.data_ptr(), *shape)
-            emulated.call("frozen_unpack", codes.device, *inputs, decoded.tensor.data_ptr(), FLOAT_DTYPES.index(dtype))
-            expected = frozen_format.unpack(codes, scales, columns, format, dtype)
-            assert same_bits(decoded.tensor, expected.flatten()) and decoded.is_intact()
+            ours = run(emulated, "frozen_pack", values, bits, block)
+            assert torch.equal(ours[0].tensor, codes.flatten()) and torch.equal(ours[1].tensor, scales.flatten())
+            (decoded,) = run(emulated, "frozen_unpack", codes, scales, columns, bits, block, dtype, offset=seed % 2)
+            assert same_bits(decoded.tensor, frozen_format.unpack(codes, scales, columns, format, dtype))
 
 
 def frozen_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator) * 10.0 ** (seed % 7 - 3)
     if seed % 3 == 1:
-        weight[torch.rand(rows, columns, generator=generator) < 0.01] = cuda_cases.SPECIALS[seed % 13]
+        weight[torch.rand(rows, columns, generator=generator) < 0.01] = SPECIALS[seed % 13]
     if seed % 3 == 2:
         weight[0] = 0
     return weight
 
 
 def emulated_matmul(emulated, x, codes, scales, format):
-    padded = frozen_format._padded_blocks(x, format.block).contiguous()
-    rows, columns = codes.shape[0], x.shape[1]
-    out = Guarded(x.shape[0] * rows, torch.float32, 0)
-    inputs = (padded.data_ptr(), x.shape[0], codes.data_ptr(), scales.data_ptr())
-    emulated.call("frozen_matmul", x.device, *inputs, rows, columns, format.block, format.bits, out.tensor.data_ptr())
-    assert out.is_intact()
-    return out.tensor.view(x.shape[0], rows)
+    columns = x.shape[1]
+    blocks = torch.nn.functional.pad(x, (0, -columns % format.block)).view(len(x), -1, format.block)
+    (product,) = run(emulated, "frozen_matmul", blocks, codes, scales, columns, format.bits, format.block)
+    return product.tensor.view(len(x), -1)
 
 
 @pytest.mark.parametrize("bits", [8, 4])

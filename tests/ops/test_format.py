@@ -1,10 +1,10 @@
-"""The byte arithmetic of hf_zeropp/format.py: sizes, alignment, and where the parts of a slice lie."""
+"""The byte arithmetic of hf_zeropp/ops/format.py: sizes, alignment, and where the parts of a slice lie."""
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from op_cases import codecs
+from op_cases import widths_of
 
 from hf_zeropp.ops.format import ALIGNMENT, FLOAT_DTYPES, GAP, MAX_BLOCK, Part, Segment, WireLayout, wire_bytes
 
@@ -12,7 +12,7 @@ from hf_zeropp.ops.format import ALIGNMENT, FLOAT_DTYPES, GAP, MAX_BLOCK, Part, 
 @st.composite
 def layouts(draw):
     block = draw(st.integers(1, MAX_BLOCK))
-    segments = st.builds(Segment, st.integers(0, 5000), st.sampled_from(codecs(block)))
+    segments = st.builds(Segment, st.integers(0, 5000), st.sampled_from(widths_of(block)))
     return WireLayout(draw(st.lists(segments, max_size=6)), block, draw(st.sampled_from(FLOAT_DTYPES)))
 
 

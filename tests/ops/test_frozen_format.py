@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from hf_zeropp import ops
-from hf_zeropp.ops import frozen_format
+from hf_zeropp.ops import frozen_format, frozen_reference
+from hf_zeropp.ops.blocks import to_blocks
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
 SHAPES = ((5, 7), (3, 33), (4, 384), (2, 3, 131), (1, 1))
@@ -41,28 +42,29 @@ def test_kernels_equal_the_reference_bit_for_bit(kernels, bits, block):
             case = (shape, dtype)
             value = weight(shape, dtype)
             codes, scales = frozen_format.pack(value, format)
-            expected_codes, expected_scales = frozen_format.reference_pack(value, format)
+            expected_codes, expected_scales = frozen_reference.pack(value, bits, block)
             assert torch.equal(codes, expected_codes), case
             assert torch.equal(scales, expected_scales), case
             assert codes.nbytes + scales.nbytes == format.nbytes(value.shape)
             for out_dtype in DTYPES:
                 decoded = frozen_format.unpack(codes, scales, shape[-1], format, out_dtype)
-                expected = frozen_format.reference_unpack(codes, scales, shape[-1], format, out_dtype)
+                expected = frozen_reference.unpack(codes, scales, shape[-1], bits, block, out_dtype)
                 assert torch.equal(decoded.nan_to_num(7), expected.nan_to_num(7)), case
             if len(shape) == 2:
                 x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
                 product = frozen_format.matmul(x, codes, scales, shape[1], format)
-                expected = frozen_format.reference_matmul(x, codes, scales, format)
+                blocks = to_blocks(x.float(), block)
+                expected = frozen_reference.matmul(blocks, codes, scales, shape[1], bits, block).to(dtype)
                 assert torch.equal(product.nan_to_num(7), expected.nan_to_num(7)), case
 
 
 @pytest.mark.parametrize("piece", (1, 5 * 33))
 def test_pieces_change_no_bit(monkeypatch, piece):
     """PyTorch packs a large weight a few rows at a time."""
-    format, value = FrozenFormat(4, 32), weight((2, 7, 33), torch.bfloat16)
-    expected = frozen_format.reference_pack(value, format)
-    monkeypatch.setattr(frozen_format, "PIECE", piece)
-    assert all(map(torch.equal, frozen_format._pack_in_pieces(value, format), expected))
+    value = weight((2, 7, 33), torch.bfloat16)
+    expected = frozen_reference.pack(value, 4, 32)
+    monkeypatch.setattr(frozen_reference, "PIECE", piece)
+    assert all(map(torch.equal, frozen_reference.pack(value, 4, 32), expected))
 
 
 def test_nan_blocks_decode_to_nan_and_tiny_ones_to_zero(kernels):
@@ -111,10 +113,22 @@ def test_unsupported_blocks_and_dtypes_are_refused():
         frozen_format.pack(torch.zeros(2, 2, dtype=torch.float64), FrozenFormat(4))
 
 
+def test_tensors_of_other_sizes_are_refused():
+    format = FrozenFormat(4)
+    codes, scales = frozen_format.pack(torch.zeros(4, 256), format)
+    with pytest.raises(ValueError, match=r"frozen_unpack: expected codes of shape \(4, 256\).* got \(4, 128\)"):
+        frozen_format.unpack(codes, scales, 512, format, torch.float32)
+    with pytest.raises(ValueError, match="frozen_matmul: expected at most 4 rows of x, got 5"):
+        frozen_format.matmul(torch.zeros(5, 256), codes, scales, 256, format)
+    with pytest.raises(TypeError, match="dtype float32, bfloat16 or float16, got torch.float64"):
+        frozen_format.unpack(codes, scales, 256, format, torch.float64)
+
+
 def test_operators_trace():
     """Fakes give what the kernels give."""
     value, x = torch.randn(4, 384), torch.randn(2, 384)
     codes, scales = frozen_format.pack(value, FrozenFormat(4))
     torch.library.opcheck(torch.ops.zeropp.frozen_pack.default, (value, 4, 128))
     torch.library.opcheck(torch.ops.zeropp.frozen_unpack.default, (codes, scales, 384, 4, 128, torch.bfloat16))
-    torch.library.opcheck(torch.ops.zeropp.frozen_matmul.default, (x, codes, scales, 4, 128))
+    blocks = x.view(2, 3, 128)
+    torch.library.opcheck(torch.ops.zeropp.frozen_matmul.default, (blocks, codes, scales, 384, 4, 128))

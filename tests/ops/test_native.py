@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+import dataclasses
 import warnings
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from hf_zeropp import ops
 from hf_zeropp.cli import environment_table
 from hf_zeropp.ops import kernels, native
 from hf_zeropp.ops.format import Segment, WireLayout
+from hf_zeropp.ops.register import OPERATORS
 
 BUILT = native.library_path("cuda") is not None
 needs_library = pytest.mark.skipif(not BUILT, reason="no CUDA library in this install (no nvcc when it was built)")
@@ -72,8 +73,16 @@ def test_a_gpu_without_the_library_uses_the_reference_with_one_warning(forgetful
 @without_gpu
 def test_errors_of_cuda_come_back_as_exceptions_with_their_text():
     """A launch without a device: the library returns, and the process lives to say so."""
-    kernels = ops.CompiledKernels(ctypes.CDLL(native.library_path("cuda")), "cuda")
-    layout = WireLayout.from_spec(WireLayout([Segment(64, 8)], 64).spec)
+    kernels = ops.CompiledKernels(native.load(native.library_path("cuda"))[0], "cuda")
+    layout = WireLayout([Segment(64, 8)], 64)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"zeropp_quantize_cuda: CUDA error \d+, \w+"):
-        kernels.quantize(torch.zeros(64), layout, 1, False, out)
+        kernels.run(OPERATORS["quantize"], [torch.zeros(64), layout, 1, False], (1,), [out])
+
+
+@pytest.mark.skipif(native.library_path("cpu") is None, reason="no CPU library in this install")
+def test_a_library_of_older_sources_is_found_out():
+    operator = dataclasses.replace(OPERATORS["quantize"], name="quantize_5bit")
+    kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")
+    with pytest.raises(RuntimeError, match="the compiled library has no zeropp_quantize_5bit_baseline: reinstall"):
+        kernels.run(operator, [torch.zeros(64), WireLayout([Segment(64, 8)], 64), 1, False], (1,), [torch.zeros(1)])

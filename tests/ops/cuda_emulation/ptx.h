@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#include "../../ops/format.h"
+#include "../../../ops/format.h"
 
 namespace {
 namespace zeropp {

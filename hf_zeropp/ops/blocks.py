@@ -1,0 +1,105 @@
+"""The mathematics of one block in plain PyTorch: its scale, its codes, and the rotation of its elements.
+
+``reference.py`` builds the operators of the wire from these functions, and ``frozen_reference.py`` those of frozen weights.
+``ops/format.h`` states the same mathematics for compiled code.
+
+A block x is encoded with a symmetric scale (ZeRO++ section 3.1, block-based quantization):
+
+    amax  = max |x|                                    exact: an integer maximum of the bits, where NaN and Inf win
+    scale = amax / qmax, rounded up to bf16            up, so that the largest element is never clipped
+    code  = clamp(rint(x / scale), -qmax, qmax)        half to even, and a true division by the scale as stored
+
+A block with NaN or Inf stores the scale NaN and codes 0. A scale under 2^-100 is stored as 0 with codes 0. Decoding is
+code * scale in fp32, then rounding to the output dtype: a NaN block decodes to NaNs, a tiny block to exact +0.
+
+[Note: bitwise agreement]
+
+All kernels, on all devices, give the same bits. Ranks may therefore run different kernels, a run can be repeated elsewhere,
+and tests compare kernels exactly in place of choosing tolerances. Each of the following would break it:
+
+- The order of floating-point additions. The largest magnitude is an integer maximum, which has no order. Sums over ranks
+  are taken in rank order.
+- Fused multiply-add, which rounds once where a product and a sum round twice. Compilers are told not to fuse
+  (``-ffp-contract=off``, ``-fmad=false``).
+- Approximate division. PyTorch divides a CUDA tensor by a Python number as a product with the reciprocal, so divisors here
+  are tensors. The compiled kernels multiply as well, but only in forms that are proven to give the same code
+  ([Note: quotients of bf16] in ops/format.h, [Note: division by reciprocal] in ops/cuda/codes.cuh).
+- Denormals, which processors may flush to zero. Scales under 2^-100 are zero by an integer comparison, and quotients by larger
+  scales round to the code 0 long before they become denormal.
+- NaNs, of which there are many. Rounding to 16 bits yields one canonical NaN. Only *which* NaN a decoded fp32 NaN is stays
+  open.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_zeropp.ops.format import CODES_AT_A_BYTE, ROTATION_SLICE, SCALE_MIN, SCALE_NAN
+
+_INF_BITS = 0x7F800000
+_ROTATION_NORM = ROTATION_SLICE**-0.5
+
+
+def to_blocks(values: Tensor, block: int) -> Tensor:
+    """[K, numel] -> [K, blocks, block], the last block filled up with zeros."""
+    missing = -values.shape[1] % block
+    return torch.nn.functional.pad(values, (0, missing)).unflatten(1, (-1, block))
+
+
+def scale_bits(blocks: Tensor, qmax: int) -> Tensor:
+    """fp32 [K, blocks, block] -> the bf16 bits of each block's scale, int32 [K, blocks]."""
+    amax = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)
+    # A tensor divisor: for a number, PyTorch's CUDA division multiplies by the reciprocal.
+    scale = amax.view(torch.float32) / torch.full_like(amax, qmax, dtype=torch.float32)
+    bits = (scale.view(torch.int32) + 0xFFFF) >> 16  # up: positive floats are ordered as their bits
+    bits = torch.where(bits < SCALE_MIN, 0, bits)
+    return torch.where(amax >= _INF_BITS, SCALE_NAN, bits)
+
+
+def scale_value(bits: Tensor) -> Tensor:
+    """Turn int32 bf16 bits into the fp32 values that they stand for: bf16 is the upper half of fp32."""
+    return (bits << 16).view(torch.float32)
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """int8 [K, n] -> uint8 [K, ceil(n bits / 8)]: two's complement codes, the first in the lowest bits; zeros behind."""
+    numel = codes.shape[1]
+    padded = torch.nn.functional.pad(codes, (0, -numel % CODES_AT_A_BYTE)).long() & ((1 << bits) - 1)
+    runs = padded.unflatten(1, (-1, CODES_AT_A_BYTE)) << bits * torch.arange(CODES_AT_A_BYTE, device=codes.device)
+    words = runs.sum(-1, keepdim=True)
+    data = (words >> 8 * torch.arange(bits, device=codes.device)) & 0xFF
+    return data.flatten(1)[:, : -(-numel * bits // 8)].to(torch.uint8)
+
+
+def unpack_codes(packed: Tensor, bits: int) -> Tensor:
+    """uint8 [K, n] -> int8 [K, codes]. Returns more codes than were packed where those do not fill their last bytes."""
+    padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % bits)).long().unflatten(1, (-1, bits))
+    words = (padded << 8 * torch.arange(bits, device=packed.device)).sum(-1, keepdim=True)
+    codes = (words >> bits * torch.arange(CODES_AT_A_BYTE, device=packed.device)) & ((1 << bits) - 1)
+    sign = 1 << bits - 1
+    return ((codes.flatten(1) ^ sign) - sign).to(torch.int8)
+
+
+def rotate_slices(values: Tensor) -> Tensor:
+    """Multiply each 32-slice of fp32 [..., n] by the orthonormal Hadamard matrix; n is a multiple of 32.
+
+    The matrix is its own inverse. The product is taken as sums and differences of elements 1, 2, 4, 8 and 16 apart, in this
+    order, then one multiplication: the bits depend on it.
+    """
+    shape = values.shape
+    step = 1
+    while step < ROTATION_SLICE:
+        low, high = values.reshape(-1, 2, step).unbind(1)
+        values = torch.stack([low + high, low - high], dim=1)
+        step *= 2
+    return values.reshape(shape) * torch.tensor(_ROTATION_NORM, dtype=torch.float32, device=values.device)
+
+
+def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round to ``dtype``, to nearest even. NaNs become the canonical one, because PyTorch's differ between loops."""
+    values = values.float()
+    if dtype == torch.float32:
+        return values
+    nan = torch.full((), float("nan"), dtype=dtype, device=values.device)
+    return torch.where(values.isnan(), nan, values.to(dtype))

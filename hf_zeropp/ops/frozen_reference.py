@@ -1,0 +1,119 @@
+"""The operators of frozen weights in plain PyTorch: the oracle of the tests, and the fallback without compiled kernels.
+
+Every function takes the arguments of the operator of its name (``frozen_format.py``), in that order. Compiled kernels do the
+same bit for bit, but for ``matmul`` on CUDA, whose additions have another order.
+
+[Note: the scale of a frozen INT4 block]
+
+The wire takes the scale of a block from its largest magnitude. A frozen weight is packed once, so there is time to search for
+the scale with the least squared error. A trial says where the largest magnitude lands among the codes:
+
+    for t in +-6.5 .. 10:                          beyond 8, the largest magnitude is clipped
+        q = clamp(rint(x / amax * t), -8, 7)       all 16 codes; the scale's sign decides which end has the eighth
+        s = sum(x q) / sum(q q)                    the best scale for these codes, by least squares
+    keep the s with the largest sum(x q)^2 / sum(q q)
+
+The error that the best s leaves is sum(x x) - sum(x q)^2 / sum(q q), so the largest quotient has the least error. The scale is
+rounded to bf16, and the block is encoded with it as rounded.
+
+The sums are taken over x / amax in fixed point, as integers of 16 bits and a sign. Sums of integers are exact in any order of
+addition, and so every kernel finds the same scale, whatever its vector length. ``scripts/results/quantizers.md`` compares
+this search with others and with other formats.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_zeropp.ops.blocks import pack_codes, round_to, scale_bits, scale_value, to_blocks, unpack_codes
+from hf_zeropp.ops.format import QMAX, SCALE_MIN, SCALE_NAN
+
+FIXED_ONE = 32768
+"""A block's largest magnitude, in fixed point."""
+TRIALS = tuple(sign * t for sign in (1, -1) for t in (6.5, 7.0, 7.5, 8.0, 8.5, 9.0, 10.0))
+"""Codes at which the largest magnitude lands, in the order in which they are tried: the first of equals wins."""
+MIN_CODE_4 = -8
+"""The smallest INT4 code. The wire leaves it unused, since its codes are symmetric."""
+LANES = 32
+"""Partial sums of ``matmul``. They are a part of its definition, because the order of additions is."""
+MAX_INPUTS = 4
+"""Rows of x that ``matmul`` takes. With more, decoding the weight once and multiplying dense is faster."""
+PIECE = 2**18
+"""Weights that PyTorch packs at once, rounded down to rows: its temporaries take about a hundred bytes for each."""
+
+
+def pack(weight: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    """Weight [..., columns] -> codes and scales, uint8 [..., bytes of a row]. A large weight is packed in pieces."""
+    rows = weight.reshape(-1, weight.shape[-1])
+    pieces = [_pack_rows(piece, bits, block) for piece in rows.split(max(1, PIECE // rows.shape[1]))]
+    codes, scales = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+    return codes.view(*weight.shape[:-1], codes.shape[-1]), scales.view(*weight.shape[:-1], scales.shape[-1])
+
+
+def _pack_rows(rows: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
+    blocks = to_blocks(rows.float(), block)
+    bound = scale_bits(blocks, QMAX[bits])  # also finds NaN, Inf, and blocks too small to have codes
+    has_codes = (bound != 0) & (bound != SCALE_NAN)
+    stored = bound if bits == 8 else torch.where(has_codes, _search_scale_bits(blocks, has_codes), bound)
+    has_codes &= stored != 0
+    scale = torch.where(has_codes, scale_value(stored), 1.0).unsqueeze(-1)
+    low = MIN_CODE_4 if bits == 4 else -QMAX[bits]
+    codes = (blocks / scale).clamp(low, QMAX[bits]).round()
+    codes = torch.where(has_codes.unsqueeze(-1), codes, 0.0).to(torch.int8).flatten(1)[:, : rows.shape[1]]
+    packed = pack_codes(codes, 4) if bits == 4 else codes.contiguous().view(torch.uint8)
+    return packed, stored.to(torch.int16).view(torch.uint8)
+
+
+def _search_scale_bits(blocks: Tensor, has_codes: Tensor) -> Tensor:
+    """fp32 [rows, blocks, block] -> bf16 bits of the scale with the least squared error, int32 [rows, blocks]."""
+    amax = torch.where(has_codes, blocks.abs().amax(-1), 1.0)
+    fixed = (torch.where(has_codes.unsqueeze(-1), blocks, 0.0) / amax.unsqueeze(-1) * FIXED_ONE).round()
+    best = torch.full_like(amax, -1, dtype=torch.float64)
+    scale = torch.zeros_like(best)
+    for trial in TRIALS:
+        codes = (fixed * (trial / FIXED_ONE)).round().clamp(MIN_CODE_4, QMAX[4])
+        # Integers of at most 31 bits: exact in fp64.
+        xq, qq = (fixed.double() * codes.double()).sum(-1), (codes.double() ** 2).sum(-1)
+        score = xq * xq / qq
+        scale = torch.where(score > best, xq / qq, scale)
+        best = torch.where(score > best, score, best)
+    bits = (scale * (amax.double() / FIXED_ONE)).float().to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
+    return torch.where((bits & 0x7FFF) < SCALE_MIN, 0, bits)  # the sign apart: scales may be negative
+
+
+def unpack(codes: Tensor, scales: Tensor, columns: int, bits: int, block: int, dtype: torch.dtype) -> Tensor:
+    """Codes and scales -> weight [..., columns] in ``dtype``."""
+    values = _unscaled(codes.reshape(-1, codes.shape[-1]), columns, bits)
+    scaled = to_blocks(values, block) * _scale_values(scales).view(values.shape[0], -1, 1)
+    return round_to(scaled.flatten(1)[:, :columns], dtype).view(*codes.shape[:-1], columns)
+
+
+def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, bits: int, block: int) -> Tensor:
+    """Multiply x [M, num_blocks, block], zeros behind the last column, by a transposed weight -> fp32 [M, rows].
+
+    The order of additions is the definition: within a block, products are summed in ``LANES`` lanes. The sums are scaled and
+    added to those of the block before. Last, the upper half of the lanes is added to the lower half until one lane is left.
+    """
+    inputs = x.unflatten(-1, (-1, LANES)).unsqueeze(1)
+    weights = to_blocks(_unscaled(codes, columns, bits), block).unflatten(-1, (-1, LANES))
+    lanes = torch.zeros(x.shape[0], codes.shape[0], LANES, device=x.device)
+    for b in range(weights.shape[1]):
+        sums = torch.zeros_like(lanes)
+        for i in range(-(-min(block, columns - b * block) // LANES)):
+            sums = sums + inputs[:, :, b, i] * weights[:, b, i]
+        lanes = lanes + sums * _scale_values(scales)[:, b, None]
+    while lanes.shape[-1] > 1:
+        first, second = lanes.chunk(2, dim=-1)
+        lanes = first + second
+    return lanes.squeeze(-1)
+
+
+def _scale_values(scales: Tensor) -> Tensor:
+    return scales.contiguous().view(torch.bfloat16).float()
+
+
+def _unscaled(codes: Tensor, columns: int, bits: int) -> Tensor:
+    """uint8 [rows, bytes] -> the codes as fp32 [rows, columns]."""
+    integers = unpack_codes(codes, 4) if bits == 4 else codes.view(torch.int8)
+    return integers[:, :columns].float()

@@ -1,0 +1,122 @@
+"""Registers the operators with PyTorch, and runs them.
+
+Each operator is registered twice in the namespace ``zeropp``: ``quantize`` returns a new tensor, and ``quantize_out`` fills
+its last argument. Both have a fake implementation, which runs the checks and computes nothing: it is what ``torch.compile``
+and fake tensors see. One implementation serves every device, because ``kernels.py`` finds the kernels by the device of the
+tensors.
+
+Layouts travel through PyTorch's dispatcher as text (``WireLayout.spec``). A traced graph then carries everything an operator
+needs, and neither fake tensors nor ``torch.compile`` ever see a lookup table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_zeropp.ops.format import WireLayout
+from hf_zeropp.ops.kernels import kernels_of
+from hf_zeropp.ops.operator import Operator, Result, declare
+
+OPERATORS: dict[str, Operator] = {}
+"""Every registered operator, by its name."""
+
+_LIBRARY = torch.library.Library("zeropp", "DEF")
+
+
+def operator(
+    reference: Callable[..., Any], counts: tuple[str, ...] = ("num_slices",), **outs: str
+) -> Callable[[Callable[..., Result]], Callable[..., Any]]:
+    """Register the decorated function as an operator of its name, without a leading underscore.
+
+    The function declares the operator: its annotations name the arguments (``operator.py``), and its body checks them and
+    returns the ``Result``. What the decorator returns in its place calls the operator: it takes the arguments, layouts as
+    ``WireLayout``, and ``out`` to fill a tensor in place of returning a new one.
+
+    Args:
+        reference: the operator in PyTorch; takes the same arguments.
+        counts: names of the numbers in ``Result.counts``, as the C function calls them.
+        **outs: name and C type of each tensor to fill, for example ``out="uint8_t*"``.
+    """
+
+    def register(find_result: Callable[..., Result]) -> Callable[..., Any]:
+        declared = declare(find_result, reference, counts, outs)
+        OPERATORS[declared.name] = declared
+        _register(declared)
+        return _caller(declared.name)
+
+    return register
+
+
+def _register(operator: Operator) -> None:
+    def fake(*arguments: Any) -> Any:
+        return _returned(operator.check(_with_layouts(arguments)).empty())
+
+    def fake_out(*arguments: Any) -> None:
+        inputs, outs = arguments[: len(operator.arguments)], arguments[len(operator.arguments) :]
+        operator.check(_with_layouts(inputs), outs)
+
+    def run(*arguments: Any) -> Any:
+        inputs = _with_layouts(arguments)
+        result = operator.check(inputs)
+        _refuse_gaps(operator, inputs, result)
+        outs = result.empty()
+        _fill(operator, inputs, result, outs)
+        return _returned(outs)
+
+    def run_out(*arguments: Any) -> None:
+        inputs, outs = _with_layouts(arguments[: len(operator.arguments)]), arguments[len(operator.arguments) :]
+        _fill(operator, inputs, operator.check(inputs, outs), outs)
+
+    schema = ", ".join(argument.schema for argument in operator.arguments)
+    filled = ", ".join(f"Tensor({name}!) {name}" for name in operator.outs)
+    returned = ", ".join("Tensor" for _ in operator.outs)
+    _define(operator.name, f"({schema}) -> ({returned})", run, fake)
+    _define(f"{operator.name}_out", f"({schema}, {filled}) -> ()", run_out, fake_out)
+
+
+def _define(name: str, signature: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+    _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zeropp::{name}", fake, lib=_LIBRARY)
+
+
+def _caller(name: str) -> Callable[..., Any]:
+    new, fill = getattr(torch.ops.zeropp, name), getattr(torch.ops.zeropp, f"{name}_out")
+
+    def call(*arguments: Any, out: Tensor | None = None) -> Any:
+        values = [value.spec if isinstance(value, WireLayout) else value for value in arguments]
+        if out is None:
+            return new(*values)
+        fill(*values, out)
+        return out
+
+    return call
+
+
+def _with_layouts(arguments: Iterable[Any]) -> list[Any]:
+    """Turn specs into layouts: in every schema, strings are specs."""
+    return [WireLayout.from_spec(value) if isinstance(value, str) else value for value in arguments]
+
+
+def _returned(outs: tuple[Tensor, ...]) -> Any:
+    return outs if len(outs) > 1 else outs[0]
+
+
+def _refuse_gaps(operator: Operator, arguments: Iterable[Any], result: Result) -> None:
+    """Raise where a new tensor would have elements that no kernel writes: [Note: layouts with gaps]."""
+    if result.filled[0].dtype == torch.uint8:
+        return  # kernels write every byte of a wire
+    if any(value.has_gaps for value in arguments if isinstance(value, WireLayout)):
+        raise ValueError(
+            f"{operator.name}: expected `out` for a layout with gaps, whose elements would be arbitrary: pass it"
+        )
+
+
+def _fill(operator: Operator, arguments: list[Any], result: Result, outs: tuple[Tensor, ...]) -> None:
+    """Let the kernels of the device fill ``outs``. Kernels never see empty tensors, which have no address."""
+    if outs[0].numel():
+        kernels_of(result.device.type).run(operator, arguments, result.counts, outs)

@@ -1,0 +1,133 @@
+"""Facts that Python and C++ both state, or must state, are the same: prototypes, structures and constants."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hf_zeropp import config
+from hf_zeropp.ops import format, frozen_format, frozen_reference, native
+from hf_zeropp.ops.register import OPERATORS
+
+SOURCES = Path(__file__).parents[2] / "ops"
+ABI = (SOURCES / "abi.h").read_text()
+
+
+def declarations(pattern: str) -> dict[str, tuple[str, list[tuple[str, str]]]]:
+    """Name: (type of the result, (type, name) of each argument), for each prototype of abi.h that matches ``pattern``."""
+    found = re.findall(pattern + r"\(([^)]*)\);", ABI)
+    return {
+        name: (result.strip(), [argument(text) for text in arguments.split(",")]) for result, name, arguments in found
+    }
+
+
+def argument(text: str) -> tuple[str, str]:
+    """ "const float* initial" -> ("const float*", "initial")."""
+    c_type, name = " ".join(text.split()).rsplit(" ", 1)
+    return c_type, name
+
+
+KERNELS = declarations(r"ZEROPP_(KERNEL)\((\w+)\)")
+FUNCTIONS = declarations(r"ZEROPP_EXPORT ([\w* ]+?) ?(zeropp_\w+)")
+
+
+def test_every_operator_has_a_prototype():
+    assert KERNELS.keys() == OPERATORS.keys(), (
+        "an operator is declared in hf_zeropp/ops and not in ops/abi.h, or reversed"
+    )
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_prototypes_are_those_of_the_operators(name):
+    assert KERNELS[name][1] == OPERATORS[name].c_arguments
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+@pytest.mark.parametrize(("folder", "suffix"), [("cpu", "cpp"), ("cuda", "cu")])
+def test_every_operator_has_a_file_of_its_name(name, folder, suffix):
+    assert f"ZEROPP_KERNEL({name})" in (SOURCES / folder / f"{name}.{suffix}").read_text()
+
+
+def test_other_functions_are_those_of_native():
+    found = {
+        name: (result, tuple(c_type for c_type, _ in arguments)) for name, (result, arguments) in FUNCTIONS.items()
+    }
+    assert found == native.FUNCTIONS
+
+
+def test_ctypes_have_the_sizes_of_c_types():
+    sizes = {"int64_t": 8, "float": 4, "int": 4, "void*": 8, "const ZeroppLayout*": 8, "const char*": 8}
+    assert {name: ctypes.sizeof(native.ctypes_of(name)) for name in sizes} == sizes
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
+def test_abi_is_plain_c():
+    command = ["cc", "-std=c99", "-Wall", "-Werror", "-fsyntax-only", "-DZEROPP_ISA=test", f"-I{SOURCES}", "-xc", "-"]
+    subprocess.run(command, input='#include "abi.h"', text=True, check=True)
+
+
+def fields(structure: str) -> list[str]:
+    body = re.search(rf"struct {structure} {{(.*?)}};", ABI, re.DOTALL)[1]
+    return re.findall(r"(\w+);", re.sub("//.*", "", body))
+
+
+def test_structures_have_the_same_fields():
+    assert fields("ZeroppPart") == list(format.Part._fields)
+    assert fields("ZeroppLayout") == [name for name, _ in native.Layout._fields_]
+
+
+def constant(file: str, name: str) -> float:
+    """The value of a ``constexpr`` or an enumerator."""
+    text = (SOURCES / file).read_text()
+    expression = re.search(rf"\b{name} = ([^;,]+)[;,]", text)[1]
+    return eval(re.sub(r"(?<=[\dx])f\b", "", expression))
+
+
+@pytest.mark.parametrize(
+    ("file", "name", "expected"),
+    [
+        ("abi.h", "kOk", 0),
+        ("abi.h", "kParallelFailed", next(iter(native._STATUS))),
+        ("abi.h", "kCudaError", native._CUDA_ERROR),
+        ("format.h", "kMaxBlock", config.MAX_BLOCK),
+        ("format.h", "kCodesAtAByte", format.CODES_AT_A_BYTE),
+        ("format.h", "kScaleNaN", format.SCALE_NAN),
+        ("format.h", "kScaleMin", format.SCALE_MIN),
+        ("format.h", "kRotationSlice", format.ROTATION_SLICE),
+        ("format.h", "kRotationNorm", format.ROTATION_SLICE**-0.5),
+        ("frozen_format.h", "kMaxInputs", frozen_reference.MAX_INPUTS),
+        ("frozen_format.h", "kMatmulLanes", frozen_reference.LANES),
+        ("frozen_format.h", "kFrozenMin4", frozen_reference.MIN_CODE_4),
+        ("frozen_format.h", "kFrozenMax4", format.QMAX[4]),
+        ("frozen_format.h", "kNumTrials", len(frozen_reference.TRIALS)),
+        ("frozen_format.h", "kFixedOne", frozen_reference.FIXED_ONE),
+        ("cuda/rows.cuh", "kLanes", config.MIN_BLOCK),  # the least block of the kernels on rows is a warp of elements
+    ],
+)
+def test_constants_are_the_same(file, name, expected):
+    assert constant(file, name) == pytest.approx(expected, rel=1e-7)
+
+
+def test_trials_are_the_same():
+    landings = re.search(r"kLandings\[.*?\] = {(.*?)}", (SOURCES / "frozen_format.h").read_text())[1]
+    positive = tuple(float(text.strip(" f")) for text in landings.split(","))
+    assert (*positive, *(-landing for landing in positive)) == frozen_reference.TRIALS
+
+
+def test_dtype_codes_are_positions():
+    names = re.search(r"enum ZeroppDType {(.*?)}", ABI)[1].replace(" ", "").split(",")
+    assert [name[1:].lower() for name in names] == [str(dtype).removeprefix("torch.") for dtype in format.FLOAT_DTYPES]
+
+
+def test_limits_of_settings_are_those_of_the_formats():
+    assert format.MAX_BLOCK == config.MAX_BLOCK
+    for block in (config.MIN_BLOCK, config.MAX_BLOCK):
+        assert frozen_format.FrozenFormat(4, block).block == block
+    assert config.MIN_BLOCK % config.BLOCK_MULTIPLE == config.MIN_BLOCK % format.ROTATION_SLICE == 0
+    for bits in frozen_format.FROZEN_BITS:
+        assert config.ZeroPPConfig(frozen_bits=bits).frozen_bits == bits

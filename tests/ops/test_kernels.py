@@ -1,0 +1,180 @@
+"""Compiled kernels against the PyTorch reference, bit for bit, on every instruction set that this machine runs."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from op_cases import COMPILED, boundary_values, calls, make_case, needs_compiled, scale_significands
+from op_checks import check_everything, placed, same_bits
+
+from hf_zeropp import ops
+from hf_zeropp.ops import native
+from hf_zeropp.ops.format import CODES_AT_A_BYTE, FLOAT_DTYPES, QMAX, Segment, WireLayout
+from hf_zeropp.ops.kernels import ReferenceKernels
+from hf_zeropp.ops.register import OPERATORS
+
+pytestmark = pytest.mark.usefixtures("restore_kernels")
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def test_every_operator_is_compared():
+    """An operator without an entry in op_cases.calls would pass every test of this file."""
+    frozen = {name for name in OPERATORS if name.startswith("frozen_")}  # test_frozen_format.py compares these
+    assert calls(make_case(0)).keys() == OPERATORS.keys() - frozen
+
+
+def test_compiled_library_is_there():
+    """Everything below would be skipped without it."""
+    info = ops.kernel_info()
+    assert info.reason is None and info.library
+    assert info.cpu != "reference" or not COMPILED
+
+
+@needs_compiled
+@settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+@given(SEEDS, st.sampled_from([2100, 2100, 2100, 9000]))
+def test_every_operator_equals_the_reference(seed, max_numel):
+    kernels = [ops.CompiledKernels(native.cpu_library()[0], name) for name in COMPILED]
+    check_everything(kernels, make_case(seed, max_numel=max_numel), expected=ReferenceKernels())
+
+
+@pytest.mark.parametrize("kernels", [*COMPILED, "reference"])
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(SEEDS, st.integers(1, 5))
+def test_chunks_do_to_their_elements_what_the_whole_does(kernels, seed, count):
+    case = make_case(seed)
+    values, rows, columns = case.values, case.rows, case.columns
+    layout = WireLayout((Segment(s.numel, s.bits or None) for s in case.layout.segments), case.layout.block)
+    ops.set_kernels(kernels)
+    pieces = layout.chunks(count)
+    wires = [ops.quantize(values, piece, slice_rows=rows) for piece in pieces]
+    whole = ops.quantize(values, layout, slice_rows=rows)
+    decoded, total = torch.empty_like(values), torch.ones(columns * layout.numel)
+    for wire, piece in zip(wires, pieces, strict=True):
+        ops.dequantize(wire, piece, dtype=values.dtype, slice_rows=columns, out=decoded)
+        ops.dequantize_sum(wire, piece, num_sources=rows, initial=total, out=total)
+    assert same_bits(decoded, ops.dequantize(whole, layout, dtype=values.dtype, slice_rows=columns))
+    initial = torch.ones_like(total)
+    assert same_bits(total, ops.dequantize_sum(whole, layout, num_sources=rows, initial=initial))
+
+
+@needs_compiled
+@pytest.mark.parametrize("bits", QMAX)
+def test_every_quotient_of_bf16(bits):
+    """Every largest value of a block, and below it every value that does not plainly encode to zero."""
+    below = torch.arange(0x3C80, 0x4300, dtype=torch.int16).view(torch.bfloat16)  # 2^-6 to 2^7
+    first = {8: 0x4280, 4: 0x4000, 3: 0x4000, 2: 0x3F80}[bits]
+    largest = torch.arange(first, first + 128, dtype=torch.int16).view(torch.bfloat16)  # every significand
+    rows = [torch.cat([below[below <= top], -below[below <= top]]) for top in largest]
+    block = max(map(len, rows))
+    values = torch.stack([torch.nn.functional.pad(row, (0, block - len(row))) for row in rows])
+    layout = WireLayout([Segment(values.numel(), bits)], block)
+    ops.set_kernels("reference")
+    expected = ops.quantize(values, layout)
+    for name in COMPILED:
+        ops.set_kernels(name)
+        assert torch.equal(ops.quantize(values, layout), expected), name
+
+
+@needs_compiled
+@pytest.mark.parametrize("bits", QMAX)
+def test_every_boundary_between_codes(bits):
+    """Every significand of a scale, every boundary, and the floats beside it: a wrong division would show there."""
+    scales = scale_significands()
+    values = torch.cat([scales[:, None] * QMAX[bits], boundary_values(bits)], dim=1)
+    values = torch.nn.functional.pad(values, (0, -values.shape[1] % CODES_AT_A_BYTE))
+    layout = WireLayout([Segment(values.numel(), bits)], values.shape[1])
+    ops.set_kernels("reference")
+    expected = ops.quantize(values, layout)
+    stored = expected[: 2 * len(scales)].view(torch.bfloat16).float()
+    assert torch.equal(stored, scales)
+    for name in COMPILED:
+        ops.set_kernels(name)
+        assert torch.equal(ops.quantize(values, layout), expected), name
+
+
+@needs_compiled
+@pytest.mark.parametrize("bits", QMAX)
+def test_every_16_bit_float_in_and_out(bits):
+    """All bf16 and fp16 values, NaNs and denormals included, encoded and as raw; results of all three dtypes."""
+    patterns = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16)
+    layout = WireLayout([Segment(1 << 15, bits), Segment(1 << 15, None)], 64, torch.float32)
+    for dtype in (torch.bfloat16, torch.float16):
+        values = patterns.view(dtype)
+        for one in (values, values.flip(0)):
+            results = []
+            for name in ["reference", *COMPILED]:
+                ops.set_kernels(name)
+                wire = ops.quantize(one, layout)
+                results.append([ops.dequantize(wire, layout, dtype=out) for out in FLOAT_DTYPES])
+            for result in results[1:]:
+                assert all(map(same_bits, result, results[0]))
+
+
+def test_fp32_to_16_bit_conversion():
+    """Around every rounding boundary of fp16, as raw; also the large and the small."""
+    halves = torch.arange(0x7C00, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    middle = (halves[:-1] + halves[1:]) / 2
+    values = (middle.view(torch.int32)[:, None] + torch.tensor([-1, 0, 1], dtype=torch.int32)).flatten()
+    values = torch.cat([values.view(torch.float32), torch.tensor([65519.99, 65520.0, 1e30, 1e-30, math.inf])])
+    for dtype in (torch.bfloat16, torch.float16):
+        layout = WireLayout([Segment(values.numel(), None)], 64, dtype)
+        for name in ops.kernel_info().available:
+            ops.set_kernels(name)
+            decoded = ops.dequantize(ops.quantize(values, layout), layout, dtype=dtype)
+            assert same_bits(decoded, values.to(dtype)), name
+
+
+@pytest.mark.parametrize("flush", [False, True])
+@pytest.mark.parametrize("name", ops.kernel_info().available)
+def test_flush_to_zero_changes_nothing(name, flush):
+    exponents = torch.linspace(-149, 120, 64 * 256)
+    values = torch.exp2(exponents) * torch.where(torch.arange(64 * 256) % 2 == 0, 1.0, -1.0)
+    layout = WireLayout([Segment(values.numel(), 8), Segment(values.numel(), 4)], 64)
+    values = values.repeat(2)
+    ops.set_kernels("reference")
+    expected = ops.quantize(values, layout)
+    ops.set_kernels(name)
+    if not torch.set_flush_denormal(flush) and flush:
+        pytest.skip("this machine has no flush-to-zero mode")
+    try:
+        wire = ops.quantize(values, layout)
+        decoded = ops.dequantize(wire, layout, dtype=torch.float32)
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(wire, expected)
+    assert torch.equal(decoded, ops.dequantize(wire, layout, dtype=torch.float32))
+
+
+@needs_compiled
+@pytest.mark.parametrize("bits", QMAX)
+def test_threads_and_streaming_change_nothing(bits):
+    """Slices large enough for several threads, and for results that bypass the caches; addresses aligned and not."""
+    layout = WireLayout([Segment(9_000_001, bits), Segment(77, None), Segment(2_000_000, 4)], 128)
+    base_layout = WireLayout([Segment(segment.numel, None) for segment in layout.segments], 128)
+    residual_layout = WireLayout([Segment(s.numel, s.bits and 8) for s in layout.segments], 128)
+    values, threads = torch.randn(layout.numel), torch.get_num_threads()
+    results = []
+    try:
+        for name, count in ((COMPILED[0], 1), (COMPILED[0], 2), (COMPILED[-1], 2)):
+            ops.set_kernels(name)
+            torch.set_num_threads(count)
+            input = placed(values, len(results))
+            base, residual = ops.quantize(input * 0.9, base_layout), torch.zeros(residual_layout.nbytes).byte()
+            wire = ops.quantize_difference(input, base, base_layout, layout)
+            ops.dequantize_update(wire, layout, base, base_layout, out=base)
+            decoded = ops.dequantize(wire, layout, dtype=torch.bfloat16)
+            total = ops.dequantize_sum(wire, layout, num_sources=1)
+            sent = ops.quantize_with_feedback(
+                wire, layout, layout, residual, residual_layout, num_sources=1, initial=input, rotate=True
+            )
+            results.append((ops.quantize(input, layout, rotate=True), wire, base, decoded, total, sent, residual))
+    finally:
+        torch.set_num_threads(threads)
+    for result in results[1:]:
+        assert all(map(torch.equal, result, results[0]))

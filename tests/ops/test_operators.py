@@ -1,0 +1,213 @@
+"""The operators within PyTorch: ``out``, tracing, fake tensors, and checks that say what was expected."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from hf_zeropp import ops
+from hf_zeropp.ops.format import GAP, Segment, WireLayout
+
+LAYOUT = WireLayout([Segment(300, 8), Segment(5, None), Segment(0, 8), Segment(33, 4)], 64)
+LARGE = WireLayout([Segment(6_000_001, 8), Segment(7, None), Segment(5_000_001, 4)], 256)  # results bypass the caches
+BASE = WireLayout([Segment(300, None), Segment(5, None), Segment(0, 8), Segment(33, 4)], 32)
+RESIDUAL = WireLayout([Segment(300, 8), Segment(5, None), Segment(0, 8), Segment(33, 8)], 64)
+OTHER = WireLayout([Segment(LAYOUT.numel, 8)], 64)
+WITH_GAP = WireLayout([*LAYOUT.segments[:-1], Segment(33, GAP)], 64)
+BLOCKS_OF_48 = WireLayout(LAYOUT.segments, 48)
+
+VALUES = torch.zeros(4, LAYOUT.numel)
+WIRE = torch.zeros(4 * LAYOUT.nbytes, dtype=torch.uint8)
+HELD = torch.zeros(4 * BASE.nbytes, dtype=torch.uint8)
+LEFT_OUT = torch.zeros(4 * RESIDUAL.nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, LARGE], ids=["small", "large"])
+def test_out_is_filled_completely(layout):
+    values = torch.randn(2, layout.numel)
+    wire = ops.quantize(values, layout)
+    calls = [
+        lambda **out: ops.quantize(values, layout, **out),
+        lambda **out: ops.dequantize(wire, layout, dtype=torch.bfloat16, **out),
+        lambda **out: ops.dequantize_sum(wire, layout, num_sources=2, **out),
+        lambda **out: ops.dequantize_sum_quantize(wire, layout, layout, num_sources=2, **out),
+        lambda **out: ops.quantize_difference(values, wire, layout, layout, **out),
+        lambda **out: ops.dequantize_update(wire, layout, wire, layout, **out),
+    ]
+    for call in calls:
+        expected = call()
+        for poison in (0x00, 0xA5):
+            guarded = torch.full((expected.nbytes + 64,), poison, dtype=torch.uint8)
+            out = guarded[32:-32].view(expected.dtype)
+            assert call(out=out) is out and torch.equal(out, expected.flatten())
+            assert (guarded[:32] == poison).all() and (guarded[-32:] == poison).all()
+
+
+def test_empty(restore_kernels):
+    none = torch.empty(0, dtype=torch.uint8)
+    for name in ops.kernel_info().available:
+        ops.set_kernels(name)
+        for layout in (WireLayout([], 64), WireLayout([Segment(0, 4), Segment(0, None)], 64)):
+            assert ops.quantize(torch.empty(0), layout).shape == (0,)
+            assert ops.dequantize(none, layout, dtype=torch.float16).shape == (0,)
+            assert ops.dequantize_sum(none, layout, num_sources=4).shape == (0, 0)
+            assert ops.quantize_difference(torch.empty(0), none, layout, layout).shape == (0,)
+            assert ops.dequantize_update(none, layout, none, layout).shape == (0,)
+            assert ops.quantize_with_feedback(none, layout, layout, none, layout, num_sources=2).shape == (0, 0)
+        assert ops.quantize(torch.empty(0, 10), WireLayout([Segment(10, 8)], 64)).shape == (0,)
+
+
+def spec_arguments(*arguments):
+    """Arguments as the registered operators take them."""
+    return tuple(value.spec if isinstance(value, WireLayout) else value for value in arguments)
+
+
+SUMS = torch.zeros(2, LAYOUT.numel)
+HALF_WIRE = WIRE[: 2 * LAYOUT.nbytes]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "out"),
+    [
+        ("quantize", (VALUES, LAYOUT, 2, True), WIRE),
+        ("dequantize", (WIRE, LAYOUT, torch.bfloat16, 2), VALUES.bfloat16()),
+        ("dequantize_sum", (WIRE, LAYOUT, 2, SUMS, 0.5, torch.float16, True), SUMS.half()),
+        ("dequantize_sum_quantize", (WIRE, LAYOUT, LAYOUT, 2, None), HALF_WIRE),
+        ("quantize_difference", (VALUES, HELD, BASE, LAYOUT), WIRE),
+        ("dequantize_update", (WIRE, LAYOUT, HELD, BASE), HELD),
+        ("quantize_with_feedback", (WIRE, LAYOUT, LAYOUT, RESIDUAL, 1, VALUES, True, 0.9, 0.5, LEFT_OUT), WIRE),
+        ("quantize_with_feedback", (None, LAYOUT, LAYOUT, RESIDUAL, 0, VALUES, False, 1.0, 1.0, LEFT_OUT), WIRE),
+    ],
+)
+def test_opcheck(name, arguments, out):
+    arguments = spec_arguments(*arguments)
+    torch.library.opcheck(getattr(torch.ops.zeropp, name), arguments)
+    torch.library.opcheck(getattr(torch.ops.zeropp, f"{name}_out"), (*arguments, out.clone()))
+
+
+def test_torch_compile():
+    def exchange(values, accumulator):
+        wire = ops.quantize(values * 2, LAYOUT, slice_rows=2)
+        ops.dequantize_sum(wire, LAYOUT, num_sources=2, initial=accumulator, out=accumulator)
+        summed = ops.dequantize_sum_quantize(wire, LAYOUT, LAYOUT, num_sources=2)
+        return ops.dequantize(summed, LAYOUT, dtype=torch.float32) + accumulator.flatten()
+
+    values, accumulators = torch.randn(4, LAYOUT.numel), [torch.randn(2, LAYOUT.numel)] * 2
+    accumulators[1] = accumulators[0].clone()
+    expected = exchange(values, accumulators[0])
+    compiled = torch.compile(exchange, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(values, accumulators[1]), expected)
+    assert torch.equal(*accumulators)
+
+
+def test_fake_tensors():
+    with FakeTensorMode():
+        values, held = torch.empty(4, LAYOUT.numel), torch.empty(4, BASE.nbytes, dtype=torch.uint8)
+        wire = ops.quantize(values, LAYOUT, slice_rows=2)
+        assert wire.shape == (4 * LAYOUT.nbytes,) and wire.dtype == torch.uint8
+        total = ops.dequantize_sum(wire, LAYOUT, num_sources=2, dtype=torch.bfloat16)
+        assert total.shape == (2, LAYOUT.numel) and total.dtype == torch.bfloat16
+        difference = ops.quantize_difference(values, held, BASE, LAYOUT)
+        assert difference.shape == (4 * LAYOUT.nbytes,) and difference.dtype == torch.uint8
+        assert ops.dequantize_update(difference, LAYOUT, held, BASE).shape == (4 * BASE.nbytes,)
+        residual = torch.empty(4 * RESIDUAL.nbytes, dtype=torch.uint8)
+        sent = ops.quantize_with_feedback(wire, LAYOUT, LAYOUT, residual, RESIDUAL, num_sources=1)
+        assert sent.shape == (4, LAYOUT.nbytes) and sent.dtype == torch.uint8
+        with pytest.raises(ValueError, match="whole slices"):
+            ops.quantize(values[:, 1:].contiguous(), LAYOUT)
+
+
+# ---- Errors.
+
+
+def check_error(error, match, call):
+    with pytest.raises(error, match=match):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (TypeError, "^quantize: expected input of dtype.*got torch.int32", lambda: ops.quantize(VALUES.int(), LAYOUT)),
+        (ValueError, "input contiguous.*strides", lambda: ops.quantize(VALUES.t(), LAYOUT)),
+        (ValueError, f"slices of {LAYOUT.numel} elements, got 7", lambda: ops.quantize(torch.zeros(7), LAYOUT)),
+        (ValueError, "slice_rows.*divides 4 slices, got 3", lambda: ops.quantize(VALUES, LAYOUT, slice_rows=3)),
+        (ValueError, "multiple of 32 to rotate, got 48", lambda: ops.quantize(VALUES, BLOCKS_OF_48, rotate=True)),
+        (ValueError, "slice_rows >= 1", lambda: ops.quantize(VALUES, LAYOUT, slice_rows=0)),
+        (ValueError, "^quantize: expected out with .* elements", lambda: ops.quantize(VALUES, LAYOUT, out=WIRE[1:])),
+        (TypeError, "out of dtype torch.uint8", lambda: ops.quantize(VALUES, LAYOUT, out=WIRE.char())),
+        (ValueError, "on cpu, got meta", lambda: ops.quantize(VALUES, LAYOUT, out=WIRE.to("meta"))),
+        (TypeError, "wire of dtype torch.uint8", lambda: ops.dequantize(VALUES, LAYOUT, dtype=torch.float32)),
+        (ValueError, "wire to hold whole", lambda: ops.dequantize(WIRE[1:], LAYOUT, dtype=torch.float32)),
+        (TypeError, "got torch.float64", lambda: ops.dequantize(WIRE, LAYOUT, dtype=torch.float64)),
+        (TypeError, "out of dtype", lambda: ops.dequantize(WIRE, LAYOUT, dtype=torch.float16, out=VALUES)),
+    ],
+)
+def test_wire_errors_say_expected_got_and_remedy(error, match, call):
+    check_error(error, match, call)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "options"),
+    [
+        (ValueError, "num_sources.*got 3", dict(num_sources=3)),
+        (TypeError, "initial of dtype torch.float32", dict(initial=SUMS.half())),
+        (ValueError, f"initial with {2 * LAYOUT.numel} elements", dict(initial=VALUES)),
+        (ValueError, "on cpu, got meta", dict(initial=SUMS.to("meta"))),
+        (
+            ValueError,
+            "dequantize_sum: expected a block that is a multiple of 32",
+            dict(layout=BLOCKS_OF_48, rotate=True),
+        ),
+        (ValueError, "equal segment sizes, got .*300.* and .338.", dict(out_layout=OTHER)),
+        (ValueError, "with the same gaps", dict(out_layout=WITH_GAP)),
+    ],
+)
+def test_sum_errors_say_expected_got_and_remedy(error, match, options):
+    def call(layout=LAYOUT, num_sources=2, **options):
+        if "out_layout" in options:
+            return ops.dequantize_sum_quantize(WIRE, layout, num_sources=num_sources, **options)
+        return ops.dequantize_sum(WIRE, layout, num_sources=num_sources, **options)
+
+    check_error(error, match, lambda: call(**options))
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "call"),
+    [
+        (ValueError, "equal segment sizes", lambda: ops.quantize_difference(VALUES, HELD, OTHER, LAYOUT)),
+        (ValueError, "base with .* elements", lambda: ops.quantize_difference(VALUES, HELD[1:], BASE, LAYOUT)),
+        (TypeError, "input of dtype", lambda: ops.quantize_difference(VALUES.int(), HELD, BASE, LAYOUT)),
+        (ValueError, "equal segment sizes", lambda: ops.dequantize_update(WIRE, LAYOUT, HELD, OTHER)),
+        (TypeError, "base of dtype torch.uint8", lambda: ops.dequantize_update(WIRE, LAYOUT, HELD.char(), BASE)),
+        (ValueError, "wire to hold whole slices", lambda: ops.dequantize_update(WIRE[1:], LAYOUT, HELD, BASE)),
+    ],
+)
+def test_delta_errors_say_expected_got_and_remedy(error, match, call):
+    check_error(error, match, call)
+
+
+@pytest.mark.parametrize(
+    ("match", "options"),
+    [
+        (r"a decay in \(0, 1\], got 0", dict(decay=0.0)),
+        (r"a decay in \(0, 1\], got 1.5", dict(decay=1.5)),
+        ("a wire, or num_sources=0 and what to start from", dict(wire=None, num_sources=0)),
+        ("a wire, or num_sources=0 and what to start from", dict(wire=None, num_sources=1, initial=VALUES)),
+        ("quantize the parts that out_layout quantizes", dict(out_layout=BASE)),
+        ("blocks of out_layout, 64, got 32", dict(residual_layout=WireLayout(RESIDUAL.segments, 32))),
+        ("residual with .* elements", dict(residual=LEFT_OUT[1:])),
+        (
+            "multiple of 32 to rotate, got 48",
+            dict(out_layout=BLOCKS_OF_48, residual_layout=WireLayout(RESIDUAL.segments, 48), rotate=True),
+        ),
+    ],
+)
+def test_feedback_errors_say_expected_got_and_remedy(match, options):
+    def call(wire=WIRE, out_layout=LAYOUT, residual=LEFT_OUT, residual_layout=RESIDUAL, num_sources=1, **options):
+        ops.quantize_with_feedback(
+            wire, LAYOUT, out_layout, residual, residual_layout, num_sources=num_sources, **options
+        )
+
+    check_error(ValueError, match, lambda: call(**options))

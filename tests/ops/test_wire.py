@@ -1,0 +1,133 @@
+"""``quantize`` and ``dequantize`` keep the format's promises, whichever kernels run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from hf_zeropp import ops
+from hf_zeropp.ops.blocks import rotate_slices
+from hf_zeropp.ops.format import FLOAT_DTYPES, GAP, QMAX, ROTATION_SLICE, SCALE_NAN, Segment, WireLayout
+
+
+@pytest.fixture(params=ops.kernel_info().available, autouse=True)
+def kernels(request, restore_kernels):
+    ops.set_kernels(request.param)
+
+
+@pytest.mark.parametrize("bits", QMAX)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_round_trip_error_is_half_a_step(bits, dtype):
+    block, n = 64, 64 * 100
+    values = (torch.randn(n) * torch.logspace(-3, 3, n)).to(dtype)
+    layout = WireLayout([Segment(n, bits)], block)
+    decoded = ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32)
+    amax = values.float().view(-1, block).abs().amax(1, keepdim=True)
+    step = amax / QMAX[bits] * (1 + 2.0**-7)  # rounding the scale up to bf16 costs at most one part in 128
+    error = (decoded - values.float()).view(-1, block).abs()
+    assert (error <= step / 2 * (1 + 1e-5)).all()
+    assert (error > step / 8).any()
+
+
+@pytest.mark.parametrize("bits", QMAX)
+def test_the_maximum_is_never_clipped(bits):
+    """A block of equal values is coded as qmax; the scale was rounded up, so it decodes to no less."""
+    values = (torch.rand(512) + 1.0).repeat_interleave(8)
+    layout = WireLayout([Segment(4096, bits)], 8)
+    decoded = ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32)
+    assert ((decoded - values).abs() <= values / (2 * QMAX[bits]) * (1 + 2.0**-7)).all()
+    scales = ops.quantize(values, layout)[: 2 * 512].view(torch.bfloat16).double()
+    assert (scales * QMAX[bits] >= values[::8].double() * (1 - 2.0**-24)).all()
+
+
+@pytest.mark.parametrize("bits", QMAX)
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_a_block_with_nan_or_inf_decodes_to_nan(bits, poison):
+    values = torch.ones(3 * 64)
+    values[64 + 5] = poison
+    layout = WireLayout([Segment(3 * 64, bits)], 64)
+    wire = ops.quantize(values, layout)
+    assert wire[:6].view(torch.int16)[1] == SCALE_NAN and not wire[layout.parts[0].codes :][8 * bits : 16 * bits].any()
+    decoded = ops.dequantize(wire, layout, dtype=torch.bfloat16).view(3, 64)
+    assert decoded[1].isnan().all() and not decoded[[0, 2]].isnan().any()
+
+
+@pytest.mark.parametrize("bits", QMAX)
+def test_tiny_blocks_decode_to_positive_zero(bits):
+    just_below = QMAX[bits] * 2.0**-100 * (1 - 2.0**-7)
+    values = torch.tensor([-0.0, 1e-45, -1e-38, -just_below, -QMAX[bits] * 2.0**-100]).repeat_interleave(64)
+    layout = WireLayout([Segment(values.numel(), bits)], 64)
+    decoded = ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32)
+    assert torch.equal(decoded[: 4 * 64].view(torch.int32), torch.zeros(4 * 64, dtype=torch.int32))
+    assert torch.equal(decoded[4 * 64 :], values[4 * 64 :])
+
+
+@pytest.mark.parametrize(
+    ("bits", "values", "packed"),
+    [
+        (4, [7.0, -7.0, 1.0, 0.0, -3.0], [0x97, 0x01, 0x0D]),
+        (3, [3.0, -3.0, 1.0, 0.0, -1.0], [0b01_101_011, 0b0_111_000_0]),
+        (2, [1.0, -1.0, 1.0, 0.0, -1.0], [0b00_01_11_01, 0b11]),
+    ],
+)
+def test_first_codes_are_in_the_lowest_bits(bits, values, packed):
+    wire = ops.quantize(torch.tensor(values), WireLayout([Segment(5, bits)], 8))
+    assert wire.tolist() == [0x80, 0x3F, *[0] * 14, *packed, *[0] * (16 - len(packed))]
+
+
+def test_slice_rows_permute():
+    """Rank order y * N + x to [x, y] and back."""
+    num_nodes, ranks_per_node, n = 3, 2, 40
+    layout = WireLayout([Segment(n, 8)], 8)
+    values = torch.randn(num_nodes, ranks_per_node, n)
+    wire = ops.quantize(values, layout, slice_rows=num_nodes)
+    assert torch.equal(wire, ops.quantize(values.transpose(0, 1).contiguous(), layout))
+    back = ops.dequantize(wire, layout, dtype=torch.float32, slice_rows=ranks_per_node)
+    assert torch.equal(back, ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32))
+
+
+def test_elements_in_gaps_are_never_made_up():
+    layout = WireLayout([Segment(64, 8), Segment(64, GAP)], 32)
+    with pytest.raises(ValueError, match="dequantize: expected `out` for a layout with gaps"):
+        ops.dequantize(ops.quantize(torch.ones(128), layout), layout, dtype=torch.float32)
+
+
+# ---- Rotations.
+
+
+def test_rotating_twice_gives_the_values_back():
+    """The matrix is its own inverse, and each of 5 sums and a product loses half an ulp: of 32 values of norm r, 6 * 2^-24 r.
+
+    Two rotations may be off by 12 * 2^-24 of a slice's norm, and so may any element of it.
+    """
+    values = torch.randn(1000, ROTATION_SLICE) * torch.logspace(-10, 10, 1000)[:, None]
+    twice = rotate_slices(rotate_slices(values))
+    norms = values.double().norm(dim=1, keepdim=True)
+    assert ((twice.double() - values.double()).abs() <= 12 * 2.0**-24 * norms).all()
+    assert torch.allclose(rotate_slices(values).double().norm(dim=1, keepdim=True), norms, rtol=1e-6)
+
+
+def test_rotation_is_the_hadamard_matrix():
+    matrix = torch.ones(1, 1)
+    while len(matrix) < ROTATION_SLICE:
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
+    assert torch.equal(rotate_slices(torch.eye(ROTATION_SLICE)), matrix * torch.tensor(ROTATION_SLICE**-0.5))
+
+
+@pytest.mark.parametrize("bits", [8, 4, 3])  # with 2 bits, errors are as large as values either way
+def test_rotation_spreads_a_large_element(bits):
+    """One element among small ones takes the codes of its whole block; rotated, every element of its slice shares it."""
+    torch.manual_seed(0)
+    values = torch.randn(64, 128)
+    values[:, 5] = 20.0
+    layout = WireLayout([Segment(values.numel(), bits), Segment(8, bits), Segment(40, None)], 128)
+    values = torch.cat([values.flatten(), torch.ones(48)])
+    rotated = ops.quantize(values, layout, rotate=True)
+    back = ops.dequantize_sum(rotated, layout, num_sources=1, rotate=True).flatten()
+    straight = ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32)
+    assert (back - values).square().mean() < (straight - values).square().mean() / 2
+    assert torch.equal(back[-48:], straight[-48:]), (
+        "elements behind the last whole slice, and raw parts, are not rotated"
+    )
