@@ -12,26 +12,26 @@ weights are on ``meta``. So every kind of adapter that PEFT can merge (LoRA, DoR
 from __future__ import annotations
 
 import json
+import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn as nn
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from hf_zeropp.files import MAX_JSON_BYTES, file_in, read_json, written_at_once
 from hf_zeropp.frozen.modules import CODES, SCALES
-from hf_zeropp.ops import frozen_format
-from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
+from hf_zeropp.integrations.base_checkpoint import BaseCheckpoint, tied_names
+from hf_zeropp.integrations.stored_tensors import INDEX, WEIGHT_DTYPES, WEIGHTS, tensors_in_files
 from hf_zeropp.sizes import parse_bytes
 
-INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def export(
@@ -57,29 +57,25 @@ def export(
         The folder.
 
     Raises:
-        ValueError: nothing to export, a folder that is not empty, or an adapter that does not fit the base.
+        ValueError: nothing to export, a folder that is not empty, an adapter that does not fit the base, or a file of either
+            that is damaged, incomplete or no safetensors. The message names it, and nothing is written.
     """
     output = Path(output)
     _require_new_folder(output)
-    base = _Base(_resolve_base(model, adapter))
+    base = BaseCheckpoint(_resolve_base(model, adapter))
     merger = _Merger(base.skeleton, adapter) if adapter is not None else None
     output.parent.mkdir(parents=True, exist_ok=True)
     # A run that fails or is interrupted must not leave a folder that looks like a model.
-    folder = Path(tempfile.mkdtemp(prefix=f".{output.name}-", dir=output.parent))
-    try:
+    with written_at_once(output) as folder:
+        folder.mkdir()
         writer = _ShardWriter(folder, parse_bytes(max_shard_size), dtype)
         _write_weights(tqdm(base, desc="Exporting", disable=not show_progress), merger, writer)
         _copy_companions(base.path, folder, dtype, unties=merger is not None and merger.unties)
-        folder.chmod(0o755)  # mkdtemp keeps other users out
-        folder.rename(output)  # replaces an empty folder
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
     return output
 
 
 def _require_new_folder(output: Path) -> None:
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if os.path.lexists(output) and (output.is_symlink() or not output.is_dir() or any(output.iterdir())):
         raise ValueError(
             f"{str(output)!r} exists and is not an empty folder; nothing was written. Choose another --output."
         )
@@ -99,11 +95,8 @@ def _resolve_base(model: str | Path | None, adapter: str | Path | None) -> Path:
     if model is None:
         if adapter is None:
             raise ValueError("Nothing to export: give --model (a packed or 16-bit base), --adapter, or both.")
-        config_file = Path(adapter) / "adapter_config.json"
-        if not config_file.is_file():
-            raise ValueError(f"{str(adapter)!r} is no PEFT adapter folder: it has no adapter_config.json.")
-        model = json.loads(config_file.read_text()).get("base_model_name_or_path")
-        if not model:
+        model = _read_adapter_config(Path(adapter)).get("base_model_name_or_path")
+        if not model or not isinstance(model, str):
             raise ValueError("The adapter's config does not name its base model: give --model.")
     path = Path(model)
     if not path.is_dir():
@@ -112,68 +105,23 @@ def _resolve_base(model: str | Path | None, adapter: str | Path | None) -> Path:
         path = Path(
             snapshot_download(str(model), allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"])
         )
-    if not any(path.glob("*.safetensors")):
-        raise ValueError(f"{str(path)!r} holds no safetensors weights.")
     return path
 
 
-class _Base:
-    """A checkpoint folder. Iterating over it reads one tensor after the other, under the names of the unpacked model."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.skeleton = _skeleton(path)
-        self._config = json.loads((path / "config.json").read_text())
-        quantization = self._config.get("quantization_config") or {"quant_method": "zeropp"}
-        if quantization.get("quant_method") != "zeropp":
-            raise ValueError(
-                f"The base was quantized by {quantization.get('quant_method')!r}; export reads 16-bit bases and those packed "
-                "with ZeroPPQuantConfig. Give the 16-bit base as --model."
-            )
-        self._format = FrozenFormat(quantization.get("bits", 8), quantization.get("block", DEFAULT_BLOCK))
-        self._columns: dict[str, int] = {
-            name: param.shape[-1] for name, param in self.skeleton.named_parameters() if param.ndim
-        }
-        self._files: dict[str, Path] = {}  # where each tensor is stored
-        for file in sorted(path.glob("*.safetensors")):
-            with safe_open(file, "pt") as tensors:
-                self._files |= dict.fromkeys(tensors.keys(), file)
-
-    def __len__(self) -> int:
-        return sum(not name.endswith(SCALES) for name in self._files)  # codes and scales make one tensor
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self._files:
-            if name.endswith(CODES) and name.removesuffix(CODES) in self._columns:
-                yield name.removesuffix(CODES), self._decode(name.removesuffix(CODES))
-            elif not name.endswith(SCALES):
-                yield name, self._stored(name)
-
-    def _decode(self, name: str) -> Tensor:
-        codes, scales = self._stored(name + CODES), self._stored(name + SCALES)
-        return frozen_format.unpack(codes, scales, self._columns[name], self._format, torch.float32)
-
-    def _stored(self, name: str) -> Tensor:
-        with safe_open(self._files[name], "pt") as tensors:
-            return tensors.get_tensor(name)
+def _read_adapter_config(adapter: Path) -> dict[str, Any]:
+    if not (adapter / ADAPTER_CONFIG).exists():
+        raise ValueError(f"{str(adapter)!r} is no PEFT adapter folder: it has no {ADAPTER_CONFIG}.")
+    return read_json(adapter, ADAPTER_CONFIG)
 
 
 class _Merger:
     """An adapter on a base that lies on ``meta``. Each layer holds its weight only for the moment in which it is merged."""
 
     def __init__(self, skeleton: nn.Module, adapter: str | Path) -> None:
-        from peft import PeftConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import ModulesToSaveWrapper
 
-        config = PeftConfig.from_pretrained(str(adapter))
-        config.inference_mode = False  # so that the adapter's parameters are the trainable ones
-        # The weights are loaded below. Some initializations (PiSSA, LoftQ) would compute with a base that has no values.
-        config.init_lora_weights = True
-        with torch.device("meta"):
-            model = get_peft_model(skeleton, config)
-        _materialize_trainable(model)
-        set_peft_model_state_dict(model, load_peft_weights(str(adapter), device="cpu"))
+        model = _with_adapter(skeleton, Path(adapter))
         root = model.get_base_model()
         self._layers: dict[str, Any] = {  # BaseTunerLayers
             name: module for name, module in root.named_modules() if isinstance(module, BaseTunerLayer)
@@ -182,7 +130,7 @@ class _Merger:
             name: module for name, module in root.named_modules() if isinstance(module, ModulesToSaveWrapper)
         }
         self._left = set(self._layers)
-        self._tied = getattr(skeleton, "all_tied_weights_keys", {})
+        self._tied = tied_names(skeleton)
         self.unties = False  # whether an adapter is on one of two tied weights, which makes them two
 
     def merge(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -221,7 +169,70 @@ class _Merger:
             )
 
 
-def _materialize_trainable(model: nn.Module) -> None:
+def _mergeable_config(adapter: Path) -> Any:
+    """Return the adapter's ``PeftConfig``, ready for merging."""
+    from peft import PeftConfig
+
+    settings = _read_adapter_config(adapter)
+    try:
+        config = PeftConfig.from_peft_type(**settings)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{str(adapter / ADAPTER_CONFIG)!r} is no config that PEFT knows: {error!r}") from error
+    # These add inputs, layers or other adapters to a model, which PEFT would read from wherever the config says.
+    if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type == "XLORA":
+        raise ValueError(f"{str(adapter)!r} holds an adapter of type {config.peft_type}, which has no merged form.")
+    config.inference_mode = False  # so that the adapter's parameters are the trainable ones
+    # The weights are loaded afterwards. Some initializations (PiSSA, LoftQ) would compute with a base that has no values.
+    config.init_lora_weights = True
+    return config
+
+
+def _with_adapter(skeleton: nn.Module, adapter: Path) -> Any:
+    """Return the ``PeftModel`` of the skeleton, which stays on ``meta``, with the values of the adapter."""
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    weights = _adapter_weights(adapter)
+    config = _mergeable_config(adapter)
+    try:
+        with torch.device("meta"):
+            model = get_peft_model(skeleton, config)
+        _materialize_trainable(model, max_numel=sum(weight.numel() for weight in weights.values()))
+        result = set_peft_model_state_dict(model, weights)
+    except Exception as error:  # a config that fits no model makes PEFT fail in any way
+        raise ValueError(f"The adapter {str(adapter)!r} does not fit the base: {error}") from error
+    # Tensors that were not loaded are uninitialized memory.
+    missing = {name for name, param in model.named_parameters() if param.requires_grad}.intersection(
+        result.missing_keys
+    )
+    if wrong := sorted(missing) or sorted(result.unexpected_keys):
+        problem = "lacks" if missing else "has too much"
+        raise ValueError(f"{str(adapter / ADAPTER_WEIGHTS)!r} {problem}: {wrong[0]} ({len(wrong)} tensors in all).")
+    return model
+
+
+def _adapter_weights(adapter: Path) -> dict[str, Tensor]:
+    """Read the adapter's tensors. In the place of a missing file PEFT itself would load a pickle, or ask the hub."""
+    from peft import load_peft_weights
+
+    file = file_in(adapter, ADAPTER_WEIGHTS)
+    # An adapter on an embedding is saved with the embedding. A packed one is left out here: the base has it.
+    stored = {name: tensor for name, tensor in tensors_in_files([file]).items() if not name.endswith((CODES, SCALES))}
+    for name, tensor in stored.items():
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise ValueError(f"{str(file)!r}: {name} is {tensor.dtype}; expected 16-bit or 32-bit weights.")
+        if not tensor.read(name).isfinite().all():
+            raise ValueError(f"{str(file)!r} is damaged: {name} holds values that are NaN or infinite.")
+    weights = load_peft_weights(str(adapter), device="cpu")
+    return {name: weight for name, weight in weights.items() if not name.endswith((CODES, SCALES))}
+
+
+def _materialize_trainable(model: nn.Module, max_numel: int) -> None:
+    """Allocate the trainable parameters, which ``max_numel`` values are there for."""
+    numel = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    if numel > max_numel:
+        raise ValueError(
+            f"{ADAPTER_CONFIG} describes {numel} values, and {ADAPTER_WEIGHTS} holds {max_numel}: size mismatch"
+        )
     for module in model.modules():
         for name, param in list(module.named_parameters(recurse=False)):
             if param.requires_grad:
@@ -239,18 +250,6 @@ def _merge_layer(layer: Any, weight: Tensor) -> Tensor:
     merged = base_layer.weight.data
     base_layer.weight = on_meta
     return merged
-
-
-def _skeleton(base: Path) -> nn.Module:
-    """Return the dense model on ``meta``, as the base's config describes it."""
-    import transformers
-
-    config = transformers.AutoConfig.from_pretrained(base)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    model_class: Any = getattr(transformers, (config.architectures or [""])[0], transformers.AutoModelForCausalLM)
-    with torch.device("meta"):
-        return model_class.from_config(config) if hasattr(model_class, "from_config") else model_class(config)
 
 
 class _ShardWriter:
@@ -308,7 +307,7 @@ def _copy_companions(base: Path, folder: Path, dtype: torch.dtype, *, unties: bo
         dtype: the dtype of the weights.
         unties: whether weights that were tied in the base are two in the output.
     """
-    config = json.loads((base / "config.json").read_text())
+    config = read_json(base, "config.json")
     config.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     if unties:
@@ -316,5 +315,5 @@ def _copy_companions(base: Path, folder: Path, dtype: torch.dtype, *, unties: bo
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in base.iterdir():
         is_companion = file.suffix in (".json", ".txt", ".model", ".jinja")
-        if is_companion and file.name not in ("config.json", INDEX, "adapter_config.json"):
-            shutil.copy(file, folder / file.name)
+        if is_companion and file.name not in ("config.json", INDEX, ADAPTER_CONFIG):
+            shutil.copyfile(file_in(base, file.name, MAX_JSON_BYTES), folder / file.name)

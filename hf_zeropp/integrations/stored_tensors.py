@@ -1,0 +1,119 @@
+"""The tensors of a checkpoint in safetensors: where each is stored, and whether the packed ones are what their format says.
+
+Everything is checked before the first tensor is used: from the headers, and for scales from their values. So a damaged checkpoint
+is refused at once, on all ranks alike, and with the file's name.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_zeropp.files import file_in, open_tensors, read_json
+from hf_zeropp.frozen.modules import CODES, SCALES
+from hf_zeropp.ops.frozen_format import FrozenFormat
+
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+# Names that safetensors gives to dtypes.
+WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
+_UINT8 = "U8"
+
+
+class StoredTensor(NamedTuple):
+    """One tensor of a checkpoint. ``dtype`` is a name of safetensors' ("BF16")."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    def read(self, name: str) -> Tensor:
+        """Return the tensor, which the file holds under ``name``."""
+        with open_tensors(self.file) as tensors:
+            return tensors.get_tensor(name)
+
+
+def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Find the tensors of a folder as Transformers does: in ``model.safetensors``, or in the files that its index names.
+
+    Raises:
+        ValueError: there are no such files, a file or the index is damaged, or the index names what is not there.
+    """
+    if (folder / WEIGHTS).exists():
+        return tensors_in_files([file_in(folder, WEIGHTS)])
+    if not (folder / INDEX).exists():
+        raise ValueError(f"{str(folder)!r} holds no safetensors weights: expected {WEIGHTS} or {INDEX}.")
+    weight_map = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+        raise ValueError(f"{str(folder / INDEX)!r} has no weight_map of names to files.")
+    stored = tensors_in_files(file_in(folder, file) for file in sorted(set(weight_map.values())))
+    for name, file in weight_map.items():
+        if name not in stored or stored[name].file.name != file:
+            raise ValueError(f"{str(folder / INDEX)!r} says that {file!r} holds {name}, but it does not.")
+    return stored
+
+
+def tensors_in_files(files: Iterable[Path]) -> dict[str, StoredTensor]:
+    """Read the headers of safetensors files.
+
+    Raises:
+        ValueError: a file is damaged or of another kind, or two hold tensors of one name.
+    """
+    stored: dict[str, StoredTensor] = {}
+    for file in files:
+        with open_tensors(file) as tensors:
+            for name in tensors.keys():
+                if name in stored:
+                    raise ValueError(f"Both {str(stored[name].file)!r} and {str(file)!r} hold {name}.")
+                header = tensors.get_slice(name)
+                stored[name] = StoredTensor(file, header.get_dtype(), tuple(header.get_shape()))
+    return stored
+
+
+def check_packed(stored: Mapping[str, StoredTensor], format: FrozenFormat) -> None:
+    """Check every packed weight of a checkpoint: both its tensors are there, fit the format and decode to finite values.
+
+    Args:
+        stored: the tensors of the checkpoint.
+        format: bits and block, as the checkpoint's config says.
+
+    Raises:
+        ValueError: a weight does not pass. The message names the file and the tensor.
+    """
+    scales_in: dict[Path, list[str]] = defaultdict(list)
+    for name, tensor in stored.items():
+        for suffix, other in ((CODES, SCALES), (SCALES, CODES)):
+            partner = name.removesuffix(suffix) + other
+            # A model may have tensors of its own with such names. They are floats, and ours are bytes.
+            if name.endswith(suffix) and tensor.dtype == _UINT8 and partner not in stored:
+                raise ValueError(f"{str(tensor.file)!r} holds {name}, and no file of the checkpoint holds {partner}.")
+        if name.endswith(SCALES) and (codes := stored.get(name.removesuffix(SCALES) + CODES)):
+            _check_pair(name, codes, tensor, format)
+            scales_in[tensor.file].append(name)
+    for file, names in scales_in.items():
+        with open_tensors(file) as tensors:
+            for name in names:
+                if not tensors.get_tensor(name).view(torch.bfloat16).isfinite().all():
+                    raise ValueError(f"{str(file)!r} is damaged: {name} holds scales that are NaN or infinite.")
+
+
+def _check_pair(name: str, codes: StoredTensor, scales: StoredTensor, format: FrozenFormat) -> None:
+    """Raise ``ValueError`` unless there is a weight whose codes and scales have these shapes. ``name`` is that of the scales."""
+    fits = False
+    if codes.dtype == scales.dtype == _UINT8 and codes.shape and scales.shape and codes.shape[:-1] == scales.shape[:-1]:
+        widest = codes.shape[-1] * 8 // format.bits
+        # In 4 bits the last byte of a row may hold one code or two.
+        fits = any(
+            (format.code_columns(columns), format.scale_columns(columns)) == (codes.shape[-1], scales.shape[-1])
+            for columns in {widest, max(widest - 1, 0)}
+        )
+    if not fits:
+        raise ValueError(
+            f"{str(scales.file)!r}: {name} is {scales.dtype} {scales.shape} beside codes that are {codes.dtype} "
+            f"{codes.shape}. These are no weight in {format.bits} bits and blocks of {format.block}."
+        )
