@@ -18,7 +18,6 @@ from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.comm.topology import Topology, get_topology, new_cpu_group
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
-from hf_zeropp.compat import check_silent_seams
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
@@ -72,7 +71,6 @@ def apply_zeropp(
     """
     if (handle := get_handle(model)) is not None:
         return handle.check_same_config(ZeroPPConfig.resolve(config))
-    check_silent_seams()
     require_process_group()
     model = without_compile_wrapper(model)
     plan = agree(model, config)

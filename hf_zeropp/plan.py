@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
+from hf_zeropp.compat import check_silent_seams
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import wants_check
@@ -102,6 +103,7 @@ def agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.
 
 
 def _make_plan(model: nn.Module, config: ZeroPPConfig) -> Plan:
+    check_silent_seams()  # here, where an error of one rank reaches all
     world_size = dist.get_world_size()
     units = find_units(model)
     if not units:

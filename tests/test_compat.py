@@ -11,7 +11,6 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 
 from hf_zeropp import compat
 from hf_zeropp.compat import SEAMS, TESTED, MovedNameError, Relation, Seam, check_silent_seams
@@ -175,12 +174,12 @@ def test_a_library_that_is_not_imported_is_left_alone(monkeypatch, library):
     check_silent_seams()
 
 
-@pytest.mark.parametrize("start", ["plugin", "callback", "apply"])
+@pytest.mark.parametrize("start", ["plugin", "callback"])
 def test_every_way_into_the_package_checks_at_start_up(monkeypatch, library, start):
-    from hf_zeropp import ZeroPPCallback, ZeroPPPlugin, apply_zeropp
+    from hf_zeropp import ZeroPPCallback, ZeroPPPlugin
 
     plant(monkeypatch, planted("somelib.core", "gone", is_silent=True))
-    ways = {"plugin": ZeroPPPlugin, "callback": ZeroPPCallback, "apply": lambda: apply_zeropp(torch.nn.Linear(1, 1))}
+    ways = {"plugin": ZeroPPPlugin, "callback": ZeroPPCallback}
     with pytest.raises(MovedNameError, match="somelib"):
         ways[start]()
 

@@ -17,6 +17,7 @@ from toy import EXACT, POLICIES, backward, full_gradients, make_lm, shard, token
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.apply import ZeroPPHandle
+from hf_zeropp.compat import MovedNameError
 from hf_zeropp.fsdp.comm_objects import CountedWeightGather
 from hf_zeropp.fsdp.units import find_units
 
@@ -206,6 +207,13 @@ def transpose(model: torch.nn.Module) -> None:
     model.blocks[1].up.weight = torch.nn.Parameter(model.blocks[1].up.weight.detach().T.contiguous())
 
 
+def attempt_with_a_moved_name(model: torch.nn.Module, is_moved: bool) -> str:
+    """Apply where the installed libraries are not those of the other ranks."""
+    error = MovedNameError("somelib 3.0 has no `gone`") if is_moved else None
+    with mock.patch("hf_zeropp.plan.check_silent_seams", side_effect=error):
+        return attempt(model, NODES)
+
+
 def run_mistakes(rank: int, file: str) -> dict[str, str]:
     plain = shard(make_lm())
     odd = {"qwz_bits": 8 if rank != 2 else 4} | NODES
@@ -229,6 +237,7 @@ def run_mistakes(rank: int, file: str) -> dict[str, str]:
         "bf16 on one rank": attempt(shard(make_lm().to(torch.bfloat16 if rank == 2 else torch.float32)), NODES),
         "another policy on one rank": attempt(shard(make_lm(), POLICIES["bf16" if rank == 1 else "fp32"]), NODES),
         "transposed on one rank": attempt(changed(transpose if rank == 3 else lambda model: None), NODES),
+        "another library on one rank": attempt_with_a_moved_name(plain, rank == 1),
         "mistake on one rank": attempt(plain, NODES if rank != 1 else {"qgz_bits": 5}),
         "file on one rank": attempt(plain, NODES if rank != 3 else file),
         "wrong type on one rank": attempt(plain, NODES if rank != 0 else 7),
@@ -266,6 +275,7 @@ def mistakes(tmp_path_factory) -> list[dict[str, str]]:
             "transposed on one rank",
             ["unit blocks.1 with weight (27, 12)", "rank 3 has unit blocks.1 with weight (12, 27)"],
         ),
+        ("another library on one rank", ["rank 1 says: MovedNameError: somelib 3.0 has no `gone`"]),
         ("mistake on one rank", ["rank 1", "qgz_bits must be one of (4, 8, None), got 5"]),
         ("file on one rank", ["rank 3", "Cannot read the ZeRO++ config file", "missing.yaml", "Check the path"]),
         ("wrong type on one rank", ["rank 0", "mapping", "int"]),
