@@ -17,11 +17,19 @@ before loading, with codes and scales on ``meta``, and the tensors are then read
 
 Transformers lists tied weights by name, target to source (``all_tied_weights_keys``). After packing a name stands for two
 parameters, so the list is rewritten, before loading or after it.
+
+[Note: damaged packed checkpoints]
+Transformers casts a tensor of another dtype, and fills in values of its own for one that is missing, with a warning. For codes
+and scales both give a model that computes nonsense. So a packed checkpoint is checked before it is loaded
+(stored_tensors.py), and afterwards every packed weight must have been loaded. Only safetensors are read: Transformers would
+also take a pickle where there are none.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,9 +39,11 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.quantizers.quantizers_utils import get_module_from_name
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_zeropp.frozen.modules import CODES, SCALES, Packed, convert_module, set_packed
+from hf_zeropp.files import check_file
+from hf_zeropp.frozen.modules import CODES, SCALES, Packed, convert_module, packed_modules, set_packed
 from hf_zeropp.frozen.packing import convert_frozen, is_packable, is_skipped
 from hf_zeropp.frozen.weight import PackedWeight
+from hf_zeropp.integrations.stored_tensors import check_packed, tensors_in_files
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
 
@@ -53,7 +63,7 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
         quant_method: the name under which Transformers finds this class; not to be set.
 
     Raises:
-        ValueError: ``bits`` or ``block`` is none of those supported.
+        ValueError: ``bits`` or ``block`` is none of those supported, or ``skip`` is no list of names.
     """
 
     bits: int = 4
@@ -66,6 +76,8 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
 
     def post_init(self) -> None:
         """Check the settings. Transformers calls this when it reads them from a checkpoint."""
+        if not isinstance(self.skip, (list, tuple, set)) or not all(isinstance(name, str) for name in self.skip):
+            raise ValueError(f'skip must be a list of module names, such as ["lm_head"], got {self.skip!r}.')
         self.skip = list(self.skip)
         self.format  # noqa: B018 - checks bits and block
 
@@ -107,14 +119,20 @@ class ZeroPPQuantizer(HfQuantizer):
         """Bytes of an element, for Transformers' estimates of memory."""
         return self.quantization_config.bits / 8
 
-    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
-        """Make modules packed ones, whose parameters a packed checkpoint names."""
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
+    ) -> None:
+        """Check a packed checkpoint, and make modules packed ones, whose parameters it names."""
         if self.pre_quantized:
+            if checkpoint_files is not None:  # None: the caller passed a state dict
+                _check_files([Path(file) for file in checkpoint_files], model, self.quantization_config)
             convert_frozen(model, self.quantization_config.format, self._skip(model), frozen_only=False)
             model.all_tied_weights_keys = _tied_keys(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         """Make modules packed ones that were tied to one, and still hold its weight as a parameter."""
+        if self.pre_quantized:
+            _check_loaded(model)
         for module in model.modules():
             for name, param in list(module.named_parameters(recurse=False)):
                 if isinstance(param, PackedWeight):
@@ -172,6 +190,31 @@ class PackOnLoad(ConversionOps):
             if missing_keys is not None:
                 missing_keys.discard(full_name)
         return {}
+
+
+def _check_files(files: list[Path], model: PreTrainedModel, config: ZeroPPQuantConfig) -> None:
+    """Raise ``ValueError`` unless the files are whole and what ``config`` says. See [Note: damaged packed checkpoints]."""
+    source = Path(str(model.config.name_or_path))
+    for file in files:  # an index can name files anywhere on this machine
+        check_file(file, source if source.is_dir() else file.parent)
+    stored = tensors_in_files(files)
+    check_packed(stored, config.format)
+    for name, tensor in stored.items():
+        if name.endswith(CODES) and is_skipped(name.removesuffix(CODES).rpartition(".")[0], config.skip):
+            raise ValueError(f"{str(tensor.file)!r} holds {name}, but config.json says skip={config.skip}.")
+
+
+def _check_loaded(model: PreTrainedModel) -> None:
+    """Raise ``ValueError`` if a packed weight was not loaded. See [Note: damaged packed checkpoints]."""
+    for module_name, module in packed_modules(model):
+        for name in (name + suffix for name in module.packed_forms for suffix in (CODES, SCALES)):
+            param = getattr(module, name)
+            # Transformers marks what it loads. What it offloads to a disk stays on ``meta``.
+            if param.device.type != "meta" and not getattr(param, "_is_hf_initialized", False):
+                raise ValueError(
+                    f"The packed checkpoint {str(model.config.name_or_path)!r} does not fit {type(model).__name__}: it holds "
+                    f"no {module_name}.{name} of the right shape. If that is a new layer, load a checkpoint in 16 bits."
+                )
 
 
 def _tied_keys(model: PreTrainedModel) -> dict[str, str]:
