@@ -10,7 +10,7 @@ from pathlib import Path
 
 from differential.campaign import Campaign, Failure, blame, shorten
 from differential.cases import Case
-from differential.generate import WORLDS, generate
+from differential.generate import NEVER, WORLDS, generate
 from differential.hazards import HAZARDS
 from differential.pool import HANG_S, World
 from differential.rank import Job
@@ -41,8 +41,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--plant", default=None, help="a bug of differential/planted.py, to see it found")
     parser.add_argument("--output", default=None, help="a folder for the programs that failed")
     args = parser.parse_args()
-    if args.with_only:
-        args.without = sorted(HAZARDS.keys() - set(args.with_only))
+    args.without = sorted(HAZARDS.keys() - set(args.with_only)) if args.with_only else [*args.without, *NEVER]
     return args
 
 
@@ -51,7 +50,7 @@ def _run_one(seed: int, case: Case, args: argparse.Namespace) -> int:
     try:
         print(case.script())
         outcome = worlds[case.world].run(Job(case, plant=args.plant))
-        whose, symptom = blame(outcome), outcome.ours or outcome.stock
+        whose, symptom = blame(outcome), outcome.oracle or outcome.ours or outcome.stock
         if whose is None or symptom is None:
             print("# passes")
             return 0

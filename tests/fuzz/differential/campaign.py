@@ -13,18 +13,21 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from differential.cases import Case
-from differential.generate import WORLDS, generate
+from differential.generate import NEVER, WORLDS, generate
 from differential.hazards import hazards
 from differential.minimize import minimize
 from differential.pool import HANG_S, VALUES, Outcome, Symptom, World
 from differential.rank import SIDES, Job
 
-OURS, SHARED, STOCK = "ours", "ours and stock's", "stock's"
+OURS, SHARED, STOCK, ORACLE = "ours", "ours and stock's", "stock's", "the oracle's"
+MAX_LEAD = 400  # seeds by which one lane may be ahead of another
 NO_HAZARD = "(no hazard)"
 
 
 def blame(outcome: Outcome) -> str | None:
     """Whose failure an outcome is; None where nobody's."""
+    if outcome.oracle is not None:
+        return ORACLE
     if outcome.ours is None:
         return None if outcome.stock is None else STOCK
     return OURS if outcome.stock is None else SHARED
@@ -72,7 +75,7 @@ class Campaign:
         self,
         first_seed: int,
         *,
-        without: Collection[str] = (),
+        without: Collection[str] = NEVER,
         limit_s: float = 60.0,
         hang_s: float = HANG_S,
         shorten_s: float = 0.0,
@@ -94,6 +97,7 @@ class Campaign:
         self._stop_at_first = stop_at_first
         self._max_seeds = max_seeds
         self._worlds = worlds
+        self._reached = dict.fromkeys(worlds, first_seed)
         self._lock = threading.Lock()
         self._shortened: Counter[tuple[str, str, str]] = Counter()
         self._started = time.monotonic()
@@ -144,6 +148,7 @@ class Campaign:
         worlds = {size: World(size, self._hang_s)}
         try:
             for seed in self._seeds(size):
+                self._keep_pace(size, seed)
                 case = generate(seed, self._without)
                 outcome = worlds[size].run(Job(case, self._sides, self._plant))
                 with self._lock:
@@ -153,6 +158,7 @@ class Campaign:
                 if self._is_over():
                     return
         finally:
+            del self._reached[size]
             for world in worlds.values():
                 world.stop()
 
@@ -163,11 +169,17 @@ class Campaign:
                 yield seed
             seed += 1
 
+    def _keep_pace(self, size: int, seed: int) -> None:
+        """Wait while another lane is far behind, so that the worlds keep their shares."""
+        self._reached[size] = seed
+        while seed > min(list(self._reached.values())) + MAX_LEAD and not self._is_over():
+            time.sleep(0.05)
+
     def _is_over(self) -> bool:
         return time.monotonic() > self._deadline or bool(self._stop_at_first and self.of(OURS))
 
     def _take(self, seed: int, case: Case, outcome: Outcome, worlds: dict[int, World]) -> None:
-        whose, symptom = blame(outcome), outcome.ours or outcome.stock
+        whose, symptom = blame(outcome), outcome.oracle or outcome.ours or outcome.stock
         assert whose is not None and symptom is not None
         failure = Failure(seed, case, whose, symptom)
         with self._lock:
@@ -195,7 +207,7 @@ def shorten(
             return False  # it would be another failure
         world = worlds.setdefault(case.world, World(case.world, hang_s))
         outcome = world.run(Job(case, SIDES, plant))
-        symptom = outcome.ours or outcome.stock
+        symptom = outcome.oracle or outcome.ours or outcome.stock
         is_same = symptom is not None and kind_of(symptom) == kind_of(failure.symptom)
         if is_same and blame(outcome) == failure.whose:
             assert symptom is not None

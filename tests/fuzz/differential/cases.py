@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-POLICIES = ("fp32", "bf16", "bf16 reduce")
+POLICIES = ("fp32", "bf16", "bf16 reduce", "fp16 reduce")
+ENDS = ("both", "tied", "unit", "none")
 BLOCK_KINDS = ("mlp", "bare", "nested", "tied", "unused")
 OPTIMIZER_KINDS = (
     "sgd",
@@ -51,7 +52,7 @@ OPERATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "forward": {"data": 0, "which": None},
         "evaluate": {"data": 0, "which": None, "path": None, "times": 1},
         "generate": {"data": 0, "which": None, "times": 3, "budget": 0},
-        "no_sync": {"data": 0, "which": None, "count": 1},
+        "no_sync": {"data": 0, "which": None, "count": 1, "marks_last": False},
         "abort": {"data": 0, "which": None},
         "train_with_steps_inside": {"data": 0, "which": None},
         "set_last": {"last": True},
@@ -86,6 +87,7 @@ class BlockSpec:
         inner: rows of its widest matrix; 1 or 2 leave ranks without a shard.
         unit: whether ``fully_shard`` is called on it.
         reshards: its ``reshard_after_forward``.
+        recomputes: whether its activations are computed again in the backward pass.
         frozen: indices of its parameters that do not train from the start.
     """
 
@@ -93,6 +95,7 @@ class BlockSpec:
     inner: int = 3
     unit: bool = True
     reshards: bool = True
+    recomputes: bool = False
     frozen: tuple[int, ...] = ()
 
 
@@ -102,7 +105,8 @@ class ModelSpec:
 
     Attributes:
         width: features between blocks.
-        ends: the root's own matrices: "both", "tied" (one parameter), or "none" (the root owns nothing).
+        ends: its first and last matrix: "both" (the root's), "tied" (one parameter of the root), "unit" (a unit of their own,
+            and nothing is left to the root), or "none".
         policy: one of ``POLICIES``.
         root_reshards: ``reshard_after_forward`` of the root; None leaves it to FSDP2.
     """

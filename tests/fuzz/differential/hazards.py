@@ -23,12 +23,13 @@ HAZARDS = {
     "step that raises": "an optimizer raises after a part of its updates",
     "changed while unsharded": "weights change while a forward without backward left units unsharded",
     "frozen while unsharded": "requires_grad changes while a forward without backward left units unsharded",
+    "trained late": "in mixed precision, parameters begin to train that did not at the first forward",
     "optimizer on one rank": "an optimizer of another module steps on one rank alone",
     "step skipped on one rank": "one rank skips an optimizer step",
     "edit on one rank": "one rank changes its shard of a weight",
     "models in one container": "two sharded models in one unsharded container",
 }
-STOCK_IS_WRONG = ("frozen while unsharded",)
+STOCK_IS_WRONG = ("frozen while unsharded", "trained late")
 """Hazards that FSDP2 itself does not stand, and for which the package makes no promise."""
 
 _FORWARDS = {
@@ -58,6 +59,7 @@ class Walk:
     froze_with_grads: bool = False
     trainable: set[int] = dataclasses.field(default_factory=set)  # used parameters, as ``freeze`` counts them
     found: set[str] = dataclasses.field(default_factory=set)
+    frozen_at_start: set[int] | None = None  # parameters; None before the first forward
 
     @classmethod
     def start(cls, case: Case) -> Walk:
@@ -89,6 +91,8 @@ class Walk:
         """Go one operation on."""
         name, args = operation.name, operation.all_args
         if name in _FORWARDS:
+            if self.frozen_at_start is None:
+                self.frozen_at_start = set(range(len(_flags(self.case)))) - self.trainable
             self.found |= self.changes
             self.changes.clear()
             self.unsharded |= self._used(args)
@@ -116,21 +120,19 @@ class Walk:
         if name == "abort":
             self.has_grads = False
             self.pending.clear()
-            self.unsharded.clear()
+            self.unsharded -= self._used(args)
             return
         if name == "step_with_closure":  # the closure begins with the optimizer's zero_grad
             self._zero_grad("zero_grad", {"optimizer": args["optimizer"], "keep": False})
-        if not self._surely_trains(args):
-            return
-        self.unsharded -= self._used(args)
+        is_sure = self._surely_trains(args)
+        if is_sure:
+            self.unsharded -= self._used(args)
         self.is_last = self.is_last or name == "train_with_steps_inside"
         self.has_grads = True
         if not self.is_last:
             self.pending |= self._used(args)
-        elif self.case.joined:  # one handle serves both models, and delivers all that waits
-            self.pending.clear()
-        else:
-            self.pending -= self._used(args)
+        elif is_sure:  # one handle serves both models of a container, and delivers all that waits
+            self.pending -= set(range(len(self.case.models))) if self.case.joined else self._used(args)
 
     def _step(self, name: str) -> None:
         if self.pending:
@@ -159,6 +161,9 @@ class Walk:
         flags = _flags(self.case)
         chosen = {(args["param"] + offset) % len(flags) for offset in range(args["count"])}
         chosen = {index for index in chosen if flags[index][0]}
+        is_mixed = any(model.policy != "fp32" for model in self.case.models)
+        if name == "unfreeze" and is_mixed and self.frozen_at_start and chosen & self.frozen_at_start:
+            self.found.add("trained late")
         self.trainable = self.trainable - chosen if name == "freeze" else self.trainable | chosen
         if self.pending:
             self.found.add("pending and refrozen")

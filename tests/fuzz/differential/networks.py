@@ -9,6 +9,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
 
 from differential.cases import BlockSpec, ModelSpec
 
@@ -16,6 +17,7 @@ MP_POLICIES = {
     "fp32": MixedPrecisionPolicy(),
     "bf16": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     "bf16 reduce": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16),
+    "fp16 reduce": MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16),
 }
 
 
@@ -126,15 +128,19 @@ def used_and_trainable(spec: ModelSpec) -> tuple[tuple[bool, bool], ...]:
 
 
 def shard(net: Net, spec: ModelSpec, mesh: DeviceMesh) -> Net:
-    """Call ``fully_shard`` as the specification says, inner modules first."""
+    """Call ``fully_shard`` as the specification says, inner modules first; and recompute activations where it says so."""
     policy = MP_POLICIES[spec.policy]
     for block, block_spec in zip(net.blocks, spec.blocks, strict=True):
+        if block_spec.recomputes:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if not block_spec.unit:
             continue
         settings = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": block_spec.reshards}
         if block_spec.kind == "nested":
             fully_shard(block.child, **settings)
         fully_shard(block, **settings)
+    if spec.ends == "unit":
+        fully_shard([net.first, net.last], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return fully_shard(net, mesh=mesh, mp_policy=policy, reshard_after_forward=spec.root_reshards)
 
 

@@ -53,10 +53,11 @@ class Symptom:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a case gave on both sides that are compared with the oracle. None: as expected."""
+    """What a case gave on both sides that are compared with the oracle, and on the oracle itself. None: as expected."""
 
     ours: Symptom | None = None
     stock: Symptom | None = None
+    oracle: Symptom | None = None
 
 
 class World:
@@ -84,7 +85,7 @@ class World:
         outcome = self._run(job)
         if "stock" in job.sides and outcome.ours is not None and outcome.ours.kind not in VALUES:
             stock = self._run(dataclasses.replace(job, sides=("plain", "stock"), plant=None))
-            return Outcome(outcome.ours, stock.stock)
+            return Outcome(outcome.ours, stock.stock, stock.oracle)
         return outcome
 
     def stop(self) -> None:
@@ -110,7 +111,7 @@ class World:
             return Outcome(_symptom(reports, "ours"), _symptom(reports, "stock"))
         side, symptom = self._what_broke(reports)
         self.stop()
-        return Outcome(ours=symptom) if side == "ours" else Outcome(stock=symptom)
+        return Outcome(**{"oracle" if side == "plain" else side: symptom})
 
     def _start(self) -> None:
         self._folder = tempfile.mkdtemp(prefix="zeropp_fuzz_")
@@ -154,7 +155,7 @@ class World:
         causes = [report for report in raised if not _OF_PEERS.search(str(report.error_kind))]
         places = [report.stood for report in raised if report.stood]
         places += [(SIDES[place // 1000], place % 1000) for place in self._progress if place >= 0]
-        side = "ours" if any(name == "ours" for name, _ in places) else "stock"
+        side = next((side for side in SIDES if any(name == side for name, _ in places)), "stock")
         where = f"ranks at {sorted(set(places))}"
         if causes:
             kind = f"raises {str(causes[0].error_kind).partition(':')[0]}"

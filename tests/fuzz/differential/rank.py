@@ -64,6 +64,7 @@ class Report:
 def main(rank: int, world: int, connection: Any, progress: Any, folder: str, timeout_s: float) -> None:
     """Serve jobs from ``connection`` until it closes."""
     _set_environment(rank, world)
+    os.dup2(os.open(os.path.join(folder, f"errors{rank}"), os.O_WRONLY | os.O_CREAT), 2)  # gloo's words when it aborts
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)

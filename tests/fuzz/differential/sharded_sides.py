@@ -107,9 +107,11 @@ class Stock(Side):
     def _clone(self, param: torch.Tensor) -> torch.Tensor:
         return param.detach().clone()
 
-    def _set_sync(self, sync: bool) -> None:
+    def _set_sync(self, sync: bool, marks_last: bool) -> None:
         for net in self.nets:
             net.set_requires_gradient_sync(sync)
+            if marks_last:
+                net.set_is_last_backward(sync)
 
     def _backward_with_steps(self, loss: torch.Tensor) -> None:
         params = [param for param in self.params.values() if param.requires_grad]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from differential.cases import STATELESS, Case
-from differential.networks import Container, Net, build
+from differential.networks import MP_POLICIES, Container, Net, build
 from differential.optimizers import RaisesHalfway, make_optimizer
 
 Observation = dict[str, Any]
@@ -82,11 +82,14 @@ class Side(ABC):
         """Forward passes one after another, as generation runs them."""
         return self.evaluate(data, which, None, times)
 
-    def no_sync(self, data: int, which: int | None, count: int) -> Observation:
-        """``count`` micro-steps whose gradients FSDP2 is told not to reduce, and one with reduction."""
+    def no_sync(self, data: int, which: int | None, count: int, marks_last: bool) -> Observation:
+        """``count`` micro-steps whose gradients FSDP2 is told not to reduce, and one with reduction.
+
+        With ``marks_last``, ``set_is_last_backward`` tells FSDP2 which is which as well.
+        """
         seen = {}
         for number in range(count + 1):
-            self._set_sync(number == count)
+            self._set_sync(number == count, marks_last)
             seen |= {f"loss {number}": self.train(data + number, which, None, 1, 1, False)["loss"]}
         return seen
 
@@ -231,7 +234,7 @@ class Side(ABC):
     def _clone(self, param: torch.Tensor) -> torch.Tensor: ...
 
     @abstractmethod
-    def _set_sync(self, sync: bool) -> None:
+    def _set_sync(self, sync: bool, marks_last: bool) -> None:
         """Whether FSDP2 reduces gradients."""
 
     def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
@@ -339,7 +342,7 @@ class Plain(Side):
     def _clone(self, param: torch.Tensor) -> torch.Tensor:
         return param.detach().clone()
 
-    def _set_sync(self, sync: bool) -> None:
+    def _set_sync(self, sync: bool, marks_last: bool) -> None:
         pass
 
     def zero_grad(self, optimizer: int | None, keep: bool) -> None:
@@ -382,10 +385,11 @@ class Plain(Side):
 
 
 def _run(net: Net, policy: str, x: torch.Tensor, path: Sequence[int] | None) -> torch.Tensor:
-    if policy == "fp32":
+    dtype = MP_POLICIES[policy].param_dtype
+    if dtype is None:
         return net(x, path)
-    halves = {name: param.to(torch.bfloat16) for name, param in net.named_parameters()}
-    return torch.func.functional_call(net, halves, (x.to(torch.bfloat16), path))
+    halves = {name: param.to(dtype) for name, param in net.named_parameters()}
+    return torch.func.functional_call(net, halves, (x.to(dtype), path))
 
 
 def step_and_drop(param: torch.Tensor) -> None:
