@@ -129,7 +129,7 @@ def _saved_unit(file: Any, rest: Any, reduce: ZeroPPReduceScatter) -> _Saved:
         raise ValueError(f"it does not say what the residual of {name} means")
     if type(num_steps) is not int or num_steps < 0:
         raise ValueError(f"the residual of {name} has served {num_steps!r} steps")
-    if type(scale) not in (int, float) or not _LOSS_SCALES[0] <= scale <= _LOSS_SCALES[1]:
+    if not isinstance(scale, (int, float)) or not _LOSS_SCALES[0] <= scale <= _LOSS_SCALES[1]:
         raise ValueError(f"the residual of {name} has the loss scale {scale!r}")
     keys = [_key(name, index) for index in range(len(kinds))]
     wires = [_wire(file, key, kind, reduce.hops.cross_hop.size) for key, kind in zip(keys, kinds, strict=True)]

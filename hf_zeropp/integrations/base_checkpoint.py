@@ -108,8 +108,8 @@ def _packed_format(base: Path) -> FrozenFormat | None:
             "the 16-bit base as --model."
         )
     try:
-        return FrozenFormat(quantization.get("bits"), quantization.get("block"))
-    except ValueError as error:
+        return FrozenFormat(quantization["bits"], quantization["block"])
+    except (KeyError, ValueError) as error:
         raise ValueError(f"The quantization_config of {str(base / 'config.json')!r} is wrong: {error}") from error
 
 

@@ -197,13 +197,11 @@ def _with_adapter(skeleton: nn.Module, adapter: Path) -> Any:
         with torch.device("meta"):
             model = get_peft_model(skeleton, config)
         _materialize_trainable(model, max_numel=sum(weight.numel() for weight in weights.values()))
-        result = set_peft_model_state_dict(model, weights)
+        result: Any = set_peft_model_state_dict(model, weights)
     except Exception as error:  # a config that fits no model makes PEFT fail in any way
         raise ValueError(f"The adapter {str(adapter)!r} does not fit the base: {error}") from error
-    # Tensors that were not loaded are uninitialized memory.
-    missing = {name for name, param in model.named_parameters() if param.requires_grad}.intersection(
-        result.missing_keys
-    )
+    trainable = {name for name, param in model.named_parameters() if param.requires_grad}
+    missing = trainable.intersection(result.missing_keys)  # uninitialized memory
     if wrong := sorted(missing) or sorted(result.unexpected_keys):
         problem = "lacks" if missing else "has too much"
         raise ValueError(f"{str(adapter / ADAPTER_WEIGHTS)!r} {problem}: {wrong[0]} ({len(wrong)} tensors in all).")
