@@ -1,14 +1,15 @@
 // The C ABI: all that crosses the border between Python and the two compiled libraries. Plain C.
 //
 // libzeropp_cpu exports every kernel below once per instruction set, for example zeropp_quantize_avx512. libzeropp_cuda
-// exports the same kernels as zeropp_quantize_cuda and so on. ZEROPP_ISA is that suffix, and CMake defines it. Sources include
-// this header, so the compiler refuses a definition with other arguments. Python derives the same prototypes from the
-// declarations of the operators (hf_zeropp/ops/operator.py), and tests/ops/test_abi.py compares both.
+// exports the same kernels as zeropp_quantize_cuda and so on. ZEROPP_ISA is that suffix, and CMake defines it. Sources
+// include this header, so the compiler refuses a definition with other arguments. Python derives the same prototypes
+// from the declarations of the operators (hf_zeropp/ops/operator.py), and tests/ops/test_abi.py compares both.
 //
-// A kernel takes the arguments of its operator in their order, then counts, then the tensors to fill, then a CUDA stream:
+// A kernel takes the arguments of its operator in their order, then counts, then the tensors to fill, then a CUDA
+// stream:
 //
-// - Pointers are to the first elements of tensors. The caller has checked them: contiguous, of the sizes that the layouts
-//   ask for, and not empty. `x_dtype` is the dtype of tensor `x`.
+// - Pointers are to the first elements of tensors. The caller has checked them: contiguous, of the sizes that the
+//   layouts ask for, and not empty. `x_dtype` is the dtype of tensor `x`.
 // - A ZeroppLayout lies in the host's memory, and its parts lie where the tensors do: on the GPU for CUDA kernels.
 // - `num_slices` counts the slices of the result.
 // - `stream` is the CUDA stream to run in. CPU kernels ignore it.
@@ -51,8 +52,8 @@ struct ZeroppPart {
 };
 typedef struct ZeroppPart ZeroppPart;
 
-// `WireLayout` of hf_zeropp/ops/format.py, which decides where everything lies. Segments that do not travel in this wire (gaps)
-// have no part, so kernels neither read nor write their elements.
+// `WireLayout` of hf_zeropp/ops/format.py, which decides where everything lies. Segments that do not travel in this
+// wire (gaps) have no part, so kernels neither read nor write their elements.
 struct ZeroppLayout {
   const ZeroppPart* parts;
   int64_t num_parts;
@@ -94,9 +95,11 @@ ZEROPP_KERNEL(quantize)(const void* input, int64_t input_dtype, const ZeroppLayo
 ZEROPP_KERNEL(dequantize)(const uint8_t* wire, const ZeroppLayout* layout, int64_t dtype, int64_t slice_rows,
                           int64_t num_slices, void* out, void* stream);
 
-// out = (initial + sum of the sources) * scale. wire: [num_sources, num_slices, nbytes]; initial: [num_slices, numel] or null.
-ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const ZeroppLayout* layout, int64_t num_sources, const float* initial,
-                              float scale, int64_t dtype, int64_t rotate, int64_t num_slices, void* out, void* stream);
+// out = (initial + sum of the sources) * scale. wire: [num_sources, num_slices, nbytes]; initial: [num_slices, numel]
+// or null.
+ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const ZeroppLayout* layout, int64_t num_sources,
+                              const float* initial, float scale, int64_t dtype, int64_t rotate, int64_t num_slices,
+                              void* out, void* stream);
 
 // Encodes initial + sum of the sources.
 ZEROPP_KERNEL(dequantize_sum_quantize)(const uint8_t* wire, const ZeroppLayout* layout, const ZeroppLayout* out_layout,
@@ -126,8 +129,8 @@ ZEROPP_KERNEL(frozen_pack)(const void* weight, int64_t weight_dtype, int64_t bit
 ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const uint8_t* scales, int64_t columns, int64_t bits, int64_t block,
                              int64_t dtype, int64_t rows, void* out, void* stream);
 
-// A few rows times a transposed frozen weight. x: [num_inputs <= 4, num_blocks, block], with zeros behind the last column.
-// out: [num_inputs, rows].
+// A few rows times a transposed frozen weight. x: [num_inputs <= 4, num_blocks, block], with zeros behind the last
+// column. out: [num_inputs, rows].
 ZEROPP_KERNEL(frozen_matmul)(const float* x, const uint8_t* codes, const uint8_t* scales, int64_t columns, int64_t bits,
                              int64_t block, int64_t num_inputs, int64_t rows, float* out, void* stream);
 

@@ -1,8 +1,9 @@
 // The quantization format: one definition, for C++ and CUDA.
 //
-// The scalar functions below are the mathematics, and kernels inline them in their loops. hf_zeropp/ops/blocks.py states them in
-// PyTorch. All agree bit for bit: [Note: bitwise agreement] there says why, and what it takes of every compiler (no contraction
-// to fused multiply-add, no fast-math). hf_zeropp/ops/format.py decides where everything lies in memory.
+// The scalar functions below are the mathematics, and kernels inline them in their loops. hf_zeropp/ops/blocks.py
+// states them in PyTorch. All agree bit for bit: [Note: bitwise agreement] there says why, and what it takes of every
+// compiler (no contraction to fused multiply-add, no fast-math). hf_zeropp/ops/format.py decides where everything lies
+// in memory.
 #pragma once
 
 #include <cstdint>
@@ -34,8 +35,8 @@ constexpr uint16_t kFloat16NaN = 0x7E00;
 constexpr uint16_t kScaleNaN = 0x7FC0;            // the scale of a block that holds a NaN or an Inf
 constexpr uint16_t kScaleMin = (127 - 100) << 7;  // 2^-100: smaller scales are stored as zero
 
-// A rotation multiplies slices of 32 elements by the Hadamard matrix, by sums and differences of elements 1, 2, 4, 8 and 16
-// apart, in this order. Then it multiplies by the norm, which makes the matrix its own inverse.
+// A rotation multiplies slices of 32 elements by the Hadamard matrix, by sums and differences of elements 1, 2, 4, 8
+// and 16 apart, in this order. Then it multiplies by the norm, which makes the matrix its own inverse.
 constexpr int kRotationSlice = 32;
 constexpr float kRotationNorm = 0.17677669529663687f;  // 1 / sqrt(32)
 
@@ -115,8 +116,8 @@ ZEROPP_HD void assign(Float16& to, float value) {
 
 ZEROPP_HD constexpr int qmax_of(int64_t bits) { return (1 << (bits - 1)) - 1; }
 
-// An element's share in its block's amax. As integers, magnitudes are ordered as floats are, with Inf and NaN above all.
-// The magnitudes of bf16 are the upper halves of those of fp32, so 16 bits are enough to compare them.
+// An element's share in its block's amax. As integers, magnitudes are ordered as floats are, with Inf and NaN above
+// all. The magnitudes of bf16 are the upper halves of those of fp32, so 16 bits are enough to compare them.
 ZEROPP_HD int32_t magnitude(float value) { return static_cast<int32_t>(bits_of(value) & 0x7FFFFFFF); }
 ZEROPP_HD int16_t magnitude(BFloat16 value) { return static_cast<int16_t>(value.bits & 0x7FFF); }
 
@@ -137,18 +138,20 @@ ZEROPP_HD bool has_codes(BFloat16 scale) { return scale.bits != 0 && scale.bits 
 // Adding this to a small float rounds it half to even and leaves the integer in the low bits, in two's complement.
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
 
-// rint(value / scale), for a scale that has codes. The definition clamps the result to qmax. No clamp is needed here: the scale
-// was rounded up from amax / qmax, so the quotient exceeds qmax by a rounding error at most, and rounds to qmax.
+// rint(value / scale), for a scale that has codes. The definition clamps the result to qmax. No clamp is needed here:
+// the scale was rounded up from amax / qmax, so the quotient exceeds qmax by a rounding error at most, and rounds to
+// qmax.
 ZEROPP_HD int8_t encode(float value, float scale) {
   return static_cast<int8_t>(bits_of(value / scale + kRoundToInteger));
 }
 
 // [Note: quotients of bf16] For bf16 values, multiplying by the reciprocal finds the same code without a division.
 //
-// The significands of value and scale are integers X and S of 8 bits, and value / scale is 2^c X / S. It is enough to look at
-// c >= -2, since smaller quotients plainly have the code 0. The code changes where the quotient is a half-integer, and any other
-// quotient is at least 2^-3 / 255 > 2^-11 away from one. The product with the reciprocal is off by less than 2^-16. Adding kSnap
-// rounds it to a multiple of 2^-12: half-integers become exact again, and no other quotient reaches or passes one.
+// The significands of value and scale are integers X and S of 8 bits, and value / scale is 2^c X / S. It is enough to
+// look at c >= -2, since smaller quotients plainly have the code 0. The code changes where the quotient is a
+// half-integer, and any other quotient is at least 2^-3 / 255 > 2^-11 away from one. The product with the reciprocal is
+// off by less than 2^-16. Adding kSnap rounds it to a multiple of 2^-12: half-integers become exact again, and no other
+// quotient reaches or passes one.
 constexpr float kSnap = 3072.0f;  // 1.5 * 2^11
 
 ZEROPP_HD int8_t encode(BFloat16 value, float reciprocal) {

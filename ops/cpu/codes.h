@@ -1,5 +1,5 @@
-// Codes of fewer than 8 bits, packed and unpacked. They form a little-endian stream of bits: the first code of a run lies in the
-// lowest bits of its first byte.
+// Codes of fewer than 8 bits, packed and unpacked. They form a little-endian stream of bits: the first code of a run
+// lies in the lowest bits of its first byte.
 //
 // INT4 has loops of its own, because two codes are exactly a byte. The other widths share `pack` and `unpack`.
 #pragma once
@@ -59,10 +59,10 @@ uint64_t spread(uint64_t packed) {
   return packed | ((signs << (gap + 1)) - (signs << 1));
 }
 
-// The word that holds eight packed codes. Words of 2-bit codes (16 bits) lie side by side in memory. Eight codes of 3 bits take 24
-// bits, but the smallest word that holds them has 32, so neighbouring words overlap by a byte. Compilers do not vectorize loops
-// over overlapping words: a buffer holds these words apart, and a second loop copies them. The last word of a run is copied by
-// the byte, since a whole word could reach beyond the end of the memory.
+// The word that holds eight packed codes. Words of 2-bit codes (16 bits) lie side by side in memory. Eight codes of 3
+// bits take 24 bits, but the smallest word that holds them has 32, so neighbouring words overlap by a byte. Compilers
+// do not vectorize loops over overlapping words: a buffer holds these words apart, and a second loop copies them. The
+// last word of a run is copied by the byte, since a whole word could reach beyond the end of the memory.
 template <int bits>
 using Packed = std::conditional_t<bits == 2, uint16_t, uint32_t>;
 

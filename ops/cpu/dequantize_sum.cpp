@@ -2,8 +2,9 @@
 #include "rotate.h"
 #include "sum.h"
 
-ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const ZeroppLayout* layout, int64_t num_sources, const float* initial,
-                              float scale, int64_t dtype, int64_t rotate, int64_t num_slices, void* out, void*) {
+ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const ZeroppLayout* layout, int64_t num_sources,
+                              const float* initial, float scale, int64_t dtype, int64_t rotate, int64_t num_slices,
+                              void* out, void*) {
   using namespace zeropp;
   const Sources sources{wire, *layout, initial, num_sources, num_slices};
   const int64_t size = item_size(dtype);

@@ -21,7 +21,8 @@ inline void store_scale(uint8_t* scales, int64_t index, BFloat16 scale) {
   memcpy(scales + index * sizeof scale, &scale, sizeof scale);
 }
 
-// The codes of a row's block b as int8: the codes themselves, or `buffer` if they had to be unpacked. Fetches a block ahead.
+// The codes of a row's block b as int8: the codes themselves, or `buffer` if they had to be unpacked. Fetches a block
+// ahead.
 inline const int8_t* load_codes(const uint8_t* row, const FrozenRows& shape, int64_t b, int8_t* buffer) {
   const uint8_t* from = row + b * shape.block * shape.bits / 8;
   prefetch(from + shape.block * shape.bits / 2, shape.block * shape.bits / 8);

@@ -1,11 +1,12 @@
-// Multiply a few rows of activations by a frozen weight. Generation reads codes this way and never makes a dense weight.
+// Multiply a few rows of activations by a frozen weight. Generation reads codes this way and never makes a dense
+// weight.
 #include "frozen.h"
 
 namespace {
 namespace zeropp {
 
-// lanes[l] += scale * (x[l] w[l] + x[l + 32] w[l + 32] + ...). The order of the additions is part of the operator's definition, so
-// all instruction sets keep it and give the same bits.
+// lanes[l] += scale * (x[l] w[l] + x[l + 32] w[l + 32] + ...). The order of the additions is part of the operator's
+// definition, so all instruction sets keep it and give the same bits.
 inline void add_block(const float* __restrict x, const float* __restrict weights, int64_t n, float scale,
                       float* __restrict lanes) {
   float sums[kMatmulLanes] = {};

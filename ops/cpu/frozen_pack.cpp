@@ -60,11 +60,12 @@ ZEROPP_KERNEL(frozen_pack)(const void* weight, int64_t weight_dtype, int64_t bit
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   return for_each_row(shape, [&](int64_t row) {
-    uint8_t* row_codes = codes + row * shape.code_bytes();
-    uint8_t* row_scales = scales + row * shape.num_blocks() * sizeof(BFloat16);
-    const int64_t first = row * columns;
-    if (weight_dtype == kFloat32) pack_row(static_cast<const float*>(weight) + first, shape, row_codes, row_scales);
-    else if (weight_dtype == kBFloat16) pack_row(static_cast<const BFloat16*>(weight) + first, shape, row_codes, row_scales);
-    else pack_row(static_cast<const Float16*>(weight) + first, shape, row_codes, row_scales);
+    const auto pack = [&](const auto* typed) {
+      uint8_t* row_scales = scales + row * shape.num_blocks() * sizeof(BFloat16);
+      pack_row(typed + row * columns, shape, codes + row * shape.code_bytes(), row_scales);
+    };
+    if (weight_dtype == kFloat32) pack(static_cast<const float*>(weight));
+    else if (weight_dtype == kBFloat16) pack(static_cast<const BFloat16*>(weight));
+    else pack(static_cast<const Float16*>(weight));
   });
 }

@@ -35,11 +35,12 @@ ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const uint8_t* scales, int64_
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
   return for_each_row(shape, [&](int64_t row) {
-    const uint8_t* row_codes = codes + row * shape.code_bytes();
-    const uint8_t* row_scales = scales + row * shape.num_blocks() * sizeof(BFloat16);
-    const int64_t first = row * columns;
-    if (dtype == kFloat32) unpack_row(row_codes, row_scales, shape, static_cast<float*>(out) + first);
-    else if (dtype == kBFloat16) unpack_row(row_codes, row_scales, shape, static_cast<BFloat16*>(out) + first);
-    else unpack_row(row_codes, row_scales, shape, static_cast<Float16*>(out) + first);
+    const auto unpack = [&](auto* typed) {
+      const uint8_t* row_scales = scales + row * shape.num_blocks() * sizeof(BFloat16);
+      unpack_row(codes + row * shape.code_bytes(), row_scales, shape, typed + row * columns);
+    };
+    if (dtype == kFloat32) unpack(static_cast<float*>(out));
+    else if (dtype == kBFloat16) unpack(static_cast<BFloat16*>(out));
+    else unpack(static_cast<Float16*>(out));
   });
 }

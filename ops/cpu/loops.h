@@ -1,13 +1,15 @@
 // The inner loops, over runs of elements that lie in the first-level cache.
 //
-// [Note: three instruction sets] Most loops are plain loops over the scalar functions of format.h, written so that compilers
-// vectorize them: no branches that depend on elements, `__restrict` pointers, one type of element per loop. CMake compiles the
-// same sources three times (baseline, AVX2, AVX-512), and the vectors come from the compiler's flags. Intrinsics stand only
-// where compilers do not find the instructions by themselves, each behind the macro of its instruction set, with the plain loop
-// as the other branch. All three give the same bits, because vectorizing changes no operation on an element.
+// [Note: three instruction sets] Most loops are plain loops over the scalar functions of format.h, written so that
+// compilers vectorize them: no branches that depend on elements, `__restrict` pointers, one type of element per loop.
+// CMake compiles the same sources three times (baseline, AVX2, AVX-512), and the vectors come from the compiler's
+// flags. Intrinsics stand only where compilers do not find the instructions by themselves, each behind the macro of its
+// instruction set, with the plain loop as the other branch. All three give the same bits, because vectorizing changes
+// no operation on an element.
 //
-// [Note: tails] Vector loops with intrinsics stop before the last incomplete vector, and the scalar function finishes the rest.
-// Both compute the same bits, so it does not matter where a run ends. Nothing is read or written behind the end of a run.
+// [Note: tails] Vector loops with intrinsics stop before the last incomplete vector, and the scalar function finishes
+// the rest. Both compute the same bits, so it does not matter where a run ends. Nothing is read or written behind the
+// end of a run.
 #pragma once
 
 #include "../format.h"
@@ -68,8 +70,8 @@ void encode_block(const In* __restrict in, int64_t n, BFloat16 stored_scale, int
   for (int64_t i = 0; i < n; ++i) codes[i] = encode(in[i], scale);
 }
 
-// A decoded element replaces the one in memory, is added to it or subtracted from it. Rounding to bf16 needs no test for NaNs
-// here: the only NaN that is ever decoded is the canonical one.
+// A decoded element replaces the one in memory, is added to it or subtracted from it. Rounding to bf16 needs no test
+// for NaNs here: the only NaN that is ever decoded is the canonical one.
 struct Set {
   static void apply(float& to, float value) { to = value; }
   static void apply(BFloat16& to, float value) { to.bits = round_to_bfloat16(value); }
@@ -87,7 +89,8 @@ void decode_block(const int8_t* __restrict codes, int64_t n, BFloat16 stored_sca
   for (int64_t i = 0; i < n; ++i) Update::apply(out[i], decode(codes[i], scale));
 }
 
-// Raw elements replace, or are added to, those in `out`. They may be any NaN, so bf16 is rounded by `convert`, which tests.
+// Raw elements replace, or are added to, those in `out`. They may be any NaN, so bf16 is rounded by `convert`, which
+// tests.
 template <class Update, class From>
 void update(const From* __restrict values, int64_t n, float* __restrict out) {
   for (int64_t i = 0; i < n; ++i) Update::apply(out[i], to_float(values[i]));
@@ -99,13 +102,13 @@ void update(const From* __restrict values, int64_t n, BFloat16* __restrict out) 
 }
 
 #if defined(__AVX512BW__)
-// [Note: nibbles in registers] With AVX-512, blocks of INT4 codes and bf16 values go straight from one to the other, 32 elements
-// at a time, without a buffer of unpacked codes in between. Each lane of 32 bits holds the two elements whose codes share a byte:
-// as bf16 the first one in the low half, as codes the first one in the low nibble.
+// [Note: nibbles in registers] With AVX-512, blocks of INT4 codes and bf16 values go straight from one to the other, 32
+// elements at a time, without a buffer of unpacked codes in between. Each lane of 32 bits holds the two elements whose
+// codes share a byte: as bf16 the first one in the low half, as codes the first one in the low nibble.
 
-// 32 bf16 values -> 16 bytes of codes. bf16 is the upper half of fp32, so shifting or masking makes fp32 of either half. The
-// multiplication is fused with an addition here and still gives the bits of `encode`: [Note: quotients of bf16] in format.h
-// allows for the rounding of the product, and without it the product is only nearer to the quotient.
+// 32 bf16 values -> 16 bytes of codes. bf16 is the upper half of fp32, so shifting or masking makes fp32 of either
+// half. The multiplication is fused with an addition here and still gives the bits of `encode`: [Note: quotients of
+// bf16] in format.h allows for the rounding of the product, and without it the product is only nearer to the quotient.
 inline __m128i encode_pairs(__m512i pairs, __m512 reciprocal) {
   const auto code = [&](__m512i bits) {
     const __m512 snapped = _mm512_fmadd_ps(_mm512_castsi512_ps(bits), reciprocal, _mm512_set1_ps(kSnap));
@@ -116,9 +119,9 @@ inline __m128i encode_pairs(__m512i pairs, __m512 reciprocal) {
   return _mm512_cvtepi32_epi8(_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x0F), low, high, 0xCA));  // mask ? low : high
 }
 
-// The 16 values of an INT4 block, as bf16. Rounding each once and looking them up costs less than rounding every element. The
-// table of 0..7, -8..-1 is there twice, since a lookup takes five bits of an index. It is made in registers, because a load would
-// wait for the stores that made it in memory.
+// The 16 values of an INT4 block, as bf16. Rounding each once and looking them up costs less than rounding every
+// element. The table of 0..7, -8..-1 is there twice, since a lookup takes five bits of an index. It is made in
+// registers, because a load would wait for the stores that made it in memory.
 inline __m512i lookup_table(BFloat16 stored_scale) {
   const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
   const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(integers, _mm512_set1_ps(to_float(stored_scale))));

@@ -16,8 +16,8 @@ inline void prefetch(const void* from, int64_t nbytes) {
   for (int64_t i = 0; i < nbytes; i += 64) __builtin_prefetch(static_cast<const char*>(from) + i);
 }
 
-// Copies past the caches. An ordinary store first reads the line that it overwrites and pushes out data that is still needed,
-// which a result larger than the caches does in vain.
+// Copies past the caches. An ordinary store first reads the line that it overwrites and pushes out data that is still
+// needed, which a result larger than the caches does in vain.
 inline void stream_copy(uint8_t* to, const uint8_t* from, int64_t nbytes) {
 #if defined(__AVX512F__)
   using Line = __m512i;

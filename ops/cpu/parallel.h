@@ -9,8 +9,8 @@ extern ZeroppParallelFor zeropp_parallel_for;
 namespace {
 namespace zeropp {
 
-// Runs body(begin, end) over disjoint ranges that cover [0, count), none of them much smaller than `grain`. Returns whether all
-// went well.
+// Runs body(begin, end) over disjoint ranges that cover [0, count), none of them much smaller than `grain`. Returns
+// whether all went well.
 template <class Body>
 bool parallel_for(int64_t count, int64_t grain, const Body& body) {
   if (zeropp_parallel_for == nullptr || count <= grain) {

@@ -6,7 +6,8 @@ ZEROPP_KERNEL(quantize_difference)(const void* input, int64_t input_dtype, const
                                    uint8_t* out, void*) {
   using namespace zeropp;
   const int64_t size = item_size(input_dtype);
-  // Tiles hold whole blocks of the output, since a scale is taken of a whole block. Decoding the base takes any run of elements.
+  // Tiles hold whole blocks of the output, since a scale is taken of a whole block. Decoding the base takes any run of
+  // elements.
   return for_each_tile(*layout, num_slices, num_slices * layout->nbytes, [&](const Tile& tile, Worker& worker) {
     const char* from = static_cast<const char*>(input) + (tile.slice * layout->numel + tile.element()) * size;
     uint8_t* slot = out + tile.slice * layout->nbytes;

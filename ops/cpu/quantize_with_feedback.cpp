@@ -1,4 +1,5 @@
-// Add up slices that several ranks sent, add the residual of earlier calls, and encode. The error becomes the new residual.
+// Add up slices that several ranks sent, add the residual of earlier calls, and encode. The error becomes the new
+// residual.
 #include "rotate.h"
 #include "sum.h"
 
@@ -29,7 +30,8 @@ ZEROPP_KERNEL(quantize_with_feedback)(const uint8_t* wire, const ZeroppLayout* l
                                       uint8_t* out, void*) {
   using namespace zeropp;
   const Sources sources{wire, *layout, initial, num_sources, num_slices};
-  // Tiles hold whole blocks of the output and of the residual, which are of one size. Decoding the wire takes any run of elements.
+  // Tiles hold whole blocks of the output and of the residual, which are of one size. Decoding the wire takes any run
+  // of elements.
   return for_each_tile(*out_layout, num_slices, num_slices * out_layout->nbytes, [&](const Tile& tile, Worker& worker) {
     alignas(64) float buffer[kMaxTileNumel];
     const float* sum = sources.sum(tile.moved(*out_layout, *layout), worker, buffer);

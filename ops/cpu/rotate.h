@@ -1,5 +1,6 @@
-// Rotations: 32-slices times the Hadamard matrix (format.h). Each slice is transformed in vector registers. Compilers do not
-// manage that from plain loops, so the vectors are spelled out, as types that GCC and Clang know on every machine.
+// Rotations: 32-slices times the Hadamard matrix (format.h). Each slice is transformed in vector registers. Compilers
+// do not manage that from plain loops, so the vectors are spelled out, as types that GCC and Clang know on every
+// machine.
 #pragma once
 
 #include "../format.h"
@@ -39,8 +40,8 @@ Vector signs(std::integer_sequence<int, lane...>) {
   return Vector{(lane & step ? -1.0f : 1.0f)...};
 }
 
-// Sums and differences of elements `step` apart. If both lie in one vector, every lane adds its partner's value and its own
-// times its sign. Multiplying by a sign is exact, so the bits are those of a sum or a difference.
+// Sums and differences of elements `step` apart. If both lie in one vector, every lane adds its partner's value and its
+// own times its sign. Multiplying by a sign is exact, so the bits are those of a sum or a difference.
 template <int step>
 void rotate_stage(Vector (&slice)[kSliceVectors]) {
   constexpr int distance = step / kVectorLanes;

@@ -19,8 +19,8 @@ struct Sources {
     return initial ? initial + tile.slice * layout.numel + tile.element() : nullptr;
   }
 
-  // initial + source 0 + source 1 + ..., in that order, for a tile of this layout. The sum is in `out`. If there is nothing to
-  // add, it stays in `initial`. The result is the sum's address.
+  // initial + source 0 + source 1 + ..., in that order, for a tile of this layout. The sum is in `out`. If there is
+  // nothing to add, it stays in `initial`. The result is the sum's address.
   const float* sum(const Tile& tile, Worker& worker, float* out) const {
     const uint8_t* from = wire + tile.slice * layout.nbytes;
     int64_t source = 0;

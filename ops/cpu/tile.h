@@ -1,8 +1,9 @@
 // Tiles, the pieces in which the operators of the wire work.
 //
-// A tile is an even number of whole blocks of one segment of one slice, small enough to stay in the first-level cache from its
-// first load to its last store. Everything happens tile by tile: kernels compose the steps of a Worker, with fp32 values between
-// them. (An even number of blocks, so that a tile of INT4 codes starts at a byte for blocks of odd sizes too.)
+// A tile is an even number of whole blocks of one segment of one slice, small enough to stay in the first-level cache
+// from its first load to its last store. Everything happens tile by tile: kernels compose the steps of a Worker, with
+// fp32 values between them. (An even number of blocks, so that a tile of INT4 codes starts at a byte for blocks of odd
+// sizes too.)
 #pragma once
 
 #include "codes.h"
@@ -16,7 +17,7 @@ namespace zeropp {
 constexpr int64_t kTileNumel = 2048;                 // aimed at: 8 KiB of fp32
 constexpr int64_t kMaxTileNumel = 2 * kMaxBlock;     // reached with the largest blocks
 constexpr int64_t kNumelPerThread = 32768;           // PyTorch's own grain: less work is not worth a thread
-constexpr int64_t kEncodeAhead = 2;                  // tiles that lie between the one encoded and the one fetched: measured
+constexpr int64_t kEncodeAhead = 2;                  // tiles from the one encoded to the one fetched: measured
 constexpr int64_t kDecodeAhead = 4;                  // the same for decoding
 constexpr int64_t kStreamBytes = int64_t{4} << 20;   // results of at least this size bypass the caches
 
@@ -30,23 +31,25 @@ struct Tile {
   int64_t element() const { return part->element + first; }  // in the slice
 
   // The same elements in another layout of the same segments. They may begin and end within that layout's blocks.
-  Tile moved(const Layout& from, const Layout& to) const { return {to.parts + (part - from.parts), slice, first, numel}; }
+  Tile moved(const Layout& from, const Layout& to) const {
+    return {to.parts + (part - from.parts), slice, first, numel};
+  }
 };
 
 inline int64_t tile_numel(int64_t block) {
   return 2 * block * max(kTileNumel / (2 * block), 1);
 }
 
-// The steps of a tile, and the buffers between them. Each thread has a Worker of its own, on its stack. fp32 and bf16 values go
-// straight in and out of the steps. fp16 values are converted to fp32 first.
+// The steps of a tile, and the buffers between them. Each thread has a Worker of its own, on its stack. fp32 and bf16
+// values go straight in and out of the steps. fp16 values are converted to fp32 first.
 class Worker {
  public:
   // stream: results bypass the caches.
   explicit Worker(bool stream) : stream_(stream) {}
 
-  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire. Meanwhile fetches memory
-  // for a later tile: the same distance behind `source`, the memory of which this tile's values are made, or behind the values
-  // themselves if it is null.
+  // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire. Meanwhile
+  // fetches memory for a later tile: the same distance behind `source`, the memory of which this tile's values are
+  // made, or behind the values themselves if it is null.
   void encode(const void* values, int64_t dtype, const Tile& tile, const Layout& layout, uint8_t* wire,
               const void* source = nullptr) {
     source_ = static_cast<const char*>(source ? source : values);
@@ -59,8 +62,9 @@ class Worker {
     }
   }
 
-  // The tile's part of its slice's wire -> fp32 or bf16, set, added or subtracted. A tile that was moved from another layout may
-  // begin and end within this layout's blocks, so the loop below takes one run for each block that it touches.
+  // The tile's part of its slice's wire -> fp32 or bf16, set, added or subtracted. A tile that was moved from another
+  // layout may begin and end within this layout's blocks, so the loop below takes one run for each block that it
+  // touches.
   template <class Update, class Out>
   void decode(const uint8_t* wire, const Tile& tile, const Layout& layout, Out* out) {
     const Part& part = *tile.part;
@@ -175,8 +179,8 @@ class Worker {
 #endif
   }
 
-  // The tile's codes as bytes. They are unpacked from an element whose code begins at a byte: a tile that was moved from another
-  // layout may begin in between.
+  // The tile's codes as bytes. They are unpacked from an element whose code begins at a byte: a tile that was moved
+  // from another layout may begin in between.
   const int8_t* load_codes(const uint8_t* wire, const Tile& tile) {
     const Part& part = *tile.part;
     if (part.bits == 8) return reinterpret_cast<const int8_t*>(wire + part.codes) + tile.first;
@@ -213,8 +217,9 @@ class Worker {
   alignas(64) uint8_t packed_[kMaxTileNumel / 2];
 };
 
-// Runs body(tile, worker) for every tile of `num_slices` slices, in threads. `result_bytes` is the size of all that the bodies
-// write. Tiles of all parts of all slices are numbered one after the other, and each thread takes a range of the numbers.
+// Runs body(tile, worker) for every tile of `num_slices` slices, in threads. `result_bytes` is the size of all that the
+// bodies write. Tiles of all parts of all slices are numbered one after the other, and each thread takes a range of the
+// numbers.
 template <class Body>
 int for_each_tile(const Layout& layout, int64_t num_slices, int64_t result_bytes, const Body& body) {
   const int64_t step = tile_numel(layout.block);

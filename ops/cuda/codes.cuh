@@ -13,13 +13,13 @@ namespace zeropp {
 //
 //     q = a r,   e = a - q b,   q' = q + e r,       the last two by one fused multiply-add each,
 //
-// is a / b correctly rounded (Markstein's theorem; e is exact). These are three instructions in place of the ten of a division.
-// The theorem has two exceptions. It fails if b's significand is all ones: a bf16 scale has only 8 bits, so it never is. It also
-// fails if something underflows:
+// is a / b correctly rounded (Markstein's theorem; e is exact). These are three instructions in place of the ten of a
+// division. The theorem has two exceptions. It fails if b's significand is all ones: a bf16 scale has only 8 bits, so
+// it never is. It also fails if something underflows:
 //
 // - Scales are at least 2^-100, so e underflows only if |a / b| < 2^-10, and then both quotients round to the code 0.
-// - Scales above 2^126, which codes of 3 and 2 bits have, make r a denormal that is off by up to 2^-22. Then q' is off by
-//   2^-44 before it is rounded, and a / b with the 8 bits of b is never that near to where roundings change.
+// - Scales above 2^126, which codes of 3 and 2 bits have, make r a denormal that is off by up to 2^-22. Then q' is off
+//   by 2^-44 before it is rounded, and a / b with the 8 bits of b is never that near to where roundings change.
 //
 // The scale Inf has the reciprocal 0, and so all codes are 0.
 struct Divisor {
@@ -52,8 +52,8 @@ struct BlockMemory {
 
 // ---- Encode.
 
-// Leaves the amax of every block in staging.amax. A block of fewer elements than a row spans some lanes of one row. A larger
-// block spans whole rows, which are then combined within each lane.
+// Leaves the amax of every block in staging.amax. A block of fewer elements than a row spans some lanes of one row. A
+// larger block spans whole rows, which are then combined within each lane.
 template <int V>
 __device__ __forceinline__ void stage_amax(const float (&values)[kPerLane], int log2_block, Staging& staging) {
   constexpr int kRows = kPerLane / V;
@@ -97,8 +97,8 @@ __device__ __forceinline__ void stage_codes(const float* values, const Divisor& 
   }
 }
 
-// values -> scales and codes in memory. `num_scales` scales are written, padding (zeros) included. Codes are written 16 bytes at
-// a time: those behind the last element are 0, so the padding fills the last 16 bytes.
+// values -> scales and codes in memory. `num_scales` scales are written, padding (zeros) included. Codes are written 16
+// bytes at a time: those behind the last element are 0, so the padding fills the last 16 bytes.
 template <int kBits, int V>
 __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], const BlockMemory<uint8_t>& to,
                                               int num_scales, Staging& staging) {
@@ -125,7 +125,8 @@ __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], c
   __syncwarp();  // the staging is free again
 }
 
-// Subtracts from `values` the decoded codes that the last `encode_blocks` left in the staging: what remains is its error.
+// Subtracts from `values` the decoded codes that the last `encode_blocks` left in the staging: what remains is its
+// error.
 template <int kBits, int V>
 __device__ __forceinline__ void subtract_encoded(int log2_block, Staging& staging, float (&values)[kPerLane]) {
 #pragma unroll

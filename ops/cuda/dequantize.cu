@@ -7,7 +7,8 @@ namespace zeropp {
 
 template <class Out>
 __global__ void __launch_bounds__(kThreads, 8)
-dequantize_rows(Tiling tiling, int64_t num_slices, const uint8_t* wire, Layout layout, int64_t slice_rows, Out* output) {
+dequantize_rows(Tiling tiling, int64_t num_slices, const uint8_t* wire, Layout layout, int64_t slice_rows,
+                Out* output) {
   __shared__ Staging staging[kWarps];
   const int log2_block = 31 - __clz(tiling.block);
   for_my_tile(layout, tiling, num_slices, [&](const Tile& tile, int64_t slot) {

@@ -42,8 +42,9 @@ dequantize_sum_elements(Tiling tiling, int64_t num_sums, Sources sources, float 
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const ZeroppLayout* layout, int64_t num_sources, const float* initial,
-                              float scale, int64_t dtype, int64_t rotate, int64_t num_slices, void* out, void* stream) {
+ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const ZeroppLayout* layout, int64_t num_sources,
+                              const float* initial, float scale, int64_t dtype, int64_t rotate, int64_t num_slices,
+                              void* out, void* stream) {
   using namespace zeropp;
   const Tiling tiling = tiling_of(*layout);
   const Sources sources{wire, *layout, initial, num_sources, num_slices, log2_floor(layout->block)};

@@ -1,5 +1,5 @@
-// Decode slices that several ranks sent, add them up, and encode the sum for the next hop. Every wire is read once, and nothing but
-// the new wire is written.
+// Decode slices that several ranks sent, add them up, and encode the sum for the next hop. Every wire is read once, and
+// nothing but the new wire is written.
 #include "launch.cuh"
 #include "sum.cuh"
 

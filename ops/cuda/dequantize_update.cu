@@ -1,5 +1,6 @@
-// Add the differences in a wire to the values of a base, and encode the sums as the base is encoded. Raw parts of the wire replace
-// those of the base. The base may also be the output: a warp reads all of its tile before it writes any of it.
+// Add the differences in a wire to the values of a base, and encode the sums as the base is encoded. Raw parts of the
+// wire replace those of the base. The base may also be the output: a warp reads all of its tile before it writes any of
+// it.
 #include "elements.cuh"
 #include "launch.cuh"
 

@@ -1,5 +1,5 @@
-// The wire element by element, for blocks of any size and wires at any address. A warp reads every value twice: for the scale and
-// for the code. The faster kernels for the usual blocks and addresses are built on wire.cuh.
+// The wire element by element, for blocks of any size and wires at any address. A warp reads every value twice: for the
+// scale and for the code. The faster kernels for the usual blocks and addresses are built on wire.cuh.
 #pragma once
 
 #include "wire.cuh"
@@ -62,8 +62,8 @@ __device__ uint32_t warp_amax(const Value& value_of, int64_t begin, int64_t end)
   return amax;
 }
 
-// ---- Encode a tile, in three steps. New scales wait in shared memory until the codes are made: `value_of` may read the very wire
-// that is written, and then it still needs the old scales.
+// ---- Encode a tile, in three steps. New scales wait in shared memory until the codes are made: `value_of` may read
+// the very wire that is written, and then it still needs the old scales.
 
 template <class Value>
 __device__ void find_scales(const Value& value_of, const Tile& tile, const Part& part, int block, BFloat16* scales) {
@@ -75,7 +75,8 @@ __device__ void find_scales(const Value& value_of, const Tile& tile, const Part&
   __syncwarp();
 }
 
-// A lane makes all codes that share bytes: 8 codes of 3 bits, or the codes of one byte, which may belong to different blocks.
+// A lane makes all codes that share bytes: 8 codes of 3 bits, or the codes of one byte, which may belong to different
+// blocks.
 template <class Value>
 __device__ void encode_codes(const Value& value_of, const Tile& tile, const Part& part, int block,
                              const BFloat16* scales, uint8_t* codes) {

@@ -1,14 +1,17 @@
-// Multiply a few rows of activations by a frozen weight. Generation reads codes this way and never makes a dense weight.
+// Multiply a few rows of activations by a frozen weight. Generation reads codes this way and never makes a dense
+// weight.
 //
-// [Note: tensor cores for a few rows] The goal is the time that reading the codes takes. At INT4 that leaves a lane three
-// instructions per weight, too few to decode it and multiply it with several inputs in fp32. So tensor cores multiply. Codes
-// are integers of at most 8 bits, exact in bf16, and sums are scaled after a block is summed. An input is split into two bf16,
-// x = high + low up to 2^-17 of x, which take two of the eight columns of a product. That makes four inputs.
+// [Note: tensor cores for a few rows] The goal is the time that reading the codes takes. At INT4 that leaves a lane
+// three instructions per weight, too few to decode it and multiply it with several inputs in fp32. So tensor cores
+// multiply. Codes are integers of at most 8 bits, exact in bf16, and sums are scaled after a block is summed. An input
+// is split into two bf16, x = high + low up to 2^-17 of x, which take two of the eight columns of a product. That makes
+// four inputs.
 //
-// A thread block computes 32 rows of the weight. Each of its warps takes every eighth step of 128 columns, and the sums of the
-// warps are added in their order, so the result does not depend on timing. Its last bits are not those of ops/cpu, since the order
-// of additions differs. Each result differs from the exact sum by less than 2^-15 of sum |x w|. Weights whose blocks or rows are
-// not multiples of 128 columns take `multiply_elements`, which adds in the order of ops/cpu and gives its bits.
+// A thread block computes 32 rows of the weight. Each of its warps takes every eighth step of 128 columns, and the sums
+// of the warps are added in their order, so the result does not depend on timing. Its last bits are not those of
+// ops/cpu, since the order of additions differs. Each result differs from the exact sum by less than 2^-15 of sum |x
+// w|. Weights whose blocks or rows are not multiples of 128 columns take `multiply_elements`, which adds in the order
+// of ops/cpu and gives its bits.
 #include "../frozen_format.h"
 #include "elements.cuh"
 #include "launch.cuh"
@@ -27,8 +30,8 @@ template <int kBits>
 struct CodeRun {
   Words<4> at[kBits / 4];
 
-  // Codes 8 u + p and 8 u + p + 4 as bf16, with p < 4. They lie 16 bits apart (INT4) or a word apart (INT8), so that one
-  // instruction takes out both.
+  // Codes 8 u + p and 8 u + p + 4 as bf16, with p < 4. They lie 16 bits apart (INT4) or a word apart (INT8), so that
+  // one instruction takes out both.
   __device__ uint32_t pair(int u, int p) const {
     if constexpr (kBits == 4) {
       const uint32_t biased = at[0].at[u] ^ 0x88888888;
@@ -70,9 +73,9 @@ __device__ __forceinline__ SplitPair split(float first, float second) {
   return {high, round_pair(rest_of(first, high_first), rest_of(second, high_second), BFloat16{})};
 }
 
-// A lane's share of a step's inputs. The lanes of group g (lane / 4) hold column g of the product: the high halves of input g / 2 if
-// g is even, its low halves if g is odd. Both groups need all 32 elements of the input: each lane loads and splits 16 of them and
-// exchanges halves with its partner.
+// A lane's share of a step's inputs. The lanes of group g (lane / 4) hold column g of the product: the high halves of
+// input g / 2 if g is even, its low halves if g is odd. Both groups need all 32 elements of the input: each lane loads
+// and splits 16 of them and exchanges halves with its partner.
 struct InputRun {
   uint32_t pairs[16];  // pair 4 u + p: elements 8 u + p and 8 u + p + 4
 };
@@ -125,7 +128,8 @@ multiply_rows(const float* x, int num_inputs, const uint8_t* codes, const BFloat
     float run_scales[kRowTiles][2];
 #pragma unroll
     for (int i = 0; i < 2 * kRowTiles; ++i) {
-      const int64_t row = min(first_row + 8 * i + group, shape.rows - 1);  // lanes behind the last row repeat it, and store nothing
+      // Lanes behind the last row repeat it, and store nothing.
+      const int64_t row = min(first_row + 8 * i + group, shape.rows - 1);
       runs[i / 2][i % 2] = load_run<kBits>(codes + row * shape.code_bytes() + column * kBits / 8);
       run_scales[i / 2][i % 2] = to_float(scales[row * shape.num_blocks() + step / steps_per_block]);
     }

@@ -6,7 +6,8 @@
 namespace {
 namespace zeropp {
 
-// [Note: the scale of a frozen INT4 block]: the scale of the trial with the least squared error. value_of(i) is element i of n.
+// [Note: the scale of a frozen INT4 block]: the scale of the trial with the least squared error. value_of(i) is element
+// i of n.
 template <class Value>
 __device__ BFloat16 search_scale(const Value& value_of, int n, float amax) {
   int xq[kNumTrials] = {}, qq[kNumTrials] = {};

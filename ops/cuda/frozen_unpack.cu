@@ -39,7 +39,8 @@ int launch_rows(const uint8_t* codes, const uint8_t* scales, const FrozenRows& s
   const int64_t numel = shape.rows * shape.columns;
   const dim3 grid(static_cast<unsigned>(ceil_div(numel, kTileNumel * kWarps)));
   const auto kernel = shape.bits == 8 ? unpack_rows<Out, 8> : unpack_rows<Out, 4>;
-  return launch(kernel, grid, kThreads, stream, codes, scales, numel, log2_floor(shape.block), static_cast<Out*>(output));
+  Out* typed = static_cast<Out*>(output);
+  return launch(kernel, grid, kThreads, stream, codes, scales, numel, log2_floor(shape.block), typed);
 }
 
 }  // namespace zeropp

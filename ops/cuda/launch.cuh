@@ -26,8 +26,8 @@ inline int log2_floor(int64_t value) {
   return log2;
 }
 
-// A tile has about 1024 elements, and exactly so many if blocks are a power of two. Tiles of odd blocks have an even number of them,
-// so that INT4 codes begin at a byte. A part has at most one block more than its elements fill.
+// A tile has about 1024 elements, and exactly so many if blocks are a power of two. Tiles of odd blocks have an even
+// number of them, so that INT4 codes begin at a byte. A part has at most one block more than its elements fill.
 inline Tiling tiling_of(const Layout& layout) {
   const int log2_blocks = log2_floor(max(kTileNumel / layout.block, 1 + layout.block % 2));
   const int64_t num_blocks = layout.numel / layout.block + layout.num_parts;

@@ -1,4 +1,5 @@
-// Moves a lane's V codes into a tile's stream of bits and back. Code i lies at bits [kBits i, kBits (i + 1)) of its run.
+// Moves a lane's V codes into a tile's stream of bits and back. Code i lies at bits [kBits i, kBits (i + 1)) of its
+// run.
 #pragma once
 
 #include "rows.cuh"
@@ -21,9 +22,10 @@ ZEROPP_HD constexpr uint32_t lowest_bits() {
 
 constexpr uint32_t kRoundToIntegerBits = 0x4B400000;  // the bits of the float kRoundToInteger
 
-// V codes of fewer than 8 bits -> a word. Each code comes in the low bits of a float that was rounded to an integer. The bits of
-// the whole floats are shifted and added, one instruction each, and the constants in their upper bits are subtracted from the sum.
-// Half of the codes' range is added, and inverted again at the end: codes are then positive, and no field borrows from the next.
+// V codes of fewer than 8 bits -> a word. Each code comes in the low bits of a float that was rounded to an integer.
+// The bits of the whole floats are shifted and added, one instruction each, and the constants in their upper bits are
+// subtracted from the sum. Half of the codes' range is added, and inverted again at the end: codes are then positive,
+// and no field borrows from the next.
 template <int kBits, int V>
 __device__ __forceinline__ uint32_t pack_fields(const uint32_t* rounded) {
   constexpr uint32_t kOnes = lowest_bits<kBits, V>(), kHalves = kOnes << (kBits - 1);
@@ -33,8 +35,9 @@ __device__ __forceinline__ uint32_t pack_fields(const uint32_t* rounded) {
   return (word - kOnes * kRoundToIntegerBits + kHalves) ^ kHalves;
 }
 
-// ---- A lane's V codes to and from the tile's codes in shared memory, at those of `element`. V codes take 8, 16 or 32 bits, or,
-// for codes of 3 bits, 24 bits (one lane writes three bytes) or 12 bits (two lanes share three bytes, and the first writes them).
+// ---- A lane's V codes to and from the tile's codes in shared memory, at those of `element`. V codes take 8, 16 or 32
+// bits, or, for codes of 3 bits, 24 bits (one lane writes three bytes) or 12 bits (two lanes share three bytes, and the
+// first writes them).
 
 template <int kBits, int V>
 __device__ __forceinline__ void put_fields(uint32_t word, uint8_t* codes, int element) {
@@ -63,8 +66,8 @@ __device__ __forceinline__ uint32_t take_fields(const uint8_t* codes, int elemen
   else return (from[0] | from[1] << 8) >> element % 8;  // 12 bits, from bit 0 or 4
 }
 
-// ---- Codes as floats. With an unsigned integer u in its low bits, the float 2^23 becomes 2^23 + u: a subtraction takes the place
-// of a conversion. Codes are biased by half of their range to be unsigned.
+// ---- Codes as floats. With an unsigned integer u in its low bits, the float 2^23 becomes 2^23 + u: a subtraction
+// takes the place of a conversion. Codes are biased by half of their range to be unsigned.
 
 constexpr uint32_t kIntegerBits = 0x4B000000;  // the bits of the float 2^23
 

@@ -1,5 +1,5 @@
-// The few instructions that C++ has no words for. tests/ops/cuda_emulation/ptx.h has the same functions for a CPU and defines the
-// guard ZEROPP_PTX, so the kernels compile there as they stand.
+// The few instructions that C++ has no words for. tests/ops/cuda_emulation/ptx.h has the same functions for a CPU and
+// defines the guard ZEROPP_PTX, so the kernels compile there as they stand.
 #ifndef ZEROPP_PTX
 #define ZEROPP_PTX
 

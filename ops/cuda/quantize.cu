@@ -1,7 +1,8 @@
 // Encode slices for the wire.
 //
-// This file shows the form that all operators of the wire have. Two kernels compute the same bits: the one on rows for blocks of
-// 32, 64 .. 1024 elements and aligned wires, and the one on elements for all others. The exported function picks one.
+// This file shows the form that all operators of the wire have. Two kernels compute the same bits: the one on rows for
+// blocks of 32, 64 .. 1024 elements and aligned wires, and the one on elements for all others. The exported function
+// picks one.
 #include "elements.cuh"
 #include "launch.cuh"
 #include "rotate.cuh"

@@ -1,4 +1,5 @@
-// Add up slices that several ranks sent, add the residual of earlier calls, and encode. The error becomes the new residual.
+// Add up slices that several ranks sent, add the residual of earlier calls, and encode. The error becomes the new
+// residual.
 #include "launch.cuh"
 #include "rotate.cuh"
 #include "sum.cuh"

@@ -1,4 +1,5 @@
-// Rotations: 32-slices times the orthonormal Hadamard matrix (format.h). Elements behind a part's last whole slice are not rotated.
+// Rotations: 32-slices times the orthonormal Hadamard matrix (format.h). Elements behind a part's last whole slice are
+// not rotated.
 #pragma once
 
 #include "rows.cuh"
@@ -18,8 +19,8 @@ __device__ __forceinline__ void rotate_within(int step, float* values) {
   }
 }
 
-// One stage between lanes that are `step` apart. The lower lane takes the sum, the higher one the difference, which it gets by adding
-// its own value with the opposite sign.
+// One stage between lanes that are `step` apart. The lower lane takes the sum, the higher one the difference, which it
+// gets by adding its own value with the opposite sign.
 template <int V>
 __device__ __forceinline__ void rotate_between(int step, float* values) {
   const bool is_high = lane_index() & step;
@@ -50,8 +51,8 @@ __device__ __forceinline__ void rotate_rows(int numel, float (&values)[kPerLane]
   }
 }
 
-// Element `index` of a part after its slices are rotated; value_of(i) is element i before. Each stage computes only the sums and
-// differences that end up in this element: half as many as the stage before.
+// Element `index` of a part after its slices are rotated; value_of(i) is element i before. Each stage computes only the
+// sums and differences that end up in this element: half as many as the stage before.
 template <class Value>
 __device__ float rotated_element(const Value& value_of, const Part& part, int64_t index) {
   const int64_t first = index - index % kRotationSlice;

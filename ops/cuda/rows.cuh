@@ -1,8 +1,8 @@
 // A tile's values in the registers of a warp: loaded, converted and stored.
 //
 // A tile has 1024 elements, 32 per lane, in rows of 32 vectors of V elements: of each row j, lane l holds the elements
-// (32 j + l) V .. (32 j + l) V + V - 1. If V elements fill 16 bytes, a load or store moves a row of 512 contiguous bytes, and all
-// rows of a tile are on their way before the first is used.
+// (32 j + l) V .. (32 j + l) V + V - 1. If V elements fill 16 bytes, a load or store moves a row of 512 contiguous
+// bytes, and all rows of a tile are on their way before the first is used.
 #pragma once
 
 #include "ptx.cuh"
@@ -79,9 +79,10 @@ __device__ __forceinline__ bool is_finite(BFloat16 value) { return (value.bits &
 
 // ---- A tile, from and to memory. `numel` of its elements exist.
 //
-// [Note: tails] Whole tiles at aligned addresses are moved 16 bytes at a time. All others (the last tile of a part, and memory that
-// is not 16-byte aligned) are moved element by element. Elements behind the last count as zeros, which change no block's amax,
-// and they are never written. A warp's 32 lanes all take the same branch, so they still meet at the shuffles that follow.
+// [Note: tails] Whole tiles at aligned addresses are moved 16 bytes at a time. All others (the last tile of a part, and
+// memory that is not 16-byte aligned) are moved element by element. Elements behind the last count as zeros, which
+// change no block's amax, and they are never written. A warp's 32 lanes all take the same branch, so they still meet at
+// the shuffles that follow.
 
 template <class T>
 __device__ __forceinline__ bool is_whole(const T* memory, int numel) {
@@ -118,8 +119,8 @@ __device__ __forceinline__ void load_rows(const T* from, int numel, float (&valu
   }
 }
 
-// values <- combine(value, element), with the elements of a tile in memory. Up to 64 bytes per lane are on their way at once.
-// There is no room for more, because the values take registers too.
+// values <- combine(value, element), with the elements of a tile in memory. Up to 64 bytes per lane are on their way at
+// once. There is no room for more, because the values take registers too.
 template <int V, class T, class Combine>
 __device__ __forceinline__ void combine_rows(const T* from, int numel, float (&values)[kPerLane],
                                              const Combine& combine) {

@@ -17,7 +17,8 @@ struct Sources {
 
   __device__ int64_t stride() const { return num_sums * layout.nbytes; }
 
-  // initial + source 0 + source 1 + ..., in that order, for a tile of sum `index`. Tiles hold whole blocks of this layout.
+  // initial + source 0 + source 1 + ..., in that order, for a tile of sum `index`. Tiles hold whole blocks of this
+  // layout.
   template <int V>
   __device__ __forceinline__ void sum_rows(const Tile& tile, int64_t index, Staging& staging,
                                            float (&values)[kPerLane]) const {

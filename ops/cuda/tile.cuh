@@ -1,12 +1,13 @@
 // Tiles: each warp finds the elements that it works on.
 //
-// [Note: tiles] A tile is a run of whole blocks of one part of one slice, for one warp. One launch works on all parts of all
-// slices, so a warp has to find its tile by its number, in the table of parts. With tiles of 2^s blocks,
+// [Note: tiles] A tile is a run of whole blocks of one part of one slice, for one warp. One launch works on all parts
+// of all slices, so a warp has to find its tile by its number, in the table of parts. With tiles of 2^s blocks,
 //
 //     first_tile(p) = floor(first_block(p) / 2^s) + p
 //
-// leaves part p as many numbers as it has tiles, or one more, whatever the sizes are. So there is no second table, and no kernel
-// that computes one. A warp whose number belongs to no tile has nothing to do. There are at most two such warps per part.
+// leaves part p as many numbers as it has tiles, or one more, whatever the sizes are. So there is no second table, and
+// no kernel that computes one. A warp whose number belongs to no tile has nothing to do. There are at most two such
+// warps per part.
 #pragma once
 
 #include "rows.cuh"
@@ -33,7 +34,8 @@ struct Tile {
   __device__ bool is_last(const Part& of) const { return first + numel == of.numel; }
 };
 
-// Finds the tile of a number. All lanes of a warp look together: they count the parts that begin at or before the number.
+// Finds the tile of a number. All lanes of a warp look together: they count the parts that begin at or before the
+// number.
 __device__ __forceinline__ Tile find_tile(const Layout& layout, const Tiling& tiling, int number) {
   const auto first_tile = [&](int part) {
     return static_cast<int>(layout.parts[part].first_block >> tiling.log2_blocks) + part;
@@ -49,8 +51,8 @@ __device__ __forceinline__ Tile find_tile(const Layout& layout, const Tiling& ti
   return {part, first, static_cast<int>(min(left, tiling.tile_numel()))};
 }
 
-// Runs body(tile, slice) for this warp's tile. Slices are spread over the grid's rows. A loop over slices would cost registers, in
-// which the compiler would keep all that is the same for every slice.
+// Runs body(tile, slice) for this warp's tile. Slices are spread over the grid's rows. A loop over slices would cost
+// registers, in which the compiler would keep all that is the same for every slice.
 template <class Body>
 __device__ __forceinline__ void for_my_tile(const Layout& layout, const Tiling& tiling, int64_t num_slices, Body body) {
   const int number = blockIdx.x * kWarps + threadIdx.x / kLanes;

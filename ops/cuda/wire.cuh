@@ -1,5 +1,5 @@
-// A tile of a slice's wire. Its part says whether it is raw or has codes of 8, 4, 3 or 2 bits. All lanes of a warp work on one
-// part, so they take the same branch.
+// A tile of a slice's wire. Its part says whether it is raw or has codes of 8, 4, 3 or 2 bits. All lanes of a warp work
+// on one part, so they take the same branch.
 #pragma once
 
 #include <type_traits>
@@ -10,8 +10,8 @@
 namespace {
 namespace zeropp {
 
-// Calls visit(T{}) with the type of a dtype code. (The host has a function of its own in launch.cuh, because one function cannot
-// call lambdas of both.)
+// Calls visit(T{}) with the type of a dtype code. (The host has a function of its own in launch.cuh, because one
+// function cannot call lambdas of both.)
 template <class Visit>
 __device__ __forceinline__ auto with_dtype(int64_t dtype, const Visit& visit) {
   if (dtype == kFloat32) return visit(float{});
@@ -95,12 +95,13 @@ __device__ __forceinline__ void encode_tile(const float (&values)[kPerLane], con
     using T = decltype(type);
     T* elements = to.raw<T>();
     store_rows<V>(values, to.tile.numel, elements);
-    if (to.tile.is_last(to.part)) write_zeros(reinterpret_cast<uint8_t*>(elements + to.tile.numel), to.wire + to.part.end);
+    uint8_t* end = reinterpret_cast<uint8_t*>(elements + to.tile.numel);
+    if (to.tile.is_last(to.part)) write_zeros(end, to.wire + to.part.end);
   });
 }
 
-// values += source 0, then += source 1, and so on. Each source lies `stride` bytes behind the last. As many sources are on their way
-// at once as fit into 64 bytes of codes per lane.
+// values += source 0, then += source 1, and so on. Each source lies `stride` bytes behind the last. As many sources are
+// on their way at once as fit into 64 bytes of codes per lane.
 template <int kBits, int V>
 __device__ __forceinline__ void add_quantized(TileMemory<const uint8_t> from, int64_t num_sources, int64_t stride,
                                               Staging& staging, float (&values)[kPerLane]) {

@@ -131,3 +131,11 @@ def test_limits_of_settings_are_those_of_the_formats():
     assert config.MIN_BLOCK % config.BLOCK_MULTIPLE == config.MIN_BLOCK % format.ROTATION_SLICE == 0
     for bits in frozen_format.FROZEN_BITS:
         assert config.ZeroPPConfig(frozen_bits=bits).frozen_bits == bits
+
+
+@pytest.mark.parametrize("guide", ["README.md", "cuda/README.md"])
+def test_guides_name_files_that_exist(guide):
+    text = (SOURCES / guide).read_text()
+    names = {name for name in re.findall(r"`([\w./]+\.(?:py|h|cuh|cu|cpp|txt))`", text) if "quantize_5bit" not in name}
+    roots = (SOURCES, SOURCES.parent, SOURCES.parent / "hf_zeropp" / "ops", (SOURCES / guide).parent)
+    assert [name for name in sorted(names) if not any((root / name).exists() for root in roots)] == []
