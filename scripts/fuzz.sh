@@ -9,4 +9,4 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 make_environment
 install_package test
-exec "$PYTHON" tests/fuzz/fuzz.py "$@"
+exec nice -n 10 "$PYTHON" tests/fuzz/fuzz.py "$@"  # it takes all the processor time there is

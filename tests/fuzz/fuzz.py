@@ -58,7 +58,6 @@ def _run_one(seed: int, case: Case, args: argparse.Namespace) -> int:
         if args.shorten_seconds:
             failure = shorten(failure, worlds, args.shorten_seconds, args.hang_seconds, args.plant)
         print(f"\n{failure}")
-        print(f"# stock: {outcome.stock}")
         return 1
     finally:
         for world in worlds.values():
@@ -88,7 +87,7 @@ def _run_campaign(args: argparse.Namespace) -> int:
         shown = _show(campaign, shown, args.output)
     _show(campaign, shown, args.output)
     print(campaign.summary())
-    return 1 if campaign.of("ours") else 0
+    return 1 if campaign.broken_promises else 0
 
 
 def _show(campaign: Campaign, shown: int, folder: str | None) -> int:

@@ -28,14 +28,17 @@ LEFT_OUT = (
 SLICE_S = 60.0
 
 
-@pytest.mark.parametrize("first_seed", [0, random.SystemRandom().randrange(1, 10**6) * 1000], ids=["fixed", "random"])
-def test_slice(first_seed):
+@pytest.mark.parametrize(
+    ("first_seed", "worlds"),
+    [(0, (2, 4, 6)), (random.SystemRandom().randrange(1, 10**6) * 1000, (2, 3, 4, 8))],
+    ids=["fixed", "random"],
+)
+def test_slice(first_seed, worlds):
     print(f"first seed {first_seed}")
-    campaign = Campaign(
-        first_seed, without=(*LEFT_OUT, *STOCK_IS_WRONG, *NEVER), limit_s=SLICE_S, shorten_s=30.0
-    ).start()
+    without = (*LEFT_OUT, *STOCK_IS_WRONG, *NEVER)
+    campaign = Campaign(first_seed, without=without, limit_s=SLICE_S, shorten_s=30.0, worlds=worlds).start()
     campaign.wait()
     print(campaign.summary())
     assert campaign.num_cases > 0
-    failures = campaign.failures
+    failures = campaign.broken_promises
     assert not failures, f"first seed {first_seed}\n{campaign.summary()}\n\n" + "\n".join(map(str, failures[:5]))

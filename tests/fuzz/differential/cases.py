@@ -22,8 +22,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-POLICIES = ("fp32", "bf16", "bf16 reduce", "fp16 reduce")
-ENDS = ("both", "tied", "unit", "none")
 BLOCK_KINDS = ("mlp", "bare", "nested", "tied", "unused")
 OPTIMIZER_KINDS = (
     "sgd",
@@ -36,7 +34,6 @@ OPTIMIZER_KINDS = (
     "writes_memory",
 )
 STATELESS = ("sgd", "sgd_foreach", "writes_data", "writes_memory")
-PARTS = ("all", "even", "odd")
 
 # Routes by which weights are written, on all ranks or on one. The first group moves version counters of the DTensor or of
 # its local tensor, the second moves none.
@@ -107,7 +104,7 @@ class ModelSpec:
         width: features between blocks.
         ends: its first and last matrix: "both" (the root's), "tied" (one parameter of the root), "unit" (a unit of their own,
             and nothing is left to the root), or "none".
-        policy: one of ``POLICIES``.
+        policy: its mixed precision, a key of ``networks.MP_POLICIES``.
         root_reshards: ``reshard_after_forward`` of the root; None leaves it to FSDP2.
     """
 
@@ -120,7 +117,7 @@ class ModelSpec:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer over all parameters, or those of even or odd index."""
+    """An optimizer of one of ``OPTIMIZER_KINDS`` over a part of the parameters: "all", or those of "even" or "odd" index."""
 
     kind: str = "sgd"
     part: str = "all"

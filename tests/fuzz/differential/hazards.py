@@ -31,6 +31,20 @@ HAZARDS = {
 }
 STOCK_IS_WRONG = ("frozen while unsharded", "trained late")
 """Hazards that FSDP2 itself does not stand, and for which the package makes no promise."""
+BETTER_THAN_STOCK = frozenset({"changed while unsharded"})
+"""Hazards that FSDP2 itself does not stand, and the package does."""
+
+CURED_BY_INVALIDATE = frozenset(
+    {
+        "silent write",
+        "frozen before step",
+        "step that raises",
+        "optimizer on one rank",
+        "step skipped on one rank",
+        "edit on one rank",
+    }
+)
+"""Hazards that a user who calls ``handle.invalidate()`` before the next forward avoids."""
 
 _FORWARDS = {
     "train",
@@ -48,18 +62,30 @@ _STEPS = {"step", "step_with_closure", "step_on_all_but_one", "step_that_raises"
 
 @dataclasses.dataclass
 class Walk:
-    """What is known behind a number of operations. ``found`` collects hazards."""
+    """What is known behind a number of operations.
+
+    Attributes:
+        is_last: what ``set_last`` said.
+        pending: the models whose gradients wait for a last micro-step.
+        has_grads: whether there are gradients that a step would use.
+        froze_with_grads: whether ``requires_grad`` changed while there were.
+        unsharded: the models with units that a forward without backward left unsharded.
+        changes: hazards that take effect at the next forward.
+        trainable: indices of the parameters that train and are used, as ``freeze`` counts them.
+        frozen_at_start: indices of those that did not at the first forward; None before it.
+        found: the hazards so far.
+    """
 
     case: Case
     is_last: bool = True
-    pending: set[int] = dataclasses.field(default_factory=set)  # models whose gradients wait
+    pending: set[int] = dataclasses.field(default_factory=set)
     has_grads: bool = False
-    unsharded: set[int] = dataclasses.field(default_factory=set)  # models left so by a forward without backward
-    changes: set[str] = dataclasses.field(default_factory=set)  # hazards that take effect at the next forward
     froze_with_grads: bool = False
-    trainable: set[int] = dataclasses.field(default_factory=set)  # used parameters, as ``freeze`` counts them
+    unsharded: set[int] = dataclasses.field(default_factory=set)
+    changes: set[str] = dataclasses.field(default_factory=set)
+    trainable: set[int] = dataclasses.field(default_factory=set)
+    frozen_at_start: set[int] | None = None
     found: set[str] = dataclasses.field(default_factory=set)
-    frozen_at_start: set[int] | None = None  # parameters; None before the first forward
 
     @classmethod
     def start(cls, case: Case) -> Walk:
@@ -111,8 +137,7 @@ class Walk:
         if name == "step_of_another_module":
             self.changes.add("optimizer on one rank")
         if name == "invalidate":
-            self.changes -= {"silent write", "edit on one rank", "optimizer on one rank", "step skipped on one rank"}
-            self.changes -= {"frozen before step", "step that raises"}
+            self.changes -= CURED_BY_INVALIDATE
         if name in ("clip", "read_grads", "scale_grads") and self.pending:
             self.found.add("pending at clip" if name == "clip" else "pending at read")
 

@@ -15,7 +15,6 @@ import pickle
 import re
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -25,7 +24,8 @@ from typing import Any
 from differential.compare import Difference
 from differential.rank import BETWEEN_CASES, SIDES, Job, Report, main
 
-# The last three are imported by the first backward pass and the first checkpoint, in every process, if not here.
+# The fork server imports these once. Without the last three every rank would import them in its first case, which takes a
+# second of processor time each.
 PRELOAD = ["differential.rank", "torch._dynamo", "torch._inductor", "fsspec.core"]
 VALUES = ("loss", "grad", "weight", "norm")
 START_S = 120.0
@@ -73,6 +73,7 @@ class World:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._processes: list[Any] = []
+        self._connections: list[Any] = []
 
     def __enter__(self) -> World:
         return self
@@ -94,11 +95,11 @@ class World:
             process.kill()
         for process in self._processes:
             process.join()
-        for connection in getattr(self, "_connections", []):
+        for connection in self._connections:
             connection.close()
         if self._processes:
             shutil.rmtree(self._folder, ignore_errors=True)
-        self._processes = []
+        self._processes, self._connections = [], []
 
     def _run(self, job: Job) -> Outcome:
         if not self._processes:
@@ -140,6 +141,7 @@ class World:
                 rank = pending.pop(connection)
                 with contextlib.suppress(EOFError, ConnectionError):
                     reports[rank] = pickle.loads(connection.recv_bytes())
+            # A rank that computes, or waits for a processor, gives None or another number of wakings at every look.
             now = [_wakings(self._processes[rank].pid) for rank in sorted(pending.values())]
             if now != seen or None in now:
                 seen, moved = now, time.monotonic()
@@ -202,9 +204,3 @@ def _symptom(reports: list[Report | None], side: str) -> Symptom | None:
         return None
     rank, first = min(seen, key=lambda pair: (pair[1].operation, -pair[1].share))
     return Symptom(first.kind, f"rank {rank}, {first}")
-
-
-def require_import_path() -> None:
-    """The fork server imports what this process can: fail early, and plainly, where it cannot."""
-    if "differential" not in sys.modules:
-        raise ImportError("Run with tests/fuzz on the import path, as scripts/fuzz.sh does.")
