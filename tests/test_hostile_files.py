@@ -1,0 +1,434 @@
+"""Checkpoints that are damaged, cut off, renamed, linked, too large or made by an enemy are refused: which file, and why.
+
+A refusal must come before anything is written or computed. So each attack runs against the function that a user calls, and
+must end in an error that says which file is wrong. Settings, residuals, shared memory and compiled libraries are attacked in
+test_hostile_state.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from frozen_runs import tiny_llama
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from hf_zeropp import ZeroPPQuantConfig
+from hf_zeropp.integrations.export import export
+from hf_zeropp.ops import frozen_format
+from hf_zeropp.ops.frozen_format import FrozenFormat
+
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+UP = "model.layers.0.mlp.up_proj.weight"
+NORM = "model.norm.weight"
+
+
+class Bomb:
+    """An object whose pickle makes a folder when it is loaded."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+
+    def __reduce__(self):
+        return os.mkdir, (self.path,)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Fail instead of waiting for a pipe that nobody writes to."""
+
+    def give_up(*args):
+        raise TimeoutError("the reader waits")
+
+    previous = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def edit_json(path: Path, **changes) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit_tensors(folder: Path, changes: dict[str, torch.Tensor | None], name: str = WEIGHTS) -> None:
+    """Replace tensors of a safetensors file. None takes one out."""
+    tensors = {**load_file(folder / name), **changes}
+    tensors = {key: value.contiguous() for key, value in tensors.items() if value is not None}
+    save_file(tensors, folder / name, metadata={"format": "pt"})
+
+
+def split(folder: Path, **weight_map_changes) -> None:
+    """Store the weights in two files with an index, whose ``weight_map`` may lie."""
+    tensors = load_file(folder / WEIGHTS)
+    (folder / WEIGHTS).unlink()
+    halves = {"model-1.safetensors": {}, "model-2.safetensors": {}}
+    for number, (name, tensor) in enumerate(sorted(tensors.items())):
+        halves[f"model-{number * 2 // len(tensors) + 1}.safetensors"][name] = tensor
+    for file, half in halves.items():
+        save_file(half, folder / file, metadata={"format": "pt"})
+    weight_map = {name: file for file, half in halves.items() for name in half}
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map | weight_map_changes}))
+
+
+# ---- A packed checkpoint, read by ``hf-zeropp export`` and by ``from_pretrained``.
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """A folder with a packed base and an adapter on it."""
+    folder = tmp_path_factory.mktemp("made")
+    tiny_llama(num_hidden_layers=1).save_pretrained(folder / "dense")
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=ZeroPPQuantConfig(bits=4))
+    model.save_pretrained(folder / "packed")
+    config = LoraConfig(r=4, target_modules=["up_proj", "q_proj"], init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "packed"), config).save_pretrained(folder / "adapter")
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A copy of what ``made`` holds, to damage."""
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    edit_json(tmp_path / "adapter/adapter_config.json", base_model_name_or_path=str(tmp_path / "packed"))
+    return tmp_path
+
+
+def read_by_export(folder: Path) -> None:
+    export(folder.parent / "merged", folder, show_progress=False)
+
+
+def read_by_transformers(folder: Path) -> None:
+    AutoModelForCausalLM.from_pretrained(folder)
+
+
+def cut_off(folder: Path, name: str = WEIGHTS) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes()[:-1000])
+
+
+def lie_about_the_header(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", 2**62) + b"{}")
+
+
+def rename_a_pickle(folder: Path) -> None:
+    (folder / WEIGHTS).write_bytes(pickle.dumps(Bomb(folder.parent / "exploded")))
+
+
+def become_a_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "pytorch_model.bin")
+    (folder / WEIGHTS).unlink()
+
+
+def name_a_pickle_in_the_index(folder: Path) -> None:
+    torch.save(load_file(folder / WEIGHTS), folder / "weights.bin")
+    (folder / WEIGHTS).unlink()
+    (folder / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": {UP: "weights.bin"}}))
+
+
+def link_out(folder: Path, name: str = WEIGHTS) -> None:
+    (folder / name).rename(folder.parent / "elsewhere.safetensors")
+    (folder / name).symlink_to(folder.parent / "elsewhere.safetensors")
+
+
+def climb_out(folder: Path) -> None:
+    split(folder)
+    (folder / "model-2.safetensors").rename(folder.parent / "model-2.safetensors")
+    text = (folder / INDEX).read_text().replace("model-2.safetensors", "../model-2.safetensors")
+    (folder / INDEX).write_text(text)
+
+
+def name_an_absolute_path(folder: Path) -> None:
+    climb_out(folder)
+    (folder / INDEX).write_text((folder / INDEX).read_text().replace("../model-2", str(folder.parent / "model-2")))
+
+
+def lose_a_file(folder: Path) -> None:
+    split(folder)
+    (folder / "model-2.safetensors").unlink()
+
+
+def hold_a_tensor_twice(folder: Path) -> None:
+    split(folder)
+    tensors = load_file(folder / "model-1.safetensors") | load_file(folder / "model-2.safetensors")
+    save_file(tensors, folder / "model-2.safetensors", metadata={"format": "pt"})
+
+
+def change(name: str, new: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, {name: new(load_file(folder / WEIGHTS)[name])})
+
+
+def rename_a_weight(folder: Path) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    moved = {f"{UP[:-7]}_new.weight{suffix}": tensors[UP + suffix] for suffix in ("_codes", "_scales")}
+    edit_tensors(folder, {UP + "_codes": None, UP + "_scales": None} | moved)
+
+
+def say(**quantization) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        edit_json(folder / "config.json", quantization_config=config["quantization_config"] | quantization)
+
+    return edit
+
+
+class Attack(NamedTuple):
+    damage: Callable[[Path], None]
+    match: str  # in the message of the error
+
+
+BOTH = {
+    "a file cut off": Attack(cut_off, "model.safetensors' is cut off"),
+    "a header longer than any file": Attack(lie_about_the_header, "model.safetensors' is cut off"),
+    "a pickle named safetensors": Attack(rename_a_pickle, "model.safetensors' is cut off"),
+    "a pickle in an index": Attack(name_a_pickle_in_the_index, "weights.bin' is no safetensors file"),
+    "a link out of the folder": Attack(link_out, "model.safetensors' leads out of its folder"),
+    "an index that climbs out": Attack(climb_out, "model-2.safetensors"),
+    "an index with an absolute path": Attack(name_an_absolute_path, "model-2.safetensors"),
+    "a file of the index is missing": Attack(lose_a_file, "model-2.safetensors' cannot be opened"),
+    "a tensor in two files": Attack(hold_a_tensor_twice, "Both .*model-1.* and .*model-2.* hold"),
+    "no codes": Attack(change(UP + "_codes", lambda codes: None), "no file of the checkpoint holds .*weight_codes"),
+    "no scales": Attack(change(UP + "_scales", lambda scales: None), "no file of the checkpoint holds .*weight_scales"),
+    "codes are floats": Attack(change(UP + "_codes", torch.Tensor.float), "codes that are F32"),
+    "scales are signed": Attack(change(UP + "_scales", lambda scales: scales.to(torch.int8)), "weight_scales is I8"),
+    "a row of codes is missing": Attack(
+        change(UP + "_codes", lambda codes: codes[1:]), "These are no weight in 4 bits"
+    ),
+    "a scale of each row is missing": Attack(
+        change(UP + "_scales", lambda scales: scales[:, :-1]), "These are no weight"
+    ),
+    "scales are a number": Attack(change(UP + "_scales", lambda scales: scales[0, 0]), "These are no weight"),
+    "scales are NaN": Attack(
+        change(UP + "_scales", lambda scales: torch.full_like(scales, 255)),
+        f"damaged: {UP}_scales holds scales that are NaN",
+    ),
+    "other bits": Attack(say(bits=8), "no weight in 8 bits"),
+    "bits as text": Attack(say(bits="4"), "8 or 4 bits, got bits='4'"),
+    "bits as a float": Attack(say(bits=4.0), "8 or 4 bits, got bits=4.0"),
+    "an impossible block": Attack(say(block=0), "multiple of 32 from 32 to 4096, got 0"),
+    "a block as a float": Attack(say(block=128.0), "multiple of 32 from 32 to 4096, got 128.0"),
+    "a renamed weight": Attack(rename_a_weight, "does not fit|no such weight"),
+}
+
+
+@pytest.mark.parametrize("reader", [read_by_export, read_by_transformers])
+@pytest.mark.parametrize("attack", BOTH)
+def test_a_hostile_packed_checkpoint_is_refused(folder, reader, attack):
+    BOTH[attack].damage(folder / "packed")
+    with pytest.raises(ValueError, match=BOTH[attack].match):
+        reader(folder / "packed")
+    assert not (folder / "merged").exists() and not (folder / "exploded").exists()
+    assert not list(folder.glob(".partial-*"))
+
+
+def test_the_checkpoint_that_is_attacked_is_a_good_one(folder):
+    split(folder / "packed")
+    read_by_transformers(folder / "packed")
+    read_by_export(folder / "packed")
+    assert (folder / "merged" / WEIGHTS).exists()
+
+
+def test_transformers_is_kept_from_pickles_of_packed_weights(folder):
+    become_a_pickle(folder / "packed")
+    with pytest.raises(ValueError, match="pytorch_model.bin' is no safetensors file"):
+        read_by_transformers(folder / "packed")
+
+
+@pytest.mark.parametrize(
+    ("skip", "match"),
+    [(["lm_head"], "holds lm_head.weight_codes, but config.json says skip"), ("lm_head", "skip must be")],
+)
+def test_a_config_that_hides_packed_weights_is_refused(folder, skip, match):
+    """Transformers would fill the dense weight that is not there with random values."""
+    say(skip=skip)(folder / "packed")
+    with pytest.raises(ValueError, match=match):
+        read_by_transformers(folder / "packed")
+
+
+def test_the_links_of_the_hub_cache_are_followed(folder):
+    snapshot, blobs = folder / "models--a--b/snapshots/0123", folder / "models--a--b/blobs"
+    shutil.copytree(folder / "packed", snapshot)
+    blobs.mkdir()
+    for file in snapshot.iterdir():
+        file.rename(blobs / file.name)
+        file.symlink_to(f"../../blobs/{file.name}")
+    read_by_transformers(snapshot)
+    read_by_export(snapshot)
+
+
+# ---- What only the export reads: the base's config and companions, and the adapter.
+
+
+def write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+def set_config(**changes) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "config.json", **changes)
+
+
+def grow(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, 2**27)  # a hole, which takes no space
+
+
+def become_a_pipe(folder: Path) -> None:
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+
+
+def bring_code(folder: Path) -> None:
+    (folder / "evil.py").write_text(f"import os\nos.mkdir({str(folder.parent / 'exploded')!r})\n")
+    set_config(model_type="evil", auto_map={"AutoConfig": "evil.Config"})(folder)
+
+
+def link_a_secret(folder: Path) -> None:
+    (folder.parent / "id_rsa").write_text("secret")
+    (folder / "tokenizer.json").symlink_to(folder.parent / "id_rsa")
+
+
+def link_in_a_circle(folder: Path) -> None:
+    (folder / "tokenizer.json").symlink_to(folder / "tokenizer.json")
+
+
+BASES = {
+    "a companion that links to a secret": Attack(link_a_secret, "tokenizer.json' leads out of its folder"),
+    "a companion that links to itself": Attack(link_in_a_circle, "tokenizer.json' cannot be opened"),
+    "a config of 128 MB": Attack(grow("config.json"), "config.json' has .* bytes; expected at most"),
+    "a generation config of 128 MB": Attack(grow("generation_config.json"), "generation_config.json' has .* bytes"),
+    "a config cut off": Attack(write("config.json", '{"bits": '), "config.json' cannot be read as JSON"),
+    "a config that is a list": Attack(write("config.json", "[]"), "config.json' must hold a JSON object"),
+    "a config of many levels": Attack(write("config.json", "[" * 10**5), "config.json' cannot be read as JSON"),
+    "a config in latin-1": Attack(
+        lambda folder: (folder / "config.json").write_bytes(b'{"\xe9": 1}'), "cannot be read"
+    ),
+    "a config that is a pipe": Attack(become_a_pipe, "config.json' is no regular file"),
+    "a config with code": Attack(bring_code, "config.json' describes no model that can be built"),
+    "a quantization that is text": Attack(set_config(quantization_config="zeropp"), "was quantized by 'zeropp'"),
+    "a quantization without bits": Attack(
+        set_config(quantization_config={"quant_method": "zeropp"}), "quantization_config of .*config.json' is wrong"
+    ),
+    "packed weights without a quantization": Attack(
+        set_config(quantization_config=None), "no format for packed weights"
+    ),
+    "an index that is a list": Attack(
+        lambda folder: [split(folder), (folder / INDEX).write_text("[]")], "index.json' must hold a JSON object"
+    ),
+    "an index that lies": Attack(lambda folder: split(folder, ghost="model-1.safetensors"), "says that .* holds ghost"),
+    "an index of numbers": Attack(lambda folder: split(folder, ghost=7), "has no weight_map of names to files"),
+    "a norm of another shape": Attack(change(NORM, lambda norm: norm[1:]), f"{NORM} is F32 with shape .63"),
+    "a norm of integers": Attack(change(NORM, torch.Tensor.int), f"{NORM} is I32"),
+    "a norm that is missing": Attack(change(NORM, lambda norm: None), f"packed' is incomplete: none .* holds {NORM}"),
+    "a billion layers": Attack(set_config(num_hidden_layers=10**9), "it has 1000000000 layers"),
+    "a negative size": Attack(set_config(hidden_size=-64), "config.json' describes no model"),
+    "a size that is text": Attack(set_config(vocab_size="many"), "config.json' describes no model"),
+}
+
+
+@pytest.mark.parametrize("attack", BASES)
+def test_a_hostile_base_is_not_exported(folder, attack):
+    BASES[attack].damage(folder / "packed")
+    with pytest.raises(ValueError, match=BASES[attack].match), time_limit(60):
+        read_by_export(folder / "packed")
+    assert not (folder / "merged").exists() and not (folder / "exploded").exists()
+    assert not list(folder.glob(".*"))
+
+
+def test_a_config_cannot_name_a_function_to_call(folder, monkeypatch):
+    calls = []
+    monkeypatch.setattr(sys.modules["transformers"], "anything", calls.append, raising=False)
+    set_config(architectures=["anything"])(folder / "packed")
+    with pytest.raises(ValueError, match="'anything' is no model"):
+        read_by_export(folder / "packed")
+    assert calls == []
+
+
+ADAPTER = "adapter_model.safetensors"
+LORA_A = "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight"
+
+
+def change_adapter(new: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    return lambda folder: edit_tensors(folder, {LORA_A: new(load_file(folder / ADAPTER)[LORA_A])}, ADAPTER)
+
+
+def adapter_becomes_a_pickle(folder: Path) -> None:
+    torch.save(load_file(folder / ADAPTER), folder / "adapter_model.bin")
+    (folder / ADAPTER).unlink()
+
+
+def set_adapter(**changes) -> Callable[[Path], None]:
+    return lambda folder: edit_json(folder / "adapter_config.json", **changes)
+
+
+PROMPT_TUNING = {"peft_type": "PROMPT_TUNING", "task_type": "CAUSAL_LM", "num_virtual_tokens": 2}
+ADAPTERS = {
+    "a pickle": Attack(adapter_becomes_a_pickle, "adapter_model.safetensors' cannot be opened"),
+    "a file cut off": Attack(lambda folder: cut_off(folder, ADAPTER), "adapter_model.safetensors' is cut off"),
+    "a link out of the folder": Attack(
+        lambda folder: link_out(folder, ADAPTER), "adapter_model.safetensors' leads out"
+    ),
+    "a tensor is missing": Attack(change_adapter(lambda lora: None), "size mismatch|lacks: .*up_proj.lora_A"),
+    "a tensor too much": Attack(
+        lambda folder: edit_tensors(folder, {LORA_A + "x": torch.ones(9)}, ADAPTER), "has too much: .*lora_A"
+    ),
+    "a tensor of integers": Attack(change_adapter(torch.Tensor.int), "lora_A.weight is I32"),
+    "a NaN": Attack(change_adapter(lambda lora: lora * float("nan")), "safetensors' is damaged: .*lora_A.weight holds"),
+    "another shape": Attack(change_adapter(lambda lora: lora[:, 1:]), "size mismatch"),
+    "a rank of a billion": Attack(set_adapter(r=10**9), "does not fit the base: adapter_config.json describes"),
+    "a rank that is text": Attack(set_adapter(r="four"), "does not fit|no config that PEFT knows"),
+    "an unknown type": Attack(set_adapter(peft_type="EVIL"), "adapter_config.json' is no config that PEFT knows"),
+    "prompts, which cannot be merged": Attack(
+        write("adapter_config.json", json.dumps(PROMPT_TUNING)), "PROMPT_TUNING, which has no merged form"
+    ),
+    "a config that is a list": Attack(
+        write("adapter_config.json", "[]"), "adapter_config.json' must hold a JSON object"
+    ),
+    "a config of 128 MB": Attack(grow("adapter_config.json"), "adapter_config.json' has .* bytes; expected at most"),
+}
+
+
+@pytest.mark.parametrize("attack", ADAPTERS)
+def test_a_hostile_adapter_is_not_exported(folder, attack):
+    ADAPTERS[attack].damage(folder / "adapter")
+    with pytest.raises(ValueError, match=ADAPTERS[attack].match):
+        export(folder / "merged", folder / "packed", folder / "adapter", show_progress=False)
+    assert not (folder / "merged").exists() and not list(folder.glob(".*"))
+
+
+def test_a_base_must_be_named_by_a_word(folder):
+    set_adapter(base_model_name_or_path=["/etc"])(folder / "adapter")
+    with pytest.raises(ValueError, match="does not name its base model"):
+        export(folder / "merged", adapter=folder / "adapter", show_progress=False)
+
+
+def test_an_export_does_not_follow_a_link_in_the_place_of_its_output(folder):
+    (folder / "victim").mkdir()
+    (folder / "merged").symlink_to(folder / "victim")
+    with pytest.raises(ValueError, match="nothing was written"):
+        read_by_export(folder / "packed")
+    assert list((folder / "victim").iterdir()) == []
+
+
+@pytest.mark.parametrize(("rows", "width"), [(3, 2), (4, 0), (4, 4)])
+def test_operators_refuse_scales_of_another_size(rows, width):
+    """Compiled kernels get addresses, and would read what lies behind the tensor."""
+    format = FrozenFormat(4)
+    codes, _ = frozen_format.pack(torch.ones(4, 64), format)
+    scales = torch.zeros(rows, width, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="xpected scales of shape .4, 2."):
+        frozen_format.unpack(codes, scales, 64, format, torch.float32)
+    with pytest.raises(ValueError, match="xpected scales of shape .4, 2."):
+        frozen_format.matmul(torch.ones(1, 64), codes, scales, 64, format)
