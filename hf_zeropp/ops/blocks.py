@@ -49,11 +49,12 @@ def to_blocks(values: Tensor, block: int) -> Tensor:
 
 def scale_bits(blocks: Tensor, qmax: int) -> Tensor:
     """fp32 [K, blocks, block] -> the bf16 bits of each block's scale, int32 [K, blocks]."""
+    # Without its sign bit, a float is ordered as its bits are. NaN and Inf have the largest of all.
     amax = (blocks.view(torch.int32) & 0x7FFFFFFF).amax(-1)
     # A tensor divisor: for a number, PyTorch's CUDA division multiplies by the reciprocal.
     scale = amax.view(torch.float32) / torch.full_like(amax, qmax, dtype=torch.float32)
     bits = (scale.view(torch.int32) + 0xFFFF) >> 16  # up: positive floats are ordered as their bits
-    bits = torch.where(bits < SCALE_MIN, 0, bits)
+    bits = torch.where(bits < SCALE_MIN, 0, bits)  # an integer comparison: flush-to-zero modes cannot touch it
     return torch.where(amax >= _INF_BITS, SCALE_NAN, bits)
 
 
@@ -64,6 +65,7 @@ def scale_value(bits: Tensor) -> Tensor:
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """int8 [K, n] -> uint8 [K, ceil(n bits / 8)]: two's complement codes, the first in the lowest bits; zeros behind."""
+    # Eight codes fill `bits` bytes. Each run of eight is shifted into one 64-bit word, and the word is cut into bytes.
     numel = codes.shape[1]
     padded = torch.nn.functional.pad(codes, (0, -numel % CODES_AT_A_BYTE)).long() & ((1 << bits) - 1)
     runs = padded.unflatten(1, (-1, CODES_AT_A_BYTE)) << bits * torch.arange(CODES_AT_A_BYTE, device=codes.device)
@@ -77,6 +79,7 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     padded = torch.nn.functional.pad(packed, (0, -packed.shape[1] % bits)).long().unflatten(1, (-1, bits))
     words = (padded << 8 * torch.arange(bits, device=packed.device)).sum(-1, keepdim=True)
     codes = (words >> bits * torch.arange(CODES_AT_A_BYTE, device=packed.device)) & ((1 << bits) - 1)
+    # Two's complement: flipping the sign bit and subtracting it again extends it to a whole byte.
     sign = 1 << bits - 1
     return ((codes.flatten(1) ^ sign) - sign).to(torch.int8)
 

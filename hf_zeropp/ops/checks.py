@@ -46,6 +46,7 @@ def count_slices(name: str, tensor: Tensor, slice_size: int, divisor_name: str =
 
 def count_sums(wire: Tensor, layout: WireLayout, num_sources: int, initial: Tensor | None) -> int:
     """Return P, the number of sums that ``wire`` [num_sources, P, layout.nbytes] gives, to which ``initial`` must fit."""
+    # The wire holds [num_sources, P] slices of one size, so P follows from its length.
     num_sums = count_slices("wire", wire, layout.nbytes, "num_sources", num_sources) // num_sources
     if initial is not None:
         check_size("initial", initial, num_sums * layout.numel)
@@ -66,6 +67,7 @@ def check_rotation(layout: WireLayout, rotate: bool) -> None:
 
 def check_same_segments(*layouts: WireLayout) -> None:
     """Raise unless all layouts have the same segments, gaps included: kernels visit their parts side by side."""
+    # Parts are matched by position, so an equal number of elements in all is not enough.
     first, *others = layouts
     for other in others:
         sizes, other_sizes = ([segment.numel for segment in layout.segments] for layout in (first, other))

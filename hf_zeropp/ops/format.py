@@ -163,6 +163,7 @@ class WireLayout:
             raise ValueError(f"WireLayout: expected a block of 1..{MAX_BLOCK} elements, got {block}")
         if raw_dtype not in FLOAT_DTYPES:
             raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {raw_dtype}")
+        # Empty gaps go, so that layouts that describe the same bytes are equal however they were cut.
         segments = tuple(segment for segment in segments if segment.numel or segment.bits != GAP)
         if block % CODES_AT_A_BYTE and any(segment.bits in (3, 2) for segment in segments):
             raise ValueError(f"WireLayout: 3- and 2-bit codes need a block that is a multiple of 8, got {block}")
@@ -174,6 +175,7 @@ class WireLayout:
             "spec": _to_spec(segments, block, raw_dtype),
             "_tables": {},
         }
+        # A frozen dataclass is assigned to in this way only, and `parts` must be computed before it is immutable.
         for name, value in {"segments": segments, "block": block, "raw_dtype": raw_dtype, **derived}.items():
             object.__setattr__(self, name, value)
 
@@ -208,6 +210,7 @@ class WireLayout:
         Args:
             count: chunks of about equal size; fewer are returned where there are fewer blocks.
         """
+        # A set, since several ideal cuts may lie in one block; cuts at either end would make an empty chunk.
         bounds = sorted({self._block_bound(self.numel * i // count) for i in range(1, count)} - {0, self.numel})
         if not bounds:
             return (self,)
@@ -236,6 +239,7 @@ class WireLayout:
 
     def table(self, device: torch.device | str) -> torch.Tensor:
         """Return ``parts`` as an int64 tensor [num_parts, len(Part._fields)] on ``device``, built once per device."""
+        # Copying to a GPU makes the host wait, so it is done once and not in every call.
         device = torch.device(device)
         if device not in self._tables:
             rows = torch.tensor(self.parts, dtype=torch.int64).reshape(-1, len(Part._fields))
@@ -249,6 +253,7 @@ def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterat
         if bits == GAP:
             element += numel
             continue
+        # Raw elements lie where codes would, behind no scales: `scale_bytes` is 0 for their widths.
         codes = offset + scale_bytes(numel, bits or raw_bits, block)
         end = offset + wire_bytes(numel, bits or raw_bits, block)
         yield Part(element, numel, bits or 0, offset, codes, end, first_block)

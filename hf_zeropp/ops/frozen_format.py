@@ -80,7 +80,7 @@ class FrozenFormat:
         return rows * (self.code_columns(shape[-1]) + self.scale_columns(shape[-1]))
 
 
-_format = functools.cache(FrozenFormat)
+_format = functools.cache(FrozenFormat)  # generation makes the same few formats for every layer of every token
 
 
 @operator(frozen_reference.pack, counts=("rows", "columns"), codes="uint8_t*", scales="uint8_t*")
@@ -163,6 +163,7 @@ def _frozen_matmul(x: Fp32, codes: Bytes, scales: Bytes, columns: int, bits: int
     if x.shape[0] > MAX_INPUTS:
         raise ValueError(f"expected at most {MAX_INPUTS} rows of x, got {x.shape[0]}: decode the weight and multiply")
     rows = _check_rows(codes, scales, columns, _format(bits, block))
+    # x comes in whole blocks, zeros behind the last column: then kernels need no tail in their inner loops.
     check_size("x", x, x.shape[0] * -(-columns // block) * block)
     return Result(x.device, (x.shape[0], rows), (Filled((x.shape[0], rows), torch.float32),))
 
@@ -186,6 +187,7 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, format: Froze
     Raises:
         ValueError: more rows of ``x``, or tensors of other sizes.
     """
+    # Kernels read fp32 blocks. Converting a few rows of x costs nothing beside reading the weight.
     missing = -columns % format.block
     padded = torch.nn.functional.pad(x.float(), (0, missing)) if missing else x.float()
     blocks = padded.reshape(x.shape[0], -1, format.block).contiguous()

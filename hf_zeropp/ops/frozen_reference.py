@@ -56,9 +56,11 @@ def _pack_rows(rows: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     bound = scale_bits(blocks, QMAX[bits])  # also finds NaN, Inf, and blocks too small to have codes
     has_codes = (bound != 0) & (bound != SCALE_NAN)
     stored = bound if bits == 8 else torch.where(has_codes, _search_scale_bits(blocks, has_codes), bound)
-    has_codes &= stored != 0
+    has_codes &= stored != 0  # a searched scale may be smaller than the bound, and flushed to zero
+    # Blocks without codes divide by 1, and their codes are set to zero below.
     scale = torch.where(has_codes, scale_value(stored), 1.0).unsqueeze(-1)
     low = MIN_CODE_4 if bits == 4 else -QMAX[bits]
+    # INT4 clamps: the searched scale may clip the largest magnitude. Clamping before rounding gives the same codes as after.
     codes = (blocks / scale).clamp(low, QMAX[bits]).round()
     codes = torch.where(has_codes.unsqueeze(-1), codes, 0.0).to(torch.int8).flatten(1)[:, : rows.shape[1]]
     packed = pack_codes(codes, 4) if bits == 4 else codes.contiguous().view(torch.uint8)
@@ -71,6 +73,7 @@ def _search_scale_bits(blocks: Tensor, has_codes: Tensor) -> Tensor:
     fixed = (torch.where(has_codes.unsqueeze(-1), blocks, 0.0) / amax.unsqueeze(-1) * FIXED_ONE).round()
     best = torch.full_like(amax, -1, dtype=torch.float64)
     scale = torch.zeros_like(best)
+    # All blocks take each trial at once. The comparison is strict, so that the first of equal scores wins on every device.
     for trial in TRIALS:
         codes = (fixed * (trial / FIXED_ONE)).round().clamp(MIN_CODE_4, QMAX[4])
         # Integers of at most 31 bits: exact in fp64.
@@ -97,6 +100,7 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, bits: int, bl
     """
     inputs = x.unflatten(-1, (-1, LANES)).unsqueeze(1)
     weights = to_blocks(_unscaled(codes, columns, bits), block).unflatten(-1, (-1, LANES))
+    # Loops in place of a matrix product, whose order of additions PyTorch does not promise.
     lanes = torch.zeros(x.shape[0], codes.shape[0], LANES, device=x.device)
     for b in range(weights.shape[1]):
         sums = torch.zeros_like(lanes)

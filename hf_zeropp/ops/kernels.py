@@ -75,6 +75,7 @@ class CompiledKernels:
         Raises:
             RuntimeError: the function reports a failure, or the library has no such function.
         """
+        # The order is that of `Operator.c_arguments`, from which ctypes and ops/abi.h take theirs.
         device = outs[0].device
         values = self._c_values(operator, arguments, device)
         values += counts
@@ -98,6 +99,7 @@ class CompiledKernels:
         for argument, value in zip(operator.arguments, arguments, strict=True):
             if isinstance(value, Tensor):
                 values.append(value.data_ptr())
+                # One kernel serves all float dtypes, and must know which one it reads.
                 if argument.has_dtype_code:
                     values.append(_DTYPE_CODES[value.dtype])
             elif isinstance(value, WireLayout):
@@ -130,6 +132,7 @@ class CudaKernels(CompiledKernels):
         super().__init__(library, "cuda")
 
     def _call(self, function: Callable[..., int], device: torch.device, values: list[Any]) -> None:
+        # A launch goes to the current device, which need not be the tensors'.
         with torch.cuda.device(device):
             function(*values, torch.cuda.current_stream(device).cuda_stream)
 

@@ -54,6 +54,7 @@ def kernel(library: ctypes.CDLL, symbol: str, c_types: Sequence[str]) -> Callabl
         function = getattr(library, symbol)
     except AttributeError:
         raise RuntimeError(f"the compiled library has no {symbol}: reinstall hf-zeropp to build it anew") from None
+    # With argtypes, ctypes refuses a wrong number of arguments, and passes Python ints as 64-bit numbers.
     function.argtypes = [ctypes_of(c_type) for c_type in c_types]
     function.errcheck = functools.partial(_check_status, library)
     return function

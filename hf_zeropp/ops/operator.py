@@ -40,6 +40,7 @@ class Kind(NamedTuple):
     dtypes: tuple[torch.dtype, ...] = ()  # that a tensor may have; empty for arguments that are no tensors
 
 
+# mypy sees these as plain tensors, so an operator's declaration type-checks like any function.
 Floats = Annotated[Tensor, Kind("Tensor", ("const void*", "int64_t"), FLOAT_DTYPES)]
 Fp32 = Annotated[Tensor, Kind("Tensor", ("const float*",), (torch.float32,))]
 Bytes = Annotated[Tensor, Kind("Tensor", ("const uint8_t*",), (torch.uint8,))]
@@ -69,6 +70,7 @@ class Argument(NamedTuple):
     @property
     def c_arguments(self) -> list[tuple[str, str]]:
         """The (type, name) of each C argument that stands for this one."""
+        # Kinds without a dtype code have one C type, and `zip` drops the second name.
         return list(zip(self.kind.c_types, (self.name, f"{self.name}_dtype"), strict=False))
 
     @property
@@ -151,13 +153,14 @@ class Operator:
             if outs is not None:
                 self._check_outs(result, outs)
         except (TypeError, ValueError) as error:
+            # The checks do not know for which operator they run. Changing the text keeps the type and the traceback.
             error.args = (f"{self.name}: {error}",)
             raise
         return result
 
     def _check_tensors(self, arguments: Sequence[Any]) -> None:
         """Raise unless all tensors are contiguous, on one device, and of the dtypes that the annotations allow."""
-        device = None
+        device = None  # the device of the first tensor; optional tensors may be missing
         for index, argument in self._tensors:
             if (tensor := arguments[index]) is not None:
                 device = device or tensor.device
@@ -173,6 +176,7 @@ def declare(
     find_result: Callable[..., Result], reference: Callable[..., Any], counts: tuple[str, ...], outs: dict[str, str]
 ) -> Operator:
     """Return the operator that ``find_result`` declares by its name, without a leading underscore, and its annotations."""
+    # Annotations are text in modules that postpone their evaluation. `include_extras` keeps the kinds in `Annotated`.
     annotations = typing.get_type_hints(find_result, include_extras=True)
     annotations.pop("return")
     arguments = tuple(_argument(name, annotation) for name, annotation in annotations.items())
@@ -180,6 +184,7 @@ def declare(
 
 
 def _argument(name: str, annotation: Any) -> Argument:
+    # Of `Bytes | None` the alternatives are (Bytes, None); of `Bytes` alone, the tensor type and its kind.
     alternatives = typing.get_args(annotation)
     is_optional = type(None) in alternatives
     base = alternatives[0] if is_optional else annotation

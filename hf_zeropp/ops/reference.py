@@ -35,6 +35,7 @@ def quantize(input: Tensor, layout: WireLayout, slice_rows: int = 1, rotate: boo
     slices = _permute(input.reshape(-1, layout.numel), slice_rows)
     if rotate:
         slices = _rotate_parts(slices.float(), layout)
+    # Zeros, because padding is part of the wire: equal inputs give equal bytes.
     wire = torch.zeros(slices.shape[0], layout.nbytes, dtype=torch.uint8, device=input.device)
     for part in _parts(layout):
         values = slices[:, part.element : part.element + part.numel]
@@ -66,6 +67,7 @@ def dequantize_sum(
 ) -> Tensor:
     """uint8 wire [num_sources, P, nbytes] -> [P, numel] in ``dtype``: (initial + sum over sources, in order) * scale."""
     total = _sum(wire, layout, num_sources, initial)
+    # Rotating is linear and its own inverse, so rotating the sum once undoes the rotations of all sources.
     if rotate:
         total = _rotate_parts(total, layout)
     return round_to(total if scale == 1.0 else total * scale, dtype)
@@ -121,16 +123,19 @@ def quantize_with_feedback(
     total = _sum(wire, layout, num_sources, initial)
     if rotate:
         total = _rotate_parts(total, out_layout)
+    # The residual is in the domain of the sum that is encoded: rotated, if the sum is.
     before = _usable_residual(residual, residual_layout, rescale)
     before = torch.where(_is_quantized(out_layout, total.device), before, 0.0)
     compensated = torch.where(_is_quantized(out_layout, total.device), total + before, total)
     out = quantize(compensated, out_layout)
     error = compensated - dequantize(out, out_layout, torch.float32)
     if decay != 1.0:
+        # In fp32 before the subtraction: kernels receive the decay as a float.
         newest = torch.tensor(decay, dtype=torch.float32, device=total.device)
         error = before * (1.0 - newest) + error * newest
     updated = quantize(error, residual_layout).view(-1, residual_layout.nbytes)
     kept = residual.view(-1, residual_layout.nbytes)
+    # Scales and codes move as bytes, so that neither padding nor the residual of raw parts is touched.
     for part, out_part in zip(residual_layout.parts, out_layout.parts, strict=True):
         if part.numel and out_part.bits:
             kept[:, part.scales : part.end] = updated[:, part.scales : part.end]
@@ -184,6 +189,7 @@ def _encode(values: Tensor, part: Part, block: int, wire: Tensor) -> None:
     blocks = to_blocks(values, block)
     stored = scale_bits(blocks, qmax)
     scale = scale_value(stored).unsqueeze(-1)
+    # Blocks with the scales 0 and NaN divide to NaN or Inf here. The comparison below is false for both scales.
     codes = (blocks / scale).round().clamp(-qmax, qmax)
     codes = torch.where(scale > 0, codes, 0.0).to(torch.int8).flatten(1)[:, : part.numel]
     _write(wire, part.scales, stored.to(torch.int16))
@@ -192,6 +198,7 @@ def _encode(values: Tensor, part: Part, block: int, wire: Tensor) -> None:
 
 def _decode(slots: Tensor, part: Part, block: int) -> Tensor:
     """uint8 wire [K, nbytes] -> fp32 [K, part.numel]."""
+    # Scales are read as int16, because PyTorch shifts integers and not floats.
     stored = _read(slots, part.scales, num_blocks(part.numel, block), torch.int16)
     if part.bits == 8:
         codes = _read(slots, part.codes, part.numel, torch.int8)

@@ -52,6 +52,7 @@ def operator(
 
 
 def _register(operator: Operator) -> None:
+    # PyTorch calls implementations with one positional argument for each of the schema. The tensors to fill come last.
     def fake(*arguments: Any) -> Any:
         return _returned(operator.check(_with_layouts(arguments)).empty())
 
@@ -80,11 +81,13 @@ def _register(operator: Operator) -> None:
 
 def _define(name: str, signature: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
+    # The key of implementations that serve every device and have no derivative.
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zeropp::{name}", fake, lib=_LIBRARY)
 
 
 def _caller(name: str) -> Callable[..., Any]:
+    # Looked up once: attribute access on `torch.ops` costs as much as a small kernel.
     new, fill = getattr(torch.ops.zeropp, name), getattr(torch.ops.zeropp, f"{name}_out")
 
     def call(*arguments: Any, out: Tensor | None = None) -> Any:

@@ -51,6 +51,7 @@ def quantize_difference(
 
 @operator(reference.dequantize_update, out="uint8_t*")
 def _dequantize_update(wire: Bytes, layout: WireLayout, base: Bytes, base_layout: WireLayout) -> Result:
+    # Blocks and bits of the two layouts may differ: the base is usually 16-bit, and differences have a few bits.
     check_same_segments(base_layout, layout)
     num_slices = count_slices("wire", wire, layout.nbytes)
     check_size("base", base, num_slices * base_layout.nbytes)

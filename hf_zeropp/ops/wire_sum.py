@@ -129,6 +129,7 @@ def _quantize_with_feedback(
     _check_residual_layout(out_layout, residual_layout)
     if not 0 < decay <= 1:
         raise ValueError(f"expected a decay in (0, 1], got {decay}")
+    # There is no wire where a node has one rank: its own gradients are then the whole sum.
     if wire is not None:
         num_sums = count_sums(wire, layout, num_sources, initial)
     elif initial is not None and num_sources == 0:
@@ -140,6 +141,7 @@ def _quantize_with_feedback(
 
 
 def _check_residual_layout(out_layout: WireLayout, residual_layout: WireLayout) -> None:
+    # Kernels encode the same tile with both layouts, so it must hold whole blocks in both.
     if [part.bits == 0 for part in residual_layout.parts] != [part.bits == 0 for part in out_layout.parts]:
         raise ValueError("expected residual_layout to quantize the parts that out_layout quantizes, and no others")
     if residual_layout.block != out_layout.block:
@@ -188,5 +190,6 @@ def quantize_with_feedback(
         TypeError: a tensor of another dtype.
         ValueError: layouts, sizes, devices or strides that do not fit, or neither ``wire`` nor ``initial``.
     """
+    # The tensor that is updated comes last, beside `out`, which PyTorch's schema also marks as written.
     arguments = (wire, layout, out_layout, residual_layout, num_sources, initial, rotate, decay, rescale, residual)
     return _quantize_with_feedback(*arguments, out=out)

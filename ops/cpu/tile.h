@@ -48,7 +48,7 @@ class Worker {
   explicit Worker(bool stream) : stream_(stream) {}
 
   // The tile's values, n elements of `dtype` -> scales and codes, or raw elements, in its slice's wire. Meanwhile
-  // fetches memory for a later tile: the same distance behind `source`, the memory of which this tile's values are
+  // fetches memory for a later tile: the same distance behind `source`, the memory from which this tile's values are
   // made, or behind the values themselves if it is null.
   void encode(const void* values, int64_t dtype, const Tile& tile, const Layout& layout, uint8_t* wire,
               const void* source = nullptr) {

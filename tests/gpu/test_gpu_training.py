@@ -28,7 +28,7 @@ def sharded_model(device: str) -> torch.nn.Module:
 
 
 def losses(rank: int, device: str, steps: int = STEPS) -> list[float]:
-    """Of a model that trains on random tokens, ZeRO++ on, two emulated nodes."""
+    """Losses of a model that trains on random tokens with ZeRO++, on two emulated nodes."""
     model = sharded_model(device)
     apply_zeropp(model, NODES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -66,7 +66,7 @@ def test_operators_do_not_synchronize():
 
 
 class Synchronizations:
-    """Where the host waits for the GPU, as PyTorch notices it: the innermost Python frame of each time."""
+    """The places where the host waits for the GPU, as PyTorch notices them: the innermost Python frame of each wait."""
 
     def __enter__(self) -> list[str]:
         self.files: list[str] = []

@@ -127,7 +127,7 @@ def test_more_slices_than_rows_of_a_grid(emulated):
 
 
 def run(emulated: ops.CompiledKernels, name: str, *arguments: Any, offset: int = 0) -> list[Guarded]:
-    """What an operator fills, between guards that are intact."""
+    """Run an operator. Returns the memory that it fills, between guards that are intact."""
     result = OPERATORS[name].check(arguments)
     outs = [Guarded(torch.Size(shape).numel(), dtype, offset) for shape, dtype in result.filled]
     emulated.run(OPERATORS[name], arguments, result.counts, [out.tensor for out in outs])
