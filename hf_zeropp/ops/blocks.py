@@ -11,23 +11,6 @@ A block x is encoded with a symmetric scale (ZeRO++ section 3.1, block-based qua
 
 A block with NaN or Inf stores the scale NaN and codes 0. A scale under 2^-100 is stored as 0 with codes 0. Decoding is
 code * scale in fp32, then rounding to the output dtype: a NaN block decodes to NaNs, a tiny block to exact +0.
-
-[Note: bitwise agreement]
-
-All kernels, on all devices, give the same bits. Ranks may therefore run different kernels, a run can be repeated elsewhere,
-and tests compare kernels exactly in place of choosing tolerances. Each of the following would break it:
-
-- The order of floating-point additions. The largest magnitude is an integer maximum, which has no order. Sums over ranks
-  are taken in rank order.
-- Fused multiply-add, which rounds once where a product and a sum round twice. Compilers are told not to fuse
-  (``-ffp-contract=off``, ``-fmad=false``).
-- Approximate division. PyTorch divides a CUDA tensor by a Python number as a product with the reciprocal, so divisors here
-  are tensors. The compiled kernels multiply as well, but only in forms that are proven to give the same code
-  ([Note: quotients of bf16] in ops/format.h, [Note: division by reciprocal] in ops/cuda/codes.cuh).
-- Denormals, which processors may flush to zero. Scales under 2^-100 are zero by an integer comparison, and quotients by larger
-  scales round to the code 0 long before they become denormal.
-- NaNs, of which there are many. Rounding to 16 bits yields one canonical NaN. Only *which* NaN a decoded fp32 NaN is stays
-  open.
 """
 
 from __future__ import annotations
@@ -36,6 +19,23 @@ import torch
 from torch import Tensor
 
 from hf_zeropp.ops.format import CODES_AT_A_BYTE, ROTATION_SLICE, SCALE_MIN, SCALE_NAN
+
+# [Note: bitwise agreement]
+#
+# All kernels, on all devices, give the same bits. Ranks may therefore run different kernels, a run can be repeated
+# elsewhere, and tests compare kernels exactly in place of choosing tolerances. Each of the following would break it:
+#
+# - The order of floating-point additions. The largest magnitude is an integer maximum, which has no order. Sums over
+#   ranks are taken in rank order.
+# - Fused multiply-add, which rounds once where a product and a sum round twice. Compilers are told not to fuse
+#   (``-ffp-contract=off``, ``-fmad=false``).
+# - Approximate division. PyTorch divides a CUDA tensor by a Python number as a product with the reciprocal, so divisors
+#   here are tensors. The compiled kernels multiply as well, but only in forms that are proven to give the same code
+#   ([Note: quotients of bf16] in ops/format.h, [Note: division by reciprocal] in ops/cuda/codes.cuh).
+# - Denormals, which processors may flush to zero. Scales under 2^-100 are zero by an integer comparison, and quotients
+#   by larger scales round to the code 0 long before they become denormal.
+# - NaNs, of which there are many. Rounding to 16 bits yields one canonical NaN. Only *which* NaN a decoded fp32 NaN is
+#   stays open.
 
 _INF_BITS = 0x7F800000
 _ROTATION_NORM = ROTATION_SLICE**-0.5
@@ -55,6 +55,8 @@ def scale_bits(blocks: Tensor, qmax: int) -> Tensor:
     scale = amax.view(torch.float32) / torch.full_like(amax, qmax, dtype=torch.float32)
     bits = (scale.view(torch.int32) + 0xFFFF) >> 16  # up: positive floats are ordered as their bits
     bits = torch.where(bits < SCALE_MIN, 0, bits)  # an integer comparison: flush-to-zero modes cannot touch it
+    # NaN and Inf are recognized by amax, and last. A NaN keeps its payload through the division, and rounding the bits
+    # of one up can overflow int32, which the comparison with SCALE_MIN would take for a tiny scale.
     return torch.where(amax >= _INF_BITS, SCALE_NAN, bits)
 
 
@@ -65,9 +67,11 @@ def scale_value(bits: Tensor) -> Tensor:
 
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """int8 [K, n] -> uint8 [K, ceil(n bits / 8)]: two's complement codes, the first in the lowest bits; zeros behind."""
-    # Eight codes fill `bits` bytes. Each run of eight is shifted into one 64-bit word, and the word is cut into bytes.
     numel = codes.shape[1]
     padded = torch.nn.functional.pad(codes, (0, -numel % CODES_AT_A_BYTE)).long() & ((1 << bits) - 1)
+    # Eight codes of b bits fill b bytes exactly, so each run becomes one integer, of at most 32 bits, and is cut into
+    # bytes. The masked codes do not overlap once they are shifted, so their sum is their bitwise OR, for which PyTorch
+    # has no reduction.
     runs = padded.unflatten(1, (-1, CODES_AT_A_BYTE)) << bits * torch.arange(CODES_AT_A_BYTE, device=codes.device)
     words = runs.sum(-1, keepdim=True)
     data = (words >> 8 * torch.arange(bits, device=codes.device)) & 0xFF
@@ -96,6 +100,8 @@ def rotate_slices(values: Tensor) -> Tensor:
         low, high = values.reshape(-1, 2, step).unbind(1)
         values = torch.stack([low + high, low - high], dim=1)
         step *= 2
+    # The compiled kernels multiply by an fp32 constant. A tensor rounds the norm to fp32 on every device before the
+    # product.
     return values.reshape(shape) * torch.tensor(_ROTATION_NORM, dtype=torch.float32, device=values.device)
 
 

@@ -46,7 +46,7 @@ def count_slices(name: str, tensor: Tensor, slice_size: int, divisor_name: str =
 
 def count_sums(wire: Tensor, layout: WireLayout, num_sources: int, initial: Tensor | None) -> int:
     """Return P, the number of sums that ``wire`` [num_sources, P, layout.nbytes] gives, to which ``initial`` must fit."""
-    # The wire holds [num_sources, P] slices of one size, so P follows from its length.
+    # Sources come first in the wire, because an all-to-all receives all that one rank sent as one run of bytes.
     num_sums = count_slices("wire", wire, layout.nbytes, "num_sources", num_sources) // num_sources
     if initial is not None:
         check_size("initial", initial, num_sums * layout.numel)
@@ -61,6 +61,8 @@ def check_dtype(dtype: torch.dtype) -> None:
 
 def check_rotation(layout: WireLayout, rotate: bool) -> None:
     """Raise if elements are to be rotated and blocks would cut the slices that a rotation mixes."""
+    # Kernels work on tiles of whole blocks, and chunks of a slice are cut between blocks. A 32-slice that lay in two
+    # blocks could be torn apart by either.
     if rotate and layout.block % ROTATION_SLICE:
         raise ValueError(f"expected a block that is a multiple of {ROTATION_SLICE} to rotate, got {layout.block}")
 
@@ -76,5 +78,7 @@ def check_same_segments(*layouts: WireLayout) -> None:
                 f"expected layouts with equal segment sizes, got {sizes} and {other_sizes}: build all from the same "
                 "parameters"
             )
+        # Kernels find the same elements in another layout by the index of the part. A gap has no part, so one gap more
+        # in one of the layouts would shift the indices, and kernels would read behind the end of its table.
         if [segment.bits == GAP for segment in first.segments] != [segment.bits == GAP for segment in other.segments]:
             raise ValueError(f"expected layouts with the same gaps, got {first.spec!r} and {other.spec!r}")

@@ -15,14 +15,6 @@ becomes a *segment*, and the segments follow each other in one run of bytes:
 This module is the only place that knows these sizes and offsets. The mathematics, by which a block becomes a scale and
 codes, is in ``reference.py`` and, for compiled code, in ``ops/format.h``. tests/ops/test_abi.py checks that the constants
 below equal those of the C headers.
-
-[Note: layouts with gaps]
-
-A slice can travel in several wires, one after the other: ``WireLayout.chunks`` cuts it into chunks, so that one chunk
-crosses the nodes while the next is still being prepared (``qgz_chunks``). The layout of a chunk describes the *whole* slice.
-Elements that other chunks carry are segments of zero bits (``GAP``): they take no bytes on this wire, and no part describes
-them. Kernels visit parts, so encoding a chunk skips them and decoding a chunk leaves them as they are in ``out``. Therefore
-all chunks of a slice are decoded into one tensor, and each kernel indexes the slice as if it were whole.
 """
 
 from __future__ import annotations
@@ -38,6 +30,15 @@ from hf_zeropp.config import MAX_BLOCK
 
 QMAX = {8: 127, 4: 7, 3: 3, 2: 1}
 """Largest code of each quantized width. Codes are symmetric: -qmax..qmax."""
+
+# [Note: layouts with gaps]
+#
+# A slice can travel in several wires, one after the other: ``WireLayout.chunks`` cuts it into chunks, so that one chunk
+# crosses the nodes while the next is still being prepared (``qgz_chunks``). The layout of a chunk describes the *whole*
+# slice. Elements that other chunks carry are segments of zero bits (``GAP``): they take no bytes on this wire, and no
+# part describes them. Kernels visit parts, so encoding a chunk skips them and decoding a chunk leaves them as they are
+# in ``out``. Therefore all chunks of a slice are decoded into one tensor, and each kernel indexes the slice as if it
+# were whole.
 
 GAP = 0
 """The ``bits`` of a segment that does not travel in this wire: [Note: layouts with gaps]."""
@@ -163,7 +164,9 @@ class WireLayout:
             raise ValueError(f"WireLayout: expected a block of 1..{MAX_BLOCK} elements, got {block}")
         if raw_dtype not in FLOAT_DTYPES:
             raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {raw_dtype}")
-        # Empty gaps go, so that layouts that describe the same bytes are equal however they were cut.
+        # ``_between`` yields empty gaps at the ends of a slice. Without them, layouts of equal bytes are equal, specs
+        # included. Other empty segments stay: callers match segments with parameters by position, and a rank may hold
+        # none of a parameter.
         segments = tuple(segment for segment in segments if segment.numel or segment.bits != GAP)
         if block % CODES_AT_A_BYTE and any(segment.bits in (3, 2) for segment in segments):
             raise ValueError(f"WireLayout: 3- and 2-bit codes need a block that is a multiple of 8, got {block}")
@@ -175,10 +178,13 @@ class WireLayout:
             "spec": _to_spec(segments, block, raw_dtype),
             "_tables": {},
         }
-        # A frozen dataclass is assigned to in this way only, and `parts` must be computed before it is immutable.
+        # Assignment is closed, since the class is frozen. Layouts key caches and travel as text, so none may ever
+        # change.
         for name, value in {"segments": segments, "block": block, "raw_dtype": raw_dtype, **derived}.items():
             object.__setattr__(self, name, value)
 
+    # The cache keeps its layouts for the life of the process. They are few: a unit has some for each kind of wire.
+    # Every call of an operator comes through here, so a text is parsed once and then looked up.
     @staticmethod
     @cache
     def from_spec(spec: str) -> WireLayout:
@@ -222,6 +228,7 @@ class WireLayout:
         start = 0
         for segment in self.segments:
             if element < start + segment.numel:
+                # Blocks are counted from the start of their segment, so bounds are too.
                 return element - (element - start) % self.block
             start += segment.numel
         return start
@@ -250,10 +257,12 @@ class WireLayout:
 def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterator[Part]:
     element = offset = first_block = 0
     for numel, bits in ((segment.numel, segment.bits) for segment in segments):
+        # A gap takes a place among the elements, but neither bytes nor blocks. CUDA kernels number their tiles by
+        # ``first_block``, so blocks are counted as if the parts followed each other.
         if bits == GAP:
             element += numel
             continue
-        # Raw elements lie where codes would, behind no scales: `scale_bytes` is 0 for their widths.
+        # Raw elements lie where codes would, behind no scales: ``scale_bytes`` is 0 for their widths.
         codes = offset + scale_bytes(numel, bits or raw_bits, block)
         end = offset + wire_bytes(numel, bits or raw_bits, block)
         yield Part(element, numel, bits or 0, offset, codes, end, first_block)

@@ -91,6 +91,7 @@ def _frozen_pack(weight: Floats, bits: int, block: int) -> Result:
         Filled((*leading, format.code_columns(columns)), torch.uint8),
         Filled((*leading, format.scale_columns(columns)), torch.uint8),
     )
+    # C sees a matrix of rows: fused experts [experts, rows, columns] differ from it in their shape alone.
     return Result(weight.device, (weight.numel() // max(columns, 1), columns), filled)
 
 
@@ -188,6 +189,7 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, format: Froze
         ValueError: more rows of ``x``, or tensors of other sizes.
     """
     # Kernels read fp32 blocks. Converting a few rows of x costs nothing beside reading the weight.
+    # The padding must be zeros. Kernels multiply it with codes of zero, and an Inf or NaN there would reach the sum.
     missing = -columns % format.block
     padded = torch.nn.functional.pad(x.float(), (0, missing)) if missing else x.float()
     blocks = padded.reshape(x.shape[0], -1, format.block).contiguous()

@@ -2,23 +2,6 @@
 
 Every function takes the arguments of the operator of its name (``frozen_format.py``), in that order. Compiled kernels do the
 same bit for bit, but for ``matmul`` on CUDA, whose additions have another order.
-
-[Note: the scale of a frozen INT4 block]
-
-The wire takes the scale of a block from its largest magnitude. A frozen weight is packed once, so there is time to search for
-the scale with the least squared error. A trial says where the largest magnitude lands among the codes:
-
-    for t in +-6.5 .. 10:                          beyond 8, the largest magnitude is clipped
-        q = clamp(rint(x / amax * t), -8, 7)       all 16 codes; the scale's sign decides which end has the eighth
-        s = sum(x q) / sum(q q)                    the best scale for these codes, by least squares
-    keep the s with the largest sum(x q)^2 / sum(q q)
-
-The error that the best s leaves is sum(x x) - sum(x q)^2 / sum(q q), so the largest quotient has the least error. The scale is
-rounded to bf16, and the block is encoded with it as rounded.
-
-The sums are taken over x / amax in fixed point, as integers of 16 bits and a sign. Sums of integers are exact in any order of
-addition, and so every kernel finds the same scale, whatever its vector length. ``scripts/results/quantizers.md`` compares
-this search with others and with other formats.
 """
 
 from __future__ import annotations
@@ -57,30 +40,53 @@ def _pack_rows(rows: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
     has_codes = (bound != 0) & (bound != SCALE_NAN)
     stored = bound if bits == 8 else torch.where(has_codes, _search_scale_bits(blocks, has_codes), bound)
     has_codes &= stored != 0  # a searched scale may be smaller than the bound, and flushed to zero
+    # The sign of an INT4 scale is free, so ``scale > 0`` does not tell blocks with codes here, as it does on the wire.
     # Blocks without codes divide by 1, and their codes are set to zero below.
     scale = torch.where(has_codes, scale_value(stored), 1.0).unsqueeze(-1)
     low = MIN_CODE_4 if bits == 4 else -QMAX[bits]
-    # INT4 clamps: the searched scale may clip the largest magnitude. Clamping before rounding gives the same codes as after.
+    # INT4 must clamp, because the searched scale may clip the largest magnitude. The bounds are integers, so clamping
+    # before rounding gives the same codes as clamping after it.
     codes = (blocks / scale).clamp(low, QMAX[bits]).round()
     codes = torch.where(has_codes.unsqueeze(-1), codes, 0.0).to(torch.int8).flatten(1)[:, : rows.shape[1]]
     packed = pack_codes(codes, 4) if bits == 4 else codes.contiguous().view(torch.uint8)
     return packed, stored.to(torch.int16).view(torch.uint8)
 
 
+# [Note: the scale of a frozen INT4 block]
+#
+# The wire takes the scale of a block from its largest magnitude. A frozen weight is packed once, so there is time to
+# search for the scale with the least squared error. A trial says where the largest magnitude lands among the codes:
+#
+#     for t in +-6.5 .. 10:                          beyond 8, the largest magnitude is clipped
+#         q = clamp(rint(x / amax * t), -8, 7)       all 16 codes; the scale's sign decides which end has the eighth
+#         s = sum(x q) / sum(q q)                    the best scale for these codes, by least squares
+#     keep the s with the largest sum(x q)^2 / sum(q q)
+#
+# The error that the best s leaves is sum(x x) - sum(x q)^2 / sum(q q), so the largest quotient has the least error. The
+# scale is rounded to bf16, and the block is encoded with it as rounded.
+#
+# The sums are taken over x / amax in fixed point, as integers of 16 bits and a sign. Sums of integers are exact in any
+# order of addition, and so every kernel finds the same scale, whatever its vector length.
+# ``scripts/results/quantizers.md`` compares this search with others and with other formats.
 def _search_scale_bits(blocks: Tensor, has_codes: Tensor) -> Tensor:
     """fp32 [rows, blocks, block] -> bf16 bits of the scale with the least squared error, int32 [rows, blocks]."""
     amax = torch.where(has_codes, blocks.abs().amax(-1), 1.0)
     fixed = (torch.where(has_codes.unsqueeze(-1), blocks, 0.0) / amax.unsqueeze(-1) * FIXED_ONE).round()
     best = torch.full_like(amax, -1, dtype=torch.float64)
     scale = torch.zeros_like(best)
-    # All blocks take each trial at once. The comparison is strict, so that the first of equal scores wins on every device.
+    # Each trial is made with all blocks at once. The comparison is strict in every kernel, so that the first of equal
+    # scores wins on every device.
     for trial in TRIALS:
+        # The factor is exact, since FIXED_ONE is a power of two: the product rounds once, here and in compiled kernels.
         codes = (fixed * (trial / FIXED_ONE)).round().clamp(MIN_CODE_4, QMAX[4])
-        # Integers of at most 31 bits: exact in fp64.
+        # The sums are integers of at most 2^30 (2^15 of a value, 2^3 of a code, 2^12 elements of a block), so fp64 adds
+        # them exactly in any order. In a block without codes all are zero: the score is NaN, and the scale stays 0.
         xq, qq = (fixed.double() * codes.double()).sum(-1), (codes.double() ** 2).sum(-1)
         score = xq * xq / qq
         scale = torch.where(score > best, xq / qq, scale)
         best = torch.where(score > best, score, best)
+    # Rounding twice, to fp32 and then to bf16, is a part of the definition: ``frozen_scale`` in ops/frozen_format.h
+    # does so too. The mask takes back the sign extension of a negative scale.
     bits = (scale * (amax.double() / FIXED_ONE)).float().to(torch.bfloat16).view(torch.int16).int() & 0xFFFF
     return torch.where((bits & 0x7FFF) < SCALE_MIN, 0, bits)  # the sign apart: scales may be negative
 

@@ -33,6 +33,9 @@ class ReferenceKernels:
 
     def run(self, operator: Operator, arguments: Sequence[Any], counts: Sequence[int], outs: Sequence[Tensor]) -> None:
         """Fill ``outs`` with the result of the operator's reference; see ``CompiledKernels.run``."""
+        # References return new tensors and are copied from only afterwards, so ``out`` may be one of the arguments.
+        # Bytes of a wire are all written. Results in elements skip gaps, which hold zeros in a reference's result and
+        # other chunks' values in ``out``.
         results = operator.reference(*arguments)
         layout = next((value for value in arguments if isinstance(value, WireLayout)), None)
         for out, result in zip(outs, results if isinstance(results, tuple) else (results,), strict=True):
@@ -75,7 +78,7 @@ class CompiledKernels:
         Raises:
             RuntimeError: the function reports a failure, or the library has no such function.
         """
-        # The order is that of `Operator.c_arguments`, from which ctypes and ops/abi.h take theirs.
+        # The order is that of ``Operator.c_arguments``, from which ctypes and ops/abi.h take theirs.
         device = outs[0].device
         values = self._c_values(operator, arguments, device)
         values += counts
@@ -105,11 +108,15 @@ class CompiledKernels:
             elif isinstance(value, WireLayout):
                 values.append(self._layout(value, device))
             else:
+                # Numbers pass as they are, and None of an optional tensor becomes a null pointer. None stands for one C
+                # argument only, so a tensor with a dtype code (``Floats``) cannot be optional.
                 values.append(_DTYPE_CODES.get(value, value))
         return values
 
     def _layout(self, layout: WireLayout, device: torch.device) -> int:
         """Return the address of ``layout``'s C form, which is kept for the life of the process, its table on ``device``."""
+        # Kernels keep no layout between calls, but CUDA kernels read the table after the call has returned. Nothing
+        # here is ever freed, so no caller has to keep a layout alive until the device is done.
         key = (layout.spec, device)
         if key not in self._layouts:
             lasting = WireLayout.from_spec(layout.spec)  # its table must live as long as the C form that points to it
@@ -132,7 +139,9 @@ class CudaKernels(CompiledKernels):
         super().__init__(library, "cuda")
 
     def _call(self, function: Callable[..., int], device: torch.device, values: list[Any]) -> None:
-        # A launch goes to the current device, which need not be the tensors'.
+        # A launch goes to the current device and fails with a stream of another one. The current stream is the right
+        # one, since FSDP2 gathers and reduces on streams of its own: a kernel runs there behind the collective whose
+        # wire it reads, and before later work that PyTorch's allocator gives the same memory to.
         with torch.cuda.device(device):
             function(*values, torch.cuda.current_stream(device).cuda_stream)
 
@@ -200,6 +209,7 @@ def _available() -> tuple[str, ...]:
 
 def compiled_kernels(device_type: str) -> CompiledKernels | None:
     """Return the compiled kernels chosen for tensors of this device type; None where PyTorch code runs."""
+    # ``kernels_of`` warns about other device types. A mere question must not.
     kernels = kernels_of(device_type) if device_type in ("cpu", "cuda") else None
     return kernels if isinstance(kernels, CompiledKernels) else None
 
@@ -227,5 +237,8 @@ def _choose_at_import(environment: Mapping[str, str]) -> None:
         warnings.warn(f"hf_zeropp: {native.cpu_library()[1]}. PyTorch code runs instead, slowly.", stacklevel=2)
 
 
+# The CPU's kernels are chosen at import, where ZEROPP_KERNELS is read. Those of other devices are chosen at the first
+# call with a tensor there, so a process that never uses a GPU neither loads the CUDA library nor warns that there is
+# none.
 _kernels: dict[str, ReferenceKernels | CompiledKernels] = {}
 _choose_at_import(os.environ)

@@ -54,7 +54,8 @@ def kernel(library: ctypes.CDLL, symbol: str, c_types: Sequence[str]) -> Callabl
         function = getattr(library, symbol)
     except AttributeError:
         raise RuntimeError(f"the compiled library has no {symbol}: reinstall hf-zeropp to build it anew") from None
-    # With argtypes, ctypes refuses a wrong number of arguments, and passes Python ints as 64-bit numbers.
+    # Without types, ctypes passes numbers as 32-bit ints and cuts addresses in half. The type of the result is ctypes'
+    # default, int, which is a ZeroppStatus. ctypes calls ``errcheck`` with it after each call.
     function.argtypes = [ctypes_of(c_type) for c_type in c_types]
     function.errcheck = functools.partial(_check_status, library)
     return function
@@ -84,6 +85,7 @@ def load(path: str) -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"{path} does not load: {error}"
     for name, (result, arguments) in FUNCTIONS.items():
         if hasattr(library, name):  # each library has some of them
+            # A CDLL returns the same function object each time, so these types hold for all later calls.
             function = getattr(library, name)
             function.restype, function.argtypes = ctypes_of(result), [ctypes_of(c_type) for c_type in arguments]
     return library, None
@@ -119,6 +121,7 @@ def cuda_library() -> tuple[ctypes.CDLL | None, str | None]:
     library, reason = load(path)
     if library is None:
         return None, reason
+    # The library holds the CUDA runtime, so it also loads where there is no driver. Only a call tells.
     count = ctypes.c_int()
     if status := library.zeropp_find_devices(ctypes.addressof(count)):
         return None, f"the CUDA library finds no GPU: {_cuda_error(library, status)}"
@@ -144,6 +147,8 @@ def _parallel_for_address() -> int | None:
 
     None, where this version of PyTorch has no such function: kernels then run on one thread.
     """
+    # libtorch_cpu is loaded already, so this opens no second copy, and its pool is the one that PyTorch works with.
+    # Kernels then obey ``torch.set_num_threads``, and no second pool competes for the cores.
     try:
         function = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / f"libtorch_cpu{_SUFFIX}")).torch_parallel_for
     except (OSError, AttributeError):

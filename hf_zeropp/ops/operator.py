@@ -44,6 +44,8 @@ class Kind(NamedTuple):
 Floats = Annotated[Tensor, Kind("Tensor", ("const void*", "int64_t"), FLOAT_DTYPES)]
 Fp32 = Annotated[Tensor, Kind("Tensor", ("const float*",), (torch.float32,))]
 Bytes = Annotated[Tensor, Kind("Tensor", ("const uint8_t*",), (torch.uint8,))]
+# The "!" tells PyTorch that the tensor is written. Without it, ``torch.compile`` could drop the call or move it past a
+# read.
 UpdatedBytes = Annotated[Tensor, Kind("Tensor({name}!)", ("uint8_t*",), (torch.uint8,))]
 
 _KINDS: dict[Any, Kind] = {
@@ -70,7 +72,7 @@ class Argument(NamedTuple):
     @property
     def c_arguments(self) -> list[tuple[str, str]]:
         """The (type, name) of each C argument that stands for this one."""
-        # Kinds without a dtype code have one C type, and `zip` drops the second name.
+        # Kinds without a dtype code have one C type, and ``zip`` drops the second name.
         return list(zip(self.kind.c_types, (self.name, f"{self.name}_dtype"), strict=False))
 
     @property
@@ -147,6 +149,9 @@ class Operator:
             TypeError: a tensor or a dtype argument of a dtype that the operator does not take.
             ValueError: arguments that do not fit each other. The text says what was expected and what came.
         """
+        # Fake tensors come through here as well, so checks look at shapes, dtypes and devices, and never at values. On
+        # a GPU, a look at a value would also make the host wait. Tensors are checked first: ``find_result`` relies on
+        # it.
         try:
             self._check_tensors(arguments)
             result = self.find_result(*arguments)
@@ -169,6 +174,8 @@ class Operator:
     def _check_outs(self, result: Result, outs: Sequence[Tensor]) -> None:
         for name, (shape, dtype), out in zip(self.outs, result.filled, outs, strict=True):
             check_tensor(name, out, (dtype,), result.device)
+            # The size is enough. Callers pass wire buffers, which are flat and reused, and gradients in shapes of their
+            # own.
             check_size(name, out, math.prod(shape))
 
 
@@ -176,7 +183,8 @@ def declare(
     find_result: Callable[..., Result], reference: Callable[..., Any], counts: tuple[str, ...], outs: dict[str, str]
 ) -> Operator:
     """Return the operator that ``find_result`` declares by its name, without a leading underscore, and its annotations."""
-    # Annotations are text in modules that postpone their evaluation. `include_extras` keeps the kinds in `Annotated`.
+    # Annotations are text in modules that postpone their evaluation. ``include_extras`` keeps the kinds that stand in
+    # ``Annotated``.
     annotations = typing.get_type_hints(find_result, include_extras=True)
     annotations.pop("return")
     arguments = tuple(_argument(name, annotation) for name, annotation in annotations.items())
@@ -184,7 +192,7 @@ def declare(
 
 
 def _argument(name: str, annotation: Any) -> Argument:
-    # Of `Bytes | None` the alternatives are (Bytes, None); of `Bytes` alone, the tensor type and its kind.
+    # Of ``Bytes | None`` the alternatives are (Bytes, None); of ``Bytes`` alone, the tensor type and its kind.
     alternatives = typing.get_args(annotation)
     is_optional = type(None) in alternatives
     base = alternatives[0] if is_optional else annotation

@@ -87,6 +87,7 @@ def quantize_difference(input: Tensor, base: Tensor, base_layout: WireLayout, la
     """
     values = input.reshape(-1, layout.numel).float()
     difference = values - dequantize(base, base_layout, torch.float32)
+    # A raw difference would take as many bytes as the value, and adding it up would round at every step.
     difference = torch.where(_is_quantized(layout, input.device), difference, values)
     return quantize(difference, layout)
 
@@ -126,6 +127,7 @@ def quantize_with_feedback(
     # The residual is in the domain of the sum that is encoded: rotated, if the sum is.
     before = _usable_residual(residual, residual_layout, rescale)
     before = torch.where(_is_quantized(out_layout, total.device), before, 0.0)
+    # Raw parts take the sum itself and not the sum + 0.0, which would turn -0.0 into +0.0.
     compensated = torch.where(_is_quantized(out_layout, total.device), total + before, total)
     out = quantize(compensated, out_layout)
     error = compensated - dequantize(out, out_layout, torch.float32)
@@ -134,6 +136,7 @@ def quantize_with_feedback(
         newest = torch.tensor(decay, dtype=torch.float32, device=total.device)
         error = before * (1.0 - newest) + error * newest
     updated = quantize(error, residual_layout).view(-1, residual_layout.nbytes)
+    # ``kept`` is a view, so the caller's residual changes in place, as the operator's schema says.
     kept = residual.view(-1, residual_layout.nbytes)
     # Scales and codes move as bytes, so that neither padding nor the residual of raw parts is touched.
     for part, out_part in zip(residual_layout.parts, out_layout.parts, strict=True):
@@ -145,6 +148,8 @@ def quantize_with_feedback(
 def _usable_residual(residual: Tensor, layout: WireLayout, rescale: float) -> Tensor:
     """Decode the residual times ``rescale``; NaNs, which a step that overflowed leaves behind, count as zero."""
     values = dequantize(residual, layout, torch.float32)
+    # Each call adds the residual to its sum and keeps the error of that. One NaN would return in every later step, long
+    # after the loss scaler has skipped the step that overflowed.
     values = torch.where(values.isnan(), 0.0, values)
     return values if rescale == 1.0 else values * rescale
 
@@ -152,6 +157,7 @@ def _usable_residual(residual: Tensor, layout: WireLayout, rescale: float) -> Te
 def _sum(wire: Tensor | None, layout: WireLayout, num_sources: int, initial: Tensor | None) -> Tensor:
     """fp32 [P, numel]: initial + sources, in this order."""
     sources = iter(() if wire is None else wire.reshape(num_sources, -1))
+    # The sum starts from source 0 and not from zeros, since 0.0 + -0.0 is +0.0: a sum of one source keeps its bits.
     if initial is None:
         total = dequantize(next(sources), layout, torch.float32)
     else:
@@ -189,8 +195,9 @@ def _encode(values: Tensor, part: Part, block: int, wire: Tensor) -> None:
     blocks = to_blocks(values, block)
     stored = scale_bits(blocks, qmax)
     scale = scale_value(stored).unsqueeze(-1)
-    # Blocks with the scales 0 and NaN divide to NaN or Inf here. The comparison below is false for both scales.
     codes = (blocks / scale).round().clamp(-qmax, qmax)
+    # Blocks under the scales 0 and NaN have divided by them. Their codes are replaced before the conversion to int8,
+    # which turns NaNs into different numbers on different processors. (Comparisons with NaN are false.)
     codes = torch.where(scale > 0, codes, 0.0).to(torch.int8).flatten(1)[:, : part.numel]
     _write(wire, part.scales, stored.to(torch.int16))
     _write(wire, part.codes, codes.contiguous() if part.bits == 8 else pack_codes(codes, part.bits))

@@ -24,6 +24,7 @@ from hf_zeropp.ops.operator import Operator, Result, declare
 OPERATORS: dict[str, Operator] = {}
 """Every registered operator, by its name."""
 
+# PyTorch removes the operators of a Library when the object is freed, so the module holds it.
 _LIBRARY = torch.library.Library("zeropp", "DEF")
 
 
@@ -72,6 +73,8 @@ def _register(operator: Operator) -> None:
         inputs, outs = _with_layouts(arguments[: len(operator.arguments)]), arguments[len(operator.arguments) :]
         _fill(operator, inputs, operator.check(inputs, outs), outs)
 
+    # There are two operators, because a schema must say whether a result is new memory. The one that fills returns
+    # nothing: ``torch.compile`` can make a mutation functional only if no result aliases an argument.
     schema = ", ".join(argument.schema for argument in operator.arguments)
     filled = ", ".join(f"Tensor({name}!) {name}" for name in operator.outs)
     returned = ", ".join("Tensor" for _ in operator.outs)
@@ -81,15 +84,17 @@ def _register(operator: Operator) -> None:
 
 def _define(name: str, signature: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     _LIBRARY.define(name + signature, tags=(torch.Tag.pt2_compliant_tag,))
-    # The key of implementations that serve every device and have no derivative.
+    # This key means: one implementation for every backend, which autograd does not trace into. It could not follow one,
+    # since kernels write through raw addresses.
     _LIBRARY.impl(name, implementation, "CompositeExplicitAutograd")
     torch.library.register_fake(f"zeropp::{name}", fake, lib=_LIBRARY)
 
 
 def _caller(name: str) -> Callable[..., Any]:
-    # Looked up once: attribute access on `torch.ops` costs as much as a small kernel.
+    # These are looked up once for each operator, and not in every call.
     new, fill = getattr(torch.ops.zeropp, name), getattr(torch.ops.zeropp, f"{name}_out")
 
+    # ``out`` is one tensor. Operators with several results (``frozen_pack``) are called without it.
     def call(*arguments: Any, out: Tensor | None = None) -> Any:
         values = [value.spec if isinstance(value, WireLayout) else value for value in arguments]
         if out is None:

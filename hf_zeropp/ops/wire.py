@@ -20,6 +20,8 @@ from hf_zeropp.ops.operator import Bytes, Floats, Result
 from hf_zeropp.ops.register import operator
 
 
+# Encoding and decoding permute slices while they read and write them anyway. A permutation of its own would copy the
+# unit once more, and it would need a second buffer of its size.
 @operator(reference.quantize, out="uint8_t*")
 def _quantize(input: Floats, layout: WireLayout, slice_rows: int, rotate: bool) -> Result:
     check_rotation(layout, rotate)

@@ -49,6 +49,9 @@ def quantize_difference(
     return _quantize_difference(input, base, base_layout, layout, out=out)
 
 
+# Nothing but the wire and the base goes into an update. The sender has exact values and must not use them: ranks that
+# hold the same base and decode the same wire get equal bits, and only then does the next difference mean the same to
+# all.
 @operator(reference.dequantize_update, out="uint8_t*")
 def _dequantize_update(wire: Bytes, layout: WireLayout, base: Bytes, base_layout: WireLayout) -> Result:
     # Blocks and bits of the two layouts may differ: the base is usually 16-bit, and differences have a few bits.

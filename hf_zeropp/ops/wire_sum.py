@@ -73,6 +73,8 @@ def dequantize_sum(
     return _dequantize_sum(wire, layout, num_sources, initial, scale, dtype, rotate, out=out)
 
 
+# This operator needs no ``rotate``. A rotation is linear, so the sum of rotated slices is the rotated sum, and crosses
+# the nodes as it is. The last ``dequantize_sum`` rotates it back, once, after all sources are added.
 @operator(reference.dequantize_sum_quantize, out="uint8_t*")
 def _dequantize_sum_quantize(
     wire: Bytes, layout: WireLayout, out_layout: WireLayout, num_sources: int, initial: Fp32 | None
@@ -127,9 +129,11 @@ def _quantize_with_feedback(
     check_same_segments(layout, out_layout, residual_layout)
     check_rotation(out_layout, rotate)
     _check_residual_layout(out_layout, residual_layout)
+    # With a decay of 0 the residual would become itself, and never take up an error.
     if not 0 < decay <= 1:
         raise ValueError(f"expected a decay in (0, 1], got {decay}")
-    # There is no wire where a node has one rank: its own gradients are then the whole sum.
+    # Without a wire, ``initial`` is the whole sum: the gradients of this rank where a node has no other rank, or the
+    # partial sums of earlier micro-steps where the last one has no gradients.
     if wire is not None:
         num_sums = count_sums(wire, layout, num_sources, initial)
     elif initial is not None and num_sources == 0:
@@ -190,6 +194,6 @@ def quantize_with_feedback(
         TypeError: a tensor of another dtype.
         ValueError: layouts, sizes, devices or strides that do not fit, or neither ``wire`` nor ``initial``.
     """
-    # The tensor that is updated comes last, beside `out`, which PyTorch's schema also marks as written.
+    # The tensor that is updated comes last, beside ``out``, which PyTorch's schema also marks as written.
     arguments = (wire, layout, out_layout, residual_layout, num_sources, initial, rotate, decay, rescale, residual)
     return _quantize_with_feedback(*arguments, out=out)
