@@ -47,6 +47,8 @@ def check_silent_seams() -> None:
         MovedNameError: a library has changed in a place where nothing else would tell.
     """
     for seam in SEAMS:
+        # A library that is not imported is not used, and importing it here would take seconds. The check is repeated
+        # wherever an integration starts, so a library that is imported later is seen then.
         is_due = seam.is_silent and seam.library in sys.modules and seam.applies_to(version_of(seam.library))
         if is_due and (missing := _missing(seam)):
             raise MovedNameError(_message(seam, missing))
@@ -77,6 +79,7 @@ def _message(seam: Seam, missing: list[str]) -> str:
     )
 
 
+# The answer is cached, because it is read from a file of the installed package, and every seam asks for it.
 @functools.cache
 def version_of(library: str) -> str:
     """Return the version of a library that is imported or installed."""

@@ -8,6 +8,8 @@ HUGGING_FACE: tuple[Seam, ...] = (
     # Accelerate
     Seam(
         owner="accelerate:Accelerator",
+        # The relation is not HAS, because a method that exists but is not called any more would pass, and ours in its
+        # place would never run. The same holds for every function below that ours stand in for.
         names=("_prepare_fsdp2",),
         used_by=("integrations.accelerate_frozen",),
         why="`prepare` calls it with a model and its optimizers. Ours takes frozen parameters out of the optimizers before.",
@@ -34,6 +36,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     ),
     Seam(
         owner="accelerate:Accelerator",
+        # Accelerate's ``accumulate`` and the Trainer's loop read this setting separately, so it has two seams.
         names=("sync_each_batch",),
         used_by=("integrations.accelerate",),
         why="With this setting `accumulate` lets FSDP2 reduce on every micro-step.",
@@ -87,6 +90,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     ),
     Seam(
         owner="accelerate:Accelerator",
+        # Accelerator and Trainer each call it under a name of their own module, so each is a seam.
         names=("save_fsdp_optimizer", "load_fsdp_optimizer"),
         used_by=("integrations.accelerate_checkpoints",),
         why="Ours stand in their places, and save and load the residuals of error feedback too.",
@@ -112,6 +116,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     # Transformers: the Trainer
     Seam(
         owner="transformers.trainer:Trainer",
+        # The list could stay importable while the Trainer takes its defaults from elsewhere, so its code is searched.
         names=("DEFAULT_CALLBACKS",),
         used_by=("integrations.trainer",),
         why="A callback in this list logs ZeRO++'s figures ahead of the trackers, and notices settings without a ZeroPPCallback.",
@@ -146,6 +151,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     ),
     Seam(
         owner="trl.trainer.dpo_config:DPOConfig",
+        # They are read with defaults, because the arguments of most trainers have no such fields.
         names=("sync_ref_model", "ref_model_sync_steps"),
         used_by=("integrations.trainer",),
         why="The steps after which TRL writes new weights into a reference model.",
@@ -155,6 +161,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     # Transformers: models
     Seam(
         owner="transformers.generation.utils:GenerationMixin",
+        # Two relations, both silent: ours takes the place of this method, and ``generate`` has to call it.
         names=("_has_unfinished_sequences",),
         used_by=("generation",),
         why="Ranks of a node agree in it on whether another token is needed.",
@@ -205,6 +212,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     ),
     Seam(
         owner="transformers.pytorch_utils",
+        # The class is compared by name, so that packing need not import Transformers. A new name would match nothing.
         names=("Conv1D",),
         used_by=("frozen.packing",),
         why="GPT-2's linear layer, known by its name.",
@@ -254,6 +262,8 @@ HUGGING_FACE: tuple[Seam, ...] = (
     # PEFT
     Seam(
         owner="peft.tuners.tuners_utils:BaseTunerLayer",
+        # PEFT's attributes are read with defaults, because a model without adapters has none of them. A renamed one
+        # would look like such a model.
         names=("adapter_layer_names",),
         used_by=("frozen.adapters",),
         why="The modules of a layer that hold an adapter.",

@@ -27,6 +27,8 @@ PYTORCH: tuple[Seam, ...] = (
     Seam(
         owner=f"{_COLLECTIVES}:_get_gradient_divide_factors",
         names=(
+            # All are passed by position. If one were added or moved, values would arrive at other parameters, which
+            # might take them without an error.
             *("reduce_scatter_group", "all_reduce_group", "reduce_dtype", "device_type", "factor"),
             "force_sum_reduction_for_comms",
         ),
@@ -52,6 +54,8 @@ PYTORCH: tuple[Seam, ...] = (
     ),
     Seam(
         owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        # Two seams for one thing: torch 2.11 has the attribute above, later versions this one. fsdp/units.py asks for
+        # this one first.
         names=("_fsdp_param_groups",),
         used_by=("fsdp.units",),
         why="The parameters of a unit, where one `fully_shard` call may make several groups.",
@@ -97,6 +101,9 @@ PYTORCH: tuple[Seam, ...] = (
     ),
     Seam(
         owner=_GROUP,
+        # The relation is not HAS, because the method could stay and be bound earlier. FSDP2's autograd node looks it up
+        # on the group when the backward pass arrives there. Only for this reason a replacement that is set on the group
+        # is called.
         names=("post_backward",),
         used_by=("fsdp.units",),
         why="Ours stands in its place, to note before a reduction which parameters have gradients.",
@@ -106,6 +113,8 @@ PYTORCH: tuple[Seam, ...] = (
     ),
     Seam(
         owner=f"{_GROUP}:FSDPParamGroup",
+        # It is read with a default of False, which is right for torch 2.12 and earlier. In later versions a renamed one
+        # would read as False too, and the positions of gradients in the flat buffer would be wrong.
         names=("reduce_scatter_unused_params",),
         used_by=("fsdp.units",),
         why="Whether FSDP2 reduces zeros for parameters without a gradient.",
@@ -131,6 +140,8 @@ PYTORCH: tuple[Seam, ...] = (
     ),
     Seam(
         owner=f"{_PARAM}:FSDPParam",
+        # It is read with a default, because FSDP2 sets it at the first gather. A name that is gone would look like a
+        # parameter that was never gathered.
         names=("_unsharded_param",),
         used_by=("fsdp.units",),
         why="A parameter whose gathered form has no gradient is left out of the flat gradient.",
@@ -149,6 +160,7 @@ PYTORCH: tuple[Seam, ...] = (
     # Tensors, autograd, process groups, modules
     Seam(
         owner="torch:Tensor",
+        # It is read with a default of None, so a name that is gone would look like a parameter without hooks.
         names=("_post_accumulate_grad_hooks",),
         used_by=("fsdp.units",),
         why="A parameter with such hooks shows its gradient before the backward pass ends.",
@@ -248,6 +260,7 @@ PYTORCH: tuple[Seam, ...] = (
     ),
     Seam(
         owner="torch._dynamo.eval_frame:OptimizedModule",
+        # It is read with a default, because most models are not compiled.
         names=("_orig_mod",),
         used_by=("fsdp.units",),
         why="The module that `torch.compile(model)` wraps.",

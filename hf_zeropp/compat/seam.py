@@ -61,6 +61,8 @@ class Seam:
 
     def applies_to(self, version: str) -> bool:
         """Whether this version of the library is to have the names."""
+        # Only as many numbers are compared as ``since`` has: versions end in parts of their own ("2.13.0a0+git1f2e",
+        # "2.11.0+cpu").
         return tuple(int(part) for part in re.findall(r"\d+", version)[: len(self.since)]) >= self.since
 
     def missing(self) -> list[str]:
@@ -73,6 +75,8 @@ class Seam:
             owner = operator.attrgetter(path)(sys.modules[self.module]) if path else sys.modules[self.module]
         except AttributeError:
             return list(self.names)
+        # The parameters must be equal as a whole, because one that is added in the middle shifts those that are passed
+        # by position. Functions are unwrapped first, because ours may stand in their places by now.
         if self.relation is Relation.TAKES:
             function: Any = owner
             parameters = tuple(inspect.signature(inspect.unwrap(function)).parameters)
@@ -85,6 +89,7 @@ class Seam:
         return [name for name in self.names if not hasattr(owner, name) and name not in is_set]
 
 
+# A module or class is walked once, although several seams ask about it.
 @functools.cache
 def _names_in_code(owner: Any) -> frozenset[str]:
     """Return the attributes, globals, strings and keyword arguments in the code of a function, class or module."""
@@ -101,8 +106,11 @@ def _codes_of(owner: Any) -> Iterator[CodeType]:
     Compiled code is read and not source text: it is at hand in memory, and has no comments and docstrings to be misled by.
     """
     if isinstance(owner, ModuleType):
+        # A module's dictionary also holds imported names. Their code is that of other modules, and would prove nothing
+        # about this one.
         members = [value for value in vars(owner).values() if getattr(value, "__module__", None) == owner.__name__]
     elif isinstance(owner, type):
+        # Base classes are included, because a method may move to a base or a mixin without a change for us.
         members = [value for base in owner.__mro__ if base is not object for value in vars(base).values()]
     else:
         # A property holds its function as ``fget``, a class or static method as ``__func__``. Functions that were replaced,

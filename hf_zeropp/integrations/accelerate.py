@@ -84,6 +84,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         self._require_fsdp2()
         if self.auto_wrap_policy is None:
             # A name is enough here: Accelerate checks it, and turns it into a function. Its type says function alone.
+            # Accelerate's own default is NO_WRAP. It shards no block by itself, so a forward pass would gather nearly
+            # the whole model at once. It has to be replaced before ``super().__post_init__``, which fills it in.
             self.auto_wrap_policy = cast(Any, os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"))
         super().__post_init__()
         patch_accelerator_state()
@@ -103,6 +105,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         super().set_auto_wrap_policy(model)
         if self.zeropp_config is None:
             return
+        # Accelerate calls this twice per ``prepare``. All that follows may be repeated: frozen weights that are sharded
+        # are passed over, and two armed hooks find the same handle.
         device = PartialState().device
         assert device is not None  # it is set with the process group
         prepare_frozen(self, self.zeropp_config, model, device.type)
@@ -121,7 +125,11 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         """
         handle = apply_zeropp(model, self.zeropp_config)
         _reduce_on_every_micro_step()
+        # It is a function and not a value, because Accelerate changes ``sync_gradients`` on every micro-step, and the
+        # reduction reads it in the backward pass.
         handle.set_last_micro_step(lambda: GradientState().sync_gradients)
+        # Error feedback alone needs the loss scale. Without it the scaler is not asked, because on a GPU the host waits
+        # for its answer.
         if self.scaler is not None and handle.config.error_feedback_decay is not None:
             handle.set_loss_scale(self.scaler.get_scale)
         return handle
@@ -175,12 +183,16 @@ def patch_accelerator_state() -> None:
     def initialize(
         self: AcceleratorState, *args: Any, fsdp_plugin: FullyShardedDataParallelPlugin | None = None, **kwargs: Any
     ) -> None:
+        # All AcceleratorStates share one dictionary, which the first of them fills. So this has to be asked before the
+        # original runs, and the original ignores the plugin of any later one.
         existed = bool(AcceleratorState._shared_state)
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         is_on_cpu = self.distributed_type == DistributedType.MULTI_CPU
         if isinstance(fsdp_plugin, ZeroPPPlugin):
             _check_plugin_counts(self, fsdp_plugin, existed)
             use_plugin(fsdp_plugin)
+        # A Trainer hands over Accelerate's own plugin. It only has to count as FSDP here;
+        # ``ZeroPPCallback.on_init_end`` replaces it.
         elif _stock_plugin_counts_on_cpu and fsdp_plugin is not None and is_on_cpu:
             use_plugin(fsdp_plugin)
 
@@ -213,6 +225,8 @@ def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
             f"ZeroPPPlugin needs `distributed_type: FSDP`, but this process runs as {state.distributed_type}. Change "
             "the Accelerate config."
         )
+    # Accelerate does this for the plugin it is given, on accelerators. It does not do it on CPU, nor for a plugin that
+    # replaces that one.
     if state.mixed_precision != "no":  # a policy that the plugin was given stays as it is
         plugin.set_mixed_precision(state.mixed_precision)
     state.distributed_type = DistributedType.FSDP

@@ -39,14 +39,18 @@ def _patch(module: ModuleType, name: str, method: str, folder: str) -> None:
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
+        # The original comes first, because it creates the folder that ``save_state`` writes to.
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
+        # Only a ZeroPPPlugin has ``handle_of``. It applies ZeRO++ to a model that had no forward yet, as in a resumed
+        # run: there residuals are loaded before the first step, and need reductions to belong to.
         handle_of = getattr(call.arguments["fsdp_plugin"], "handle_of", None)
         handle = handle_of and handle_of(call.arguments["model"])
         if handle is not None:
             getattr(handle, method)(call.arguments[folder], call.arguments["optimizer_index"])
         return result
 
+    # ``functools.wraps`` copies attributes, so the mark is also found through a later wrapper of another library.
     setattr(patched, _PATCHED, True)
     setattr(module, name, patched)

@@ -52,10 +52,13 @@ def prepare_frozen(
     if not has_frozen or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     refuse_foreign_quantizer(model)
+    # Frozen weights never change, so each node keeps all of them: a gather of them stays within the node in every step.
     ranks_per_node = detect_ranks_per_node(config.ranks_per_node, dist.get_world_size())
     node_mesh = get_topology(ranks_per_node, device_type).mesh["node"]
     from_rank_0 = bool(plugin.cpu_ram_efficient_loading)
     if config.frozen_bits is not None:
+        # Packing comes before sharding, so that FSDP2 shards codes and scales and gathers them as they are. Ranks other
+        # than 0 hold no values under memory-efficient loading, but need the same shapes to receive them.
         pack_base(model, config.frozen_bits, has_values=not from_rank_0 or dist.get_rank() == 0)
     # By now Accelerate has turned both settings into FSDP2's own objects; the field types name FSDP1's as well.
     policy = cast(MixedPrecisionPolicy | None, plugin.mixed_precision_policy)
@@ -69,7 +72,10 @@ def prepare_frozen(
         from_rank_0=from_rank_0,
     )
     if from_rank_0:
+        # ``shard_frozen`` has sent the frozen units. The trainable parameters follow, which are not sharded yet.
         broadcast_parameters(_unsharded(model))
+        # Left on, Accelerate would move the model to ``meta`` and send full tensors once more, which fails for the
+        # frozen parameters: they are sharded already.
         plugin.cpu_ram_efficient_loading = False
 
 
@@ -83,6 +89,7 @@ def pack_base(model: nn.Module, bits: int, *, has_values: bool = True) -> None:
         bits: 8 or 4.
         has_values: whether this rank holds the weights. If not, codes get their shapes alone, and rank 0 sends the values.
     """
+    # PEFT may have wrapped the model, and the settings stand on the wrapped one. So all modules are asked.
     configs = (getattr(getattr(module, "config", None), "quantization_config", None) for module in model.modules())
     skip = {part for config in configs for part in getattr(config, "skip", ())}
     if has_values:
@@ -107,6 +114,7 @@ def patch_prepare() -> None:
     Optimizers lose their frozen parameters before Accelerate notes where each parameter's data lies. The plugin learns the
     Accelerator's gradient scaler, which nothing else tells it.
     """
+    # The class is patched and not an instance, because a plugin is constructed before the Accelerator that uses it.
     original = Accelerator._prepare_fsdp2
     if hasattr(original, "__wrapped__"):
         return
@@ -117,6 +125,8 @@ def patch_prepare() -> None:
         if config is not None:
             self.state.fsdp_plugin.scaler = self.scaler
             for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer)):
+                # The original replaces an optimizer's parameters by placeholders, which do not tell whether a parameter
+                # was frozen. So frozen ones are taken out before.
                 models = [obj for obj in objects if isinstance(obj, nn.Module)]
                 drop_frozen(optimizer, models, config.frozen_bits)
         return original(self, *objects)
@@ -136,12 +146,16 @@ def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], froze
         ValueError: it holds weights that are packed or about to be, or frozen ones that belong to none of the models.
     """
     names = {param: name for model in models for name, param in model.named_parameters()}
+    # PEFT freezes adapters that are not active, and trains them once they are activated. They have to stay in the
+    # optimizer.
     adapters = {
         param for model in models for module in adapter_modules(model) for param in module.parameters(recurse=False)
     }
     held = [param for group in optimizer.param_groups for param in group["params"]]
     frozen = [param for param in held if not param.requires_grad and param not in adapters]
     packed = [param for param in frozen if frozen_bits is not None or not param.is_floating_point()]
+    # A frozen parameter outside the models may be a dense weight whose module was packed after the optimizer was built.
+    # The optimizer alone keeps its memory then.
     foreign = [param for param in frozen if param not in names]
     if packed or foreign:
         example = names.get((packed or foreign)[0], "one that is no parameter of the model any more")

@@ -48,6 +48,8 @@ class BaseCheckpoint:
 
     def _decode(self, name: str) -> Tensor:
         assert self._format is not None  # ``_check`` finds packed weights without a format
+        # Weights are decoded to fp32, because an adapter may be added. The sum is then rounded once, when it is
+        # written.
         codes, scales = (self._stored[name + suffix].read(name + suffix) for suffix in (CODES, SCALES))
         return frozen_format.unpack(codes, scales, self._params[name].shape[-1], self._format, torch.float32)
 
@@ -57,6 +59,8 @@ class BaseCheckpoint:
             check_packed(self._stored, self._format)
         for name in self._packed:
             self._check_codes(name)
+        # Names that the model does not have are passed over, because Transformers renames the tensors of some models
+        # while it loads them.
         for name in self._dense & self._params.keys():
             tensor, shape = self._stored[name], tuple(self._params[name].shape)
             if tensor.shape != shape or tensor.dtype not in WEIGHT_DTYPES:
@@ -87,6 +91,7 @@ class BaseCheckpoint:
         if present - self._params.keys():
             return
         tied = tied_names(self.skeleton)
+        # A checkpoint holds one of two tied weights, and which one depends on the program that saved it.
         present |= {target for target, source in tied.items() if source in present}
         present |= {source for target, source in tied.items() if target in present}
         for name, param in self._params.items():

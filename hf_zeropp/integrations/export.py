@@ -62,6 +62,7 @@ def export(
     """
     output = Path(output)
     _require_new_folder(output)
+    # Base and adapter are checked here, before anything is created: a wrong argument leaves no trace on the disk.
     base = BaseCheckpoint(_resolve_base(model, adapter))
     merger = _Merger(base.skeleton, adapter) if adapter is not None else None
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -75,6 +76,7 @@ def export(
 
 
 def _require_new_folder(output: Path) -> None:
+    # ``lexists`` also sees a link that leads nowhere, which ``exists`` would take for a free name.
     if os.path.lexists(output) and (output.is_symlink() or not output.is_dir() or any(output.iterdir())):
         raise ValueError(
             f"{str(output)!r} exists and is not an empty folder; nothing was written. Choose another --output."
@@ -118,6 +120,7 @@ class _Merger:
     """An adapter on a base that lies on ``meta``. Each layer holds its weight only for the moment in which it is merged."""
 
     def __init__(self, skeleton: nn.Module, adapter: str | Path) -> None:
+        # PEFT is an optional dependency. A packed base without an adapter is exported without it.
         from peft.tuners.tuners_utils import BaseTunerLayer
         from peft.utils.other import ModulesToSaveWrapper
 
@@ -129,6 +132,9 @@ class _Merger:
         self._replaced = {
             name: module for name, module in root.named_modules() if isinstance(module, ModulesToSaveWrapper)
         }
+        # PEFT puts its layer in the place of the dense one. So a layer's name is also that of the base's module, and
+        # the name of the base's tensor is found by appending ".weight". Layers that no tensor of the base has reached
+        # are left in this set.
         self._left = set(self._layers)
         self._tied = tied_names(skeleton)
         self.unties = False  # whether an adapter is on one of two tied weights, which makes them two
@@ -139,6 +145,8 @@ class _Merger:
         if any(key.rpartition(".")[0] in (*self._layers, *self._replaced) for key in (name, *tied)) and tied:
             self.unties = True
             for target in tied:
+                # The base stores a tied weight once. An adapter on one of its two places makes their values differ, so
+                # both get written.
                 yield target, self._merge(target, tensor.clone())
         yield name, self._merge(name, tensor)
 
@@ -227,6 +235,8 @@ def _adapter_weights(adapter: Path) -> dict[str, Tensor]:
 def _materialize_trainable(model: nn.Module, max_numel: int) -> None:
     """Allocate the trainable parameters, which ``max_numel`` values are there for."""
     numel = sum(param.numel() for param in model.parameters() if param.requires_grad)
+    # The shapes of an adapter follow from its config. A wrong number there must not make this process allocate huge
+    # tensors, so the file of weights sets the limit.
     if numel > max_numel:
         raise ValueError(
             f"{ADAPTER_CONFIG} describes {numel} values, and {ADAPTER_WEIGHTS} holds {max_numel}: size mismatch"
@@ -242,10 +252,13 @@ def _merge_layer(layer: Any, weight: Tensor) -> Tensor:
     base_layer = layer.get_base_layer()
     on_meta = base_layer.weight
     base_layer.weight = nn.Parameter(weight.float(), requires_grad=False)
+    # The product of the adapter's matrices is computed in their dtype. 16 bits would round it before it is added.
     layer.float()
     with torch.no_grad():
+        # The safe way raises where the merged weight is not finite, and writes to a copy.
         layer.merge(safe_merge=True)
     merged = base_layer.weight.data
+    # The layer goes back to ``meta``. Otherwise the skeleton would fill up with merged weights, layer by layer.
     base_layer.weight = on_meta
     return merged
 
@@ -266,6 +279,7 @@ class _ShardWriter:
         tensor = tensor.to(self._dtype) if tensor.is_floating_point() else tensor
         if self._tensors and sum(map(_nbytes, self._tensors.values())) + _nbytes(tensor) > self._shard_bytes:
             self._flush()
+        # ``save_file`` refuses tensors that share memory, and a view would keep the whole tensor behind it alive.
         self._tensors[name] = tensor.contiguous().clone()
         self._total_bytes += _nbytes(tensor)
 
@@ -313,5 +327,7 @@ def _copy_companions(base: Path, folder: Path, dtype: torch.dtype, *, unties: bo
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in base.iterdir():
         is_companion = file.suffix in (".json", ".txt", ".model", ".jinja")
+        # The index names the base's files. With an adapter's config beside the weights Transformers would load that
+        # adapter again.
         if is_companion and file.name not in ("config.json", INDEX, ADAPTER_CONFIG):
             shutil.copyfile(file_in(base, file.name, MAX_JSON_BYTES), folder / file.name)

@@ -29,6 +29,8 @@ def launch(flags: list[str]) -> None:
         SystemExit: the config file cannot be read, or settings are given in two places.
         ValueError: the settings are wrong. They are read once here, so that not every rank says so.
     """
+    # Ranks read the files of this folder when they start. ``launch_command`` returns when all ranks have ended, and
+    # only then the folder is deleted.
     with tempfile.TemporaryDirectory(prefix="hf-zeropp-") as folder:
         parser = launch_command_parser()
         args = parser.parse_args(flags)
@@ -36,6 +38,8 @@ def launch(flags: list[str]) -> None:
             settings = _read_launch_config(args.config_file)
             _export_zeropp(settings.pop("zeropp_config", None), folder)
             _export_cpu(settings)
+            # Accelerate opens ``config_file`` again in ``launch_command``, and rejects a file with our block. So the
+            # flags are parsed a second time, with a copy of the file that lacks the block.
             args = parser.parse_args(with_config_file(flags, _write_yaml(settings, folder, "accelerate.yaml")))
         ZeroPPConfig.from_env()
         launch_command(args)
@@ -44,6 +48,7 @@ def launch(flags: list[str]) -> None:
 def with_config_file(flags: list[str], path: str) -> list[str]:
     """Return the flags with the value of ``--config_file`` replaced, in either spelling and either form."""
     names = ("--config_file", "--config-file")
+    # The first match is the launcher's flag. The script's arguments follow it, and may hold a flag of the same name.
     flags = list(flags)
     for index, flag in enumerate(flags):
         if flag in names:
@@ -69,6 +74,7 @@ def _export_zeropp(block: Any, folder: str) -> None:
     """Export the ``zeropp_config:`` block: a mapping of settings, or the path of a file that holds them."""
     if block is None:
         return
+    # Overwriting the variable would drop settings that the user gave, and nothing in the output would show it.
     if os.environ.get(ENV_CONFIG_FILE):
         raise SystemExit(
             f"hf-zeropp launch: both {ENV_CONFIG_FILE} and a zeropp_config: block are given. Drop one of them."

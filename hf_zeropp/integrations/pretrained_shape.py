@@ -41,9 +41,13 @@ def units_of(model: PreTrainedModel) -> tuple[UnitShape, ...]:
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     blocks = {name: module for name, module in model.named_modules() if _is_block(model, module)}
+    # Parameters are told apart by identity: a tied weight is one parameter under two names, and must be counted once.
+    # The order below decides who gets it, so blocks come first and the rest comes last.
     taken: set[int] = set()
     units = [_unit(name, block.parameters(), taken) for name, block in blocks.items()]
+    # Accelerate's final norm is the last one outside the blocks. Norms inside blocks are gathered with their blocks.
     norms = [module for name, module in _outside(model, blocks) if "norm" in name.rpartition(".")[2]]
+    # Tied embeddings are gathered with the head: FSDP2 (torch 2.13) raises if two units share a parameter.
     if head is None or head.weight is not embedding.weight:
         units.append(_unit("embeddings", embedding.parameters(), taken))
     tail = [*norms[-1:], *(() if head is None else (head,))]

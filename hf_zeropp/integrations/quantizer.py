@@ -97,12 +97,15 @@ class ZeroPPQuantizer(HfQuantizer):
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a tensor of the checkpoint is to be packed when it is read."""
         module, name = get_module_from_name(model, param_name)
+        # Transformers asks again when it assigns a tensor, and accepts any shape if the answer is yes. For modules that
+        # are packed the answer is no, so codes of another shape are left out, and ``_check_loaded`` finds them missing.
         if isinstance(module, Packed) or is_skipped(param_name.rpartition(".")[0], self._skip(model)):
             return False
         return is_packable(module, name, getattr(module, name))
 
     def _skip(self, model: PreTrainedModel) -> set[str]:
         """Return the modules to leave in 16 bits: those asked for, and those that share a weight with one of them."""
+        # Tied modules share one tensor. It cannot be packed for one of them and dense for the other.
         skip = set(self.quantization_config.skip)
         for pair in model.all_tied_weights_keys.items():
             owners = {name.rpartition(".")[0] for name in pair}
@@ -126,6 +129,8 @@ class ZeroPPQuantizer(HfQuantizer):
         if self.pre_quantized:
             if checkpoint_files is not None:  # None: the caller passed a state dict
                 _check_files([Path(file) for file in checkpoint_files], model, self.quantization_config)
+            # ``frozen_only`` is False, because all parameters of a model that is being loaded are trainable. The user
+            # freezes them later.
             convert_frozen(model, self.quantization_config.format, self._skip(model), frozen_only=False)
             model.all_tied_weights_keys = _tied_keys(model)
 
@@ -134,6 +139,7 @@ class ZeroPPQuantizer(HfQuantizer):
         if self.pre_quantized:
             _check_loaded(model)
         for module in model.modules():
+            # The list is needed, because conversion takes the parameter out of the dictionary that is iterated over.
             for name, param in list(module.named_parameters(recurse=False)):
                 if isinstance(param, PackedWeight):
                     convert_module(module, name, param.form.format)

@@ -57,6 +57,7 @@ class Totals:
             CROSS_NODE: self.cross_node_bytes / self.steps / 1e9,
             INTRA_NODE: self.intra_node_bytes / self.steps / 1e9,
         }
+        # Where nothing crossed nodes there is no ratio to give.
         if self.cross_node_bytes:
             entries[SAVING] = self.zero3_bytes / self.cross_node_bytes
         if self.step_s:
@@ -77,6 +78,9 @@ class StepLog:
         self._step_s = 0.0
         self._collectives_s = 0.0
         self._step_began = (0.0, 0.0)
+        # Counters are never reset here: the user may read the same handle's traffic, and there are two intervals to
+        # measure, since the start and since the last log. Each interval keeps the totals at its beginning, and
+        # subtracts them.
         self._start = self._logged = self.totals()
 
     @property
@@ -98,6 +102,7 @@ class StepLog:
         """Return log entries for the steps since the last call; empty when there were none."""
         now = self.totals()
         entries = (now - self._logged).log_entries()
+        # An interval without a step stays open: its bytes (an evaluation's) are logged with the steps that follow.
         if entries:
             self._logged = now
         return entries
@@ -115,6 +120,8 @@ class StepLog:
             micro_steps: micro-steps per step.
         """
         config = self.trained.config
+        # When ``qgz_until`` ends quantization on the way, steps before and after it send different bytes, and no
+        # prediction for one step fits the average.
         has_one_phase = config.qgz_until in (0.0, 1.0) or not config.quantizes_gradients
         self.trained.traffic.print(self.trained.predict(micro_steps) if has_one_phase else None)
         if TIME_SHARE in (entries := self.since_start()):
@@ -127,6 +134,7 @@ class StepLog:
             steps=trained.steps,
             cross_node_bytes=sum(handle.traffic.cross_node_bytes for handle in self.handles),
             intra_node_bytes=sum(handle.traffic.intra_node_bytes for handle in self.handles),
+            # The function divides by ``max(steps, 1)``. The same factor gives the total, also before the first step.
             zero3_bytes=trained.zero3_bytes_per_step() * max(trained.steps, 1),
             step_s=self._step_s,
             collectives_s=self._collectives_s,

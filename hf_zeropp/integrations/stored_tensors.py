@@ -51,6 +51,7 @@ def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(folder, INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise ValueError(f"{str(folder / INDEX)!r} has no weight_map of names to files.")
+    # The index comes with the checkpoint and is not trusted: ``file_in`` refuses paths that lead out of the folder.
     stored = tensors_in_files(file_in(folder, file) for file in sorted(set(weight_map.values())))
     for name, file in weight_map.items():
         if name not in stored or stored[name].file.name != file:
@@ -70,6 +71,7 @@ def tensors_in_files(files: Iterable[Path]) -> dict[str, StoredTensor]:
             for name in tensors.keys():
                 if name in stored:
                     raise ValueError(f"Both {str(stored[name].file)!r} and {str(file)!r} hold {name}.")
+                # A slice that is never indexed reads the header alone. The tensors may be larger than the memory.
                 header = tensors.get_slice(name)
                 stored[name] = StoredTensor(file, header.get_dtype(), tuple(header.get_shape()))
     return stored
@@ -95,6 +97,8 @@ def check_packed(stored: Mapping[str, StoredTensor], format: FrozenFormat) -> No
         if name.endswith(SCALES) and (codes := stored.get(name.removesuffix(SCALES) + CODES)):
             _check_pair(name, codes, tensor, format)
             scales_in[tensor.file].append(name)
+    # Every byte is a valid code. Scales are the bytes of bf16 values, and can be NaN or infinite, which would spread to
+    # a whole block. They are the small part of a packed weight, so reading all of them is cheap.
     for file, names in scales_in.items():
         with open_tensors(file) as tensors:
             for name in names:
@@ -104,6 +108,7 @@ def check_packed(stored: Mapping[str, StoredTensor], format: FrozenFormat) -> No
 
 def _check_pair(name: str, codes: StoredTensor, scales: StoredTensor, format: FrozenFormat) -> None:
     """Raise ``ValueError`` unless there is a weight whose codes and scales have these shapes. ``name`` is that of the scales."""
+    # The number of columns is not stored. It is inferred from the codes, and the scales have to agree with it.
     fits = False
     if codes.dtype == scales.dtype == _UINT8 and codes.shape and scales.shape and codes.shape[:-1] == scales.shape[:-1]:
         widest = codes.shape[-1] * 8 // format.bits

@@ -45,6 +45,8 @@ from hf_zeropp.integrations.step_log import StepLog
 
 logger = logging.getLogger(__name__)
 
+# _DefaultCallback finds the callback of its Trainer here. The references are weak, so that a Trainer that is gone does
+# not stay in memory, models included.
 _callbacks: weakref.WeakSet[ZeroPPCallback] = weakref.WeakSet()
 
 
@@ -126,6 +128,8 @@ class ZeroPPCallback(TrainerCallback):
         _check_arguments(args, model)
         self._args = args
         self._plugin = plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=_settings_of(args))
+        # A model that Transformers sharded at load is not prepared by Accelerate. The plugin's own hook is never armed
+        # for it, and there may be no FSDP plugin to replace.
         if _is_sharded(model):
             on_first_use(model, lambda: plugin.handle_of(model))
         if getattr(AcceleratorState(), "fsdp_plugin", None) is not None:
@@ -147,6 +151,9 @@ class ZeroPPCallback(TrainerCallback):
         if (plugin := self._active_plugin) is None:
             return
         self.handle = handle = plugin.apply(model)
+        # Micro-steps of an earlier ``train`` that was interrupted do not belong to this one, and the traffic of an
+        # evaluation before it is none of training. A checkpoint's weights may have been written without moving a
+        # version counter.
         handle.discard_accumulated()
         handle.traffic.reset()
         self.invalidate()
@@ -221,6 +228,8 @@ class _DefaultCallback(TrainerCallback):
     """Part of every Trainer that is built after this module was imported. See [Note: the trackers' order]."""
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # The defaults are called before the user's callbacks, so no ZeroPPCallback knows its arguments yet. This early
+        # only their complete absence is certain; ``on_train_begin`` asks for the one that belongs to this Trainer.
         if _wants_zeropp(args) and not _callbacks:
             raise ValueError(_NO_CALLBACK)
 
@@ -293,6 +302,8 @@ def _warn_of_inexact_resume(handle: ZeroPPHandle) -> None:
 
 def _warn_of_strangers(model: nn.Module, handles: list[ZeroPPHandle]) -> None:
     """Warn if this process holds sharded models that run FSDP2's own collectives."""
+    # This is a warning and not an error, because another rank may hold other models. If one rank alone raised, the
+    # others would wait for it.
     known = {id(module) for handle in handles for unit in handle.units for module in unit.modules}
     known |= {id(module) for module in model.modules()}
     strangers = {type(module).__name__ for module in find_sharded_modules() if id(module) not in known}
@@ -322,6 +333,8 @@ def _shard(trainer: Trainer) -> None:
 
 def _auxiliary_models(trainer: Trainer) -> list[nn.Module]:
     """Return the sharded models among a trainer's attributes and in its lists, without the trained one."""
+    # Trainers name their further models as they like (TRL's reference model is ``ref_model``), so every attribute is
+    # looked at. A wrapper of the trained model (``model_wrapped``) shares modules with it, and is left out for that.
     values = [item for value in vars(trainer).values() for item in (value if isinstance(value, list) else [value])]
     trained = set(_model_of(trainer).modules())
     models = [value for value in values if isinstance(value, nn.Module) and value not in trained]
