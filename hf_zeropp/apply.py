@@ -72,7 +72,11 @@ def apply_zeropp(
     if (handle := get_handle(model)) is not None:
         return handle.check_same_config(ZeroPPConfig.resolve(config))
     require_process_group()
+    # ``torch.compile`` wraps the model in a module of its own. The handle is kept on the module inside, so that a call
+    # with the compiled model and a call with the plain one find the same handle.
     model = without_compile_wrapper(model)
+    # Errors of one rank must be raised before the next line: the handle makes process groups, which every rank has to
+    # make too. A rank that had already given up would leave the others waiting in there.
     plan = agree(model, config)
     handle = ZeroPPHandle(model, ZeroPPConfig(**dict(plan.settings)), plan)
     setattr(model, _HANDLE, handle)
@@ -101,13 +105,16 @@ class ZeroPPHandle:
         self._hpz_size = plan.hpz_size
         units = find_units(model)
         self.topology = get_topology(plan.ranks_per_node, units[0].device_type)
+        # Units over the whole world get the two hops. The plan allows one other kind: frozen units that are sharded
+        # over a node. FSDP2's own gather of those never leaves the node, so there is nothing to replace, only
+        # something to count.
         self.units = [unit for unit in units if unit.shard_group.size() == self.topology.world_size]
         self.frozen_units = [unit for unit in units if unit not in self.units]
         self.traffic = _new_traffic(self.units, self.frozen_units, self.topology)
         self.gathers: list[ZeroPPAllGather] = []
         self.fsdp2_gathers: list[CommObject] = []
         self.reduces: list[ZeroPPReduceScatter] = []
-        # Where there are streams, FSDP2's overlap and ours must not be added to each other.
+        # On backends with streams, FSDP2's overlap and ours must not be added to each other.
         self._overlaps = config.overlap and self.topology.mesh.device_type == "cpu"
         self.shares_memory = False
         self._micro_steps = MicroSteps(config.quantizes_gradients)
@@ -118,10 +125,13 @@ class ZeroPPHandle:
                 self.topology.world_size,
             )
             return
+        # One pool serves all hops of the model: few units are under way at a time, and a pool per unit would hold a
+        # buffer for each of them.
         buffers = WireBuffers()
         gathers = self._install_gathers(plan, buffers)
         if self.units:
             self._decisions = self._install_reduces(gathers, buffers)
+            # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
             hook_forwards(model, self._decisions)
             self._follow_weights(model)
         for unit in self.frozen_units:  # within the node
@@ -139,6 +149,8 @@ class ZeroPPHandle:
         move no version counter: through ``param.data``, raw pointers, or a kernel of your own. One rank may call it alone.
         """
         for gather in self._weight_gathers:
+            # This only sets a mark, and runs no collective. Ranks exchange their marks when the next forward pass
+            # begins, which is why one rank may call it alone.
             gather.expire()
 
     def reshard(self) -> None:
@@ -153,6 +165,8 @@ class ZeroPPHandle:
 
     def set_progress(self, fraction: float) -> None:
         """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
+        # Partial sums of quantized and of unquantized gradients do not add up (one kind may be rotated). While there
+        # are any, the change therefore waits for the next step.
         quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
         self._micro_steps.set_quantizes(quantizes, is_accumulating=self.partial_bytes() > 0)
 
@@ -169,6 +183,9 @@ class ZeroPPHandle:
 
         Accelerate's and the Trainer's checkpoints do it. Call it on all ranks; ``index`` tells models apart.
         """
+        # A resumed run starts from the masters, and sends whole weights first. This run must do the same at its next
+        # forward pass, or its secondary shards would keep the rounding of earlier deltas, and the two runs would
+        # differ.
         for gather in self.gathers:
             gather.resync()
         if self.config.error_feedback_decay is not None:
@@ -177,6 +194,8 @@ class ZeroPPHandle:
 
     def load_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
         """Go on from what ``save_state`` wrote; from residuals of zero where that does not fit, with a log line."""
+        # Weights were usually loaded just before. On accelerators a load that writes through pointers moves no
+        # version counter.
         self.invalidate()
         path = state_file(folder, self.topology.rank, index)
         if self.config.error_feedback_decay is not None:
@@ -192,6 +211,7 @@ class ZeroPPHandle:
     def predict(self, micro_steps: int = 1) -> dict[str, Bytes]:
         """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective. After a first forward."""
         counts: dict[str, Bytes] = {}
+        # A unit has one comm object per direction: its gather is in the first list or in the third, never in both.
         comms: list[CommObject] = [*self.gathers, *self.reduces, *self.fsdp2_gathers]
         for comm in comms:
             for name, count in comm.predict(micro_steps).items():
@@ -201,6 +221,8 @@ class ZeroPPHandle:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Bring all weights up to date, and let no forward pass inside cross nodes again. Enter it on all ranks."""
+        # No trainable unit is over the world, or there is one node: no gather crosses nodes, and there is nothing to
+        # agree on.
         if self._decisions is None:
             yield
             return
@@ -209,9 +231,14 @@ class ZeroPPHandle:
 
     def lockstep_group(self) -> dist.ProcessGroup | None:
         """The ranks that must run the same forwards while no weight changes; None for all."""
+        # Ranks must run the same forwards wherever their gathers meet. Without secondary shards, or for a unit that
+        # stays FSDP2's own, that is the world.
         in_groups = bool(self.gathers) and all(gather.stays_in_group for gather in self.gathers)
         if not self.is_active or not (in_groups or not self.units):
             return None
+        # Two kinds of gathers meet in groups of two sizes: frozen units over the node, secondary copies over
+        # ``hpz_size`` ranks. One size divides the other (``resolve_hpz_size``), so the larger group contains the
+        # smaller.
         size = max(self.topology.ranks_per_node, self._hpz_size or 1)
         return get_topology(size, self.topology.mesh.device_type).node_group
 
@@ -246,6 +273,8 @@ class ZeroPPHandle:
 
     def _install_gathers(self, plan: Plan, buffers: WireBuffers) -> list[WeightGather]:
         keeps_secondary = plan.hpz_size is not None
+        # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
+        # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
         if leaves_gathers_to_fsdp2(self.config, plan.hpz_size, self.topology.world_size):
             for unit in self.units:
                 self._count(unit, CountedWeightGather(unit, Freshness(unit), self.traffic))
@@ -271,12 +300,19 @@ class ZeroPPHandle:
         return self._weight_gathers
 
     def _two_hop_gather(self, plan: Plan, buffers: WireBuffers) -> TwoHopGather:
+        # The groups of gathers follow ``hpz_size``, the number of ranks that share a copy, and may differ from the true
+        # nodes. The groups of reductions do not: their node hop is meant for the fast links, whatever the copies are.
         groups = get_topology(plan.hpz_size or plan.ranks_per_node, self.topology.mesh.device_type)
         cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
+        # The node hop is waited for at once, since FSDP2 needs the weights that it delivers now.
         node = Hop(GATHER_NODE, groups.node_group, self.traffic)
+        # A second name on the same group: a table then tells resyncs, which should be rare, from deltas.
         resync = Hop(GATHER_RESYNC, groups.cross_group, self.traffic, is_async=self._overlaps)
         keeps_secondary, is_cpu = plan.hpz_size is not None, self.topology.mesh.device_type == "cpu"
         may_share = self.config.shared_memory and keeps_secondary and is_cpu
+        # ``may_share`` is equal on all ranks, since the settings and the device are. ``connect`` is a collective, so a
+        # rank that skipped it alone would leave its node waiting. Without hpZ nothing is kept that peers could read
+        # later.
         memory = NodeMemory.connect(node.group) if may_share else None
         self.shares_memory = memory is not None
         return TwoHopGather(cross, node, buffers, memory, resync)
@@ -286,7 +322,11 @@ class ZeroPPHandle:
         node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=is_async)
         cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=is_async)
         hops = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks)
+        # On streams FSDP2 overlaps reductions by itself. The pipeline is for gloo, where a collective blocks the only
+        # thread.
         pipeline = ReducePipeline() if self._overlaps else None
+        # Agreements have a group of their own, so that no hop can come between, and on the CPU even if the world's
+        # backend is NCCL, so that no stream is waited for.
         decisions = Decisions(
             gathers, self._micro_steps, pipeline, self.traffic, new_cpu_group(), starts_ahead=self._overlaps
         )
@@ -295,8 +335,13 @@ class ZeroPPHandle:
                 unit, hops, self.config, self.traffic, self._micro_steps, pipeline, coordinator=decisions
             )
             unit.set_reduce_scatter(comm)
+            # FSDP2 adds the output of a reduction to ``.grad``. Where that output stands for a result still to come,
+            # ``.grad`` must be a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at
+            # it.
             unit.wrap_post_backward(comm.before_post_backward, comm.after_post_backward)
             self.reduces.append(comm)
+        # Reductions ask the decisions, and the decisions complete the reductions. One of the two has to be told of
+        # the other after both exist.
         decisions.reduces = self.reduces
         return decisions
 
@@ -307,6 +352,8 @@ class ZeroPPHandle:
 
     def _follow_weights(self, model: nn.Module) -> None:
         """Learn of loaded weights and of optimizers' steps, as long as the handle lives."""
+        # The hooks hang on the model's modules, and the handle holds these modules. A hook that held the handle would
+        # close a circle, and gathered weights would wait for the garbage collector after the model was dropped.
         this = weakref.ref(self)
 
         def invalidate() -> None:
@@ -318,6 +365,8 @@ class ZeroPPHandle:
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Complete the gradients that the optimizer is about to read, and note that it may change weights."""
+        # The hook sees every optimizer of the process. That of another model, or of a critic, must not expire these
+        # weights.
         held = _params_of(optimizer)
         if self._decisions is not None and any(reduce.unit.has_param_of(held) for reduce in self.reduces):
             if self._decisions.is_generating:
@@ -325,14 +374,19 @@ class ZeroPPHandle:
                     f"An optimizer steps inside generation_mode (rank {dist.get_rank()}), where weights must not change. Leave "
                     "the `with generation_mode(...)` block first."
                 )
+            # This is collective, and for all gradients of the model: the step reads ``.grad`` as it is, and a step on
+            # gradients without the micro-steps that wait in partial sums would lose them in silence.
             self._decisions.deliver()
         for gather in self._weight_gathers:
             if gather.unit.has_param_of(held):
+                # A write up to now was no optimizer's. With deltas that matters: after a step a delta is enough,
+                # after any other write whole weights must cross.
                 gather.freshness.before_step()
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
         held = _params_of(optimizer)
+        # One step counts once, however many units the optimizer holds parameters of. Another model's does not count.
         stepped = False
         for reduce in self.reduces:
             if reduce.unit.has_param_of(held):
@@ -350,6 +404,7 @@ def _params_of(optimizer: torch.optim.Optimizer) -> set[int]:
 
 def _new_traffic(units: list[Unit], frozen_units: list[Unit], topology: Topology) -> Traffic:
     model_bytes = sum(param.numel() * unit.param_dtype.itemsize for unit in units for param in unit.params)
+    # M is the model as ZeRO-3 would send it, so packed frozen weights count as the bf16 weights that they stand for.
     frozen_modules = {module for unit in frozen_units for module in unit.modules}
     model_bytes += sum(dense_numel(module) for module in frozen_modules) * torch.bfloat16.itemsize
     trainable_bytes = sum(param.numel() * unit.reduce_dtype.itemsize for unit in units for param in unit.trainable)

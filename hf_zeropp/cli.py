@@ -19,8 +19,8 @@ from hf_zeropp.estimate import methods, report
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.sizes import parse_count
 
-# The modules of integrations are imported by the commands that need them: parts of Transformers take seconds to import, and
-# `env` must run where they cannot be imported.
+# The modules of integrations are imported by the commands that need them: parts of Transformers take seconds to import,
+# and ``env`` must run where they cannot be imported.
 
 PACKAGE = "hf-zeropp"
 PACKAGES = (PACKAGE, "torch", "accelerate", "transformers", "peft", "trl", "datasets", "safetensors")
@@ -29,7 +29,9 @@ PACKAGES = (PACKAGE, "torch", "accelerate", "transformers", "peft", "trl", "data
 def main(argv: list[str] | None = None) -> None:
     """Run the command line ``argv``, by default that of the process."""
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["launch"]:  # all that follows is for Accelerate or the script, and is parsed by them
+    # ``launch`` does not go through the parser. argparse would take the flags of Accelerate and of the script for its
+    # own, and would refuse those that it does not know.
+    if argv[:1] == ["launch"]:
         from hf_zeropp.integrations.launch import launch
 
         launch(argv[1:])
@@ -62,8 +64,11 @@ def run_estimate(args: argparse.Namespace) -> None:
             fp32_reduce=args.fp32_reduce,
         )
         estimates = methods.estimate(model, setup)
+    # Every mistake of a user is a ValueError whose message says what to do. A traceback would hide it.
     except ValueError as error:
         raise SystemExit(f"hf-zeropp estimate: {error}") from error
+    # JSON goes out by ``print``: rich wraps lines at the width of the terminal and colours them, and a program reads
+    # this.
     if args.json:
         print(json.dumps(report.to_json(estimates, model, setup), indent=1))
     else:
@@ -90,6 +95,7 @@ def run_export(args: argparse.Namespace) -> None:
         )
     except ValueError as error:
         raise SystemExit(f"hf-zeropp export: {error}") from error
+    # ``soft_wrap`` leaves a long path in one line, from which it can be copied.
     Console().print(f"Wrote {folder}", soft_wrap=True)
 
 
@@ -107,6 +113,7 @@ def environment_table() -> Table:
     table.add_row("CUDA kernels", "cuda" if kernels.cuda_reason is None else f"reference: {kernels.cuda_reason}")
     table.add_row("CUDA library", kernels.cuda_library or "none")
     table.add_row("accelerator", _accelerator())
+    # This command is what people run when something is wrong. So wrong settings are a row of it, and not its end.
     try:
         config = ZeroPPConfig.from_env()
         for name, value in config.to_dict().items():
@@ -129,6 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser(
+        # This entry is for ``--help`` alone: ``main`` handles the command before the parser runs.
         "launch",
         add_help=False,
         help="Run `accelerate launch`, with all its flags, on a config file that may hold a `zeropp_config:` block.",

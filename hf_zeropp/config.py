@@ -121,6 +121,7 @@ class ZeroPPConfig:
     def __post_init__(self) -> None:
         if self.qgz_error_feedback is False:  # YAML reads an unquoted `off` as false
             object.__setattr__(self, "qgz_error_feedback", "off")
+        # Each value is checked alone first. The rules below compare values, and may rely on each being of its type.
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
         _one_of(*WEIGHT_BITS[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
@@ -204,6 +205,7 @@ class ZeroPPConfig:
             raise ValueError(
                 f"preset must be one of {', '.join(PRESETS)}, got {preset!r}.{_nearest(str(preset), PRESETS)}"
             )
+        # Settings beside a preset go over it, wherever the preset stands in the file.
         return cls(**{**PRESETS[preset], **settings})
 
     @classmethod
@@ -285,6 +287,7 @@ def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
     for key, text in environ.items():
         if not key.startswith(ENV_PREFIX) or key in ENV_OTHER:
             continue
+        # A misspelt variable would otherwise leave its setting at the default, and nobody would notice.
         if key not in valid:
             raise ValueError(f"Unknown environment variable {key}.{_nearest(key, valid)}")
         try:
@@ -321,6 +324,7 @@ def _translate_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
     if zero.get("stage") != 3:
         raise ValueError(f"ZeRO++ builds on ZeRO stage 3, the DeepSpeed file says stage {zero.get('stage')!r}.")
     _refuse_untranslated(zero)
+    # Keys that are missing mean what they mean in DeepSpeed, where every part of ZeRO++ is off by default.
     quantizes_weights = zero.get("zero_quantized_weights", False)
     quantizes_gradients = zero.get("zero_quantized_gradients", False)
     hpz_size = zero.get("zero_hpz_partition_size", 1)
@@ -369,7 +373,7 @@ Check = Callable[[str, Any], None]
 
 def _one_of(*choices: Any) -> Check:
     def check(name: str, value: Any) -> None:
-        # `in` alone would take True for 1, 4.0 for 4, and fail on values without a hash or an order.
+        # ``in`` alone would take True for 1, 4.0 for 4, and fail on values without a hash or an order.
         if not (value is None or isinstance(value, str) or _is_int(value)) or value not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
 

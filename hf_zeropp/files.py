@@ -46,6 +46,7 @@ def parse_settings(text: str, *, is_json: bool = False) -> Any:
         ValueError: it is malformed, nested too deeply, or grows beyond ``MAX_SETTINGS_BYTES`` values where aliases of YAML
             are written out.
     """
+    # ``safe_load`` makes plain values alone. PyYAML's unsafe loader constructs any Python object that a file names.
     try:
         value = json.loads(text) if is_json else yaml.safe_load(text)
     except RecursionError as error:
@@ -58,6 +59,9 @@ def parse_settings(text: str, *, is_json: bool = False) -> Any:
 
 def _check_written_out(value: Any) -> None:
     """Refuse a value that is small in memory and huge in an error message: lists of aliases of lists of aliases."""
+    # An alias costs a few bytes in the file and a reference in memory, so a file of 1 KB can stand for a billion
+    # values. They are counted as they would be printed, with a list in place of recursion: nesting may be deeper than
+    # Python's stack.
     budget, waiting = MAX_SETTINGS_BYTES, [value]
     while waiting:
         each = waiting.pop()
@@ -94,6 +98,7 @@ def check_file(path: Path, folder: Path, max_bytes: int | None = None) -> None:
         ValueError: it is not, or has more than ``max_bytes`` bytes.
     """
     try:
+        # Both are resolved, because the folder may be a link itself: only where the file really lies counts.
         real, home = path.resolve(strict=True), folder.resolve(strict=True)
         size = real.stat().st_size
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle, before Python 3.13
@@ -159,6 +164,8 @@ def written_at_once(path: Path) -> Iterator[Path]:
     Yields:
         The path to write to, which does not exist yet.
     """
+    # The folder is beside ``path``, so both are on one file system, and ``replace`` is one rename: no reader sees half
+    # a file.
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=path.parent) as folder:
         place = Path(folder, path.name)
         yield place

@@ -10,7 +10,7 @@ the node. Three things have to be seen to:
 - *Adapters.* PEFT's ``generate`` calls the base model and never the PeftModel, which is FSDP2's root and gathers what no
   block owns. ``generate`` is therefore registered as one of its forward methods.
 
-`install_generate` makes ``model.generate`` do all this by itself. ``generation_mode(model, memory_budget=...)`` in addition
+``install_generate`` makes ``model.generate`` do all this by itself. ``generation_mode(model, memory_budget=...)`` in addition
 keeps units gathered for as long as it lasts, as many as fit: several calls of ``generate``, or one with many tokens, then
 gather those once.
 """
@@ -33,9 +33,13 @@ from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
 from hf_zeropp.sizes import parse_bytes
 
 T = TypeVar("T")
+# Attributes of the model (the last one: of its ``generate``), for the reason that the handle is one: they go when it
+# goes.
 _APPLY = "_zeropp_apply"
 _IN_ROOT = "_zeropp_in_root"
 _WRAPPED = "__wrapped_by_zeropp__"
+# Models inside ``generation_mode``. ``model.generate`` enters it by itself, also inside a block that the user has
+# opened; the inner one must neither agree again nor end what the outer one keeps.
 _active: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -60,10 +64,18 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
     with ExitStack() as stack:
         _active.add(model)
         stack.callback(_active.discard, model)
+        # FSDP2 decides which module is the root, and makes the streams that all units share, when the first forward
+        # begins. Units cannot be gathered before. And the first must be the model's own: a block whose forward ran
+        # first would be taken for a root, and the model's forward would raise from then on.
         _enter_root(model, lambda: None)
+        # The order matters. First all ranks agree on stale weights and start their cross hops. With secondary shards
+        # this is the last time that ranks of other nodes are needed. Units are kept gathered only after it, from
+        # fresh weights.
         stack.enter_context(handle.generating())
         if (group := handle.lockstep_group()) is not None:
             stack.enter_context(_stop_together(model, group))
+        # These gathers are collective. All ranks choose the same units in the same order, because sizes are those of
+        # whole units and the sort is stable. How much memory is free is not asked: ranks would get different answers.
         for unit in _fitting(handle, parse_bytes(memory_budget)):
             stack.enter_context(unit.kept_gathered())
         yield model
@@ -73,10 +85,14 @@ def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None] 
     """Make ``model.generate`` run in ``generation_mode``. Once; models without ``generate`` are left alone.
 
     Args:
-        apply: applies ZeRO++ if no forward did yet.
+        model: the model, sharded now or before its first call of ``generate``.
+        apply: applies ZeRO++ if no forward did yet. By default the model must be under ZeRO++ by then.
     """
     if apply is not None:
         setattr(model, _APPLY, apply)
+    # A second call must not wrap the wrapper. It is an attribute of the instance: Accelerate's plugin installs it
+    # before the model is sharded, and ``fully_shard`` then gives the model another class, but leaves its attributes
+    # alone.
     original = getattr(model, "generate", None)
     if original is None or hasattr(original, _WRAPPED):
         return
@@ -84,6 +100,8 @@ def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None] 
     @functools.wraps(original)
     def generate(*args: Any, **kwargs: Any) -> Any:
         with generation_mode(model):
+            # A model that generates by itself calls its own forward, the root's, for every token. PEFT's wrapper
+            # calls the base model instead, so the root is entered around the whole call.
             call = functools.partial(original, *args, **kwargs)
             return _enter_root(model, call) if _bypasses_root(model) else call()
 
@@ -93,6 +111,7 @@ def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None] 
 
 def _handle_of(model: nn.Module) -> ZeroPPHandle:
     handle = get_handle(model)
+    # The first forward of all may be one of ``generate``, as in evaluation before training.
     if handle is None and _APPLY in vars(model):
         handle = vars(model)[_APPLY]()
     if handle is None:
@@ -105,6 +124,8 @@ def _handle_of(model: nn.Module) -> ZeroPPHandle:
 
 def _bypasses_root(model: nn.Module) -> bool:
     """Whether ``generate`` calls a submodule's forward (PEFT, wrappers) and not the model's own."""
+    # The class is recognized by its name, since only integrations may import Transformers. ``fully_shard`` puts a class
+    # of its own in front, so all base classes are searched.
     return not any(cls.__name__ == "GenerationMixin" for cls in type(model).__mro__)
 
 
@@ -112,6 +133,7 @@ def _enter_root(model: nn.Module, function: Callable[[], T]) -> T:
     """Call ``function`` as if it were the forward of FSDP2's root, whose parameters it may then use."""
     if not isinstance(model, FSDPModule):
         return function()
+    # Registering wraps the method: done twice, it would run the root's hooks twice in every call.
     if not hasattr(model, _IN_ROOT):
         setattr(model, _IN_ROOT, lambda inner: inner())
         register_fsdp_forward_method(model, _IN_ROOT)
@@ -125,14 +147,22 @@ def _stop_together(model: nn.Module, group: dist.ProcessGroup) -> Iterator[None]
     """Let ranks of ``group`` alone, and not the world, agree on whether another token is needed."""
 
     def has_unfinished(this_peer_finished: bool, synced_gpus: bool, device: torch.device) -> bool:
+        # Transformers sets ``synced_gpus`` for sharded models. A caller who turns it off says that ranks stop at the
+        # same token.
         if not synced_gpus:
             return not this_peer_finished
+        # A rank that has finished goes on running forwards until its group has: its peers need its part of every
+        # gather. Ranks of other groups may have stopped, because no gather meets them any more.
         unfinished = torch.tensor(0 if this_peer_finished else 1, device=device)
         dist.all_reduce(unfinished, op=dist.ReduceOp.MAX, group=group)
         return bool(unfinished.item())
 
+    # The class is asked and not the module: PEFT's wrappers forward attributes that they lack to the base model, and
+    # would be taken for generators themselves.
     generators = [module for module in model.modules() if hasattr(type(module), "_has_unfinished_sequences")]
     for module in generators:
+        # An attribute of the instance, and not of its class, leaves other models of the process alone. As it is no
+        # method, it is called without ``self``.
         vars(module)["_has_unfinished_sequences"] = has_unfinished
     try:
         yield
@@ -144,6 +174,7 @@ def _stop_together(model: nn.Module, group: dist.ProcessGroup) -> Iterator[None]
 def _fitting(handle: ZeroPPHandle, budget: int) -> list[Unit]:
     """The largest units first, as far as they fit: what is kept saves its gather, and large ones save most per unit."""
     kept = []
+    # A unit that does not fit is passed over, and smaller ones after it may still fit.
     for unit in sorted([*handle.frozen_units, *handle.units], key=Unit.gathered_bytes, reverse=True):
         if unit.gathered_bytes() <= budget:
             budget -= unit.gathered_bytes()

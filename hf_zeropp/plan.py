@@ -57,6 +57,8 @@ class Plan:
         units: the units, in module order.
     """
 
+    # The order of the fields is that in which they are compared. A cause comes before what follows from it: other
+    # settings lead to another ``hpz_size``, and the error should name the settings.
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
     hpz_size: int | None
@@ -86,11 +88,14 @@ def agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.
     Raises:
         ValueError: on every rank, if any rank objects to its model or settings, or if two ranks differ.
     """
+    # Nothing before the exchange is collective, so a rank that objects early (its settings file is missing, its model
+    # is not sharded) still meets the others in the exchange, which needs no more than the world's own group.
     plan, error = None, None
     try:
         plan = _make_plan(model, ZeroPPConfig.resolve(config))
     except Exception as exception:  # whatever it is, the other ranks must hear of it, or they would wait for ever
         error = f"{type(exception).__name__}: {exception}"
+    # Plans are pickled. They hold words and numbers and no tensors, which would be copied to and from an accelerator.
     outcomes: list[tuple[Plan | None, str | None]] = [(None, None)] * dist.get_world_size()
     dist.all_gather_object(outcomes, (plan, error))
     plans = []
@@ -98,6 +103,7 @@ def agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.
         if rank_plan is None:
             raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
         plans.append(rank_plan)
+    # Every rank has all plans and compares them in the same order, so every rank raises the same error or none.
     _check_same_plan(plans)
     return plans[dist.get_rank()]
 
@@ -114,9 +120,11 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> Plan:
     ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
     for unit in units:
         _check_unit(unit, world_size, ranks_per_node)
+        # Frozen units over a node are not gathered by deltas, so their dtype does not matter.
         if config.qwz_mode == "delta" and unit.shard_group.size() == world_size:
             _check_deltas(unit)
     hpz_size = resolve_hpz_size(config.hpz_size, ranks_per_node, world_size)
+    # A copy over the world with one node is no mistake: nothing crosses nodes there, and nothing is installed.
     if config.qwz_mode == "delta" and hpz_size == world_size > ranks_per_node:
         raise ValueError(
             f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that a delta could bring up to "
@@ -132,6 +140,8 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> Plan:
 
 
 def _check_unit(unit: Unit, world_size: int, ranks_per_node: int) -> None:
+    # The handle is on the module that ``apply_zeropp`` was called with, so a call above or below that module does not
+    # find it. A second installation would replace the comm objects under the first handle's hooks.
     if isinstance(unit.reduce_scatter, ZeroPPReduceScatter):
         raise ValueError(
             f"unit {unit.name} already runs ZeRO++ through another apply_zeropp call, on a module above or below this "
@@ -147,6 +157,9 @@ def _check_unit(unit: Unit, world_size: int, ranks_per_node: int) -> None:
             f"unit {unit.name} was sharded with reshard_after_forward=<int>, which keeps other shards for backward; "
             "ZeRO++ keeps its own. Call fully_shard with reshard_after_forward=True (and set hpz_size to that int)."
         )
+    # Slice [x, y] of a wire is decoded to rank y * N + x. So the order of the ranks counts, and not only which they
+    # are. A unit over one node must be frozen, since its gradients would be summed over that node and never across
+    # nodes.
     ranks = dist.get_process_group_ranks(unit.shard_group)
     first = dist.get_rank() // ranks_per_node * ranks_per_node
     is_in_node = ranks == list(range(first, first + ranks_per_node))
@@ -159,6 +172,8 @@ def _check_unit(unit: Unit, world_size: int, ranks_per_node: int) -> None:
 
 
 def _check_deltas(unit: Unit) -> None:
+    # A delta is master less copy. Only an fp32 master is finer than the copy: a bf16 master lost the small updates of
+    # its optimizer already, and a delta can carry only what the master still holds.
     others = {param.dtype for param in unit.trainable} - {torch.float32}
     if others:
         raise ValueError(
@@ -166,6 +181,7 @@ def _check_deltas(unit: Unit) -> None:
             "rounding is what a delta would correct. Load the model in float32 with bf16 mixed precision (Accelerate then "
             "keeps fp32 masters), or set qwz_mode='values'."
         )
+    # Deltas are encoded from the masters where they lie, while FSDP2's own flat shard is in the compute dtype.
     if not unit.has_plain_shards:
         raise ValueError(
             f"qwz_mode='delta' reads master weights where FSDP2 keeps them, but unit {unit.name} is offloaded to the CPU or "
@@ -191,6 +207,7 @@ def _first_difference(ours: Any, theirs: Any) -> tuple[Any, Any]:
     if isinstance(ours, UnitPlan) and isinstance(theirs, UnitPlan):
         if ours.name != theirs.name:
             return f"unit {ours.name}", f"unit {theirs.name}"
+        # Whole descriptions of two units would fill the screen. The first parameter that differs tells the cause.
         own, other = _first_unequal((*ours.params, ours.precision), (*theirs.params, theirs.precision))
         return f"unit {ours.name} with {own}", f"unit {theirs.name} with {other}"
     if isinstance(ours, tuple) and isinstance(theirs, tuple):
@@ -201,5 +218,6 @@ def _first_difference(ours: Any, theirs: Any) -> tuple[Any, Any]:
 
 
 def _first_unequal(ours: tuple[Any, ...], theirs: tuple[Any, ...]) -> tuple[Any, Any]:
+    # One side may have more entries, for instance a unit that the other rank does not have.
     pairs = itertools.zip_longest(ours, theirs, fillvalue="nothing")
     return next((own, other) for own, other in pairs if own != other)

@@ -12,6 +12,7 @@ BYTE_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
 def parse_count(text: str) -> int | None:
     """Return the number that ``text`` names ("7.5B" is 7500000000), or None where it is no count."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
+    # ``round`` and not ``int``: 4.1 * 10**6 is 4099999.9999999995 in floating point.
     return round(float(match[1]) * COUNT_UNITS[match[2]]) if match else None
 
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+# Names of collectives, as tables show them. Tables sort by name, so gathers stand together and reductions do.
 GATHER_CROSS = "gather, across nodes"
 GATHER_RESYNC = "gather, whole weights"
 GATHER_NODE = "gather, within node"
@@ -71,6 +72,8 @@ class Peers:
     @classmethod
     def among(cls, ranks: Collection[int], rank: int, ranks_per_node: int) -> Peers:
         """Return the peers of ``rank`` among ``ranks``, a set of ranks of the world that contains it."""
+        # Nodes are always the true nodes, also for groups that ``hpz_size`` shapes: bytes are slow or fast by the link
+        # they take, whatever group they belong to.
         own_node = rank // ranks_per_node
         on_node = sum(other // ranks_per_node == own_node for other in ranks)
         return cls(on_node - 1, len(ranks) - on_node)
@@ -82,6 +85,8 @@ class Peers:
 
     def bytes_of(self, slice_bytes: int) -> Bytes:
         """Return the bytes of one collective in which each peer sends this rank ``slice_bytes``."""
+        # This holds for an all-gather, where a peer sends its one slice to all, and for an all-to-all, where it sends
+        # each rank another one. In both a rank receives one slice per peer.
         return Bytes(1, self.intra_node * slice_bytes, self.cross_node * slice_bytes)
 
     def bytes_in_ring(self, slice_bytes: int) -> Bytes:
@@ -91,6 +96,8 @@ class Peers:
         whole of what each rank receives enters the node through that one. Its cross-node bytes are shared out evenly here:
         each of the node's N ranks counts 1/N of them.
         """
+        # With Y nodes of N ranks and slices of B bytes, each rank receives (Y * N - 1) * B. One rank of the node has
+        # its predecessor on another node and receives all of that from there; the others receive it from each other.
         received = (self.intra_node + self.cross_node) * slice_bytes
         from_outside = received // (self.intra_node + 1) if self.cross_node else 0
         return Bytes(1, received - from_outside, from_outside)
@@ -120,6 +127,7 @@ class Traffic:
 
     def reset(self) -> None:
         """Start counting again from zero: bytes, seconds, steps and micro-steps."""
+        # A new timer, and no zeroed one: collectives under way hold the old one, and their seconds go there.
         self.timer = CommTimer()
         self.steps = 0
         self.micro_steps = 0
@@ -132,11 +140,14 @@ class Traffic:
     @property
     def counts(self) -> dict[str, Bytes]:
         """A copy of what this rank received since the last ``reset``, by collective."""
+        # The counters go on counting in place. A caller that compares counts before and after a step needs copies.
         return {name: dataclasses.replace(count) for name, count in self._counts.items()}
 
     @property
     def cross_node_bytes(self) -> int:
         """Bytes that entered this node from other nodes, all its ranks together."""
+        # One rank's counter stands for its node without a collective: all ranks of a node receive equally, by
+        # construction.
         return self.ranks_per_node * sum(count.cross_node for count in self._counts.values())
 
     @property
@@ -147,6 +158,7 @@ class Traffic:
     @property
     def cross_node_bytes_per_step(self) -> float:
         """``cross_node_bytes`` per optimizer step."""
+        # Without a step (generation, evaluation) the bytes are shown as those of one.
         return self.cross_node_bytes / max(self.steps, 1)
 
     @property
@@ -156,6 +168,9 @@ class Traffic:
 
     def zero3_bytes_per_step(self) -> float:
         """Return the cross-node bytes per node and step of ZeRO-3: (2 M + gradients) (Y-1)/Y for each micro-step."""
+        # ZeRO-3 gathers for the forward and for the backward pass of each micro-step, and reduces in each. Its rings
+        # send more than (Y-1)/Y; the least that any algorithm needs is counted, so that the saving is never
+        # overstated.
         micro_steps = self.micro_steps / max(self.steps, 1)
         return (2 * self.model_bytes + self.trainable_bytes) * micro_steps * (self.num_nodes - 1) / self.num_nodes
 
@@ -195,6 +210,7 @@ class Traffic:
             _predicted(predicted, predicted or [], self.ranks_per_node),
         )
         table.add_row("ZeRO-3", "", "", _megabytes(self.zero3_bytes_per_step()), "")
+        # With one node nothing crosses, and a ratio of zero bytes to zero bytes says nothing.
         if self.cross_node_bytes:
             saving = self.zero3_bytes_per_step() / self.cross_node_bytes_per_step
             table.add_row("saving", "", "", f"{saving:.2f}x", "")
@@ -227,6 +243,7 @@ class CommTimer:
 
     def __init__(self) -> None:
         self._finished_s = 0.0
+        # Pairs of start and end, oldest first, whose end the device may not have reached yet.
         self._running: deque[tuple[torch.Event, torch.Event]] = deque()
         # Creating an event costs more than recording one, so events that were read are used again.
         self._spare: list[tuple[torch.Event, torch.Event]] = []
@@ -234,13 +251,19 @@ class CommTimer:
     @contextmanager
     def measure(self, device: torch.device) -> Iterator[None]:
         """Count the time of the collectives on ``device`` that are issued, or waited for, inside the context."""
+        # [Note: seconds on CPU] A synchronous collective is measured where it is issued. An asynchronous one is
+        # measured twice: for the moment that issuing takes, and for what is left of it when ``TimedWork.wait`` is
+        # called. The time between, in which the model computes, is not counted, since training does not pay for it.
         if device.type == "cpu":
             start_s = time.perf_counter()
             yield
             self._finished_s += time.perf_counter() - start_s
             return
+        # Reading the events that have passed keeps the queue short in a run that never asks for ``seconds``.
         self._collect()
         start, end = self._spare.pop() if self._spare else _timing_events(device)
+        # Events are recorded on the current stream. FSDP2 issues collectives with its communication stream as the
+        # current one.
         start.record()
         yield
         end.record()
@@ -258,6 +281,8 @@ class CommTimer:
 
     def _collect(self) -> None:
         """Read the events that have passed. ``query`` asks without waiting, so later ones stay for another time."""
+        # Collectives of two streams may end in another order than they began. One that ended early waits in the queue
+        # until those before it have ended: it is counted later, and never lost.
         while self._running and self._running[0][1].query():
             start, end = self._running.popleft()
             self._finished_s += start.elapsed_time(end) / 1e3

@@ -63,11 +63,19 @@ class Agreement:
             flags: ``num_flags`` bytes.
             explain: states this rank's part in words; called only where ranks differ.
         """
+        # An exchange that nobody waited for yet is finished first. If its statements differ, ``largest`` runs a second
+        # collective. With a new exchange started before that on some ranks, the group's collectives would come in
+        # different orders.
         self.settle()
         assert (len(common), len(flags)) == (self._num_common, self._num_flags)
+        # One all-reduce instead of two: the largest value of 255 - x is 255 less the smallest x. Bytes are equal on
+        # all ranks exactly where the largest and the smallest are. Flags are complemented as well, which costs a byte
+        # per unit, and keeps the buffer two halves of one form.
         values = torch.frombuffer(bytearray(common + flags), dtype=torch.uint8)
         buffer = torch.cat((values, 255 - values))
         work = dist.all_reduce(buffer, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        # ``explain`` is kept and not called: words for every unit would cost more than the exchange, and are rarely
+        # needed.
         self._pending = Answer(self._group, work, buffer, self._num_common, explain)
         return self._pending
 
@@ -102,9 +110,13 @@ class Answer:
             DisagreementError: on every rank, if ranks made different statements.
             RuntimeError: another rank ended, or did not answer within the group's timeout.
         """
+        # The answer may be asked for several times, by ``settle`` and by whoever asked the question. The exchange ends
+        # once.
         if self._work is not None:
             work, self._work = self._work, None
             self._wait_for(work)
+            # All ranks hold the same bytes here, so all of them take this branch, and the exchange of words inside is
+            # a collective that all of them run.
             if self._ranks_differ():
                 raise DisagreementError(describe(self._all_statements()))
         half = len(self._buffer) // 2
@@ -112,6 +124,9 @@ class Answer:
 
     def _wait_for(self, work: dist.Work) -> None:
         try:
+            # This wait ends in an error if a rank died, and after the group's timeout if a rank runs something else.
+            # In both cases the message must tell what this rank was about to do, because the backend's own names only
+            # a socket.
             work.wait()
         except RuntimeError as error:
             raise RuntimeError(
@@ -139,6 +154,7 @@ def describe(statements: list[Statement]) -> str:
             f"Ranks are about to run different collectives, which would wait for ever: {said}. Every rank must run the same "
             "forward and backward passes and the same optimizer steps, with the same last micro-step."
         )
+    # The first subject that differs is named. A cause in one unit often makes later units differ as well.
     for subject in dict.fromkeys(subject for statement in statements for subject in statement.facts):
         by_fact = _ranks_by([statement.facts.get(subject, "nothing") for statement in statements])
         if len(by_fact) > 1:

@@ -39,9 +39,12 @@ class Hop:
 
     def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> TimedWork | None:
         """Start output [size * B] <- every rank's wire [B], in group order."""
+        # A unit may have nothing to send. Sizes are equal on all ranks, so all of them skip the collective.
         if not wire.numel():
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel()))
+        # Time is measured here and in the work's ``wait``: a synchronous collective blocks in the call, an asynchronous
+        # one in the wait.
         with self._traffic.timer.measure(wire.device):
             work = _all_gather_buffers(output, wire, group=self.group, async_op=self.is_async)
         return self._traffic.timer.watch(work, wire.device)

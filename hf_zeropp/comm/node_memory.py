@@ -51,6 +51,8 @@ class NodeMemory:
         places = _exchange(_place(), group)
         memory = cls(group)
         try:
+            # All ranks see the same places, so this is raised on all of them or on none, and ``allocate``, which is
+            # collective, is called by all or by none.
             if None in places or len(set(places)) > 1:
                 raise OSError("they do not run under one kernel and in one PID namespace")
             memory.allocate(1)  # places that look alike are no proof: a sandbox may forbid memfd or /proc
@@ -71,12 +73,14 @@ class NodeMemory:
             OSError: on every rank, if the memory cannot be made or mapped on one of them.
         """
         shape = (self.group.size(), num_bytes)
+        # An empty file cannot be mapped, and a unit may have nothing to keep.
         size = max(math.prod(shape), 1)
         descriptor, mapped, error = None, None, None
         try:
             descriptor = _create(size) if self.group.rank() == 0 else None
         except OSError as exception:
             error = str(exception)
+        # A rank that failed sends its None in the same exchange: leaving it out would keep the others waiting.
         owner, owned = _exchange((os.getpid(), descriptor), self.group)[0]
         try:
             mapped = _map(owner, owned, size)
@@ -87,6 +91,8 @@ class NodeMemory:
             os.close(descriptor)  # the exchange above ends after every rank has mapped the file, or has failed to
         if errors:
             raise OSError("; ".join(errors))
+        # The tensor holds the mapping, and the mapping holds the memory, which is freed with the last tensor of the
+        # last rank.
         return torch.frombuffer(mapped, dtype=torch.uint8)[: math.prod(shape)].view(shape)
 
 

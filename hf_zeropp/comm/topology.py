@@ -54,6 +54,7 @@ def detect_ranks_per_node(setting: int | str, world_size: int) -> int:
         ranks_per_node, source = int(setting), f"ranks_per_node={setting}"
     elif "LOCAL_WORLD_SIZE" in os.environ:
         text = os.environ["LOCAL_WORLD_SIZE"]
+        # Text that is no number becomes 0, which ``check_divides`` refuses with the name of the variable.
         ranks_per_node, source = int(text) if text.isdigit() else 0, f"LOCAL_WORLD_SIZE={text}"
     elif world_size == 1:
         return 1
@@ -78,6 +79,8 @@ def resolve_hpz_size(setting: int | str | None, ranks_per_node: int, world_size:
         return ranks_per_node
     hpz_size = int(setting)
     check_divides(f"hpz_size={setting}", hpz_size, world_size)
+    # With nodes of 4 ranks and copies over 3, ranks 3, 4 and 5 would share a copy: the node hop of some ranks would
+    # cross nodes at every gather, and that of others never.
     if ranks_per_node % hpz_size and hpz_size % ranks_per_node:
         raise ValueError(
             f"hpz_size={hpz_size} must divide the {ranks_per_node} ranks of a node or be a multiple of them, so "
@@ -99,6 +102,9 @@ def check_divides(source: str, size: int, world_size: int) -> None:
         )
 
 
+# Process groups cost memory and connections, so all models of a process share them: a reward model beside a policy
+# makes none. The world's group is in the key, since a process may destroy it and make another, whose ranks know none
+# of these.
 _topologies: dict[tuple[dist.ProcessGroup | None, str, int], Topology] = {}
 
 
@@ -129,6 +135,8 @@ def new_cpu_group() -> dist.ProcessGroup:
 def _build_topology(ranks_per_node: int, device_type: str) -> Topology:
     world_size = dist.get_world_size()
     ranks = torch.arange(world_size).view(-1, ranks_per_node)
+    # Making a group is collective over the world: every rank makes the groups of all nodes, in the same order, and
+    # keeps its own. ``init_device_mesh`` would make the same groups with the backend's default timeout.
     cross_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist(), timeout=world_timeout())
     node_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=world_timeout())
     mesh = DeviceMesh.from_group([cross_group, node_group], device_type, ranks, mesh_dim_names=("cross", "node"))

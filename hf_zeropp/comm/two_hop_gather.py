@@ -93,10 +93,11 @@ class TwoHopGather:
             layouts: wire layouts of one slice.
             secondary: where the slices of the cross group arrive. It may not be read until the hop has landed.
         """
-        # The slices arrive in the secondary shard itself. Without this barrier, a slower rank of the node that still decodes
-        # the last weights from shared memory would read a mixture of both.
+        # The slices arrive in the secondary shard itself. Without this barrier, a slower rank of the node that still
+        # decodes the last weights from shared memory would read a mixture of both.
         self._wait_for_node(secondary)
-        # Where deltas are the rule, whole weights are counted apart: a table of bytes then shows how often that happened.
+        # Whole weights are counted apart where deltas are the rule: a table of bytes then shows how often that
+        # happened.
         hop = self.cross_hop if layouts.delta is None else self.resync_hop
         wire = self._buffers.take(layouts.kept.nbytes, shard.device)
         ops.quantize(shard, layouts.kept, out=wire)
@@ -119,8 +120,9 @@ class TwoHopGather:
         if len(shards) == 1:
             ops.quantize_difference(shards[0], own_slice, layouts.kept, layouts.delta, out=wire)
         else:
-            # On CPU the masters of several parameters lie apart, and are encoded where they lie: joining them would copy the
-            # shard. What a segment is encoded to depends on no other segment, so the bytes are those of the joined shard.
+            # On CPU the masters of several parameters lie apart, and are encoded where they lie: joining them would
+            # copy the shard. What a segment is encoded to depends on no other segment, so the bytes are those of the
+            # joined shard.
             for shard, (kept, base), (here, delta) in zip(shards, layouts.kept.alone, layouts.delta.alone, strict=True):
                 ops.quantize_difference(shard, own_slice[kept], base, delta, out=wire[here])
         # Deltas arrive beside the secondary shard, which other ranks of the node may still read meanwhile.
@@ -132,10 +134,11 @@ class TwoHopGather:
         received = flight.land(self._buffers)
         if isinstance(flight, DeltaFlight):
             assert layouts.delta is not None
-            # Deltas are added in place, so a slower rank of the node must have read the last weights before (as in `start`).
+            # Deltas are added in place, so a slower rank of the node must have read the last weights before (as in
+            # ``start``).
             self._wait_for_node(secondary)
-            # Every rank of the cross group adds the same bytes to the same slice, the sender of a delta included: it adds
-            # the decoded delta, not its exact weights. So all copies stay equal bit for bit.
+            # Every rank of the cross group adds the same bytes to the same slice, the sender of a delta included: it
+            # adds the decoded delta, not its exact weights. So all copies stay equal bit for bit.
             ops.dequantize_update(received, layouts.delta, secondary.own, layouts.kept, out=secondary.own)
             self._buffers.give(received)
         # This rank's part is written. Without this barrier it could read the part of a slower rank before that is.
@@ -159,7 +162,7 @@ class TwoHopGather:
             return
         wire = self._buffers.take(num_ranks * secondary.own.numel(), secondary.own.device)
         Flight(wire, self.node_hop.all_gather(wire, secondary.own)).land(self._buffers)
-        # Slices arrive as [x, y]. `slice_rows` makes the kernel write them as [y, x], which is rank order.
+        # Slices arrive as [x, y]. ``slice_rows`` makes the kernel write them as [y, x], which is rank order.
         ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=num_ranks, out=output)
         self._buffers.give(wire)
 

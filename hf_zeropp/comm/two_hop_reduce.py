@@ -43,7 +43,7 @@ class ReduceLayouts:
 
         All three layouts of a slice are cut at the same elements, so a chunk can pass through both hops on its own.
         """
-        # Equal segment sizes and blocks are cut alike, whatever their bits: see `WireLayout.chunks`.
+        # Equal segment sizes and blocks are cut alike, whatever their bits: see ``WireLayout.chunks``.
         nodes, crosses = self.node_hop.chunks(count), self.cross_hop.chunks(count)
         residuals = [None] * len(nodes) if self.residual is None else self.residual.chunks(count)
         trios = zip(nodes, crosses, residuals, strict=True)
@@ -107,7 +107,8 @@ class TwoHopReduce:
         """
         if self.node_hop.size == 1:
             return [Flight(full)]
-        # A chunk is encoded while the one before it is on its way. `accumulate` and `cross_over` wait for them in this order.
+        # A chunk is encoded while the one before it is on its way. ``accumulate`` and ``cross_over`` wait for them in
+        # this order.
         return [self._start_chunk(full, chunk) for chunk in self.chunks(layouts)]
 
     def accumulate(self, flights: list[Flight], layouts: ReduceLayouts, partial: torch.Tensor | None) -> torch.Tensor:
@@ -129,8 +130,8 @@ class TwoHopReduce:
         total = partial if partial is not None else _new_partial(shape, flights[0].received.device)
         for flight, chunk in zip(flights, self.chunks(layouts), strict=True):
             received = flight.land(self._buffers)
-            # A chunk's layout has gaps: each call writes its own elements of the sums and leaves the others alone. `initial`
-            # and `out` may be one tensor, since the kernel reads an element before it writes it.
+            # A chunk's layout has gaps: each call writes its own elements of the sums and leaves the others alone.
+            # ``initial`` and ``out`` may be one tensor, since the kernel reads an element before it writes it.
             ops.dequantize_sum(received, chunk.node_hop, num_sources=self.node_hop.size, initial=partial, out=total)
             self._buffers.give(received)
         return total
@@ -156,7 +157,8 @@ class TwoHopReduce:
         if self.node_hop.size == 1:
             full = flights[0].received
             return self.start_across(full if partial is None else partial.add_(full), layouts, feedback)
-        # The cross hop of a chunk starts before the node hop of the next one is waited for, so both networks are in use.
+        # The cross hop of a chunk starts before the node hop of the next one is waited for, so both networks are in
+        # use.
         pairs = zip(flights, self._with_feedback(layouts, feedback), strict=True)
         return [self._cross_chunk(flight, chunk, partial, own) for flight, (chunk, own) in pairs]
 
@@ -164,9 +166,10 @@ class TwoHopReduce:
         self, partial: torch.Tensor, layouts: ReduceLayouts, feedback: Sequence[Feedback] | None = None
     ) -> list[Flight]:
         """Start the cross hop with partial sums [Y * S] alone, where no gradients of a last micro-step come."""
-        # Gradients are rotated when they are first encoded. With a node hop that has happened, and the sums are rotated.
+        # Gradients are rotated when they are first encoded. With a node hop that has happened, and the sums are
+        # rotated.
         rotate = layouts.rotates and self.node_hop.size == 1
-        # A residual is added in fp32. With one rank per node `partial` may be gradients in 16 bits.
+        # A residual is added in fp32. With one rank per node ``partial`` may be gradients in 16 bits.
         partial = partial if feedback is None else partial.float()
         flights = []
         for chunk, own in self._with_feedback(layouts, feedback):
@@ -189,7 +192,7 @@ class TwoHopReduce:
         """
         for flight, chunk in zip(flights, self.chunks(layouts), strict=True):
             received = flight.land(self._buffers)
-            # `rotate` rotates the sum back and not its Y sources: one rotation in place of Y.
+            # ``rotate`` rotates the sum back and not its Y sources: one rotation in place of Y.
             ops.dequantize_sum(
                 received,
                 chunk.cross_hop,
@@ -223,8 +226,8 @@ class TwoHopReduce:
     def _start_chunk(self, full: torch.Tensor, chunk: ReduceLayouts) -> Flight:
         num_bytes = self.node_hop.size * self.cross_hop.size * chunk.node_hop.nbytes
         wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
-        # The gradients lie as [y, x] and are encoded as [x, y] (`slice_rows`): part x of the wire, the slices of cross group
-        # x in all nodes, is then one run of bytes, which the all-to-all sends to rank x of this node.
+        # The gradients lie as [y, x] and are encoded as [x, y] (``slice_rows``): part x of the wire, the slices of
+        # cross group x in all nodes, is then one run of bytes, which the all-to-all sends to rank x of this node.
         ops.quantize(full, chunk.node_hop, slice_rows=self.cross_hop.size, rotate=chunk.rotates, out=wire)
         return Flight(received, self.node_hop.all_to_all(received, wire), sent=(wire,))
 
@@ -269,9 +272,9 @@ def _encode_with_feedback(
     out: torch.Tensor,
 ) -> None:
     """Encode sums plus residual for the cross hop, and keep in the residual what the encoding rounded away."""
-    # The residual stays where the cross hop is encoded, 1/N of the unit on each rank, and is in the domain of the sums: it is
-    # rotated if they are. What the node hop rounds away is not corrected, because each rank would need a residual as large as
-    # all of its gradients, and INT8 leaves little.
+    # The residual stays where the cross hop is encoded, 1/N of the unit on each rank, and is in the domain of the sums:
+    # it is rotated if they are. What the node hop rounds away is not corrected, because each rank would need a residual
+    # as large as all of its gradients, and INT8 leaves little.
     assert chunk.residual is not None
     ops.quantize_with_feedback(
         received,

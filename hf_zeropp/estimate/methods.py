@@ -43,6 +43,7 @@ from hf_zeropp.traffic import Bytes, Peers, total
 KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "residual", "frozen", "wire buffers")
 """Kinds of memory, in the order of a report."""
 
+# Weights and gradients of 16 bits, and masters of 32, are the paper's assumption and what bf16 mixed precision gives.
 MASTER_BYTES = 4
 HALF_BYTES = 2
 OPTIMIZER_STATE_BYTES = {"adamw": 8, "adamw-8bit": 2, "lion": 4, "sgd-momentum": 4, "sgd": 0, "adafactor": 0}
@@ -140,6 +141,8 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
     Each method accumulates gradients in the way that sends least: DDP and ZeRO-1 communicate once per step, ZeRO-2 and
     ZeRO-3 at every micro-step, HSDP across nodes once per step.
     """
+    # All weights are gathered, the frozen ones too; gradients exist for the trained ones alone. LoRA is where both
+    # differ.
     everything, trained = HALF_BYTES * model.num_params, HALF_BYTES * model.num_trainable
     world, per_node, steps = setup.world_size, setup.ranks_per_node, setup.micro_steps
     # HSDP all-reduces 1/N of the gradients over each cross group, which is all of them over a node's N cross groups.
@@ -148,6 +151,8 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
         cross_node=_flat_bytes(trained, setup, times=2).cross_node,
     )
     return [
+        # An all-reduce sends as much as a reduce-scatter and an all-gather: twice. ZeRO-2 reduces at every
+        # micro-step, because it keeps no full gradient to add up in, and gathers its updated parameters once.
         _paper("DDP", model, setup, _Spread(1, 1, 1), _flat_bytes(trained, setup, times=2)),
         _paper("ZeRO-1", model, setup, _Spread(1, 1, world), _flat_bytes(trained, setup, times=2)),
         _paper("ZeRO-2", model, setup, _Spread(1, world, world), _flat_bytes(trained, setup, times=1 + steps)),
@@ -186,12 +191,16 @@ def _paper(
 
 def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> Bytes:
     """Return what one node receives in ``times`` gathers or reductions of ``num_bytes`` over the world."""
+    # Each byte is once on the node without a move within it: 1/Y as the node's own shards, the rest as it enters from
+    # outside. All N ranks end with all bytes, so N - 1 copies of each move within the node.
     from_outside = num_bytes * (setup.num_nodes - 1) / setup.num_nodes
     return Bytes(0, round((setup.ranks_per_node - 1) * num_bytes * times), round(from_outside * times))
 
 
 def _hpz_bytes(everything: float, trained: float, setup: Setup) -> Bytes:
     """Return what one node receives under the paper's hpZ, where all but the backward gather crosses nodes."""
+    # The forward gather and the reduction cross nodes. The backward gather finds its secondary shards within the
+    # node.
     result = _flat_bytes(everything + trained, setup, times=setup.micro_steps)
     result.intra_node += round((setup.ranks_per_node - 1) * everything * setup.micro_steps)
     return result
@@ -207,6 +216,7 @@ def fsdp2(model: ModelShape, setup: Setup) -> Estimate:
     """
     memory = _sharded_memory(model, setup)
     if setup.micro_steps > 1:
+        # Full size, and not 1/W: unsynchronized micro-steps add up gradients before they are reduced.
         memory["accumulator"] = setup.reduce_dtype.itemsize * model.num_trainable
     gradients = setup.reduce_dtype.itemsize * model.num_trainable
     traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup) + gradients, setup)
@@ -224,6 +234,8 @@ def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
 
 def _sharded_memory(model: ModelShape, setup: Setup) -> dict[str, float]:
     """Return what FSDP2's shards take on the largest rank: fp32 masters and gradients, states, frozen weights in bf16."""
+    # FSDP2 pads every shard to that of rank 0, so rank 0 has the largest memory, and the padded size is what it
+    # holds.
     trained = sum(shard.padded_numel for unit in model.units for shard in _shards(unit.trainable, setup))
     everything = sum(shard.padded_numel for unit in model.units for shard in _shards(unit.params, setup))
     return _memory(
@@ -246,6 +258,7 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
     if setup.num_nodes == 1:  # FSDP2's own collectives stay
         return dataclasses.replace(fsdp2(model, setup), method=THIS_PACKAGE)
     hpz_size = resolve_hpz_size(setup.config.hpz_size, setup.ranks_per_node, setup.world_size)
+    # The question is the one that ``apply_zeropp`` asks, so the estimate cannot disagree with a run about it.
     stays_fsdp2 = leaves_gathers_to_fsdp2(setup.config, hpz_size, setup.world_size)
     gathers = [] if stays_fsdp2 else [_UnitGather(unit, setup, hpz_size) for unit in model.units]
     reduces = [_UnitReduce(unit, setup) for unit in model.units if unit.trainable]
@@ -256,6 +269,7 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
     users: list[_UnitGather | _UnitReduce] = [*gathers, *reduces]
     shared_buffers = max((user.buffer_bytes() for user in users), default=0)  # units use them in turn
     memory["wire buffers"] = shared_buffers + _delta_buffer_bytes(gathers, setup)
+    # Units count what one rank receives. All ranks receive equally, so a node receives N times that.
     traffic = total(user.step_bytes() for user in users).times(setup.ranks_per_node)
     if stays_fsdp2:
         traffic.add(_flat_bytes(_fsdp2_gathered_bytes(model, setup), setup))
@@ -275,9 +289,12 @@ class _UnitGather:
         self._unit = unit
         self._setup = setup
         self._keeps_secondary = hpz_size is not None
+        # Rank 0 stands for all ranks: groups are regular, so each rank has as many peers on its node and elsewhere.
+        # The groups follow ``hpz_size``, and bytes are divided by the true nodes, as in a run.
         node_size = gather_node_size(hpz_size, setup.ranks_per_node)
         self._node_hop = Peers.among(range(node_size), 0, setup.ranks_per_node)
         self._cross_hop = Peers.among(range(0, setup.world_size, node_size), 0, setup.ranks_per_node)
+        # bf16 is the compute dtype that is assumed throughout. A unit that trains nothing is laid out without deltas.
         shards = _shards(unit.params, setup)
         self._layouts = gather_layouts(setup.config, shards, torch.bfloat16, trains=bool(unit.trainable))
 
@@ -319,6 +336,7 @@ class _UnitReduce:
         self._node_hop = Peers.among(range(setup.ranks_per_node), 0, setup.ranks_per_node)
         self._cross_hop = Peers.among(range(0, setup.world_size, setup.ranks_per_node), 0, setup.ranks_per_node)
         config, shards = setup.config, _shards(unit.trainable, setup)
+        # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
         layouts = reduce_layouts(config, shards, setup.reduce_dtype, quantizes=config.quantizes_gradients)
         self._numel = layouts.node_hop.numel
         self._chunks = layouts.chunks(config.qgz_chunks)
@@ -329,6 +347,7 @@ class _UnitReduce:
 
     def residual_bytes(self) -> int:
         """Return the bytes that error feedback keeps: 1/N of the unit in INT8."""
+        # A residual is kept where the cross hop is encoded: one slice for each node.
         residuals = (chunk.residual for chunk in self._chunks if chunk.residual is not None)
         return self._setup.num_nodes * sum(residual.nbytes for residual in residuals)
 
@@ -348,5 +367,6 @@ class _UnitReduce:
 
 def _shards(params: Iterable[ParamShape], setup: Setup) -> list[ParamShard]:
     """Return a rank's shards of parameters as wire layouts take them. On rank 0 they have no padding of their own."""
+    # The number of dimensions matters beside the size: 1-D parameters travel unquantized.
     sizes = ((param, param.padded_shard_numel(setup.world_size)) for param in params)
     return [ParamShard("", numel, numel, len(param.shape)) for param, numel in sizes]

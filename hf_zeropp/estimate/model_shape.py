@@ -26,6 +26,7 @@ class ParamShape:
 
     def padded_shard_numel(self, world_size: int) -> int:
         """Return the elements of each rank's shard: FSDP2 cuts dimension 0 in equal chunks and pads the last ones."""
+        # ``-(-a // b)`` rounds up. A matrix of 101 rows on 4 ranks takes 26 rows on each: padding is sent like weights.
         return -(-self.shape[0] // world_size) * math.prod(self.shape[1:])
 
 
@@ -76,6 +77,9 @@ class ModelShape:
         count = parse_count(text)
         if count is None:
             raise ValueError(f"expected a parameter count such as 7B or 350M, got {text!r}")
+        # A block of width w = 128 L has 12 w^2 parameters: 4 w^2 in attention and 8 w^2 in the feed-forward layer. L
+        # of them make 12 * 128^2 * L^3 parameters, which is solved for L. The remainder goes to the first blocks, one
+        # parameter each.
         num_blocks = max(1, round((count / (12 * 128**2)) ** (1 / 3)))
         sizes = [count // num_blocks + (index < count % num_blocks) for index in range(num_blocks)]
         return cls(text, tuple(_matrix_unit(f"block {index}", size) for index, size in enumerate(sizes)))

@@ -39,6 +39,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
         # A number that does not fit continues on the next line: no digit may be lost.
         result.add_column(one.method, style=style, justify="right", overflow="fold")
 
+    # A dash for zero: most methods lack most kinds of memory, and the numbers that are there should stand out.
     def add_row(label: str, values: Iterable[float]) -> None:
         result.add_row(label, *(_shorten(value, BYTE_UNITS) if value else "-" for value in values))
 
@@ -66,6 +67,7 @@ def plot(estimates: list[Estimate], path: Path) -> None:
     """Write two panels of bars to ``path``: memory per rank by kind, and bytes across nodes."""
     import matplotlib  # an optional dependency
 
+    # Agg writes files and needs no display, which the machines that run this rarely have.
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
