@@ -87,6 +87,8 @@ class ZeroPPAllGather(WeightGather):
         self._lands_at_once = lands_at_once
         self._check = check
         self._fsdp2 = CountedAllGather(unit, traffic)
+        # The key is dtype and whether the unit trains. Both may change during a run: a conversion, or a unit that
+        # thaws.
         self._layouts: dict[tuple[torch.dtype, bool], GatherLayouts] = {}
         self._kept: Copy | None = None
         self.was_used = False
@@ -99,18 +101,25 @@ class ZeroPPAllGather(WeightGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather: output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
+        # Within a pass this asks nothing. ``unshard()`` outside of one also gathers, and there ranks have to agree
+        # first.
         self.ensure_agreed()
         self.was_used = True
         if input_tensor.dtype not in FLOAT_DTYPES:
             self._took_weights()
+            # FSDP2's own gather reads the shards as they are now, so it counts as a copy that was just taken.
             self._unsharded_from = self._copy
             return self._gather_unquantized(output_tensor, input_tensor, group, async_op)
         if self._keeps_secondary:
+            # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still
+            # due.
             kept = self._up_to_date(input_tensor)
             self._gather.decode(kept.secondary, kept.layouts.kept, output_tensor)
         else:
             self._took_weights()
             self._gather(output_tensor, input_tensor, self.layouts(input_tensor.dtype).kept)
+        # ``agree`` compares the two: a unit that stayed unsharded must not serve with weights of an older copy.
+        # No work is returned, because everything is on this stream already: FSDP2 records its event after this call.
         self._unsharded_from = self._copy
         return None
 
@@ -131,6 +140,8 @@ class ZeroPPAllGather(WeightGather):
         if not self._keeps_secondary or self.due == Change.NONE or not (self.was_used or self._kept is None):
             return  # a unit that passes skip is not sent after every step in vain
         if dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
+            # On an accelerator waiting orders streams and holds up nobody. On CPU the hop is left under way until the
+            # unit is needed, so that the hops of all units overlap with each other and with compute.
             kept = self._start(dtype, None)
             if self._lands_at_once:
                 self._land(kept)
@@ -172,27 +183,37 @@ class ZeroPPAllGather(WeightGather):
         if kept.flight is not None:
             self._land(kept)
         elif kept.arrived is not None:
+            # The secondary shard may have been written on another stream: FSDP2 gathers on streams of its own, and
+            # hops that are started ahead run on the caller's. An event orders them without making the host wait.
             torch.accelerator.current_stream().wait_event(kept.arrived)
         return kept
 
     def _start(self, dtype: torch.dtype, shard: torch.Tensor | None) -> Copy:
         """Start the cross hop of the weights in ``dtype``. ``shard`` is this rank's, where FSDP2 made it already."""
+        # A hop under way must end before the next one writes to the same secondary shard. It may not be dropped: the
+        # other ranks of the cross group add what it brings, and a delta that one rank left out would stay missing.
         if self._kept is not None and self._kept.flight is not None:  # started ahead, and the weights changed since
             self._land(self._kept)
         layouts, due = self.layouts(dtype), self.due
         kept = self._kept
         if kept is not None and self._delta_is_enough(kept, layouts, due):
+            # The delta is taken from the fp32 masters and not from the shard in ``dtype``, whose rounding would hide
+            # small updates.
             kept.num_deltas, kept.num_surprises = kept.num_deltas + 1, 0
             kept.flight = self._gather.start_delta(self.unit.master_shards(), layouts, kept.secondary)
         else:
             kept = self._start_whole(self.unit.flat_shard(dtype) if shard is None else shard, layouts)
             self._count_surprise(kept, due)
         self._kept = kept
+        # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
+        # a write in between is a new change.
         self._took_weights()
         return kept
 
     def _start_whole(self, shard: torch.Tensor, layouts: GatherLayouts) -> Copy:
         kept, num_bytes = self._kept, self._gather.cross_hop.size * layouts.kept.nbytes
+        # A secondary shard of the right size is used again: where ranks share memory, a new one is a collective of
+        # the node. All ranks take the same branch, because sizes follow from what they agreed on.
         if kept is None or kept.secondary.own.numel() != num_bytes:
             kept = Copy(self._gather.new_secondary(layouts.kept, shard.device), layouts)
         kept.layouts, kept.num_deltas = layouts, 0
@@ -204,6 +225,8 @@ class ZeroPPAllGather(WeightGather):
 
         Every rank gives the same answer: it depends on what ranks agreed on, and on counts of what they did together.
         """
+        # Other layouts than the copy's mean another dtype, or parameters frozen or thawed: codes of two forms do not
+        # add up.
         if layouts.delta is None or layouts != kept.layouts or due == Change.EDITED:
             return False
         return self._config.qwz_resync_steps is None or kept.num_deltas < self._config.qwz_resync_steps
@@ -219,6 +242,8 @@ class ZeroPPAllGather(WeightGather):
         assert kept.flight is not None
         self._gather.land(kept.flight, kept.layouts, kept.secondary)
         kept.flight = None
+        # The copies are compared after the landing, when all of them should be equal, and before anybody decodes
+        # them.
         if self._check is not None:
             self._check.same_copies(self.unit.name, kept.secondary.own)
         kept.arrived = _record_event(kept.secondary.own.device)
@@ -236,6 +261,7 @@ class ZeroPPAllGather(WeightGather):
 
 
 def _record_event(device: torch.device) -> torch.Event | None:
+    # There is one stream of execution on CPU, and ``land`` has waited for the hop: nothing is left to order.
     if device.type == "cpu":
         return None
     event = torch.Event(device)

@@ -49,7 +49,9 @@ class WeightGather(CommObject, AllGather):
     def __init__(self, unit: Unit, freshness: Freshness) -> None:
         self.unit = unit
         self.freshness = freshness
+        # A unit that was never gathered is like one that was edited: whole weights must cross.
         self.due = Change.EDITED
+        # Decisions are made after the gathers that they decide on, and set this then.
         self.ensure_agreed: Callable[[], None] = lambda: None
         self._copy = 0  # counts the times that weights were taken from the shards
         self._unsharded_from = 0  # the copy from which FSDP2's unsharded parameters were decoded
@@ -69,6 +71,7 @@ class WeightGather(CommObject, AllGather):
         FSDP2 leaves its root unit unsharded after a forward pass, and every unit that was told so. Such a unit would compute
         with what it was gathered from, so it is resharded unless that is the newest copy.
         """
+        # A unit that an earlier pass found stale and then skipped is still due.
         self.due = max(self.due, change)
         if self.unit.is_unsharded and (self.due != Change.NONE or self._unsharded_from != self._copy):
             self.unit.reshard()
@@ -77,6 +80,8 @@ class WeightGather(CommObject, AllGather):
         """Start what the next gather of a stale unit needs, where that can be done ahead."""
 
     def _took_weights(self) -> None:
+        # Both are cleared by what was really gathered. An agreement alone clears nothing, since a pass may skip the
+        # unit.
         self.freshness.taken()
         self.due = Change.NONE
         self._copy += 1
@@ -139,6 +144,7 @@ class CountedWeightGather(WeightGather):
         return self._counted.predict(micro_steps)
 
 
+# The set belongs to the process, because comm objects are made anew with each model and a sweep makes many models.
 _warned: set[tuple[type, str, str]] = set()
 
 

@@ -35,6 +35,8 @@ from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.units import Unit, current_backward
 from hf_zeropp.traffic import Traffic
 
+# A statement is a fixed number of bytes, so one all-reduce compares it, whatever moment it is made at. Words for the
+# error message are exchanged only where bytes differ.
 _DIGEST_BYTES = 4
 _HEAD_BYTES = 4  # moment, detail (2), reductions under way
 
@@ -92,6 +94,8 @@ class Decisions:
 
     def enter_forward(self, place: int, modules: Iterable[nn.Module]) -> None:
         """Agree on the weights of ``modules`` if an outermost forward pass begins. ``place`` tells modules apart."""
+        # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
+        # model of a container) would be in vain.
         if not self._has_answers:
             scope = set(modules)
             self._agree_on_weights(Moment.FORWARD, place, [self._is_in(gather, scope) for gather in self._gathers])
@@ -104,6 +108,8 @@ class Decisions:
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Agree on all weights once, for every forward pass inside. Weights must not change meanwhile."""
+        # All units are asked about, since generation may use any part of the model. Inside, ranks of different nodes
+        # may run different numbers of forward passes (one has finished its completions), so nothing is asked there.
         self._agree_on_weights(Moment.GENERATE, 0, [True] * len(self._gathers))
         self._is_generating = True
         try:
@@ -118,6 +124,8 @@ class Decisions:
 
     @property
     def _has_answers(self) -> bool:
+        # Backward and recomputation must use the weights of the forward pass, so they keep its answers and ask
+        # nothing.
         return self._num_forwards > 0 or self._is_generating or current_backward() != -1
 
     def _before_gather(self) -> None:
@@ -126,16 +134,22 @@ class Decisions:
             self._agree_on_weights(Moment.GATHER, 0, [True] * len(self._gathers))
 
     def _agree_on_weights(self, moment: Moment, place: int, asks: Sequence[bool]) -> None:
+        # Reading the content is the cost of a question. A unit that is not asked about keeps its state for the next
+        # one.
         changes = [
             gather.freshness.change() if asked else Change.NONE
             for gather, asked in zip(self._gathers, asks, strict=True)
         ]
         facts = [_structure_digest(*self._structure(index)) for index in range(len(self._gathers))]
+        # The order matters: until the statements were compared, a rank does not know that the others have as many
+        # unfinished reductions, and finishing one runs collectives.
         largest = self._ask(moment, place, facts, changes).largest()
         self._finish_aborted_backward()
         for gather, asked, change in zip(self._gathers, asks, largest, strict=True):
             if asked:
                 gather.agree(Change(change))
+        # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
+        # wait for a node that generates no more.
         if self._starts_ahead or moment == Moment.GENERATE:
             for gather, asked in zip(self._gathers, asks, strict=True):
                 if asked:
@@ -152,8 +166,12 @@ class Decisions:
         if reduce is self._first_trainable():
             self._traffic.micro_steps += 1
         if self._micro_steps.enter_backward():
+            # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
+            # progress would reduce wires of different sizes.
             self._micro_steps.begin_step(is_accumulating=self._is_accumulating)
             detail = int(self._micro_steps.is_last_now) + 2 * int(self._micro_steps.quantizes)
+            # The answer is not waited for here. It has until the first node hop ends, so the exchange costs no time
+            # in backward.
             self._micro_step_answer = self._ask(Moment.BACKWARD, detail, self._debts(), self._no_changes())
         self._micro_steps.call_at_end(self._end_backward)
 
@@ -165,6 +183,8 @@ class Decisions:
 
     def deliver(self) -> None:
         """Complete all gradients of the model. Collective if any is pending."""
+        # A rank that owes nothing asks nothing: most looks at gradients find them complete. Where ranks differ in
+        # what they owe, the question of one meets another question of the others, and all of them raise.
         if any(reduce.owes for reduce in self.reduces):
             self._ask(Moment.DELIVER, 0, self._debts(), self._no_changes()).largest()
             self._finish_aborted_backward()
@@ -176,6 +196,8 @@ class Decisions:
         if self._pipeline is not None:
             self._pipeline.drain()
         for reduce in self.reduces:
+            # After the last micro-step this also settles units that took no part in it. After another one it only
+            # takes the wrappers off gradients that are complete; what is owed stays for the next micro-step.
             if self._micro_steps.is_last_now or not reduce.owes:
                 reduce.deliver()
 
@@ -194,6 +216,8 @@ class Decisions:
     # Statements.
 
     def _ask(self, moment: Moment, detail: int, facts: Sequence[int], flags: Sequence[int]) -> Answer:
+        # Ranks that left a backward pass at different units would finish different numbers of hops. One byte tells
+        # them apart; beyond 255 reductions a difference is not seen.
         under_way = 0 if self._pipeline is None else min(len(self._pipeline), 255)
         head = bytes((moment, detail // 256, detail % 256, under_way))
         common = head + b"".join(fact.to_bytes(_DIGEST_BYTES, "little") for fact in facts)
@@ -236,6 +260,8 @@ class Decisions:
         return said + (f", no gradient for {', '.join(missing)} in the last backward pass" if missing else "")
 
 
+# Structures rarely change, and a digest for each unit is needed at every forward pass. It is no ``hash``: Python
+# salts that of a string in each process, and ranks would differ.
 @functools.lru_cache(maxsize=4096)
 def _structure_digest(structure: tuple[tuple[bool, torch.dtype], ...], without_gradient: tuple[str, ...]) -> int:
     return zlib.crc32(repr((structure, without_gradient)).encode())

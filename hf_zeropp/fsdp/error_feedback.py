@@ -72,13 +72,20 @@ class Residual:
             logger.warning(
                 "The residual in the checkpoint was saved with other settings: error feedback starts again from zero."
             )
+        # The loss scale falls only after an overflow, and then the optimizer has skipped the step that the residual
+        # belongs to. Where it grew, the step was made, and the residual is rescaled below.
         if kinds != self._kinds or self._is_too_old() or self._loss_scale.value < self._scale:
             self.clear()
+        # Zero bytes decode to zeros. The scale is set with them, so that the first step rescales nothing.
         if kinds and not self._wires:
             self._wires = [_zeros(num_slices * chunk.residual.nbytes, device) for chunk in chunks if chunk.residual]
             self._scale = self._loss_scale.value
+        # The residual carries the factor of the gradients that it was taken from. Powers of two, which loss scalers
+        # use, rescale it without rounding.
         rescale = self._loss_scale.value / self._scale
         self._kinds, self._scale, self._is_restored = kinds, self._loss_scale.value, False
+        # The cross hop that begins now rewrites the residual in place. It corrects the next step only if an optimizer
+        # takes what this hop delivers; otherwise ``drop_if_unused`` clears it.
         self._awaits_step = bool(kinds)
         return [Feedback(wire, self._decay, rescale) for wire in self._wires] or None
 
@@ -93,6 +100,8 @@ class Residual:
         """Clear the residual if no optimizer took the gradients of the last step, which are gone now."""
         if self._awaits_step:
             self._num_drops += 1
+            # Compared for equality, as a loop that always drops its gradients would be warned of at every step
+            # otherwise.
             if self._num_drops == MANY_DROPS:
                 _warn_of_drops()
             self.clear()
@@ -122,6 +131,7 @@ class Residual:
 
 def _kinds_of(chunks: Sequence[ReduceLayouts]) -> list[str]:
     """Return what a residual's bytes mean: the layouts, and whether they hold rotated sums."""
+    # A rotated sum and a plain one have equal layouts, so the layout alone would let one correct the other.
     domain = "rotated " if chunks[0].rotates else ""
     return [domain + chunk.residual.spec for chunk in chunks if chunk.residual is not None]
 
@@ -136,6 +146,7 @@ def _warn_of_drops() -> None:
     )
 
 
+# A tensor made in inference mode cannot be written in training, and this one is kept and written in every step.
 @torch.inference_mode(False)
 def _zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8, device=device)

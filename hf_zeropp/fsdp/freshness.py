@@ -1,27 +1,6 @@
 """One rank's view of whether the gathered copy of a unit still equals its weights.
 
-[Note: when a secondary shard is stale]
-A secondary shard is a copy of the weights. It serves until they change. A rank sees a change of its own shard by three signs:
-
-1. *the stamp*: identity and version counters of the unit's parameters. They move in optimizers' steps and in operations on
-   the parameters, and are free to read;
-2. *the content*: a 64-bit hash of this rank's shard, 1/W of the unit, at memory speed (xxh3: 26 GB/s on the CPU of
-   scripts/results/agreement.md). It notices every other write: ``.data``, ``numpy()``, raw pointers, ``torch._foreach_*`` on
-   DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way;
-3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or somebody called
-   ``handle.invalidate()``. A mark makes the hash unnecessary.
-
-No rank acts on its own answer. Before every forward pass the ranks exchange their answers for all units, and each unit is
-gathered anew if it changed on *any* rank (decisions.py). A change made on one rank alone is then a gather more, not a hang.
-
-Content is read where the shards lie in CPU memory. On an accelerator reading it would make the host wait, so there the
-stamps and marks decide alone; ``handle.invalidate()`` is needed after writes that neither of them sees.
-
-[Note: when a delta is enough]
-With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by the difference between the weights and the copy.
-Differences are coarse where weights moved far, so they are sent only after changes by optimizers (``Change.STEPPED``).
-After any other change (``Change.EDITED``) whole weights cross: a resync. A checkpoint counts as an edit, because a resumed run
-starts from the masters that it holds.
+See [Note: when a secondary shard is stale] and [Note: when a delta is enough] below.
 """
 
 from __future__ import annotations
@@ -32,6 +11,31 @@ import torch
 import xxhash
 
 from hf_zeropp.fsdp.units import Unit, WeightStamp
+
+# [Note: when a secondary shard is stale]
+# A secondary shard is a copy of the weights. It serves until they change. A rank sees a change of its own shard by three
+# signs:
+#
+# 1. *the stamp*: identity and version counters of the unit's parameters. They move in optimizers' steps and in
+#    operations on the parameters, and are free to read;
+# 2. *the content*: a 64-bit hash of this rank's shard, 1/W of the unit, at memory speed (xxh3: 26 GB/s on the CPU of
+#    scripts/results/agreement.md). It notices every other write: ``.data``, ``numpy()``, raw pointers,
+#    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way;
+# 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or somebody called
+#    ``handle.invalidate()``. A mark makes the hash unnecessary.
+#
+# No rank acts on its own answer. Before every forward pass the ranks exchange their answers for all units, and each unit
+# is gathered anew if it changed on *any* rank (decisions.py). A change made on one rank alone is then a gather more, not
+# a hang.
+#
+# Content is read where the shards lie in CPU memory. On an accelerator reading it would make the host wait, so there the
+# stamps and marks decide alone; ``handle.invalidate()`` is needed after writes that neither of them sees.
+
+# [Note: when a delta is enough]
+# With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by the difference between the weights and the
+# copy. Differences are coarse where weights moved far, so they are sent only after changes by optimizers
+# (``Change.STEPPED``). After any other change (``Change.EDITED``) whole weights cross: a resync. A checkpoint counts as
+# an edit, because a resumed run starts from the masters that it holds.
 
 
 class Change(enum.IntEnum):
@@ -56,6 +60,7 @@ class Freshness:
         self._checks_steps = checks_steps
         self._stamp: WeightStamp | None = None
         self._content: int | None = None
+        # Nothing was gathered yet, so the first gather must send whole weights.
         self._marked = Change.EDITED
         self._is_in_step = False
 
@@ -70,6 +75,9 @@ class Freshness:
 
     def before_step(self) -> None:
         """Note that an optimizer which holds a parameter of the unit begins a step. Changes up to now were not its own."""
+        # The stamp alone is compared here, since a hash would read the shards once more in every step. An edit that
+        # it shows must be noted now: after the step it could not be told from the step's own writes, and a delta
+        # would be sent for it.
         self.mark(self._change_by_stamp())
         self._is_in_step = True
 
@@ -77,15 +85,21 @@ class Freshness:
         """Note that the step ended. It does not come after a step that raised; the content shows what that one wrote."""
         self._is_in_step = False
         self.mark(Change.STEPPED)
+        # Without deltas the mark is answer enough: every change means whole weights, so there is nothing to compare
+        # later. With deltas, the content after the step shows whether somebody else wrote between the step and the
+        # next gather.
         self._remember(reads_content=self._checks_steps)
 
     def change(self) -> Change:
         """Return what happened to the weights since ``taken``. Asking changes nothing."""
         if self._stamp is None or self._marked == Change.EDITED:
             return Change.EDITED
+        # The two answers that need no hash come first: reading the shards is the cost of this method.
         if self._marked == Change.STEPPED and not self._checks_steps:
             return Change.STEPPED
         if not self._is_as_remembered():
+            # Optimizers with a closure (LBFGS) run forward passes between updates of one step. Weights that changed
+            # there were changed by the optimizer.
             return max(self._marked, Change.STEPPED if self._is_in_step else Change.EDITED)
         return self._marked
 
@@ -110,5 +124,6 @@ def content_of(unit: Unit) -> int | None:
         return None
     digest = xxhash.xxh3_64()
     for shard in memory:
+        # The shard is viewed as bytes, since NumPy has no bfloat16. Neither the view nor ``numpy`` copies anything.
         digest.update(shard.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
     return digest.intdigest()

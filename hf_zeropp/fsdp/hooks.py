@@ -25,6 +25,7 @@ class StepListener(Protocol):
         """Called after any optimizer of the process has stepped, unless the step raised."""
 
 
+# The hooks below stay for the life of the process. Strong references would keep every model that was ever prepared.
 _listeners: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
@@ -39,6 +40,7 @@ def _install_optimizer_hooks() -> None:
     """Install one pair of hooks per process: hooks per model would have to be removed while hooks run, when it dies."""
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # The list is a copy: a listener may be freed, or a new model prepared, while one of them runs collectives.
         for listener in list(_listeners):
             listener.before_optimizer_step(optimizer)
 
@@ -56,9 +58,12 @@ def hook_forwards(model: nn.Module, decisions: Decisions) -> None:
     The hooks run ahead of FSDP2's own, which gather: those were registered when the model was sharded.
     """
     hooked = [module for module in model.modules() if module is model or isinstance(module, FSDPModule)]
+    # ``place`` is how ranks compare which module they are in: a number fits into a statement, and a name does not.
     for place, module in enumerate(hooked):
         inner = [child for child in module.modules() if child is model or isinstance(child, FSDPModule)]
         module.register_forward_pre_hook(_entering(decisions, place, inner), prepend=True)
+        # A forward pass that raises has to be left as well, or the next one would count as one within it and agree on
+        # nothing.
         module.register_forward_hook(_leaving(decisions), always_call=True)
 
 
@@ -68,12 +73,15 @@ def hook_loading(model: nn.Module, invalidate: Callable[[], None]) -> None:
     def after_load(module: nn.Module, incompatible_keys: Any) -> None:
         invalidate()
 
+    # The hook sees loads into a unit and into anything that contains it. A load into a part of a unit passes it by;
+    # the parameters' counters, or their content, tell of that one.
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.register_load_state_dict_post_hook(after_load)
 
 
 def _entering(decisions: Decisions, place: int, modules: list[nn.Module]) -> Callable[[nn.Module, Any], None]:
+    # An agreement must run at every call and its result decides what follows, so a compiler must not trace it.
     @torch.compiler.disable
     def before_forward(module: nn.Module, args: Any) -> None:
         decisions.enter_forward(place, modules)

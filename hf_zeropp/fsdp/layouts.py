@@ -34,6 +34,7 @@ def wire_layout(shards: Sequence[ParamShard], bits: int | None, block: int, raw_
         block: elements that share one scale.
         raw_dtype: dtype of what is not quantized.
     """
+    # The padding travels too: it makes the wires of all ranks equally long, as the collectives need them.
     segments = [Segment(shard.padded_numel, bits if shard.ndim > 1 else None) for shard in shards]
     return WireLayout(segments, block, raw_dtype)
 
@@ -49,6 +50,8 @@ def gather_layouts(
         dtype: the dtype in which FSDP2 gathers them.
         trains: whether any of them is trainable. Frozen weights have no use for deltas.
     """
+    # With values there is one layout: what crosses nodes is what is kept. With deltas the copy is kept finer than the
+    # wire, because it has to hold the sum of many deltas and not the rounding of one.
     if config.qwz_mode != "delta":
         return GatherLayouts(wire_layout(shards, config.qwz_bits, config.weight_block, dtype))
     if not trains:
@@ -70,8 +73,10 @@ def reduce_layouts(
         dtype: the dtype in which FSDP2 hands gradients to the reduction.
         quantizes: whether gradients are quantized at this point of training (``qgz_until``).
     """
+    # Both hops change together: partial sums are sums of gradients that were encoded one way.
     node_bits, cross_bits = (config.qgz_intra_bits, config.qgz_bits) if quantizes else (None, None)
     keeps_residual = quantizes and config.error_feedback_decay is not None
+    # The residual has the blocks of the cross hop, since one kernel encodes a block and keeps what that rounded away.
     return ReduceLayouts(
         node_hop=wire_layout(shards, node_bits, config.grad_block, dtype),
         cross_hop=wire_layout(shards, cross_bits, config.grad_block, dtype),

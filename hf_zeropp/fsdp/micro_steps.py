@@ -43,15 +43,22 @@ class MicroSteps:
 
     def begin_step(self, *, is_accumulating: bool) -> None:
         """Let a change of ``quantizes`` take effect, unless partial sums wait for more of their kind."""
+        # Rotated and unrotated gradients do not add up, so a change waits until the partial sums have crossed.
         if not is_accumulating:
             self.quantizes = self._wants_quantizes
 
     def enter_backward(self) -> bool:
         """Return whether the backward pass under way is another one than at the last call."""
+        # A comm object is not told when a backward pass begins. The first reduction in it finds a new number of
+        # autograd's.
         is_new = self._backward != current_backward()
         if is_new:
             self._backward = current_backward()
+            # A backward pass that raised never ran its callbacks. Its flag would keep this pass from asking for its
+            # own end.
             self._awaits_end = False
+            # Asked once and kept: all units of a pass must take the same way, even if the answer changes while it
+            # runs.
             self.is_last_now = self.ask_is_last()
             self.loss_scale.value = self.ask_loss_scale()
         return is_new
@@ -68,6 +75,7 @@ class MicroSteps:
         self._awaits_end = True
 
         def at_end() -> None:
+            # The flag falls before the call, so that a reduction of a later root asks for another one.
             self._awaits_end = False
             callback()
 

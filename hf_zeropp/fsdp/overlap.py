@@ -46,6 +46,9 @@ class ReducePipeline:
 
     def advance(self) -> None:
         """Move the reduction in the node hop on. Call it before the next one starts, which then finds wire buffers free."""
+        # Hops are finished in the order in which they were started, which is the order of FSDP2's reductions and so
+        # equal on all ranks. A hop that happens to arrive earlier is not preferred: what is finished here starts
+        # another collective, and ranks would start them in different orders.
         self._leave_node()
         while len(self._crossing) > MAX_CROSSING:
             self._crossing.popleft().arrive()
@@ -56,6 +59,7 @@ class ReducePipeline:
 
     def drain(self) -> None:
         """Finish everything, also what a backward pass that raised has left."""
+        # The node hop goes first, because leaving it starts one more cross hop, which the loop then finishes.
         self._leave_node()
         while self._crossing:
             self._crossing.popleft().arrive()

@@ -30,6 +30,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zeropp.fsdp.units import Unit, local_tensor_of, set_local_tensor
 
+# ``zero_grad(set_to_none=False)`` runs the second for all gradients at once, unless ``foreach`` is switched off.
 _ZEROING = (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default)
 
 
@@ -49,6 +50,7 @@ class PendingGradient(torch.Tensor):
     @staticmethod
     def __new__(cls, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[], None]) -> PendingGradient:
         """Make a tensor with the metadata of ``plain`` and no storage."""
+        # Without storage, an operation that slips past the dispatch below cannot read zeros in place of the gradient.
         return torch.Tensor._make_wrapper_subclass(
             cls,
             plain.size(),
@@ -68,6 +70,8 @@ class PendingGradient(torch.Tensor):
         """Describe it without completing it: a debugger must not start collectives."""
         return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
+    # The work is done in ``__torch_dispatch__``, which also sees what DTensor and the optimizers' foreach loops run
+    # inside. The default ``__torch_function__`` would turn results into pending gradients again.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -75,6 +79,7 @@ class PendingGradient(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Complete every pending gradient among the arguments, or drop it if it is zeroed; then run on plain tensors."""
+        # ``torch._foreach_*`` operations take lists of gradients, so arguments are looked through as trees.
         leaves = pytree.tree_leaves((args, kwargs or {}))
         pending = [leaf for leaf in leaves if isinstance(leaf, PendingGradient)]
         for gradient in pending:
@@ -82,6 +87,8 @@ class PendingGradient(torch.Tensor):
                 gradient.drop()
             else:
                 gradient.complete()
+        # Results were added to ``plain`` in place, so it holds the true values by now. The wrapper itself may be off
+        # ``.grad`` already, while the caller still holds it.
         plain_args, plain_kwargs = pytree.tree_map_only(PendingGradient, lambda one: one.plain, (args, kwargs or {}))
         return func(*plain_args, **plain_kwargs)
 
@@ -97,6 +104,7 @@ class PendingGradients:
     def __init__(self, unit: Unit, complete: Callable[[], None]) -> None:
         self._unit = unit
         self._complete = complete
+        # A tensor's hash is its identity, and no operator is run on parameters to find them here.
         self._waiting: dict[DTensor, PendingGradient] = {}
         self._is_held = False
 
@@ -110,6 +118,8 @@ class PendingGradients:
             if isinstance(plain, PendingGradient):
                 continue
             waiting = self._waiting.get(param)
+            # A wrapper is made once for each tensor that FSDP2 adds to, and put back after every micro-step. Its
+            # identity is how a gradient that was replaced is told from one that stayed.
             if waiting is None or waiting.plain is not plain:
                 waiting = PendingGradient(plain, self._complete, self._dropper(param))
                 self._waiting[param] = waiting
@@ -121,6 +131,8 @@ class PendingGradients:
         if not self._is_held:
             return
         for param, waiting in list(self._waiting.items()):
+            # Anybody may have zeroed, cleared or replaced the gradient since ``hold``. A contribution to the old one
+            # must not reach the new one, so it is forgotten with its wrapper.
             if self._holds(param, waiting):
                 assert isinstance(param.grad, DTensor)
                 set_local_tensor(param.grad, waiting.plain)
@@ -147,6 +159,8 @@ class PendingGradients:
         return isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting
 
     def _dropper(self, param: DTensor) -> Callable[[], None]:
+        # The entry goes first: ``waits`` is False for the parameter from then on, and the reduction leaves its part
+        # out. FSDP2 needs the plain tensor back, which the operation that called this then zeroes.
         def drop() -> None:
             waiting = self._waiting.pop(param, None)
             if waiting is not None and isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting:

@@ -87,6 +87,8 @@ def gather_bytes(
         gathers: result of ``gathers_per_step``.
         crossings: result of ``crossings_per_step``.
     """
+    # The node hop always moves the copy, in the form in which it is kept. Only the cross hop may send a delta in its
+    # place.
     crossing = layouts.kept if layouts.delta is None else layouts.delta
     secondary_bytes = cross_hop.group_size * layouts.kept.nbytes
     return HopBytes(
@@ -106,6 +108,8 @@ def reduce_bytes(chunks: Sequence[ReduceLayouts], *, cross_hop: Peers, node_hop:
         node_hop: peers in the node hop.
         micro_steps: backward passes per optimizer step.
     """
+    # A rank receives from each peer of its node the wires for all Y slices of its cross group. A hop among one rank
+    # makes no call, and the table has no line for it.
     within_node = total(node_hop.bytes_of(cross_hop.group_size * chunk.node_hop.nbytes) for chunk in chunks)
     return HopBytes(
         cross_hop=total(cross_hop.bytes_of(chunk.cross_hop.nbytes) for chunk in chunks),

@@ -1,13 +1,6 @@
 """qgZ for FSDP2: one reduce-scatter object per unit, over the two-hop reduction.
 
-[Note: gradient accumulation]
-On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32, and FSDP2
-receives zeros. The last micro-step adds its own sums and runs the cross hop. So accumulation costs no cross-node bytes and no
-gradient of full size.
-
-A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes first:
-the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and anybody who looks at a
-gradient or steps an optimizer (pending.py, decisions.py), should the last micro-step never come.
+See [Note: gradient accumulation] below, and overlap.py for reductions that run while the model computes.
 """
 
 from __future__ import annotations
@@ -33,6 +26,15 @@ from hf_zeropp.fsdp.predictions import reduce_bytes
 from hf_zeropp.fsdp.units import DefaultReduceScatter, ParamShard, ReduceScatter, Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic
+
+# [Note: gradient accumulation]
+# On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32, and
+# FSDP2 receives zeros. The last micro-step adds its own sums and runs the cross hop. So accumulation costs no cross-node
+# bytes and no gradient of full size.
+#
+# A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes
+# first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and
+# anybody who looks at a gradient or steps an optimizer (pending.py, decisions.py), should the last micro-step never come.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # parameters have an equality of their own, element by element
@@ -150,18 +152,24 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
+        # The first reduction of a backward pass asks all ranks. The answer is waited for before any hop is.
         self._coordinator.reduction_begins(self)
         self.without_gradient = tuple(one.shard.name for one in self.unit.reduced_shards() if not one.has_gradient)
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_unquantized(output_tensor, input_tensor, group, op, async_op)
         self._forget_unused_residual()
         form = self._form(input_tensor.dtype, _scale_of(op, group.size()))
+        # The parameters that train, or their dtype, changed between micro-steps. Sums of another form cannot be added
+        # to, so they cross now. Ranks compared their parameters when the forward pass began, so all of them do it.
         if self._partial is not None and not self._partial.form.adds_up_with(form):
             self.deliver()
         full = self._widened(input_tensor, form, group.size())
+        # A gradient hook or an all-reduce hook reads the output as soon as this call returns. Such a unit crosses
+        # nodes at every micro-step and stays out of the pipeline, because zeros would be taken for its gradient.
         crosses = self._micro_steps.is_last_now or self.unit.shows_reduced_output
         reduction = UnitReduction(self, form, crosses)
         if self._pipeline is not None and not self.unit.shows_reduced_output:
+            # The unit before this one leaves its node hop first: its wire buffers are then free for this one.
             self._pipeline.advance()
             reduction.start(full)
             self._num_under_way += 1
@@ -231,6 +239,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def add_to_grads(self, flights: list[Flight], form: Form) -> None:
         """Finish the cross hop after FSDP2 took zeros for its output, and do what FSDP2 does with an output."""
         reduced = self._finish(flights, form)
+        # For fp16 FSDP2 divides its output once more after a reduction. It divided zeros, and not this sum.
         self.unit.divide_after_reduce(reduced)
         self._add(reduced, form, {column.param for column in form.columns})
 
@@ -301,6 +310,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Run the cross hop at once. FSDP2 adds ``output`` to the gradients that it reduces; the others are added here."""
         form = reduction.form
         flights = self.send_sums(reduction.flights, form)
+        # FSDP2's output has room only for parameters with a gradient in this micro-step. Others may have a part in
+        # the sum, from earlier micro-steps or other ranks, and FSDP2 will not add it.
         if output.numel() == form.layouts.cross_hop.numel:
             self.hops.finish(flights, form.layouts, output, form.scale)
             return
@@ -318,8 +329,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def _add(self, reduced: torch.Tensor, form: Form, params: set[DTensor]) -> None:
         for column in form.columns:
             grad = column.param.grad
+            # A parameter without ``.grad`` here got no gradient on this rank, or its gradient was cleared since.
+            # FSDP2 leaves the first at None, and the second must not come back.
             if column.param in params and isinstance(grad, DTensor) and self.pending.waits(column.param):
                 target = self.pending.plain_of(column.param)
+                # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
                 target += column.of(reduced)[: column.shard.numel].view(target.shape).to(target.dtype)
 
     def _feedback(self, layouts: ReduceLayouts, device: torch.device) -> list[Feedback] | None:
@@ -331,6 +345,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if self._partial is None:
             return
         unwanted = [column for column in self._partial.form.columns if not self.pending.waits(column.param)]
+        # After ``zero_grad`` nothing is wanted: dropping the partial frees its memory and saves the hop.
         if len(unwanted) == len(self._partial.form.columns):
             self._partial = None
             return

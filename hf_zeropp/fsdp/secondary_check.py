@@ -50,6 +50,8 @@ class SecondaryCheck:
         """
         sums = _of_all_ranks(checksum(secondary))
         for rank, value in enumerate(sums):
+            # Rank x of every group of ``hpz_size`` ranks holds the same slices. The first group is what the others
+            # are compared with; every rank compares everything, so all of them raise at the same place.
             first = rank % self._hpz_size
             if value != sums[first]:
                 _stop(
@@ -74,7 +76,9 @@ def _stop(message: str) -> NoReturn:
 
 def checksum(wire: torch.Tensor) -> torch.Tensor:
     """Return a 64-bit checksum (0-d int64) of ``wire``, uint8 [n]. Changed, swapped and missing bytes change it."""
+    # Eight bytes are mixed at a time, and int64 products wrap around, on every device alike.
     padded = torch.nn.functional.pad(wire, (0, -wire.numel() % 8)).view(torch.int64)
     places = torch.arange(1, padded.numel() + 1, device=wire.device) * _FACTOR
     mixed = (padded ^ places) * _FACTOR
+    # A product carries bits upward only, so a change in the top bits would stay there. The shift brings it down.
     return (mixed ^ (mixed >> 29)).sum()

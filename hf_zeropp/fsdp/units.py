@@ -120,16 +120,16 @@ class Unit:
         ]
 
     def wrap_post_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call ``before`` and ``after`` around FSDP2's ``post_backward``, which reduces gradients and adds them to ``.grad``.
-
-        FSDP2 leaves parameters without a gradient out of the flat tensor that it reduces, and does not say which. They are
-        noted here, just before it takes the gradients.
-        """
+        """Call ``before`` and ``after`` around FSDP2's ``post_backward``, which reduces gradients and adds them to ``.grad``."""
+        # FSDP2 looks the method up at each call (in its autograd function, and for units that autograd did not reach, in
+        # its final callback), so one on the instance serves both.
         original = self._group.post_backward
 
         @functools.wraps(original)
         def post_backward(*args: Any) -> None:
             before()
+            # FSDP2 leaves parameters without a gradient out of the flat tensor that it reduces, and does not say
+            # which. They are noted here, because it takes the gradients off the parameters next.
             fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
             self._have_gradients = [_has_gradient(param, fills_in) for param in self._group.fsdp_params]
             original(*args)
@@ -158,6 +158,7 @@ class Unit:
         """Gather the unit now and keep it so, whatever runs inside."""
         reshards = self.reshards_after_forward
         self._module.unshard()
+        # A forward pass inside would reshard the unit at its end. Units within this one keep their own setting.
         self._module.set_reshard_after_forward(False, recurse=False)
         try:
             yield
@@ -227,17 +228,16 @@ class Unit:
 
     def flat_shard(self, dtype: torch.dtype) -> torch.Tensor:
         """Return what FSDP2 would hand to a gather: the padded shards of all parameters, cast and joined. Plain shards only."""
+        # One fused copy casts and joins all parameters, as FSDP2's own copy-in does.
         shards = [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
         flat = torch.empty(sum(shard.numel() for shard in shards), dtype=dtype, device=self._group.device)
         torch._foreach_copy_(flat.split([shard.numel() for shard in shards]), shards)
         return flat
 
     def master_shards(self) -> list[torch.Tensor]:
-        """Return the padded shards of all parameters as they are kept. Plain shards only.
-
-        They come one by one on CPU. On accelerators they come in one fp32 piece, because a kernel launch for each would cost
-        more than the copy.
-        """
+        """Return the padded shards of all parameters as they are kept, or joined in fp32. Plain shards only."""
+        # On accelerators a kernel launch for each parameter would cost more than the copy that joins them. On CPU a call
+        # costs little and a copy of the whole shard does not.
         if self.device_type != "cpu":
             return [self.flat_shard(torch.float32)]
         return [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
@@ -262,6 +262,7 @@ class Unit:
 
     def divide_after_reduce(self, reduced: torch.Tensor) -> torch.Tensor:
         """Divide by what FSDP2 divides by after a reduction (fp16 only: it splits the mean in two divisions)."""
+        # The predivide factor is left out: FSDP2 has applied it to the flat gradient before our reduction got it.
         _, factor, _, _ = _get_gradient_divide_factors(
             self._group._reduce_scatter_process_group,
             None,
@@ -310,11 +311,10 @@ class WeightStamp:
     Both are kept: a DTensor's own counter moves with optimizers and with operations on the parameter, its local
     tensor's with writes through ``to_local()``. Conversions (``model.half()``) keep the parameter object and swap the
     local tensor inside. Writes through ``.data``, raw pointers, ``torch._foreach_*`` or collectives move nothing.
-
-    The references are strong: a weak one makes ``model.to()`` fail (``torch.utils.swap_tensors`` refuses tensors with
-    weak references), and an id may be taken again by the successor of a freed tensor.
     """
 
+    # The references are strong: a weak one makes ``model.to()`` fail (``torch.utils.swap_tensors`` refuses tensors with
+    # weak references), and an id may be taken again by the successor of a freed tensor.
     tensors: tuple[torch.Tensor, ...]
     versions: tuple[int, ...]
 
@@ -345,6 +345,7 @@ def _has_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
 
     ``fills_in``: FSDP2 was told to reduce zeros for parameters without a gradient.
     """
+    # FSDP2 sets the attribute at a parameter's first gather.
     unsharded = getattr(fsdp_param, "_unsharded_param", None)
     if unsharded is None:
         return False
@@ -387,6 +388,7 @@ def find_units(model: nn.Module) -> list[Unit]:
 
 def find_sharded_modules() -> list[FSDPModule]:
     """All FSDP2 modules alive in this process, whatever model they belong to. For warnings: ranks may see others."""
+    # The list is a copy: a module that is freed meanwhile would change the weak dictionary under the loop.
     modules = (module for module in list(_module_state_mapping) if isinstance(module, FSDPModule))
     return [module for module in modules if any(True for _ in module.parameters())]
 
@@ -404,6 +406,8 @@ def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
     """Run ``callback`` when the backward pass under way ends, after FSDP2's own final callback."""
+    # The engine runs callbacks in the order in which they were queued, also those that callbacks queue. FSDP2 queues
+    # its own when the backward pass enters the first unit, ahead of every reduction, and so of this one.
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
@@ -418,11 +422,9 @@ def without_compile_wrapper(model: nn.Module) -> nn.Module:
 
 
 def on_first_use(model: nn.Module, action: Callable[[], object]) -> None:
-    """Run ``action`` once, before the first forward of the model or of any of its submodules.
-
-    A global pre-hook and not one of the model: it runs ahead of FSDP2's own, and it also sees calls that bypass the
-    root, such as ``generate`` on a PEFT model.
-    """
+    """Run ``action`` once, before the first forward of the model or of any of its submodules."""
+    # A global pre-hook runs ahead of FSDP2's own, and it also sees calls that bypass the root, such as ``generate`` on a
+    # PEFT model. It outlives the model if that is never used, so it holds the modules weakly.
     members = weakref.WeakSet(model.modules())
 
     def before_forward(module: nn.Module, args: Any) -> None:
