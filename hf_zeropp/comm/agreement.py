@@ -152,7 +152,7 @@ def describe(statements: list[Statement]) -> str:
         said = "; ".join(f"{_ranks(ranks)} about to {action}" for action, ranks in by_action.items())
         return (
             f"Ranks are about to run different collectives, which would wait for ever: {said}. Every rank must run the same "
-            "forward and backward passes and the same optimizer steps, with the same last micro-step."
+            "forward and backward passes, with the same last micro-step."
         )
     # The first subject that differs is named. A cause in one unit often makes later units differ as well.
     for subject in dict.fromkeys(subject for statement in statements for subject in statement.facts):

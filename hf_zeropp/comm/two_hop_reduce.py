@@ -204,13 +204,6 @@ class TwoHopReduce:
             )
             self._buffers.give(received)
 
-    def abandon(self, flights: list[Flight]) -> None:
-        """Finish hops whose results are not wanted any more. The other ranks take part in them, so they are waited for."""
-        for flight in flights:
-            received = flight.land(self._buffers)
-            if received.dtype == torch.uint8:  # a wire buffer, and not the gradients (see `start`)
-                self._buffers.give(received)
-
     def __call__(self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, *, scale: float = 1.0) -> None:
         """Run both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
         self.finish(self.cross_over(self.start(full, layouts), layouts, None), layouts, output, scale)

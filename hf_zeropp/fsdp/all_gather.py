@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_objects import CountedAllGather, WeightGather, warn_once
+from hf_zeropp.fsdp.comm_objects import CountedAllGather, WeightGather, record_event, warn_once
 from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.layouts import gather_layouts
 from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
@@ -91,7 +91,6 @@ class ZeroPPAllGather(WeightGather):
         # thaws.
         self._layouts: dict[tuple[torch.dtype, bool], GatherLayouts] = {}
         self._kept: Copy | None = None
-        self.was_used = False
 
     def __call__(
         self,
@@ -101,14 +100,10 @@ class ZeroPPAllGather(WeightGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather: output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
-        # Within a pass this asks nothing. ``unshard()`` outside of one also gathers, and there ranks have to agree
-        # first.
         self.ensure_agreed()
-        self.was_used = True
         if input_tensor.dtype not in FLOAT_DTYPES:
             self._took_weights()
-            # FSDP2's own gather reads the shards as they are now, so it counts as a copy that was just taken.
-            self._unsharded_from = self._copy
+            self._unsharded_from = self._num_copies
             return self._gather_unquantized(output_tensor, input_tensor, group, async_op)
         if self._keeps_secondary:
             # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still
@@ -118,9 +113,7 @@ class ZeroPPAllGather(WeightGather):
         else:
             self._took_weights()
             self._gather(output_tensor, input_tensor, self.layouts(input_tensor.dtype).kept)
-        # ``agree`` compares the two: a unit that stayed unsharded must not serve with weights of an older copy.
-        # No work is returned, because everything is on this stream already: FSDP2 records its event after this call.
-        self._unsharded_from = self._copy
+        self._unsharded_from = self._num_copies
         return None
 
     def expire(self) -> None:
@@ -137,8 +130,9 @@ class ZeroPPAllGather(WeightGather):
     def start_ahead(self) -> None:
         """Start the cross hop now if it is due and its input can be had without FSDP2."""
         dtype = self.unit.param_dtype
-        if not self._keeps_secondary or self.due == Change.NONE or not (self.was_used or self._kept is None):
-            return  # a unit that passes skip is not sent after every step in vain
+        if not self._keeps_secondary or self.due == Change.NONE:
+            return
+        # Also a unit that the last pass skipped: which units a rank used is its own affair, and must not choose collectives.
         if dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
             # On an accelerator waiting orders streams and holds up nobody. On CPU the hop is left under way until the
             # unit is needed, so that the hops of all units overlap with each other and with compute.
@@ -246,7 +240,7 @@ class ZeroPPAllGather(WeightGather):
         # them.
         if self._check is not None:
             self._check.same_copies(self.unit.name, kept.secondary.own)
-        kept.arrived = _record_event(kept.secondary.own.device)
+        kept.arrived = record_event(kept.secondary.own.device)
 
     def _gather_unquantized(
         self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
@@ -258,12 +252,3 @@ class ZeroPPAllGather(WeightGather):
             self.unit.name,
         )
         return self._fsdp2(output, shard, group, async_op)
-
-
-def _record_event(device: torch.device) -> torch.Event | None:
-    # There is one stream of execution on CPU, and ``land`` has waited for the hop: nothing is left to order.
-    if device.type == "cpu":
-        return None
-    event = torch.Event(device)
-    event.record()
-    return event

@@ -53,7 +53,7 @@ class WeightGather(CommObject, AllGather):
         self.due = Change.EDITED
         # Decisions are made after the gathers that they decide on, and set this then.
         self.ensure_agreed: Callable[[], None] = lambda: None
-        self._copy = 0  # counts the times that weights were taken from the shards
+        self._num_copies = 0  # counts the times that weights were taken from the shards
         self._unsharded_from = 0  # the copy from which FSDP2's unsharded parameters were decoded
 
     @property
@@ -73,7 +73,7 @@ class WeightGather(CommObject, AllGather):
         """
         # A unit that an earlier pass found stale and then skipped is still due.
         self.due = max(self.due, change)
-        if self.unit.is_unsharded and (self.due != Change.NONE or self._unsharded_from != self._copy):
+        if self.unit.is_unsharded and (self.due != Change.NONE or self._unsharded_from != self._num_copies):
             self.unit.reshard()
 
     def start_ahead(self) -> None:
@@ -84,7 +84,7 @@ class WeightGather(CommObject, AllGather):
         # unit.
         self.freshness.taken()
         self.due = Change.NONE
-        self._copy += 1
+        self._num_copies += 1
 
 
 class CountedAllGather(CommObject, AllGather):
@@ -136,7 +136,7 @@ class CountedWeightGather(WeightGather):
         """Gather as FSDP2 does, and note of which weights."""
         self.ensure_agreed()
         self._took_weights()
-        self._unsharded_from = self._copy
+        self._unsharded_from = self._num_copies
         return self._counted(output_tensor, input_tensor, group, async_op)
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
@@ -154,3 +154,12 @@ def warn_once(comm: CommObject, message: str, *args: object) -> None:
     if key not in _warned:
         _warned.add(key)
         logger.warning(message, *args)
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """Return an event of the current stream, for other streams to wait for; None on CPU."""
+    if device.type == "cpu":
+        return None
+    event = torch.Event(device)
+    event.record()
+    return event

@@ -22,7 +22,6 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 
@@ -94,6 +93,10 @@ class Decisions:
 
     def enter_forward(self, place: int, modules: Iterable[nn.Module]) -> None:
         """Agree on the weights of ``modules`` if an outermost forward pass begins. ``place`` tells modules apart."""
+        if place == 0 and current_backward() == -1:
+            # The model itself runs inside no other forward pass. A count that is left was left by a pass that ended without
+            # its hook: PyTorch calls no forward hook after a KeyboardInterrupt.
+            self._num_forwards = 0
         # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
         # model of a container) would be in vain.
         if not self._has_answers:
@@ -111,11 +114,11 @@ class Decisions:
         # All units are asked about, since generation may use any part of the model. Inside, ranks of different nodes
         # may run different numbers of forward passes (one has finished its completions), so nothing is asked there.
         self._agree_on_weights(Moment.GENERATE, 0, [True] * len(self._gathers))
-        self._is_generating = True
+        was_generating, self._is_generating = self._is_generating, True
         try:
             yield
         finally:
-            self._is_generating = False
+            self._is_generating = was_generating
 
     @property
     def is_generating(self) -> bool:
@@ -140,11 +143,11 @@ class Decisions:
             gather.freshness.change() if asked else Change.NONE
             for gather, asked in zip(self._gathers, asks, strict=True)
         ]
-        facts = [_structure_digest(*self._structure(index)) for index in range(len(self._gathers))]
+        facts = [_structure_digest(self._structure(index)) for index in range(len(self._gathers))]
         # The order matters: until the statements were compared, a rank does not know that the others have as many
         # unfinished reductions, and finishing one runs collectives.
         largest = self._ask(moment, place, facts, changes).largest()
-        self._finish_aborted_backward()
+        self._finish_reductions()
         for gather, asked, change in zip(self._gathers, asks, largest, strict=True):
             if asked:
                 gather.agree(Change(change))
@@ -187,23 +190,25 @@ class Decisions:
         # what they owe, the question of one meets another question of the others, and all of them raise.
         if any(reduce.owes for reduce in self.reduces):
             self._ask(Moment.DELIVER, 0, self._debts(), self._no_changes()).largest()
-            self._finish_aborted_backward()
+            self._finish_reductions()
         for reduce in self.reduces:
             reduce.deliver()
 
     def _end_backward(self) -> None:
         self.confirm_micro_step()
-        if self._pipeline is not None:
-            self._pipeline.drain()
+        self._finish_reductions()
         for reduce in self.reduces:
             # After the last micro-step this also settles units that took no part in it. After another one it only
             # takes the wrappers off gradients that are complete; what is owed stays for the next micro-step.
             if self._micro_steps.is_last_now or not reduce.owes:
                 reduce.deliver()
 
-    def _finish_aborted_backward(self) -> None:
-        """Finish reductions that a backward pass left when it raised: FSDP2 has added the same units' gradients then."""
-        if self._pipeline is not None and current_backward() == -1:
+    def _finish_reductions(self) -> None:
+        """Finish the reductions under way, also those that a backward pass left when it raised.
+
+        Stock FSDP2 has added the gradients of the same units at that point.
+        """
+        if self._pipeline is not None:
             self._pipeline.drain()
 
     @property
@@ -229,15 +234,20 @@ class Decisions:
     def _no_changes(self) -> list[int]:
         return [Change.NONE] * len(self._gathers)
 
-    def _structure(self, index: int) -> tuple[tuple[tuple[bool, torch.dtype], ...], tuple[str, ...]]:
-        return self._gathers[index].unit.structure(), self.reduces[index].without_gradient
+    def _structure(self, index: int) -> tuple[object, ...]:
+        # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
+        unit, reduce = self._gathers[index].unit, self.reduces[index]
+        return unit.structure(), unit.shows_reduced_output, reduce.without_gradient
 
     def _explain(self, moment: Moment, detail: int, under_way: int) -> Statement:
         actions: dict[Moment, Callable[[], str]] = {
             Moment.FORWARD: lambda: f"run a forward pass of module {detail}",
             Moment.GATHER: lambda: "unshard parameters",
             Moment.GENERATE: lambda: "enter generation_mode",
-            Moment.BACKWARD: lambda: f"run a backward pass of {'the last' if detail & 1 else 'another'} micro-step",
+            Moment.BACKWARD: lambda: (
+                f"run a backward pass of {'the last' if detail & 1 else 'another'} micro-step, with gradients "
+                f"{'quantized' if detail & 2 else 'unquantized'}"
+            ),
             Moment.DELIVER: lambda: "complete accumulated gradients for a look at them or for an optimizer's step",
         }
         facts = {
@@ -256,6 +266,7 @@ class Decisions:
         ]
         dtypes = sorted({str(param.dtype) for param in unit.params})
         said = f"{', '.join(dtypes)}, {'frozen: ' + ', '.join(frozen) if frozen else 'all parameters trainable'}"
+        said += ", with hooks on its gradients" if unit.shows_reduced_output else ""
         missing = reduce.without_gradient
         return said + (f", no gradient for {', '.join(missing)} in the last backward pass" if missing else "")
 
@@ -263,5 +274,5 @@ class Decisions:
 # Structures rarely change, and a digest for each unit is needed at every forward pass. It is no ``hash``: Python
 # salts that of a string in each process, and ranks would differ.
 @functools.lru_cache(maxsize=4096)
-def _structure_digest(structure: tuple[tuple[bool, torch.dtype], ...], without_gradient: tuple[str, ...]) -> int:
-    return zlib.crc32(repr((structure, without_gradient)).encode())
+def _structure_digest(structure: tuple[object, ...]) -> int:
+    return zlib.crc32(repr(structure).encode())

@@ -41,6 +41,7 @@ class PendingGradient(torch.Tensor):
         plain: the tensor that FSDP2 adds to, without what is pending.
         complete: delivers what is pending, for all parameters of the model.
         drop: forgets what is pending for this parameter.
+        is_orphan: whether the parameter has let go of it, so that nothing will complete it.
     """
 
     plain: torch.Tensor
@@ -65,6 +66,7 @@ class PendingGradient(torch.Tensor):
         self.plain = plain
         self.complete = complete
         self.drop = drop
+        self.is_orphan = False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it without completing it: a debugger must not start collectives."""
@@ -87,6 +89,11 @@ class PendingGradient(torch.Tensor):
                 gradient.drop()
             else:
                 gradient.complete()
+                if gradient.is_orphan:
+                    raise RuntimeError(
+                        "A gradient is used that was taken from a parameter while it was pending: setting `param.grad` to None, "
+                        "or replacing it, has dropped what was still to be added. Use gradients before they are cleared."
+                    )
         # Results were added to ``plain`` in place, so it holds the true values by now. The wrapper itself may be off
         # ``.grad`` already, while the caller still holds it.
         plain_args, plain_kwargs = pytree.tree_map_only(PendingGradient, lambda one: one.plain, (args, kwargs or {}))
@@ -137,6 +144,7 @@ class PendingGradients:
                 assert isinstance(param.grad, DTensor)
                 set_local_tensor(param.grad, waiting.plain)
             else:
+                waiting.is_orphan = True
                 del self._waiting[param]
         self._is_held = False
 
@@ -152,7 +160,9 @@ class PendingGradients:
     def waits(self, param: DTensor) -> bool:
         """Return whether what is pending for ``param`` is still wanted."""
         waiting = self._waiting.get(param)
-        return waiting is not None and (not self._is_held or self._holds(param, waiting))
+        if waiting is None or not isinstance(param.grad, DTensor):
+            return False
+        return local_tensor_of(param.grad) is (waiting if self._is_held else waiting.plain)
 
     @staticmethod
     def _holds(param: DTensor, waiting: PendingGradient) -> bool:

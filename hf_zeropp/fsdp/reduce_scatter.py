@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Feedback, ReduceLayouts, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_objects import CommObject, warn_once
+from hf_zeropp.fsdp.comm_objects import CommObject, record_event, warn_once
 from hf_zeropp.fsdp.error_feedback import Residual
 from hf_zeropp.fsdp.layouts import reduce_layouts
 from hf_zeropp.fsdp.micro_steps import MicroSteps
@@ -94,10 +94,18 @@ class Coordinator(Protocol):
 
 @dataclasses.dataclass
 class Partial:
-    """Gradients of earlier micro-steps, summed within the node: fp32 [Y, S]."""
+    """Gradients of earlier micro-steps, summed within the node.
+
+    Attributes:
+        sums: fp32 [Y, S].
+        form: how they travel.
+        written: recorded when they were written, on FSDP2's reduce-scatter stream. The next reduction runs on that stream too;
+            a delivery for an optimizer's step runs on another one, and waits for it. None on CPU.
+    """
 
     sums: torch.Tensor
     form: Form
+    written: torch.Event | None
 
 
 class ZeroPPReduceScatter(CommObject, ReduceScatter):
@@ -194,14 +202,20 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def after_post_backward(self) -> None:
         """FSDP2 has added zeros to ``.grad``: say that they are not the gradient."""
-        if self.owes:
+        if self._has_unfinished:
             self.pending.hold()
         else:
             self.pending.clear()
 
     @property
     def owes(self) -> bool:
-        """Whether ``.grad`` lacks something that was reduced already."""
+        """Whether a gradient that still exists lacks something that was reduced already."""
+        if self._partial is None:
+            return self._num_under_way > 0
+        return self._num_under_way > 0 or any(self.pending.waits(column.param) for column in self._partial.form.columns)
+
+    @property
+    def _has_unfinished(self) -> bool:
         return self._partial is not None or self._num_under_way > 0
 
     def deliver(self) -> None:
@@ -212,15 +226,17 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if partial is not None:
             layouts = partial.form.layouts
             feedback = self._feedback(layouts, partial.sums.device)
+            if partial.written is not None:
+                torch.accelerator.current_stream().wait_event(partial.written)
             flights = self.hops.start_across(partial.sums, layouts, feedback)
             self.add_to_grads(flights, partial.form)
-        if not self.owes:
+        if not self._has_unfinished:
             self.pending.clear()
 
     def discard(self) -> None:
         """Forget the micro-steps accumulated so far."""
         self._partial = None
-        if not self.owes:
+        if not self._has_unfinished:
             self.pending.clear()
 
     # The stages of one reduction.
@@ -228,7 +244,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def keep_sums(self, flights: list[Flight], form: Form) -> None:
         """Finish the node hop of a micro-step that is not the last, and keep the node's sums."""
         sums = self.hops.accumulate(flights, form.layouts, None if self._partial is None else self._partial.sums)
-        self._partial = Partial(sums, form)
+        self._partial = Partial(sums, form, record_event(sums.device))
 
     def send_sums(self, flights: list[Flight], form: Form) -> list[Flight]:
         """Finish the node hop of the last micro-step, and start the cross hop with all that was accumulated."""
@@ -398,14 +414,18 @@ class UnitReduction:
         if self._crosses:
             self.flights = self._comm.send_sums(self.flights, self.form)
             return True
-        self._comm.keep_sums(self.flights, self.form)
-        self._comm.ended()
+        try:
+            self._comm.keep_sums(self.flights, self.form)
+        finally:
+            self._comm.ended()
         return False
 
     def arrive(self) -> None:
         """Finish the cross hop and add the result to ``.grad``."""
-        self._comm.add_to_grads(self.flights, self.form)
-        self._comm.ended()
+        try:
+            self._comm.add_to_grads(self.flights, self.form)
+        finally:
+            self._comm.ended()
 
 
 def _scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:

@@ -132,8 +132,10 @@ class Unit:
             # which. They are noted here, because it takes the gradients off the parameters next.
             fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
             self._have_gradients = [_has_gradient(param, fills_in) for param in self._group.fsdp_params]
-            original(*args)
-            after()
+            try:
+                original(*args)
+            finally:  # a reduction that raised is as unfinished as one that is under way
+                after()
 
         self._group.post_backward = post_backward  # type: ignore[method-assign]
 

@@ -82,10 +82,6 @@ DIFFERENCES = {
         "[0, 1, 3]",
         "of the last",
     ],
-    backward_skipped_on_one_rank: [
-        "rank 1 is about to run a forward pass",
-        "ranks [0, 2, 3] are about to run a backward pass",
-    ],
     frozen_on_one_rank: ["unit blocks.1 differs", "rank 3: torch.float32, frozen: weight, bias", "ranks [0, 1, 2]: "],
     parameter_used_on_some_ranks: [
         "unit (root) differs",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
 from harness import Scenarios, expect_errors, run_ranks
-from test_staleness import WritesData, WritesPointers
+from staleness import WritesData, WritesPointers
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from toy import POLICIES, VOCAB, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of

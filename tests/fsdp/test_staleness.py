@@ -17,118 +17,28 @@ import torch
 import torch.distributed.checkpoint as dcp_io
 import torch.distributed.checkpoint.state_dict as dcp
 from harness import Scenarios
-from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
+from staleness import (
+    CONFIG,
+    WritesData,
+    WritesPointers,
+    check,
+    forward,
+    sees_the_weights,
+    step,
+    warm_model,
+    without_content,
+    without_invalidation,
+    without_optimizer_hook,
+    without_resharding,
+    without_versions,
+)
+from toy import EXACT, backward, full_weights, make_lm, shard
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
-from hf_zeropp.fsdp import freshness
+from hf_zeropp import apply_zeropp, generation_mode
 from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
-from hf_zeropp.fsdp.units import Unit, WeightStamp
 from hf_zeropp.traffic import GATHER_CROSS
 
-CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
-
-
-def warm_model(rank: int) -> tuple[torch.nn.Module, ZeroPPHandle]:
-    """Secondary shards filled, and the root left unsharded by a forward without backward."""
-    model = shard(make_lm())
-    handle = apply_zeropp(model, CONFIG)
-    forward(model, rank)
-    return model, handle
-
-
-def forward(model: torch.nn.Module, rank: int) -> torch.Tensor:
-    with torch.no_grad():
-        return model(tokens_of(rank))
-
-
-def sees_the_weights(model: torch.nn.Module, rank: int) -> bool:
-    """Whether the next forward computes with the weights as they are (two forwards: the second uses the new copies)."""
-    logits = [forward(model, rank) for _ in range(2)]
-    model.reshard()
-    weights = full_weights(model)
-    reference = make_lm()
-    reference.load_state_dict(weights)
-    before = make_lm()
-    assert any(not torch.equal(weights[name], param) for name, param in before.named_parameters()), "nothing changed"
-    expected = forward(reference, rank)
-    return all(torch.equal(one, expected) for one in logits)
-
-
-# The guards, and how to take them away.
-
-
-def without_stamps() -> contextlib.AbstractContextManager:
-    return mock.patch.object(WeightStamp, "matches", lambda self, params: True)
-
-
-def without_content() -> contextlib.AbstractContextManager:
-    return mock.patch.object(freshness, "content_of", lambda unit: None)
-
-
-@contextlib.contextmanager
-def without_versions():
-    """Neither stamps nor content: what changes weights and tells nobody is not seen."""
-    with without_stamps(), without_content():
-        yield
-
-
-def without_optimizer_hook() -> contextlib.AbstractContextManager:
-    return mock.patch.object(freshness.Freshness, "after_step", lambda self: None)
-
-
-def without_invalidation() -> contextlib.AbstractContextManager:
-    return mock.patch.object(ZeroPPHandle, "invalidate", lambda self: None)
-
-
-def without_resharding() -> contextlib.AbstractContextManager:
-    return mock.patch.object(Unit, "reshard", lambda self: None)
-
-
-def check(rank: int, change, *guards) -> None:
-    """With all guards the change shows; without these it does not."""
-    model, handle = warm_model(rank)
-    change(model, handle)
-    assert sees_the_weights(model, rank), "stale weights"
-    with contextlib.ExitStack() as stack:
-        for guard in guards:
-            stack.enter_context(guard())
-        model, handle = warm_model(rank)
-        change(model, handle)
-        assert not sees_the_weights(model, rank), "the change shows even without its guard: the test cannot fail"
-
-
 # (a) Optimizers.
-
-
-def step(model, optimizer_class, rank: int = 0, **kwargs) -> None:
-    """Backward, a forward in between (the trap: it refills the copies with weights about to change), then the step."""
-    model.reshard()  # so that the optimizer gets the root's shards
-    optimizer = optimizer_class(model.parameters(), lr=0.1, **kwargs)
-    backward(model, rank)
-    forward(model, rank)
-    optimizer.step()
-
-
-class WritesData(torch.optim.Optimizer):
-    """Writes through ``.data``, as many published optimizers do: no version counter moves."""
-
-    def __init__(self, params, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.data.add_(param.grad, alpha=-group["lr"])
-
-
-class WritesPointers(WritesData):
-    """Writes into the local storage from outside of torch, as fused kernels called through ctypes do."""
-
-    def step(self, closure=None) -> None:
-        for group in self.param_groups:
-            for param in group["params"]:
-                memory = param.to_local().detach().numpy()
-                np.subtract(memory, group["lr"] * param.grad.to_local().numpy(), out=memory)
 
 
 def forward_between_backward_and_step(rank: int) -> None:
