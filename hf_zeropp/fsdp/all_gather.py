@@ -100,9 +100,12 @@ class ZeroPPAllGather(WeightGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather: output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
+        # Within a pass this asks nothing. ``unshard()`` outside of one also gathers, and there ranks have to agree
+        # first.
         self.ensure_agreed()
         if input_tensor.dtype not in FLOAT_DTYPES:
             self._took_weights()
+            # FSDP2's own gather reads the shards as they are now, so it counts as a copy that was just taken.
             self._unsharded_from = self._num_copies
             return self._gather_unquantized(output_tensor, input_tensor, group, async_op)
         if self._keeps_secondary:
@@ -113,6 +116,8 @@ class ZeroPPAllGather(WeightGather):
         else:
             self._took_weights()
             self._gather(output_tensor, input_tensor, self.layouts(input_tensor.dtype).kept)
+        # ``agree`` compares the two: a unit that stayed unsharded must not serve with weights of an older copy.
+        # No work is returned, because everything is on this stream already: FSDP2 records its event after this call.
         self._unsharded_from = self._num_copies
         return None
 
