@@ -16,6 +16,7 @@ WORLD = 4
 SEEDS = [seed for seed in range(40) if WORLDS[seed % len(WORLDS)] == WORLD][:8]
 SYMPTOMS = {"Hangs": "hang", "RaisesOnOneRank": "raises ArithmeticError", "DiesOnOneRank": "dies"}
 LIMIT_S = 60.0
+QUICK = ("ScaledGradients", "StaleGather", "Hangs")  # one of each kind; the others run with `-m long`
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +29,9 @@ def run(world: World, seed: int, plant: str | None = None) -> Outcome:
     return world.run(Job(generate(seed, without=HAZARDS), ("ours", "plain", "stock"), plant))
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize(
+    "plant", [pytest.param(plant, marks=[] if plant in QUICK else pytest.mark.long) for plant in PLANTS]
+)
 def test_planted_bugs_are_found(world, plant):
     started = time.monotonic()
     outcomes = []

@@ -10,7 +10,7 @@ from differential.generate import generate
 from differential.hazards import HAZARDS, hazards
 from differential.minimize import minimize
 
-SEEDS = range(300)
+SEEDS = range(600)
 REGRESSIONS = Path(__file__).parent / "regressions"
 # Of each folder of regressions, the hazards that every program in it must have one of.
 OF_FOLDER = {
