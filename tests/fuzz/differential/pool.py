@@ -82,12 +82,12 @@ class World:
         self.stop()
 
     def run(self, job: Job) -> Outcome:
-        """Run a case on all ranks. Where our side raised or hung, stock runs alone behind it."""
+        """Run a case on all ranks. Where our side fails and stock was not run, or could not be, it runs alone behind it."""
         outcome = self._run(job)
-        if "stock" in job.sides and outcome.ours is not None and outcome.ours.kind not in VALUES:
-            stock = self._run(dataclasses.replace(job, sides=("plain", "stock"), plant=None))
-            return Outcome(outcome.ours, stock.stock, stock.oracle)
-        return outcome
+        if outcome.ours is None or ("stock" in job.sides and outcome.ours.kind in VALUES):
+            return outcome
+        stock = self._run(dataclasses.replace(job, sides=("plain", "stock"), plant=None))
+        return Outcome(outcome.ours, stock.stock, stock.oracle)
 
     def stop(self) -> None:
         """Kill the processes."""
