@@ -70,7 +70,7 @@ def the_last_micro_step_by_a_function(rank: int, overlap: bool) -> None:
 
 
 def a_look_at_gradients_completes_them(rank: int, overlap: bool) -> None:
-    """Whoever reads a gradient between micro-steps reads the true one, and accumulation goes on from there."""
+    """A gradient that is read between micro-steps is the true one, and accumulation continues after the read."""
     model = shard(make_lm())
     handle = apply(model, overlap, **UNQUANTIZED)
     exact = Reduction(None, None, 2)

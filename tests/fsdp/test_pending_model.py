@@ -41,7 +41,7 @@ DEPTH = 6
 
 
 class FakeUnit:
-    """What reductions ask of a unit, without FSDP2."""
+    """Stands for a unit in reductions, without FSDP2."""
 
     shows_reduced_output = False
     modules: tuple[torch.nn.Module, ...] = ()
