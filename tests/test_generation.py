@@ -112,7 +112,9 @@ def test_nothing_crosses_nodes_after_the_first_token(results, setup):
     for rank in results:
         groups = rank[setup]["groups"]
         assert groups[0] == 4, "all ranks agree on the weights when generation begins"
-        assert set(groups) == {2, 4} and groups.count(2) > groups.count(4), "the node's ranks alone ask whether to go on"
+        assert set(groups) == {2, 4} and groups.count(2) > groups.count(4), (
+            "the node's ranks alone ask whether to go on"
+        )
         assert all(cross == 0 for _, cross in rank[setup]["later"].values())
         assert all(cross == 0 for _, cross in rank[setup]["budget"].values())
 

@@ -196,7 +196,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     Seam(
         owner="transformers.modeling_utils:PreTrainedModel",
         names=("all_tied_weights_keys",),
-        used_by=("integrations.quantizer", "integrations.export"),
+        used_by=("integrations.quantizer", "integrations.base_checkpoint"),
         why="Which weights are tied, by name.",
         if_moved="An adapter on a tied weight is exported for one of its two places.",
         is_silent=True,
