@@ -97,12 +97,13 @@ class ZeroPPHandle:
         topology: this rank's nodes and groups.
         traffic: bytes counted since the last ``traffic.reset()``.
         shares_memory: whether the ranks of a node read secondary shards in each other's memory (on CPU).
-        is_active: False with one node only, where FSDP2's own collectives stay.
+        is_active: False with one node only, and with ``ZEROPP_ENABLED=0``: FSDP2's own collectives stay.
     """
 
     def __init__(self, model: nn.Module, config: ZeroPPConfig, plan: Plan) -> None:
         self.config = config
         self._hpz_size = plan.hpz_size
+        self._is_enabled = plan.is_enabled
         units = find_units(model)
         self.topology = get_topology(plan.ranks_per_node, units[0].device_type)
         # Units over the whole world get the two hops. The plan allows one other kind: frozen units that are sharded
@@ -110,7 +111,7 @@ class ZeroPPHandle:
         # something to count.
         self.units = [unit for unit in units if unit.shard_group.size() == self.topology.world_size]
         self.frozen_units = [unit for unit in units if unit not in self.units]
-        self.traffic = _new_traffic(self.units, self.frozen_units, self.topology)
+        self.traffic = _new_traffic(model, self.units, self.frozen_units, self.topology)
         self.gathers: list[ZeroPPAllGather] = []
         self.fsdp2_gathers: list[CommObject] = []
         self.reduces: list[ZeroPPReduceScatter] = []
@@ -121,8 +122,10 @@ class ZeroPPHandle:
         self._decisions: Decisions | None = None
         if not self.is_active:
             logger.info(
-                "One node only (%d ranks): nothing crosses nodes, so FSDP2's own collectives stay.",
-                self.topology.world_size,
+                "%s: FSDP2's own collectives stay.",
+                f"One node only ({self.topology.world_size} ranks), and nothing crosses nodes"
+                if self._is_enabled
+                else "ZEROPP_ENABLED=0",
             )
             return
         # One pool serves all hops of the model: few units are under way at a time, and a pool per unit would hold a
@@ -139,8 +142,8 @@ class ZeroPPHandle:
 
     @property
     def is_active(self) -> bool:
-        """Whether there is more than one node."""
-        return self.topology.num_nodes > 1
+        """Whether there is more than one node, and the switch is not off."""
+        return self._is_enabled and self.topology.num_nodes > 1
 
     def invalidate(self) -> None:
         """Gather across nodes again at the next forward pass.
@@ -402,10 +405,10 @@ def _params_of(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
-def _new_traffic(units: list[Unit], frozen_units: list[Unit], topology: Topology) -> Traffic:
+def _new_traffic(model: nn.Module, units: list[Unit], frozen_units: list[Unit], topology: Topology) -> Traffic:
     model_bytes = sum(param.numel() * unit.param_dtype.itemsize for unit in units for param in unit.params)
     # M is the model as ZeRO-3 would send it, so packed frozen weights count as the bf16 weights that they stand for.
-    frozen_modules = {module for unit in frozen_units for module in unit.modules}
-    model_bytes += sum(dense_numel(module) for module in frozen_modules) * torch.bfloat16.itemsize
+    frozen = [param for unit in frozen_units for param in unit.params]
+    model_bytes += dense_numel(model, frozen) * torch.bfloat16.itemsize
     trainable_bytes = sum(param.numel() * unit.reduce_dtype.itemsize for unit in units for param in unit.trainable)
     return Traffic(topology.ranks_per_node, topology.num_nodes, model_bytes, trainable_bytes)

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 ENV_PREFIX = "ZEROPP_"
 ENV_CONFIG_FILE = "ZEROPP_CONFIG_FILE"
 ENV_CHECK = "ZEROPP_CHECK"
-ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, "ZEROPP_KERNELS"})
+ENV_ENABLED = "ZEROPP_ENABLED"
+ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"})
 """Variables with our prefix that are no fields of the config."""
 
 MIN_BLOCK = 32

@@ -23,6 +23,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import wants_check
 from hf_zeropp.fsdp.units import Unit, find_units
+from hf_zeropp.switch import is_enabled
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Plan:
         settings: the settings, as sorted pairs of name and value.
         ranks_per_node: N.
         hpz_size: ranks that share one secondary copy; None where none is kept.
+        is_enabled: False with ``ZEROPP_ENABLED=0``.
         checks_secondaries: whether ``ZEROPP_CHECK=1`` is set.
         units: the units, in module order.
     """
@@ -62,6 +64,7 @@ class Plan:
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
     hpz_size: int | None
+    is_enabled: bool
     checks_secondaries: bool
     units: tuple[UnitPlan, ...]
 
@@ -134,6 +137,7 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> Plan:
         settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
         ranks_per_node=ranks_per_node,
         hpz_size=hpz_size,
+        is_enabled=is_enabled(),
         checks_secondaries=wants_check(),
         units=tuple(map(UnitPlan.of, units)),
     )

@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 LAYERS = [
     "files",
     "config",
+    "switch",
     "sizes",
     "compat",
     "ops",
@@ -30,6 +31,7 @@ LAYERS = [
     "apply",
     "generation",
     "integrations",
+    "run",
     "cli",
 ]
 # The only package that imports these at module level: everything else works without them.

@@ -35,6 +35,7 @@ from typing import Any, Literal, cast
 
 import accelerate.accelerator
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
@@ -46,6 +47,7 @@ from hf_zeropp.fsdp.units import on_first_use
 from hf_zeropp.generation import install_generate
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.accelerate_frozen import patch_prepare, prepare_frozen
+from hf_zeropp.switch import is_enabled
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +62,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     Args:
         zeropp: a ZeroPPConfig, a mapping of its fields, a YAML/JSON file, or None (``ZEROPP_CONFIG_FILE`` and
             ``ZEROPP_<FIELD>`` variables, else the defaults). False leaves FSDP2's communication as it is: the same
-            script then measures the difference.
+            script then measures the difference. ``ZEROPP_ENABLED=0`` does the same from outside.
 
     Raises:
         ValueError: the settings are wrong, or FSDP1 or DeepSpeed is asked for beside it.
@@ -78,19 +80,27 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     """The Accelerator's gradient scaler (fp16), known when ``prepare`` has run."""
 
     def __post_init__(self) -> None:
-        check_silent_seams()
-        if self.zeropp is not False:
-            self.zeropp = ZeroPPConfig.resolve(self.zeropp)
-        self._require_fsdp2()
+        self._begin()
         if self.auto_wrap_policy is None:
             # A name is enough here: Accelerate checks it, and turns it into a function. Its type says function alone.
             # Accelerate's own default is NO_WRAP. It shards no block by itself, so a forward pass would gather nearly
             # the whole model at once. It has to be replaced before ``super().__post_init__``, which fills it in.
             self.auto_wrap_policy = cast(Any, os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"))
         super().__post_init__()
-        patch_accelerator_state()
-        patch_prepare()
-        patch_checkpoints(accelerate.accelerator)
+
+    @classmethod
+    def in_place_of(cls, stock: FullyShardedDataParallelPlugin) -> ZeroPPPlugin:
+        """Return a plugin with the values of Accelerate's own, and the settings of the environment.
+
+        Raises:
+            ValueError: as for a plugin that is made by its arguments.
+        """
+        # The values are copied as they are. Passing them as arguments would take what ``stock`` has worked out for what a
+        # user wrote: its NO_WRAP is None by now, which would mean the default here.
+        plugin = cls.__new__(cls)
+        vars(plugin).update(vars(stock), zeropp=None, scaler=None)
+        plugin._begin()
+        return plugin
 
     @property
     def zeropp_config(self) -> ZeroPPConfig | None:
@@ -141,6 +151,18 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         """
         return None if self.zeropp_config is None else get_handle(model) or self.apply(model)
 
+    def _begin(self) -> None:
+        """Check the surroundings and the settings, and extend Accelerate where the plugin needs it."""
+        check_silent_seams()
+        if not is_enabled():
+            self.zeropp = False
+        if self.zeropp is not False:
+            self.zeropp = ZeroPPConfig.resolve(self.zeropp)
+        self._require_fsdp2()
+        patch_accelerator_state()
+        patch_prepare()
+        patch_checkpoints(accelerate.accelerator)
+
     def _require_fsdp2(self) -> None:
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"ZeroPPPlugin builds on FSDP2: expected fsdp_version=2, got {self.fsdp_version}.")
@@ -161,6 +183,23 @@ def _reduce_on_every_micro_step() -> None:
     is built replaces these settings by its own.
     """
     GradientState().plugin_kwargs["sync_each_batch"] = True
+
+
+def _check_all_or_none(plugin: ZeroPPPlugin) -> None:
+    """Raise on every rank if ZeRO++ is on for some ranks and off for others. Collective.
+
+    Ranks with ZeRO++ exchange their plans in the first forward pass, and would wait for those without, which train.
+    """
+    if not dist.is_initialized():
+        return
+    is_on = [False] * dist.get_world_size()
+    dist.all_gather_object(is_on, plugin.zeropp is not False)
+    if len(set(is_on)) > 1:
+        on, off = ([rank for rank, value in enumerate(is_on) if value is wanted] for wanted in (True, False))
+        raise ValueError(
+            f"Ranks must agree on whether ZeRO++ runs: it is on for ranks {on} and off for ranks {off}. Give all ranks the "
+            "same ZEROPP_ENABLED, and the same zeropp= argument."
+        )
 
 
 _stock_plugin_counts_on_cpu = False
@@ -229,6 +268,8 @@ def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     # replaces that one.
     if state.mixed_precision != "no":  # a policy that the plugin was given stays as it is
         plugin.set_mixed_precision(state.mixed_precision)
+    if isinstance(plugin, ZeroPPPlugin):
+        _check_all_or_none(plugin)
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = plugin
     # Each call of ``AcceleratorState()`` copies PartialState's values over its own.

@@ -1,84 +1,127 @@
-"""``hf-zeropp launch``: Accelerate's launcher for config files that also hold settings of this package.
+"""``hf-zeropp launch``: Accelerate's launcher, with settings in its config file, for scripts that need not know this package.
 
 ``accelerate launch`` rejects top-level keys that it does not know, and exports only its own. So the ``zeropp_config:`` block
 is taken out of the file here and travels as a file of its own, which the variable ``ZEROPP_CONFIG_FILE`` names and every
-rank reads. All flags are Accelerate's.
+rank reads. The ranks run ``hf_zeropp.run``, which puts the settings in force and then runs the script. All flags are
+Accelerate's.
+
+Mistakes are looked for before anything starts (``launch_checks.py``), and end the command with one line.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import yaml
+from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 
 from hf_zeropp.config import ENV_CONFIG_FILE, ZeroPPConfig
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
+from hf_zeropp.integrations.launch_checks import BLOCK, check_job, check_keys, check_script
+from hf_zeropp.switch import is_enabled
+
+RUNNER = "hf_zeropp.run"
 
 
 def launch(flags: list[str]) -> None:
     """Run ``accelerate launch`` with ``flags``, after exporting the ``zeropp_config:`` block of its config file.
 
     Args:
-        flags: everything behind ``hf-zeropp launch``: Accelerate's flags, the script, and the script's arguments.
+        flags: everything behind ``hf-zeropp launch``: Accelerate's flags, the script (or ``-m`` and a module, or ``trl`` and one
+            of its commands), and the script's arguments.
 
     Raises:
-        SystemExit: the config file cannot be read, or settings are given in two places.
-        ValueError: the settings are wrong. They are read once here, so that not every rank says so.
+        SystemExit: the config file, the settings or the job are wrong. They are read once here, so that not every rank says so.
     """
     # Ranks read the files of this folder when they start. ``launch_command`` returns when all ranks have ended, and
     # only then the folder is deleted.
     with tempfile.TemporaryDirectory(prefix="hf-zeropp-") as folder:
-        parser = launch_command_parser()
-        args = parser.parse_args(flags)
-        if args.config_file is not None:
-            settings = _read_launch_config(args.config_file)
-            _export_zeropp(settings.pop("zeropp_config", None), folder)
-            _export_cpu(settings)
-            # Accelerate opens ``config_file`` again in ``launch_command``, and rejects a file with our block. So the
-            # flags are parsed a second time, with a copy of the file that lacks the block.
-            args = parser.parse_args(with_config_file(flags, _write_yaml(settings, folder, "accelerate.yaml")))
-        ZeroPPConfig.from_env()
-        launch_command(args)
+        try:
+            launch_command(_prepare(flags, folder))
+        # A rank that fails raises an error of another type, so this is a mistake in the flags or in the file.
+        except ValueError as error:
+            raise SystemExit(f"hf-zeropp launch: {error}") from error
 
 
 def with_config_file(flags: list[str], path: str) -> list[str]:
-    """Return the flags with the value of ``--config_file`` replaced, in either spelling and either form."""
+    """Return the flags with ``path`` as the value of ``--config_file``, whichever way it was given, or if it was not."""
     names = ("--config_file", "--config-file")
     # The first match is the launcher's flag. The script's arguments follow it, and may hold a flag of the same name.
-    flags = list(flags)
-    for index, flag in enumerate(flags):
+    # The launcher's own parser takes it for a flag only in front of the script.
+    launcher = launch_command_parser()
+    is_given = launcher.parse_args(flags).config_file is not None
+    for index, flag in enumerate(flags if is_given else ()):
         if flag in names:
-            flags[index + 1] = path
-            return flags
+            return [*flags[: index + 1], path, *flags[index + 2 :]]
         if flag.startswith(tuple(f"{name}=" for name in names)):
-            flags[index] = f"{names[0]}={path}"
-            return flags
-    raise AssertionError("launch() calls this only when --config_file was parsed")
+            return [*flags[:index], f"{names[0]}={path}", *flags[index + 1 :]]
+    return [names[0], path, *flags]
+
+
+def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
+    """Return the arguments for Accelerate's launcher, with the environment of the ranks exported.
+
+    Raises:
+        ValueError: something in them is wrong.
+    """
+    parser = launch_command_parser()
+    args = parser.parse_args(flags)
+    file = {}
+    if (path := _config_file(args)) is not None:
+        file = _read_launch_config(path)
+        check_keys(path, file)
+        _export_zeropp(path, file, folder)
+        _export_cpu(file)
+        # Accelerate opens the file again in ``launch_command``, and rejects one with our block. So the flags are parsed a
+        # second time, with a copy of the file that lacks the block.
+        args = parser.parse_args(with_config_file(flags, _write_yaml(file, folder, "accelerate.yaml")))
+    config = ZeroPPConfig.from_env()
+    check_script(args)
+    if is_enabled():
+        check_job(args, file, config)
+    _run_through_the_package(args)
+    return args
+
+
+def _config_file(args: argparse.Namespace) -> str | None:
+    """Return the config file that Accelerate would read: the flag's, or the one that ``accelerate config`` writes."""
+    is_default = os.path.isfile(default_config_file) and not args.cpu
+    return args.config_file or (default_config_file if is_default else None)
 
 
 def _read_launch_config(path: str) -> dict[str, Any]:
     try:
         settings = parse_settings(read_text(Path(path), MAX_SETTINGS_BYTES))
     except (OSError, ValueError) as error:
-        raise SystemExit(f"hf-zeropp launch: cannot read the config file {path!r}: {error}") from error
+        raise ValueError(f"cannot read the config file {path!r}: {error}") from error
     if not isinstance(settings, dict):
-        raise SystemExit(f"hf-zeropp launch: {path!r} must hold an Accelerate config (`key: value` lines).")
+        raise ValueError(f"{path!r} must hold an Accelerate config (`key: value` lines), got: {settings!r}")
     return settings
 
 
-def _export_zeropp(block: Any, folder: str) -> None:
-    """Export the ``zeropp_config:`` block: a mapping of settings, or the path of a file that holds them."""
-    if block is None:
+def _export_zeropp(path: str, file: dict[str, Any], folder: str) -> None:
+    """Take the ``zeropp_config:`` block out of a file and export it: a mapping of settings, or the path of a file of them.
+
+    Raises:
+        ValueError: the block is neither, its settings are wrong, or settings are given in another place too.
+    """
+    if BLOCK not in file:
         return
+    block = file.pop(BLOCK)
     # Overwriting the variable would drop settings that the user gave, and nothing in the output would show it.
-    if os.environ.get(ENV_CONFIG_FILE):
-        raise SystemExit(
-            f"hf-zeropp launch: both {ENV_CONFIG_FILE} and a zeropp_config: block are given. Drop one of them."
+    if other := os.environ.get(ENV_CONFIG_FILE):
+        raise ValueError(
+            f"both {ENV_CONFIG_FILE}={other} and the {BLOCK}: block in {path!r} are given. Drop one of them."
         )
+    try:
+        ZeroPPConfig.resolve({} if block is None else block)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the {BLOCK}: block in {path!r}: {error}") from error
     os.environ[ENV_CONFIG_FILE] = block if isinstance(block, str) else _write_yaml(block, folder, "zeropp.yaml")
 
 
@@ -86,6 +129,14 @@ def _export_cpu(settings: dict[str, Any]) -> None:
     """Export ``use_cpu``, which Accelerate's launcher does for plain CPU jobs but not for FSDP on CPU."""
     if settings.get("use_cpu"):
         os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def _run_through_the_package(args: argparse.Namespace) -> None:
+    """Let the ranks run ``hf_zeropp.run`` with the script, and not the script itself."""
+    # A program of another kind imports this package by itself, or not at all.
+    if not args.no_python:
+        args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
+        args.training_script, args.module = RUNNER, True
 
 
 def _write_yaml(settings: Any, folder: str, name: str) -> str:

@@ -19,7 +19,13 @@ The Trainer calls its callbacks one after the other: first its defaults (``trans
 trackers (TensorBoard, Weights & Biases), then those the user passed. All receive the same dictionary of figures in ``on_log``.
 What a user's callback adds to it comes after the trackers have written theirs. Therefore importing this module adds a small
 callback to the defaults, which all Trainers built later share. It adds the figures of this Trainer's ZeroPPCallback ahead of
-the trackers. It also raises where zeropp settings are given and no ZeroPPCallback was passed.
+the trackers.
+
+[Note: scripts that pass no callback]
+A script of somebody else's (run_clm.py, TRL's sft.py) passes no ZeroPPCallback. The callback among the defaults is one itself.
+It takes part in a Trainer whose arguments hold zeropp settings, and in one whose Accelerator got a ZeroPPPlugin from
+``hf_zeropp.run``. It stands back as soon as training shows that the user passed a ZeroPPCallback too. It cannot know this
+earlier: the defaults are called first, and a callback is not told of the others.
 """
 
 from __future__ import annotations
@@ -42,6 +48,7 @@ from hf_zeropp.fsdp.units import find_sharded_modules, on_first_use
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, let_stock_plugin_count_on_cpu, use_plugin
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
+from hf_zeropp.integrations.trainer_resume import patch_trainer
 
 logger = logging.getLogger(__name__)
 
@@ -73,15 +80,20 @@ class ZeroPPCallback(TrainerCallback):
     """
 
     def __init__(self) -> None:
-        check_silent_seams()
         self.handle: ZeroPPHandle | None = None
         self._args: TrainingArguments | None = None
         self._plugin: ZeroPPPlugin | None = None
         self._auxiliary: list[ZeroPPHandle] = []
         self._log: StepLog | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """Check the surroundings, and extend Accelerate and Transformers where the callback needs it."""
+        check_silent_seams()
         _callbacks.add(self)
         let_stock_plugin_count_on_cpu()
         patch_checkpoints(transformers.trainer)
+        patch_trainer(lambda trainer: any(callback.serves(trainer.args) for callback in _callbacks))
 
     @property
     def _active_plugin(self) -> ZeroPPPlugin | None:
@@ -224,27 +236,44 @@ class ZeroPPCallback(TrainerCallback):
         return {} if self._log is None or not self._log.trained.is_active else self._log.since_last_log()
 
 
-class _DefaultCallback(TrainerCallback):
-    """Part of every Trainer that is built after this module was imported. See [Note: the trackers' order]."""
+class _DefaultCallback(ZeroPPCallback):
+    """Part of every Trainer that is built after this module was imported: see the two notes above."""
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # The defaults are called before the user's callbacks, so no ZeroPPCallback knows its arguments yet. This early
-        # only their complete absence is certain; ``on_train_begin`` asks for the one that belongs to this Trainer.
-        if _wants_zeropp(args) and not _callbacks:
-            raise ValueError(_NO_CALLBACK)
+    def _begin(self) -> None:
+        """Leave everything as it is, because most Trainers have nothing to do with ZeRO++."""
+
+    def on_init_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
+        """Take part if the arguments, or ``hf_zeropp.run``, ask for ZeRO++."""
+        active = getattr(AcceleratorState(), "fsdp_plugin", None)
+        launched = active if isinstance(active, ZeroPPPlugin) else None
+        wants = _wants_zeropp(args)
+        if launched is None and not wants:
+            return
+        super()._begin()
+        # The plugin that stands already has the settings of the environment, or those that a script gave its own
+        # Accelerator. The arguments' settings go over both.
+        if launched is not None and wants is None:
+            self._args, self._plugin = args, launched
+        else:
+            super().on_init_end(args, state, control, model=model)
 
     def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        if _wants_zeropp(args) and not any(callback.serves(args) for callback in _callbacks):
-            raise ValueError(_NO_CALLBACK)
+        """Train as a ZeroPPCallback, unless the user passed one."""
+        if any(callback.serves(args) for callback in _callbacks if callback is not self):
+            self._args = self._plugin = None
+        if self._plugin is not None:
+            super().on_train_begin(args, state, control, model=model)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         if not {"loss", "train_loss"} & logs.keys():  # an evaluation's figures: the steps wait for the next of training
             return
-        for callback in _callbacks:
+        for callback in list(_callbacks):
             if callback.serves(args):
                 entries = callback.log_entries()
                 logs.update(entries)  # for the trackers, which come later
@@ -252,11 +281,6 @@ class _DefaultCallback(TrainerCallback):
 
 
 cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_DefaultCallback)
-
-_NO_CALLBACK = (
-    'fsdp_config["zeropp"] is set but no ZeroPPCallback was passed to this Trainer, so it would train on stock FSDP2. '
-    "Use Trainer(callbacks=[ZeroPPCallback()]), or remove the setting."
-)
 
 
 def _settings_of(args: TrainingArguments) -> Any:
@@ -269,8 +293,11 @@ def _settings_of(args: TrainingArguments) -> Any:
     return None if settings is True else settings
 
 
-def _wants_zeropp(args: TrainingArguments) -> bool:
-    return isinstance(args.fsdp_config, dict) and bool(args.fsdp_config.get("zeropp"))
+def _wants_zeropp(args: TrainingArguments) -> bool | None:
+    """Return whether ``fsdp_config`` turns ZeRO++ on or off; None where it says nothing."""
+    # A path is left unread: the Trainer itself has read it if it uses FSDP at all.
+    settings = args.fsdp_config.get("zeropp") if isinstance(args.fsdp_config, dict) else None
+    return None if settings is None else settings is not False
 
 
 def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
@@ -284,9 +311,10 @@ def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
         raise ValueError("ZeroPPCallback and DeepSpeed exclude each other: drop `deepspeed`, set `fsdp=True`.")
     if getattr(state, "fsdp_plugin", None) is None and not _is_sharded(model) and _settings_of(args) is not False:
         raise ValueError(
-            "ZeroPPCallback needs a model sharded by FSDP2: set TrainingArguments(fsdp=True, "
-            'fsdp_config={"zeropp": {...}}) (on the command line: --fsdp --fsdp_config zeropp.json), leave '
-            'fsdp_config["version"] at 2, and start several processes with `accelerate launch` or `hf-zeropp launch`.'
+            f"ZeroPPCallback needs a model sharded by FSDP2, got fsdp={args.fsdp!r} in {state.num_processes} processes of "
+            f'{state.distributed_type}. Set TrainingArguments(fsdp=True, fsdp_config={{"zeropp": {{...}}}}) (on the command '
+            'line: --fsdp --fsdp_config zeropp.json), leave fsdp_config["version"] at 2, and start several processes with '
+            "`hf-zeropp launch`. With another launcher, on CPU, also pass callbacks=[ZeroPPCallback()]: it makes FSDP count."
         )
 
 

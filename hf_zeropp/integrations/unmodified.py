@@ -1,0 +1,110 @@
+"""Scripts that do not know this package: their Accelerator gets a ZeroPPPlugin, and a job that uses none is stopped.
+
+``hf_zeropp.run`` calls ``put_in_force`` before such a script starts. From then on every Accelerator that would shard with FSDP
+builds on a ZeroPPPlugin, whether the plugin that it replaces comes from the launcher's environment, from the script or from a
+Trainer. A Trainer's callback takes part by itself: see "scripts that pass no callback" in trainer.py.
+
+The seam is the argument ``fsdp_plugin`` of ``Accelerator``, which is public and where all three ways meet. Replacing the class
+``FullyShardedDataParallelPlugin`` by name would miss modules that have imported it already, and would break their checks of its
+type.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import FullyShardedDataParallelPlugin
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hf_zeropp.apply import get_handle
+from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig
+from hf_zeropp.fsdp.units import find_sharded_modules
+from hf_zeropp.integrations.accelerate import ZeroPPPlugin
+from hf_zeropp.switch import is_enabled
+
+
+def put_in_force() -> None:
+    """Let every Accelerator and Trainer of this process run under ZeRO++, with the settings of the environment.
+
+    With ``ZEROPP_ENABLED=0`` they run on FSDP2's own collectives.
+
+    Raises:
+        ValueError: the settings or the switch are wrong.
+    """
+    if is_enabled():
+        ZeroPPConfig.from_env()  # a mistake shows before the script has loaded anything
+        register_optimizer_step_post_hook(_FirstStep())
+    # Importing the module puts the callback among the Trainer's defaults. It is imported here and not above, because that
+    # takes a second, and wrong settings should be refused before.
+    import hf_zeropp.integrations.trainer  # noqa: F401
+
+    _patch_accelerator()
+
+
+def _patch_accelerator() -> None:
+    original: Callable[..., None] = Accelerator.__init__
+
+    @functools.wraps(original)
+    def initialize(
+        self: Accelerator, *args: Any, fsdp_plugin: FullyShardedDataParallelPlugin | None = None, **kwargs: Any
+    ) -> None:
+        original(self, *args, fsdp_plugin=_plugin_for(fsdp_plugin), **kwargs)
+
+    Accelerator.__init__ = initialize  # type: ignore[method-assign]
+
+
+def _plugin_for(stock: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParallelPlugin | None:
+    """Return the plugin that an Accelerator gets in place of ``stock``; None where it would not shard."""
+    # A later Accelerator shares the state of the first, plugin included. Another plugin would be ignored.
+    active = AcceleratorState._shared_state.get("fsdp_plugin")
+    if isinstance(active, ZeroPPPlugin) and not isinstance(stock, ZeroPPPlugin):
+        return active
+    if stock is None:
+        return ZeroPPPlugin() if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" else None
+    return stock if isinstance(stock, ZeroPPPlugin) else ZeroPPPlugin.in_place_of(stock)
+
+
+class _FirstStep:
+    """Raises after the first optimizer step of the process, if no model runs under ZeRO++ by then.
+
+    Every rank looks at its own process alone. Ranks run the same script, so all of them raise; a rank that were alone in raising
+    would end the job as well.
+    """
+
+    def __init__(self) -> None:
+        self._is_over = False
+
+    def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        if not _is_in_use():
+            raise ValueError(
+                f"The first optimizer step ({type(optimizer).__name__}) has ended, and no model runs under ZeRO++, though "
+                f"this job was started with it: expected a model that Accelerate or a Trainer shards with FSDP2, got "
+                f"{_description()}. Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config (or pass "
+                f"--fsdp to a script of the Trainer's), or call apply_zeropp(model). {ENV_ENABLED}=0 trains without ZeRO++."
+            )
+
+
+def _is_in_use() -> bool:
+    """Return whether a model has a handle, the script itself turned ZeRO++ off, or there is nothing to shard."""
+    active = AcceleratorState._shared_state.get("fsdp_plugin")
+    is_turned_off = isinstance(active, ZeroPPPlugin) and active.zeropp is False
+    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
+    modules: list[Any] = find_sharded_modules()
+    return is_turned_off or is_alone or any(get_handle(module) is not None for module in modules)
+
+
+def _description() -> str:
+    state = AcceleratorState._shared_state
+    kind = f"distributed_type {state['distributed_type'].value}" if "distributed_type" in state else "no Accelerator"
+    modules: list[Any] = find_sharded_modules()
+    return f"{kind} and {'sharded models without a handle' if modules else 'no sharded model'}"
