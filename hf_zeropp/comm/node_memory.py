@@ -90,7 +90,10 @@ class NodeMemory:
         if descriptor is not None:
             os.close(descriptor)  # the exchange above ends after every rank has mapped the file, or has failed to
         if errors:
-            raise OSError("; ".join(errors))
+            raise OSError(
+                f"{size} bytes of memory cannot be shared: {'; '.join(errors)}. Free memory or raise the limit, or set "
+                "shared_memory=False to exchange the same bytes through sockets."
+            )
         # The tensor holds the mapping, and the mapping holds the memory, which is freed with the last tensor of the
         # last rank.
         return torch.frombuffer(mapped, dtype=torch.uint8)[: math.prod(shape)].view(shape)

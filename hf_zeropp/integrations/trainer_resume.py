@@ -1,0 +1,168 @@
+"""Checkpoints of the Trainer that are whole, and resuming from the last of them.
+
+A save that is interrupted leaves a folder ``checkpoint-N`` without some of its files. The Trainer takes the folder with the
+largest N when it resumes, finds no ``trainer_state.json`` in it, and fails. Worse, its first rank writes that file and deletes
+older checkpoints as soon as its own part is saved, while other ranks may still write theirs: if one of them is killed then, the
+newest folder lacks a file, and no older checkpoint is left.
+
+Under a ZeroPPCallback ``trainer_state.json`` is therefore the mark of a whole checkpoint:
+
+1. It is removed before anything is written to a folder that exists already (``_unmark_then_save``).
+2. All ranks wait for each other when they have written their files (``_save_then_wait``). The first rank writes the mark, and
+   deletes older checkpoints, after that.
+3. ``train(resume_from_checkpoint=True)`` takes the last folder with the mark, and says which it passed over.
+   ``train(resume_from_checkpoint=folder)`` raises for one without it, and names the last whole one.
+
+Ranks may see different files, for instance on a network file system that is slow to show them. So they tell each other what they
+see. A checkpoint is whole if it is so for all of them, and all resume from the same or all raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.nn as nn
+from accelerate.state import PartialState
+from accelerate.utils import gather_object
+from transformers import Trainer
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from hf_zeropp.files import read_json
+
+logger = logging.getLogger(__name__)
+
+MARK = "trainer_state.json"
+_CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
+_PATCHED = "_zeropp_marks"
+
+
+def patch_trainer(is_ours: Callable[[Trainer], bool]) -> None:
+    """Make some Trainers mark whole checkpoints, and resume from them alone. Repeated calls change nothing.
+
+    Args:
+        is_ours: whether a Trainer is one of them.
+    """
+    if hasattr(Trainer.train, _PATCHED):
+        return
+    Trainer.train = _resume_from_whole(Trainer.train, is_ours)  # type: ignore[method-assign]
+    Trainer._save_checkpoint = _unmark_then_save(Trainer._save_checkpoint, is_ours)  # type: ignore[method-assign]
+    Trainer._save_rng_state = _save_then_wait(Trainer._save_rng_state, is_ours)  # type: ignore[method-assign]
+
+
+def why_not_whole(folder: str | os.PathLike[str]) -> str | None:
+    """Say what a checkpoint's folder lacks, as this rank sees it; None for a whole one."""
+    if not os.path.isdir(folder):
+        return "there is no such folder"
+    if not os.path.lexists(Path(folder, MARK)):
+        return f"it has no {MARK}"
+    try:
+        read_json(Path(folder), MARK)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def last_whole_checkpoint(output_dir: str) -> str | None:
+    """Return the newest checkpoint that is whole for all ranks, or None. Collective; a warning names what is passed over."""
+    own = _steps_in(output_dir)
+    views: list[dict[int, str | None]] = gather_object([own])
+    # A folder that a rank does not see at all is missing in its view, and not whole.
+    steps = sorted(set().union(*views), reverse=True)
+    passed_over = []
+    for step in steps:
+        reasons = [view.get(step, "it does not see the folder") for view in views]
+        if not any(reasons):
+            break
+        rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+        passed_over.append(f"{PREFIX_CHECKPOINT_DIR}-{step} (rank {rank}: {reason})")
+    else:
+        step = None
+    found = None if step is None else os.path.join(output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+    if passed_over and PartialState().is_main_process:
+        logger.warning(
+            "The save of %s in %s was interrupted or is damaged. The last whole checkpoint is %s.",
+            ", ".join(passed_over),
+            output_dir,
+            found,
+        )
+    return found
+
+
+def _steps_in(output_dir: str) -> dict[int, str | None]:
+    """Return what each checkpoint in a folder lacks, by its step."""
+    found: dict[int, str | None] = {}
+    with contextlib.suppress(OSError):  # no folder, no checkpoints
+        for name in os.listdir(output_dir):
+            if match := _CHECKPOINT.fullmatch(name):
+                found[int(match[1])] = why_not_whole(os.path.join(output_dir, name))
+    return found
+
+
+def _resume_from_whole(original: Callable[..., Any], is_ours: Callable[[Trainer], bool]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def train(self: Trainer, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        if resume_from_checkpoint and is_ours(self):
+            resume_from_checkpoint = _resolve(resume_from_checkpoint, self.args.output_dir or ".")
+        return original(self, resume_from_checkpoint, *args, **kwargs)
+
+    # ``functools.wraps`` copies attributes, so the mark is also found through a later wrapper of another library.
+    setattr(train, _PATCHED, True)
+    return train
+
+
+def _resolve(wanted: str | bool, output_dir: str) -> str:
+    """Return the checkpoint to resume from, the same on all ranks.
+
+    Raises:
+        ValueError: on all ranks, if it is not whole on one of them, or there is none.
+    """
+    if wanted is True:
+        found = last_whole_checkpoint(output_dir)
+        if found is None:
+            raise ValueError(
+                f"There is no whole checkpoint in {output_dir!r} to resume from. Call train() without "
+                "resume_from_checkpoint to begin anew."
+            )
+        return found
+    folder = str(wanted)
+    reasons = gather_object([why_not_whole(folder)])
+    if not any(reasons):
+        return folder
+    rank, reason = next((rank, reason) for rank, reason in enumerate(reasons) if reason)
+    last = last_whole_checkpoint(os.path.dirname(os.path.abspath(folder)))
+    remedy = f"resume from {last!r}, the last whole one beside it" if last else "begin anew: none beside it is whole"
+    raise ValueError(
+        f"{folder!r} is no whole checkpoint: rank {rank} says that {reason}. Its save was interrupted, or it is damaged. "
+        f"Delete it, and {remedy}."
+    )
+
+
+def _unmark_then_save(original: Callable[..., None], is_ours: Callable[[Trainer], bool]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def save(self: Trainer, model: nn.Module, trial: Any) -> None:
+        # The other ranks write nothing before the first has passed here: weights are saved together.
+        if is_ours(self) and self.args.should_save:
+            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+            Path(self._get_output_dir(trial=trial), folder, MARK).unlink(missing_ok=True)
+        original(self, model, trial)
+
+    return save
+
+
+def _save_then_wait(original: Callable[..., None], is_ours: Callable[[Trainer], bool]) -> Callable[..., None]:
+    # ``_save_rng_state`` writes the last file of all ranks. The mark (``save_to_json``) and the deletion of older checkpoints
+    # (``rotate_checkpoints``) follow, and are the first rank's alone.
+    @functools.wraps(original)
+    def save(self: Trainer, output_dir: str) -> None:
+        original(self, output_dir)
+        if is_ours(self):
+            self.accelerator.wait_for_everyone()
+
+    return save

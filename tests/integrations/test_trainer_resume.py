@@ -1,0 +1,102 @@
+"""Only whole checkpoints are resumed from, by all ranks alike; older ones stay until the newest is whole."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+
+import pytest
+import torch.distributed as dist
+from accelerate import PartialState
+from harness import RankError, run_ranks
+from trainer_runs import build_trainer, losses
+from transformers import Trainer
+
+from hf_zeropp.integrations import trainer_resume
+from hf_zeropp.integrations.trainer_resume import MARK, last_whole_checkpoint, why_not_whole
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+
+
+def error_of(function, *args) -> str:
+    with pytest.raises(ValueError) as error:
+        function(*args)
+    return str(error.value)
+
+
+def resume_beside_an_interrupted_save(rank: int, folder: str) -> dict[str, object]:
+    straight = build_trainer(folder, **SAVING)
+    straight.train()
+    newest = os.path.join(folder, "checkpoint-4")
+    if rank == 0:
+        os.remove(os.path.join(newest, MARK))
+    dist.barrier()
+    resumed = build_trainer(folder, **SAVING)
+    refused = error_of(resumed.train, newest)
+    resumed.train(resume_from_checkpoint=True)
+    return {"straight": losses(straight), "resumed": losses(resumed), "refused": refused}
+
+
+def test_resuming_passes_over_an_interrupted_save_and_refuses_it_by_name(tmp_path):
+    for result in run_ranks(resume_beside_an_interrupted_save, 4, str(tmp_path)):
+        assert result["resumed"] == result["straight"]
+        assert f"checkpoint-4' is no whole checkpoint: rank 0 says that it has no {MARK}" in result["refused"]
+        assert f"Delete it, and resume from '{tmp_path}/checkpoint-2'" in result["refused"]
+    assert why_not_whole(tmp_path / "checkpoint-4") is None  # the resumed run wrote it again
+
+
+def look_from_two_sides(rank: int, folder: str) -> dict[str, object]:
+    """Rank 1 alone sees a damaged file in the newest checkpoint, as on a network file system that is slow."""
+    PartialState(cpu=True)  # a Trainer makes it
+    seen = {"whole": last_whole_checkpoint(folder)}
+    logs: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logs.append(record.getMessage())
+    trainer_resume.logger.addHandler(handler)
+    if rank == 1:
+        look = trainer_resume.why_not_whole
+        trainer_resume.why_not_whole = lambda path: "it is cut off" if str(path).endswith("-20") else look(path)
+    seen["one rank differs"] = last_whole_checkpoint(folder)
+    seen["explicit"] = error_of(trainer_resume._resolve, os.path.join(folder, "checkpoint-20"), folder)
+    seen["none"] = error_of(trainer_resume._resolve, True, os.path.join(folder, "empty"))
+    return seen | {"logs": logs}
+
+
+def test_ranks_that_see_different_files_decide_alike(tmp_path):
+    for step in (3, 20):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / MARK).write_text("{}")
+    (tmp_path / "checkpoint-100").mkdir()
+    (tmp_path / "checkpoint-100" / MARK).write_text('{"epoch": 0.')
+    by_rank = run_ranks(look_from_two_sides, 3, str(tmp_path))
+    for seen in by_rank:
+        assert seen["whole"] == str(tmp_path / "checkpoint-20")
+        assert seen["one rank differs"] == str(tmp_path / "checkpoint-3")
+        assert "rank 1 says that it is cut off" in seen["explicit"]
+        assert "There is no whole checkpoint" in seen["none"]
+    assert "checkpoint-100 (rank 0:" in by_rank[0]["logs"][0] and "checkpoint-20 (rank 1:" in by_rank[0]["logs"][0]
+
+
+def die_while_others_have_saved(rank: int, folder: str) -> None:
+    save = Trainer._save_rng_state
+
+    def save_or_die(self, output_dir):
+        if rank == 3 and output_dir.endswith("checkpoint-4"):
+            time.sleep(1)  # the first rank has nothing left to write
+            os.kill(os.getpid(), signal.SIGKILL)
+        save(self, output_dir)
+
+    trainer = build_trainer(folder, save_total_limit=1, **SAVING)  # patches the Trainer: ours waits around ``save``
+    wrapped = Trainer._save_rng_state.__closure__
+    cell = next(cell for cell in wrapped if cell.cell_contents is Trainer._save_rng_state.__wrapped__)
+    save, cell.cell_contents = cell.cell_contents, save_or_die
+    trainer.train()
+
+
+def test_older_checkpoints_stay_until_all_ranks_have_saved(tmp_path):
+    with pytest.raises(RankError):
+        run_ranks(die_while_others_have_saved, 4, str(tmp_path))
+    assert why_not_whole(tmp_path / "checkpoint-4") == f"it has no {MARK}"
+    assert why_not_whole(tmp_path / "checkpoint-2") is None
