@@ -20,18 +20,19 @@ from hf_zeropp.comm.topology import Topology, get_topology, new_cpu_group
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
-from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
-from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather, CountedWeightGather, WeightGather
+from hf_zeropp.fsdp.all_gather import MIXED_DTYPES, ZeroPPAllGather
+from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather, CountedWeightGather, UnitWarnings, WeightGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.freshness import Freshness
 from hf_zeropp.fsdp.hooks import hook_forwards, hook_loading, listen_to_optimizers
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
-from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.reduce_scatter import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.residual_state import load_residuals, save_residuals, state_file
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
+from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.plan import Plan, agree, require_process_group
 from hf_zeropp.traffic import (
     GATHER_CROSS,
@@ -118,6 +119,7 @@ class ZeroPPHandle:
         # On backends with streams, FSDP2's overlap and ours must not be added to each other.
         self._overlaps = config.overlap and self.topology.mesh.device_type == "cpu"
         self.shares_memory = False
+        self._warnings = UnitWarnings()
         self._micro_steps = MicroSteps(config.quantizes_gradients)
         self._decisions: Decisions | None = None
         if not self.is_active:
@@ -137,6 +139,7 @@ class ZeroPPHandle:
             # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
             hook_forwards(model, self._decisions)
             self._follow_weights(model)
+            self._warn_of_fallbacks()
         for unit in self.frozen_units:  # within the node
             self._count(unit, CountedAllGather(unit, self.traffic, GATHER_FROZEN))
 
@@ -294,6 +297,7 @@ class ZeroPPHandle:
                 gather,
                 self.config,
                 self.traffic,
+                self._warnings,
                 keeps_secondary=keeps_secondary,
                 lands_at_once=not self._overlaps,
                 check=check,
@@ -335,7 +339,14 @@ class ZeroPPHandle:
         )
         for unit in self.units:
             comm = ZeroPPReduceScatter(
-                unit, hops, self.config, self.traffic, self._micro_steps, pipeline, coordinator=decisions
+                unit,
+                hops,
+                self.config,
+                self.traffic,
+                self._warnings,
+                self._micro_steps,
+                pipeline,
+                coordinator=decisions,
             )
             unit.set_reduce_scatter(comm)
             # FSDP2 adds the output of a reduction to ``.grad``. Where that output stands for a result still to come,
@@ -353,6 +364,13 @@ class ZeroPPHandle:
         unit.set_all_gather(comm)
         self.fsdp2_gathers.append(comm)
 
+    def _warn_of_fallbacks(self) -> None:
+        """Name the units that stay with FSDP2's collectives, in one warning. Units that change later are named then."""
+        mixed = [gather.unit for gather in self.gathers if gather.unit.param_dtype not in FLOAT_DTYPES]
+        self._warnings.warn(MIXED_DTYPES, mixed)
+        without_form = [reduce.unit for reduce in self.reduces if reduce.unit.reduce_dtype not in FLOAT_DTYPES]
+        self._warnings.warn(NO_WIRE_FORM, [unit for unit in without_form if unit.trains])
+
     def _follow_weights(self, model: nn.Module) -> None:
         """Learn of loaded weights and of optimizers' steps, as long as the handle lives."""
         # The hooks hang on the model's modules, and the handle holds these modules. A hook that held the handle would
@@ -366,7 +384,7 @@ class ZeroPPHandle:
         hook_loading(model, invalidate)
         listen_to_optimizers(self)
 
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Complete the gradients that the optimizer is about to read, and note that it may change weights."""
         # The hook sees every optimizer of the process. That of another model, or of a critic, must not expire these
         # weights.
@@ -384,7 +402,7 @@ class ZeroPPHandle:
             if gather.unit.has_param_of(held):
                 # A write up to now was no optimizer's. With deltas that matters: after a step a delta is enough,
                 # after any other write whole weights must cross.
-                gather.freshness.before_step()
+                gather.freshness.before_step(has_closure=has_closure)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_objects import CountedAllGather, WeightGather, record_event, warn_once
+from hf_zeropp.fsdp.comm_objects import CountedAllGather, UnitWarnings, WeightGather, record_event
 from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.layouts import gather_layouts
 from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
@@ -27,6 +27,10 @@ from hf_zeropp.traffic import Bytes, Traffic
 MANY_SURPRISES = 3
 """Resyncs in a row that no optimizer and no call explains: more than that is worth a warning."""
 
+MIXED_DTYPES = (
+    "These units mix dtypes (or hold one that is no float of 16 or 32 bits), so FSDP2 gathers their weights, unquantized and "
+    "across nodes: %s. Give their parameters one dtype, or set mixed_precision."
+)
 _SURPRISE = (
     "The weights of unit %s keep changing by something that is no step of a torch optimizer (an operation after each step, an "
     "update by hand): whole weights cross each time, four times the bytes of an INT4 delta. Change them in the optimizer's step, "
@@ -63,6 +67,7 @@ class ZeroPPAllGather(WeightGather):
         gather: the two hops; shared by all units.
         config: the settings of the run.
         traffic: counts bytes.
+        warnings: shared by all units.
         keeps_secondary: whether hpZ is on. Otherwise every gather runs both hops.
         lands_at_once: whether a cross hop that is started ahead is also finished at once (on accelerators, where streams
             overlap by themselves), instead of when the unit is needed.
@@ -75,6 +80,7 @@ class ZeroPPAllGather(WeightGather):
         gather: TwoHopGather,
         config: ZeroPPConfig,
         traffic: Traffic,
+        warnings: UnitWarnings,
         *,
         keeps_secondary: bool,
         lands_at_once: bool,
@@ -83,6 +89,7 @@ class ZeroPPAllGather(WeightGather):
         super().__init__(unit, Freshness(unit, checks_steps=config.qwz_mode == "delta"))
         self._gather = gather
         self._config = config
+        self._warnings = warnings
         self._keeps_secondary = keeps_secondary
         self._lands_at_once = lands_at_once
         self._check = check
@@ -235,7 +242,7 @@ class ZeroPPAllGather(WeightGather):
             return
         kept.num_surprises += 1
         if kept.num_surprises > MANY_SURPRISES:
-            warn_once(self, _SURPRISE, self.unit.name)
+            self._warnings.warn(_SURPRISE, [self.unit])
 
     def _land(self, kept: Copy) -> None:
         assert kept.flight is not None
@@ -250,10 +257,5 @@ class ZeroPPAllGather(WeightGather):
     def _gather_unquantized(
         self, output: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup, async_op: bool
     ) -> dist.Work | None:
-        warn_once(
-            self,
-            "The unit %s mixes dtypes (or holds one that is no float of 16 or 32 bits): its weights are gathered by "
-            "FSDP2, unquantized and across nodes. Give its parameters one dtype, or set mixed_precision.",
-            self.unit.name,
-        )
+        self._warnings.warn(MIXED_DTYPES, [self.unit])
         return self._fsdp2(output, shard, group, async_op)

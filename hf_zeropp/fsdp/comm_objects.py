@@ -144,16 +144,18 @@ class CountedWeightGather(WeightGather):
         return self._counted.predict(micro_steps)
 
 
-# The set belongs to the process, because comm objects are made anew with each model and a sweep makes many models.
-_warned: set[tuple[type, str, str]] = set()
+class UnitWarnings:
+    """Warnings about the units of one model: each once, and on rank 0 alone, because all ranks hold the same units."""
 
+    def __init__(self) -> None:
+        self._said: set[tuple[str, str]] = set()
 
-def warn_once(comm: CommObject, message: str, *args: object) -> None:
-    """Log a warning, once per kind of comm object, message and unit."""
-    key = (type(comm), message, comm.unit.name)
-    if key not in _warned:
-        _warned.add(key)
-        logger.warning(message, *args)
+    def warn(self, message: str, units: Sequence[Unit]) -> None:
+        """Log ``message``, in which ``%s`` stands for the names of those units that it was not logged for before."""
+        names = [unit.name for unit in units if (message, unit.name) not in self._said]
+        self._said.update((message, name) for name in names)
+        if names and dist.get_rank() == 0:
+            logger.warning(message, ", ".join(names))
 
 
 def record_event(device: torch.device) -> torch.Event | None:

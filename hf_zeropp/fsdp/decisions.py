@@ -16,10 +16,11 @@ error, which names unit and ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import functools
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
-from hf_zeropp.fsdp.units import Unit, current_backward
+from hf_zeropp.fsdp.units import current_backward
 from hf_zeropp.traffic import Traffic
 
 # A statement is a fixed number of bytes, so one all-reduce compares it, whatever moment it is made at. Words for the
@@ -48,6 +49,21 @@ class Moment(enum.IntEnum):
     GENERATE = 3
     BACKWARD = 4
     DELIVER = 5
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Place:
+    """A module at which a forward pass may begin.
+
+    Attributes:
+        index: its number, in module order; 0 for the model itself. Ranks compare it.
+        name: its name, for people.
+        modules: itself and what it contains, as far as they are units.
+    """
+
+    index: int
+    name: str
+    modules: frozenset[nn.Module]
 
 
 class Decisions:
@@ -91,17 +107,17 @@ class Decisions:
 
     # Weights.
 
-    def enter_forward(self, place: int, modules: Iterable[nn.Module]) -> None:
-        """Agree on the weights of ``modules`` if an outermost forward pass begins. ``place`` tells modules apart."""
-        if place == 0 and current_backward() == -1:
+    def enter_forward(self, place: Place) -> None:
+        """Agree on the weights of the units inside of ``place`` if an outermost forward pass begins there."""
+        if place.index == 0 and current_backward() == -1:
             # The model itself runs inside no other forward pass. A count that is left was left by a pass that ended without
             # its hook: PyTorch calls no forward hook after a KeyboardInterrupt.
             self._num_forwards = 0
         # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
         # model of a container) would be in vain.
         if not self._has_answers:
-            scope = set(modules)
-            self._agree_on_weights(Moment.FORWARD, place, [self._is_in(gather, scope) for gather in self._gathers])
+            asks = [any(module in place.modules for module in gather.unit.modules) for gather in self._gathers]
+            self._agree_on_weights(Moment.FORWARD, asks, f"run a forward pass of {place.name}", detail=place.index)
         self._num_forwards += 1
 
     def leave_forward(self) -> None:
@@ -113,7 +129,7 @@ class Decisions:
         """Agree on all weights once, for every forward pass inside. Weights must not change meanwhile."""
         # All units are asked about, since generation may use any part of the model. Inside, ranks of different nodes
         # may run different numbers of forward passes (one has finished its completions), so nothing is asked there.
-        self._agree_on_weights(Moment.GENERATE, 0, [True] * len(self._gathers))
+        self._agree_on_weights(Moment.GENERATE, [True] * len(self._gathers), "enter generation_mode")
         was_generating, self._is_generating = self._is_generating, True
         try:
             yield
@@ -134,9 +150,9 @@ class Decisions:
     def _before_gather(self) -> None:
         """FSDP2 gathers outside of every pass where somebody calls ``unshard()``: agree then as well."""
         if not self._has_answers:
-            self._agree_on_weights(Moment.GATHER, 0, [True] * len(self._gathers))
+            self._agree_on_weights(Moment.GATHER, [True] * len(self._gathers), "unshard parameters")
 
-    def _agree_on_weights(self, moment: Moment, place: int, asks: Sequence[bool]) -> None:
+    def _agree_on_weights(self, moment: Moment, asks: Sequence[bool], action: str, *, detail: int = 0) -> None:
         # Reading the content is the cost of a question. A unit that is not asked about keeps its state for the next
         # one.
         changes = [
@@ -146,7 +162,7 @@ class Decisions:
         facts = [_structure_digest(self._structure(index)) for index in range(len(self._gathers))]
         # The order matters: until the statements were compared, a rank does not know that the others have as many
         # unfinished reductions, and finishing one runs collectives.
-        largest = self._ask(moment, place, facts, changes).largest()
+        largest = self._ask(moment, detail, facts, changes, self._statement(action, self._describe_structure)).largest()
         self._finish_reductions()
         for gather, asked, change in zip(self._gathers, asks, largest, strict=True):
             if asked:
@@ -158,10 +174,6 @@ class Decisions:
                 if asked:
                     gather.start_ahead()
 
-    @staticmethod
-    def _is_in(gather: WeightGather, modules: set[nn.Module]) -> bool:
-        return any(module in modules for module in gather.unit.modules)
-
     # Gradients.
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
@@ -172,10 +184,14 @@ class Decisions:
             # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
             # progress would reduce wires of different sizes.
             self._micro_steps.begin_step(is_accumulating=self._is_accumulating)
-            detail = int(self._micro_steps.is_last_now) + 2 * int(self._micro_steps.quantizes)
+            is_last, quantizes = self._micro_steps.is_last_now, self._micro_steps.quantizes
+            action = (
+                f"run a backward pass of {'the last' if is_last else 'another'} micro-step, with gradients "
+                f"{'quantized' if quantizes else 'unquantized'}"
+            )
             # The answer is not waited for here. It has until the first node hop ends, so the exchange costs no time
             # in backward.
-            self._micro_step_answer = self._ask(Moment.BACKWARD, detail, self._debts(), self._no_changes())
+            self._micro_step_answer = self._ask_debts(Moment.BACKWARD, action, detail=int(is_last) + 2 * int(quantizes))
         self._micro_steps.call_at_end(self._end_backward)
 
     def confirm_micro_step(self) -> None:
@@ -189,7 +205,8 @@ class Decisions:
         # A rank that owes nothing asks nothing: most looks at gradients find them complete. Where ranks differ in
         # what they owe, the question of one meets another question of the others, and all of them raise.
         if any(reduce.owes for reduce in self.reduces):
-            self._ask(Moment.DELIVER, 0, self._debts(), self._no_changes()).largest()
+            action = "complete accumulated gradients for a look at them or for an optimizer's step"
+            self._ask_debts(Moment.DELIVER, action).largest()
             self._finish_reductions()
         for reduce in self.reduces:
             reduce.deliver()
@@ -220,50 +237,51 @@ class Decisions:
 
     # Statements.
 
-    def _ask(self, moment: Moment, detail: int, facts: Sequence[int], flags: Sequence[int]) -> Answer:
+    def _ask_debts(self, moment: Moment, action: str, *, detail: int = 0) -> Answer:
+        # The debts are read once, for the bytes and for the words: an answer is waited for later, when this pass has
+        # changed them.
+        owes = [reduce.owes for reduce in self.reduces]
+        statement = self._statement(action, lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients")
+        return self._ask(moment, detail, list(map(int, owes)), [Change.NONE] * len(self._gathers), statement)
+
+    def _ask(
+        self,
+        moment: Moment,
+        detail: int,
+        facts: Sequence[int],
+        flags: Sequence[int],
+        statement: Callable[[], Statement],
+    ) -> Answer:
         # Ranks that left a backward pass at different units would finish different numbers of hops. One byte tells
         # them apart; beyond 255 reductions a difference is not seen.
-        under_way = 0 if self._pipeline is None else min(len(self._pipeline), 255)
-        head = bytes((moment, detail // 256, detail % 256, under_way))
+        head = bytes((moment, detail // 256, detail % 256, self._num_under_way))
         common = head + b"".join(fact.to_bytes(_DIGEST_BYTES, "little") for fact in facts)
-        return self._agreement.ask(common, bytes(flags), functools.partial(self._explain, moment, detail, under_way))
+        return self._agreement.ask(common, bytes(flags), statement)
 
-    def _debts(self) -> list[int]:
-        return [int(reduce.owes) for reduce in self.reduces]
-
-    def _no_changes(self) -> list[int]:
-        return [Change.NONE] * len(self._gathers)
+    @property
+    def _num_under_way(self) -> int:
+        return 0 if self._pipeline is None else min(len(self._pipeline), 255)
 
     def _structure(self, index: int) -> tuple[object, ...]:
         # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
         unit, reduce = self._gathers[index].unit, self.reduces[index]
         return unit.structure(), unit.shows_reduced_output, reduce.without_gradient
 
-    def _explain(self, moment: Moment, detail: int, under_way: int) -> Statement:
-        actions: dict[Moment, Callable[[], str]] = {
-            Moment.FORWARD: lambda: f"run a forward pass of module {detail}",
-            Moment.GATHER: lambda: "unshard parameters",
-            Moment.GENERATE: lambda: "enter generation_mode",
-            Moment.BACKWARD: lambda: (
-                f"run a backward pass of {'the last' if detail & 1 else 'another'} micro-step, with gradients "
-                f"{'quantized' if detail & 2 else 'unquantized'}"
-            ),
-            Moment.DELIVER: lambda: "complete accumulated gradients for a look at them or for an optimizer's step",
-        }
-        facts = {
-            f"unit {gather.unit.name}": self._describe(gather.unit, reduce, moment)
-            for gather, reduce in zip(self._gathers, self.reduces, strict=True)
-        }
-        facts["the number of reductions that a backward pass left unfinished"] = str(under_way)
-        return Statement(actions[moment](), facts)
+    def _statement(self, action: str, describe: Callable[[int], str]) -> Callable[[], Statement]:
+        """Return a function that makes this rank's statement. ``describe`` gives the fact of the unit with an index."""
+        under_way = self._num_under_way
 
-    @staticmethod
-    def _describe(unit: Unit, reduce: ZeroPPReduceScatter, moment: Moment) -> str:
-        if moment in (Moment.BACKWARD, Moment.DELIVER):
-            return "has accumulated gradients" if reduce.owes else "has no accumulated gradients"
-        frozen = [
-            shard.name for shard, param in zip(unit.param_shards(), unit.params, strict=True) if not param.requires_grad
-        ]
+        def make() -> Statement:
+            facts = {f"unit {gather.unit.name}": describe(index) for index, gather in enumerate(self._gathers)}
+            facts["the number of reductions that a backward pass left unfinished"] = str(under_way)
+            return Statement(action, facts)
+
+        return make
+
+    def _describe_structure(self, index: int) -> str:
+        unit, reduce = self._gathers[index].unit, self.reduces[index]
+        shards = zip(unit.param_shards(), unit.params, strict=True)
+        frozen = [shard.name for shard, param in shards if not param.requires_grad]
         dtypes = sorted({str(param.dtype) for param in unit.params})
         said = f"{', '.join(dtypes)}, {'frozen: ' + ', '.join(frozen) if frozen else 'all parameters trainable'}"
         said += ", with hooks on its gradients" if unit.shows_reduced_output else ""

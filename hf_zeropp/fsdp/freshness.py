@@ -62,7 +62,7 @@ class Freshness:
         self._content: int | None = None
         # Nothing was gathered yet, so the first gather must send whole weights.
         self._marked = Change.EDITED
-        self._is_in_step = False
+        self._is_in_closure_step = False
 
     def taken(self) -> None:
         """Note that the unit's weights, as they are now, were gathered or are being sent."""
@@ -73,17 +73,19 @@ class Freshness:
         """Note a change that somebody told of."""
         self._marked = max(self._marked, change)
 
-    def before_step(self) -> None:
+    def before_step(self, *, has_closure: bool) -> None:
         """Note that an optimizer which holds a parameter of the unit begins a step. Changes up to now were not its own."""
         # The stamp alone is compared here, since a hash would read the shards once more in every step. An edit that
         # it shows must be noted now: after the step it could not be told from the step's own writes, and a delta
         # would be sent for it.
         self.mark(self._change_by_stamp())
-        self._is_in_step = True
+        # Without a closure no forward pass runs inside of the step. One that runs before ``after_step`` then shows that the
+        # step raised, and what it wrote until then counts as an edit.
+        self._is_in_closure_step = has_closure
 
     def after_step(self) -> None:
         """Note that the step ended. It does not come after a step that raised; the content shows what that one wrote."""
-        self._is_in_step = False
+        self._is_in_closure_step = False
         self.mark(Change.STEPPED)
         # Without deltas the mark is answer enough: every change means whole weights, so there is nothing to compare
         # later. With deltas, the content after the step shows whether somebody else wrote between the step and the
@@ -100,11 +102,11 @@ class Freshness:
         if not self._is_as_remembered():
             # Optimizers with a closure (LBFGS) run forward passes between updates of one step. Weights that changed
             # there were changed by the optimizer.
-            return max(self._marked, Change.STEPPED if self._is_in_step else Change.EDITED)
+            return max(self._marked, Change.STEPPED if self._is_in_closure_step else Change.EDITED)
         return self._marked
 
     def _change_by_stamp(self) -> Change:
-        if self._stamp is None or self._is_in_step or self._stamp.matches(self._unit.params):
+        if self._stamp is None or self._is_in_closure_step or self._stamp.matches(self._unit.params):
             return Change.NONE
         return Change.EDITED
 

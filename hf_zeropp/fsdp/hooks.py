@@ -12,14 +12,14 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hf_zeropp.fsdp.decisions import Decisions
+from hf_zeropp.fsdp.decisions import Decisions, Place
 
 
 class StepListener(Protocol):
     """Somebody who wants to know of optimizers' steps."""
 
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called before any optimizer of the process steps."""
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Called before any optimizer of the process steps. A closure may run forward passes inside of the step."""
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after any optimizer of the process has stepped, unless the step raised."""
@@ -40,9 +40,11 @@ def _install_optimizer_hooks() -> None:
     """Install one pair of hooks per process: hooks per model would have to be removed while hooks run, when it dies."""
 
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        # ``args`` begins with the optimizer itself.
+        has_closure = len(args) > 1 and args[1] is not None or kwargs.get("closure") is not None
         # The list is a copy: a listener may be freed, or a new model prepared, while one of them runs collectives.
         for listener in list(_listeners):
-            listener.before_optimizer_step(optimizer)
+            listener.before_optimizer_step(optimizer, has_closure=has_closure)
 
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for listener in list(_listeners):
@@ -57,11 +59,13 @@ def hook_forwards(model: nn.Module, decisions: Decisions) -> None:
 
     The hooks run ahead of FSDP2's own, which gather: those were registered when the model was sharded.
     """
-    hooked = [module for module in model.modules() if module is model or isinstance(module, FSDPModule)]
-    # ``place`` is how ranks compare which module they are in: a number fits into a statement, and a name does not.
-    for place, module in enumerate(hooked):
-        inner = [child for child in module.modules() if child is model or isinstance(child, FSDPModule)]
-        module.register_forward_pre_hook(_entering(decisions, place, inner), prepend=True)
+    units = {
+        name: module for name, module in model.named_modules() if module is model or isinstance(module, FSDPModule)
+    }
+    for index, (name, module) in enumerate(units.items()):
+        inner = frozenset(units.values()).intersection(module.modules())
+        place = Place(index, f"module {name}" if name else f"the model ({type(model).__name__})", inner)
+        module.register_forward_pre_hook(_entering(decisions, place), prepend=True)
         # A forward pass that raises has to be left as well, or the next one would count as one within it and agree on
         # nothing.
         module.register_forward_hook(_leaving(decisions), always_call=True)
@@ -80,11 +84,11 @@ def hook_loading(model: nn.Module, invalidate: Callable[[], None]) -> None:
             module.register_load_state_dict_post_hook(after_load)
 
 
-def _entering(decisions: Decisions, place: int, modules: list[nn.Module]) -> Callable[[nn.Module, Any], None]:
+def _entering(decisions: Decisions, place: Place) -> Callable[[nn.Module, Any], None]:
     # An agreement must run at every call and its result decides what follows, so a compiler must not trace it.
     @torch.compiler.disable
     def before_forward(module: nn.Module, args: Any) -> None:
-        decisions.enter_forward(place, modules)
+        decisions.enter_forward(place)
 
     return before_forward
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Feedback, ReduceLayouts, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_objects import CommObject, record_event, warn_once
+from hf_zeropp.fsdp.comm_objects import CommObject, UnitWarnings, record_event
 from hf_zeropp.fsdp.error_feedback import Residual
 from hf_zeropp.fsdp.layouts import reduce_layouts
 from hf_zeropp.fsdp.micro_steps import MicroSteps
@@ -35,6 +35,12 @@ from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic
 # A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes
 # first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and
 # anybody who looks at a gradient or steps an optimizer (pending.py, decisions.py), should the last micro-step never come.
+
+
+NO_WIRE_FORM = (
+    "These units reduce gradients in a dtype without a wire form, so FSDP2 reduces them, across nodes at every micro-step: %s. "
+    "Use float32, bfloat16 or float16."
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # parameters have an equality of their own, element by element
@@ -116,6 +122,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         hops: the two hops; shared by all units.
         config: the settings of the run.
         traffic: counts bytes.
+        warnings: shared by all units.
         micro_steps: tells the last micro-step, and whether gradients are quantized now; shared by all units.
         pipeline: where reductions overlap with compute; None where streams do that.
         coordinator: what the reductions of all units decide together, on all ranks.
@@ -132,6 +139,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         hops: TwoHopReduce,
         config: ZeroPPConfig,
         traffic: Traffic,
+        warnings: UnitWarnings,
         micro_steps: MicroSteps,
         pipeline: ReducePipeline | None,
         coordinator: Coordinator,
@@ -143,6 +151,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self.residual = Residual(config, micro_steps.loss_scale)
         self._config = config
         self._traffic = traffic
+        self._warnings = warnings
         self._micro_steps = micro_steps
         self._pipeline = pipeline
         self._coordinator = coordinator
@@ -377,13 +386,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def _reduce_unquantized(
         self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
     ) -> dist.Work | None:
-        warn_once(
-            self,
-            "Unit %s reduces gradients in %s, for which there is no wire form: FSDP2 reduces them, across nodes at "
-            "every micro-step. Use float32, bfloat16 or float16.",
-            self.unit.name,
-            full.dtype,
-        )
+        self._warnings.warn(NO_WIRE_FORM, [self.unit])
         peers = Peers.of(group, self._traffic.ranks_per_node)
         self._traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
         return self._fsdp2(output, full, group, op, async_op)

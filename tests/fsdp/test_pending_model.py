@@ -25,8 +25,8 @@ from torch.distributed.tensor import DTensor, Replicate
 from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_objects import WeightGather
-from hf_zeropp.fsdp.decisions import Decisions
+from hf_zeropp.fsdp.comm_objects import UnitWarnings, WeightGather
+from hf_zeropp.fsdp.decisions import Decisions, Place
 from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
@@ -126,7 +126,7 @@ class Model:
         config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None)
         self.reduces = [
             ZeroPPReduceScatter(
-                unit, hops, config, traffic, self.micro_steps, self.pipeline, coordinator=self.decisions
+                unit, hops, config, traffic, UnitWarnings(), self.micro_steps, self.pipeline, coordinator=self.decisions
             )
             for unit in self.units
         ]
@@ -158,7 +158,7 @@ class Model:
     # The user's part.
 
     def backward(self, *used: tuple[str, ...], last: bool, raises: bool = False) -> None:
-        self.decisions.enter_forward(0, [])
+        self.decisions.enter_forward(Place(0, "the model", frozenset()))
         self.decisions.leave_forward()
         self.micro_steps.ask_is_last = lambda: last
         try:
