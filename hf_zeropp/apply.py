@@ -152,7 +152,8 @@ class ZeroPPHandle:
         """Gather across nodes again at the next forward pass.
 
         Weights that lie on the CPU need no such call: whatever changes them is seen. On accelerators call it after writes that
-        move no version counter: through ``param.data``, raw pointers, or a kernel of your own. One rank may call it alone.
+        move no version counter: through ``param.data``, raw pointers or a kernel of your own, with ``torch._foreach_*``
+        operations on parameters, and after ``torch.distributed.checkpoint.load`` into them. One rank may call it alone.
         """
         for gather in self._weight_gathers:
             # This only sets a mark, and runs no collective. Ranks exchange their marks when the next forward pass
@@ -160,7 +161,10 @@ class ZeroPPHandle:
             gather.expire()
 
     def reshard(self) -> None:
-        """Drop what stayed unsharded after a forward (FSDP2's root): torch's full-state load mistakes it for shards."""
+        """Reshard the units that a forward pass left unsharded, such as FSDP2's root unit.
+
+        Call it before PyTorch loads a full state dict: it would take the unsharded parameters for shards.
+        """
         for unit in self.units:
             if unit.is_unsharded:
                 unit.reshard()
@@ -236,7 +240,7 @@ class ZeroPPHandle:
             yield
 
     def lockstep_group(self) -> dist.ProcessGroup | None:
-        """The ranks that must run the same forwards while no weight changes; None for all."""
+        """Return the ranks that must run the same forward passes while no weight changes; None for the whole world."""
         # Ranks must run the same forwards wherever their gathers meet. Without secondary shards, or for a unit that
         # stays FSDP2's own, that is the world.
         in_groups = bool(self.gathers) and all(gather.stays_in_group for gather in self.gathers)

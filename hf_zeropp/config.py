@@ -438,4 +438,4 @@ _CHECKS: dict[str, Check] = {
     "shared_memory": _flag,
     "ranks_per_node": _positive_int_or("auto"),
 }
-"""What each setting allows by itself. ``qwz_bits`` is missing: what it allows depends on ``qwz_mode``."""
+"""The values that each setting allows by itself. ``qwz_bits`` is missing, because its values depend on ``qwz_mode``."""

@@ -7,8 +7,9 @@ the node. Three things have to be seen to:
 - *Hop 1 first.* It is started for all stale units at once on entry, by all ranks. After that no rank needs another node.
 - *Uneven stops.* Ranks that gather together must go on together until the last of them is done. Transformers asks all ranks
   of the world, by an all-reduce for every token, over the slow network. Here the node's ranks ask each other.
-- *Adapters.* PEFT's ``generate`` calls the base model and never the PeftModel, which is FSDP2's root and gathers what no
-  block owns. ``generate`` is therefore registered as one of its forward methods.
+- *Adapters.* PEFT's ``generate`` calls the forward pass of the base model and never that of the PeftModel, which is FSDP2's root
+  and gathers the weights that no block owns. ``generate`` therefore runs inside a method that is registered as a forward method
+  of the root.
 
 ``install_generate`` makes ``model.generate`` do all this by itself. ``generation_mode(model, memory_budget=...)`` in addition
 keeps units gathered for as long as it lasts, as many as fit: several calls of ``generate``, or one with many tokens, then

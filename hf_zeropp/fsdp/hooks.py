@@ -59,9 +59,11 @@ def hook_forwards(model: nn.Module, decisions: Decisions) -> None:
 
     The hooks run ahead of FSDP2's own, which gather: those were registered when the model was sharded.
     """
-    units = {
-        name: module for name, module in model.named_modules() if module is model or isinstance(module, FSDPModule)
-    }
+
+    def is_hooked(module: nn.Module) -> bool:
+        return module is model or isinstance(module, FSDPModule)
+
+    units = {name: module for name, module in model.named_modules() if is_hooked(module)}
     for index, (name, module) in enumerate(units.items()):
         inner = frozenset(units.values()).intersection(module.modules())
         place = Place(index, f"module {name}" if name else f"the model ({type(model).__name__})", inner)

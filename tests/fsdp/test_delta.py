@@ -48,7 +48,7 @@ def weight_error(model: torch.nn.Module) -> float:
 
 
 def is_rounded_master(model: torch.nn.Module) -> bool:
-    """Whether what is gathered is bf16(master), bit for bit: whole weights have just crossed."""
+    """Return whether the gathered weights are bf16(master), bit for bit, as after whole weights crossed."""
     gathered, masters = gathered_weights(model), full_weights(model)
     return all(torch.equal(gathered[name], masters[name].bfloat16()) for name in masters)
 
@@ -117,7 +117,7 @@ class RunsItsClosure(torch.optim.Optimizer):
 
 
 def closures_within_a_step(rank: int) -> None:
-    """What changes the weights between an optimizer's forwards is the optimizer: deltas will do."""
+    """The optimizer itself changes the weights between the forward passes of its closure, so deltas are enough."""
     model, handle = new_model(DELTA)
     optimizer = RunsItsClosure(model.parameters(), lr=0.01)
 
@@ -145,7 +145,7 @@ def checkpoints_resync_what_deltas_made(rank: int) -> None:
 
 
 def manual_edits_resync(rank: int) -> None:
-    """What is no optimizer's work may be of any size: whole weights cross, and what is gathered is bf16(master)."""
+    """A change by anything but an optimizer may be of any size: whole weights cross, and bf16(master) is gathered."""
     model, handle = new_model(DELTA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     edits = {
@@ -331,7 +331,7 @@ def switching_adapters(rank: int) -> tuple[list[float], bool]:
 
 
 def unit_error(unit: Unit) -> float:
-    """Of one unit's matrices, as they are gathered now."""
+    """Return one unit's matrices, as they are gathered now."""
     module = unit.modules[0]
     with unit.kept_gathered():
         gathered = {name: param.detach().clone() for name, param in module.named_parameters()}

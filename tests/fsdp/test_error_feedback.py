@@ -58,7 +58,7 @@ def exact_sums(rank: int, steps: int) -> Gradients:
 
 
 def sums(run: Run, steps: int) -> Gradients:
-    """Of the matrices' gradients, in fp64."""
+    """Return the gradients of the matrices, summed over steps, in fp64."""
     total: Gradients = {}
     for step in range(steps):
         for name, gradient in run.step(step).items():

@@ -1,4 +1,4 @@
-"""What FSDP2 users do besides a plain step, under ZeRO++: each must give the exact mean's gradients within the bound.
+"""Uses of FSDP2 besides a plain step, under ZeRO++: each must give the exact mean's gradients within the bound.
 
 Two nodes of two ranks and the default settings (INT8 weights, INT8 and INT4 gradients) unless a scenario says so.
 Every scenario runs twice: blocking and overlapping communication take different ways through the comm objects.

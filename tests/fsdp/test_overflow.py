@@ -1,4 +1,4 @@
-"""What is not a number on one rank is not a number for all of them, and what is zero stays zero."""
+"""A NaN of one rank reaches all ranks, and zeros stay zeros."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ SAVING = {"save_strategy": "steps", "save_steps": 2, "bf16": True}
 
 
 def log_lines() -> list[str]:
-    """What the package logs from now on."""
+    """Collect the log messages of the package from now on."""
     lines: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())

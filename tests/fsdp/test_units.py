@@ -44,7 +44,7 @@ def record(model) -> list[tuple[units.Unit, RecordingGather, RecordingReduce]]:
 
 
 def private_names_are_there(rank: int) -> None:
-    """Those that units.py reads off FSDP2's objects, by the name of the variable that holds one."""
+    """Return the attributes that units.py reads off FSDP2's objects, by the name of the variable that holds one."""
     model = shard(make_lm())
     backward(model, rank)
     state = model._get_fsdp_state()
@@ -125,7 +125,7 @@ def the_state_of_a_unit(rank: int) -> None:
 
 
 def stamps_move_with(rank: int) -> dict[str, bool]:
-    """What a stamp notices, and what it does not: there ``handle.invalidate()`` is for."""
+    """A stamp notices some writes; the others need ``handle.invalidate()``."""
     model = shard(make_lm())
     unit = find_units(model)[1]
     weight = model.blocks[0].up.weight

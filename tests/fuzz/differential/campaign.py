@@ -27,7 +27,7 @@ NO_HAZARD = "(no hazard)"
 
 
 def blame(outcome: Outcome) -> str | None:
-    """Whose failure an outcome is; None where nobody's."""
+    """Return whose failure an outcome is; None where nothing failed."""
     if outcome.oracle is not None:
         return ORACLE
     if outcome.ours is None:
@@ -36,7 +36,7 @@ def blame(outcome: Outcome) -> str | None:
 
 
 def kind_of(symptom: Symptom) -> str:
-    """What symptoms have in common that may have one cause. Ranks that run different collectives hang, or gloo aborts."""
+    """Return one kind for symptoms that may have one cause: ranks that run different collectives hang, or gloo aborts."""
     return {**dict.fromkeys(VALUES, "wrong numbers"), "dies": "hang"}.get(symptom.kind, symptom.kind)
 
 

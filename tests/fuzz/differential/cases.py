@@ -1,4 +1,4 @@
-"""What a program of the fuzz is, and its text form.
+"""The programs of the fuzz, and their text form.
 
 A case holds everything that one run depends on: the world, the settings, the models, the optimizers and the operations.
 Its text form is a list of calls, one a line, which a person can read and ``Case.parse`` turns back into the same case::

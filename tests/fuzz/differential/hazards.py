@@ -62,7 +62,7 @@ _STEPS = {"step", "step_with_closure", "step_on_all_but_one", "step_that_raises"
 
 @dataclasses.dataclass
 class Walk:
-    """What is known behind a number of operations.
+    """The state of a program behind some of its operations.
 
     Attributes:
         is_last: what ``set_last`` said.

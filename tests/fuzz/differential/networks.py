@@ -122,7 +122,7 @@ def build(spec: ModelSpec, seed: int) -> Net:
 
 @functools.cache
 def used_and_trainable(spec: ModelSpec) -> tuple[tuple[bool, bool], ...]:
-    """Of each parameter: whether every forward without a path uses it, and whether it trains at the start."""
+    """Return for each parameter whether every forward without a path uses it, and whether it trains at the start."""
     net = build(spec, 0)
     return tuple((not name.endswith("idle"), param.requires_grad) for name, param in net.named_parameters())
 

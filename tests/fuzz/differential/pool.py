@@ -40,7 +40,7 @@ _start_lock = threading.Lock()  # the fork server takes one request at a time
 
 @dataclasses.dataclass(frozen=True)
 class Symptom:
-    """What went wrong on one side.
+    """A failure of one side.
 
     Attributes:
         kind: "loss", "grad", "weight" or "norm" (it differs from the oracle), "raises" and a type, "dies", "hang".
@@ -53,7 +53,7 @@ class Symptom:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a case gave on both sides that are compared with the oracle, and on the oracle itself. None: as expected."""
+    """The failures of a case: of the two sides that are compared with the oracle, and of the oracle itself. None: no failure."""
 
     ours: Symptom | None = None
     stock: Symptom | None = None
@@ -171,7 +171,7 @@ class World:
         return side, Symptom("hang", "\n".join([where, *lines]))
 
     def _stacks(self, ranks: list[int]) -> dict[int, str]:
-        """Where the ranks stand now, innermost first: functions of the package and of FSDP2."""
+        """Return, by rank, the functions of the package and of FSDP2 that run now, innermost first."""
         for rank in ranks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._processes[rank].pid, signal.SIGUSR1)

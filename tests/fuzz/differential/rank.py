@@ -1,4 +1,4 @@
-"""What one worker process does: run cases, one after another, as one rank of a gloo world."""
+"""A worker process: it runs cases, one after another, as one rank of a gloo world."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What one rank found.
+    """The findings of one rank.
 
     Attributes:
         differences: by side, where it first differs from the oracle; None where it does not.
@@ -153,7 +153,7 @@ def _trace(side: Side, case: Case, forced: Sequence[Mapping[str, torch.Tensor]] 
 
 
 def _whole_weights(run: list[Observation], rank: int, world: int) -> list[dict[str, torch.Tensor]]:
-    """Of each operation that shows weights, the whole ones, from every rank's rows."""
+    """Return the whole weights of each operation that shows weights, joined from every rank's rows."""
     own = [{key: value for key, value in seen.items() if key.startswith("weight")} for seen in run]
     of_ranks: list[Any] = [None] * world
     dist.all_gather_object(of_ranks, own)

@@ -156,7 +156,7 @@ class Ours(Stock):
         return {}
 
     def _models(self) -> Sequence[nn.Module]:
-        """What ``apply_zeropp`` is called with."""
+        """Return the settings for ``apply_zeropp``."""
         return self.nets if self.container is None else [self.container]
 
 

@@ -111,7 +111,7 @@ class Side(ABC):
         return {}
 
     def zero_grad(self, optimizer: int | None, keep: bool) -> None:
-        """Of all parameters, or those of one optimizer; ``keep`` is ``set_to_none=False``."""
+        """Zero the gradients of all parameters, or of one optimizer's; ``keep`` is ``set_to_none=False``."""
         for param in self.params.values() if optimizer is None else self._optimized(optimizer):
             if not keep:
                 param.grad = None
@@ -202,7 +202,7 @@ class Side(ABC):
         return {}
 
     def save_handle_state(self) -> Observation:
-        """What a checkpoint asks of ZeRO++."""
+        """Ask of ZeRO++ what a checkpoint asks."""
         return {}
 
     # What is compared.
@@ -393,7 +393,7 @@ def _run(net: Net, policy: str, x: torch.Tensor, path: Sequence[int] | None) -> 
 
 
 def step_and_drop(param: torch.Tensor) -> None:
-    """What a loop with an optimizer inside the backward pass does in its gradient hook."""
+    """Step as a loop with an optimizer inside the backward pass does, in a gradient hook."""
     optimizer = torch.optim.SGD([param], lr=0.1)
     optimizer.step()
     optimizer.zero_grad()
