@@ -33,14 +33,28 @@ SLICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
+    """One exchange.
+
+    Args:
+        ranks_per_node: N.
+        slice: a name of ``SLICES``, or lengths as in there, separated by commas.
+        dtype: of the values.
+        node_bits: width within the node; the only width of a gather.
+        cross_bits: width across nodes.
+    """
+
     ranks_per_node: int
     slice: str
     dtype: torch.dtype
-    node_bits: int | None  # a gather has one width, in node_bits
+    node_bits: int | None
     cross_bits: int | None = None
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        return SLICES[self.slice] if self.slice in SLICES else tuple(map(int, self.slice.split(",")))
+
     def layout(self, bits: int | None) -> WireLayout:
-        segments = [Segment(abs(length), bits if length > 0 else None) for length in SLICES[self.slice]]
+        segments = [Segment(abs(length), bits if length > 0 else None) for length in self.lengths]
         return WireLayout(segments, BLOCK, self.dtype)
 
     def values(self, rank: int, num_slices: int, seed: int = 0) -> torch.Tensor:
