@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from hf_zeropp.comm.hosts import Host, check_hosts, this_host
 from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
 from hf_zeropp.compat import check_silent_seams
 from hf_zeropp.config import ZeroPPConfig
@@ -89,7 +90,8 @@ def agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.
         This rank's plan, which is every rank's.
 
     Raises:
-        ValueError: on every rank, if any rank objects to its model or settings, or if two ranks differ.
+        ValueError: on every rank, if any rank objects to its model or settings, if two ranks differ, or if a node has ranks on
+            two hosts.
     """
     # Nothing before the exchange is collective, so a rank that objects early (its settings file is missing, its model
     # is not sharded) still meets the others in the exchange, which needs no more than the world's own group.
@@ -99,15 +101,16 @@ def agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.
     except Exception as exception:  # whatever it is, the other ranks must hear of it, or they would wait for ever
         error = f"{type(exception).__name__}: {exception}"
     # Plans are pickled. They hold words and numbers and no tensors, which would be copied to and from an accelerator.
-    outcomes: list[tuple[Plan | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (plan, error))
+    outcomes: list[tuple[Plan | None, str | None, Host]] = [(None, None, this_host())] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (plan, error, this_host()))
     plans = []
-    for rank, (rank_plan, rank_error) in enumerate(outcomes):
+    for rank, (rank_plan, rank_error, _) in enumerate(outcomes):
         if rank_plan is None:
             raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
         plans.append(rank_plan)
     # Every rank has all plans and compares them in the same order, so every rank raises the same error or none.
     _check_same_plan(plans)
+    check_hosts([host for *_, host in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"])
     return plans[dist.get_rank()]
 
 

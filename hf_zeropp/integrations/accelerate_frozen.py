@@ -23,7 +23,8 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from hf_zeropp.comm.topology import detect_ranks_per_node, get_topology
+from hf_zeropp.comm.hosts import agree_on_nodes
+from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.adapters import adapter_modules
 from hf_zeropp.frozen.packing import convert_frozen, quantize_frozen, refuse_foreign_quantizer
@@ -53,8 +54,8 @@ def prepare_frozen(
         return
     refuse_foreign_quantizer(model)
     # Frozen weights never change, so each node keeps all of them: a gather of them stays within the node in every step.
-    ranks_per_node = detect_ranks_per_node(config.ranks_per_node, dist.get_world_size())
-    node_mesh = get_topology(ranks_per_node, device_type).mesh["node"]
+    # The groups of all nodes are made here already, and ranks that differed in N would wait in there for ever.
+    node_mesh = get_topology(agree_on_nodes(config.ranks_per_node), device_type).mesh["node"]
     from_rank_0 = bool(plugin.cpu_ram_efficient_loading)
     if config.frozen_bits is not None:
         # Packing comes before sharding, so that FSDP2 shards codes and scales and gathers them as they are. Ranks other

@@ -1,9 +1,13 @@
 """The node group and the cross group of every rank, for several worlds and every node size."""
 
+import os
+
 import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
+import hf_zeropp.comm.hosts as hosts_module
+from hf_zeropp.comm.hosts import Host, agree_on_nodes
 from hf_zeropp.comm.topology import detect_ranks_per_node, get_topology, resolve_hpz_size
 
 DIVISORS = {2: [1, 2], 3: [1, 3], 4: [1, 2, 4], 6: [1, 2, 3, 6]}
@@ -28,6 +32,47 @@ def test_rank_r_is_y_times_n_plus_x(world_size: int) -> None:
             y, x = divmod(rank, ranks_per_node)
             assert node == [y * ranks_per_node + i for i in range(ranks_per_node)]
             assert cross == [i * ranks_per_node + x for i in range(world_size // ranks_per_node)]
+
+
+def nodes_of_hosts(rank: int, hosts: str, setting: int | str, local_sizes: list[int | None]) -> tuple[str, list[str]]:
+    """Agree on nodes, on a rank that runs on ``hosts[rank]`` and was told a local size. Return the outcome and warnings."""
+    os.environ.pop("LOCAL_WORLD_SIZE")
+    if local_sizes[rank] is not None:
+        os.environ["LOCAL_WORLD_SIZE"] = str(local_sizes[rank])
+    messages: list[str] = []
+    hosts_module.logger.warning = lambda message, *args: messages.append(message % args)
+    # A host cannot be faked from outside of the process: its id is the kernel's.
+    hosts_module.this_host = lambda: Host(f"host-{hosts[rank]}", hosts[rank])
+    try:
+        return str(agree_on_nodes(setting)), messages
+    except ValueError as error:
+        return str(error), messages
+
+
+@pytest.mark.parametrize(
+    ("hosts", "setting", "local_sizes", "outcome"),
+    [
+        ("aabb", "auto", [2] * 4, "2"),
+        ("aaaa", 2, [4] * 4, "2"),
+        ("aaaa", "auto", [4] * 4, "4"),
+        (
+            "abab",
+            "auto",
+            [2] * 4,
+            "ranks 0 and 1 would share a node of 2 ranks, but run on different hosts (host-a, host-b)",
+        ),
+        ("aabb", 4, [2] * 4, "4"),
+        ("aaab", "auto", [3, 3, 3, 1], "rank 0 says: LOCAL_WORLD_SIZE=3 must divide the world of 4"),
+        ("aabc", "auto", [2, 2, 1, 1], "rank 0 has 2, rank 2 has 1"),
+        ("aabb", "auto", [2, 2, 2, None], "rank 3 says: ranks_per_node"),
+    ],
+)
+def test_nodes_are_made_of_hosts(hosts, setting, local_sizes, outcome) -> None:
+    """All ranks hear the same, and nobody waits for a rank that objects."""
+    ranks = run_ranks(nodes_of_hosts, 4, hosts, setting, local_sizes)
+    assert len({said for said, _ in ranks}) == 1 and outcome in ranks[0][0], ranks
+    spans_hosts = hosts == "aabb" and setting == 4
+    assert [len(messages) for _, messages in ranks] == [int(spans_hosts), 0, 0, 0]
 
 
 def test_auto_reads_the_launchers_variable(monkeypatch) -> None:
