@@ -5,7 +5,6 @@ See [Note: gradient accumulation] below, and overlap.py for reductions that run 
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Protocol, cast
 
 import torch
@@ -18,6 +17,7 @@ from hf_zeropp.comm.two_hops import Feedback, ReduceLayouts, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.comm_objects import CommObject, UnitWarnings, record_event
 from hf_zeropp.fsdp.error_feedback import Residual
+from hf_zeropp.fsdp.gradient_form import Column, Form, Partial
 from hf_zeropp.fsdp.layouts import reduce_layouts
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
@@ -43,45 +43,6 @@ NO_WIRE_FORM = (
 )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)  # parameters have an equality of their own, element by element
-class Column:
-    """One parameter's part of every slice of a unit.
-
-    Attributes:
-        param: the sharded parameter.
-        start: its first element in the slice.
-        shard: its sizes.
-    """
-
-    param: DTensor
-    start: int
-    shard: ParamShard
-
-    def of(self, slices: torch.Tensor) -> torch.Tensor:
-        """Return the part of ``slices`` [..., S] that belongs to the parameter, with its padding."""
-        return slices[..., self.start : self.start + self.shard.padded_numel]
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Form:
-    """How a unit's gradients travel in one reduction.
-
-    Attributes:
-        layouts: the wire layouts of both hops.
-        columns: the parameters in a slice, in order.
-        scale: the factor that the reduction applies to the sum over ranks.
-    """
-
-    layouts: ReduceLayouts
-    columns: tuple[Column, ...]
-    scale: float
-
-    def adds_up_with(self, other: Form) -> bool:
-        """Return whether sums of both forms are sums of the same things."""
-        has_same_params = [id(one.param) for one in self.columns] == [id(one.param) for one in other.columns]
-        return has_same_params and (self.layouts, self.scale) == (other.layouts, other.scale)
-
-
 class Coordinator(Protocol):
     """The part of decisions.py that reductions ask."""
 
@@ -96,22 +57,6 @@ class Coordinator(Protocol):
 
     def deliver(self) -> None:
         """Complete all gradients of the model."""
-
-
-@dataclasses.dataclass
-class Partial:
-    """Gradients of earlier micro-steps, summed within the node.
-
-    Attributes:
-        sums: fp32 [Y, S].
-        form: how they travel.
-        written: recorded when they were written, on FSDP2's reduce-scatter stream. The next reduction runs on that stream too;
-            a delivery for an optimizer's step runs on another one, and waits for it. None on CPU.
-    """
-
-    sums: torch.Tensor
-    form: Form
-    written: torch.Event | None
 
 
 class ZeroPPReduceScatter(CommObject, ReduceScatter):
@@ -359,7 +304,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             if column.param in params and isinstance(grad, DTensor) and self.pending.waits(column.param):
                 target = self.pending.plain_of(column.param)
                 # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
-                target += column.of(reduced)[: column.shard.numel].view(target.shape).to(target.dtype)
+                result = column.of(reduced)[: column.shard.numel].view(target.shape)
+                if target.device != result.device:
+                    # FSDP2 offloads gradients to the CPU with copies that it does not wait for.
+                    torch.accelerator.synchronize()
+                target += result.to(target)
 
     def _feedback(self, layouts: ReduceLayouts, device: torch.device) -> list[Feedback] | None:
         """Return what error feedback adds to the cross hop that begins now."""
