@@ -19,6 +19,8 @@ BLOCK = "zeropp_config"
 
 _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 """Values of ``distributed_type`` under which no script shards with FSDP2."""
+_ONE_PROCESS = ("NO", "MULTI_CPU")
+"""Values of ``distributed_type`` with which Accelerate starts one process of this machine, whatever ``num_processes`` says."""
 
 
 def check_keys(path: str, file: dict[str, Any]) -> None:
@@ -74,6 +76,12 @@ def check_job(args: argparse.Namespace, file: dict[str, Any], config: ZeroPPConf
     num_machines = _count(args, file, "num_machines") or 1
     if num_processes is None:
         return
+    engine = str(file.get("distributed_type", "")).upper()
+    if engine in _ONE_PROCESS and num_processes > num_machines and not args.use_fsdp and args.mpirun_hostfile is None:
+        raise ValueError(
+            f"Accelerate starts one process with distributed_type: {engine}, though num_processes={num_processes}. Set "
+            "`distributed_type: FSDP` and `fsdp_version: 2` under `fsdp_config:`, on CPU too."
+        )
     if num_processes % num_machines:
         raise ValueError(
             f"num_processes={num_processes} counts the ranks of all machines and must be a multiple of "

@@ -12,6 +12,7 @@ type.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,8 @@ from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
 from hf_zeropp.switch import is_enabled
+
+logger = logging.getLogger(__name__)
 
 
 def put_in_force() -> None:
@@ -85,7 +88,12 @@ class _FirstStep:
         if self._is_over:
             return
         self._is_over = True
-        if not _is_in_use():
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            logger.warning(
+                "There is one process, so nothing is sharded and ZeRO++ does nothing. For more, set `distributed_type: FSDP` and "
+                "`num_processes` in the Accelerate config."
+            )
+        elif not _is_in_use():
             raise ValueError(
                 f"The first optimizer step ({type(optimizer).__name__}) has ended, and no model runs under ZeRO++, though "
                 f"this job was started with it: expected a model that Accelerate or a Trainer shards with FSDP2, got "
@@ -95,12 +103,11 @@ class _FirstStep:
 
 
 def _is_in_use() -> bool:
-    """Return whether a model has a handle, the script itself turned ZeRO++ off, or there is nothing to shard."""
+    """Return whether a model has a handle, or the script itself turned ZeRO++ off."""
     active = AcceleratorState._shared_state.get("fsdp_plugin")
     is_turned_off = isinstance(active, ZeroPPPlugin) and active.zeropp is False
-    is_alone = not dist.is_initialized() or dist.get_world_size() == 1
     modules: list[Any] = find_sharded_modules()
-    return is_turned_off or is_alone or any(get_handle(module) is not None for module in modules)
+    return is_turned_off or any(get_handle(module) is not None for module in modules)
 
 
 def _description() -> str:

@@ -22,8 +22,9 @@ from trainer_runs import (
 )
 from transformers import Trainer, TrainerCallback
 
-from hf_zeropp import traffic
+from hf_zeropp import get_handle, traffic
 from hf_zeropp.integrations import trainer as integration
+from hf_zeropp.integrations.accelerate import let_stock_plugin_count_on_cpu
 from hf_zeropp.integrations.step_log import CROSS_NODE, INTRA_NODE, SAVING, TIME_SHARE
 from hf_zeropp.integrations.trainer import ZeroPPCallback
 
@@ -168,13 +169,25 @@ def callback_without_fsdp(rank: int, folder: str):
     build_trainer(folder, fsdp=None, fsdp_config=None)
 
 
-def settings_without_callback(rank: int, folder: str):
-    Trainer(tiny_model(), training_arguments(folder), train_dataset=token_data())
+def settings_without_callback(rank: int, folder: str, counts_on_cpu: bool):
+    """Losses, and the node's bytes per step as they are logged and as they are predicted."""
+    if counts_on_cpu:  # as on an accelerator
+        let_stock_plugin_count_on_cpu()
+    trainer = Trainer(tiny_model(), training_arguments(folder, max_steps=2), train_dataset=token_data())
+    trainer.train()
+    predicted = traffic.total(get_handle(trainer.model).predict().values())
+    return losses(trainer), [1e9 * each for each in logged(trainer, CROSS_NODE)], 2 * predicted.cross_node
 
 
-def callback_of_another_trainer(rank: int, folder: str):
-    build_trainer(folder)
-    Trainer(tiny_model(), training_arguments(folder), train_dataset=token_data()).train()
+def test_settings_take_effect_without_a_callback(tmp_path):
+    ours, bytes_, predicted = run_ranks(settings_without_callback, 4, str(tmp_path), True)[0]
+    with_callback, _ = run_ranks(train, 4, str(tmp_path), TWO_NODES, {"max_steps": 2})[0]
+    assert ours == with_callback and bytes_ == pytest.approx([predicted] * 2, rel=0.04)
+
+
+def test_settings_that_cannot_take_effect_are_an_error(tmp_path):
+    for message in expect_errors(settings_without_callback, 2, str(tmp_path), False):
+        assert "got fsdp=True in 2 processes of DistributedType.MULTI_CPU" in message and "hf-zeropp launch" in message
 
 
 def callback_added_late(rank: int, folder: str):
@@ -202,9 +215,7 @@ def attach_to_another(rank: int, folder: str):
 
 
 MISTAKES = {
-    callback_without_fsdp: "ZeroPPCallback needs a model sharded by FSDP2: set TrainingArguments(fsdp=True",
-    settings_without_callback: "no ZeroPPCallback was passed to this Trainer",
-    callback_of_another_trainer: "no ZeroPPCallback was passed to this Trainer",
+    callback_without_fsdp: "ZeroPPCallback needs a model sharded by FSDP2, got fsdp=None",
     callback_added_late: "ZeroPPCallback must be there when the Trainer is built",
     fsdp_version_1: "expected fsdp_version=2, got 1",
     deepspeed_too: "ZeroPPCallback and DeepSpeed exclude each other",

@@ -1,0 +1,36 @@
+"""A script that knows nothing of this package, as its users write them: Accelerate, settings from the launcher."""
+
+import argparse
+import json
+
+import torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+parser.add_argument("--steps", type=int, default=4)
+args = parser.parse_args()
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+set_seed(0)
+config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+model, optimizer = accelerator.prepare(model, optimizer)
+losses = []
+for step in range(2 * args.steps):
+    generator = torch.Generator().manual_seed(10 * step + accelerator.process_index)
+    tokens = torch.randint(97, (2, 16), generator=generator)
+    with accelerator.accumulate(model):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        if accelerator.sync_gradients:
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    losses.append(accelerator.reduce(loss.detach(), "mean").item())
+if accelerator.is_main_process:
+    with open(args.out, "w") as file:
+        json.dump(losses, file)
+accelerator.end_training()

@@ -1,0 +1,105 @@
+"""Scripts that do not know the package, run by ``hf_zeropp.run`` as ``hf-zeropp launch`` does on every rank."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from harness import run_ranks
+from test_trl import phrases, tokenizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from trainer_runs import tiny_model
+
+from hf_zeropp import get_handle, run, traffic
+from hf_zeropp.fsdp.units import find_sharded_modules
+
+PLAIN = Path(__file__).parent / "scripts/plain_accelerate.py"
+# The variables that Accelerate's launcher exports for FSDP2, and two emulated nodes.
+LAUNCHED = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "ZEROPP_RANKS_PER_NODE": "2",
+}
+UNQUANTIZED = {"ZEROPP_QWZ_BITS": "none", "ZEROPP_QGZ_BITS": "none", "ZEROPP_QGZ_INTRA_BITS": "none"}
+OFF = {"ZEROPP_ENABLED": "0"}
+
+
+def run_script(rank: int, command: list[str], micro_steps: int) -> dict | None:
+    """Run a script in this process, and return the bytes of its model per step; None where no handle was made."""
+    handles = {}
+
+    def keep_handles(*_) -> None:
+        found = filter(None, map(get_handle, find_sharded_modules()))
+        handles.update({id(handle): handle for handle in found})
+
+    register_optimizer_step_post_hook(keep_handles)  # the script's model does not outlive the script
+    sys.argv = ["python", *command]
+    run.main()
+    if not handles:
+        return None
+    (handle,) = handles.values()
+    steps = handle.traffic.steps
+    predicted = traffic.total(handle.predict(micro_steps).values())
+    return {"counted": handle.traffic.cross_node_bytes / steps / 2, "predicted": predicted.cross_node}
+
+
+def run_plain(folder: Path, env: dict) -> tuple[list[float], dict | None]:
+    out = folder / "losses.json"
+    command = [str(PLAIN), "--out", str(out)]
+    counts = run_ranks(run_script, 4, command, 2, env=LAUNCHED | env, init=False)
+    return json.loads(out.read_text()), counts[0]
+
+
+def test_a_plain_accelerate_script(tmp_path: Path) -> None:
+    stock, without = run_plain(tmp_path, OFF)
+    unquantized, _ = run_plain(tmp_path, UNQUANTIZED)
+    ours, counts = run_plain(tmp_path, {})
+    assert without is None
+    assert unquantized == pytest.approx(stock, rel=1e-6)
+    assert ours == pytest.approx(stock, rel=2e-3) and ours != stock
+    assert counts["counted"] == pytest.approx(counts["predicted"], rel=0.04)
+
+
+def save_model_and_data(folder: Path) -> list[str]:
+    """Save a tiny model and texts, and return the flags with which TRL's scripts find them."""
+    words = tokenizer()
+    words.save_pretrained(folder / "model")
+    tiny_model().save_pretrained(folder / "model")
+    lines = [json.dumps({"text": text}) for text in phrases(64, 12, 1)]
+    (folder / "data").mkdir()
+    (folder / "data/train.jsonl").write_text("\n".join(lines))
+    return ["--model_name_or_path", str(folder / "model"), "--dataset_name", str(folder / "data")]
+
+
+def run_trl(rank: int, folder: str, flags: list[str]) -> tuple[list[float], dict | None]:
+    import datasets
+    import transformers.trainer
+    from transformers import TrainerCallback
+
+    seen = []
+
+    class KeepLosses(TrainerCallback):
+        def on_train_end(self, args, state, control, **kwargs) -> None:
+            seen.extend(entry["loss"] for entry in state.log_history if "loss" in entry)
+
+    datasets.config.HF_DATASETS_CACHE = Path(folder) / f"cache_{rank}"
+    transformers.trainer.DEFAULT_CALLBACKS.append(KeepLosses)
+    return seen, run_script(rank, ["-m", "trl.scripts.sft", *flags], 1)
+
+
+def test_an_unmodified_script_of_trl(tmp_path: Path) -> None:
+    flags = save_model_and_data(tmp_path) + ["--output_dir", str(tmp_path / "out"), "--max_steps", "3"]
+    flags += ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--report_to", "none", "--use_cpu", "true"]
+    flags += ["--bf16", "false", "--gradient_checkpointing", "false", "--max_length", "16", "--save_strategy", "no"]
+    flags += ["--learning_rate", "1e-3", "--dtype", "float32"]
+    runs = {
+        name: run_ranks(run_trl, 4, str(tmp_path), flags, env=LAUNCHED | env, init=False)[0]
+        for name, env in {"ours": {}, "stock": OFF}.items()
+    }
+    (ours, counts), (stock, without) = runs["ours"], runs["stock"]
+    assert len(stock) == 3 and without is None
+    assert ours == pytest.approx(stock, rel=0.01) and counts["counted"] == pytest.approx(counts["predicted"], rel=0.04)
