@@ -12,12 +12,15 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from hf_zeropp import ops
+from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate import methods, report
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.sizes import parse_count
+from hf_zeropp.switch import is_enabled
 
 # The modules of integrations are imported by the commands that need them: parts of Transformers take seconds to import,
 # and ``env`` must run where they cannot be imported.
@@ -41,8 +44,17 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def run_env(args: argparse.Namespace) -> None:
-    """Print the table of ``hf-zeropp env``."""
+    """Print the table of ``hf-zeropp env``.
+
+    Raises:
+        SystemExit: the settings are wrong. A script that asks before it starts a job should not start it.
+    """
     Console().print(environment_table())
+    try:
+        ZeroPPConfig.from_env()
+        is_enabled()
+    except ValueError as error:
+        raise SystemExit(f"hf-zeropp env: {error}") from error
 
 
 def run_estimate(args: argparse.Namespace) -> None:
@@ -52,6 +64,7 @@ def run_estimate(args: argparse.Namespace) -> None:
         SystemExit: the model is unknown, or the setup does not fit together.
     """
     try:
+        report.check_plot(args.plot)
         model = _model_shape(args.model)
         if args.trainable is not None:
             model = model.with_adapters(args.trainable)
@@ -106,7 +119,8 @@ def environment_table() -> Table:
     table.add_column(overflow="fold")
     table.add_row("python", platform.python_version())
     for package in PACKAGES:
-        table.add_row(package, _version(package))
+        tested = f" (tested: {TESTED[package]})" if package in TESTED else ""
+        table.add_row(package, f"{_version(package)}{tested}")
     kernels = ops.kernel_info()
     table.add_row("CPU kernels", f"{kernels.cpu} (available: {', '.join(kernels.available)})")
     table.add_row("CPU library", kernels.library or f"none: {kernels.reason}")
@@ -115,11 +129,11 @@ def environment_table() -> Table:
     table.add_row("accelerator", _accelerator())
     # This command is what people run when something is wrong. So wrong settings are a row of it, and not its end.
     try:
-        config = ZeroPPConfig.from_env()
-        for name, value in config.to_dict().items():
+        table.add_row("ZeRO++", "on" if is_enabled() else "off: ZEROPP_ENABLED=0")
+        for name, value in ZeroPPConfig.from_env().to_dict().items():
             table.add_row(name, str(value))
     except ValueError as error:
-        table.add_row("settings", f"[red]{error}[/red]")
+        table.add_row("settings", Text(str(error), style="red"))
     return table
 
 
@@ -139,7 +153,7 @@ def _parser() -> argparse.ArgumentParser:
         # This entry is for ``--help`` alone: ``main`` handles the command before the parser runs.
         "launch",
         add_help=False,
-        help="Run `accelerate launch`, with all its flags, on a config file that may hold a `zeropp_config:` block.",
+        help="Run a script under ZeRO++ by `accelerate launch`, with all its flags and a `zeropp_config:` block in its file.",
     )
     commands.add_parser(
         "env",
@@ -167,8 +181,10 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", help="The model: a parameter count (7B, 350M), or the hub name or path of a Hugging Face config."
     )
-    parser.add_argument("--world", type=int, required=True, help="The number of ranks in all.")
-    parser.add_argument("--ranks-per-node", type=int, default=8, help="The number of ranks per node. The default is 8.")
+    parser.add_argument("--world", type=_positive, required=True, help="The number of ranks in all.")
+    parser.add_argument(
+        "--ranks-per-node", type=_positive, default=8, help="The number of ranks per node. The default is 8."
+    )
     parser.add_argument(
         "--optimizer",
         default="adamw",
@@ -176,7 +192,10 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
         help="The optimizer. The default is adamw.",
     )
     parser.add_argument(
-        "--accumulation", type=int, default=1, help="The number of micro-steps per optimizer step. The default is 1."
+        "--accumulation",
+        type=_positive,
+        default=1,
+        help="The number of micro-steps per optimizer step. The default is 1.",
     )
     parser.add_argument(
         "--trainable",
@@ -209,7 +228,9 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_shape(source: str) -> ModelShape:
-    if parse_count(source) is not None:
+    # A misspelt count is no name of a model. Asking the hub for it would take half a minute of retries without a network.
+    is_count = source[:1].isdigit() and "/" not in source and not Path(source).exists()
+    if is_count or parse_count(source) is not None:
         return ModelShape.of_count(source)
     from hf_zeropp.integrations.pretrained_shape import pretrained_shape
 
@@ -218,9 +239,15 @@ def _model_shape(source: str) -> ModelShape:
 
 def _count(text: str) -> int:
     count = parse_count(text)
-    if count is None:
+    if not count:
         raise argparse.ArgumentTypeError(f"expected a count such as 20M, got {text!r}")
     return count
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive int, got {text!r}")
+    return int(text)
 
 
 def _version(package: str) -> str:

@@ -75,8 +75,11 @@ class ModelShape:
             ValueError: ``text`` is no count.
         """
         count = parse_count(text)
-        if count is None:
-            raise ValueError(f"expected a parameter count such as 7B or 350M, got {text!r}")
+        if not count:
+            raise ValueError(
+                f"expected a positive parameter count such as 7B or 350M, got {text!r}. Units are K, M, B and T; a model is "
+                "named by its hub name (organization/model) or its folder."
+            )
         # A block of width w = 128 L has 12 w^2 parameters: 4 w^2 in attention and 8 w^2 in the feed-forward layer. L
         # of them make 12 * 128^2 * L^3 parameters, which is solved for L. The remainder goes to the first blocks, one
         # parameter each.

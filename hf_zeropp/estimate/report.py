@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hf_zeropp.estimate.model_shape import ModelShape
 
 BYTE_UNITS = ("", "K", "M", "G", "T", "P")
 COUNT_UNITS = ("", "K", "M", "B", "T")
+PLOT_FORMATS = ("png", "svg", "pdf", "jpg")
 
 
 def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
@@ -61,6 +64,24 @@ def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[
         "setup": dataclasses.asdict(setup),
         "estimates": [one.to_dict() for one in estimates],
     }
+
+
+def check_plot(path: Path | None) -> None:
+    """Raise if a plot cannot be written to ``path``: before the estimate, and not after it.
+
+    Raises:
+        ValueError: matplotlib is missing, the folder does not exist, or the format is unknown.
+    """
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out."
+        )
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--plot expects a file in a folder that exists and can be written, got {str(path)!r}.")
+    if path.suffix[1:] not in PLOT_FORMATS:
+        raise ValueError(f"--plot expects a file that ends in .{', .'.join(PLOT_FORMATS)}, got {str(path)!r}.")
 
 
 def plot(estimates: list[Estimate], path: Path) -> None:
