@@ -306,8 +306,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
                 # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
                 result = column.of(reduced)[: column.shard.numel].view(target.shape)
                 if target.device != result.device:
-                    # FSDP2 offloads gradients to the CPU with copies that it does not wait for.
-                    torch.accelerator.synchronize()
+                    _wait_for_offloaded_gradients()
                 target += result.to(target)
 
     def _feedback(self, layouts: ReduceLayouts, device: torch.device) -> list[Feedback] | None:
@@ -378,6 +377,12 @@ class UnitReduction:
             self._comm.add_to_grads(self.flights, self.form)
         finally:
             self._comm.ended()
+
+
+def _wait_for_offloaded_gradients() -> None:
+    # FSDP2 copies gradients to the CPU without waiting, and waits for them at the end of the backward pass itself. This
+    # happens only with CPU offload, for units that took no part in the last micro-step.
+    torch.accelerator.synchronize()
 
 
 def _scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
