@@ -26,6 +26,7 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
     return added
 
 
-def user_of(layer: nn.Module, parent: nn.Module | None) -> nn.Module:
-    """Return the module whose forward reads the weight of ``layer``: the adapter layer around it, else ``layer`` itself."""
-    return parent if parent is not None and getattr(parent, "base_layer", None) is layer else layer
+def wrapped_model(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT wraps; without PEFT ``model`` itself."""
+    get_base_model = getattr(model, "get_base_model", None)
+    return get_base_model() if callable(get_base_model) else model

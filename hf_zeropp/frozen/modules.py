@@ -16,7 +16,7 @@ bits between forward and backward.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,6 +36,17 @@ if TYPE_CHECKING:
 CODES, SCALES = "_codes", "_scales"  # what follows a weight's name in the names of its two parameters
 
 
+def packed_property(name: str) -> property:
+    """Return the property of a class through which the packed weight ``name`` is read."""
+
+    def read(self: Packed) -> PackedWeight:
+        if name in self._parameters.taken_out:  # nn.Module then says that there is no such attribute
+            raise AttributeError(name)
+        return self.packed_weight(name)
+
+    return property(read)
+
+
 class Packed(nn.Module):
     """Mixin of modules with packed weights.
 
@@ -47,7 +58,9 @@ class Packed(nn.Module):
     """
 
     packed_forms: dict[str, PackedForm]
+    _parameters: _Parameters  # type: ignore[assignment]  # nn.Module names the plain dictionary
     _write_histories: dict[str, WriteHistory]
+    _units: dict[str, FSDPModule]
 
     def packed_weight(self, name: str) -> PackedWeight:
         """Return the weight ``name`` in the form of its codes, as they are at this moment: gathered, or a shard of them."""
@@ -56,10 +69,27 @@ class Packed(nn.Module):
 
     def write_packed(self, name: str, value: Tensor) -> None:
         """Pack ``value`` [..., columns] into the weight ``name``, in place. See [Note: merging and unmerging] in writing.py."""
+        # What is written to gathered codes would be lost when they are freed.
         if isinstance(self, FSDPModule):
-            self.reshard()  # what is written to gathered codes would be lost when they are freed
+            self.reshard()
+        if name + CODES in (units := vars(self).get("_units", {})):
+            units[name + CODES].reshard()
         histories = self.__dict__.setdefault("_write_histories", {})
         histories.setdefault(name, WriteHistory()).write(self.packed_weight(name), value)
+
+    def set_unit(self, name: str, unit: FSDPModule) -> None:
+        """Note the unit that gathers the parameter ``name`` (codes or scales of a weight)."""
+        self.__dict__.setdefault("_units", {})[name] = unit
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Register a parameter. A packed weight that comes back from a parametrization is there already."""
+        if isinstance(param, PackedWeight) and name in self.packed_forms:
+            self._parameters.taken_out.discard(name)
+        else:
+            super().register_parameter(name, param)
+
+    def _get_name(self) -> str:
+        return f"Packed{super()._get_name().removeprefix('Packed')}"
 
     def __setattr__(self, name: str, value: Any) -> None:
         # nn.Module assigns attributes while it is constructed, before there are packed weights.
@@ -92,13 +122,38 @@ class Packed(nn.Module):
         return super().requires_grad_(requires_grad)
 
 
+class _Parameters(dict[str, nn.Parameter | None]):
+    """A packed module's parameters. Its packed weights count as contained, though codes and scales alone are stored.
+
+    ``torch.nn.utils.parametrize`` asks whether a module has a parameter, takes it out, and puts it back at the end. With these
+    answers it works on packed weights: PEFT adds its adapters on fused experts (``target_parameters``) this way.
+
+    Attributes:
+        taken_out: names of packed weights that are taken out at present.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter | None] | None = None) -> None:
+        super().__init__(params or {})
+        self.taken_out: set[str] = set()
+
+    def __contains__(self, name: object) -> bool:
+        is_packed = super().__contains__(f"{name}{CODES}") and name not in self.taken_out
+        return is_packed or super().__contains__(name)
+
+    def __delitem__(self, name: str) -> None:
+        if super().__contains__(name):
+            super().__delitem__(name)
+        else:
+            self.taken_out.add(name)  # the codes stay where they are
+
+
 class PackedLinear(Packed, nn.Linear):
     """``nn.Linear`` with a packed weight."""
 
     weight_codes: Tensor
     weight_scales: Tensor
 
-    weight = property(lambda self: self.packed_weight("weight"))
+    weight = packed_property("weight")
 
     def forward(self, input: Tensor) -> Tensor:
         """Input [..., in] -> [..., out]."""
@@ -120,7 +175,7 @@ class PackedEmbedding(Packed, nn.Embedding):
     weight_codes: Tensor
     weight_scales: Tensor
 
-    weight = property(lambda self: self.packed_weight("weight"))
+    weight = packed_property("weight")
 
     def forward(self, input: Tensor) -> Tensor:
         """Indices [...] -> [..., columns]."""
@@ -219,6 +274,7 @@ def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: to
     module.__class__ = _packed_class(type(module), name)  # type: ignore[arg-type]  # classes are hashable
     packed = cast(Packed, module)
     packed.packed_forms = forms
+    packed._parameters = _Parameters(packed._parameters)
     codes = torch.empty(*shape[:-1], format.code_columns(shape[-1]), dtype=torch.uint8, device="meta")
     scales = torch.empty(*shape[:-1], format.scale_columns(shape[-1]), dtype=torch.uint8, device="meta")
     set_packed(packed, name, codes, scales)
@@ -249,9 +305,8 @@ def _packed_class(cls: type[nn.Module], name: str) -> type[Packed]:
         return known[cls]
     # A class of fused experts has two such weights or more, and is extended once for each.
     bases = (cls,) if issubclass(cls, Packed) else (Packed, cls)
-    prefix = "" if issubclass(cls, Packed) else "Packed"
-    weight = property(lambda self: self.packed_weight(name))
-    return type(f"{prefix}{cls.__name__}", bases, {name: weight, "__module__": cls.__module__})
+    # The name stays: models list the classes of their blocks by name, and a block may own a weight itself.
+    return type(cls.__name__, bases, {name: packed_property(name), "__module__": cls.__module__})
 
 
 # ------------------------------------------------------------------------------------------- asking about packed modules
@@ -262,10 +317,10 @@ def packed_modules(model: nn.Module) -> Iterator[tuple[str, Packed]]:
     return ((name, module) for name, module in model.named_modules() if isinstance(module, Packed))
 
 
-def dense_numel(module: nn.Module) -> int:
-    """Return the number of elements in a module's own parameters, packed weights counted by their dense shape."""
-    if not isinstance(module, Packed):
-        return sum(param.numel() for param in module.parameters(recurse=False))
-    stored = {name + suffix for name in module.packed_forms for suffix in (CODES, SCALES)}
-    plain = (param.numel() for name, param in module.named_parameters(recurse=False) if name not in stored)
-    return sum(plain) + sum(module.packed_weight(name).numel() for name in module.packed_forms)
+def dense_numel(model: nn.Module, params: Iterable[Tensor]) -> int:
+    """Return the number of elements of ``params``, all of them parameters of ``model``, packed weights by their dense shape."""
+    dense: dict[int, int] = {}
+    for _, module in packed_modules(model):
+        for weight in map(module.packed_weight, module.packed_forms):
+            dense |= {id(weight.codes): weight.numel(), id(weight.scales): 0}
+    return sum(dense.get(id(param), param.numel()) for param in params)

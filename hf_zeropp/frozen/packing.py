@@ -123,9 +123,12 @@ def is_packable(module: nn.Module, name: str, param: nn.Parameter) -> bool:
     if isinstance(module, nn.Embedding):
         # With ``max_norm`` a lookup writes to the weight; sparse gradients exist for dense weights only.
         return name == "weight" and module.max_norm is None and not module.sparse
+    if param.ndim == 3:
+        # Position embeddings and class tokens [1, n, columns] are small, and the kernels of convolutions have short rows.
+        return min(param.shape) > 1 and not isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))
     # Conv1D is GPT-2's linear layer, known by its name, so that Transformers need not be imported.
     is_matrix = name == "weight" and (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D")
-    return param.ndim == 3 or (is_matrix and param.ndim == 2)
+    return is_matrix and param.ndim == 2
 
 
 def refuse_foreign_quantizer(model: nn.Module) -> None:

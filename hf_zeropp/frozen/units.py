@@ -4,41 +4,57 @@ FSDP2 shards trainable parameters over the world, because their gradients and op
 neither. One copy per node, 1/N of it on each of its N ranks, takes the memory of a secondary shard, and every gather stays
 within the node, in training and in generation.
 
-The frozen leaf modules of a transformer block (linear layers, norms) become one unit *before* the block itself is sharded. So
-frozen and trainable parameters never share a unit. Embeddings, final norm and head get units of their own.
+The frozen parameters of a transformer block become one unit, and those outside of all blocks another, *before* FSDP2 shards
+the trainable ones. So frozen and trainable parameters never share a unit.
 
-[Note: the anchor]
-FSDP2 frees a unit of several modules when each of them has run, so for a block usually after its last linear layer. That is
-too early for DoRA, which takes the norm of that layer's weight right after. And it may not happen at all, when a block skips
-one of its modules. So an identity module, the anchor, joins the unit and runs at the end of the block's forward. It also
-gives the unit's backward hook its place: at the block's output, where the block's backward begins.
+[Note: chosen by parameter]
+A module may own frozen and trainable parameters (PEFT's ``bias="lora_only"``), or frozen ones beside submodules with adapters
+(the state matrices of Mamba, the attention sinks of gpt-oss, position embeddings of vision models). ``fully_shard`` takes all
+that is below a module. So a unit's parameters are named one by one, and all others are ignored. A module that FSDP2 has sharded
+hides what is below it from the next ``fully_shard``. So no module of the model becomes one: a unit has two modules of its own.
+
+[Note: opening and closing]
+These two modules compute nothing. The first runs when the forward pass of the unit's owner (a block, or the model) begins, and
+FSDP2 gathers the unit. The second runs at its end, and FSDP2 frees it. So all that happens in the owner's forward finds the
+weights gathered, whichever module reads them: attention that reads a position embedding's weight, DoRA, which takes the norm of
+a layer's weight after the layer ran, and a loss that multiplies by the head's weight in pieces. FSDP2's backward hooks hang on
+what goes through the two: at the owner's output backward begins, and at its input it ends.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
-from hf_zeropp.frozen.adapters import adapter_modules, user_of
+from hf_zeropp.frozen.adapters import adapter_modules, wrapped_model
+from hf_zeropp.frozen.modules import Packed
+
+Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
+
+_OPENINGS = "_frozen_units"
+"""The name under which the model holds the opening modules: FSDP2 finds units by walking through the model's modules."""
 
 
 @dataclasses.dataclass
 class FrozenUnit:
-    """Frozen leaf modules that are gathered together.
+    """Frozen parameters that are gathered together.
 
     Attributes:
         owner: the module whose forward uses them. They stay gathered until it ends.
-        leaves: modules that own parameters, all of them frozen.
+        params: for each parameter the places where it is used: one, or several if it is tied.
     """
 
     owner: nn.Module
-    leaves: list[nn.Module]
+    params: list[list[Place]]
 
 
 def shard_frozen(
@@ -49,8 +65,11 @@ def shard_frozen(
     param_dtype: torch.dtype | None = None,
     offload_policy: OffloadPolicy | None = None,
     from_rank_0: bool = False,
+    ignored: Collection[nn.Parameter] = (),
 ) -> None:
     """Shard the frozen parameters of ``model`` over the node, before ``fully_shard`` takes the trainable ones.
+
+    ``fully_shard`` has to be told to ignore them (``frozen_parameters``).
 
     Args:
         model: not sharded yet.
@@ -60,6 +79,7 @@ def shard_frozen(
         offload_policy: FSDP2's; default: no offloading.
         from_rank_0: rank 0 alone holds the weights. The others receive each unit just before it is sharded, so that no
             other rank ever holds the whole model.
+        ignored: parameters that are not to be sharded at all.
 
     Raises:
         RuntimeError: weights are packed, and this torch's FSDP2 shards floating-point parameters only.
@@ -67,11 +87,134 @@ def shard_frozen(
     _check_torch(model)
     # The inputs of frozen modules are cast by the unit of the block around them, if at all.
     policy = MixedPrecisionPolicy(param_dtype=param_dtype, cast_forward_inputs=False)
-    for unit in find_frozen_units(model, blocks):
+    openings = nn.ModuleList()
+    for unit in find_frozen_units(model, blocks, ignored):
         if from_rank_0:
-            broadcast_parameters(unit.leaves)
-        modules = unit.leaves if unit.owner in unit.leaves else [*unit.leaves, _anchor(unit.owner)]
-        fully_shard(modules, mesh=node_mesh, mp_policy=policy, offload_policy=offload_policy or OffloadPolicy())
+            broadcast_parameters(unit.params)
+        openings.append(_shard(unit, node_mesh, policy, offload_policy or OffloadPolicy()))
+    check_no_trainable(model, node_mesh)
+    # The model holds them and not their owners, because a module may go through its children in its forward.
+    model.add_module(_OPENINGS, openings)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ``shard_frozen`` was called for the model."""
+    return hasattr(model, _OPENINGS)
+
+
+def frozen_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Return the parameters of ``model`` that ``shard_frozen`` has sharded."""
+    openings = cast(Iterable[_Edge], getattr(model, _OPENINGS, ()))
+    return [getattr(module, name) for opening in openings for module, name in opening.places]
+
+
+def find_frozen_units(
+    model: nn.Module, blocks: Iterable[nn.Module], ignored: Collection[nn.Parameter] = ()
+) -> list[FrozenUnit]:
+    """Group the frozen parameters of ``model`` into units, in module order.
+
+    A parameter inside one of ``blocks`` belongs to that block's unit, any other to the model's. No forward short of the
+    model's spans all uses of a parameter that is tied across blocks, so it belongs to the model's unit too.
+    """
+    ignored, blocks = set(ignored), set(blocks)
+    owners: dict[nn.Parameter, nn.Module] = {}
+    places: dict[nn.Parameter, list[Place]] = defaultdict(list)
+    for module, ancestors in _frozen_candidates(model):
+        owner = next((each for each in (module, *reversed(ancestors)) if each in blocks), model)
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not param.requires_grad and param not in ignored and not isinstance(param, DTensor):
+                owners[param] = owner if owners.get(param, owner) is owner else model
+                places[param].append((module, name))
+    units: dict[nn.Module, FrozenUnit] = {}
+    for param, owner in owners.items():
+        units.setdefault(owner, FrozenUnit(owner, [])).params.append(places[param])
+    return list(units.values())
+
+
+def _frozen_candidates(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """Iterate over the modules that are no adapters, with their ancestors, outermost first."""
+    modules, adapters = dict(model.named_modules()), adapter_modules(model)
+    for name, module in modules.items():
+        if module not in adapters:
+            parts = name.split(".") if name else []
+            yield module, [modules[".".join(parts[:i])] for i in range(len(parts))]
+
+
+class _Edge(nn.Module):
+    """The beginning or the end of an owner's forward. See [Note: opening and closing].
+
+    Attributes:
+        places: of an opening, one place of each parameter of the unit.
+    """
+
+    def __init__(self, places: Collection[Place] = ()) -> None:
+        super().__init__()
+        self.places = list(places)
+
+    def forward(self, value: Any) -> Any:
+        """Return what came. FSDP2's hooks run before and after."""
+        return value
+
+
+def _shard(unit: FrozenUnit, mesh: DeviceMesh, policy: MixedPrecisionPolicy, offload_policy: OffloadPolicy) -> _Edge:
+    """Make ``unit`` one of FSDP2's, and return its opening module."""
+    opening, closing = _Edge([place for place, *_ in unit.params]), _Edge()
+    chosen = {getattr(module, name) for module, name in opening.places}
+    # FSDP2 looks for parameters, and for all places where they are used, below the modules that it is given.
+    opening.add_module("owner", unit.owner)
+    fully_shard(
+        [opening, closing],
+        mesh=mesh,
+        mp_policy=policy,
+        offload_policy=offload_policy,
+        ignored_params={param for param in unit.owner.parameters() if param not in chosen},
+    )
+    del opening.owner
+    for module, name in (place for places in unit.params for place in places):
+        if isinstance(module, Packed):
+            module.set_unit(name, cast(FSDPModule, opening))
+    _run_around(unit.owner, opening, closing)
+    return opening
+
+
+def _run_around(owner: nn.Module, opening: nn.Module, closing: nn.Module) -> None:
+    """Run ``opening`` when the owner's forward begins, and ``closing`` when it ends."""
+    # In training PEFT calls its wrapper's forward and then ``forward`` of the model inside, past that model's hooks. In
+    # generation it calls the model inside. So the outermost of the two that is called counts.
+    running: list[nn.Module] = []
+
+    def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if running:
+            return None
+        running.append(module)
+        return opening((args, kwargs))
+
+    def end(module: nn.Module, args: Any, output: Any) -> Any:
+        if running != [module]:
+            return None
+        running.clear()
+        return closing(output)
+
+    for module in {owner, wrapped_model(owner)}:
+        module.register_forward_pre_hook(begin, with_kwargs=True)
+        # Also called where the forward ended early: recomputation under activation checkpointing stops by an exception.
+        module.register_forward_hook(end, always_call=True)
+
+
+def check_no_trainable(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Check that no trainable parameter is sharded over the node.
+
+    Its gradients would be summed over the node and never across nodes.
+
+    Raises:
+        ValueError: one is.
+    """
+    for name, param in model.named_parameters():
+        if param.requires_grad and isinstance(param, DTensor) and param.device_mesh == mesh:
+            raise ValueError(
+                f"{name} is trainable, and was sharded over the {mesh.size()} ranks of the node like a frozen weight (rank "
+                f"{dist.get_rank()}): nodes would train different copies of it. Set requires_grad before the model is prepared."
+            )
 
 
 def _check_torch(model: nn.Module) -> None:
@@ -83,62 +226,30 @@ def _check_torch(model: nn.Module) -> None:
         )
 
 
-def find_frozen_units(model: nn.Module, blocks: Iterable[nn.Module]) -> list[FrozenUnit]:
-    """Group the frozen leaf modules of ``model`` into units, in module order.
+def broadcast_parameters(params: Iterable[list[Place]]) -> None:
+    """Send rank 0's parameters to all ranks. Those that a rank has on ``meta`` are allocated there first.
 
-    A leaf inside one of ``blocks`` belongs to that block's unit; any other leaf is a unit of its own, together with the leaves
-    that share a parameter with it (tied embeddings).
+    Args:
+        params: for each parameter the places where it is used.
     """
-    blocks = set(blocks)
-    units: dict[nn.Module, FrozenUnit] = {}
-    unit_of_param: dict[nn.Parameter, FrozenUnit] = {}
-    for leaf, ancestors in _frozen_leaves(model):
-        own_params = list(leaf.parameters(recurse=False))
-        block = next((module for module in reversed(ancestors) if module in blocks), None)
-        owner = block or user_of(leaf, ancestors[-1] if ancestors else None)
-        shared = next((unit_of_param[param] for param in own_params if param in unit_of_param), None)
-        unit = shared or units.setdefault(owner, FrozenUnit(owner, []))
-        if shared is not None and owner is not leaf:
-            # A parameter is used in two places, and not by its leaves alone: a block or an adapter layer reads it as well. No
-            # forward short of the model's spans all uses, so the unit stays gathered until the model's ends.
-            unit.owner = model
-        unit.leaves.append(leaf)
-        unit_of_param.update(dict.fromkeys(own_params, unit))
-    return list(units.values())
+    for places in params:
+        module, name = places[0]
+        param = getattr(module, name)
+        if param.is_meta:
+            # It goes to the CPU: ``fully_shard`` moves this rank's shard, and no more, to the device.
+            param = nn.Parameter(torch.empty_like(param, device="cpu"), param.requires_grad)
+            for module, name in places:  # tied ones stay tied
+                module.register_parameter(name, param)
+        dist.broadcast(param.data, src=0)
 
 
-def _frozen_leaves(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Iterate over modules that own parameters, none of them trainable or sharded; with their ancestors, outermost first."""
-    modules, adapters = dict(model.named_modules()), adapter_modules(model)
-    for name, module in modules.items():
-        params = list(module.parameters(recurse=False))
-        is_frozen = bool(params) and not any(param.requires_grad for param in params)
-        if not is_frozen or module in adapters or isinstance(module, FSDPModule):
-            continue
-        parts = name.split(".")
-        yield module, [modules[".".join(parts[:i])] for i in range(len(parts))]
-
-
-def _anchor(owner: nn.Module) -> nn.Module:
-    """Return an identity module that runs at the end of ``owner``'s forward. See [Note: the anchor]."""
-    anchor = nn.Identity()
-    owner.register_forward_hook(lambda module, args, output: anchor(output))
-    return anchor
-
-
-def broadcast_parameters(modules: Iterable[nn.Module]) -> None:
-    """Send rank 0's parameters and buffers of ``modules``, without their submodules', to all ranks.
-
-    Parameters that a rank has on ``meta`` are allocated there first.
-    """
-    sent: dict[nn.Parameter, nn.Parameter] = {}
-    for module in modules:
-        for name, param in list(module.named_parameters(recurse=False)):
-            if param not in sent:
-                # A parameter on ``meta`` goes to the CPU: ``fully_shard`` moves this rank's shard, and no more, to the device.
-                data = torch.empty_like(param, device="cpu") if param.is_meta else param.data
-                sent[param] = nn.Parameter(data, param.requires_grad) if param.is_meta else param
-                dist.broadcast(data, src=0)
-            module.register_parameter(name, sent[param])  # tied ones stay tied
-        for buffer in module.buffers(recurse=False):
-            dist.broadcast(buffer, src=0)
+def broadcast_rest(model: nn.Module) -> None:
+    """Send rank 0's buffers, and its parameters that are not sharded yet, to all ranks."""
+    places: dict[nn.Parameter, list[Place]] = defaultdict(list)
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            if not isinstance(param, DTensor):
+                places[param].append((module, name))
+    broadcast_parameters(places.values())
+    for buffer in model.buffers():
+        dist.broadcast(buffer, src=0)

@@ -180,6 +180,8 @@ class PackedWeight(Tensor):
             return PackedWeight(first.codes, first.scales, first.form, first.owner, first._views)
         if isinstance(first, cls) and func in _VIEWS and not kwargs:
             return first._view(func, args[1:])
+        if func is aten.set_.source_Tensor and isinstance(args[1], cls) and args[1].owner == first.owner:
+            return first  # a parametrization sets a weight to itself, in the middle of a forward pass
         # Another operand that is sharded over a mesh decides how this one must be sharded.
         mesh = next((arg.device_mesh for arg in args if isinstance(arg, DTensor)), None)
         dense_args = tree_map(lambda arg: arg.decode(mesh) if isinstance(arg, cls) else arg, args)

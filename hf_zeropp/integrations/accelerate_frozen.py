@@ -13,14 +13,17 @@ When this happens is told in [Note: Accelerate's order of calls] (accelerate.py)
 from __future__ import annotations
 
 import functools
+import weakref
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate import Accelerator
+from accelerate.state import PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin
-from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
 from hf_zeropp.comm.hosts import agree_on_nodes
@@ -28,7 +31,7 @@ from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.adapters import adapter_modules
 from hf_zeropp.frozen.packing import convert_frozen, quantize_frozen, refuse_foreign_quantizer
-from hf_zeropp.frozen.units import broadcast_parameters, shard_frozen
+from hf_zeropp.frozen.units import broadcast_rest, frozen_parameters, is_sharded, shard_frozen
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
 
@@ -47,10 +50,12 @@ def prepare_frozen(
     Raises:
         ValueError: another library quantized the model.
     """
-    if isinstance(model, FSDPModule):  # sharded already: Accelerate asks twice, and ``prepare`` may be called again
+    # Sharded already: Accelerate asks twice, and ``prepare`` may be called again.
+    if isinstance(model, FSDPModule) or is_sharded(model):
         return
-    has_frozen = any(not param.requires_grad for param in model.parameters())
-    if not has_frozen or not dist.is_initialized() or dist.get_world_size() == 1:
+    user_ignored = get_parameters_from_modules(_user_ignored_modules(plugin), model, PartialState().device)
+    frozen = {param for param in model.parameters() if not param.requires_grad} - user_ignored
+    if not frozen or not dist.is_initialized() or dist.get_world_size() == 1:
         return
     refuse_foreign_quantizer(model)
     # Frozen weights never change, so each node keeps all of them: a gather of them stays within the node in every step.
@@ -71,13 +76,43 @@ def prepare_frozen(
         param_dtype=None if policy is None else policy.param_dtype,
         offload_policy=offload,
         from_rank_0=from_rank_0,
+        ignored=user_ignored,
     )
+    plugin.ignored_modules = [_Ignored(model, _user_ignored_modules(plugin), user_ignored)]
     if from_rank_0:
         # ``shard_frozen`` has sent the frozen units. The trainable parameters follow, which are not sharded yet.
-        broadcast_parameters(_unsharded(model))
+        broadcast_rest(model)
         # Left on, Accelerate would move the model to ``meta`` and send full tensors once more, which fails for the
         # frozen parameters: they are sharded already.
         plugin.cpu_ram_efficient_loading = False
+
+
+class _Ignored(nn.Module):
+    """The parameters that Accelerate must not shard, in the form in which it asks for them: a module that holds them.
+
+    Args:
+        model: holds sharded frozen parameters. It is kept weakly, because a plugin outlives its models.
+        user_modules: the plugin's ``ignored_modules`` as the user has set it, for the next model.
+        user_ignored: the parameters of ``model`` in these modules.
+    """
+
+    def __init__(self, model: nn.Module, user_modules: Any, user_ignored: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        self._model = weakref.ref(model)
+        self.user_modules = [user_modules]  # in a list, so that it does not become a submodule
+        self._user_ignored = weakref.WeakSet(user_ignored)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """Iterate over the parameters to ignore."""
+        model = self._model()
+        yield from self._user_ignored
+        yield from () if model is None else frozen_parameters(model)
+
+
+def _user_ignored_modules(plugin: FullyShardedDataParallelPlugin) -> Any:
+    modules = plugin.ignored_modules
+    is_ours = isinstance(modules, list) and modules and isinstance(modules[0], _Ignored)
+    return modules[0].user_modules[0] if is_ours else modules  # type: ignore[index, union-attr]
 
 
 def pack_base(model: nn.Module, bits: int, *, has_values: bool = True) -> None:
@@ -102,11 +137,9 @@ def pack_base(model: nn.Module, bits: int, *, has_values: bool = True) -> None:
 def _blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:
     """Return the modules that Accelerate is going to shard as units of their own."""
     is_block = fsdp2_prepare_auto_wrap_policy(plugin, model)
-    return [module for module in model.modules() if is_block is not None and is_block(module)]
-
-
-def _unsharded(model: nn.Module) -> list[nn.Module]:
-    return [module for module in model.modules() if not isinstance(module, FSDPModule)]
+    blocks = [module for module in model.modules() if is_block is not None and is_block(module)]
+    embedding = getattr(model, "get_input_embeddings", lambda: None)()  # Accelerate makes it a unit as well
+    return blocks if embedding is None else [*blocks, embedding]
 
 
 def patch_prepare() -> None:

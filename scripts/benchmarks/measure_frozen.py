@@ -85,7 +85,7 @@ def measure(args: argparse.Namespace, bits: int | None) -> list[str]:
     per_step, zero3 = handle.traffic.cross_node_bytes_per_step, handle.traffic.zero3_bytes_per_step()
     base_bytes = handle.traffic.counts[GATHER_FROZEN].cross_node
     after_update, later = (generated_bytes(model, handle, batch[:, :8]) for _ in range(2))
-    held = resident(handle)
+    held = resident(model, handle)
     return [
         f"{bits or 16} bits",
         f"{zero3 / 1e3:.1f}",
@@ -122,12 +122,12 @@ class Resident(NamedTuple):
     numel: int
 
 
-def resident(handle: ZeroPPHandle) -> Resident:
+def resident(model: nn.Module, handle: ZeroPPHandle) -> Resident:
     """Return the bytes behind this rank's frozen parameters. A storage that parameters share counts once."""
-    storages = (param.to_local().untyped_storage() for unit in handle.frozen_units for param in unit.params)
-    leaves = {module for unit in handle.frozen_units for module in unit.modules}
+    params = [param for unit in handle.frozen_units for param in unit.params]
+    storages = (param.to_local().untyped_storage() for param in params)
     nbytes = {storage.data_ptr(): storage.nbytes() for storage in storages}
-    return Resident(sum(nbytes.values()), sum(dense_numel(module) for module in leaves))
+    return Resident(sum(nbytes.values()), dense_numel(model, params))
 
 
 def main() -> None:

@@ -105,14 +105,14 @@ def run_case(rank: int, case: Case) -> Outcome:
         losses.append((accelerator.reduce(loss.float(), "mean").item(), expected.item()))
     handle = plugin.handle_of(model)
     frozen = [param for param in model.parameters() if not param.requires_grad]
-    leaves = {module for unit in handle.frozen_units for module in unit.modules}
+    params = [param for unit in handle.frozen_units for param in unit.params]
     return Outcome(
         losses=losses,
         counts=per_step(handle.traffic.counts, STEPS - 1),
         predicted=per_step(handle.predict(micro_steps=1), 1),
         trainable_numel=sum(param.numel() for param in trainable(model)),
         frozen_bytes=sum(param.to_local().nbytes for param in frozen if isinstance(param, DTensor)),
-        frozen_numel=sum(dense_numel(module) for module in leaves),
+        frozen_numel=dense_numel(model, params),
     )
 
 
@@ -170,8 +170,8 @@ def run_wide(rank: int, bits: int) -> tuple[int, int]:
         for unit in handle.frozen_units
         for param in unit.params
     }
-    leaves = {module for unit in handle.frozen_units for module in unit.modules}
-    return sum(storages.values()), sum(dense_numel(module) for module in leaves)
+    params = [param for unit in handle.frozen_units for param in unit.params]
+    return sum(storages.values()), dense_numel(model, params)
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(4, 0.54), (8, 1.02)])
