@@ -313,7 +313,7 @@ _DEEPSPEED_REMEDIES = {
         "qgz_reset_steps to reset_T (ZEROPP_QGZ_ERROR_FEEDBACK and ZEROPP_QGZ_RESET_STEPS go over a DeepSpeed file)."
     ),
 }
-_DEEPSPEED_MARKS = ("zeropp", "quantized", "hpz")
+_DEEPSPEED_MARKS = ("zeropp", "quanti", "hpz")
 """A key of ``zero_optimization`` that contains one of these is about ZeRO++. It is translated or refused, never dropped."""
 
 

@@ -19,7 +19,7 @@ import torch.nn as nn
 
 from hf_zeropp.comm.hosts import Host, check_hosts, this_host
 from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
-from hf_zeropp.compat import check_silent_seams
+from hf_zeropp.compat import check_silent_seams, version_of
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import wants_check
@@ -52,6 +52,7 @@ class Plan:
     """The facts that every rank must have in common before anything is installed.
 
     Attributes:
+        versions: of the libraries that choose collectives and bytes, as pairs of name and version.
         settings: the settings, as sorted pairs of name and value.
         ranks_per_node: N.
         hpz_size: ranks that share one secondary copy; None where none is kept.
@@ -62,6 +63,7 @@ class Plan:
 
     # The order of the fields is that in which they are compared. A cause comes before what follows from it: other
     # settings lead to another ``hpz_size``, and the error should name the settings.
+    versions: tuple[tuple[str, str], ...]
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
     hpz_size: int | None
@@ -137,6 +139,7 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig) -> Plan:
             "date. Set hpz_size='node', or qwz_mode='values'."
         )
     return Plan(
+        versions=tuple((library, version_of(library)) for library in ("hf_zeropp", "torch")),
         settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
         ranks_per_node=ranks_per_node,
         hpz_size=hpz_size,

@@ -1,0 +1,85 @@
+"""Wrong command lines: ``hf-zeropp`` and its commands. Nothing may start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import yaml
+from catalogue import Mistake
+
+from hf_zeropp import cli
+
+FSDP2 = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "FSDP",
+    "use_cpu": True,
+    "num_machines": 1,
+    "num_processes": 4,
+    "mixed_precision": "no",
+    "fsdp_config": {"fsdp_version": 2},
+}
+
+
+def command(name: str, line: str, *words: str, env: dict[str, str] | None = None) -> Mistake:
+    return Mistake(name, lambda: cli.main(line.split()), words, env or {})
+
+
+def launch(name: str, change: dict[str, Any], *words: str, line: str = "script.py", **env: str) -> Mistake:
+    """A launch with the file ``config.yaml``: FSDP2 on four ranks, with some of its keys changed."""
+
+    def make() -> None:
+        Path("script.py").touch()
+        Path("config.yaml").write_text(yaml.safe_dump(FSDP2 | change))
+        # A job that starts is a mistake that was not noticed.
+        with mock.patch("hf_zeropp.integrations.launch.launch_command") as started:
+            cli.main(["launch", "--config_file", "config.yaml", *line.split()])
+        assert not started.called, "a job was started"
+
+    return Mistake(name, make, ("hf-zeropp launch: ", *words), env)
+
+
+def settings(**values: Any) -> dict[str, Any]:
+    return {"zeropp_config": values}
+
+
+COMMANDS = [
+    command("unknown command", "lunch", "invalid choice: 'lunch'", "launch"),
+    command("no number of ranks", "estimate 7B", "--world"),
+    command("misspelt count", "estimate 7X --world 8", "such as 7B", "got '7X'", "organization/model"),
+    command("no parameters", "estimate 0 --world 8", "positive parameter count", "got '0'"),
+    command("no ranks", "estimate 7B --world 0", "--world: expected a positive int", "got '0'"),
+    command("negative ranks", "estimate 7B --world -4", "--world: expected a positive int", "got '-4'"),
+    command("ranks that nodes do not divide", "estimate 7B --world 10", "8 ranks per node", "Divisors: [1, 2, 5, 10]"),
+    command("no micro-step", "estimate 7B --world 8 --accumulation 0", "--accumulation: expected a positive int"),
+    command("no adapter", "estimate 7B --world 8 --trainable 0", "--trainable: expected a count such as 20M", "'0'"),
+    command("unknown optimizer", "estimate 7B --world 8 --optimizer adam", "invalid choice: 'adam'", "adamw"),
+    command("a plot in no folder", "estimate 7B --world 8 --plot no/plot.png", "--plot", "a folder that exists"),
+    command("a plot of no format", "estimate 7B --world 8 --plot plot.xyz", "--plot", ".png, .svg", "'plot.xyz'"),
+    command("settings that are not there", "estimate 7B --world 8 --zeropp z.yaml", "'z.yaml'", "Check the path"),
+    command("wrong settings in force", "env", "hf-zeropp env: ", "got 'four'", env={"ZEROPP_QGZ_BITS": "four"}),
+    command("nothing to export", "export --output out", "--model", "--adapter"),
+    command("no adapter's folder", "export --adapter gone --output out", "'gone'", "adapter_config.json"),
+    launch("a script that is not there", {}, "expected a Python script", "'gone.py'", line="gone.py"),
+    launch("a module that is not there", {}, "no module 'gone.module'", line="-m gone.module"),
+    launch("a misspelt command of trl", {}, "no module 'trl.scripts.stf'", line="trl stf"),
+    launch("no process", {"num_processes": 0}, "num_processes", "positive int", "got 0", "--num_processes"),
+    launch("processes in words", {"num_processes": "four"}, "num_processes", "positive int", "got 'four'"),
+    launch("processes of a flag", {}, "num_processes", "got -2", line="--num_processes -2 script.py"),
+    launch("machines of different sizes", {"num_machines": 3}, "a multiple of num_machines=3", "Change one"),
+    launch("nodes that do not divide", settings(ranks_per_node=3), "ranks_per_node=3", "4 ranks", "[1, 2, 4]"),
+    launch("copies that do not divide", settings(hpz_size=3), "hpz_size=3", "4 ranks", "[1, 2, 4]"),
+    launch("misspelt setting", settings(qwz_bitz=8), "zeropp_config", "'config.yaml'", "Did you mean 'qwz_bits'?"),
+    launch("a block under another name", {"zeropp": {"qwz_bits": 8}}, "'zeropp'", "Did you mean `zeropp_config:`?"),
+    launch("a misspelt block", {"zeropp_confg": {}}, "'zeropp_confg'", "Did you mean `zeropp_config:`?"),
+    launch("a block that names no file", {"zeropp_config": "gone.yaml"}, "'gone.yaml'", "Check the path"),
+    launch("a number for a block", {"zeropp_config": 8}, "zeropp_config", "must be a mapping", "int"),
+    launch("settings twice", settings(), "both ZEROPP_CONFIG_FILE", "Drop one", ZEROPP_CONFIG_FILE="z.yaml"),
+    launch("a misspelt variable", settings(), "Did you mean 'ZEROPP_QWZ_BITS'?", ZEROPP_QWZ_BITZ="8"),
+    launch("half a switch", settings(), "ZEROPP_ENABLED", "'perhaps'", ZEROPP_ENABLED="perhaps"),
+    launch("FSDP1", {"fsdp_config": {"fsdp_version": 1}}, "expected fsdp_version 2, got 1", "fsdp_version: 2"),
+    launch("DeepSpeed", {"distributed_type": "DEEPSPEED"}, "expected distributed_type: FSDP", "DEEPSPEED"),
+    launch("plain data parallel", {"distributed_type": "MULTI_CPU"}, "starts one process", "distributed_type: FSDP"),
+    launch("another file", {}, "cannot read the config file 'gone.yaml'", line="--config_file gone.yaml script.py"),
+]

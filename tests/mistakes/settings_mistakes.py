@@ -1,0 +1,76 @@
+"""Wrong settings: in a mapping, a file, and variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from catalogue import Mistake
+
+from hf_zeropp import ZeroPPConfig, ops
+from hf_zeropp.switch import is_enabled
+
+
+def settings(name: str, *words: str, **values: Any) -> Mistake:
+    return Mistake(f"{name}: {values}", lambda: ZeroPPConfig.from_dict(values), words)
+
+
+def variable(name: str, env: dict[str, str], *words: str, read: Callable[[], Any] = ZeroPPConfig.from_env) -> Mistake:
+    return Mistake(name, read, words, env)
+
+
+def file(name: str, text: str, *words: str, suffix: str = "yaml") -> Mistake:
+    def read() -> None:
+        path = Path(f"settings.{suffix}")
+        path.write_text(text)
+        ZeroPPConfig.from_file(path)
+
+    return Mistake(name, read, words)
+
+
+DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
+
+SETTINGS = [
+    settings("misspelt setting", "'qwz_bitz'", "Did you mean 'qwz_bits'?", qwz_bitz=8),
+    settings("bits without deltas", "qwz_bits (with qwz_mode 'values')", "one of (8, 4, None)", "got 3", qwz_bits=3),
+    settings("a number as text", "one of (8, 4, None)", "got '8'", qwz_bits="8"),
+    settings("unknown mode", "one of ('values', 'delta')", "got 'deltas'", qwz_mode="deltas"),
+    settings("too few bits", "qgz_bits", "one of (4, 8, None)", "got 2", qgz_bits=2),
+    settings("too many bits", "qgz_intra_bits", "one of (4, 8, None)", "got 16", qgz_intra_bits=16),
+    settings("no copies", "hpz_size", "positive int or one of ('node', None)", "got 0", hpz_size=0),
+    settings("misspelt word", "hpz_size", "('node', None)", "got 'nodes'", hpz_size="nodes"),
+    settings("bits of deltas", "hpz_bits", 'Set qwz_mode="delta"', hpz_bits=8),
+    settings("resync without deltas", "qwz_resync_steps", 'Set qwz_mode="delta"', qwz_resync_steps=10),
+    settings("deltas of nothing", "hpz_size=None", 'Set hpz_size="node"', hpz_size=None, **DELTA),
+    settings("more than all", "qgz_until", "from 0 to 1", "got 1.5", qgz_until=1.5),
+    settings("until what", "Set qgz_bits", qgz_until=0.5, qgz_bits=None, qgz_intra_bits=None),
+    settings("no chunk", "qgz_chunks", "from 1 to 64", "got 0", qgz_chunks=0),
+    settings("rotation of nothing", "qgz_hadamard=False", "got None and 8", qgz_hadamard=True, qgz_bits=None),
+    settings("yes as text", "qgz_hadamard", "true or false", "got 'yes'", qgz_hadamard="yes"),
+    settings("too much feedback", "qgz_error_feedback", '"off", "full"', "got 2", qgz_error_feedback=2),
+    settings("feedback of nothing", "qgz_bits=None", "Set qgz_bits", qgz_error_feedback="full", qgz_bits=None),
+    settings("reset of nothing", "qgz_error_feedback", "Set one", qgz_reset_steps=10),
+    settings("two frozen bits", "frozen_bits", "one of (8, 4, None)", "got 2", frozen_bits=2),
+    settings("odd block", "weight_block", "a multiple of 32 from 32 to 4096", "got 100", weight_block=100),
+    settings("large block", "grad_block", "from 32 to 4096", "got 8192", grad_block=8192),
+    settings("negative nodes", "ranks_per_node", "positive int or one of ('auto',)", "got -1", ranks_per_node=-1),
+    settings("misspelt preset", "preset", "half_model", "Did you mean 'balanced'?", preset="ballanced"),
+    Mistake("a list of settings", lambda: ZeroPPConfig.from_dict([8]), ("must be a mapping", "list")),
+    variable("misspelt variable", {"ZEROPP_QGZ_BITZ": "8"}, "Did you mean 'ZEROPP_QGZ_BITS'?"),
+    variable("a word for a number", {"ZEROPP_QGZ_BITS": "four"}, "qgz_bits", "one of (4, 8, None)", "got 'four'"),
+    variable("a file that is not there", {"ZEROPP_CONFIG_FILE": "gone.yaml"}, "'gone.yaml'", "Check the path"),
+    variable("a folder for a file", {"ZEROPP_CONFIG_FILE": "."}, "'.'", "Check the path"),
+    variable("half a switch", {"ZEROPP_ENABLED": "maybe"}, "ZEROPP_ENABLED", "'maybe'", "Set 0", read=is_enabled),
+    variable("unknown kernels", {}, "expected auto, avx512", "'sse'", read=lambda: ops.set_kernels("sse")),
+    file("broken YAML", "qwz_bits: [8", "settings.yaml", "no valid YAML"),
+    file("broken JSON", '{"qwz_bits": 8', "settings.json", "no valid YAML or JSON", suffix="json"),
+    file("a list in a file", "- 8", "`key: value` lines", "[8]"),
+    file("stage 2 of DeepSpeed", "zero_optimization: {stage: 2}", "stage 3", "says stage 2"),
+    file("unknown key of DeepSpeed", "zero_optimization: {stage: 3, zero_quantised_weights: true}", "Did you mean"),
+    file(
+        "LoCo of DeepSpeed",
+        "zero_optimization: {stage: 3, zeropp_loco_param: {err_beta: 0.8}}",
+        *("zeropp_loco_param", "qgz_error_feedback"),
+    ),
+]
