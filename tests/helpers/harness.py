@@ -77,6 +77,11 @@ class RankError(AssertionError):
         self.results = results or {}
 
 
+def preload(*modules: str) -> None:
+    """Import more modules in the server. Call it before the first rank is started."""
+    _context.set_forkserver_preload([*PRELOAD, *modules])
+
+
 # ------------------------------------------------------------------------------------------------------ running on ranks
 
 

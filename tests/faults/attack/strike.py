@@ -1,0 +1,166 @@
+"""The struck rank counts the calls that it makes inside a point of the program, and strikes itself at one of them.
+
+Calls of Python functions and of built-in ones count alike (``sys.setprofile``), so a fault can happen anywhere: between two
+writes of a checkpoint, before a rank waits for a collective, in the middle of an agreement. An unbroken run of the same job
+counts how many there are, and a fault is a fraction of that number.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import errno
+import functools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import transformers.trainer
+from transformers import Trainer
+
+from attack.fault import FULL, HOP_1, HOP_2, Fault
+from attack.place import FILLER, SHM
+from hf_zeropp import traffic
+from hf_zeropp.comm.hop import Hop
+from hf_zeropp.comm.node_memory import NodeMemory
+from hf_zeropp.integrations import accelerate as plugin_module
+
+STRUCK = "struck.json"
+_NODE_HOPS = (traffic.GATHER_NODE, traffic.REDUCE_NODE)
+
+
+class Watch:
+    """Counts the calls inside the points of the program, in this process.
+
+    Args:
+        blow: called at the call with this number inside this point, again and again until it returns True.
+    """
+
+    def __init__(
+        self, point: str | None = None, number: int = 0, blow: Callable[[FrameType], bool] | None = None
+    ) -> None:
+        self.counts: collections.Counter[str] = collections.Counter()
+        self._open: list[str] = []
+        self._point, self._number, self._blow = point, number, blow
+
+    @contextlib.contextmanager
+    def window(self, point: str) -> Iterator[None]:
+        """Count what is called inside as calls of ``point``, and of the points around it."""
+        self._open.append(point)
+        sys.setprofile(self._count)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            self._open.remove(point)
+            if self._open:
+                sys.setprofile(self._count)
+
+    def _count(self, frame: FrameType, event: str, argument: Any) -> None:
+        if event not in ("call", "c_call"):
+            return
+        for point in set(self._open):
+            self.counts[point] += 1
+        if self._blow is not None and self._point in self._open and self.counts[self._point] >= self._number:
+            if self._blow(frame):
+                self._blow = None
+
+
+def watch_training(watch: Watch, kind: str) -> None:
+    """Have ``watch`` count in all points of a training run in this process."""
+    save = "full save" if kind == FULL else "sharded save"
+    for name in ("all_gather", "all_to_all", "barrier"):
+        _wrap(Hop, name, watch, lambda hop, *_: HOP_1 if hop.name in _NODE_HOPS else HOP_2)
+    _wrap(plugin_module, "apply_zeropp", watch, lambda *_: "installing")
+    _wrap(NodeMemory, "allocate", watch, lambda *_: "sharing memory")
+    _wrap(Trainer, "_save_checkpoint", watch, lambda *_: save)
+    _wrap(transformers.trainer, "rotate_checkpoints", watch, lambda *_: "rotation")
+
+
+def _wrap(owner: Any, name: str, watch: Watch, point_of: Callable[..., str]) -> None:
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with watch.window(point_of(*args)):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+class Blow:
+    """What a fault does to the rank in which it is called.
+
+    Args:
+        fault: the fault.
+        folder: where the moment of the strike is noted, outside of the disk.
+        disk: the disk of the checkpoints.
+    """
+
+    def __init__(self, fault: Fault, folder: Path, disk: Path) -> None:
+        self._fault, self._note, self._disk = fault, folder / STRUCK, disk
+
+    def __call__(self, frame: FrameType) -> bool:
+        """Strike. Returns False where this moment does not allow it."""
+        act = getattr(self, "_" + "".join(letter if letter.isalnum() else "_" for letter in self._fault.blow))
+        code = frame.f_code
+        note = {"time": time.monotonic(), "pid": os.getpid(), "where": f"{Path(code.co_filename).name}:{code.co_name}"}
+        # The note is written before: some blows are the last thing that a process does.
+        self._note.write_text(json.dumps(note))
+        return act()
+
+    def _kill(self) -> bool:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return True
+
+    def _stop(self) -> bool:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return True
+
+    _pause = _stop
+
+    def _full_disk(self) -> bool:
+        return _fill(self._disk)
+
+    def _full__dev_shm(self) -> bool:
+        return _fill(Path(SHM))
+
+    def _read_only_disk(self) -> bool:
+        # The kernel refuses while a file is open for writing.
+        remount = ["mount", "-o", "remount,ro", str(self._disk)]
+        return subprocess.run(remount, capture_output=True, check=False).returncode == 0
+
+    def _few_descriptors(self) -> bool:
+        # Descriptors are given out from the lowest free number on, and the limit is on numbers.
+        used = {int(name) for name in os.listdir("/proc/self/fd")}
+        free = [number for number in range(4096) if number not in used][: self._fault.spare + 1]
+        _limit(resource.RLIMIT_NOFILE, free[-1])
+        return True
+
+    def _no_shared_memory(self) -> bool:
+        _limit(resource.RLIMIT_FSIZE, self._fault.spare)
+        return True
+
+
+def _limit(kind: int, soft: int) -> None:
+    resource.setrlimit(kind, (soft, resource.getrlimit(kind)[1]))
+
+
+def _fill(folder: Path) -> bool:
+    with open(folder / FILLER, "wb", buffering=0) as file:
+        for size in (1 << 16, 1 << 8, 1):
+            try:
+                while True:
+                    file.write(bytes(size))
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+    return True

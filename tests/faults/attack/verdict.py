@@ -1,0 +1,210 @@
+"""One fault from its start to its end: the struck run, the last whole checkpoint, the resumed run, what is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import re
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from harness import RankError, StartedRanks, started_ranks
+
+from attack import jobs
+from attack.fault import HARMLESS, Fault
+from attack.jobs import End, Order
+from attack.place import heal, processes_left, shared_memory_files, small_disk, temporary_files
+from attack.strike import STRUCK
+from hf_zeropp.integrations.trainer_resume import why_not_whole
+
+TIMEOUT_S = 20.0
+"""The timeout of the ranks' process groups."""
+MARGIN_S = 25.0
+"""Time beyond it in which all ranks must have ended: some wait for one exchange after another, and the machine is busy."""
+RUN_S = 120.0
+PAUSE_S = 2.0
+_starting = threading.Lock()  # the fork server takes one request at a time
+# Words by which an error names the cause: its own, or a peer's.
+_CAUSE = re.compile(
+    r"Errno|os error|No space|Read-only|[Tt]oo many open|File too large|cannot be shared|[Tt]imed? ?out|peer|"
+    r"closed|reset|refused|bytes are free|Bad file|exit code -9",
+)
+
+
+@dataclasses.dataclass
+class Verdict:
+    """What one fault led to. An empty text or list stands for what is expected.
+
+    Attributes:
+        fault: the fault.
+        where: file and function of the strike; "" if the point was not reached.
+        went_on: whether the run ended as if nothing had happened.
+        seconds: from the strike to the end of the last rank.
+        causes: the errors of the ranks, each once.
+        ended: what is wrong with how ranks ended.
+        resumed: what is wrong with the checkpoint, or with the bits of the run that resumed from it.
+        left: what was left behind.
+    """
+
+    fault: Fault
+    where: str = ""
+    went_on: bool = False
+    seconds: float = 0.0
+    causes: list[str] = dataclasses.field(default_factory=list)
+    ended: str = ""
+    resumed: str = ""
+    left: list[str] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_good(self) -> bool:
+        """Whether everything was as expected."""
+        return bool(self.where) and not (self.ended or self.resumed or self.left)
+
+    def __str__(self) -> str:
+        said = [f"  {cause}" for cause in self.causes]
+        wrong = [("  struck: the point was not reached" if not self.where else "")]
+        wrong += [f"  {name}: {text}" for name, text in (("ended", self.ended), ("resumed", self.resumed)) if text]
+        wrong += [f"  left behind: {name}" for name in self.left]
+        moment = f"  struck in {self.where}, ended after {self.seconds:.1f} s" if self.where else ""
+        return "\n".join(line for line in [str(self.fault), moment, *wrong, *said] if line)
+
+
+def judge(fault: Fault, models: str) -> Verdict:
+    """Let a fault happen, and look at everything that follows."""
+    unbroken = reference(fault, models)
+    calls = unbroken[fault.rank].counts.get(fault.point, 0)
+    verdict = Verdict(fault)
+    with tempfile.TemporaryDirectory(prefix="fault_") as name:
+        order = Order(fault, name, models, strikes_at=1 + int(fault.fraction * calls))
+        (Path(name) / "tmp").mkdir()
+        before = shared_memory_files()
+        with small_disk(order.disk):
+            _strike(order, verdict, unbroken)
+            heal(order.disk)
+            if not verdict.went_on:
+                _resume(order, verdict)
+            verdict.left += temporary_files(Path(name))
+        verdict.left += sorted(shared_memory_files() - before)
+    return verdict
+
+
+def reference(fault: Fault, models: str, *, resumes: bool = False) -> list[End]:
+    """Return the ends of an unbroken run of a fault's job, by rank.
+
+    Args:
+        fault: whose job.
+        models: where its models are.
+        resumes: whether the run that has ended is started again from its last checkpoint. The Trainer then makes one step more.
+    """
+    job = dataclasses.replace(fault, seed=0, blow="", point="", fraction=0.0, spare=0, rank=0)
+    return _reference(job, models, resumes)
+
+
+@functools.cache
+def _reference(job: Fault, models: str, resumes: bool) -> list[End]:
+    with tempfile.TemporaryDirectory(prefix="unbroken_") as name:
+        (Path(name) / "tmp").mkdir()
+        ends = _run(Order(job, name, models))
+        return _run(Order(job, name, models, resumes=True)) if resumes else ends
+
+
+def _run(order: Order) -> list[End]:
+    with _started(order, timeout_s=60.0) as ranks:
+        return ranks.collect(RUN_S)
+
+
+@contextlib.contextmanager
+def _started(order: Order, timeout_s: float) -> Iterator[StartedRanks]:
+    world_size = order.fault.world_size
+    with contextlib.ExitStack() as stack:
+        with _starting:
+            job = started_ranks(jobs.run, world_size, order, init=world_size > 1, timeout_s=timeout_s)
+            ranks = stack.enter_context(job)
+        yield ranks
+
+
+def _strike(order: Order, verdict: Verdict, unbroken: list[End]) -> None:
+    """Run the job until all ranks have ended, and note how."""
+    fault = order.fault
+    with _started(order, TIMEOUT_S) as ranks:
+        pids = {rank.pid for rank in ranks}
+        late = _wait(ranks, order, verdict)
+        ended_s = time.monotonic()
+        for rank in late:
+            ranks[rank].kill()
+        if verdict.where and fault.blow == "stop":  # a launcher does the same when another rank has ended
+            ranks[fault.rank].kill()
+        try:
+            ends = ranks.collect(limit_s=5.0, grace_s=5.0)
+            verdict.went_on = True
+            verdict.ended = "" if _same(ends, unbroken) else "it went on to other bits"
+        except RankError as error:
+            _note_errors(error, late, verdict)
+    note = Path(order.folder, STRUCK)
+    if note.exists() and note.stat().st_size:
+        struck = json.loads(note.read_text())
+        verdict.where, verdict.seconds = struck["where"], ended_s - struck["time"]
+    verdict.left += processes_left(pids)
+
+
+def _wait(ranks: StartedRanks, order: Order, verdict: Verdict) -> list[int]:
+    """Wait for all ranks but one that is stopped for ever. Returns those that have not ended in time."""
+    note, fault = Path(order.folder, STRUCK), order.fault
+    deadline, is_paused = time.monotonic() + RUN_S, fault.blow == "pause"
+    waiting = {rank.rank for rank in ranks}
+    while waiting and time.monotonic() < deadline:
+        waiting -= {rank for rank in waiting if ranks[rank].has_ended(0.02)}
+        if not verdict.where and note.exists() and note.stat().st_size:
+            struck = json.loads(note.read_text())
+            verdict.where = struck["where"]
+            deadline = struck["time"] + (RUN_S if fault.blow in HARMLESS else TIMEOUT_S + MARGIN_S)
+            if fault.blow == "stop":
+                waiting -= {fault.rank}
+        if verdict.where and is_paused and time.monotonic() > struck["time"] + PAUSE_S:
+            ranks[fault.rank].resume()
+            is_paused = False
+    return sorted(waiting)
+
+
+def _note_errors(error: RankError, late: list[int], verdict: Verdict) -> None:
+    fault = verdict.fault
+    messages = {failure.rank: f"{failure.kind}: {failure.message}" for failure in error.errors}
+    verdict.causes = sorted({f"rank {rank}: {' '.join(text.split())[:300]}" for rank, text in messages.items()})
+    problems = [f"rank {rank} did not end within {TIMEOUT_S + MARGIN_S:.0f} s of the strike" for rank in late]
+    problems += [f"rank {rank} gave no cause" for rank, text in messages.items() if not _CAUSE.search(text)]
+    died = [rank for rank, text in messages.items() if "ProcessDied" in text and rank not in late]
+    expected = [fault.rank] if fault.blow in ("kill", "stop") else []
+    problems += [f"rank {rank} died" for rank in died if rank not in expected]
+    if fault.blow in HARMLESS:
+        problems.append("it did not go on")
+    verdict.ended = "; ".join(problems)
+
+
+def _resume(order: Order, verdict: Verdict) -> None:
+    """Start the job again in the same folder, from the last whole checkpoint if there is one."""
+    steps = range(jobs.SAVE_STEPS, jobs.STEPS + 1, jobs.SAVE_STEPS)
+    whole = [step for step in steps if why_not_whole(order.disk / "run" / f"checkpoint-{step}") is None]
+    try:
+        ends = _run(order._replace(strikes_at=None, resumes=bool(whole)))
+    except RankError as error:
+        verdict.resumed = f"from {whole}: {str(error)[-1500:]}"
+        return
+    unbroken = reference(order.fault, order.models, resumes=jobs.STEPS in whole)
+    if not _same(ends, unbroken):
+        verdict.resumed = f"from {whole}: {_difference(ends, unbroken)}"
+
+
+def _difference(ends: list[End], unbroken: list[End]) -> str:
+    pairs = enumerate(zip(ends, unbroken, strict=True))
+    rank, ours, theirs = next((rank, *pair) for rank, pair in pairs if pair[0][:2] != pair[1][:2])
+    what = "other losses and weights" if ours.digest != theirs.digest else "other losses"
+    return f"rank {rank} has {what} than in the unbroken run: {ours.losses} and {theirs.losses}"
+
+
+def _same(ends: list[End], unbroken: list[End]) -> bool:
+    return [end[:2] for end in ends] == [end[:2] for end in unbroken]

@@ -1,0 +1,31 @@
+"""A few faults in every run of the suite, always the same ones; scripts/faults.sh runs other ones, and more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from attack.fault import BLOWS, CELLS, POINTS, draw
+from attack.place import why_impossible
+
+WHY_IMPOSSIBLE = why_impossible()
+CHOSEN = (("kill", "sharded save"), ("full disk", "full save"), ("kill", "export"))
+
+
+@pytest.mark.skipif(WHY_IMPOSSIBLE is not None, reason=f"no private disks: {WHY_IMPOSSIBLE}")
+def test_faults_end_in_time_and_resume_to_the_same_bits_and_leave_nothing():
+    seeds = [str(CELLS.index(cell)) for cell in CHOSEN]
+    command = [sys.executable, str(Path(__file__).with_name("faults.py")), "--only", *seeds]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    count = len(CHOSEN)
+    assert f"| **all** |  | {count} | {count} | {count} | 0 | {count} | {count} |" in result.stdout
+
+
+def test_consecutive_seeds_go_through_all_kinds_of_faults():
+    faults = [draw(seed) for seed in range(len(CELLS))]
+    assert {(fault.blow, fault.point) for fault in faults} == set(CELLS)
+    assert {fault.blow for fault in faults} == set(BLOWS) and {fault.point for fault in faults} == set(POINTS)
+    assert [draw(seed) for seed in range(len(CELLS))] == faults
