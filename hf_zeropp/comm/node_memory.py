@@ -86,7 +86,9 @@ class NodeMemory:
             mapped = _map(owner, owned, size)
         except OSError as exception:
             error = error or str(exception)
-        errors = [f"rank {rank}: {text}" for rank, text in enumerate(_exchange(error, self.group)) if text]
+        ranks = dist.get_process_group_ranks(self.group)
+        texts = zip(ranks, _exchange(error, self.group), strict=True)
+        errors = [f"rank {rank}: {text}" for rank, text in texts if text]
         if descriptor is not None:
             os.close(descriptor)  # the exchange above ends after every rank has mapped the file, or has failed to
         if errors:

@@ -24,6 +24,7 @@ import functools
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,13 +148,28 @@ def _resolve(wanted: str | bool, output_dir: str) -> str:
 def _unmark_then_save(original: Callable[..., None], is_ours: Callable[[Trainer], bool]) -> Callable[..., None]:
     @functools.wraps(original)
     def save(self: Trainer, model: nn.Module, trial: Any) -> None:
-        # The other ranks write nothing before the first has passed here: weights are saved together.
-        if is_ours(self) and self.args.should_save:
-            folder = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            Path(self._get_output_dir(trial=trial), folder, MARK).unlink(missing_ok=True)
-        original(self, model, trial)
+        if not is_ours(self):
+            return original(self, model, trial)
+        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+        try:
+            # The other ranks write nothing before the first has passed here: weights are saved together.
+            if self.args.should_save:
+                (folder / MARK).unlink(missing_ok=True)
+            original(self, model, trial)
+        except Exception as error:
+            raise RuntimeError(_why_not_saved(self, folder, error)) from error
 
     return save
+
+
+def _why_not_saved(trainer: Trainer, folder: Path, error: Exception) -> str:
+    """Return the words for a save that failed. PyTorch's own tell a full disk as "unexpected pos 64 vs 0"."""
+    place = folder if folder.exists() else folder.parent
+    free = f"{shutil.disk_usage(place).free} bytes are free on its disk" if place.exists() else "its disk is unknown"
+    return (
+        f"Rank {trainer.args.process_index} could not save {str(folder)!r} ({free}): {type(error).__name__}: {error}. "
+        "train(resume_from_checkpoint=True) resumes from the last checkpoint that is whole."
+    )
 
 
 def _save_then_wait(original: Callable[..., None], is_ours: Callable[[Trainer], bool]) -> Callable[..., None]:

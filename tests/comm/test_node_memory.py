@@ -70,7 +70,9 @@ def one_rank_cannot_map(rank: int) -> None:
 
 def test_one_rank_that_cannot_map_is_an_error_on_its_whole_node():
     errors = expect_errors(one_rank_cannot_map, WORLD_SIZE)
-    assert all("rank 1: no such memory" in error for error in errors)
+    assert all("rank 1: no such memory" in error for error in errors[:2])
+    assert all("rank 3: no such memory" in error for error in errors[2:])
+    assert all("shared_memory=False" in error for error in errors)
 
 
 def train_where_memory_cannot_be_shared(rank: int, name: str, shared_memory: bool) -> list[torch.Tensor]:
