@@ -123,12 +123,8 @@ class ZeroPPHandle:
         self._micro_steps = MicroSteps(config.quantizes_gradients)
         self._decisions: Decisions | None = None
         if not self.is_active:
-            logger.info(
-                "%s: FSDP2's own collectives stay.",
-                f"One node only ({self.topology.world_size} ranks), and nothing crosses nodes"
-                if self._is_enabled
-                else "ZEROPP_ENABLED=0",
-            )
+            one_node = f"One node only ({self.topology.world_size} ranks), and nothing crosses nodes"
+            logger.info("%s: FSDP2's own collectives stay.", one_node if plan.is_enabled else "ZEROPP_ENABLED=0")
             return
         # One pool serves all hops of the model: few units are under way at a time, and a pool per unit would hold a
         # buffer for each of them.
@@ -210,8 +206,8 @@ class ZeroPPHandle:
         path = state_file(folder, self.topology.rank, index)
         if self.config.error_feedback_decay is not None:
             load_residuals(path, self.reduces, self.topology)
-        elif path.exists():
-            logger.warning("%s is left out: error feedback, which it belongs to, is off.", path.name)
+        elif path.exists() and self.topology.rank == 0:  # one rank says it for all: each has a file of its own
+            logger.warning("%s and its like are left out: error feedback, which they belong to, is off.", path.name)
 
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""
@@ -291,7 +287,7 @@ class ZeroPPHandle:
             return self._weight_gathers
         gather = self._two_hop_gather(plan, buffers)
         check = SecondaryCheck(gather.node_hop.size) if plan.checks_secondaries and keeps_secondary else None
-        if plan.checks_secondaries and check is None:
+        if plan.checks_secondaries and check is None and self.topology.rank == 0:
             logger.warning(
                 "ZEROPP_CHECK=1 compares the nodes' copies of the weights; with hpz_size=None there are none."
             )

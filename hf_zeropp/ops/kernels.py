@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -226,7 +227,7 @@ def _first_kernels(device_type: str) -> ReferenceKernels | CudaKernels:
     library, reason = native.cuda_library() if device_type == "cuda" else (None, "there are no kernels for it")
     if library is not None:
         return CudaKernels(library)
-    warnings.warn(f"hf_zeropp: PyTorch code runs on {device_type}, slowly: {reason}", stacklevel=5)
+    _warn(f"PyTorch code runs on {device_type}, slowly: {reason}", stacklevel=6)
     return ReferenceKernels()
 
 
@@ -234,7 +235,13 @@ def _choose_at_import(environment: Mapping[str, str]) -> None:
     name = environment.get("ZEROPP_KERNELS", "auto")
     set_kernels(name)
     if _kernels["cpu"].name == "reference" != name:
-        warnings.warn(f"hf_zeropp: {native.cpu_library()[1]}. PyTorch code runs instead, slowly.", stacklevel=2)
+        _warn(f"{native.cpu_library()[1]}. PyTorch code runs instead, slowly.", stacklevel=3)
+
+
+def _warn(message: str, stacklevel: int) -> None:
+    """Warn on one rank of each machine: its ranks share the libraries, and those of another machine may have them."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        warnings.warn(f"hf_zeropp on {platform.node()}: {message}", stacklevel=stacklevel)
 
 
 # The CPU's kernels are chosen at import, where ZEROPP_KERNELS is read. Those of other devices are chosen at the first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 
 import pytest
 from op_cases import COMPILED
@@ -44,6 +45,10 @@ def test_without_library_the_reference_runs_with_one_warning(monkeypatch):
         with pytest.warns(UserWarning, match="C\\+\\+ compiler") as caught:
             _choose_at_import({})
         assert len(caught) == 1 and ops.kernel_info().cpu == "reference" and ops.kernel_info().library is None
+        monkeypatch.setenv("LOCAL_RANK", "1")  # one rank of a machine warns for all
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            _choose_at_import({})
     finally:
         monkeypatch.undo()
         native.cpu_library.cache_clear()
