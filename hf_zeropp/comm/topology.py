@@ -129,10 +129,21 @@ def world_timeout() -> timedelta:
 
 def new_cpu_group() -> dist.ProcessGroup:
     """Make a group of all ranks that moves CPU tensors, whatever the backend of the world. Every rank must call it."""
+    _meet()
     return dist.new_group(backend="gloo", timeout=world_timeout())
 
 
+def _meet() -> None:
+    """Wait for all ranks, right before they make a group together.
+
+    While gloo makes a group, it waits for a rank that has died for five times the timeout. A collective of a group that
+    exists ends as soon as the connection does.
+    """
+    dist.all_gather_object([None] * dist.get_world_size(), None)
+
+
 def _build_topology(ranks_per_node: int, device_type: str) -> Topology:
+    _meet()
     world_size = dist.get_world_size()
     ranks = torch.arange(world_size).view(-1, ranks_per_node)
     # Making a group is collective over the world: every rank makes the groups of all nodes, in the same order, and

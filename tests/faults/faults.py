@@ -26,18 +26,19 @@ def main() -> int:
     print(f"first seed {seeds[0]}", flush=True)
     start = time.monotonic()
 
-    def show(verdict, number):
+    def show(verdicts):
+        verdict, number = verdicts[-1], len(verdicts)
         good = "" if verdict.is_good else "  WRONG"
         print(
             f"{time.monotonic() - start:6.0f} s: {number} of {len(seeds)}: {draw(verdict.fault.seed)}{good}", flush=True
         )
         if args.only or not verdict.is_good:
             print(verdict, flush=True)
+        if args.page is not None:
+            args.page.write_text(page(verdicts, seeds[0], time.monotonic() - start))
 
     verdicts = run_campaign(seeds, args.workers, show)
     print(table(verdicts))
-    if args.page is not None:
-        args.page.write_text(page(verdicts, seeds[0], time.monotonic() - start))
     return 0 if all(verdict.is_good for verdict in verdicts) else 1
 
 

@@ -11,12 +11,18 @@ from attack.fault import BLOWS, CELLS, POINTS, draw
 from attack.place import why_impossible
 
 WHY_IMPOSSIBLE = why_impossible()
-CHOSEN = (("kill", "sharded save"), ("full disk", "full save"), ("kill", "export"))
+CHOSEN = (("kill", "sharded save"), ("full disk", "sharded save"), ("kill", "export"))
+
+
+def seed_of(cell: tuple[str, str]) -> int:
+    """The first seed of a blow at a point with the plainest job. Faults of one job share its unbroken run."""
+    seeds = range(CELLS.index(cell), 100 * len(CELLS), len(CELLS))
+    return next(seed for seed in seeds if draw(seed).job in ("values", "export") and draw(seed).keep == 1)
 
 
 @pytest.mark.skipif(WHY_IMPOSSIBLE is not None, reason=f"no private disks: {WHY_IMPOSSIBLE}")
 def test_faults_end_in_time_and_resume_to_the_same_bits_and_leave_nothing():
-    seeds = [str(CELLS.index(cell)) for cell in CHOSEN]
+    seeds = [str(seed_of(cell)) for cell in CHOSEN]
     command = [sys.executable, str(Path(__file__).with_name("faults.py")), "--only", *seeds]
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

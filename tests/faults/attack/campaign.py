@@ -9,13 +9,12 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from pathlib import Path
 
 from harness import preload, run_ranks
 
 from attack import jobs
 from attack.fault import BLOWS, POINTS, draw
-from attack.verdict import MARGIN_S, TIMEOUT_S, Verdict, judge
+from attack.verdict import CONNECT_S, MARGIN_S, TIMEOUT_S, Verdict, judge
 
 COLUMNS = (
     "blow",
@@ -30,13 +29,13 @@ COLUMNS = (
 )
 
 
-def run_campaign(seeds: Sequence[int], workers: int, show: Callable[[Verdict, int], None]) -> list[Verdict]:
+def run_campaign(seeds: Sequence[int], workers: int, show: Callable[[list[Verdict]], None]) -> list[Verdict]:
     """Run the faults of these seeds, ``workers`` at a time.
 
     Args:
         seeds: of the faults.
         workers: how many faults happen at a time.
-        show: called with each verdict, and how many there are by then.
+        show: called with all verdicts so far after each, the newest last.
     """
     preload("attack.jobs", "transformers.models.llama.modeling_llama", "hf_zeropp.integrations.export")
     models = "/tmp/models"
@@ -46,8 +45,8 @@ def run_campaign(seeds: Sequence[int], workers: int, show: Callable[[Verdict, in
         futures = [pool.submit(judge, draw(seed), models) for seed in seeds]
         for future in concurrent.futures.as_completed(futures):
             verdicts.append(future.result())
-            show(verdicts[-1], len(verdicts))
-    return sorted(verdicts, key=lambda verdict: verdict.fault.seed)
+            show(verdicts)
+    return verdicts
 
 
 def table(verdicts: Sequence[Verdict]) -> str:
@@ -89,7 +88,8 @@ Each fault meets a real run: six steps of a tiny Llama under the Trainer in four
 checkpoint after every second step and one or two of them kept. A third of the runs gathers deltas with error feedback, a third
 trains adapters on packed weights. The fault happens at a random call of a point of the program, on a random rank. Then
 every rank must end within {TIMEOUT_S:.0f} s (the timeout of the process group) and {MARGIN_S:.0f} s more, with an error that
-names a cause, or go on to the bits of an unbroken run. The same run is started again with `resume_from_checkpoint=True`, in the
+names a cause, or go on to the bits of an unbroken run. (Where the fault comes before the process groups are made, it is
+{CONNECT_S:.0f} s and {MARGIN_S:.0f} s more: gloo gives a peer five timeouts to connect.) The same run is started again with `resume_from_checkpoint=True`, in the
 same folder, and must give the bits of the unbroken run: losses and weights. Where no checkpoint is whole yet, it begins anew. No
 process, no temporary file, no file in `/dev/shm`, no mount and no namespace may be left after that.
 
@@ -108,8 +108,3 @@ Points:
 {bad}""".rstrip()
         + "\n"
     )
-
-
-def write_page(path: Path, *args: object) -> None:
-    """Write the page."""
-    path.write_text(page(*args))  # type: ignore[arg-type]

@@ -6,8 +6,10 @@ generators too.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import os
+import signal
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
@@ -66,9 +68,11 @@ class End(NamedTuple):
 def run(rank: int, order: Order) -> End:
     """Run a job on one rank."""
     os.setpgid(0, 0)  # whatever this process starts can be found by its group
-    with open(os.path.join(order.folder, f"output_{rank}"), "ab") as output:
+    with open(output_of(order.folder, rank), "ab") as output:
         for descriptor in (1, 2):
             os.dup2(output.fileno(), descriptor)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # the verdict asks a rank that hangs where it stands
     tempfile.tempdir = os.environ["TMPDIR"] = os.path.join(order.folder, "tmp")
     strikes = order.strikes_at is not None and rank == order.fault.rank
     blow = Blow(order.fault, Path(order.folder), order.disk)
@@ -79,6 +83,11 @@ def run(rank: int, order: Order) -> End:
     watch_training(watch, order.fault.kind)
     trainer.train(resume_from_checkpoint=True if order.resumes else None)
     return End(losses(trainer), _digest(trainer), dict(watch.counts))
+
+
+def output_of(folder: str, rank: int) -> Path:
+    """Return the file with all that a rank prints."""
+    return Path(folder, f"output_{rank}")
 
 
 def _trainer(order: Order, watch: Watch) -> Trainer:

@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
+import signal
 import tempfile
 import threading
 import time
@@ -26,6 +28,8 @@ TIMEOUT_S = 20.0
 """The timeout of the ranks' process groups."""
 MARGIN_S = 25.0
 """Time beyond it in which all ranks must have ended: some wait for one exchange after another, and the machine is busy."""
+CONNECT_S = 5 * TIMEOUT_S
+"""Time that gloo gives a peer while ranks make a process group."""
 RUN_S = 120.0
 PAUSE_S = 2.0
 _starting = threading.Lock()  # the fork server takes one request at a time
@@ -93,6 +97,14 @@ def judge(fault: Fault, models: str) -> Verdict:
     return verdict
 
 
+def limit_of(fault: Fault) -> float:
+    """Return the seconds within which all ranks must have ended."""
+    if fault.blow in HARMLESS:
+        return RUN_S
+    makes_groups = fault.point in ("installing", "sharing memory", "packed loading")
+    return (CONNECT_S if makes_groups else TIMEOUT_S) + MARGIN_S
+
+
 def reference(fault: Fault, models: str, *, resumes: bool = False) -> list[End]:
     """Return the ends of an unbroken run of a fault's job, by rank.
 
@@ -136,6 +148,8 @@ def _strike(order: Order, verdict: Verdict, unbroken: list[End]) -> None:
         late = _wait(ranks, order, verdict)
         ended_s = time.monotonic()
         for rank in late:
+            os.kill(ranks[rank].pid, signal.SIGUSR1)
+            time.sleep(0.5)
             ranks[rank].kill()
         if verdict.where and fault.blow == "stop":  # a launcher does the same when another rank has ended
             ranks[fault.rank].kill()
@@ -144,7 +158,7 @@ def _strike(order: Order, verdict: Verdict, unbroken: list[End]) -> None:
             verdict.went_on = True
             verdict.ended = "" if _same(ends, unbroken) else "it went on to other bits"
         except RankError as error:
-            _note_errors(error, late, verdict)
+            _note_errors(error, late, order, verdict)
     note = Path(order.folder, STRUCK)
     if note.exists() and note.stat().st_size:
         struck = json.loads(note.read_text())
@@ -162,7 +176,7 @@ def _wait(ranks: StartedRanks, order: Order, verdict: Verdict) -> list[int]:
         if not verdict.where and note.exists() and note.stat().st_size:
             struck = json.loads(note.read_text())
             verdict.where = struck["where"]
-            deadline = struck["time"] + (RUN_S if fault.blow in HARMLESS else TIMEOUT_S + MARGIN_S)
+            deadline = struck["time"] + limit_of(fault)
             if fault.blow == "stop":
                 waiting -= {fault.rank}
         if verdict.where and is_paused and time.monotonic() > struck["time"] + PAUSE_S:
@@ -171,18 +185,25 @@ def _wait(ranks: StartedRanks, order: Order, verdict: Verdict) -> list[int]:
     return sorted(waiting)
 
 
-def _note_errors(error: RankError, late: list[int], verdict: Verdict) -> None:
+def _note_errors(error: RankError, late: list[int], order: Order, verdict: Verdict) -> None:
     fault = verdict.fault
     messages = {failure.rank: f"{failure.kind}: {failure.message}" for failure in error.errors}
-    verdict.causes = sorted({f"rank {rank}: {' '.join(text.split())[:300]}" for rank, text in messages.items()})
-    problems = [f"rank {rank} did not end within {TIMEOUT_S + MARGIN_S:.0f} s of the strike" for rank in late]
+    died = {failure.rank for failure in error.errors if failure.kind == "ProcessDied"}
+    died -= {fault.rank} if fault.blow in ("kill", "stop") else set()
+    messages |= {rank: f"{messages[rank]}: {_last_words(order, rank)}" for rank in died}
+    verdict.causes = sorted({f"rank {rank}: {' '.join(text.split())[:600]}" for rank, text in messages.items()})
+    problems = [f"rank {rank} did not end within {limit_of(fault):.0f} s of the strike" for rank in late]
     problems += [f"rank {rank} gave no cause" for rank, text in messages.items() if not _CAUSE.search(text)]
-    died = [rank for rank, text in messages.items() if "ProcessDied" in text and rank not in late]
-    expected = [fault.rank] if fault.blow in ("kill", "stop") else []
-    problems += [f"rank {rank} died" for rank in died if rank not in expected]
     if fault.blow in HARMLESS:
         problems.append("it did not go on")
     verdict.ended = "; ".join(problems)
+
+
+def _last_words(order: Order, rank: int) -> str:
+    """Return what a rank printed at its end that hung or died: a stack, or what C++ says before it aborts."""
+    text = jobs.output_of(order.folder, rank).read_text(errors="replace")
+    starts = [text.rfind(words) for words in ("terminate called", "Stack (most recent call first)")]
+    return text[max(*starts, 0) :][:1000]
 
 
 def _resume(order: Order, verdict: Verdict) -> None:
