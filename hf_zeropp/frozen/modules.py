@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn as nn
@@ -34,6 +34,16 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CODES, SCALES = "_codes", "_scales"  # what follows a weight's name in the names of its two parameters
+
+
+class Gatherer(Protocol):
+    """The unit of a packed weight (``units.py``)."""
+
+    is_running: bool
+    """Whether the forward pass that uses the weight is under way."""
+
+    def reshard(self) -> Any:
+        """Free the gathered parameters."""
 
 
 def packed_property(name: str) -> property:
@@ -60,7 +70,7 @@ class Packed(nn.Module):
     packed_forms: dict[str, PackedForm]
     _parameters: _Parameters  # type: ignore[assignment]  # nn.Module names the plain dictionary
     _write_histories: dict[str, WriteHistory]
-    _units: dict[str, FSDPModule]
+    _units: dict[str, Gatherer]
 
     def packed_weight(self, name: str) -> PackedWeight:
         """Return the weight ``name`` in the form of its codes, as they are at this moment: gathered, or a shard of them."""
@@ -69,15 +79,19 @@ class Packed(nn.Module):
 
     def write_packed(self, name: str, value: Tensor) -> None:
         """Pack ``value`` [..., columns] into the weight ``name``, in place. See [Note: merging and unmerging] in writing.py."""
-        # What is written to gathered codes would be lost when they are freed.
+        history = self.__dict__.setdefault("_write_histories", {}).setdefault(name, WriteHistory())
+        unit = vars(self).get("_units", {}).get(name + CODES)
+        if unit is not None and unit.is_running:
+            # Written in the middle of a forward pass (Gemma 3n clips weights): it counts until the pass ends, as a write to
+            # a gathered dense weight does.
+            history = WriteHistory()
+        elif unit is not None:
+            unit.reshard()  # what is written to gathered codes would be lost when they are freed
         if isinstance(self, FSDPModule):
             self.reshard()
-        if name + CODES in (units := vars(self).get("_units", {})):
-            units[name + CODES].reshard()
-        histories = self.__dict__.setdefault("_write_histories", {})
-        histories.setdefault(name, WriteHistory()).write(self.packed_weight(name), value)
+        history.write(self.packed_weight(name), value)
 
-    def set_unit(self, name: str, unit: FSDPModule) -> None:
+    def set_unit(self, name: str, unit: Gatherer) -> None:
         """Note the unit that gathers the parameter ``name`` (codes or scales of a weight)."""
         self.__dict__.setdefault("_units", {})[name] = unit
 

@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp.frozen.adapters import adapter_modules, wrapped_model
@@ -145,11 +145,13 @@ class _Edge(nn.Module):
 
     Attributes:
         places: of an opening, one place of each parameter of the unit.
+        is_running: of an opening, whether the owner's forward is under way.
     """
 
     def __init__(self, places: Collection[Place] = ()) -> None:
         super().__init__()
         self.places = list(places)
+        self.is_running = False
 
     def forward(self, value: Any) -> Any:
         """Return what came. FSDP2's hooks run before and after."""
@@ -172,12 +174,12 @@ def _shard(unit: FrozenUnit, mesh: DeviceMesh, policy: MixedPrecisionPolicy, off
     del opening.owner
     for module, name in (place for places in unit.params for place in places):
         if isinstance(module, Packed):
-            module.set_unit(name, cast(FSDPModule, opening))
+            module.set_unit(name, cast(Any, opening))  # an FSDPModule by now
     _run_around(unit.owner, opening, closing)
     return opening
 
 
-def _run_around(owner: nn.Module, opening: nn.Module, closing: nn.Module) -> None:
+def _run_around(owner: nn.Module, opening: _Edge, closing: _Edge) -> None:
     """Run ``opening`` when the owner's forward begins, and ``closing`` when it ends."""
     # In training PEFT calls its wrapper's forward and then ``forward`` of the model inside, past that model's hooks. In
     # generation it calls the model inside. So the outermost of the two that is called counts.
@@ -187,12 +189,14 @@ def _run_around(owner: nn.Module, opening: nn.Module, closing: nn.Module) -> Non
         if running:
             return None
         running.append(module)
+        opening.is_running = True
         return opening((args, kwargs))
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
         if running != [module]:
             return None
         running.clear()
+        opening.is_running = False
         return closing(output)
 
     for module in {owner, wrapped_model(owner)}:

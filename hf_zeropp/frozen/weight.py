@@ -142,19 +142,21 @@ class PackedWeight(Tensor):
         if not is_own:
             self._write(value)
 
-    def decode(self, mesh: DeviceMesh | None = None) -> Tensor:
+    def decode(self, mesh: DeviceMesh | None = None, *, is_whole: bool = False) -> Tensor:
         """Return the dense tensor.
 
         Args:
             mesh: the ranks over which the result is sharded where the codes are sharded; default: the world.
+            is_whole: whether the result is the whole tensor on every rank, even where the codes are sharded.
 
         Returns:
             A plain tensor, or a DTensor over ``mesh``. See [Note: packed weights under FSDP2].
         """
-        if isinstance(self.codes, DTensor):
-            dense: Tensor = _decode_sharded(self.codes, self.scales, self.form, mesh or _world_mesh(self.codes))
-        else:
-            dense = frozen_format.unpack(self.codes, self.scales, self.form.columns, self.form.format, self.form.dtype)
+        if isinstance(self.codes, DTensor) and not is_whole:
+            sharded = _decode_sharded(self.codes, self.scales, self.form, mesh or _world_mesh(self.codes))
+            return _replay(sharded, self._views)
+        codes, scales = full_tensor(self.codes), full_tensor(self.scales)
+        dense = frozen_format.unpack(codes, scales, self.form.columns, self.form.format, self.form.dtype)
         return _replay(dense, self._views)
 
     def _view(self, func: Any, args: tuple[Any, ...]) -> PackedWeight:
@@ -184,7 +186,9 @@ class PackedWeight(Tensor):
             return first  # a parametrization sets a weight to itself, in the middle of a forward pass
         # Another operand that is sharded over a mesh decides how this one must be sharded.
         mesh = next((arg.device_mesh for arg in args if isinstance(arg, DTensor)), None)
-        dense_args = tree_map(lambda arg: arg.decode(mesh) if isinstance(arg, cls) else arg, args)
+        # A plain one is not sharded at all, so this one must be whole. See [Note: reading a sharded weight].
+        is_whole = mesh is None and any(_is_plain(arg) for arg in args)
+        dense_args = tree_map(lambda arg: arg.decode(mesh, is_whole=is_whole) if isinstance(arg, cls) else arg, args)
         result = func(*dense_args, **kwargs)
         if func._schema.is_mutable and isinstance(first, cls):
             first._write(dense_args[0])  # the operation changed the decoded copy in place
@@ -200,6 +204,11 @@ class PackedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.decode().__reduce_ex__(protocol)
+
+
+def _is_plain(arg: object) -> bool:
+    """Whether ``arg`` is a tensor that lies whole on this rank. Numbers in the form of tensors go with any other."""
+    return isinstance(arg, Tensor) and not isinstance(arg, (PackedWeight, DTensor)) and arg.ndim > 0
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

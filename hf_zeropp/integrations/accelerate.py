@@ -47,6 +47,7 @@ from hf_zeropp.fsdp.units import on_first_use
 from hf_zeropp.generation import install_generate
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.accelerate_frozen import patch_prepare, prepare_frozen
+from hf_zeropp.integrations.wrap_policy import block_names
 from hf_zeropp.switch import is_enabled
 
 logger = logging.getLogger(__name__)
@@ -112,9 +113,12 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
 
         Accelerate calls this just before it shards ``model``: see [Note: Accelerate's order of calls].
         """
-        super().set_auto_wrap_policy(model)
         if self.zeropp_config is None:
+            super().set_auto_wrap_policy(model)
             return
+        if self._finds_blocks:
+            self.transformer_cls_names_to_wrap = block_names(model)
+        super().set_auto_wrap_policy(model)
         # Accelerate calls this twice per ``prepare``. All that follows may be repeated: frozen weights that are sharded
         # are passed over, and two armed hooks find the same handle.
         device = PartialState().device
@@ -153,6 +157,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
 
     def _begin(self) -> None:
         """Check the surroundings and the settings, and extend Accelerate where the plugin needs it."""
+        # Accelerate notes the first model's classes in this field, and would look for them in the next model.
+        self._finds_blocks = self.transformer_cls_names_to_wrap is None
         check_silent_seams()
         if not is_enabled():
             self.zeropp = False

@@ -12,6 +12,7 @@ When this happens is told in [Note: Accelerate's order of calls] (accelerate.py)
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -32,6 +33,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.adapters import adapter_modules
 from hf_zeropp.frozen.packing import convert_frozen, quantize_frozen, refuse_foreign_quantizer
 from hf_zeropp.frozen.units import broadcast_rest, frozen_parameters, is_sharded, shard_frozen
+from hf_zeropp.integrations.wrap_policy import embeddings_found
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
 
@@ -163,7 +165,10 @@ def patch_prepare() -> None:
                 # was frozen. So frozen ones are taken out before.
                 models = [obj for obj in objects if isinstance(obj, nn.Module)]
                 drop_frozen(optimizer, models, config.frozen_bits)
-        return original(self, *objects)
+        with contextlib.ExitStack() as stack:
+            for model in (obj for obj in objects if config is not None and isinstance(obj, nn.Module)):
+                stack.enter_context(embeddings_found(model))
+            return original(self, *objects)
 
     Accelerator._prepare_fsdp2 = prepare  # type: ignore[method-assign]
 

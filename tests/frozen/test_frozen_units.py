@@ -1,0 +1,203 @@
+"""Which frozen parameters form a unit, and what reads them, on 4 ranks (2 nodes)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from accelerate import Accelerator
+import frozen_runs
+from frozen_runs import UNQUANTIZED, packed_copy, reset_accelerate, tiny_llama, tokens, trainable
+from harness import Scenarios, expect_errors
+from peft import LoraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from trl.trainer.utils import add_fused_lm_head
+
+from hf_zeropp import ZeroPPPlugin
+from hf_zeropp.frozen import units
+from hf_zeropp.frozen.units import FrozenUnit, find_frozen_units, shard_frozen
+from hf_zeropp.frozen.weight import PackedWeight
+from hf_zeropp.traffic import GATHER_FROZEN
+
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_local_experts": 4,
+}
+
+
+def tiny_gpt_oss() -> GptOssForCausalLM:
+    """A model whose attention owns bare parameters (``sinks``) beside linear layers."""
+    torch.manual_seed(0)
+    return GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=8, sliding_window=8))
+
+
+def tiny_mixtral() -> MixtralForCausalLM:
+    torch.manual_seed(0)
+    return MixtralForCausalLM(MixtralConfig(**SIZES))
+
+
+def adapted(model: nn.Module, **settings) -> nn.Module:
+    torch.manual_seed(1)
+    settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings}
+    return get_peft_model(model, LoraConfig(**settings, task_type="CAUSAL_LM"))
+
+
+def prepare(model: nn.Module, **zeropp):
+    """As ``frozen_runs.prepare``, in processes that have prepared other models before."""
+    reset_accelerate()
+    return frozen_runs.prepare(model, **zeropp)
+
+
+def gap_to_unsharded(model: nn.Module, bits: int | None, rank: int, **inputs) -> tuple[float, dict]:
+    """Train two steps beside the unsharded model. Returns the largest difference of a loss, and the bytes of the second step."""
+    reference = packed_copy(model, bits)
+    accelerator, plugin, model, optimizer = prepare(model, frozen_bits=bits, **UNQUANTIZED)
+    reference_optimizer = torch.optim.SGD(trainable(reference), lr=0.05)
+    batch, gap = tokens(), 0.0
+    for _ in range(2):
+        plugin.handle_of(model).traffic.reset()
+        loss = model(input_ids=batch[rank : rank + 1], labels=batch[rank : rank + 1], **inputs).loss
+        accelerator.backward(loss)
+        expected = reference(input_ids=batch, labels=batch, **inputs).loss
+        expected.backward()
+        gap = max(gap, abs(accelerator.reduce(loss.detach(), "mean") - expected).item())
+        for each in (optimizer, reference_optimizer):
+            each.step()
+            each.zero_grad()
+    return gap, plugin.handle_of(model).traffic.counts
+
+
+def meshes(model: nn.Module) -> dict[str, int]:
+    return {name: param.device_mesh.size() for name, param in model.named_parameters()}
+
+
+def adapters_beside_bare_parameters_are_sharded_over_the_world(rank: int) -> None:
+    for bits in (None, 4):
+        *_, model, _ = prepare(adapted(tiny_gpt_oss()), frozen_bits=bits)
+        sizes = meshes(model)
+        assert {size for name, size in sizes.items() if "lora" in name} == {4}
+        assert {size for name, size in sizes.items() if "lora" not in name} == {2}
+        assert any(name.endswith("sinks") for name in sizes)
+
+
+def adapters_beside_bare_parameters_learn_as_unsharded(rank: int) -> None:
+    assert gap_to_unsharded(adapted(tiny_gpt_oss()), None, rank)[0] < 1e-5
+
+
+def bare_parameters_alone_may_be_frozen(rank: int) -> None:
+    model = tiny_gpt_oss()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith("sinks"))
+    assert gap_to_unsharded(model, None, rank)[0] < 1e-5
+
+
+def bits_of_a_model_with_nothing_to_pack(rank: int) -> None:
+    model = tiny_gpt_oss()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith("sinks"))
+    *_, model, _ = prepare(model, frozen_bits=4)
+    assert {size for name, size in meshes(model).items() if name.endswith("sinks")} == {2}
+
+
+def trainable_biases_leave_packed_weights_in_the_node(rank: int) -> None:
+    model = adapted(tiny_llama(attention_bias=True, mlp_bias=True), bias="lora_only")
+    assert any(name.endswith("base_layer.bias") and param.requires_grad for name, param in model.named_parameters())
+    count = sum(param.numel() for param in trainable(model))
+    gap, counts = gap_to_unsharded(model, 4, rank)
+    assert gap < 1e-5
+    assert counts[GATHER_FROZEN].cross_node == 0
+    # Adapters and biases, in fp32, are gathered once and reduced once: half of them from the other node. The rest is padding.
+    assert sum(each.cross_node for each in counts.values()) < 1.4 * 2 * 4 * count / 2
+
+
+def adapters_on_packed_experts_learn_as_unsharded(rank: int) -> None:
+    model = adapted(tiny_mixtral())
+    assert any("experts" in name and "lora_A" in name for name, _ in model.named_parameters())
+    assert gap_to_unsharded(model, 4, rank)[0] < 1e-5
+
+
+def a_fused_loss_reads_the_packed_head(rank: int) -> None:
+    for tied in (False, True):
+        model = tiny_llama(tie_word_embeddings=tied)
+        add_fused_lm_head(model)
+        assert gap_to_unsharded(adapted(model), 4, rank, fused_lm_head=True)[0] < 1e-5
+
+
+def a_sharded_weight_is_whole_beside_a_plain_tensor(rank: int) -> None:
+    reference = packed_copy(tiny_llama().requires_grad_(False), 4)
+    *_, model, _ = prepare(adapted(tiny_llama()), frozen_bits=4)
+    weight, expected = model.get_output_embeddings().weight, reference.lm_head.weight.decode()
+    assert isinstance(weight, PackedWeight) and isinstance(weight.codes, DTensor)
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(rank))
+    torch.testing.assert_close(hidden @ weight.t(), hidden @ expected.t())
+    assert isinstance(weight.norm(dim=1), DTensor)  # beside no other tensor it is what a dense weight is: sharded
+    torch.testing.assert_close(weight.norm(dim=1).full_tensor(), expected.norm(dim=1))
+
+
+def modules_that_the_user_lets_accelerate_ignore_stay_whole(rank: int) -> None:
+    for ignored in (r".*embed_tokens", None):
+        reset_accelerate()
+        model = adapted(tiny_llama())
+        modules = ignored or [model.get_input_embeddings()]
+        plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2}, ignored_modules=modules)
+        accelerator = Accelerator(fsdp_plugin=plugin)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(trainable(model), lr=0.05))
+        whole = {name for name, param in model.named_parameters() if not isinstance(param, DTensor)}
+        assert whole == {"base_model.model.model.embed_tokens.weight"}
+        model(input_ids=tokens()[:1]).logits.sum().backward()
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        adapters_beside_bare_parameters_are_sharded_over_the_world,
+        adapters_beside_bare_parameters_learn_as_unsharded,
+        bare_parameters_alone_may_be_frozen,
+        bits_of_a_model_with_nothing_to_pack,
+        trainable_biases_leave_packed_weights_in_the_node,
+        adapters_on_packed_experts_learn_as_unsharded,
+        a_fused_loss_reads_the_packed_head,
+        a_sharded_weight_is_whole_beside_a_plain_tensor,
+        modules_that_the_user_lets_accelerate_ignore_stay_whole,
+    ],
+)
+
+
+@SCENARIOS.parametrize
+def test_frozen_units(scenario):
+    SCENARIOS.check(scenario)
+
+
+def shard_a_trainable_parameter(rank: int) -> None:
+    def everything(model, *args):
+        return [FrozenUnit(model, [[(model, "weight")], [(model, "bias")]])]
+
+    units.find_frozen_units = everything
+    shard_frozen(nn.Linear(8, 8), [], init_device_mesh("cpu", (2, 2), mesh_dim_names=("cross", "node"))["node"])
+
+
+def test_a_trainable_parameter_on_the_node_is_refused_by_name():
+    for rank, error in enumerate(expect_errors(shard_a_trainable_parameter, 4)):
+        assert "ValueError: weight is trainable" in error and f"rank {rank}" in error
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_parameters_are_grouped_by_the_block_around_them(tied):
+    model = adapted(tiny_llama(tie_word_embeddings=tied))
+    base = model.get_base_model()
+    found = find_frozen_units(model, [*base.model.layers, base.get_input_embeddings()])
+    # Two blocks, the embedding, and norm and head with the model; a tied embedding is used in two places, so it goes there too.
+    assert [unit.owner for unit in found if unit.owner is not model] == [
+        *([] if tied else [base.model.embed_tokens]),
+        *base.model.layers,
+    ]
+    (rest,) = (unit for unit in found if unit.owner is model)
+    assert [len(places) for places in rest.params] == ([2, 1] if tied else [1, 1])
+    assert not any(getattr(module, name).requires_grad for unit in found for ((module, name), *_) in unit.params)
