@@ -34,17 +34,17 @@ def run_script(rank: int, command: list[str], micro_steps: int) -> dict | None:
 
     def keep_handles(*_) -> None:
         found = filter(None, map(get_handle, find_sharded_modules()))
-        handles.update({id(handle): handle for handle in found})
+        # The prediction asks process groups, which a Trainer destroys at its end.
+        handles.update({id(handle): (handle, handle.predict(micro_steps)) for handle in found})
 
     register_optimizer_step_post_hook(keep_handles)  # the script's model does not outlive the script
     sys.argv = ["python", *command]
     run.main()
     if not handles:
         return None
-    (handle,) = handles.values()
-    steps = handle.traffic.steps
-    predicted = traffic.total(handle.predict(micro_steps).values())
-    return {"counted": handle.traffic.cross_node_bytes / steps / 2, "predicted": predicted.cross_node}
+    ((handle, predicted),) = handles.values()
+    counted = handle.traffic.cross_node_bytes / handle.traffic.steps / 2
+    return {"counted": counted, "predicted": traffic.total(predicted.values()).cross_node}
 
 
 def run_plain(folder: Path, env: dict) -> tuple[list[float], dict | None]:
