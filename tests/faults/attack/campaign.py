@@ -86,13 +86,13 @@ def page(verdicts: Sequence[Verdict], first_seed: int, seconds: float) -> str:
 
 Each fault meets a real run: six steps of a tiny Llama under the Trainer in four gloo processes, as two nodes of two ranks, with a
 checkpoint after every second step and one or two of them kept. A third of the runs gathers deltas with error feedback, a third
-trains adapters on packed weights. The fault happens at a random call of a point of the program, on a random rank. Then every rank
-must end within {TIMEOUT_S:.0f} s (the timeout of the process group) and {MARGIN_S:.0f} s more, with an error that names a cause, or
-go on to the bits of an unbroken run. (Where the fault comes before the process groups are made, it is {CONNECT_S:.0f} s and
-{MARGIN_S:.0f} s more: gloo gives a peer five timeouts to connect.) The same run is started again with
+trains adapters on packed weights. The fault happens at a random call of a point of the program, on a random rank. Then every
+rank must end within {TIMEOUT_S:.0f} s (the timeout of the process group) and {MARGIN_S:.0f} s more, with an error that names
+a cause, or go on to the bits of an unbroken run. (Where the fault comes before the process groups are made, it is
+{CONNECT_S:.0f} s and {MARGIN_S:.0f} s more: gloo gives a peer five timeouts to connect.) The same run is started again with
 `resume_from_checkpoint=True`, in the same folder, and must give the bits of the unbroken run: losses and weights. Where no
-checkpoint is whole yet, it begins anew. No process, no temporary file, no file in `/dev/shm`, no mount and no namespace may be left
-after that.
+checkpoint is whole yet, it begins anew. No process, no temporary file, no file in `/dev/shm`, no mount and no namespace may be
+left after that.
 
 {blows}
 
