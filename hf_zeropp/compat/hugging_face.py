@@ -310,11 +310,11 @@ HUGGING_FACE: tuple[Seam, ...] = (
         is_silent=True,
     ),
     Seam(
-        owner="peft.tuners.lora.layer:LoraLayer",
-        names=("base_layer",),
+        owner="peft:PeftModel",
+        names=("get_base_model",),
         used_by=("frozen.adapters",),
-        why="The layer that an adapter layer wraps. The adapter may read its weight.",
-        if_moved="DoRA reads a weight that is sharded again, and DTensor raises.",
+        why="The model that PEFT wraps. Its `generate` calls that model, past the wrapper.",
+        if_moved="Frozen weights outside of blocks are not gathered in `generate`, and DTensor raises.",
     ),
     Seam(
         owner="peft.tuners.tuners_utils",
@@ -322,6 +322,15 @@ HUGGING_FACE: tuple[Seam, ...] = (
         used_by=("integrations.export",),
         why="The layers that can be merged.",
         if_moved=ON_IMPORT,
+    ),
+    Seam(
+        owner="peft.tuners.tuners_utils:BaseTuner",
+        names=("_inject_parameters", "named_parameters"),
+        used_by=("frozen.modules",),
+        why="In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there.",
+        if_moved="Adapters on packed experts are left out, with a warning of PEFT's.",
+        relation=Relation.READS,
+        is_silent=True,
     ),
     Seam(
         owner="peft.utils.other:ModulesToSaveWrapper",

@@ -15,7 +15,9 @@ bits between forward and backward.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -34,6 +36,20 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 CODES, SCALES = "_codes", "_scales"  # what follows a weight's name in the names of its two parameters
+
+
+_shows_weights = False
+
+
+@contextlib.contextmanager
+def weights_shown() -> Iterator[None]:
+    """Within the context a packed module lists packed weights as parameters, and not their codes and scales."""
+    global _shows_weights
+    _shows_weights = True
+    try:
+        yield
+    finally:
+        _shows_weights = False
 
 
 class Gatherer(Protocol):
@@ -68,7 +84,7 @@ class Packed(nn.Module):
     """
 
     packed_forms: dict[str, PackedForm]
-    _parameters: _Parameters  # type: ignore[assignment]  # nn.Module names the plain dictionary
+    _parameters: _Parameters
     _write_histories: dict[str, WriteHistory]
     _units: dict[str, Gatherer]
 
@@ -94,6 +110,20 @@ class Packed(nn.Module):
     def set_unit(self, name: str, unit: Gatherer) -> None:
         """Note the unit that gathers the parameter ``name`` (codes or scales of a weight)."""
         self.__dict__.setdefault("_units", {})[name] = unit
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over codes and scales, or in ``weights_shown`` over packed weights themselves."""
+        if not _shows_weights or recurse:
+            yield from super().named_parameters(prefix, recurse, remove_duplicate)
+            return
+        stored = {name + suffix for name in self.packed_forms for suffix in (CODES, SCALES)}
+        for name, param in [*self._parameters.items()]:
+            if param is not None and name not in stored:
+                yield prefix + name, param
+        for name in self.packed_forms:
+            yield prefix + name, cast(nn.Parameter, self.packed_weight(name))
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A packed weight that comes back from a parametrization is there already."""
@@ -281,6 +311,8 @@ def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: to
     """
     weight = getattr(module, name)
     shape = weight.shape
+    if len(shape) == 3:
+        let_peft_find_weights()
     forms = {**getattr(module, "packed_forms", {}), name: PackedForm(format, shape[-1], dtype or weight.dtype)}
     # The parameter gives way to a property of the same name, which the new class has.
     delattr(module, name)
@@ -305,6 +337,27 @@ def tie(module: Packed, name: str, weight: PackedWeight) -> None:
     """Let the weight ``name`` of ``module`` share the codes and scales of ``weight``, another module's."""
     module.register_parameter(name + CODES, cast(nn.Parameter, weight.codes))
     module.register_parameter(name + SCALES, cast(nn.Parameter, weight.scales))
+
+
+@functools.cache
+def let_peft_find_weights() -> None:
+    """Let PEFT's ``target_parameters`` find packed weights. Without PEFT, and in repeated calls, this does nothing.
+
+    PEFT looks for these names among a module's parameters. It would find codes and scales alone, and leave fused experts without
+    an adapter, with a warning.
+    """
+    if importlib.util.find_spec("peft") is None:
+        return
+    from peft.tuners.tuners_utils import BaseTuner
+
+    original = BaseTuner._inject_parameters
+
+    @functools.wraps(original)
+    def inject(*args: Any, **kwargs: Any) -> Any:
+        with weights_shown():
+            return original(*args, **kwargs)
+
+    BaseTuner._inject_parameters = inject
 
 
 @functools.cache

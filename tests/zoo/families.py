@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB = 97
@@ -306,13 +306,21 @@ INPUTS: dict[str, Inputs] = {
 }
 _MIXED = {"layer_types": ["linear_attention", "full_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_QWEN_VISION = {"out_hidden_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 2, "deepstack_visual_indexes": [0]}
+_QWEN_VISION = {
+    "out_hidden_size": 32,
+    "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+    "deepstack_visual_indexes": [0],
+}
 _MROPE = {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1]}}
 OVERRIDES: dict[str, dict[str, Any]] = {
     "qwen3_next": _MIXED,
     "qwen3_5_text": _MIXED,
     "qwen3_5": {
-        "text_config": {**_MIXED, "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0}},
+        "text_config": {
+            **_MIXED,
+            "rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 1.0},
+        },
         "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16},
     },
     "qwen3_vl": {"text_config": _MROPE, "vision_config": {**_QWEN_VISION, "num_position_embeddings": 16}},
@@ -345,8 +353,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "chunk_size": 4,
     },
     "falcon": {"new_decoder_architecture": False},
-    "internvl": {"downsample_ratio": 1.0, "image_seq_length": 16, "vision_config": {"image_size": [IMAGE, IMAGE], "patch_size": [8, 8]}},
-    "lfm2_vl": {"downsample_factor": 2, "text_config": {"layer_types": ["conv", "full_attention"]}, "vision_config": {"num_patches": 16}},
+    "internvl": {
+        "downsample_ratio": 1.0,
+        "image_seq_length": 16,
+        "vision_config": {"image_size": [IMAGE, IMAGE], "patch_size": [8, 8]},
+    },
+    "lfm2_vl": {
+        "downsample_factor": 2,
+        "text_config": {"layer_types": ["conv", "full_attention"]},
+        "vision_config": {"num_patches": 16},
+    },
     "qwen2_audio": {"audio_config": {"max_source_positions": 64}},
     "paligemma": {"projection_dim": 32, "vision_config": {"vision_use_head": False}},
     "audio-spectrogram-transformer": {"max_length": 64, "frequency_stride": 8, "time_stride": 8, "patch_size": 8},

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
 from families import KINDS, Family
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
@@ -84,22 +82,8 @@ class Outcome:
         return not self.error and self.gap <= tolerance
 
 
-def run_family(rank: int, family: Family, modes: tuple[str, ...]) -> dict[str, Outcome]:
-    """Run ``modes`` one after the other, up to the first that raises. Ranks call it."""
-    outcomes: dict[str, Outcome] = {}
-    for mode in modes:
-        try:
-            outcomes[mode] = Outcome(gap=_run(family, mode, rank))
-        except Exception as error:  # noqa: BLE001 - it is the outcome
-            outcomes[mode] = Outcome(f"{type(error).__name__}: {error}", trace=traceback.format_exc())
-            break  # ranks may have stopped at different collectives
-        finally:
-            AcceleratorState._reset_state(reset_partial_state=False)
-            GradientState._reset_state()
-    return outcomes
-
-
-def _run(family: Family, mode: str, rank: int) -> float:
+def run_mode(rank: int, family: Family, mode: str) -> float:
+    """Use the family's model in one way, and return the gap. Ranks call it."""
     if mode == GENERATE:
         return _generate(family)
     way = MODES[mode]
@@ -160,7 +144,9 @@ def check_meshes(model: nn.Module) -> None:
     """Check that trainable parameters, and no others under ZeRO++, are sharded over the whole world."""
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), f"{name} is not sharded"
-        assert param.device_mesh.size() == WORLD or not param.requires_grad, f"{name} is trainable, and stays in its node"
+        assert param.device_mesh.size() == WORLD or not param.requires_grad, (
+            f"{name} is trainable, and stays in its node"
+        )
 
 
 def _generate(family: Family) -> float:

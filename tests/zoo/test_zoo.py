@@ -1,0 +1,42 @@
+"""A part of the zoo that takes seconds: one family of each sort, in the modes that differ for it.
+
+``bash scripts/zoo.sh`` runs all families in all modes.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks find these modules by name too
+
+from expected import ALL, expected_failure
+from zoo import run
+
+PART = {
+    "LoRA 4 bit": (
+        "llama gpt_oss mixtral qwen3_moe deepseek_v3 qwen3_next gemma3_text gemma3n_text mamba2 vit gemma3 llava lfm2_vl"
+    ),
+    "LoRA 16 bit": "gpt_oss jamba dinov2",
+    "unquantized": "qwen3 qwen2_audio vit t5 bert",
+    "default": "gpt2 siglip",
+    "generate": "llama whisper",
+}
+CASES = [(family, mode) for mode, names in PART.items() for family in ALL if family.name in names.split()]
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    return run(CASES)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")
+def test_a_family_trains_and_generates_as_unsharded(outcomes, case):
+    family, mode = case
+    outcome = outcomes[case]
+    if reason := expected_failure(family, mode):
+        assert not outcome.is_ok(mode), f"works, although expected to fail: {reason}"
+    else:
+        assert outcome.is_ok(mode), f"gap {outcome.gap}\n{outcome.trace}"
