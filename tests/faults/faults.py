@@ -24,6 +24,7 @@ def main() -> int:
     first = random.SystemRandom().randrange(10**6) if args.seed is None else args.seed
     seeds = args.only or range(first, first + args.count)
     print(f"first seed {seeds[0]}", flush=True)
+    command = f"bash scripts/faults.sh --count {len(seeds)} --seed {seeds[0]} --workers {args.workers}"
     start = time.monotonic()
 
     def show(verdicts):
@@ -35,7 +36,7 @@ def main() -> int:
         if args.only or not verdict.is_good:
             print(verdict, flush=True)
         if args.page is not None:
-            args.page.write_text(page(verdicts, seeds[0], time.monotonic() - start))
+            args.page.write_text(page(verdicts, command, time.monotonic() - start))
 
     verdicts = run_campaign(seeds, args.workers, show)
     print(table(verdicts))

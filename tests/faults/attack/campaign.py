@@ -69,8 +69,8 @@ def _counts(verdicts: Sequence[Verdict]) -> list[str]:
     return [*map(str, counts), f"{max(verdict.seconds for verdict in verdicts):.1f}"]
 
 
-def page(verdicts: Sequence[Verdict], first_seed: int, seconds: float) -> str:
-    """Return the page of a campaign."""
+def page(verdicts: Sequence[Verdict], command: str, seconds: float) -> str:
+    """Return the page of a campaign, which ``command`` started."""
     packages = ("torch", "transformers", "accelerate", "peft")
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
     blows = "\n".join(f"- *{name}*: {words}." for name, words in BLOWS.items())
@@ -79,7 +79,7 @@ def page(verdicts: Sequence[Verdict], first_seed: int, seconds: float) -> str:
     return (
         f"""# Faults
 
-    bash scripts/faults.sh --count {len(verdicts)} --seed {first_seed}
+    {command}
 
 {time.strftime("%Y-%m-%d")}. {os.cpu_count()} cores, Linux {platform.release().partition("-")[0]}, Python
 {platform.python_version()}, {versions}. {len(verdicts)} faults in {seconds / 60:.0f} minutes, beside other work on the machine.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-WORLD_SIZE = 4
+WORLD_SIZE, RANKS_PER_NODE = 4, 2
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 TRAINING = ("values", "deltas", "packed")
 """Jobs of four ranks; ``jobs.py`` says what each trains. The fourth job, "export", is one process."""
@@ -92,15 +92,18 @@ def draw(seed: int) -> Fault:
     blow, point = CELLS[seed % len(CELLS)]
     job = {"export": "export", "packed loading": "packed"}.get(point) or chance.choice(TRAINING)
     kind = {"full save": FULL, "sharded save": SHARDED}.get(point) or chance.choice((FULL, SHARDED))
-    is_first = point in ("rotation", "export")
+    keep = 1 if point == "rotation" else chance.choice((1, 2))
+    rank = 0 if point in ("rotation", "export") else chance.randrange(WORLD_SIZE)
+    if blow == "no shared memory":
+        rank -= rank % RANKS_PER_NODE  # the first rank of a node makes the memory
     return Fault(
         seed=seed,
         blow=blow,
         point=point,
         job=job,
         kind=kind,
-        keep=1 if point == "rotation" else chance.choice((1, 2)),
-        rank=0 if is_first else chance.randrange(WORLD_SIZE),
+        keep=keep,
+        rank=rank,
         fraction=chance.random(),
         spare=chance.randrange(6) if blow == "few descriptors" else chance.randrange(4096),
     )
