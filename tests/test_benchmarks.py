@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "scripts/benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -102,6 +103,21 @@ def run(body: str, tmp_path: Path) -> tuple[int, str, str]:
 
 
 # --------------------------------------------------------------------------------------------------------- the cluster
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, and this would use it")
+def test_checks_that_need_a_gpu_say_what_was_skipped_and_why(tmp_path):
+    """Without a GPU nothing fails, and nothing claims to have passed."""
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), str(tmp_path), "--only", "tests", "nccl", "operators"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert done.returncode == 0, done.stderr
+    stages = json.loads((tmp_path / "summary.json").read_text())["stages"]
+    assert [(one["stage"], one["result"]) for one in stages] == [
+        (name, "skipped") for name in ("tests", "nccl", "operators")
+    ]
+    assert all("no CUDA device is visible" in one["detail"] for one in stages)
+    unknown = subprocess.run([*command, "kernels"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    assert unknown.returncode == 2 and "unknown stages ['kernels']" in unknown.stderr
 
 
 @needs_namespaces
