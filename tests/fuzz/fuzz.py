@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from differential.campaign import Campaign, Failure, blame, shorten
+from differential.campaign import STOCK_EVERY, Campaign, Failure, blame, shorten
 from differential.cases import Case
 from differential.generate import NEVER, WORLDS, generate
 from differential.hazards import HAZARDS
@@ -44,6 +44,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--worlds", type=int, nargs="+", default=sorted(set(WORLDS)))
     parser.add_argument("--hang-seconds", type=float, default=HANG_S)
     parser.add_argument("--shorten-seconds", type=float, default=60.0, help="for the first failure of each group")
+    parser.add_argument(
+        "--stock-every",
+        type=int,
+        default=STOCK_EVERY,
+        metavar="N",
+        help="one program in N runs under stock FSDP2 even if it passes; 0 for none, which is quicker",
+    )
     parser.add_argument("--plant", default=None, help="a bug of differential/planted.py, to see it found")
     parser.add_argument("--output", default=None, help="a folder for the programs that failed")
     args = parser.parse_args()
@@ -81,6 +88,7 @@ def _run_campaign(args: argparse.Namespace) -> int:
         shorten_s=args.shorten_seconds,
         plant=args.plant,
         worlds=args.worlds,
+        stock_every=args.stock_every,
     ).start()
     shown, started = 0, time.monotonic()
     while not campaign.wait(PROGRESS_S):

@@ -22,7 +22,7 @@ from differential.rank import SIDES, Job
 
 OURS, SHARED, STOCK, ORACLE = "ours", "ours and stock's", "stock's", "the oracle's"
 MAX_LEAD = 400  # seeds by which one lane may be ahead of another
-STOCK_EVERY = 3  # programs of which one runs under stock FSDP2 as well; a program that fails always does
+STOCK_EVERY = 3  # programs of which one runs under stock FSDP2 as well; a program that fails always runs there
 NO_HAZARD = "(no hazard)"
 
 
@@ -81,6 +81,7 @@ class Campaign:
         shorten_s: seconds for making one failure short; 0 to leave them as they are.
         plant: a bug of ``planted.PLANTS``.
         worlds: sizes of the worlds that run; seeds of other sizes are left out.
+        stock_every: one program in so many runs under stock FSDP2 as well; 0 for none but those that fail.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Campaign:
         shorten_s: float = 0.0,
         plant: str | None = None,
         worlds: Collection[int] = tuple(sorted(set(WORLDS))),
+        stock_every: int = STOCK_EVERY,
     ) -> None:
         self.first_seed = first_seed
         self.num_cases = 0
@@ -102,6 +104,7 @@ class Campaign:
         self._hang_s = hang_s
         self._shorten_s = shorten_s
         self._plant = plant
+        self._stock_every = stock_every
         self._reached = dict.fromkeys(worlds, first_seed)
         self._lock = threading.Lock()
         self._shortened: Counter[tuple[str, str, str]] = Counter()
@@ -156,7 +159,8 @@ class Campaign:
             for seed in self._seeds(size):
                 self._keep_pace(size, seed)
                 case = generate(seed, self._without)
-                sides = SIDES if seed % STOCK_EVERY == 0 else ("ours", "plain")
+                runs_stock = self._stock_every > 0 and seed % self._stock_every == 0
+                sides = SIDES if runs_stock else ("ours", "plain")
                 outcome = worlds[size].run(Job(case, sides, self._plant))
                 with self._lock:
                     self.num_cases += 1
