@@ -3,4 +3,5 @@
 # Families named on the command line are run anew: bash scripts/zoo.sh llama mixtral
 set -euo pipefail
 cd "$(dirname "$0")/.."
+export PYTHONPATH="tests/helpers:tests/zoo${PYTHONPATH:+:$PYTHONPATH}"
 exec "${PYTHON:-python}" tests/zoo/report.py "$@"

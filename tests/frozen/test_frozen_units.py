@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import frozen_runs
 import pytest
 import torch
 import torch.nn as nn
 from accelerate import Accelerator
-import frozen_runs
 from frozen_runs import UNQUANTIZED, packed_copy, reset_accelerate, tiny_llama, tokens, trainable
 from harness import Scenarios, expect_errors
 from peft import LoraConfig, get_peft_model

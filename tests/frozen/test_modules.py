@@ -8,12 +8,13 @@ import io
 import pytest
 import torch
 import torch.nn as nn
+import torch.nn.utils.parametrize
 from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens, trainable, with_adapter
 from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, quantize_frozen
 from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear
-from hf_zeropp.frozen.packing import pack_weight
+from hf_zeropp.frozen.packing import pack_weight, packable_weights
 from hf_zeropp.frozen.weight import PackedWeight
 from hf_zeropp.integrations.accelerate_frozen import drop_frozen, pack_base
 from hf_zeropp.ops.frozen_format import FrozenFormat
@@ -198,3 +199,36 @@ def test_what_loading_skipped_is_not_packed_later(tmp_path):
     assert type(model.base_model.model.lm_head) is nn.Linear
     pack_base(dense := tiny_llama().requires_grad_(False), bits=8)
     assert type(dense.lm_head) is PackedLinear
+
+
+def test_adapters_on_packed_experts_are_the_same_whether_packing_came_before_or_after():
+    packed_last = quantize_frozen(with_adapter(tiny_mixtral()), 4)
+    packed_first = with_adapter(quantize_frozen(tiny_mixtral().requires_grad_(False), 4))
+    names = [name for name, param in packed_last.named_parameters() if param.requires_grad]
+    assert any("experts" in name for name in names)
+    assert names == [name for name, param in packed_first.named_parameters() if param.requires_grad]
+    torch.testing.assert_close(packed_first(tokens()).logits, packed_last(tokens()).logits)
+
+
+def test_a_parametrization_of_packed_experts_leaves_them_as_they_were():
+    model = quantize_frozen(tiny_mixtral().requires_grad_(False), 4)
+    experts = model.model.layers[0].mlp.experts
+    kind, names, weight = type(experts), [name for name, _ in experts.named_parameters()], experts.down_proj.decode()
+    torch.nn.utils.parametrize.register_parametrization(experts, "down_proj", Doubled())
+    torch.testing.assert_close(experts.down_proj, 2 * weight)
+    torch.nn.utils.parametrize.remove_parametrizations(experts, "down_proj", leave_parametrized=False)
+    assert type(experts) is kind and [name for name, _ in experts.named_parameters()] == names
+    assert torch.equal(experts.down_proj.decode(), weight)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def test_small_and_short_rows_stay_dense():
+    model = nn.Module()
+    model.positions = nn.Parameter(torch.zeros(1, 16, 32), requires_grad=False)
+    model.conv = nn.Conv1d(32, 32, 4).requires_grad_(False)
+    model.experts = nn.Parameter(torch.zeros(2, 16, 32), requires_grad=False)
+    assert [name for ((_, name),) in packable_weights(model, frozen_only=True)] == ["experts"]

@@ -291,7 +291,7 @@ def image_with_types(config: PretrainedConfig, generator: torch.Generator) -> di
     return found | {"token_type_ids": (found["input_ids"] == 5).long()}
 
 
-CLASSES: dict[str, str] = {}
+CLASSES = {"deit": "DeiTForImageClassification"}
 INPUTS: dict[str, Inputs] = {
     "lfm2_vl": patches,
     "qwen2_audio": sound_and_text,
@@ -352,6 +352,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "ssm_state_size": 8,
         "chunk_size": 4,
     },
+    "codegen": {"rotary_dim": 8},
+    "gptj": {"rotary_dim": 8},
+    "gpt_neo": {"attention_types": [[["global"], 2]]},
+    "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 8},
+    "zamba2": {"layer_types": ["mamba", "hybrid"], "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2, "attention_head_dim": 16},
+    "swin": {"depths": [1, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 2, "patch_size": 4},
+    "vipllava": {"vision_feature_layers": [-1, -2]},
     "falcon": {"new_decoder_architecture": False},
     "internvl": {
         "downsample_ratio": 1.0,
