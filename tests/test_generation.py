@@ -129,8 +129,8 @@ def test_after_an_update_trainable_units_cross_once_and_the_base_never(results):
 
 def test_a_memory_budget_gathers_once(results):
     for rank in results:
-        assert rank["lora 4 bits"]["budget"][GATHER_FROZEN][0] == 5  # embedding, two blocks, norm, head
-        assert rank["lora 4 bits"]["later"][GATHER_FROZEN][0] > 5
+        assert rank["lora 4 bits"]["budget"][GATHER_FROZEN][0] == 4  # embedding, two blocks, and norm with head
+        assert rank["lora 4 bits"]["later"][GATHER_FROZEN][0] > 4
 
 
 def test_without_secondary_shards_the_world_goes_on_together(results):
