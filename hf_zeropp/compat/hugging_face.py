@@ -219,7 +219,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     Seam(
         owner="transformers.modeling_utils:PreTrainedModel",
         names=("_no_split_modules",),
-        used_by=("integrations.pretrained_shape",),
+        used_by=("integrations.pretrained_shape", "integrations.wrap_policy"),
         why="The classes of a model's blocks.",
         if_moved="An estimate counts the whole model as one unit.",
         is_silent=True,
@@ -325,8 +325,8 @@ HUGGING_FACE: tuple[Seam, ...] = (
     ),
     Seam(
         owner="peft.tuners.tuners_utils:BaseTuner",
-        names=("_inject_parameters", "named_parameters"),
-        used_by=("frozen.modules",),
+        names=("_inject_parameters",),
+        used_by=("integrations.peft_targets",),
         why="In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there.",
         if_moved="Adapters on packed experts are left out, with a warning of PEFT's.",
         relation=Relation.READS,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -37,6 +36,9 @@ if TYPE_CHECKING:
 
 CODES, SCALES = "_codes", "_scales"  # what follows a weight's name in the names of its two parameters
 
+
+expert_hooks: list[Callable[[], object]] = []
+"""Functions that are called when fused experts are packed. Integrations add them."""
 
 _shows_weights = False
 
@@ -131,9 +133,6 @@ class Packed(nn.Module):
             self._parameters.taken_out.discard(name)
         else:
             super().register_parameter(name, param)
-
-    def _get_name(self) -> str:
-        return f"Packed{super()._get_name().removeprefix('Packed')}"
 
     def __setattr__(self, name: str, value: Any) -> None:
         # nn.Module assigns attributes while it is constructed, before there are packed weights.
@@ -312,7 +311,8 @@ def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: to
     weight = getattr(module, name)
     shape = weight.shape
     if len(shape) == 3:
-        let_peft_find_weights()
+        for hook in expert_hooks:
+            hook()
     forms = {**getattr(module, "packed_forms", {}), name: PackedForm(format, shape[-1], dtype or weight.dtype)}
     # The parameter gives way to a property of the same name, which the new class has.
     delattr(module, name)
@@ -337,27 +337,6 @@ def tie(module: Packed, name: str, weight: PackedWeight) -> None:
     """Let the weight ``name`` of ``module`` share the codes and scales of ``weight``, another module's."""
     module.register_parameter(name + CODES, cast(nn.Parameter, weight.codes))
     module.register_parameter(name + SCALES, cast(nn.Parameter, weight.scales))
-
-
-@functools.cache
-def let_peft_find_weights() -> None:
-    """Let PEFT's ``target_parameters`` find packed weights. Without PEFT, and in repeated calls, this does nothing.
-
-    PEFT looks for these names among a module's parameters. It would find codes and scales alone, and leave fused experts without
-    an adapter, with a warning.
-    """
-    if importlib.util.find_spec("peft") is None:
-        return
-    from peft.tuners.tuners_utils import BaseTuner
-
-    original = BaseTuner._inject_parameters
-
-    @functools.wraps(original)
-    def inject(*args: Any, **kwargs: Any) -> Any:
-        with weights_shown():
-            return original(*args, **kwargs)
-
-    BaseTuner._inject_parameters = inject
 
 
 @functools.cache
