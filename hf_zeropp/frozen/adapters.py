@@ -30,3 +30,15 @@ def wrapped_model(model: nn.Module) -> nn.Module:
     """Return the model that PEFT wraps; without PEFT ``model`` itself."""
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else model
+
+
+def entrances(model: nn.Module) -> set[nn.Module]:
+    """Return the modules through which a computation may enter ``model``, itself among them.
+
+    These are the model that PEFT wraps, and the encoder of an encoder-decoder: ``generate`` calls both by themselves.
+    """
+    inner = wrapped_model(model)
+    found = {model, inner}
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "get_encoder"):
+        found.add(inner.get_encoder())
+    return found

@@ -35,7 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from hf_zeropp.frozen.adapters import adapter_modules, wrapped_model
+from hf_zeropp.frozen.adapters import adapter_modules, entrances
 from hf_zeropp.frozen.modules import Packed
 
 Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
@@ -182,7 +182,7 @@ def _shard(unit: FrozenUnit, mesh: DeviceMesh, policy: MixedPrecisionPolicy, off
 def _run_around(owner: nn.Module, opening: _Edge, closing: _Edge) -> None:
     """Run ``opening`` when the owner's forward begins, and ``closing`` when it ends."""
     # In training PEFT calls its wrapper's forward and then ``forward`` of the model inside, past that model's hooks. In
-    # generation it calls the model inside. So the outermost of the two that is called counts.
+    # generation it calls the model inside. So the outermost that is called counts.
     running: list[nn.Module] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -199,7 +199,7 @@ def _run_around(owner: nn.Module, opening: _Edge, closing: _Edge) -> None:
         opening.is_running = False
         return closing(output)
 
-    for module in {owner, wrapped_model(owner)}:
+    for module in entrances(owner):
         module.register_forward_pre_hook(begin, with_kwargs=True)
         # Also called where the forward ended early: recomputation under activation checkpointing stops by an exception.
         module.register_forward_hook(end, always_call=True)
