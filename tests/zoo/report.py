@@ -42,8 +42,10 @@ def main() -> None:
         results.setdefault(family.name, {})[mode] = [is_ok, gap, outcome.error.partition("\n")[0][:200]]
         file.write_text(json.dumps(results, indent=1) + "\n")
 
-    run(todo, report)
-    (RESULTS / "models.md").write_text(page(results))
+    try:
+        run(todo, report)
+    finally:
+        (RESULTS / "models.md").write_text(page(results))
     sys.exit(1 if unexpected(results) else 0)
 
 
