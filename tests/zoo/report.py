@@ -75,7 +75,8 @@ def page(results: dict[str, dict[str, list]]) -> str:
         "A cell is the largest difference of a loss to the unsharded model's, over three steps of SGD. `unquantized` and `LoRA` "
         f"must stay within {MODES['unquantized'].tolerance}, `default` (which quantizes weights and gradients) within "
         f"{MODES['default'].tolerance}. `stock` is FSDP2 as Accelerate runs it, without ZeRO++. LoRA adapts all linear layers "
-        "and fused experts, over a base in 16 bits or packed in 4. `generate` is greedy, and counts tokens that differ. An empty cell was not run.",
+        "and fused experts, over a base in 16 bits or packed in 4. `generate` is greedy, and counts tokens that differ. "
+        "An empty cell was not run.",
         "",
         "| family | kind | " + " | ".join(modes) + " |",
         "|---|---|" + "---|" * len(modes),
