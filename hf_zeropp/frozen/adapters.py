@@ -39,6 +39,7 @@ def entrances(model: nn.Module) -> set[nn.Module]:
     """
     inner = wrapped_model(model)
     found = {model, inner}
-    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and hasattr(inner, "get_encoder"):
-        found.add(inner.get_encoder())
+    get_encoder = getattr(inner, "get_encoder", None)
+    if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and callable(get_encoder):
+        found.add(get_encoder())
     return found
