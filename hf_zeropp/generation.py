@@ -124,7 +124,10 @@ def _handle_of(model: nn.Module) -> ZeroPPHandle:
 
 
 def _bypasses_root(model: nn.Module) -> bool:
-    """Whether ``generate`` calls a submodule's forward (PEFT, wrappers) and not the model's own."""
+    """Whether ``generate`` calls a submodule's forward before or in place of the model's own (PEFT, wrappers, encoders)."""
+    # ``generate`` of an encoder-decoder calls the encoder by itself.
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return True
     # The class is recognized by its name, since only integrations may import Transformers. ``fully_shard`` puts a class
     # of its own in front, so all base classes are searched.
     return not any(cls.__name__ == "GenerationMixin" for cls in type(model).__mro__)

@@ -35,10 +35,9 @@ NOT_BUILT = {
 }
 """Architectures without a tiny model here, with the reason."""
 
-_ROOT = "`generate` calls the encoder by itself, past the model's own forward, in which FSDP2 gathers shared weights."
 _MOBILEBERT = "Its head reads the weights of two layers whose forwards do not run, one of them the input embedding's."
 
-# By family, or by kind, and by what all modes have in common that fail. Stock modes need no entry.
+# By family or by kind, and by the words that all failing modes have in common. Stock modes need no entry.
 _FAILURES = {
     (
         "phimoe",
@@ -46,15 +45,10 @@ _FAILURES = {
     ): "PEFT adapts its router, a linear layer that returns a tuple, and takes the tuple for a tensor.",
     ("mobilebert", "unquantized"): _MOBILEBERT,
     ("mobilebert", "default"): _MOBILEBERT,
-    ("encoder-decoder", "generate"): _ROOT,
-    ("speech", "generate"): _ROOT,
 }
-_WORKS = {("qwen2_audio", "generate")}
 
 
 def expected_failure(family: Family, mode: str) -> str | None:
     """Return why the family is expected to fail in this mode; None where it is to work."""
-    if (family.name, mode) in _WORKS:
-        return None
     names = (family.name, family.kind)
     return next((reason for (name, part), reason in _FAILURES.items() if name in names and part in mode), None)

@@ -20,7 +20,7 @@ PART = {
     "LoRA 16 bit": "gpt_oss jamba",
     "unquantized": "qwen2_audio vit t5 bert",
     "default": "siglip",
-    "generate": "llama qwen2_audio",
+    "generate": "llama qwen2_audio whisper t5",
 }
 CASES = [(family, mode) for mode, names in PART.items() for family in ALL if family.name in names.split()]
 
