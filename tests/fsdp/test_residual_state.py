@@ -97,7 +97,8 @@ def test_other_settings_and_worlds_load_it(tmp_path, saved, world_size, zeropp, 
     checkpoint, before = saved
     arguments = SAVING | {"save_steps": 10, "learning_rate": 1e-3, "max_steps": 8, "ignore_data_skip": True}
     results = run_ranks(train, world_size, str(tmp_path), zeropp, "SHARDED_STATE_DICT", checkpoint, arguments)
-    after, _, lines, residual_bytes = results[-1]
+    after, _, _, residual_bytes = results[-1]
+    lines = [line for _, _, of_rank, _ in results for line in of_rank]  # some reasons are one rank's, others all ranks'
     assert max(after[4:]) < before[0], (before, after)  # it went on from there
     assert any(line in each for each in lines), lines
     assert (residual_bytes > 0) == ("qgz_error_feedback" in zeropp)
