@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import platform
 import sys
@@ -19,6 +20,7 @@ from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate import methods, report
 from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.ops.frozen_format import FROZEN_BITS
 from hf_zeropp.sizes import parse_count
 from hf_zeropp.switch import is_enabled
 
@@ -65,15 +67,13 @@ def run_estimate(args: argparse.Namespace) -> None:
     """
     try:
         report.check_plot(args.plot)
-        model = _model_shape(args.model)
-        if args.trainable is not None:
-            model = model.with_adapters(args.trainable)
+        model = _model_shape(args.model, lora_rank=args.lora, num_adapter_params=args.trainable)
         setup = methods.Setup(
             world_size=args.world,
             ranks_per_node=args.ranks_per_node,
             micro_steps=args.accumulation,
             optimizer=args.optimizer,
-            config=ZeroPPConfig.resolve(args.zeropp),
+            config=_estimate_config(args, model),
             fp32_reduce=args.fp32_reduce,
         )
         estimates = methods.estimate(model, setup)
@@ -197,13 +197,29 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="The number of micro-steps per optimizer step. The default is 1.",
     )
-    parser.add_argument(
+    adapters = parser.add_mutually_exclusive_group()
+    adapters.add_argument(
+        "--lora",
+        type=_positive,
+        metavar="RANK",
+        help="Freeze the model and train LoRA adapters of this rank on all linear layers of its blocks, such as 16.",
+    )
+    adapters.add_argument(
         "--trainable",
         type=_count,
-        help="Freeze the model and train this many parameters beside it (LoRA), such as 20M.",
+        metavar="COUNT",
+        help="Freeze the model and train this many parameters beside it (other adapters), such as 20M.",
     )
     parser.add_argument(
-        "--zeropp", help="A YAML or JSON file with settings. The default is the environment, then the defaults."
+        "--frozen-bits",
+        type=int,
+        choices=(16, *FROZEN_BITS),
+        help="The bits in which this package stores frozen weights. The default is frozen_bits of the settings, or 16.",
+    )
+    parser.add_argument(
+        "--zeropp",
+        help="A YAML or JSON file with settings. The default is the environment (ZEROPP_CONFIG_FILE among it), then the "
+        "defaults.",
     )
     parser.add_argument("--fp32-reduce", action="store_true", help="Reduce gradients in fp32 instead of bf16.")
     parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")
@@ -227,14 +243,30 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _model_shape(source: str) -> ModelShape:
+def _model_shape(source: str, *, lora_rank: int | None, num_adapter_params: int | None) -> ModelShape:
     # A misspelt count is no name of a model. Asking the hub for it would take half a minute of retries without a network.
     is_count = source[:1].isdigit() and "/" not in source and not Path(source).exists()
     if is_count or parse_count(source) is not None:
-        return ModelShape.of_count(source)
-    from hf_zeropp.integrations.pretrained_shape import pretrained_shape
+        model = ModelShape.of_count(source)
+        model = model if lora_rank is None else model.with_lora(lora_rank)
+    else:
+        from hf_zeropp.integrations.pretrained_shape import pretrained_shape
 
-    return pretrained_shape(source)
+        model = pretrained_shape(source, lora_rank=lora_rank, freezes=num_adapter_params is not None)
+    return model if num_adapter_params is None else model.with_adapters(num_adapter_params)
+
+
+def _estimate_config(args: argparse.Namespace, model: ModelShape) -> ZeroPPConfig:
+    """Return the settings of the file or the environment, with ``--frozen-bits`` over them."""
+    config = ZeroPPConfig.resolve(args.zeropp)
+    if args.frozen_bits is None:
+        return config
+    if not model.frozen_units:
+        raise ValueError(
+            f"--frozen-bits {args.frozen_bits} is for frozen weights, and all weights are trained here. Say what is trained "
+            "instead: --lora 16 or --trainable 20M."
+        )
+    return dataclasses.replace(config, frozen_bits=args.frozen_bits if args.frozen_bits in FROZEN_BITS else None)
 
 
 def _count(text: str) -> int:

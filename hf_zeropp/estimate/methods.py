@@ -13,8 +13,11 @@ A shape made from a parameter count is that of a transformer of usual proportion
 
 Bytes per step are those that enter one node, from other nodes or within it, all its ranks together. They are the least that
 any algorithm can move: over the network each byte of a gather enters a node once. Flat rings move more, (W-1)/W where this
-module counts (Y-1)/Y. Activations are left out for every method. So is the unit or two of full weights that every sharded
-method holds for a moment.
+module counts (Y-1)/Y. Activations are left out for every method. The full weights that FSDP2 and this package hold for a
+moment stand beside the total (``Estimate.gathered``), because the papers' formulas leave them out.
+
+Frozen weights (LoRA's base) are held by FSDP2 in 16 bits, 1/W on each rank, and by this package as its Accelerate plugin holds
+them: 1/N of the node's copy, packed if ``frozen_bits`` says so (``frozen_base.py``).
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import torch
 
 from hf_zeropp.comm.topology import check_divides, resolve_hpz_size
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.estimate.frozen_base import FrozenGather
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
 from hf_zeropp.fsdp.predictions import (
@@ -110,12 +114,15 @@ class Estimate:
         memory: bytes per rank, by kind (``KINDS``).
         cross_node: bytes that enter one node from other nodes per optimizer step.
         intra_node: bytes that move between the ranks of one node per optimizer step.
+        gathered: bytes per rank of the full weights that are held at one time, at most: gathered units, and one decoded weight
+            of a packed base. They are no part of ``total``. The papers do not count them, so their methods have 0.
     """
 
     method: str
     memory: dict[str, float]
     cross_node: float
     intra_node: float
+    gathered: float = 0.0
 
     @property
     def total(self) -> float:
@@ -220,7 +227,8 @@ def fsdp2(model: ModelShape, setup: Setup) -> Estimate:
         memory["accumulator"] = setup.reduce_dtype.itemsize * model.num_trainable
     gradients = setup.reduce_dtype.itemsize * model.num_trainable
     traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup) + gradients, setup)
-    return Estimate("FSDP2", memory, traffic.cross_node, traffic.intra_node)
+    gathered = _gathered_at_once((unit, _gathered_bytes(unit, setup)) for unit in model.units)
+    return Estimate("FSDP2", memory, traffic.cross_node, traffic.intra_node, gathered)
 
 
 def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
@@ -230,6 +238,23 @@ def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
         for unit in model.units
         for param in unit.params
     )
+
+
+def _gathered_bytes(unit: UnitShape, setup: Setup) -> int:
+    """Return the bytes of a unit over the world while it is gathered."""
+    return HALF_BYTES * setup.world_size * sum(shard.padded_numel for shard in _shards(unit.params, setup))
+
+
+def _gathered_at_once(units: Iterable[tuple[UnitShape, int]]) -> int:
+    """Return the bytes that are gathered at one time, at most, of units and their bytes while gathered."""
+    staying, passing = 0, [0]
+    for unit, num_bytes in units:
+        if unit.spans_model or not unit.reshards:
+            staying += num_bytes
+        else:
+            passing.append(num_bytes)
+    # On accelerators FSDP2 gathers the next unit while one computes. On gloo one unit is over before the next begins.
+    return staying + sum(sorted(passing)[-2:])
 
 
 def _sharded_memory(model: ModelShape, setup: Setup) -> dict[str, float]:
@@ -255,13 +280,38 @@ def _memory(**kinds: float) -> dict[str, float]:
 
 def ours(model: ModelShape, setup: Setup) -> Estimate:
     """Return the estimate of this package under ``setup.config``, by the layouts that a run would use."""
+    # The plugin takes frozen parameters out of the units over the world, and gives them units over the node.
+    trained = dataclasses.replace(model, units=model.trained_units, frozen_units=())
     if setup.num_nodes == 1:  # FSDP2's own collectives stay
-        return dataclasses.replace(fsdp2(model, setup), method=THIS_PACKAGE)
+        line = dataclasses.replace(fsdp2(trained, setup), method=THIS_PACKAGE)
+    else:
+        line = _two_hops(trained, setup)
+    return _with_frozen_base(line, model, setup)
+
+
+def _with_frozen_base(line: Estimate, model: ModelShape, setup: Setup) -> Estimate:
+    """Return the estimate of the trainable parameters, with the frozen ones added."""
+    format = model.frozen_format(setup.config.frozen_bits)
+    gathers = [FrozenGather(unit, setup.ranks_per_node, format) for unit in model.frozen_units]
+    traffic = total(gather.step_bytes(setup.micro_steps) for gather in gathers).times(setup.ranks_per_node)
+    return dataclasses.replace(
+        line,
+        memory=line.memory | {"frozen": sum(gather.shard_bytes() for gather in gathers)},
+        cross_node=line.cross_node + traffic.cross_node,
+        intra_node=line.intra_node + traffic.intra_node,
+        gathered=line.gathered
+        + _gathered_at_once((gather.unit, gather.gathered_bytes()) for gather in gathers)
+        + max((gather.decoded_bytes() for gather in gathers), default=0),
+    )
+
+
+def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
+    """Return the estimate of a model without frozen parameters on more than one node."""
     hpz_size = resolve_hpz_size(setup.config.hpz_size, setup.ranks_per_node, setup.world_size)
     # The question is the one that ``apply_zeropp`` asks, so the estimate cannot disagree with a run about it.
     stays_fsdp2 = leaves_gathers_to_fsdp2(setup.config, hpz_size, setup.world_size)
     gathers = [] if stays_fsdp2 else [_UnitGather(unit, setup, hpz_size) for unit in model.units]
-    reduces = [_UnitReduce(unit, setup) for unit in model.units if unit.trainable]
+    reduces = [_UnitReduce(unit, setup) for unit in model.units]
     memory = _sharded_memory(model, setup)
     memory["secondary"] = sum(gather.secondary_bytes() for gather in gathers)
     memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
@@ -273,7 +323,8 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
     traffic = total(user.step_bytes() for user in users).times(setup.ranks_per_node)
     if stays_fsdp2:
         traffic.add(_flat_bytes(_fsdp2_gathered_bytes(model, setup), setup))
-    return Estimate(THIS_PACKAGE, memory, traffic.cross_node, traffic.intra_node)
+    gathered = _gathered_at_once((unit, _gathered_bytes(unit, setup)) for unit in model.units)
+    return Estimate(THIS_PACKAGE, memory, traffic.cross_node, traffic.intra_node, gathered)
 
 
 def _delta_buffer_bytes(gathers: list[_UnitGather], setup: Setup) -> int:
@@ -294,9 +345,9 @@ class _UnitGather:
         node_size = gather_node_size(hpz_size, setup.ranks_per_node)
         self._node_hop = Peers.among(range(node_size), 0, setup.ranks_per_node)
         self._cross_hop = Peers.among(range(0, setup.world_size, node_size), 0, setup.ranks_per_node)
-        # bf16 is the compute dtype that is assumed throughout. A unit that trains nothing is laid out without deltas.
+        # bf16 is the compute dtype that is assumed throughout.
         shards = _shards(unit.params, setup)
-        self._layouts = gather_layouts(setup.config, shards, torch.bfloat16, trains=bool(unit.trainable))
+        self._layouts = gather_layouts(setup.config, shards, torch.bfloat16, trains=True)
 
     def secondary_bytes(self) -> int:
         return self._cross_hop.group_size * self._layouts.kept.nbytes if self._keeps_secondary else 0
@@ -318,11 +369,9 @@ class _UnitGather:
         return 0 if self._layouts.delta is None else self._cross_hop.group_size * self._layouts.delta.nbytes
 
     def step_bytes(self) -> Bytes:
-        """Return what one rank receives in a step. That frozen weights cross once in a run rounds to nothing."""
+        """Return what one rank receives in a step."""
         gathers = gathers_per_step(self._setup.micro_steps, reshards_after_forward=self._unit.reshards)
-        crossings = crossings_per_step(
-            gathers, keeps_secondary=self._keeps_secondary, trains=bool(self._unit.trainable)
-        )
+        crossings = crossings_per_step(gathers, keeps_secondary=self._keeps_secondary, trains=True)
         return gather_bytes(
             self._layouts, cross_hop=self._cross_hop, node_hop=self._node_hop, gathers=gathers, crossings=crossings
         ).total()
@@ -335,7 +384,7 @@ class _UnitReduce:
         self._setup = setup
         self._node_hop = Peers.among(range(setup.ranks_per_node), 0, setup.ranks_per_node)
         self._cross_hop = Peers.among(range(0, setup.world_size, setup.ranks_per_node), 0, setup.ranks_per_node)
-        config, shards = setup.config, _shards(unit.trainable, setup)
+        config, shards = setup.config, _shards(unit.params, setup)
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
         layouts = reduce_layouts(config, shards, setup.reduce_dtype, quantizes=config.quantizes_gradients)
         self._numel = layouts.node_hop.numel

@@ -9,25 +9,37 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.sizes import parse_count
 
 
 @dataclasses.dataclass(frozen=True)
 class ParamShape:
-    """Shape of one parameter, and whether it is trainable."""
+    """Shape of one parameter.
+
+    Args:
+        shape: the sizes of its dimensions.
+        trainable: whether the optimizer updates it.
+        packable: whether ``frozen_bits`` packs it where it is frozen: matrices and embeddings, but no norms and biases.
+    """
 
     shape: tuple[int, ...]
     trainable: bool = True
+    packable: bool = False
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
 
-    def padded_shard_numel(self, world_size: int) -> int:
-        """Return the elements of each rank's shard: FSDP2 cuts dimension 0 in equal chunks and pads the last ones."""
+    def padded_shard(self, num_ranks: int) -> tuple[int, ...]:
+        """Return the shape of each rank's shard: FSDP2 cuts dimension 0 in equal chunks and pads the last ones."""
         # ``-(-a // b)`` rounds up. A matrix of 101 rows on 4 ranks takes 26 rows on each: padding is sent like weights.
-        return -(-self.shape[0] // world_size) * math.prod(self.shape[1:])
+        return (-(-self.shape[0] // num_ranks), *self.shape[1:])
+
+    def padded_shard_numel(self, num_ranks: int) -> int:
+        """Return the elements of each rank's shard, padding included."""
+        return math.prod(self.padded_shard(num_ranks))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,11 +50,13 @@ class UnitShape:
         name: for reading alone.
         params: all parameters of the unit, in the order of its flat shard.
         reshards: whether the unit is resharded after the forward pass, and so gathered again for the backward pass.
+        spans_model: whether the unit stays gathered during the whole forward pass of the model, and the whole backward pass.
     """
 
     name: str
     params: tuple[ParamShape, ...]
     reshards: bool = True
+    spans_model: bool = False
 
     @property
     def trainable(self) -> tuple[ParamShape, ...]:
@@ -54,19 +68,35 @@ class UnitShape:
         params = tuple(dataclasses.replace(param, trainable=False) for param in self.params)
         return dataclasses.replace(self, params=params)
 
+    def with_lora(self, rank: int) -> UnitShape:
+        """Return the unit frozen, with the two matrices of a LoRA adapter beside each of its own matrices."""
+        matrices = (param.shape for param in self.params if param.packable)
+        adapters = (ParamShape(shape) for rows, columns in matrices for shape in ((rank, columns), (rows, rank)))
+        return dataclasses.replace(self, params=(*self.frozen().params, *adapters))
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
-    """The units of a model, under the name that a report shows."""
+    """The units of a model.
+
+    Args:
+        name: what a report shows.
+        units: all parameters, as FSDP2 gathers them by itself.
+        frozen_units: the frozen ones among them, as this package's Accelerate plugin groups them (``frozen/units.py``).
+        packed_format: the format of a checkpoint that was saved packed. Its weights stay as they are, whatever ``frozen_bits``.
+    """
 
     name: str
     units: tuple[UnitShape, ...]
+    frozen_units: tuple[UnitShape, ...] = ()
+    packed_format: FrozenFormat | None = None
 
     @classmethod
     def of_count(cls, text: str) -> ModelShape:
         """Return a transformer of usual proportions with as many parameters as ``text`` says.
 
-        It has L blocks of width 128 L with 12 width^2 parameters each (7 B: 33 blocks), and no parameter outside of them.
+        It has L blocks of width 128 L with 12 width^2 parameters each (7 B: 33 blocks), and no parameter outside of them:
+        four square matrices of attention, the two matrices of a feed-forward layer, and norms.
 
         Args:
             text: a parameter count such as "7B" or "350M".
@@ -80,17 +110,33 @@ class ModelShape:
                 f"expected a positive parameter count such as 7B or 350M, got {text!r}. Units are K, M, B and T; a model is "
                 "named by its hub name (organization/model) or its folder."
             )
-        # A block of width w = 128 L has 12 w^2 parameters: 4 w^2 in attention and 8 w^2 in the feed-forward layer. L
-        # of them make 12 * 128^2 * L^3 parameters, which is solved for L. The remainder goes to the first blocks, one
-        # parameter each.
+        # L blocks of 12 w^2 parameters with w = 128 L make 12 * 128^2 * L^3 parameters, which is solved for L. The
+        # remainder goes to the first blocks, one parameter each.
         num_blocks = max(1, round((count / (12 * 128**2)) ** (1 / 3)))
         sizes = [count // num_blocks + (index < count % num_blocks) for index in range(num_blocks)]
-        return cls(text, tuple(_matrix_unit(f"block {index}", size) for index, size in enumerate(sizes)))
+        return cls(text, tuple(_block(f"block {index}", size) for index, size in enumerate(sizes)))
 
     def with_adapters(self, num_trainable: int) -> ModelShape:
-        """Return the model with its own parameters frozen, and ``num_trainable`` trained beside them (LoRA)."""
-        frozen = (unit.frozen() for unit in self.units)
-        return dataclasses.replace(self, units=(*frozen, _matrix_unit("adapters", num_trainable)))
+        """Return the model with its own parameters frozen, and ``num_trainable`` trained beside them."""
+        frozen = tuple(unit.frozen() for unit in self.units)
+        # A unit of one parameter with two dimensions, since one of 1-D would travel unquantized.
+        adapters = UnitShape("adapters", (ParamShape((num_trainable, 1)),))
+        return dataclasses.replace(self, units=(*frozen, adapters), frozen_units=self.frozen_units or frozen)
+
+    def with_lora(self, rank: int) -> ModelShape:
+        """Return the model frozen, with LoRA adapters of this rank on all matrices of its blocks."""
+        frozen = tuple(unit.frozen() for unit in self.units)
+        units = tuple(unit.with_lora(rank) for unit in self.units)
+        return dataclasses.replace(self, units=units, frozen_units=frozen)
+
+    def frozen_format(self, frozen_bits: int | None) -> FrozenFormat | None:
+        """Return the format of packed frozen weights under this setting; None where they stay in 16 bits."""
+        return self.packed_format or (None if frozen_bits is None else FrozenFormat(frozen_bits))
+
+    @property
+    def trained_units(self) -> tuple[UnitShape, ...]:
+        """The units without their frozen parameters, and without those units that train nothing."""
+        return tuple(dataclasses.replace(unit, params=unit.trainable) for unit in self.units if unit.trainable)
 
     @property
     def num_params(self) -> int:
@@ -103,6 +149,13 @@ class ModelShape:
         return sum(param.numel for unit in self.units for param in unit.trainable)
 
 
-def _matrix_unit(name: str, numel: int) -> UnitShape:
-    """Return a unit of one parameter with two dimensions, since one of 1-D would travel unquantized."""
-    return UnitShape(name, (ParamShape((numel, 1)),))
+def _block(name: str, numel: int) -> UnitShape:
+    """Return a transformer block of ``numel`` parameters: 4 w^2 in attention, 8 w^2 in the feed-forward layer."""
+    width = math.isqrt(numel // 12)
+    if width == 0:  # fewer than 12 parameters
+        return UnitShape(name, (ParamShape((numel, 1), packable=True),))
+    width = max(width // 128 * 128, min(width, 128))  # multiples of 128 have no padding on usual worlds
+    hidden, norms = divmod(numel - 4 * width**2, 2 * width)
+    matrices = [(width, width)] * 4 + [(hidden, width), (width, hidden)]
+    params = [ParamShape(shape, packable=True) for shape in matrices] + ([ParamShape((norms,))] if norms else [])
+    return UnitShape(name, tuple(params))

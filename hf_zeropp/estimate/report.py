@@ -28,11 +28,13 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     """
     title = (
         f"{model.name}: {_shorten(model.num_params, COUNT_UNITS)} parameters, "
-        f"{_shorten(model.num_trainable, COUNT_UNITS)} trained, {setup.num_nodes} nodes x {setup.ranks_per_node} ranks, "
-        f"{setup.optimizer}, {setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
+        f"{_shorten(model.num_trainable, COUNT_UNITS)} trained, {_base(model, setup)}"
+        f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {setup.optimizer}, "
+        f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
     caption = (
         "Memory is per rank. Traffic is what enters one node per optimizer step.\n"
+        "Gathered: full weights, held while layers compute; the papers leave them out.\n"
         "M, G and T are 10^6, 10^9 and 10^12 bytes."
     )
     result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
@@ -48,13 +50,27 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
 
     result.add_row("Memory", style="italic")
     for kind in _kinds_in(estimates):
-        add_row(f" {kind}", (one.memory[kind] for one in estimates))
+        add_row(f" {_label(kind, model)}", (one.memory[kind] for one in estimates))
     add_row(" total", (one.total for one in estimates))
+    add_row(" + gathered", (one.gathered for one in estimates))
     result.add_section()
     result.add_row("Traffic", style="italic")
     add_row(" across nodes", (one.cross_node for one in estimates))
     add_row(" within node", (one.intra_node for one in estimates))
     return result
+
+
+def _base(model: ModelShape, setup: Setup) -> str:
+    """Return what the title says of the frozen weights. The papers' methods and FSDP2 do not pack them."""
+    format = model.frozen_format(setup.config.frozen_bits)
+    return f"base in {16 if format is None else format.bits} bits, " if model.frozen_units else ""
+
+
+def _label(kind: str, model: ModelShape) -> str:
+    """Return the name of a kind of memory in the table."""
+    if kind == "parameters" and model.frozen_units:
+        return "adapters"
+    return "frozen base" if kind == "frozen" else kind
 
 
 def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[str, Any]:

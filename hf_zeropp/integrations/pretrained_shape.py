@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Iterator
 
 import torch
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+import torch.nn as nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
+from hf_zeropp.frozen.packing import packable_weights
+from hf_zeropp.frozen.units import find_frozen_units
+from hf_zeropp.integrations.quantizer import METHOD, ZeroPPQuantConfig
 
 
-def pretrained_shape(source: str) -> ModelShape:
+def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool = False) -> ModelShape:
     """Return the shape of the model that a Hugging Face config describes.
 
     Args:
         source: a hub name, or the path of a folder with a ``config.json``.
+        lora_rank: freezes the model, and has PEFT put LoRA adapters of this rank on its linear layers ("all-linear").
+        freezes: whether all parameters are frozen.
 
     Raises:
-        ValueError: Transformers finds no config there.
+        ValueError: Transformers finds no config there, or PEFT makes no adapters for the model.
     """
     try:
         config = AutoConfig.from_pretrained(source)
@@ -26,20 +33,62 @@ def pretrained_shape(source: str) -> ModelShape:
             f"{source!r} is neither a parameter count (7B, 350M) nor a model Transformers finds: {error}"
         ) from error
     with torch.device("meta"):
-        try:
-            model = AutoModelForCausalLM.from_config(config)
-        except ValueError:  # the config is of another kind of model
-            model = AutoModel.from_config(config)
-    return ModelShape(source, units_of(model))
+        model: nn.Module = _model(config).requires_grad_(not freezes)
+        if lora_rank is not None:
+            model = _with_lora(model, lora_rank)
+    packing = _packing(config)
+    if packing is None:
+        return ModelShape(source, units_of(model), frozen_units_of(model))
+    return ModelShape(source, units_of(model), frozen_units_of(model, packing.skip), packing.format)
 
 
-def units_of(model: PreTrainedModel) -> tuple[UnitShape, ...]:
+def _model(config: PretrainedConfig) -> PreTrainedModel:
+    try:
+        return AutoModelForCausalLM.from_config(config)
+    except ValueError:  # the config is of another kind of model
+        return AutoModel.from_config(config)
+
+
+def _with_lora(model: nn.Module, rank: int) -> nn.Module:
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("--lora needs peft for a model with a config: pip install peft, or use --trainable.")
+    from peft import LoraConfig, get_peft_model  # an optional dependency
+
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))
+
+
+def _packing(config: PretrainedConfig) -> ZeroPPQuantConfig | None:
+    """Return how the weights of a checkpoint are packed; None where they are not, or not by this package."""
+    stored = getattr(config, "quantization_config", None)
+    is_ours = isinstance(stored, dict) and stored.get("quant_method") == METHOD
+    return ZeroPPQuantConfig.from_dict(stored) if is_ours else None
+
+
+def frozen_units_of(model: nn.Module, skip: Iterable[str] = ()) -> tuple[UnitShape, ...]:
+    """Return the units that the Accelerate plugin makes of the frozen parameters of a Transformers model.
+
+    Args:
+        model: not sharded, with or without adapters.
+        skip: modules that stay in 16 bits where others are packed.
+    """
+    packable = {id(getattr(*places[0])) for places in packable_weights(model, skip, frozen_only=True)}
+    blocks = [module for module in model.modules() if _is_block(model, module)]
+    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    units = []
+    for unit in find_frozen_units(model, [*blocks, embedding]):
+        params = [getattr(*places[0]) for places in unit.params]
+        shapes = tuple(ParamShape(tuple(param.shape), False, id(param) in packable) for param in params)
+        units.append(UnitShape(type(unit.owner).__name__, shapes, spans_model=unit.owner is model))
+    return tuple(units)
+
+
+def units_of(model: nn.Module) -> tuple[UnitShape, ...]:
     """Return the units that Accelerate makes of a Transformers model.
 
     They are each block, the embeddings unless they are tied to the head, the final norm with the head, and the rest. The
     last two are not resharded after the forward pass, because the backward pass needs them first.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
     blocks = {name: module for name, module in model.named_modules() if _is_block(model, module)}
     # Parameters are told apart by identity: a tied weight is one parameter under two names, and must be counted once.
     # The order below decides who gets it, so blocks come first and the rest comes last.
@@ -56,18 +105,18 @@ def units_of(model: PreTrainedModel) -> tuple[UnitShape, ...]:
     return tuple(unit for unit in units if unit.params)
 
 
-def _is_block(model: torch.nn.Module, module: torch.nn.Module) -> bool:
+def _is_block(model: nn.Module, module: nn.Module) -> bool:
     """Return whether Accelerate gives the module a unit of its own: it reads the same attribute of the model."""
     return type(module).__name__ in (getattr(model, "_no_split_modules", None) or ())
 
 
-def _outside(model: torch.nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, torch.nn.Module]]:
+def _outside(model: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules, with their names, that are no blocks and lie in none."""
     prefixes = tuple(f"{name}." for name in blocks)
     return ((name, module) for name, module in model.named_modules() if not f"{name}.".startswith(prefixes))
 
 
-def _unit(name: str, params: Iterable[torch.nn.Parameter], taken: set[int], *, reshards: bool = True) -> UnitShape:
+def _unit(name: str, params: Iterable[nn.Parameter], taken: set[int], *, reshards: bool = True) -> UnitShape:
     """Return a unit of the parameters that no earlier unit has taken. Tied weights belong to the first that has them."""
     own = [param for param in params if id(param) not in taken]
     taken.update(map(id, own))

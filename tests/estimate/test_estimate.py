@@ -96,8 +96,9 @@ def test_what_is_switched_off_costs_what_fsdp2_costs() -> None:
     model = ModelShape.of_count("1B")
     off = ZeroPPConfig(qwz_bits=None, hpz_size=None, qgz_bits=None, qgz_intra_bits=None)
     lines = by_method(model, Setup(world_size=16, ranks_per_node=4, config=off))
-    assert lines["this package"].cross_node == pytest.approx(lines["FSDP2"].cross_node, rel=1e-5)
-    assert lines["this package"].intra_node == pytest.approx(lines["FSDP2"].intra_node, rel=1e-5)
+    # Wires carry the padding of shards, which the lower bound for FSDP2 leaves out.
+    assert lines["this package"].cross_node == pytest.approx(lines["FSDP2"].cross_node, rel=1e-3)
+    assert lines["this package"].intra_node == pytest.approx(lines["FSDP2"].intra_node, rel=1e-3)
     assert lines["this package"].memory["secondary"] == 0
 
 
@@ -105,7 +106,7 @@ def test_frozen_weights_do_not_cross_nodes() -> None:
     model = ModelShape.of_count("7B").with_adapters(20_000_000)
     line = ours(model, Setup(world_size=32, ranks_per_node=8))
     assert line.cross_node < 2 * 20_000_000
-    assert line.memory["frozen"] == pytest.approx(2 * 7e9 / 32)
+    assert line.memory["frozen"] == pytest.approx(2 * 7e9 / 8, rel=1e-3)  # 1/N: each node holds all of them
 
 
 def test_one_node_is_stock_fsdp2() -> None:
@@ -189,9 +190,17 @@ def check_against_run(settings: dict, tied: bool, micro_steps: int) -> None:
 # ------------------------------------------------------------------------------------------------- the command itself
 
 
-@pytest.mark.parametrize("job", [["7B", "--world", "64", "--accumulation", "8"], SMALL_SHARDS], ids=["7B", "small"])
+@pytest.mark.parametrize(
+    ("job", "kinds"),
+    [
+        (["7B", "--world", "64", "--accumulation", "8"], ["parameters"]),
+        (SMALL_SHARDS, ["adapters", "frozen base"]),
+        (["405B", "--world", "1024", "--lora", "16", "--frozen-bits", "4"], ["adapters", "frozen base"]),
+    ],
+    ids=["7B", "small", "LoRA"],
+)
 def test_command_prints_every_method_in_80_columns(
-    job: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+    job: list[str], kinds: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is cut, and no row is broken: a kind of memory and its eight numbers stand on one line."""
     monkeypatch.setenv("COLUMNS", "80")
@@ -201,7 +210,7 @@ def test_command_prints_every_method_in_80_columns(
         assert word in shown
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown and max(map(len, shown.splitlines())) <= 80
     rows = [line.split() for line in shown.splitlines()]
-    for label in ("parameters", "gradients", "optimizer", "secondary", "total", "across nodes", "within node"):
+    for label in (*kinds, "gradients", "optimizer", "secondary", "total", "+ gathered", "across nodes", "within node"):
         words = label.split()
         assert [len(row) for row in rows if row[: len(words)] == words] == [len(words) + 8], label
 
