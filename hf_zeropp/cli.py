@@ -197,6 +197,18 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
         default=1,
         help="The number of micro-steps per optimizer step. The default is 1.",
     )
+    _add_frozen_base(parser)
+    parser.add_argument(
+        "--zeropp",
+        help="A YAML or JSON file with settings. The default is the environment (ZEROPP_CONFIG_FILE among it), then the "
+        "defaults.",
+    )
+    parser.add_argument("--fp32-reduce", action="store_true", help="Reduce gradients in fp32 instead of bf16.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")
+    parser.add_argument("--plot", type=Path, help="Also write a plot to this file. This needs matplotlib.")
+
+
+def _add_frozen_base(parser: argparse.ArgumentParser) -> None:
     adapters = parser.add_mutually_exclusive_group()
     adapters.add_argument(
         "--lora",
@@ -216,14 +228,6 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
         choices=(16, *FROZEN_BITS),
         help="The bits in which this package stores frozen weights. The default is frozen_bits of the settings, or 16.",
     )
-    parser.add_argument(
-        "--zeropp",
-        help="A YAML or JSON file with settings. The default is the environment (ZEROPP_CONFIG_FILE among it), then the "
-        "defaults.",
-    )
-    parser.add_argument("--fp32-reduce", action="store_true", help="Reduce gradients in fp32 instead of bf16.")
-    parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")
-    parser.add_argument("--plot", type=Path, help="Also write a plot to this file. This needs matplotlib.")
 
 
 def _add_export(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -11,8 +12,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.frozen.packing import packable_weights
-from hf_zeropp.frozen.units import find_frozen_units
+from hf_zeropp.frozen.units import Place, find_frozen_units
 from hf_zeropp.integrations.quantizer import METHOD, ZeroPPQuantConfig
+from hf_zeropp.integrations.wrap_policy import block_names
 
 
 def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool = False) -> ModelShape:
@@ -71,15 +73,19 @@ def frozen_units_of(model: nn.Module, skip: Iterable[str] = ()) -> tuple[UnitSha
         model: not sharded, with or without adapters.
         skip: modules that stay in 16 bits where others are packed.
     """
-    packable = {id(getattr(*places[0])) for places in packable_weights(model, skip, frozen_only=True)}
-    blocks = [module for module in model.modules() if _is_block(model, module)]
+    packable = {id(_param(places)) for places in packable_weights(model, skip, frozen_only=True)}
     embedding = model.get_input_embeddings()  # type: ignore[operator]
     units = []
-    for unit in find_frozen_units(model, [*blocks, embedding]):
-        params = [getattr(*places[0]) for places in unit.params]
+    for unit in find_frozen_units(model, [*_blocks(model).values(), embedding]):
+        params = map(_param, unit.params)
         shapes = tuple(ParamShape(tuple(param.shape), False, id(param) in packable) for param in params)
         units.append(UnitShape(type(unit.owner).__name__, shapes, spans_model=unit.owner is model))
     return tuple(units)
+
+
+def _param(places: list[Place]) -> nn.Parameter:
+    module, name = places[0]
+    return cast(nn.Parameter, getattr(module, name))
 
 
 def units_of(model: nn.Module) -> tuple[UnitShape, ...]:
@@ -89,7 +95,7 @@ def units_of(model: nn.Module) -> tuple[UnitShape, ...]:
     last two are not resharded after the forward pass, because the backward pass needs them first.
     """
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    blocks = {name: module for name, module in model.named_modules() if _is_block(model, module)}
+    blocks = _blocks(model)
     # Parameters are told apart by identity: a tied weight is one parameter under two names, and must be counted once.
     # The order below decides who gets it, so blocks come first and the rest comes last.
     taken: set[int] = set()
@@ -105,9 +111,10 @@ def units_of(model: nn.Module) -> tuple[UnitShape, ...]:
     return tuple(unit for unit in units if unit.params)
 
 
-def _is_block(model: nn.Module, module: nn.Module) -> bool:
-    """Return whether Accelerate gives the module a unit of its own: it reads the same attribute of the model."""
-    return type(module).__name__ in (getattr(model, "_no_split_modules", None) or ())
+def _blocks(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules, by name, that become units of their own: the plugin gives Accelerate the same class names."""
+    classes = block_names(model)
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in classes}
 
 
 def _outside(model: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from frozen_runs import prepare, reset_accelerate, tiny_llama, tokens
+from frozen_runs import VOCAB, prepare, reset_accelerate, tiny_llama, tokens
 from harness import run_ranks
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -19,6 +20,7 @@ from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.frozen import modules
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.integrations.pretrained_shape import pretrained_shape
+from hf_zeropp.ops.frozen_format import FrozenFormat
 
 RANK = 4
 MICRO_STEPS = 2
@@ -158,10 +160,15 @@ def test_a_packed_checkpoint_stays_packed(capsys, tmp_path: Path) -> None:
     config.save_pretrained(tmp_path / "dense")
     config.quantization_config = ZeroPPQuantConfig(bits=4)
     config.save_pretrained(tmp_path / "packed")
+    config.quantization_config = ZeroPPQuantConfig(bits=4, skip=["lm_head"])
+    config.save_pretrained(tmp_path / "in part")
     packed = base_of(capsys, str(tmp_path / "packed"), "--lora", "4")
     assert packed == base_of(capsys, str(tmp_path / "dense"), "--lora", "4", "--frozen-bits", "4")
     # The adapters are other ones, and the base is the same.
     assert packed == base_of(capsys, str(tmp_path / "packed"), "--trainable", "20K", "--frozen-bits", "16")
+    shard = (-(-VOCAB // 2), SIZES["hidden_size"])  # of the head, which stays in 16 bits
+    more = 2 * math.prod(shard) - FrozenFormat(4).nbytes(shard)
+    assert base_of(capsys, str(tmp_path / "in part"), "--lora", "4") == packed + more
 
 
 def test_frozen_bits_without_frozen_weights_are_a_mistake() -> None:
