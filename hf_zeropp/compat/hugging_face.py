@@ -219,7 +219,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     Seam(
         owner="transformers.modeling_utils:PreTrainedModel",
         names=("_no_split_modules",),
-        used_by=("integrations.pretrained_shape", "integrations.wrap_policy"),
+        used_by=("integrations.wrap_policy",),
         why="The classes of a model's blocks.",
         if_moved="An estimate counts the whole model as one unit.",
         is_silent=True,
