@@ -187,10 +187,12 @@ def _partial_prefix(path: Path) -> str:
 
 def _remove_abandoned(path: Path) -> None:
     """Remove the folders of writers of ``path`` that were killed."""
+    folders: list[Path] = []
     with contextlib.suppress(OSError):  # the writer that follows reports what is wrong with the folder
-        for name in os.listdir(path.parent):
-            folder = path.parent / name
-            if name.startswith(_partial_prefix(path)) and not folder.is_symlink():
+        folders = [path.parent / name for name in os.listdir(path.parent) if name.startswith(_partial_prefix(path))]
+    for folder in folders:
+        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
+            if not folder.is_symlink():
                 with _locked(folder) as is_locked:
                     if is_locked:
                         shutil.rmtree(folder, ignore_errors=True)

@@ -112,7 +112,8 @@ def agree(model: nn.Module, config: ZeroPPConfig | Mapping[str, Any] | str | os.
         plans.append(rank_plan)
     # Every rank has all plans and compares them in the same order, so every rank raises the same error or none.
     _check_same_plan(plans)
-    check_hosts([host for *_, host in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"])
+    if plans[0].is_enabled:
+        check_hosts([host for *_, host in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"])
     return plans[dist.get_rank()]
 
 

@@ -45,7 +45,8 @@ def main(arguments: list[str] | None = None) -> None:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:
         # ``python script.py`` finds modules beside the script, and ``python -m`` those of the working directory.
-        sys.path[0] = os.path.dirname(os.path.realpath(target))
+        if not getattr(sys.flags, "safe_path", False):  # under ``python -P`` no folder of a script is on the path
+            sys.path[0] = os.path.dirname(os.path.realpath(target))
         runpy.run_path(target, run_name="__main__")
 
 

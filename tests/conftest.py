@@ -8,13 +8,13 @@ import torch
 sys.path.insert(0, os.path.join(os.path.dirname(__file__), "helpers"))
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` are skipped where there is none, and say so."""
-    if torch.cuda.is_available():
-        return
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests marked `gpu` are skipped where there is none, those marked `long` unless they are asked for, and say so."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+        if item.get_closest_marker("long") and "long" not in config.getoption("-m"):
+            item.add_marker(pytest.mark.skip(reason="long: run it with `-m long`"))
 
 
 @pytest.fixture

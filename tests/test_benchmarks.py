@@ -28,7 +28,8 @@ needs_namespaces = pytest.mark.skipif(WHY_IMPOSSIBLE is not None, reason=f"no em
 LIMIT_S = 120
 
 DRIVER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and hand that down
 sys.path.insert(0, {benchmarks!r})
 from library.cluster import Cluster
 from library.sandbox import enter_sandbox
@@ -243,12 +244,14 @@ def test_generation_benchmark(untouched_network: None) -> None:
     assert "tokens/s" in run_quick("bench_generation.py")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_convergence_benchmark(untouched_network: None) -> None:
     """Its own checks: all three near stock, one scale per shard further away."""
     assert "unblocked" in run_quick("bench_convergence.py")
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_half_model_benchmark(untouched_network: None) -> None:
     """Its own checks: fewer bytes than the paper's configuration, and weights and gradients nearer to the exact ones."""

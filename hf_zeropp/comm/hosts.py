@@ -53,9 +53,9 @@ def agree_on_nodes(setting: int | str) -> int:
         ranks_per_node = detect_ranks_per_node(setting, dist.get_world_size())
     except ValueError as exception:  # the others must hear of it, or they would wait in the exchange for ever
         error = str(exception)
-    views: list[tuple[int, str | None, Host]] = [(0, None, this_host())] * dist.get_world_size()
-    dist.all_gather_object(views, (ranks_per_node, error, this_host()))
-    for rank, (size, said, _) in enumerate(views):
+    views: list[tuple[int, str | None, int | str, Host]] = [(0, None, setting, this_host())] * dist.get_world_size()
+    dist.all_gather_object(views, (ranks_per_node, error, setting, this_host()))
+    for rank, (size, said, *_) in enumerate(views):
         if said is not None:
             raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {said}")
         if size != views[0][0]:
@@ -63,7 +63,8 @@ def agree_on_nodes(setting: int | str) -> int:
                 f"Ranks must agree on ranks_per_node: rank 0 has {views[0][0]}, rank {rank} has {size}. Run the same number of "
                 "ranks on every host, or set ranks_per_node to one number on all of them."
             )
-    check_hosts([host for _, _, host in views], ranks_per_node, setting)
+    # The setting is rank 0's on all ranks, so all of them raise or none does. (The plan compares settings later.)
+    check_hosts([host for *_, host in views], ranks_per_node, views[0][2])
     return ranks_per_node
 
 

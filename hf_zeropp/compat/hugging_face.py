@@ -219,9 +219,9 @@ HUGGING_FACE: tuple[Seam, ...] = (
     Seam(
         owner="transformers.modeling_utils:PreTrainedModel",
         names=("_no_split_modules",),
-        used_by=("integrations.wrap_policy",),
+        used_by=("integrations.accelerate", "integrations.wrap_policy"),
         why="The classes of a model's blocks.",
-        if_moved="An estimate counts the whole model as one unit.",
+        if_moved="An estimate counts the whole model as one unit; a model is sharded as one unit, with a warning.",
         is_silent=True,
     ),
     Seam(

@@ -186,9 +186,10 @@ def _run_around(owner: nn.Module, opening: _Edge, closing: _Edge) -> None:
     running: list[nn.Module] = []
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if running:
+        # The same module again: its last forward pass was interrupted (Ctrl-C), for which PyTorch calls no hook.
+        if running and running != [module]:
             return None
-        running.append(module)
+        running[:] = [module]
         opening.is_running = True
         return opening((args, kwargs))
 

@@ -182,11 +182,12 @@ class PackedWeight(Tensor):
             return PackedWeight(first.codes, first.scales, first.form, first.owner, first._views)
         if isinstance(first, cls) and func in _VIEWS and not kwargs:
             return first._view(func, args[1:])
-        if func is aten.set_.source_Tensor and isinstance(args[1], cls) and args[1].owner == first.owner:
+        if func is aten.set_.source_Tensor and _is_same_weight(first, args[1]):
             return first  # a parametrization sets a weight to itself, in the middle of a forward pass
         # Another operand that is sharded over a mesh decides how this one must be sharded.
         mesh = next((arg.device_mesh for arg in args if isinstance(arg, DTensor)), None)
-        # A plain one is not sharded at all, so this one must be whole. See [Note: reading a sharded weight].
+        # A plain one is not sharded at all, so this one must be whole: TRL's fused heads multiply with the head's weight
+        # outside of its module.
         is_whole = mesh is None and any(_is_plain(arg) for arg in args)
         dense_args = tree_map(lambda arg: arg.decode(mesh, is_whole=is_whole) if isinstance(arg, cls) else arg, args)
         result = func(*dense_args, **kwargs)
@@ -204,6 +205,13 @@ class PackedWeight(Tensor):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
         return self.decode().__reduce_ex__(protocol)
+
+
+def _is_same_weight(one: object, other: object) -> bool:
+    """Whether both stand for the same weight of the same module. A view has no owner, and is never the same as another."""
+    if not isinstance(one, PackedWeight) or not isinstance(other, PackedWeight):
+        return False
+    return one.owner is not None and one.owner == other.owner
 
 
 def _is_plain(arg: object) -> bool:

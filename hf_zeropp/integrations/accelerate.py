@@ -94,8 +94,13 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         """Return a plugin with the values of Accelerate's own, and the settings of the environment.
 
         Raises:
-            ValueError: as for a plugin that is made by its arguments.
+            ValueError: as for a plugin that is made by its arguments; or ``stock`` is of a class derived from Accelerate's.
         """
+        if type(stock) is not FullyShardedDataParallelPlugin:
+            raise ValueError(
+                f"ZeRO++ takes the place of Accelerate's FullyShardedDataParallelPlugin, got a {type(stock).__name__}, whose "
+                "own methods would be lost. Derive it from ZeroPPPlugin."
+            )
         # The values are copied as they are. Passing them as arguments would take what ``stock`` has worked out for what a
         # user wrote: its NO_WRAP is None by now, which would mean the default here.
         plugin = cls.__new__(cls)
@@ -118,6 +123,13 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
             return
         if self._finds_blocks:
             self.transformer_cls_names_to_wrap = block_names(model)
+            if not self.transformer_cls_names_to_wrap and PartialState().is_main_process:
+                logger.warning(
+                    "%s has no module of its _no_split_modules, %s: the whole model is one unit, which is gathered at once. Set "
+                    "transformer_cls_names_to_wrap to the class of its blocks.",
+                    type(model).__name__,
+                    getattr(model, "_no_split_modules", None),
+                )
         super().set_auto_wrap_policy(model)
         # Accelerate calls this twice per ``prepare``. All that follows may be repeated: frozen weights that are sharded
         # are passed over, and two armed hooks find the same handle.
@@ -191,7 +203,7 @@ def _reduce_on_every_micro_step() -> None:
     GradientState().plugin_kwargs["sync_each_batch"] = True
 
 
-def _check_all_or_none(plugin: ZeroPPPlugin) -> None:
+def check_all_or_none(plugin: ZeroPPPlugin) -> None:
     """Raise on every rank if ZeRO++ is on for some ranks and off for others. Collective.
 
     Ranks with ZeRO++ exchange their plans in the first forward pass, and would wait for those without, which train.
@@ -209,6 +221,7 @@ def _check_all_or_none(plugin: ZeroPPPlugin) -> None:
 
 
 _stock_plugin_counts_on_cpu = False
+_PATCHED = "_zeropp_counts_plugin"
 
 
 def let_stock_plugin_count_on_cpu() -> None:
@@ -221,7 +234,7 @@ def let_stock_plugin_count_on_cpu() -> None:
 def patch_accelerator_state() -> None:
     """Extend ``AcceleratorState.__init__``, where Accelerate decides whether a plugin counts. Repeated calls do nothing."""
     original: Callable[..., None] = AcceleratorState.__init__
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, _PATCHED):
         return
 
     @functools.wraps(original)
@@ -235,12 +248,16 @@ def patch_accelerator_state() -> None:
         is_on_cpu = self.distributed_type == DistributedType.MULTI_CPU
         if isinstance(fsdp_plugin, ZeroPPPlugin):
             _check_plugin_counts(self, fsdp_plugin, existed)
-            use_plugin(fsdp_plugin)
+            # A later Accelerator finds the plugin in force. ``use_plugin`` runs a collective, and one rank alone may build it.
+            if not existed:
+                use_plugin(fsdp_plugin)
         # A Trainer hands over Accelerate's own plugin. It only has to count as FSDP here;
         # ``ZeroPPCallback.on_init_end`` replaces it.
         elif _stock_plugin_counts_on_cpu and fsdp_plugin is not None and is_on_cpu:
             use_plugin(fsdp_plugin)
 
+    # A mark of our own: ``__wrapped__`` may stand for anybody's wrapper, for instance a profiler's.
+    setattr(initialize, _PATCHED, True)
     AcceleratorState.__init__ = initialize  # type: ignore[method-assign]
 
 
@@ -275,7 +292,7 @@ def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     if state.mixed_precision != "no":  # a policy that the plugin was given stays as it is
         plugin.set_mixed_precision(state.mixed_precision)
     if isinstance(plugin, ZeroPPPlugin):
-        _check_all_or_none(plugin)
+        check_all_or_none(plugin)
     state.distributed_type = DistributedType.FSDP
     state.fsdp_plugin = plugin
     # Each call of ``AcceleratorState()`` copies PartialState's values over its own.

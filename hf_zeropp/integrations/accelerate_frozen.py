@@ -37,6 +37,8 @@ from hf_zeropp.integrations import peft_targets  # noqa: F401 - shows packed exp
 from hf_zeropp.integrations.wrap_policy import embeddings_found
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
+_PATCHED = "_zeropp_drops_frozen"
+
 
 def prepare_frozen(
     plugin: FullyShardedDataParallelPlugin, config: ZeroPPConfig, model: nn.Module, device_type: str
@@ -51,14 +53,14 @@ def prepare_frozen(
         device_type: "cuda" or "cpu".
 
     Raises:
-        ValueError: another library quantized the model.
+        ValueError: another library quantized the model, or some ranks have frozen weights and others none.
     """
     # Sharded already: Accelerate asks twice, and ``prepare`` may be called again.
     if isinstance(model, FSDPModule) or is_sharded(model):
         return
     user_ignored = get_parameters_from_modules(_user_ignored_modules(plugin), model, PartialState().device)
     frozen = {param for param in model.parameters() if not param.requires_grad} - user_ignored
-    if not frozen or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not dist.is_initialized() or dist.get_world_size() == 1 or not _agree_on_frozen(bool(frozen)):
         return
     refuse_foreign_quantizer(model)
     # Frozen weights never change, so each node keeps all of them: a gather of them stays within the node in every step.
@@ -118,6 +120,24 @@ def _user_ignored_modules(plugin: FullyShardedDataParallelPlugin) -> Any:
     return modules[0].user_modules[0] if is_ours else modules  # type: ignore[index, union-attr]
 
 
+def _agree_on_frozen(has_frozen: bool) -> bool:
+    """Return ``has_frozen``, which must be the same on all ranks. Collective over the world.
+
+    Raises:
+        ValueError: on all ranks, if it is not.
+    """
+    # What follows makes process groups, for which ranks without frozen parameters would not come.
+    of_ranks = [has_frozen] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, has_frozen)
+    if len(set(of_ranks)) > 1:
+        frozen, trained = ([rank for rank, has in enumerate(of_ranks) if has is wanted] for wanted in (True, False))
+        raise ValueError(
+            f"Ranks must freeze the same parameters: ranks {frozen} have frozen ones, ranks {trained} have none. Freeze them, or "
+            "add the adapter, on all ranks."
+        )
+    return has_frozen
+
+
 def pack_base(model: nn.Module, bits: int, *, has_values: bool = True) -> None:
     """Pack the frozen weights of ``model`` that are not packed yet.
 
@@ -153,7 +173,7 @@ def patch_prepare() -> None:
     """
     # The class is patched and not an instance, because a plugin is constructed before the Accelerator that uses it.
     original = Accelerator._prepare_fsdp2
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, _PATCHED):
         return
 
     @functools.wraps(original)
@@ -171,6 +191,7 @@ def patch_prepare() -> None:
                 stack.enter_context(embeddings_found(model))
             return original(self, *objects)
 
+    setattr(prepare, _PATCHED, True)
     Accelerator._prepare_fsdp2 = prepare  # type: ignore[method-assign]
 
 

@@ -49,7 +49,7 @@ def check_script(args: argparse.Namespace) -> None:
     script, rest = args.training_script, args.training_script_args
     # ``trl`` is a launcher itself, and would start ranks that know nothing of this one's.
     if script == "trl" and not args.module and not os.path.exists(script) and rest:
-        script, rest, args.module = f"trl.scripts.{rest[0]}", rest[1:], True
+        script, rest, args.module = f"trl.scripts.{rest[0].replace('-', '_')}", rest[1:], True
         args.training_script, args.training_script_args = script, rest
     if args.module and not _module_exists(script):
         raise ValueError(f"there is no module {script!r} for -m. Check the name, and that it is installed here.")
@@ -106,6 +106,8 @@ def _check_engine(args: argparse.Namespace, file: dict[str, Any]) -> None:
         )
     # The flag has a default, so the file goes over it, unless the flag was given: Accelerate does the same.
     block = {} if "fsdp_version" in args.nondefault else file.get("fsdp_config") or {}
+    if not isinstance(block, dict):
+        raise ValueError(f"expected a mapping under `fsdp_config:`, got {block!r}. Indent its settings below it.")
     version = str(block.get("fsdp_version", block.get("version", args.fsdp_version)))
     if (args.use_fsdp or engine == "FSDP") and version != "2":
         raise ValueError(

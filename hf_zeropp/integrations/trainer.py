@@ -45,7 +45,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from hf_zeropp.apply import ZeroPPHandle
 from hf_zeropp.compat import check_silent_seams
 from hf_zeropp.fsdp.units import find_sharded_modules, on_first_use
-from hf_zeropp.integrations.accelerate import ZeroPPPlugin, let_stock_plugin_count_on_cpu, use_plugin
+from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_all_or_none, let_stock_plugin_count_on_cpu, use_plugin
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
 from hf_zeropp.integrations.trainer_resume import patch_trainer
@@ -146,6 +146,8 @@ class ZeroPPCallback(TrainerCallback):
             on_first_use(model, lambda: plugin.handle_of(model))
         if getattr(AcceleratorState(), "fsdp_plugin", None) is not None:
             use_plugin(plugin)
+        else:
+            check_all_or_none(plugin)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any

@@ -109,8 +109,8 @@ def _steps_in(output_dir: str) -> dict[int, str | None]:
 def _resume_from_whole(original: Callable[..., Any], is_ours: Callable[[Trainer], bool]) -> Callable[..., Any]:
     @functools.wraps(original)
     def train(self: Trainer, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if resume_from_checkpoint and is_ours(self):
-            resume_from_checkpoint = _resolve(resume_from_checkpoint, self.args.output_dir or ".")
+        if is_ours(self):
+            resume_from_checkpoint = _resolve(resume_from_checkpoint or None, self.args.output_dir or ".")
         return original(self, resume_from_checkpoint, *args, **kwargs)
 
     # ``functools.wraps`` copies attributes, so the mark is also found through a later wrapper of another library.
@@ -118,12 +118,21 @@ def _resume_from_whole(original: Callable[..., Any], is_ours: Callable[[Trainer]
     return train
 
 
-def _resolve(wanted: str | bool, output_dir: str) -> str:
-    """Return the checkpoint to resume from, the same on all ranks.
+def _resolve(wanted: str | bool | None, output_dir: str) -> str | None:
+    """Return the checkpoint to resume from, the same on all ranks; None to begin anew.
 
     Raises:
-        ValueError: on all ranks, if it is not whole on one of them, or there is none.
+        ValueError: on all ranks, if ranks want different ones, if it is not whole on one of them, or if there is none.
     """
+    # A script may look for the last checkpoint by itself, and a slow network file system shows it to some ranks only.
+    wishes = gather_object([wanted])
+    if (rank := next((rank for rank, wish in enumerate(wishes) if wish != wishes[0]), None)) is not None:
+        raise ValueError(
+            f"Ranks must resume from one checkpoint: rank 0 asks for {wishes[0]!r}, rank {rank} for {wishes[rank]!r}. Pass "
+            "resume_from_checkpoint=True on all of them."
+        )
+    if wanted is None:
+        return None
     if wanted is True:
         found = last_whole_checkpoint(output_dir)
         if found is None:
@@ -140,8 +149,8 @@ def _resolve(wanted: str | bool, output_dir: str) -> str:
     last = last_whole_checkpoint(os.path.dirname(os.path.abspath(folder)))
     remedy = f"resume from {last!r}, the last whole one beside it" if last else "begin anew: none beside it is whole"
     raise ValueError(
-        f"{folder!r} is no whole checkpoint: rank {rank} says that {reason}. Its save was interrupted, or it is damaged. "
-        f"Delete it, and {remedy}."
+        f"{folder!r} is no whole checkpoint: rank {rank} says that {reason}. Its save was interrupted, it is damaged, or that "
+        f"rank does not see all of it. Make it whole on all ranks, or {remedy}."
     )
 
 
@@ -165,7 +174,10 @@ def _unmark_then_save(original: Callable[..., None], is_ours: Callable[[Trainer]
 def _why_not_saved(trainer: Trainer, folder: Path, error: Exception) -> str:
     """Return the words for a save that failed. PyTorch's own tell a full disk as "unexpected pos 64 vs 0"."""
     place = folder if folder.exists() else folder.parent
-    free = f"{shutil.disk_usage(place).free} bytes are free on its disk" if place.exists() else "its disk is unknown"
+    try:
+        free = f"{shutil.disk_usage(place).free} bytes are free on its disk"
+    except OSError as why:
+        free = f"its disk cannot be asked: {why}"
     return (
         f"Rank {trainer.args.process_index} could not save {str(folder)!r} ({free}): {type(error).__name__}: {error}. "
         "train(resume_from_checkpoint=True) resumes from the last checkpoint that is whole."

@@ -32,6 +32,8 @@ from hf_zeropp.switch import is_enabled
 
 logger = logging.getLogger(__name__)
 
+_PATCHED = "_zeropp_puts_plugin"
+
 
 def put_in_force() -> None:
     """Let every Accelerator and Trainer of this process run under ZeRO++, with the settings of the environment.
@@ -53,6 +55,8 @@ def put_in_force() -> None:
 
 def _patch_accelerator() -> None:
     original: Callable[..., None] = Accelerator.__init__
+    if hasattr(original, _PATCHED):
+        return
 
     @functools.wraps(original)
     def initialize(
@@ -60,6 +64,7 @@ def _patch_accelerator() -> None:
     ) -> None:
         original(self, *args, fsdp_plugin=_plugin_for(fsdp_plugin), **kwargs)
 
+    setattr(initialize, _PATCHED, True)
     Accelerator.__init__ = initialize  # type: ignore[method-assign]
 
 
@@ -69,9 +74,16 @@ def _plugin_for(stock: FullyShardedDataParallelPlugin | None) -> FullyShardedDat
     active = AcceleratorState._shared_state.get("fsdp_plugin")
     if isinstance(active, ZeroPPPlugin) and not isinstance(stock, ZeroPPPlugin):
         return active
+    if not is_enabled() and _version_of(stock) == "1":
+        return stock  # ZeRO++ needs FSDP2, and a job without ZeRO++ does not
     if stock is None:
         return ZeroPPPlugin() if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" else None
     return stock if isinstance(stock, ZeroPPPlugin) else ZeroPPPlugin.in_place_of(stock)
+
+
+def _version_of(stock: FullyShardedDataParallelPlugin | None) -> str:
+    """Return FSDP's version, of a plugin or in the launcher's environment."""
+    return str(os.environ.get("FSDP_VERSION", "1") if stock is None else stock.fsdp_version)
 
 
 class _FirstStep:
@@ -85,7 +97,8 @@ class _FirstStep:
         self._is_over = False
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_over:
+        # PyTorch makes an optimizer's states by a step with a rate of 0 before it loads them, when nothing has run yet.
+        if self._is_over or all(group.get("lr") == 0 for group in optimizer.param_groups):
             return
         self._is_over = True
         if not dist.is_initialized() or dist.get_world_size() == 1:

@@ -34,7 +34,9 @@ def test_rank_r_is_y_times_n_plus_x(world_size: int) -> None:
             assert cross == [i * ranks_per_node + x for i in range(world_size // ranks_per_node)]
 
 
-def nodes_of_hosts(rank: int, hosts: str, setting: int | str, local_sizes: list[int | None]) -> tuple[str, list[str]]:
+def nodes_of_hosts(
+    rank: int, hosts: str, setting: int | str | list, local_sizes: list[int | None]
+) -> tuple[str, list[str]]:
     """Agree on nodes, on a rank that runs on ``hosts[rank]`` and was told a local size. Return the outcome and warnings."""
     os.environ.pop("LOCAL_WORLD_SIZE")
     if local_sizes[rank] is not None:
@@ -44,7 +46,7 @@ def nodes_of_hosts(rank: int, hosts: str, setting: int | str, local_sizes: list[
     # A host cannot be faked from outside of the process: its id is the kernel's.
     hosts_module.this_host = lambda: Host(f"host-{hosts[rank]}", hosts[rank])
     try:
-        return str(agree_on_nodes(setting)), messages
+        return str(agree_on_nodes(setting[rank] if isinstance(setting, list) else setting)), messages
     except ValueError as error:
         return str(error), messages
 
@@ -61,6 +63,7 @@ def nodes_of_hosts(rank: int, hosts: str, setting: int | str, local_sizes: list[
             [2] * 4,
             "ranks 0 and 1 would share a node of 2 ranks, but run on different hosts (host-a, host-b)",
         ),
+        ("abab", ["auto", 2, 2, 2], [2] * 4, "ranks 0 and 1 would share a node of 2 ranks"),
         ("aabb", 4, [2] * 4, "4"),
         ("aaab", "auto", [3, 3, 3, 1], "rank 0 says: LOCAL_WORLD_SIZE=3 must divide the world of 4"),
         ("aabc", "auto", [2, 2, 1, 1], "rank 0 has 2, rank 2 has 1"),

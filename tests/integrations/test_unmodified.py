@@ -47,9 +47,9 @@ def run_script(rank: int, command: list[str], micro_steps: int) -> dict | None:
     return {"counted": counted, "predicted": traffic.total(predicted.values()).cross_node}
 
 
-def run_plain(folder: Path, env: dict) -> tuple[list[float], dict | None]:
+def run_plain(folder: Path, env: dict, *flags: str) -> tuple[list[float], dict | None]:
     out = folder / "losses.json"
-    command = [str(PLAIN), "--out", str(out)]
+    command = [str(PLAIN), "--out", str(out), *flags]
     counts = run_ranks(run_script, 4, command, 2, env=LAUNCHED | env, init=False)
     return json.loads(out.read_text()), counts[0]
 
@@ -57,7 +57,10 @@ def run_plain(folder: Path, env: dict) -> tuple[list[float], dict | None]:
 def test_a_plain_accelerate_script(tmp_path: Path) -> None:
     stock, without = run_plain(tmp_path, OFF)
     unquantized, _ = run_plain(tmp_path, UNQUANTIZED)
-    ours, counts = run_plain(tmp_path, {})
+    ours, counts = run_plain(tmp_path, {}, "--save_to", str(tmp_path / "state"))
+    # A checkpoint is loaded before anything has run, and PyTorch steps the optimizer for that.
+    resumed, _ = run_plain(tmp_path, {}, "--resume_from", str(tmp_path / "state"), "--steps", "1")
+    assert resumed[0] < ours[0]
     assert without is None
     assert unquantized == pytest.approx(stock, rel=1e-6)
     assert ours == pytest.approx(stock, rel=2e-3) and ours != stock

@@ -70,6 +70,14 @@ def second_accelerator() -> None:
     Accelerator(cpu=True, fsdp_plugin=ZeroPPPlugin(zeropp=NODES))
 
 
+def frozen_on_some_ranks(rank: int) -> None:
+    model = tiny_model()
+    if rank > 1:
+        model.model.layers[0].requires_grad_(False)
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    Accelerator(cpu=True, fsdp_plugin=ZeroPPPlugin(zeropp=NODES)).prepare(model, optimizer)
+
+
 def step_while_generating(rank: int) -> None:
     model = applied(shard(make_lm()))
     model(tokens_of(rank)).sum().backward()
@@ -165,6 +173,11 @@ RANKS = [
         "dtype", lambda rank: applied(shard(make_lm().to(torch.bfloat16 if rank == 2 else torch.float32))), "rank 2"
     ),
     differ("frozen", lambda rank: applied(changed(lambda model: model.head.requires_grad_(rank != 1))), "frozen"),
+    differ(
+        "frozen weights through Accelerate",
+        lambda rank: in_new_state(lambda: frozen_on_some_ranks(rank)),
+        *("ranks [2, 3] have frozen ones", "ranks [0, 1] have none", "on all ranks"),
+    ),
     differ("versions", with_version, "versions", "2.99", "rank 1"),
     differ("the switch in apply_zeropp", lambda rank: switched(rank, lambda: applied(shard(make_lm()))), "is_enabled"),
     differ(

@@ -1,7 +1,8 @@
 """Private disks for faults, and what a run left behind.
 
-The campaign runs in mount and PID namespaces of its own, with its own ``/tmp`` and ``/dev/shm``. So it can fill and close disks,
-what lies in ``/dev/shm`` is from its own runs, and nothing of it outlives it, even if it is killed itself.
+The campaign runs in mount and PID namespaces of its own, with its own folder for temporary files and its own ``/dev/shm``.
+So it can fill and close disks, what lies in ``/dev/shm`` is from its own runs, and nothing of it outlives it, even if it is
+killed itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,15 +44,17 @@ def enter_namespaces() -> None:
     Raises:
         SystemExit: the program inside has ended, or this machine has no private namespaces.
     """
-    if os.environ.get(MARK):
-        for folder, size in (("/tmp", "2g"), (SHM, SHM_SIZE)):
+    if own := os.environ.get(MARK):
+        for folder, size in ((own, "2g"), (SHM, SHM_SIZE)):
             subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
         return
     if reason := why_impossible():
         raise SystemExit(f"No faults on this machine: {reason}")
     before = _outside()
-    environment = os.environ | {MARK: "1", "TMPDIR": "/tmp"}
-    status = subprocess.run([*_unshare(), sys.executable, *sys.argv], env=environment, check=False).returncode
+    # Not over ``/tmp`` itself, where the clone may be.
+    with tempfile.TemporaryDirectory(prefix="faults_") as own:
+        environment = os.environ | {MARK: own, "TMPDIR": own}
+        status = subprocess.run([*_unshare(), sys.executable, *sys.argv], env=environment, check=False).returncode
     if left := _outside() - before:
         print(f"left behind on the machine: {', '.join(sorted(left))}")
         status = status or 1

@@ -35,8 +35,8 @@ PAUSE_S = 2.0
 _starting = threading.Lock()  # the fork server takes one request at a time
 # Words by which an error names the cause: its own, or a peer's.
 _CAUSE = re.compile(
-    r"Errno|os error|No space|Read-only|[Tt]oo many open|File too large|cannot be shared|[Tt]imed? ?out|peer|"
-    r"closed|reset|refused|bytes are free|Bad file|exit code -9",
+    r"Errno|os error|No space|Read-only|[Tt]oo many open|File too large|cannot be shared|[Tt]imed? ?out|by peer|"
+    r"[Cc]onnection (closed|reset|refused)|bytes are free|Bad file|exit code -9",
 )
 
 
@@ -92,9 +92,17 @@ def judge(fault: Fault, models: str) -> Verdict:
             heal(order.disk)
             if not verdict.went_on:
                 _resume(order, verdict)
+            elif fault.point in ("sharded save", "full save"):
+                verdict.resumed = _lack_of_last_checkpoint(order)
             verdict.left += temporary_files(Path(name))
         verdict.left += sorted(shared_memory_files() - before)
     return verdict
+
+
+def _lack_of_last_checkpoint(order: Order) -> str:
+    """Return what the last checkpoint of a run lacks that went on; "" for a whole one."""
+    reason = why_not_whole(order.disk / "run" / f"checkpoint-{jobs.STEPS}")
+    return f"it went on, but its last checkpoint is not whole: {reason}" if reason else ""
 
 
 def limit_of(fault: Fault) -> float:

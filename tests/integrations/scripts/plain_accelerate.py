@@ -10,6 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 parser = argparse.ArgumentParser()
 parser.add_argument("--out")
 parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--save_to")
+parser.add_argument("--resume_from")
 args = parser.parse_args()
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
@@ -18,6 +20,8 @@ config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_h
 model = LlamaForCausalLM(config)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 model, optimizer = accelerator.prepare(model, optimizer)
+if args.resume_from:
+    accelerator.load_state(args.resume_from)
 losses = []
 for step in range(2 * args.steps):
     generator = torch.Generator().manual_seed(10 * step + accelerator.process_index)
@@ -30,6 +34,8 @@ for step in range(2 * args.steps):
         optimizer.step()
         optimizer.zero_grad()
     losses.append(accelerator.reduce(loss.detach(), "mean").item())
+if args.save_to:
+    accelerator.save_state(args.save_to)
 if accelerator.is_main_process:
     with open(args.out, "w") as file:
         json.dump(losses, file)
