@@ -26,6 +26,7 @@ class FrozenGather:
 
     def __init__(self, unit: UnitShape, ranks_per_node: int, format: FrozenFormat | None) -> None:
         self.unit = unit
+        # All ranks of a node receive the same number of bytes, so the first one stands for them all.
         self._node = Peers.among(range(ranks_per_node), 0, ranks_per_node)
         self._format = format
 
@@ -41,16 +42,20 @@ class FrozenGather:
         """Return the bytes of the largest weight that a layer decodes. Layers compute one after the other."""
         if self._format is None:
             return 0
+        # A layer decodes its weight into new memory and frees it when it has computed, so one weight at a time counts.
         return UNPACKED_BYTES * max((param.numel for param in self.unit.params if param.packable), default=0)
 
     def step_bytes(self, micro_steps: int) -> Bytes:
         """Return what one rank receives in a step."""
         if self._node.group_size == 1:  # FSDP2 makes no call in a group of one rank
             return Bytes()
+        # The same function counts the gathers of a run. Frozen weights have no secondary shard: their own shards lie in the
+        # node already, and every gather is one over the node.
         gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards)
         return self._node.bytes_in_ring(self.shard_bytes()).times(gathers)
 
     def _shard_bytes(self, param: ParamShape) -> int:
+        # Norms, biases and small matrices stay in 16 bits beside packed weights, in the same unit.
         if self._format is None or not param.packable:
             return UNPACKED_BYTES * param.padded_shard_numel(self._node.group_size)
         return self._format.nbytes(param.padded_shard(self._node.group_size))
