@@ -44,12 +44,15 @@ class Mode:
         lora: whether adapters on all linear layers are trained, or else the whole model.
         lr: learning rate of SGD.
         tolerance: how far a loss may be from the unsharded model's, relative to it where it is over 1.
+        of_move: whether ``tolerance`` is a share of what the steps have changed in the last loss. Quantization moves a loss by
+            more than a fixed small number, and a model that never learned must not pass.
     """
 
     zeropp: dict[str, Any] | bool
     lora: bool = False
     lr: float = 0.02
     tolerance: float = 2e-4
+    of_move: bool = False
 
     @property
     def bits(self) -> int | None:
@@ -60,7 +63,7 @@ class Mode:
 MODES = {
     "stock": Mode(False),
     "unquantized": Mode(UNQUANTIZED),
-    "default": Mode({}, tolerance=0.1),
+    "default": Mode({}, tolerance=0.25, of_move=True),
     "stock LoRA": Mode(False, lora=True, lr=0.1),
     "LoRA 16 bit": Mode(UNQUANTIZED, lora=True, lr=0.1),
     "LoRA 4 bit": Mode({**UNQUANTIZED, "frozen_bits": 4}, lora=True, lr=0.1),
@@ -100,13 +103,20 @@ def run_mode(rank: int, family: Family, mode: str) -> float:
     if way.bits:
         quantize_frozen(reference, way.bits)
     batches = [family.inputs(model, seed=10 * step + rank) for step in range(STEPS)]
+    with torch.no_grad():
+        untrained = copy.deepcopy(reference)(**batches[-1]).loss.item()
     expected = list(_train_unsharded(reference, batches, way.lr))
     losses = list(_train_sharded(model, batches, way))
     assert all(loss == loss for loss in expected), f"the unsharded model's losses are {expected}"
     gaps = torch.tensor(
         [abs(ours - theirs) / max(1, abs(theirs)) for ours, theirs in zip(losses, expected, strict=True)]
     )
+    move = torch.tensor(abs(expected[-1] - untrained) / max(1, abs(untrained)))
     dist.all_reduce(gaps, dist.ReduceOp.MAX)
+    dist.all_reduce(move, dist.ReduceOp.MAX)
+    if way.of_move:
+        return (gaps.max() / move).item()
+    assert move > way.tolerance, f"the steps move the last loss by {move:.1e}, so a model that stands still would pass"
     return gaps.max().item()
 
 
