@@ -74,7 +74,8 @@ def page(results: dict[str, dict[str, list]]) -> str:
         "",
         "A cell is the largest difference of a loss to the unsharded model's, over three steps of SGD. `unquantized` and `LoRA` "
         f"must stay within {MODES['unquantized'].tolerance}. `default` quantizes weights and gradients: its cell is that "
-        f"difference as a share of what the steps changed in the last loss, at most {MODES['default'].tolerance}. `stock` is FSDP2 as Accelerate runs it, without ZeRO++. LoRA adapts all linear layers "
+        "difference as a share of what the steps changed in the last loss, at most "
+        f"{MODES['default'].tolerance}. `stock` is FSDP2 as Accelerate runs it, without ZeRO++. LoRA adapts all linear layers "
         "and fused experts, over a base in 16 bits or packed in 4. `generate` is greedy, and counts tokens that differ. "
         "An empty cell was not run.",
         "",
