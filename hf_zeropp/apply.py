@@ -207,7 +207,7 @@ class ZeroPPHandle:
         if self.config.error_feedback_decay is not None:
             load_residuals(path, self.reduces, self.topology)
         elif path.exists() and self.topology.rank == 0:  # one rank says it for all: each has a file of its own
-            logger.warning("%s and its like are left out: error feedback, which they belong to, is off.", path.name)
+            logger.warning("The residuals in %s are left out, because error feedback is off.", path.parent)
 
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""

@@ -85,7 +85,7 @@ def saved(tmp_path_factory) -> tuple[str, list[float]]:
 @pytest.mark.parametrize(
     ("world_size", "zeropp", "line"),
     [
-        (4, TWO_NODES, "error feedback, which it belongs to, is off"),
+        (4, TWO_NODES, "are left out, because error feedback is off"),
         (4, HALF | {"qgz_chunks": 2}, "was saved with other settings"),
         (4, HALF | {"qgz_hadamard": False}, "was saved with other settings"),
         (2, HALF | {"ranks_per_node": 1}, "was saved by 4 ranks, 2 to a node, this is 2 ranks, 1 to a node"),
