@@ -35,13 +35,11 @@ LENGTHS = (0, 1, 2, 7, 8, 15, 16, 31, 32, 33, 63, 64, 65, 95, 127, 300)
 
 
 def run_shapes(count: int, seed: int) -> int:
-    """Run ``count`` cases from ``seed`` on, print what failed and a table, and return an exit code."""
+    """Run ``count`` cases from ``seed`` on, print what fails and a table, and return an exit code."""
     started, failures = time.monotonic(), []
     failures += _run_operators(range(seed, seed + count // 2))
     kinds: Counter[str] = Counter()
     failures += _run_hops(range(seed, seed + count - count // 2), kinds)
-    for failure in failures[:20]:
-        print(failure)
     print(f"{count // 2} operator cases ({len(COMPILED)} instruction sets), {dict(kinds)} in worlds of {WORLDS} ranks")
     print(f"first seed {seed}: {len(failures)} failures in {time.monotonic() - started:.0f} s")
     return 1 if failures else 0
@@ -57,6 +55,7 @@ def _run_operators(seeds: range) -> list[str]:
             )
         except AssertionError as error:
             failures.append(f"operators, seed {seed}: {error}")
+            tqdm.write(failures[-1])  # now, since a run of hours may be stopped
     return failures
 
 
@@ -71,6 +70,7 @@ def _run_hops(seeds: range, kinds: Counter[str]) -> list[str]:
             kinds.update(run_ranks(_hops_of_rank, world, chosen, limit_s=600.0)[0])
         except RankError as error:
             failures.append(f"hops, seeds {chosen.start} to {chosen.stop - 1} in a world of {world}: {error}")
+            tqdm.write(failures[-1])
     return failures
 
 
