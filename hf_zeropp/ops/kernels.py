@@ -23,22 +23,33 @@ from torch import Tensor
 from hf_zeropp.ops import native
 from hf_zeropp.ops.format import FLOAT_DTYPES, WireLayout
 from hf_zeropp.ops.operator import Operator
+from hf_zeropp.ops.pieces import PIECE_NUMEL, num_elements, run_in_pieces
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_DTYPES)}
 
 
 class ReferenceKernels:
-    """The operators in PyTorch, on any device."""
+    """The operators in PyTorch, on any device.
+
+    Args:
+        piece_numel: elements from which on an operator of the wire runs piece by piece (``pieces.py``), to bound its memory.
+    """
 
     name = "reference"
 
+    def __init__(self, piece_numel: int = PIECE_NUMEL) -> None:
+        self._piece_numel = piece_numel
+
     def run(self, operator: Operator, arguments: Sequence[Any], counts: Sequence[int], outs: Sequence[Tensor]) -> None:
         """Fill ``outs`` with the result of the operator's reference; see ``CompiledKernels.run``."""
+        layout = next((value for value in arguments if isinstance(value, WireLayout)), None)
+        if layout is not None and num_elements(operator, arguments) > self._piece_numel:
+            run_in_pieces(operator, arguments, outs[0], self._piece_numel)
+            return
         # References return new tensors and are copied from only afterwards, so ``out`` may be one of the arguments.
         # Bytes of a wire are all written. Results in elements skip gaps, which hold zeros in a reference's result and
         # other chunks' values in ``out``.
         results = operator.reference(*arguments)
-        layout = next((value for value in arguments if isinstance(value, WireLayout)), None)
         for out, result in zip(outs, results if isinstance(results, tuple) else (results,), strict=True):
             if layout is None or not layout.has_gaps or out.dtype == torch.uint8:
                 out.copy_(result.view_as(out))
@@ -227,7 +238,11 @@ def _first_kernels(device_type: str) -> ReferenceKernels | CudaKernels:
     library, reason = native.cuda_library() if device_type == "cuda" else (None, "there are no kernels for it")
     if library is not None:
         return CudaKernels(library)
-    _warn(f"PyTorch code runs on {device_type}, slowly: {reason}", stacklevel=6)
+    _warn(
+        f"PyTorch code runs on {device_type}, because {reason}. It computes the same bits, moves some 30 times the memory of "
+        "the kernels, and takes up to 200 MB beside its tensors.",
+        stacklevel=6,
+    )
     return ReferenceKernels()
 
 

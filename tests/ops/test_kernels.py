@@ -43,6 +43,44 @@ def test_every_operator_equals_the_reference(seed, max_numel):
     check_everything(kernels, make_case(seed, max_numel=max_numel), expected=ReferenceKernels())
 
 
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
+@given(SEEDS, st.integers(1, 3000))
+def test_the_reference_in_pieces_equals_the_reference(seed, piece_numel):
+    """Pieces of every size, in cases of some ten pieces: a part without a block at its end, gaps, raw parts, several rows."""
+    in_pieces = ReferenceKernels(piece_numel)
+    in_pieces.name = "reference in pieces"
+    check_everything([in_pieces], make_case(seed, max_numel=9000), expected=ReferenceKernels())
+
+
+def test_pieces_bound_the_memory_of_the_reference():
+    """The peak beside input and output. The whole reference takes some 40 bytes for an element."""
+    layout = WireLayout([Segment(6_000_001, 8), Segment(70, None), Segment(2_000_001, 4)], 256)
+    values = torch.randn(layout.numel).bfloat16()
+    wire = ops.quantize(values, layout)
+    peaks = {}
+    for piece_numel in (1 << 18, 1 << 30):
+        kernels = ReferenceKernels(piece_numel)
+        for name, arguments, out in (
+            ("quantize", (values, layout, 1, False), torch.empty_like(wire)),
+            ("dequantize", (wire, layout, torch.bfloat16, 1), torch.empty_like(values)),
+        ):
+            with torch.profiler.profile(profile_memory=True) as profile:
+                kernels.run(OPERATORS[name], arguments, (1,), (out,))
+            peaks[name, piece_numel] = peak_bytes(profile)
+    for name in ("quantize", "dequantize"):
+        assert peaks[name, 1 << 18] < 64 * (1 << 18) < peaks[name, 1 << 30], peaks
+
+
+def peak_bytes(profile) -> int:
+    """The most bytes that were allocated at one time within a profile."""
+    held = most = 0
+    for event in profile.profiler.kineto_results.events():
+        if event.name() == "[memory]":
+            held += event.nbytes()
+            most = max(most, held)
+    return most
+
+
 @pytest.mark.parametrize("kernels", [*COMPILED, "reference"])
 @settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(SEEDS, st.integers(1, 5))
@@ -51,11 +89,11 @@ def test_chunks_do_to_their_elements_what_the_whole_does(kernels, seed, count):
     values, rows, columns = case.values, case.rows, case.columns
     layout = WireLayout((Segment(s.numel, s.bits or None) for s in case.layout.segments), case.layout.block)
     ops.set_kernels(kernels)
-    pieces = layout.chunks(count)
-    wires = [ops.quantize(values, piece, slice_rows=rows) for piece in pieces]
+    chunks = layout.chunks(count)
+    wires = [ops.quantize(values, piece, slice_rows=rows) for piece in chunks]
     whole = ops.quantize(values, layout, slice_rows=rows)
     decoded, total = torch.empty_like(values), torch.ones(columns * layout.numel)
-    for wire, piece in zip(wires, pieces, strict=True):
+    for wire, piece in zip(wires, chunks, strict=True):
         ops.dequantize(wire, piece, dtype=values.dtype, slice_rows=columns, out=decoded)
         ops.dequantize_sum(wire, piece, num_sources=rows, initial=total, out=total)
     assert same_bits(decoded, ops.dequantize(whole, layout, dtype=values.dtype, slice_rows=columns))

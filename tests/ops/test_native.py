@@ -61,7 +61,7 @@ def test_the_env_command_says_why(forgetful, monkeypatch):
 def test_a_gpu_without_the_library_uses_the_reference_with_one_warning(forgetful, monkeypatch):
     monkeypatch.setattr(native, "library_path", lambda device_type: None)
     kernels._kernels.pop("cuda", None)
-    with pytest.warns(UserWarning, match="PyTorch code runs on cuda, slowly: there is no CUDA library") as caught:
+    with pytest.warns(UserWarning, match="PyTorch code runs on cuda, because there is no CUDA library") as caught:
         assert kernels.kernels_of("cuda").name == "reference"
     assert len(caught) == 1
     with warnings.catch_warnings():
