@@ -147,9 +147,9 @@ class ZeroPPAllGather(WeightGather):
 
     def start_ahead(self) -> None:
         """Start the cross hop now if it is due and its input can be had without FSDP2."""
-        dtype = self.unit.param_dtype
         if not self._keeps_secondary or self.due == Change.NONE:
             return
+        dtype = self.unit.param_dtype
         # Also a unit that the last pass skipped: which units a rank used is its own affair, and must not choose collectives.
         if dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
             # On an accelerator waiting orders streams and holds up nobody. On CPU the hop is left under way until the

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 
+import numpy as np
 import torch
 import xxhash
 
@@ -58,9 +59,10 @@ class Freshness:
 
     def __init__(self, unit: Unit, *, checks_steps: bool = False) -> None:
         self._unit = unit
+        self._content = ShardContent(unit)
         self._checks_steps = checks_steps
         self._stamp: WeightStamp | None = None
-        self._content: int | None = None
+        self._digest: int | None = None
         # Nothing was gathered yet, so the first gather must send whole weights.
         self._marked = Change.EDITED
         self._is_in_closure_step = False
@@ -114,22 +116,40 @@ class Freshness:
     def _is_as_remembered(self) -> bool:
         assert self._stamp is not None
         # The content tells all that a stamp tells, and that equal values were written. Reading both would cost time.
-        if self._content is not None:
-            return self._content == content_of(self._unit)
+        if self._digest is not None:
+            return self._digest == self._content.digest()
         return self._stamp.matches(self._unit.params)
 
     def _remember(self, *, reads_content: bool = True) -> None:
         self._stamp = self._unit.stamp()
-        self._content = content_of(self._unit) if reads_content else None
+        self._digest = self._content.digest() if reads_content else None
 
 
-def content_of(unit: Unit) -> int | None:
-    """Return a 64-bit hash of this rank's shards of ``unit``; None where they do not lie in CPU memory."""
-    memory = unit.shard_memory()
-    if memory is None or any(shard.device.type != "cpu" for shard in memory):
-        return None
-    digest = xxhash.xxh3_64()
-    for shard in memory:
-        # The shard is viewed as bytes, since NumPy has no bfloat16. Neither the view nor ``numpy`` copies anything.
-        digest.update(shard.detach().view(torch.uint8).numpy())  # type: ignore[arg-type]  # arrays are buffers
-    return digest.intdigest()
+class ShardContent:
+    """The bytes of this rank's shards of one unit, where they lie in CPU memory.
+
+    Args:
+        unit: the unit.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._places: list[tuple[int, int]] = []
+        self._views: list[np.ndarray] = []
+
+    def digest(self) -> int | None:
+        """Return a 64-bit hash of the bytes; None where the shards lie elsewhere."""
+        memory = self._unit.shard_memory()
+        if memory is None or any(shard.device.type != "cpu" for shard in memory):
+            self._places, self._views = [], []
+            return None
+        # This runs in every micro-step, and making a view takes longer than hashing a small parameter. So views are kept
+        # while the shards stay where they are. A view holds its memory, so no other tensor can come to lie at its address.
+        places = [(shard.data_ptr(), shard.nbytes) for shard in memory]
+        if places != self._places:
+            # A shard is viewed as bytes, since NumPy has no bfloat16. Neither the view nor ``numpy`` copies anything.
+            self._places, self._views = places, [shard.detach().view(torch.uint8).numpy() for shard in memory]
+        digest = xxhash.xxh3_64()
+        for view in self._views:
+            digest.update(view)  # type: ignore[arg-type]  # arrays are buffers
+        return digest.intdigest()

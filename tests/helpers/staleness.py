@@ -54,7 +54,7 @@ def without_stamps() -> contextlib.AbstractContextManager:
 
 
 def without_content() -> contextlib.AbstractContextManager:
-    return mock.patch.object(freshness, "content_of", lambda unit: None)
+    return mock.patch.object(freshness.ShardContent, "digest", lambda content: None)
 
 
 @contextlib.contextmanager

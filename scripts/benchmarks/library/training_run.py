@@ -6,9 +6,11 @@ in a user's script: the stock variants are Accelerate's own FSDP2, with its ``no
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import os
+import random
 import time
 from collections.abc import Callable
 from typing import Any
@@ -27,6 +29,7 @@ from library.measurement import Measurement
 from library.network import link_bytes
 from library.profiling import Profile
 from library.variants import ModelShape, Variant
+from library.without_agreement import without_agreement
 
 
 def build_model(shape: ModelShape, seed: int = 0) -> torch.nn.Module:
@@ -108,6 +111,30 @@ class TrainingRun:
             for _ in range(steps):
                 self._step(micro_steps)
         return profile.summary(steps)
+
+    def pairs(self, pairs: int, micro_steps: int, seed: int = 0) -> list[tuple[float, float]]:
+        """Time ``pairs`` pairs of steps. In one step of a pair ranks agree, in the other each decides alone.
+
+        Args:
+            pairs: their number, after one that is not counted.
+            micro_steps: per step.
+            seed: of the order within each pair, the same on all ranks.
+
+        Returns:
+            The seconds of both steps of each pair, the one with agreement first.
+        """
+        order = random.Random(seed)
+        timed = []
+        for _ in range(pairs + 1):
+            seconds = {}
+            for agrees in order.sample((True, False), 2):
+                with contextlib.nullcontext() if agrees else without_agreement():
+                    dist.barrier()
+                    begin = time.monotonic()
+                    self._step(micro_steps)
+                    seconds[agrees] = time.monotonic() - begin
+            timed.append((seconds[True], seconds[False]))
+        return timed[1:]
 
     def _measured(self, run: Callable[[list[float]], float]) -> Measurement:
         """Measure ``run``, which appends the moments at which its steps ended to a list, and returns a loss."""
