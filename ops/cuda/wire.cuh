@@ -94,7 +94,7 @@ __device__ __forceinline__ void encode_tile(const float (&values)[kPerLane], con
   with_dtype(raw_dtype, [&](auto type) {
     using T = decltype(type);
     T* elements = to.raw<T>();
-    store_rows<V>(values, to.tile.numel, elements);
+    store_rows<V, true>(values, to.tile.numel, elements);
     uint8_t* end = reinterpret_cast<uint8_t*>(elements + to.tile.numel);
     if (to.tile.is_last(to.part)) write_zeros(end, to.wire + to.part.end);
   });

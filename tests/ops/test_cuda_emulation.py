@@ -82,6 +82,18 @@ def test_every_16_bit_float(emulated):
                 check(emulated, Case(layout, layout, 1, 1, values, None, dtype, 1.0, 0))
 
 
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_every_distance_from_an_aligned_address(emulated, dtype):
+    """A small parameter shifts those behind it: whole tiles of them are moved as the aligned vectors around them."""
+    for elements in range(1, 16 // dtype.itemsize):
+        layout = WireLayout([Segment(elements, None), Segment(3000, 8), Segment(1025, None), Segment(2048, 4)], 64)
+        values, initial = torch.randn(2, layout.numel).to(dtype), torch.randn(1, layout.numel)
+        case = Case(layout, layout, 2, 1, values, initial, dtype, 0.5, 0)
+        # Elements behind the last one lie in the same 16 bytes, and must stay as they are: ``check`` guards them.
+        check(emulated, case)
+        check(emulated, dataclasses.replace(case, offset=elements))
+
+
 def test_gaps_are_left_alone(emulated):
     segments = [Segment(100, GAP), Segment(2000, 8), Segment(7, GAP), Segment(1500, 4), Segment(33, None)]
     layout = WireLayout(segments, 64)
