@@ -48,9 +48,19 @@ ZEROPP_HD int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 ZEROPP_HD int64_t item_size(int64_t dtype) { return dtype == kFloat32 ? 4 : 2; }
 
 // The place of a slice after the permutation: of K = R * C slices, slice r * C + c moves to c * R + r.
+template <class Integer>
+ZEROPP_HD Integer permuted_index(Integer slice, Integer num_slices, Integer slice_rows) {
+  const Integer columns = num_slices / slice_rows, row = slice / columns;
+  return (slice - row * columns) * slice_rows + row;
+}
+
 ZEROPP_HD int64_t permuted(int64_t slice, int64_t num_slices, int64_t slice_rows) {
-  const int64_t columns = num_slices / slice_rows;
-  return slice % columns * slice_rows + slice / columns;
+  // Every warp passes here, and GPUs divide numbers of 64 bits by some 70 instructions. Usually nothing is permuted, and
+  // there are no more slices than ranks.
+  if (slice_rows == 1 || slice_rows == num_slices) return slice;
+  if (num_slices > 0xFFFFFFFF) return permuted_index<int64_t>(slice, num_slices, slice_rows);
+  return permuted_index<uint32_t>(static_cast<uint32_t>(slice), static_cast<uint32_t>(num_slices),
+                                  static_cast<uint32_t>(slice_rows));
 }
 
 ZEROPP_HD uint32_t bits_of(float value) {

@@ -74,7 +74,7 @@ __device__ __forceinline__ void stage_amax(const float (&values)[kPerLane], int 
   }
 #pragma unroll
   for (int j = 0; j < kRows; ++j) {
-    if (lane_index() % lanes == 0) staging.amax[element_of<V>(j) >> log2_block] = amax[j];
+    if ((lane_index() & (lanes - 1)) == 0) staging.amax[element_of<V>(j) >> log2_block] = amax[j];
   }
 }
 
@@ -105,7 +105,10 @@ __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], c
   const int lane = lane_index();
   stage_amax<V>(values, to.log2_block, staging);
   __syncwarp();
-  const BFloat16 stored = encode_scale(lane < to.num_blocks() ? staging.amax[lane] : 0, qmax_of(kBits));
+  // Lanes without a block divide 1.0: a division of 0 would take all lanes through the code for denormals.
+  const bool has_block = lane < to.num_blocks();
+  const BFloat16 divided = encode_scale(has_block ? staging.amax[lane] : bits_of(1.0f), qmax_of(kBits));
+  const BFloat16 stored = {static_cast<uint16_t>(has_block ? divided.bits : 0)};
   if (lane < num_scales) reinterpret_cast<BFloat16*>(to.scales)[lane] = stored;
   const float scale = to_float(stored);
   staging.divisors[lane] = {scale, has_codes(stored) ? 1.0f / scale : 0.0f};

@@ -46,10 +46,11 @@ __device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& hig
 __device__ __forceinline__ uint32_t canonical_nan(BFloat16) { return kBFloat16NaN; }
 __device__ __forceinline__ uint32_t canonical_nan(Float16) { return kFloat16NaN; }
 
-// Two floats as 16-bit floats, with the bits that `assign` of format.h gives each.
-template <class T>
+// Two floats as 16-bit floats, with the bits that `assign` of format.h gives each. NaNs take extra instructions.
+template <class T, bool kMayBeNaN>
 __device__ __forceinline__ uint32_t narrow_pair(float low, float high) {
   uint32_t pair = round_pair(low, high, T{});
+  if (!kMayBeNaN) return pair;
   if (low != low) pair = (pair & 0xFFFF0000) | canonical_nan(T{});
   if (high != high) pair = (pair & 0x0000FFFF) | canonical_nan(T{}) << 16;
   return pair;
@@ -64,13 +65,13 @@ __device__ __forceinline__ void widen(const Words<N>& words, float* values) {
   }
 }
 
-template <class T, int N>
+template <class T, int N, bool kMayBeNaN>
 __device__ __forceinline__ Words<N> narrow(const float* values) {
   Words<N> words;
 #pragma unroll
   for (int i = 0; i < N; ++i) {
     if constexpr (sizeof(T) == sizeof(float)) words.at[i] = bits_of(values[i]);
-    else words.at[i] = narrow_pair<T>(values[2 * i], values[2 * i + 1]);
+    else words.at[i] = narrow_pair<T, kMayBeNaN>(values[2 * i], values[2 * i + 1]);
   }
   return words;
 }
@@ -244,13 +245,33 @@ __device__ __forceinline__ void store_shifted(Words<4> (&rows)[kRows + 1], T* to
   }
 }
 
+// Is a value of any lane NaN? Every lane gets the answer.
+__device__ __forceinline__ bool has_nan(const float (&values)[kPerLane]) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kPerLane; ++i) found |= values[i] != values[i];
+  return __ballot_sync(kAllLanes, found) != 0;
+}
+
+template <int V, class T, int kRows>
+__device__ __forceinline__ void narrow_rows(const float (&values)[kPerLane], Words<V * sizeof(T) / 4> (&rows)[kRows]) {
+  constexpr int kWords = V * sizeof(T) / 4;
+  // One vote of the warp costs less than care for every element. Floats of 32 bits stay as they are.
+  if (sizeof(T) < sizeof(float) && has_nan(values)) {
+#pragma unroll
+    for (int j = 0; j < kPerLane / V; ++j) rows[j] = narrow<T, kWords, true>(values + j * V);
+  } else {
+#pragma unroll
+    for (int j = 0; j < kPerLane / V; ++j) rows[j] = narrow<T, kWords, false>(values + j * V);
+  }
+}
+
 template <int V, bool kAligned = false, class T>
 __device__ __forceinline__ void store_rows(const float (&values)[kPerLane], int numel, T* to) {
   constexpr int kWords = V * sizeof(T) / 4, kRows = kPerLane / V;
   if (moves_in_vectors<kWords, kAligned>(to, numel)) {
     Words<kWords> rows[kRows + 1];
-#pragma unroll
-    for (int j = 0; j < kRows; ++j) rows[j] = narrow<T, kWords>(values + j * V);
+    narrow_rows<V, T>(values, rows);
     if constexpr (kWords == 4 && !kAligned) {
       if (!is_aligned(to)) return store_shifted<V, T, kRows>(rows, to);
     }
