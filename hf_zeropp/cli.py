@@ -83,6 +83,7 @@ def run_estimate(args: argparse.Namespace) -> None:
             optimizer=args.optimizer,
             config=_estimate_config(args, model),
             fp32_reduce=args.fp32_reduce,
+            tensor_parallel=args.tensor_parallel,
         )
         estimates = methods.estimate(model, setup)
         times = time_command.TimeEstimate(args, model, setup) if wants_times else None
@@ -224,6 +225,13 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
         "--zeropp",
         help="A YAML or JSON file with settings. The default is the environment (ZEROPP_CONFIG_FILE among it), then the "
         "defaults.",
+    )
+    parser.add_argument(
+        "--tensor-parallel",
+        type=_positive,
+        default=1,
+        metavar="RANKS",
+        help="The neighbouring ranks of a node that cut every layer between them. The default is 1.",
     )
     parser.add_argument("--fp32-reduce", action="store_true", help="Reduce gradients in fp32 instead of bf16.")
     parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")

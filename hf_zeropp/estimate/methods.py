@@ -70,9 +70,12 @@ class Setup:
         optimizer: a key of ``OPTIMIZER_STATE_BYTES``.
         config: settings of this package. Their own ``ranks_per_node`` is not read.
         fp32_reduce: whether FSDP2 and this package reduce gradients in fp32 instead of bf16.
+        tensor_parallel: neighbouring ranks of a node that cut every layer between them. Each of them shards its part over the
+            ranks of the same place among their neighbours.
 
     Raises:
-        ValueError: the nodes do not divide the world, the optimizer is unknown, or there is no micro-step.
+        ValueError: the nodes do not divide the world, the tensor-parallel ranks do not divide the node, the optimizer is
+            unknown, or there is no micro-step.
     """
 
     world_size: int
@@ -81,13 +84,28 @@ class Setup:
     optimizer: str = "adamw"
     config: ZeroPPConfig = dataclasses.field(default_factory=ZeroPPConfig)
     fp32_reduce: bool = False
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         check_divides(f"{self.ranks_per_node} ranks per node", self.ranks_per_node, self.world_size)
+        if self.tensor_parallel < 1 or self.ranks_per_node % self.tensor_parallel:
+            raise ValueError(
+                f"expected tensor-parallel ranks that divide the {self.ranks_per_node} ranks of a node, got "
+                f"{self.tensor_parallel}. Across nodes tensor parallelism would send activations in every layer."
+            )
         if self.optimizer not in OPTIMIZER_STATE_BYTES:
             raise ValueError(f"expected an optimizer of {', '.join(OPTIMIZER_STATE_BYTES)}, got {self.optimizer!r}")
         if self.micro_steps < 1:
             raise ValueError(f"expected at least one micro-step per step, got {self.micro_steps}")
+
+    def of_group(self) -> Setup:
+        """Return the setup of one shard group beside tensor parallelism: the ranks that hold the same part of each layer."""
+        return dataclasses.replace(
+            self,
+            world_size=self.world_size // self.tensor_parallel,
+            ranks_per_node=self.ranks_per_node // self.tensor_parallel,
+            tensor_parallel=1,
+        )
 
     @property
     def num_nodes(self) -> int:
@@ -129,13 +147,27 @@ class Estimate:
         """Bytes per rank of all kinds of memory."""
         return sum(self.memory.values())
 
+    def times(self, num_groups: int) -> Estimate:
+        """Return the estimate of a node on which as many shard groups lie, each with the bytes of this one."""
+        return dataclasses.replace(
+            self, cross_node=self.cross_node * num_groups, intra_node=self.intra_node * num_groups
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the total, fit for JSON."""
         return {**dataclasses.asdict(self), "total": self.total}
 
 
 def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
-    """Return the estimates of all methods: the papers' first, this package last."""
+    """Return the estimates of all methods: the papers' first, this package last.
+
+    With tensor parallelism their ranks are those of one shard group, and their bytes those of all shard groups of a node. What
+    tensor parallelism itself sends is not in them.
+    """
+    if setup.tensor_parallel > 1:
+        return [
+            one.times(setup.tensor_parallel) for one in estimate(model.cut(setup.tensor_parallel), setup.of_group())
+        ]
     return [*paper_methods(model, setup), fsdp2(model, setup), ours(model, setup)]
 
 

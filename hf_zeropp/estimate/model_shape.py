@@ -68,6 +68,15 @@ class UnitShape:
         params = tuple(dataclasses.replace(param, trainable=False) for param in self.params)
         return dataclasses.replace(self, params=params)
 
+    def cut(self, num_ranks: int) -> UnitShape:
+        """Return what one rank of ``num_ranks`` holds under tensor parallelism."""
+        # A plan cuts a layer's first matrix by rows and its second by columns. For the bytes of a shard it is all the same.
+        params = [
+            dataclasses.replace(param, shape=param.padded_shard(num_ranks)) if param.packable else param
+            for param in self.params
+        ]
+        return dataclasses.replace(self, params=tuple(params))
+
     def with_lora(self, rank: int) -> UnitShape:
         """Return the unit frozen, with the two matrices of a LoRA adapter beside each of its own matrices."""
         matrices = (param.shape for param in self.params if param.packable)
@@ -128,6 +137,16 @@ class ModelShape:
         frozen = tuple(unit.frozen() for unit in self.units)
         units = tuple(unit.with_lora(rank) for unit in self.units)
         return dataclasses.replace(self, units=units, frozen_units=frozen)
+
+    def cut(self, num_ranks: int) -> ModelShape:
+        """Return what one rank of ``num_ranks`` holds under tensor parallelism, which cuts matrices and embeddings alike.
+
+        Norms and biases stay whole. Real plans may also leave some matrices whole.
+        """
+        units, frozen_units = (
+            tuple(unit.cut(num_ranks) for unit in units) for units in (self.units, self.frozen_units)
+        )
+        return dataclasses.replace(self, units=units, frozen_units=frozen_units)
 
     def frozen_format(self, frozen_bits: int | None) -> FrozenFormat | None:
         """Return the format of packed frozen weights under this setting; None where they stay in 16 bits."""

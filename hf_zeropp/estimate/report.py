@@ -29,7 +29,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     title = (
         f"{model.name}: {_shorten(model.num_params, COUNT_UNITS)} parameters, "
         f"{_shorten(model.num_trainable, COUNT_UNITS)} trained, {_base(model, setup)}"
-        f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {setup.optimizer}, "
+        f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {_layers(setup)}{setup.optimizer}, "
         f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
     caption = (
@@ -64,6 +64,11 @@ def _base(model: ModelShape, setup: Setup) -> str:
     """Return what the title says of the frozen weights. The papers' methods and FSDP2 do not pack them."""
     format = model.frozen_format(setup.config.frozen_bits)
     return f"base in {16 if format is None else format.bits} bits, " if model.frozen_units else ""
+
+
+def _layers(setup: Setup) -> str:
+    """Return what the title says of tensor parallelism."""
+    return f"layers cut over {setup.tensor_parallel} ranks, " if setup.tensor_parallel > 1 else ""
 
 
 def _label(kind: str, model: ModelShape) -> str:

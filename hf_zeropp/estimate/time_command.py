@@ -96,6 +96,11 @@ class TimeEstimate:
 
     def __init__(self, args: argparse.Namespace, model: ModelShape, setup: Setup) -> None:
         self._args = args
+        if setup.tensor_parallel > 1:
+            raise ValueError(
+                f"expected no --tensor-parallel beside a prediction of times, got {setup.tensor_parallel}: what tensor "
+                "parallelism itself sends is not modelled. Leave out --gpu, --network and --cluster to see bytes and memory."
+            )
         cluster = _cluster(args, setup)
         self._gpu_memory = _gpu_memory(args.gpu_memory, cluster)
         active = _active_share(args.active, model)
