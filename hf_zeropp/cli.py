@@ -21,6 +21,7 @@ from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate import methods, network_command, report, time_command
 from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.estimate.setup import OPTIMIZER_STATE_BYTES, Setup
 from hf_zeropp.ops.frozen_format import FROZEN_BITS
 from hf_zeropp.sizes import parse_count
 from hf_zeropp.switch import is_enabled
@@ -76,7 +77,7 @@ def run_estimate(args: argparse.Namespace) -> None:
         report.check_plot(args.plot)
         wants_times = time_command.wants_times(args)
         model = _model_shape(args.model, lora_rank=args.lora, num_adapter_params=args.trainable)
-        setup = methods.Setup(
+        setup = Setup(
             world_size=args.world,
             ranks_per_node=args.ranks_per_node,
             micro_steps=args.accumulation,
@@ -211,7 +212,7 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         default="adamw",
-        choices=methods.OPTIMIZER_STATE_BYTES,
+        choices=OPTIMIZER_STATE_BYTES,
         help="The optimizer. The default is adamw.",
     )
     parser.add_argument(

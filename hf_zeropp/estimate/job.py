@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from hf_zeropp.estimate.cluster import Cluster
-from hf_zeropp.estimate.methods import Setup
 from hf_zeropp.estimate.model_shape import ModelShape, UnitShape
+from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.estimate.unit_work import BACKWARD_FLOPS, FORWARD_FLOPS
 
 

@@ -28,10 +28,10 @@ from typing import Any
 
 import torch
 
-from hf_zeropp.comm.topology import check_divides, resolve_hpz_size
-from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.comm.topology import resolve_hpz_size
 from hf_zeropp.estimate.frozen_base import FrozenGather
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
+from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
 from hf_zeropp.fsdp.predictions import (
     crossings_per_step,
@@ -50,77 +50,8 @@ KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "re
 # Weights and gradients of 16 bits, and masters of 32, are the paper's assumption and what bf16 mixed precision gives.
 MASTER_BYTES = 4
 HALF_BYTES = 2
-OPTIMIZER_STATE_BYTES = {"adamw": 8, "adamw-8bit": 2, "lion": 4, "sgd-momentum": 4, "sgd": 0, "adafactor": 0}
-"""Bytes per parameter of an optimizer's states, without the master."""
 
 THIS_PACKAGE = "this package"
-
-
-# ---- The question and the answer.
-
-
-@dataclasses.dataclass(frozen=True)
-class Setup:
-    """The job that is estimated: the world, its nodes, and how the model is trained.
-
-    Args:
-        world_size: W.
-        ranks_per_node: N.
-        micro_steps: forward and backward passes per optimizer step.
-        optimizer: a key of ``OPTIMIZER_STATE_BYTES``.
-        config: settings of this package. Their own ``ranks_per_node`` is not read.
-        fp32_reduce: whether FSDP2 and this package reduce gradients in fp32 instead of bf16.
-        tensor_parallel: neighbouring ranks of a node that cut every layer between them. Each of them shards its part over the
-            ranks of the same place among their neighbours.
-
-    Raises:
-        ValueError: the nodes do not divide the world, the tensor-parallel ranks do not divide the node, the optimizer is
-            unknown, or there is no micro-step.
-    """
-
-    world_size: int
-    ranks_per_node: int
-    micro_steps: int = 1
-    optimizer: str = "adamw"
-    config: ZeroPPConfig = dataclasses.field(default_factory=ZeroPPConfig)
-    fp32_reduce: bool = False
-    tensor_parallel: int = 1
-
-    def __post_init__(self) -> None:
-        check_divides(f"{self.ranks_per_node} ranks per node", self.ranks_per_node, self.world_size)
-        if self.tensor_parallel < 1 or self.ranks_per_node % self.tensor_parallel:
-            raise ValueError(
-                f"expected tensor-parallel ranks that divide the {self.ranks_per_node} ranks of a node, got "
-                f"{self.tensor_parallel}. Across nodes tensor parallelism would send activations in every layer."
-            )
-        if self.optimizer not in OPTIMIZER_STATE_BYTES:
-            raise ValueError(f"expected an optimizer of {', '.join(OPTIMIZER_STATE_BYTES)}, got {self.optimizer!r}")
-        if self.micro_steps < 1:
-            raise ValueError(f"expected at least one micro-step per step, got {self.micro_steps}")
-
-    def of_group(self) -> Setup:
-        """Return the setup of one shard group beside tensor parallelism: the ranks that hold the same part of each layer."""
-        return dataclasses.replace(
-            self,
-            world_size=self.world_size // self.tensor_parallel,
-            ranks_per_node=self.ranks_per_node // self.tensor_parallel,
-            tensor_parallel=1,
-        )
-
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes, Y."""
-        return self.world_size // self.ranks_per_node
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes per parameter of the optimizer's states, without the master."""
-        return OPTIMIZER_STATE_BYTES[self.optimizer]
-
-    @property
-    def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which FSDP2 and this package reduce gradients."""
-        return torch.float32 if self.fp32_reduce else torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)

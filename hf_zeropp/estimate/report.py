@@ -12,8 +12,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from hf_zeropp.estimate.methods import KINDS, THIS_PACKAGE, Estimate, Setup
+from hf_zeropp.estimate.methods import KINDS, THIS_PACKAGE, Estimate
 from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.estimate.setup import Setup
 
 BYTE_UNITS = ("", "K", "M", "G", "T", "P")
 COUNT_UNITS = ("", "K", "M", "B", "T")

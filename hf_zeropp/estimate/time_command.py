@@ -17,9 +17,9 @@ from hf_zeropp.estimate.cluster_file import read_cluster
 from hf_zeropp.estimate.comparison import Row, compare, recommendation, recommended
 from hf_zeropp.estimate.gpus import GPUS, find_gpu
 from hf_zeropp.estimate.job import Job
-from hf_zeropp.estimate.methods import Setup
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.rates import parse_rate
+from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.estimate.step_time import DEEPSPEED, SETTINGS, method_names
 from hf_zeropp.estimate.trace import write_trace
 from hf_zeropp.sizes import parse_bytes, parse_count

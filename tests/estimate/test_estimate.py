@@ -10,9 +10,10 @@ import torch
 from harness import run_ranks
 
 from hf_zeropp import ZeroPPConfig, cli
-from hf_zeropp.estimate.methods import Setup, estimate, ours
+from hf_zeropp.estimate.methods import estimate, ours
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.report import BYTE_UNITS, _shorten
+from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.integrations.pretrained_shape import units_of
 from hf_zeropp.sizes import parse_count
 

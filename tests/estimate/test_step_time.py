@@ -16,8 +16,9 @@ from hf_zeropp.estimate.comparison import Row, compare, memory_of, recommended
 from hf_zeropp.estimate.generation_time import token_s
 from hf_zeropp.estimate.gpus import GPUS
 from hf_zeropp.estimate.job import Job
-from hf_zeropp.estimate.methods import Setup, fsdp2, ours, paper_methods
+from hf_zeropp.estimate.methods import fsdp2, ours, paper_methods
 from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, program_of, step_time, step_times
 from hf_zeropp.estimate.trace import NOTE, trace
 

@@ -12,8 +12,8 @@ from hf_zeropp.estimate.cluster import gpu_cluster
 from hf_zeropp.estimate.comparison import compare, fastest, recommended
 from hf_zeropp.estimate.gpus import GPUS
 from hf_zeropp.estimate.job import Job
-from hf_zeropp.estimate.methods import Setup
 from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.estimate.setup import Setup
 from library.pages import Grid, pyplot
 
 MODELS = ("7B", "70B", "405B")

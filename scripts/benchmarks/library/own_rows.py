@@ -22,8 +22,8 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster, Device, Link
 from hf_zeropp.estimate.generation_time import token_s
 from hf_zeropp.estimate.job import Job
-from hf_zeropp.estimate.methods import Setup
 from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.estimate.step_time import SETTINGS, step_time
 from hf_zeropp.estimate.unit_work import BACKWARD_FLOPS, FORWARD_FLOPS
 from hf_zeropp.integrations.pretrained_shape import frozen_units_of, units_of

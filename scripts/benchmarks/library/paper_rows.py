@@ -17,8 +17,8 @@ from hf_zeropp.estimate.cluster import NETWORK_LATENCY, WITHIN_LATENCY, Cluster,
 from hf_zeropp.estimate.generation_time import token_s
 from hf_zeropp.estimate.gpus import GPUS
 from hf_zeropp.estimate.job import Job
-from hf_zeropp.estimate.methods import Setup
 from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.estimate.step_time import DEEPSPEED, step_time, technique_time
 from library.fitting import error, fit
 
