@@ -20,6 +20,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.packing import quantize_frozen
 from hf_zeropp.generation import generation_mode
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
+from hf_zeropp.publishing import publish_weights
 
 if TYPE_CHECKING:
     from hf_zeropp.integrations.quantizer import ZeroPPQuantConfig
@@ -36,6 +37,7 @@ __all__ = [
     "apply_zeropp",
     "generation_mode",
     "get_handle",
+    "publish_weights",
     "quantize_frozen",
     "traffic",
 ]

@@ -61,7 +61,7 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
     if model in _active:
         yield model
         return
-    handle = _handle_of(model)
+    handle = handle_of(model)
     with ExitStack() as stack:
         _active.add(model)
         stack.callback(_active.discard, model)
@@ -110,15 +110,20 @@ def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None] 
     vars(model)["generate"] = generate
 
 
-def _handle_of(model: nn.Module) -> ZeroPPHandle:
+def handle_of(model: nn.Module) -> ZeroPPHandle:
+    """Return the handle of a model that generates. ZeRO++ is applied now where the first forward pass would do it.
+
+    Raises:
+        ValueError: the model is not under ZeRO++.
+    """
     handle = get_handle(model)
     # The first forward of all may be one of ``generate``, as in evaluation before training.
     if handle is None and _APPLY in vars(model):
         handle = vars(model)[_APPLY]()
     if handle is None:
         raise ValueError(
-            "generation_mode needs a model under ZeRO++: prepare it with Accelerate and a ZeroPPPlugin (not zeropp=False), "
-            "or call apply_zeropp(model, config) first."
+            "Generation and publishing need a model under ZeRO++: prepare it with Accelerate and a ZeroPPPlugin (not "
+            "zeropp=False), or call apply_zeropp(model, config) first."
         )
     return handle
 

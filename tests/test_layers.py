@@ -30,6 +30,7 @@ LAYERS = [
     "plan",
     "apply",
     "generation",
+    "publishing",
     "integrations",
     "run",
     "cli",

@@ -1,0 +1,180 @@
+"""``publish_weights`` on 4 ranks (2 nodes): the weights of a forward pass, PEFT's own merging, and the bytes across nodes."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from frozen_runs import (
+    UNQUANTIZED,
+    packed_copy,
+    prepare,
+    reset_accelerate,
+    tiny_llama,
+    tiny_mixtral,
+    tokens,
+    with_adapter,
+)
+from harness import run_ranks
+from peft import get_peft_model_state_dict
+
+from hf_zeropp import publish_weights
+from hf_zeropp.frozen.modules import Packed
+
+FULL = {
+    "default": (tiny_llama, {}, {}),
+    "tied": (tiny_llama, {"tie_word_embeddings": True}, {}),
+    "unquantized": (tiny_llama, {}, UNQUANTIZED),
+    "no secondary shards": (tiny_llama, {}, {"hpz_size": None}),
+    "delta": (tiny_llama, {}, {"qwz_mode": "delta", "qwz_bits": 4}),
+    "experts": (tiny_mixtral, {}, {}),
+}
+LORA = {
+    "4 bits": ({}, {"frozen_bits": 4}),
+    "16 bits": ({}, {}),
+    "a head that is trained": ({"modules_to_save": ["lm_head"]}, {"frozen_bits": 8}),
+    "a scale of its own": ({"use_rslora": True, "lora_alpha": 3}, {"frozen_bits": 4}),
+}
+
+
+def published(model: nn.Module, **how) -> dict[str, torch.Tensor]:
+    return {name: weight.clone() for name, weight in publish_weights(model, **how)}
+
+
+def seen_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters as each module finds them when its own forward begins."""
+    seen: dict[str, torch.Tensor] = {}
+    handles = []
+    for name, module in model.named_modules():
+
+        def look(module: nn.Module, args, name=name) -> None:
+            for leaf, param in module.named_parameters(recurse=False):
+                seen[f"{name}.{leaf}"] = param.detach().clone()
+
+        handles.append(module.register_forward_pre_hook(look))
+    with torch.no_grad():
+        model(input_ids=tokens())
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+def train_step(accelerator, model, optimizer, rank: int) -> None:
+    own = tokens(seed=rank)
+    accelerator.backward(model(input_ids=own, labels=own).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def publish_full(rank: int) -> dict[str, dict]:
+    found = {}
+    for name, (make, shape, settings) in FULL.items():
+        accelerator, plugin, model, optimizer = prepare(make(**shape), mixed_precision="bf16", **settings)
+        train_step(accelerator, model, optimizer, rank)
+        traffic = plugin.handle_of(model).traffic
+        traffic.reset()
+        weights = published(model)
+        first = traffic.cross_node_bytes
+        again = published(model)
+        second = traffic.cross_node_bytes - first
+        expected = seen_in_forward(model)
+        train_step(accelerator, model, optimizer, rank)
+        traffic.reset()
+        seen_in_forward(model)
+        forward_alone = traffic.cross_node_bytes
+        named = {key for key, _ in model.named_parameters()}
+        found[name] = {
+            "names": weights.keys() == named,
+            "dtypes": {weight.dtype for weight in weights.values()},
+            "same": all(torch.equal(weights[key], expected[key]) for key in expected.keys() & named),
+            "unseen": sorted(named - expected.keys()),
+            "again": all(torch.equal(weights[key], again[key]) for key in weights),
+            "bytes": (first, second, forward_alone),
+        }
+        reset_accelerate()
+    return found
+
+
+def test_full_weights_are_those_of_the_next_forward_and_cross_once():
+    for found in run_ranks(publish_full, 4):
+        for name, result in found.items():
+            assert result["names"] and result["same"] and result["again"], (name, result)
+            assert result["unseen"] == [], "weights that no module reads"
+            assert result["dtypes"] == {torch.bfloat16}
+            first, second, forward_alone = result["bytes"]
+            if name == "no secondary shards":
+                assert second == first > 0
+            else:
+                assert (first, second) == (forward_alone, 0) and first > 0, name
+
+
+def dense_merged(model: nn.Module, bits: int | None) -> dict[str, torch.Tensor]:
+    """PEFT's merging of a dense model whose base has the values that its packed form decodes to."""
+    dense, packed = copy.deepcopy(model), packed_copy(model, bits)
+    for name, module in packed.named_modules():
+        if isinstance(module, Packed):
+            for leaf in module.packed_forms:
+                dense.get_submodule(name).get_parameter(leaf).data.copy_(getattr(module, leaf).decode())
+    return dense.merge_and_unload().state_dict()
+
+
+def publish_lora(rank: int) -> dict[str, dict]:
+    found = {}
+    for name, (adapter, settings) in LORA.items():
+        model = with_adapter(tiny_llama(), **adapter)
+        merged, alone = dense_merged(model, settings.get("frozen_bits")), get_peft_model_state_dict(model)
+        alone = {key: value.clone() for key, value in alone.items()}
+        accelerator, plugin, model, optimizer = prepare(model, **UNQUANTIZED, **settings)
+        # The first use of all: ZeRO++ is applied by it.
+        weights, adapters = published(model), published(model, adapters="alone")
+        traffic = plugin.handle_of(model).traffic
+        traffic.reset()
+        before = seen_in_forward(model)
+        published(model)
+        after = seen_in_forward(model)
+        found[name] = {
+            "names": (sorted(merged.keys() ^ weights.keys()), sorted(alone.keys() ^ adapters.keys())),
+            "merged": max((merged[key] - weights[key]).abs().max().item() for key in merged.keys() & weights.keys()),
+            "alone": all(torch.equal(alone[key], adapters[key]) for key in alone.keys() & adapters.keys()),
+            "unchanged": all(torch.equal(before[key], after[key]) for key in before),
+            "bytes": traffic.cross_node_bytes,
+        }
+        reset_accelerate()
+    return found
+
+
+def test_adapters_are_merged_as_peft_merges_them():
+    for found in run_ranks(publish_lora, 4):
+        for name, result in found.items():
+            assert result["names"] == ([], []), name
+            assert result["merged"] < 1e-6, name  # PEFT adds in another order of roundings, in fp32
+            assert result["alone"] and result["unchanged"] and result["bytes"] == 0, (name, result)
+
+
+def refuse(rank: int) -> list[str]:
+    said = []
+    with pytest.raises(ValueError) as error:
+        next(publish_weights(tiny_llama()))
+    said.append(str(error.value))
+    _, _, model, _ = prepare(with_adapter(tiny_llama(), use_dora=True), **UNQUANTIZED)
+    with pytest.raises(ValueError) as error:
+        next(publish_weights(model))
+    said.append(str(error.value))
+    reset_accelerate()
+    _, _, model, _ = prepare(tiny_llama(), **UNQUANTIZED)
+    with pytest.raises(ValueError) as error:
+        next(publish_weights(model, adapters="alone"))
+    said.append(str(error.value))
+    with pytest.raises(ValueError) as error:
+        next(publish_weights(model, adapters="both"))
+    return [*said, str(error.value)]
+
+
+def test_what_cannot_be_published_is_refused():
+    for no_zeropp, dora, no_adapter, unknown in run_ranks(refuse, 4):
+        assert "need a model under ZeRO++" in no_zeropp
+        assert "DoraLinearVariant in layer" in dora and "hf-zeropp export" in dora
+        assert "expected one active adapter to publish alone, got none" in no_adapter
+        assert "expected adapters 'merged' or 'alone', got 'both'" in unknown
