@@ -56,10 +56,10 @@ def publish_weights(
                 unit.reshard()
         weights = adapter_weights(model) if adapters == "alone" else merged_weights(model)
         unit_of = {id(param): unit for unit in units for param in unit.params}
-        # A merged weight needs its adapters' units as well. They stay gathered all the time, being small.
-        kept = {
-            unit_of[id(param)]: None for weight in weights for param in weight.added_params() if id(param) in unit_of
-        }
+        # A merged weight needs its adapters too. Where they have units of their own, these stay gathered, being small.
+        pairs = ((weight.param, param) for weight in weights for param in weight.added_params())
+        units_of_pairs = ((unit_of.get(id(base)), unit_of.get(id(added))) for base, added in pairs)
+        kept = {added: None for base, added in units_of_pairs if added is not None and added is not base}
         for unit in kept:
             gathered.enter_context(unit.kept_gathered())
         yield from _by_unit(weights, unit_of, set(kept))
@@ -74,7 +74,6 @@ def _by_unit(
         groups.setdefault(unit_of.get(id(weight.param)), []).append(weight)
     for unit, members in groups.items():
         # A parameter of no unit is not sharded, and is there already.
-        is_there = unit is None or unit in kept
-        with contextlib.nullcontext() if is_there else unit.kept_gathered():
+        with contextlib.nullcontext() if unit is None or unit in kept else unit.kept_gathered():
             for weight in members:
                 yield weight.name, weight.read()

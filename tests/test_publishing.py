@@ -19,8 +19,10 @@ from frozen_runs import (
 )
 from harness import run_ranks
 from peft import get_peft_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from hf_zeropp import publish_weights
+from hf_zeropp import apply_zeropp, publish_weights
 from hf_zeropp.frozen.modules import Packed
 
 FULL = {
@@ -178,3 +180,22 @@ def test_what_cannot_be_published_is_refused():
         assert "DoraLinearVariant in layer" in dora and "hf-zeropp export" in dora
         assert "expected one active adapter to publish alone, got none" in no_adapter
         assert "expected adapters 'merged' or 'alone', got 'both'" in unknown
+
+
+def publish_adapters_beside_their_base(rank: int) -> tuple[float, int]:
+    model = with_adapter(tiny_llama())
+    expected = dense_merged(model, None)
+    for layer in model.get_base_model().model.layers:
+        fully_shard(layer)
+    apply_zeropp(fully_shard(model), {"ranks_per_node": 2, **UNQUANTIZED})
+    most, differences = 0, []
+    layers = model.get_base_model().model.layers
+    for name, weight in publish_weights(model):
+        most = max(most, sum(not isinstance(layer.mlp.up_proj.base_layer.weight, DTensor) for layer in layers))
+        differences.append((weight - expected[name]).abs().max().item())
+    return max(differences), most
+
+
+def test_one_unit_is_gathered_at_a_time():
+    for difference, most in run_ranks(publish_adapters_beside_their_base, 4):
+        assert difference < 1e-6 and most == 1

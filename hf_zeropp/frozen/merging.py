@@ -143,19 +143,18 @@ def _base_modules(
                 yield f"{wrapper}.{inner}" if inner else wrapper, part
 
 
-def _active(module: nn.Module) -> list[str]:
+def _active(module: Any) -> list[str]:
     """Return the adapters that a module of PEFT's computes with; none where they are off or merged."""
     if not hasattr(module, "adapter_layer_names") or module.disable_adapters or getattr(module, "merged", False):
         return []
-    names: Any = module.active_adapters
     held = {key for attribute in module.adapter_layer_names for key in getattr(module, attribute, {})}
-    return [name for name in names if name in held]
+    return [name for name in module.active_adapters if name in held]
 
 
-def _active_copy(wrapper: nn.Module) -> nn.Module | None:
+def _active_copy(wrapper: Any) -> nn.Module | None:
     """Return the copy of a module that is trained in full and active; None where the original counts."""
     active = _active(wrapper)
-    return wrapper.modules_to_save[active[0]] if active else None  # type: ignore[index, union-attr]
+    return wrapper.modules_to_save[active[0]] if active else None
 
 
 def _stored(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
