@@ -1,0 +1,123 @@
+"""The names that the checker replaces while it runs: PyTorch's streams, and every place where the package asks for a device."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from happens_before.clocks import Timeline
+from happens_before.dispatch import Launch, Watch
+from happens_before.memory import Memory
+from torch._C._distributed_c10d import FakeWork
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from hf_zeropp import apply, traffic
+from hf_zeropp.comm import hop
+from hf_zeropp.frozen import modules
+from hf_zeropp.fsdp import all_gather, comm_objects, freshness, reduce_scatter, units
+from hf_zeropp.ops import frozen_format
+
+GPU = torch.device("cuda", 0)
+COLLECTIVES = ("_allgather_base", "_reduce_scatter_base", "alltoall_base", "allgather", "allreduce", "broadcast")
+
+
+@contextlib.contextmanager
+def replaced(*tables: dict[tuple[Any, str], Any]) -> Iterator[None]:
+    """Replace attributes while this lasts. A table has the new values by owner and name."""
+    with contextlib.ExitStack() as stack:
+        for table in tables:
+            for (owner, name), value in table.items():
+                stack.enter_context(mock.patch.object(owner, name, value))
+        yield
+
+
+def streams_of_torch(timeline: Timeline, memory: Memory, watch: Watch) -> dict[tuple[Any, str], Any]:
+    """Return PyTorch's streams, events, works and frees as the model has them."""
+    resize, works = torch.UntypedStorage.resize_, {}
+
+    def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+        # FSDP2 frees and allocates unsharded parameters so. The next access finds the storage unknown, and allocates it.
+        memory.free_if_known(storage)
+        result = resize(storage, size)
+        if size:
+            memory.allocate(torch.empty(0, dtype=torch.uint8).set_(storage))
+        return result
+
+    def wait(work: dist.Work, *timeout: Any) -> bool:
+        # There is nothing to wait for but on the model's streams.
+        _, launch = works.pop(id(work), (None, None))
+        if launch is not None:
+            timeline.current.wait_event(launch.end)
+        return True
+
+    def launching(call: Callable[..., Any]) -> Callable[..., Any]:
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            watch.launched = None
+            work = call(*args, **kwargs)
+            if isinstance(watch.launched, Launch):
+                # The work is kept, so that no other one gets its address.
+                works[id(work)] = work, watch.launched
+            return work
+
+        return collective
+
+    return {
+        (torch.cpu, "Stream"): timeline.new_stream,
+        (torch.cpu, "Event"): timeline.new_event,
+        (torch.cpu, "current_stream"): lambda *device: timeline.current,
+        (torch.cpu, "stream"): timeline.on,
+        (torch.cpu, "synchronize"): timeline.synchronize,
+        (torch.accelerator, "current_stream"): lambda *device: timeline.current,
+        (torch.accelerator, "synchronize"): timeline.synchronize,
+        (torch.Tensor, "record_stream"): memory.record_stream,
+        (torch.UntypedStorage, "resize_"): resize_,
+        (FakeWork, "wait"): wait,
+    } | {(dist.ProcessGroup, name): launching(getattr(dist.ProcessGroup, name)) for name in COLLECTIVES}
+
+
+def has_streams(timeline: Timeline) -> dict[tuple[Any, str], Any]:
+    """Return the package's answers for a device with streams, for each place that asks whether it is on CPU."""
+    init, measure = apply.ZeroPPHandle.__init__, traffic.CommTimer.measure
+
+    def without_cpu_ways(self: Any, model: Any, config: Any, *rest: Any) -> None:
+        init(self, model, dataclasses.replace(config, overlap=False, shared_memory=False), *rest)
+
+    def record_event(device: torch.device) -> Any:
+        return timeline.current.record_event()
+
+    def decode(codes: Any, scales: Any, columns: int, format: Any, dtype: torch.dtype) -> torch.Tensor:
+        return frozen_format.unpack(codes, scales, columns, format, dtype)
+
+    return {
+        # ``ZeroPPHandle._overlaps``, from which ``lands_at_once``, ``starts_ahead`` and the pipeline follow, and ``may_share``.
+        (apply.ZeroPPHandle, "__init__"): without_cpu_ways,
+        (comm_objects, "record_event"): record_event,
+        (all_gather, "record_event"): record_event,
+        (reduce_scatter, "record_event"): record_event,
+        (units.Unit, "master_shards"): lambda unit: [unit.flat_shard(torch.float32)],
+        (freshness.ShardContent, "digest"): lambda content: None,
+        (hop.WireBuffers, "take"): lambda buffers, num_bytes, device: hop.new_wire(num_bytes, device),
+        (hop.WireBuffers, "give"): lambda buffers, *given: None,
+        (traffic.CommTimer, "measure"): lambda timer, device: measure(timer, GPU),
+        (traffic, "_timing_events"): lambda device: (timeline.new_event(), timeline.new_event()),
+        (modules, "_decode_to_scratch"): decode,
+    }
+
+
+def steps_of_fsdp2(steps: list[str]) -> dict[tuple[Any, str], Any]:
+    """Return FSDP2's profiler ranges, which name the step and the unit, as entries of ``steps``."""
+
+    @contextlib.contextmanager
+    def record_function(name: str) -> Iterator[None]:
+        steps.append(name)
+        try:
+            yield
+        finally:
+            steps.pop()
+
+    return {(_fsdp_param_group, "record_function"): record_function}
