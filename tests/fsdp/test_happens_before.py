@@ -16,10 +16,11 @@ import pytest
 import torch
 import torch.nn as nn
 from frozen_runs import tiny_llama, with_adapter
-from happens_before import Checker, checked_world
+from happens_before import Checker, checked, checked_world, fake_world
 from harness import run_ranks
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from toy import EXACT, POLICIES, TinyLM, backward, loss_of, loss_without_head, make_lm, shard, tokens_of
 
@@ -33,6 +34,18 @@ NUM_RANKS, RANKS_PER_NODE = 16, 8
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 FEEDBACK = {"qgz_error_feedback": "full"}
 CHUNKS = {"qgz_chunks": 3, "grad_block": 32}
+
+
+class Outcome(NamedTuple):
+    """What the checker found in one run: its races in words, and how much it looked at."""
+
+    races: list[str]
+    num_accesses: int
+    cpu_s: float
+
+
+def outcome_of_checker(checker: Checker, start_s: float) -> Outcome:
+    return Outcome([str(race) for race in checker.races], checker.num_accesses, time.process_time() - start_s)
 
 
 class Training(NamedTuple):
@@ -56,7 +69,7 @@ def training(policy: str = "bf16", prepare: Callable[[TinyLM], Any] = lambda mod
     prepare(model)
     shard(model, POLICIES[policy])
     handle = apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings)
-    return Training(model, handle, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return Training(model, handle, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
 
 
 def steps(policy: str = "bf16", **settings: Any) -> None:
@@ -114,6 +127,19 @@ def unsharding_asynchronously() -> None:
     train.model._set_unshard_async_op(True)
     train.step(2)
     train.step()
+
+
+def secondary_shards_of_two_streams() -> None:
+    """Weights cross on the caller's stream, and are decoded on FSDP2's."""
+    train = training()
+    for step in range(2):
+        train.step()
+        side = torch.cpu.Stream()
+        side.wait_stream(torch.cpu.current_stream())
+        with torch.no_grad(), torch.cpu.stream(side), train.handle.generating():
+            pass
+        with torch.no_grad():
+            train.model(tokens_of(0, step))
 
 
 def generation(**settings: Any) -> None:
@@ -194,10 +220,10 @@ def two_reduce_inputs() -> None:
     train.step()
 
 
-def all_reduce_hooks() -> None:
+def gradient_hooks() -> None:
     train = training()
-    for block in train.model.blocks:
-        block.set_all_reduce_hook(lambda gradient: gradient.mul_(1.0))
+    for param in train.model.blocks[1].parameters():
+        param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(1.0))
     train.step(2)
     train.step()
 
@@ -229,7 +255,8 @@ def packed_lora(bits: int | None = 4) -> None:
 
 
 def mixed_dtypes() -> None:
-    train = training("fp32", prepare=lambda model: model.blocks[1].norm.to(torch.bfloat16).requires_grad_(False))
+    """FSDP2 gathers a unit of several dtypes itself."""
+    train = training("fp32", prepare=lambda model: model.blocks[1].up.bfloat16().requires_grad_(False))
     with torch.autocast("cpu", torch.bfloat16):
         train.step(2)
 
@@ -260,25 +287,125 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     for way in (
         *(skipped_layers, a_head_without_gradients, activation_checkpointing, prefetching, unshard_by_hand),
         *(unsharding_asynchronously, evaluation, no_sync, optimizer_in_backward, two_models, looks_at_gradients),
-        *(stays_unsharded, two_reduce_inputs, all_reduce_hooks, loaded_weights, packed_lora, mixed_dtypes),
+        *(stays_unsharded, two_reduce_inputs, secondary_shards_of_two_streams, loaded_weights, packed_lora, mixed_dtypes, gradient_hooks),
     )
 }
 
 
-class Outcome(NamedTuple):
-    """What the checker found in one run."""
-
-    races: list[str]
-    num_accesses: int
-    cpu_s: float
+# ------------------------------------------------------------------------------------------------- faults, and a large model
 
 
-def outcome_of(run: Callable[[], None], num_ranks: int = NUM_RANKS) -> Outcome:
+def forgetting(owner: Any, name: str, *fields: str) -> Callable[[], Any]:
+    """Return a fault: FSDP2's record ``name`` is made without these fields, so that nobody waits or keeps memory for them."""
+    make = getattr(owner, name)
+    return lambda: mock.patch.object(owner, name, lambda *args: make(*args)._replace(**dict.fromkeys(fields)))
+
+
+def no_wait_for_reductions() -> Any:
+    """FSDP2's last callback lets the optimizer run into the reductions."""
+    finalize = FSDPParamGroup.finalize_backward
+
+    def finalize_at_once(group: FSDPParamGroup) -> None:
+        group.comm_ctx._last_post_reduce_events.clear()
+        finalize(group)
+
+    return mock.patch.object(FSDPParamGroup, "finalize_backward", finalize_at_once)
+
+
+def ahead_of_the_optimizer() -> None:
+    """An event that nobody has recorded stands for the end of the optimizer's step."""
+    train = training()
+    for _ in range(2):
+        train.step()
+        train.model.set_post_optim_event(torch.cpu.Event())
+
+
+class Fault(NamedTuple):
+    """A mistake that must be reported.
+
+    Attributes:
+        plant: returns a context in which the mistake is made.
+        run: a way through steps that meets it.
+        operators: parts of the names of the two operators, or of their places, of one race that must be among those reported.
+        is_reuse: whether that race is for memory that was freed.
+    """
+
+    plant: Callable[[], Any]
+    run: Callable[[], None]
+    operators: tuple[str, str]
+    is_reuse: bool = False
+
+
+CHUNKED = CONFIGURATIONS["chunks"]
+FAULTS = {
+    "no work.wait()": Fault(
+        lambda: mock.patch.object(Flight, "land", lambda flight, buffers: flight.received),
+        CHUNKED,
+        ("alltoall_base_", "dequantize_sum"),
+    ),
+    "no wait of the optimizer for gradients": Fault(no_wait_for_reductions, steps, ("_fsdp_collectives", "_foreach_")),
+    "no wait of gathers for the optimizer": Fault(contextlib.nullcontext, ahead_of_the_optimizer, ("_foreach_", "copy")),
+    "the reduction's input is freed early": Fault(
+        forgetting(_fsdp_param_group, "ReduceScatterState", "reduce_scatter_input", "event"),
+        steps,
+        ("quantize_out", "post_backward"),
+        is_reuse=True,
+    ),
+    "the gather's output is freed early": Fault(
+        forgetting(_fsdp_param_group, "AllGatherState", "all_gather_result"),
+        steps,
+        ("split_with_sizes_copy", "all_gather_copy_in"),
+        is_reuse=True,
+    ),
+    "no wait for a gather": Fault(
+        forgetting(_fsdp_collectives, "AllGatherResult", "all_gather_event"),
+        steps,
+        ("dequantize_out", "split_with_sizes_copy"),
+    ),
+    "no wait for a secondary shard": Fault(
+        lambda: mock.patch.object(all_gather, "record_event", lambda device: None),
+        secondary_shards_of_two_streams,
+        ("all", "all"),
+    ),
+}
+
+
+LAYERS_70B, PARAMS_OF_A_LAYER = 80, 13
+
+
+class Layer(nn.Module):
+    """A layer with as many parameters as a large model's, each of a few elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.eye(8)) for _ in range(PARAMS_OF_A_LAYER))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for weight in self.weights:
+            x = x @ weight
+        return x
+
+
+def step_of_70b(rank: int) -> Outcome:
+    with fake_world(16 * 8) as host_groups:
+        # FSDP2 cuts each parameter into 128 pieces when it shards. That takes longer than the step, and runs on one stream.
+        model = nn.Sequential(*(Layer() for _ in range(LAYERS_70B)))
+        for module in (*model, model):
+            fully_shard(module, mp_policy=POLICIES["bf16"])
+        start_s = time.process_time()
+        with checked(host_groups) as checker:
+            handle = apply_zeropp(model, {"ranks_per_node": 8})
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+            Training(model, handle, optimizer).step(loss=lambda model, _: model(torch.ones(2, 8)).float().square().mean())
+        assert len(handle.units) == LAYERS_70B
+        return outcome_of_checker(checker, start_s)
+
+
+# ---------------------------------------------------------------------------------------------------------- the tests
+
+
+def outcome_of(run: Callable[[], None], plant: Callable[[], Any] = contextlib.nullcontext) -> Outcome:
     start_s = time.process_time()
-    with checked_world(num_ranks) as checker:
+    with checked_world(NUM_RANKS) as checker, plant():
         run()
-    return Outcome([str(race) for race in checker.races], checker.num_accesses, time.process_time() - start_s)
-
-
-def outcomes(rank: int) -> dict[str, Outcome]:
-    return {name: outcome_of(run) for name, run in CONFIGURATIONS.items()}
+    return outcome_of_checker(checker, start_s)

@@ -16,7 +16,7 @@ The checker looks at every order that the GPU may take, and not at the one that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from happens_before.clocks import Event, Stream, Timeline
 from happens_before.dispatch import Watch
@@ -24,44 +24,48 @@ from happens_before.memory import Memory, Race
 from happens_before.replaced import has_streams, replaced, steps_of_fsdp2, streams_of_torch
 from happens_before.world import answer, fake_world
 
-__all__ = ["Checker", "Event", "Race", "Stream", "checked", "checked_world"]
+__all__ = ["Checker", "Event", "Race", "Stream", "checked", "checked_world", "fake_world"]
 
 
 class Checker:
-    """One run under the checker."""
+    """One run under the checker.
 
-    def __init__(self) -> None:
+    Args:
+        host_groups: names of the process groups that move the host's memory.
+    """
+
+    def __init__(self, host_groups: Collection[str] = ()) -> None:
         self.timeline = Timeline()
         self.memory = Memory(self.timeline)
-        self.steps: list[str] = []
-        self.host_groups: set[str] = set()
-        step = lambda: self.steps[-1] if self.steps else ""  # noqa: E731
-        self.watch = Watch(self.timeline, self.memory, step, answer, self.host_groups)
+        self.steps = [""]
+        self.watch = Watch(self.timeline, self.memory, lambda: self.steps[-1], answer, host_groups)
 
     @property
     def races(self) -> list[Race]:
+        """The races so far."""
         return self.memory.races
 
     @property
     def num_accesses(self) -> int:
+        """How many reads and writes of memory were checked."""
         return self.memory.num_accesses
-
-    def report(self) -> str:
-        """Return the races in words."""
-        return "\n".join(map(str, self.races))
 
 
 @contextlib.contextmanager
-def checked() -> Iterator[Checker]:
+def checked(host_groups: Collection[str] = ()) -> Iterator[Checker]:
     """Check everything that runs inside."""
-    checker = Checker()
-    tables = streams_of_torch(checker.timeline, checker.memory, checker.watch)
-    with replaced(tables, has_streams(checker.timeline), steps_of_fsdp2(checker.steps)), checker.watch:
+    checker = Checker(host_groups)
+    tables = (
+        streams_of_torch(checker.timeline, checker.memory, checker.watch),
+        has_streams(checker.timeline),
+        steps_of_fsdp2(checker.steps),
+    )
+    with replaced(*tables), checker.watch:
         yield checker
 
 
 @contextlib.contextmanager
 def checked_world(num_ranks: int) -> Iterator[Checker]:
     """Check everything that runs inside, on rank 0 of a world of ``num_ranks``."""
-    with checked() as checker, fake_world(num_ranks, checker.host_groups):
+    with fake_world(num_ranks) as host_groups, checked(host_groups) as checker:
         yield checker

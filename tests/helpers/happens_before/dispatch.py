@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +58,7 @@ class Launch(NamedTuple):
     """
 
     end: Event
-    tensors: tuple[torch.Tensor, ...]
+    tensors: list[torch.Tensor]
 
 
 class Watch(TorchDispatchMode):
@@ -81,7 +81,7 @@ class Watch(TorchDispatchMode):
         memory: Memory,
         step: Callable[[], str],
         answer: Callable[..., None],
-        host_groups: set[str],
+        host_groups: Collection[str],
     ) -> None:
         super().__init__()
         self.launched: Launch | None = None
@@ -99,72 +99,71 @@ class Watch(TorchDispatchMode):
         # A tensor subclass unpacks itself first. Its inner tensors come back here.
         if any(kind not in (torch.Tensor, torch.nn.Parameter) for kind in types):
             return NotImplemented
-        values = {argument.name: value for argument, value in zip(arguments_of(func), args, strict=False)}
-        values |= kwargs or {}
+        kwargs = kwargs or {}
         if func.namespace == "c10d":
-            return self._collective(func, values, args, kwargs or {})
-        if func.namespace == FUNCTIONAL and ("group_name" in values or func._overloadpacket.__name__ == "wait_tensor"):
-            return self._functional_collective(func, values, args, kwargs or {})
-        result = self._run(func, values, self._timeline.current, args, kwargs or {})
+            return self._collective(func, args, kwargs)
+        if func.namespace == FUNCTIONAL:
+            return self._functional_collective(func, args, kwargs)
+        result = self._run(func, self._timeline.current, args, kwargs)
         if func._overloadpacket.__name__ in BLOCKING:
             self._timeline.current.synchronize()
         return result
 
-    def _run(self, func: Any, values: dict[str, Any], stream: Stream, args: tuple, kwargs: dict) -> Any:
+    def _run(self, func: Any, stream: Stream, args: tuple, kwargs: dict) -> Any:
         """Run an operator on ``stream``, and note its accesses and what it allocates."""
         tick, place = stream.launch(), Place(str(func), _line(), self._step())
-        inputs = {id(tensor.untyped_storage()) for value in values.values() for tensor in tensors_in(value)}
-        viewed = []
-        for argument in arguments_of(func):
-            for tensor in tensors_in(values.get(argument.name)):
-                if argument.is_viewed:
-                    viewed.append(tensor)
-                    continue
-                # ``read`` comes first: an operator that updates a tensor reads it too, but one entry for a write says both.
+        viewed, inputs = [], set()
+        for argument, tensor in _tensor_arguments(func, args, kwargs):
+            inputs.add(tensor.untyped_storage()._cdata)
+            if argument.is_viewed:
+                viewed.append(tensor)
+            else:
                 self._memory.access(tensor, stream, tick, place, writes=argument.is_written)
         result = func(*args, **kwargs)
-        created = [tensor for tensor in tensors_in(result) if id(tensor.untyped_storage()) not in inputs]
+        created = [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in inputs]
         # Operators such as ``contiguous`` and ``to`` may return a view or a copy. Only a copy reads.
         for tensor in viewed if created else ():
             self._memory.access(tensor, stream, tick, place, writes=False)
         for tensor in created:
-            if not self._memory.knows(tensor):
-                self._memory.allocate(tensor)
+            if not self._memory.knows(tensor.untyped_storage()):
+                self._memory.allocate(tensor.untyped_storage())
             if func._overloadpacket.__name__ not in WITHOUT_CONTENT:
                 self._memory.access(tensor, stream, tick, place, writes=True)
         return result
 
-    def _collective(self, func: Any, values: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+    def _collective(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        values = _by_name(func, args, kwargs)
         group = dist.ProcessGroup.unbox(values["process_group"])
         if group.group_name in self._host_groups:
-            for value in values.values():
-                for tensor in tensors_in(value):
-                    self._memory.exempt(tensor)
+            for _, tensor in _tensor_arguments(func, args, kwargs):
+                self._memory.exempt(tensor.untyped_storage())
             result = func(*args, **kwargs)
         elif values.get("async_op", True):
-            result = self._launch(group.group_name, func, values, args, kwargs)
+            result = self._launch(group.group_name, func, args, kwargs)
         else:
             # NCCL runs a collective for which the caller waits at once on the caller's stream.
-            result = self._run(func, values, self._timeline.current, args, kwargs)
+            result = self._run(func, self._timeline.current, args, kwargs)
         self._answer(func, group, values)
         return result
 
-    def _launch(self, group: str, func: Any, values: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+    def _launch(self, group: str, func: Any, args: tuple, kwargs: dict) -> Any:
         stream = self._timeline.stream_of_group(group)
         stream.wait_stream(self._timeline.current)
-        result = self._run(func, values, stream, args, kwargs)
-        tensors = tuple(tensor for value in (*values.values(), result) for tensor in tensors_in(value))
-        self.launched = Launch(stream.record_event(), tensors)
+        result = self._run(func, stream, args, kwargs)
+        tensors = [tensor for _, tensor in _tensor_arguments(func, args, kwargs)]
+        self.launched = Launch(stream.record_event(), [*tensors, *tensors_in(result)])
         return result
 
-    def _functional_collective(self, func: Any, values: dict[str, Any], args: tuple, kwargs: dict) -> Any:
+    def _functional_collective(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Run a collective of DTensor, which is launched in one operator and waited for in another."""
+        values = _by_name(func, args, kwargs)
         if func._overloadpacket.__name__ == "wait_tensor":
             launch = self._functional.pop(values["tensor"].untyped_storage()._cdata, None)
             if launch is not None:
                 self._timeline.current.wait_event(launch.end)
+        if "group_name" not in values:
             return func(*args, **kwargs)
-        result = self._launch(values["group_name"], func, values, args, kwargs)
+        result = self._launch(values["group_name"], func, args, kwargs)
         for tensor in tensors_in(result):
             self._functional[tensor.untyped_storage()._cdata] = self.launched
         return result
@@ -187,14 +186,27 @@ def arguments_of(func: Any) -> tuple[Argument, ...]:
     )
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors of a value that are on the device: a tensor, or a list of values."""
+def tensors_in(value: Any) -> Sequence[torch.Tensor]:
+    """Return the tensors of a value that are on the device: a tensor, or a list of values."""
     if isinstance(value, torch.Tensor):
-        if value.device.type == "cpu" and value.layout == torch.strided:
-            yield value
-    elif isinstance(value, (list, tuple)):
-        for one in value:
-            yield from tensors_in(one)
+        return (value,) if value.device.type == "cpu" and value.layout == torch.strided else ()
+    if isinstance(value, (list, tuple)):
+        return [tensor for one in value for tensor in tensors_in(one)]
+    return ()
+
+
+def _by_name(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+    return {argument.name: value for argument, value in zip(arguments_of(func), args, strict=False)} | kwargs
+
+
+def _tensor_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Argument, torch.Tensor]]:
+    arguments = arguments_of(func)
+    for argument, value in zip(arguments, args, strict=False):
+        for tensor in tensors_in(value):
+            yield argument, tensor
+    for argument in arguments if kwargs else ():
+        for tensor in tensors_in(kwargs.get(argument.name)):
+            yield argument, tensor
 
 
 def _marks_writes(func: Any) -> bool:

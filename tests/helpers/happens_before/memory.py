@@ -107,17 +107,17 @@ class Memory:
         self._pools: defaultdict[Stream, dict[Stream, Access]] = defaultdict(dict)
         self._reported: set[tuple[Place, Place]] = set()
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage()._cdata in self._blocks
+    def knows(self, storage: torch.UntypedStorage) -> bool:
+        return storage._cdata in self._blocks
 
-    def allocate(self, tensor: torch.Tensor) -> None:
-        """Note that the tensor's memory was allocated just now, on the current stream."""
+    def allocate(self, storage: torch.UntypedStorage) -> None:
+        """Note that the memory of a storage was allocated just now, on the current stream."""
         birth = self._timeline.current
-        self._keep(tensor, Block(birth, dict(self._pools[birth])))
+        self._keep(storage, Block(birth, dict(self._pools[birth])))
 
-    def exempt(self, tensor: torch.Tensor) -> None:
-        """Note that the tensor lies in the host's memory, which no stream touches."""
-        self._keep(tensor, None)
+    def exempt(self, storage: torch.UntypedStorage) -> None:
+        """Note that a storage is in the host's memory, which no stream touches."""
+        self._keep(storage, None)
 
     def free(self, key: int) -> None:
         """Give a block to its pool. ``key`` is the address of the storage."""
@@ -133,7 +133,7 @@ class Memory:
 
     def free_if_known(self, storage: torch.UntypedStorage) -> None:
         """Free the block of a storage that lives on without memory."""
-        if storage._cdata in self._blocks:
+        if self.knows(storage):
             self.free(storage._cdata)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
@@ -143,7 +143,7 @@ class Memory:
     def access(self, tensor: torch.Tensor, stream: Stream, tick: int, place: Place, *, writes: bool) -> None:
         """Compare a read or a write of the tensor with all before it."""
         start, end = _extent(tensor)
-        block = self._block_of(tensor)
+        block = self._block_of(tensor.untyped_storage())
         if start == end or block is None:
             return
         self.num_accesses += 1
@@ -163,17 +163,16 @@ class Memory:
             del block.accesses[key]
         block.accesses[stream, writes, start, end] = access
 
-    def _block_of(self, tensor: torch.Tensor) -> Block | None:
-        if not self.knows(tensor):
+    def _block_of(self, storage: torch.UntypedStorage) -> Block | None:
+        if not self.knows(storage):
             # It was made before the checker began, or inside of an operator. Nothing is known of its past.
-            self._keep(tensor, Block(self._timeline.default))
-        return self._blocks[tensor.untyped_storage()._cdata][1]
+            self._keep(storage, Block(self._timeline.default))
+        return self._blocks[storage._cdata][1]
 
-    def _keep(self, tensor: torch.Tensor, block: Block | None) -> None:
-        storage = tensor.untyped_storage()
-        key = storage._cdata
+    def _keep(self, storage: torch.UntypedStorage, block: Block | None) -> None:
         # A storage's Python object lives as long as the storage, so the callback tells when its memory is freed.
-        self._blocks[key] = weakref.ref(storage, lambda _: self.free(key) if key in self._blocks else None), block
+        key = storage._cdata
+        self._blocks[key] = weakref.ref(storage, lambda _: self.free(key)), block
 
     def _report(self, race: Race) -> None:
         places = race.first.place, race.second.place

@@ -23,7 +23,9 @@ from hf_zeropp.fsdp import all_gather, comm_objects, freshness, reduce_scatter, 
 from hf_zeropp.ops import frozen_format
 
 GPU = torch.device("cuda", 0)
-COLLECTIVES = ("_allgather_base", "_reduce_scatter_base", "alltoall_base", "allgather", "allreduce", "broadcast")
+COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "allgather", "allreduce", "broadcast")
+# Before torch 2.13 three of them had other names.
+COLLECTIVES += ("_allgather_base", "_reduce_scatter_base", "alltoall_base")
 
 
 @contextlib.contextmanager
@@ -41,11 +43,11 @@ def streams_of_torch(timeline: Timeline, memory: Memory, watch: Watch) -> dict[t
     resize, works = torch.UntypedStorage.resize_, {}
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        # FSDP2 frees and allocates unsharded parameters so. The next access finds the storage unknown, and allocates it.
+        # FSDP2 frees and allocates the memory of unsharded parameters so.
         memory.free_if_known(storage)
         result = resize(storage, size)
         if size:
-            memory.allocate(torch.empty(0, dtype=torch.uint8).set_(storage))
+            memory.allocate(storage)
         return result
 
     def wait(work: dist.Work, *timeout: Any) -> bool:
@@ -77,7 +79,11 @@ def streams_of_torch(timeline: Timeline, memory: Memory, watch: Watch) -> dict[t
         (torch.Tensor, "record_stream"): memory.record_stream,
         (torch.UntypedStorage, "resize_"): resize_,
         (FakeWork, "wait"): wait,
-    } | {(dist.ProcessGroup, name): launching(getattr(dist.ProcessGroup, name)) for name in COLLECTIVES}
+    } | {
+        (dist.ProcessGroup, name): launching(getattr(dist.ProcessGroup, name))
+        for name in COLLECTIVES
+        if hasattr(dist.ProcessGroup, name)
+    }
 
 
 def has_streams(timeline: Timeline) -> dict[tuple[Any, str], Any]:

@@ -17,13 +17,13 @@ from hf_zeropp.comm import topology
 
 
 @contextlib.contextmanager
-def fake_world(num_ranks: int, host_groups: set[str]) -> Iterator[None]:
+def fake_world(num_ranks: int) -> Iterator[set[str]]:
     """Make this process rank 0 of ``num_ranks``.
 
-    Args:
-        num_ranks: W.
-        host_groups: takes the names of the groups that the package makes for the host's memory.
+    Yields:
+        The names of the groups that the package makes for the host's memory. It grows as they are made.
     """
+    host_groups: set[str] = set()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
 
     def new_cpu_group(shard_groups: Any) -> dist.ProcessGroup:
@@ -35,7 +35,7 @@ def fake_world(num_ranks: int, host_groups: set[str]) -> Iterator[None]:
         # Gloo would wait for the other ranks, and the fake group has no timeout.
         with mock.patch.object(apply, "new_cpu_group", new_cpu_group):
             with mock.patch.object(topology, "world_timeout", lambda: timedelta(minutes=1)):
-                yield
+                yield host_groups
     finally:
         dist.destroy_process_group()
 
