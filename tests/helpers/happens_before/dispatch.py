@@ -1,9 +1,9 @@
 """Operators as PyTorch dispatches them: which tensors each of them reads and writes, on which stream.
 
-An operator's schema says it. An argument that is marked as written (``Tensor(a!)``) is written, an argument that a result is a view
-of (``Tensor(a)``) is not touched, and every other one is read. A result in new memory is allocated and written. The schemas of
-collectives and of one operator of FSDP2 mark nothing, so ``UNMARKED`` says what they write. An operator is looked at as a whole:
-memory that it uses only inside is not seen.
+An operator's schema says it. An argument that is marked as written (``Tensor(a!)``) is written, an argument that a result is a
+view of (``Tensor(a)``) is not touched, and every other one is read. A result in new memory is allocated and written. The schemas
+of collectives and of one operator of FSDP2 mark nothing, so ``UNMARKED`` says what they write. An operator is looked at as a
+whole: memory that it uses only inside is not seen.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from happens_before.clocks import Event, Stream, Timeline
-from happens_before.memory import Memory, Place
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from happens_before.clocks import Event, Stream, Timeline
+from happens_before.memory import Memory, Place
 
 UNMARKED = {
     "fsdp::all_gather_copy_in": {"all_gather_output"},

@@ -18,6 +18,7 @@ from collections import defaultdict
 from typing import NamedTuple
 
 import torch
+
 from happens_before.clocks import Stream, Timeline
 
 
@@ -137,7 +138,8 @@ class Memory:
             self.free(storage._cdata)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        if (block := self._block_of(tensor)) is not None:
+        """Note that the allocator must wait for ``stream`` before it gives the tensor's memory to somebody else."""
+        if (block := self._block_of(tensor.untyped_storage())) is not None:
             block.recorded.add(stream)
 
     def access(self, tensor: torch.Tensor, stream: Stream, tick: int, place: Place, *, writes: bool) -> None:

@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from happens_before.clocks import Timeline
-from happens_before.dispatch import Launch, Watch
-from happens_before.memory import Memory
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from happens_before.clocks import Timeline
+from happens_before.dispatch import Launch, Watch
+from happens_before.memory import Memory
 from hf_zeropp import apply, traffic
 from hf_zeropp.comm import hop
 from hf_zeropp.frozen import modules
@@ -76,7 +76,7 @@ def streams_of_torch(timeline: Timeline, memory: Memory, watch: Watch) -> dict[t
         (torch.cpu, "synchronize"): timeline.synchronize,
         (torch.accelerator, "current_stream"): lambda *device: timeline.current,
         (torch.accelerator, "synchronize"): timeline.synchronize,
-        (torch.Tensor, "record_stream"): memory.record_stream,
+        (torch.Tensor, "record_stream"): lambda tensor, stream: memory.record_stream(tensor, stream),
         (torch.UntypedStorage, "resize_"): resize_,
         (FakeWork, "wait"): wait,
     } | {
