@@ -390,7 +390,7 @@ FAULTS = {
     "no wait for a secondary shard": Fault(
         lambda: mock.patch.object(all_gather, "record_event", lambda device: None),
         secondary_shards_of_two_streams,
-        ("_allgather_base_", "on stream 2"),
+        ("_allgather_base_", "read on FSDP2's all_gather_stream"),
     ),
 }
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from happens_before import Checker, checked, checked_world
 
+import hf_zeropp
 from hf_zeropp import ops
 from hf_zeropp.ops.format import Segment, WireLayout
 
@@ -251,3 +254,28 @@ def test_a_collective_of_which_nothing_is_known_is_refused():
     with checked_world(4):
         with pytest.raises(NotImplementedError, match="c10d::reduce_ does not say what it writes"):
             dist.reduce(torch.zeros(N), 0)
+
+
+# ------------------------------------------------------------------------------------------------------ the package's ways
+
+ASKS_FOR_CPU = {
+    "apply": 2,  # ``_overlaps`` and ``is_cpu``
+    "traffic": 1,
+    "comm.hop": 2,
+    "comm.topology": 1,  # a broadcast before training, on the default stream
+    "fsdp.comm_objects": 1,
+    "fsdp.freshness": 1,
+    "fsdp.units": 1,
+    "frozen.modules": 1,
+}
+
+
+def test_every_place_that_asks_for_a_cpu_is_known():
+    """One that is not replaced (``replaced.has_streams``) would take its way for CPU here, and another on GPUs."""
+    found = {}
+    for path in (Path(hf_zeropp.__file__).parent).rglob("*.py"):
+        module = ".".join(path.relative_to(Path(hf_zeropp.__file__).parent).with_suffix("").parts)
+        asks = re.findall(r'[=!]= "cpu"', path.read_text())
+        if asks and module.partition(".")[0] in ("apply", "traffic", "comm", "fsdp", "frozen", "generation"):
+            found[module] = len(asks)
+    assert found == ASKS_FOR_CPU

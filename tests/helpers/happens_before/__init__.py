@@ -9,8 +9,8 @@ its ways for GPUs meanwhile (``replaced.py``). Ranks are those of a fake process
         train()
     assert checker.races == []
 
-The host runs ahead of a GPU, so an access that the host started earlier happened earlier only where a stream or the host waited. The
-checker looks at every order that the GPU may take, and not at the one that happened.
+The host runs ahead of a GPU, so an access that the host started earlier happened earlier only where a stream or the host waited.
+The checker looks at every order that the GPU may take, and not at the one that happened.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
-from happens_before.clocks import Timeline
+from happens_before.clocks import Stream, Timeline
 from happens_before.dispatch import Launch, Watch
 from happens_before.memory import Memory
 from hf_zeropp import apply, traffic
@@ -116,7 +116,8 @@ def has_streams(timeline: Timeline) -> dict[tuple[Any, str], Any]:
 
 
 def steps_of_fsdp2(steps: list[str]) -> dict[tuple[Any, str], Any]:
-    """Return FSDP2's profiler ranges, which name the step and the unit, as entries of ``steps``."""
+    """Return FSDP2's profiler ranges, which name the step and the unit, as entries of ``steps``; and names for its streams."""
+    lazy_init = _fsdp_param_group.FSDPCommContext.lazy_init
 
     @contextlib.contextmanager
     def record_function(name: str) -> Iterator[None]:
@@ -126,4 +127,13 @@ def steps_of_fsdp2(steps: list[str]) -> dict[tuple[Any, str], Any]:
         finally:
             steps.pop()
 
-    return {(_fsdp_param_group, "record_function"): record_function}
+    def init_with_names(context: Any, device: torch.device) -> None:
+        lazy_init(context, device)
+        for name, value in vars(context).items():
+            if isinstance(value, Stream):
+                value.name = f"FSDP2's {name}"
+
+    return {
+        (_fsdp_param_group, "record_function"): record_function,
+        (_fsdp_param_group.FSDPCommContext, "lazy_init"): init_with_names,
+    }
