@@ -122,6 +122,17 @@ ZEROPP_KERNEL(quantize_with_feedback)(const uint8_t* wire, const ZeroppLayout* l
                                       int64_t rotate, float decay, float rescale, uint8_t* residual, int64_t num_slices,
                                       uint8_t* out, void* stream);
 
+// Encodes how slices differ from their base (changes_format.h). wire: [num_slices, capacity]; sizes: what each row takes
+// of it. starts: [num_slices, blocks], where payloads begin in a row. The tensors but `sizes` may be empty.
+ZEROPP_KERNEL(encode_changes)(const uint8_t* input, const uint8_t* base, int64_t num_slices, int64_t slice_bytes,
+                              int64_t* sizes, uint8_t* wire, int64_t* starts, void* stream);
+
+// Applies the changes of slices to their base. The wire of slice k has sizes[k] bytes from offsets[k] on. failed:
+// [num_slices], 0 or what is damaged. starts: as above. The tensors but offsets, sizes and `failed` may be empty.
+ZEROPP_KERNEL(apply_changes)(const uint8_t* wire, const int64_t* offsets, const int64_t* sizes, uint8_t* base,
+                             int64_t wire_bytes, int64_t num_slices, int64_t slice_bytes, int64_t* failed,
+                             int64_t* starts, void* stream);
+
 // Encodes the rows of a frozen weight. Scales are bf16.
 ZEROPP_KERNEL(frozen_pack)(const void* weight, int64_t weight_dtype, int64_t bits, int64_t block, int64_t rows,
                            int64_t columns, uint8_t* codes, uint8_t* scales, void* stream);

@@ -8,6 +8,7 @@ annotations of the arguments say what each one is, and this module spells that o
     ``Bytes`` x            ``Tensor x``               ``const uint8_t* x``
     ``UpdatedBytes`` x     ``Tensor(x!) x``           ``uint8_t* x``
     ``Fp32`` x             ``Tensor x``               ``const float* x``
+    ``Int64s`` x           ``Tensor x``               ``const int64_t* x``
     ``WireLayout`` x       ``str x`` (its spec)       ``const ZeroppLayout* x``
     ``torch.dtype`` x      ``ScalarType x``           ``int64_t x``
     ``int``, ``bool`` x    ``int x``, ``bool x``      ``int64_t x``
@@ -44,6 +45,7 @@ class Kind(NamedTuple):
 Floats = Annotated[Tensor, Kind("Tensor", ("const void*", "int64_t"), FLOAT_DTYPES)]
 Fp32 = Annotated[Tensor, Kind("Tensor", ("const float*",), (torch.float32,))]
 Bytes = Annotated[Tensor, Kind("Tensor", ("const uint8_t*",), (torch.uint8,))]
+Int64s = Annotated[Tensor, Kind("Tensor", ("const int64_t*",), (torch.int64,))]
 # The "!" tells PyTorch that the tensor is written. Without it, ``torch.compile`` could drop the call or move it past a
 # read.
 UpdatedBytes = Annotated[Tensor, Kind("Tensor({name}!)", ("uint8_t*",), (torch.uint8,))]

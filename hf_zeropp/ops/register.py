@@ -94,12 +94,12 @@ def _caller(name: str) -> Callable[..., Any]:
     # These are looked up once for each operator, and not in every call.
     new, fill = getattr(torch.ops.zeropp, name), getattr(torch.ops.zeropp, f"{name}_out")
 
-    # ``out`` is one tensor. Operators with several results (``frozen_pack``) are called without it.
-    def call(*arguments: Any, out: Tensor | None = None) -> Any:
+    # ``out`` is one tensor, or a tuple for an operator with several results.
+    def call(*arguments: Any, out: Tensor | tuple[Tensor, ...] | None = None) -> Any:
         values = [value.spec if isinstance(value, WireLayout) else value for value in arguments]
         if out is None:
             return new(*values)
-        fill(*values, out)
+        fill(*values, *(out if isinstance(out, tuple) else (out,)))
         return out
 
     return call

@@ -107,6 +107,18 @@ inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
 inline int min(int a, int b) { return a < b ? a : b; }
 
+// One thread runs at a time, so nothing can come between.
+inline uint32_t atomicOr(uint32_t* to, uint32_t bits) {
+  const uint32_t before = *to;
+  *to |= bits;
+  return before;
+}
+inline unsigned long long atomicCAS(unsigned long long* to, unsigned long long expected, unsigned long long value) {
+  const unsigned long long before = *to;
+  if (before == expected) *to = value;
+  return before;
+}
+
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
 inline cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;

@@ -1,0 +1,301 @@
+"""The operators of changed words in plain PyTorch: the oracle of the tests, and the fallback without compiled kernels.
+
+``encode_changes`` and ``apply_changes`` take the arguments of the operators of their names (``changes_format.py``, which also
+describes the bytes), in that order. Compiled kernels do the same bit for bit, also with wires that are damaged.
+
+All blocks of a piece are computed at once. A bit of the wire is an element of a boolean tensor here, so most lines below say
+where the bits of all changes of all blocks lie.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK_WORDS = 8192
+"""Words of a block; the last one of a slice may have fewer."""
+COUNT_BITS = 14
+"""Bits of a table entry that count changes. The bytes of escapes are counted above them."""
+ESCAPE_BITS = 15
+WHOLE = 1 << 31
+"""The table entry of a block that is stored whole."""
+ENTRY_BYTES = 4
+"""Bytes of a table entry. Payloads are multiples of it."""
+BAD_SIZE = 1
+"""In ``failed``: the sizes in the table do not add up to the size of the slice. Higher by b + 1: block b is damaged."""
+
+_PIECE = 128  # blocks that are computed at once: their temporaries take some 200 MB
+
+
+def num_blocks(slice_bytes: int) -> int:
+    """Return how many blocks a slice has."""
+    return -(-slice_bytes // (2 * BLOCK_WORDS))
+
+
+def align(nbytes: Tensor | int) -> Tensor | int:
+    """Round up to a multiple of ``ENTRY_BYTES``."""
+    return (nbytes + (ENTRY_BYTES - 1)) // ENTRY_BYTES * ENTRY_BYTES
+
+
+class Sections(NamedTuple):
+    """Where the sections of payloads lie, in bytes from the start of each: int64 tensors with an element for each block.
+
+    Args:
+        is_bitmap: positions are a bitmap.
+        width: low bits of a position that are stored as they are.
+        escapes: of the first plane of classes. The bits of high parts, or the bitmap, come before it.
+        details: of the second plane of classes.
+        lows: of the low bits of positions.
+        low_bytes: of the low bytes of escapes.
+    """
+
+    is_bitmap: Tensor
+    width: Tensor
+    escapes: Tensor
+    details: Tensor
+    lows: Tensor
+    low_bytes: Tensor
+
+    def nbytes(self, count: Tensor, escape_bytes: Tensor) -> Tensor:
+        """Return the bytes of payloads with ``count`` changes, padding included."""
+        return torch.where(count > 0, align(self.low_bytes + escape_bytes), 0)
+
+
+def sections(count: Tensor, words: Tensor) -> Sections:
+    """Return the sections of payloads with ``count`` changes, in blocks of ``words`` words."""
+    width = torch.frexp((words // count.clamp(min=1)).clamp(min=1).double()).exponent.long() - 1  # floor(log2)
+    high_bits = count + ((words - 1) >> width)
+    is_bitmap = high_bits + count * width >= words
+    width = torch.where(is_bitmap, 0, width)
+    escapes = (torch.where(is_bitmap, words, high_bits) + 7) // 8
+    plane = (count + 7) // 8
+    lows = escapes + 2 * plane
+    return Sections(is_bitmap, width, escapes, escapes + plane, lows, lows + (count * width + 7) // 8)
+
+
+def words_of_blocks(first: int, count: int, slice_bytes: int, device: torch.device) -> Tensor:
+    """Return the words of each of ``count`` blocks of a slice, from block ``first`` on."""
+    begins = torch.arange(first, first + count, device=device) * BLOCK_WORDS
+    return (slice_bytes // 2 - begins).clamp(max=BLOCK_WORDS)
+
+
+def ordered(words: Tensor) -> Tensor:
+    """Map words to integers that are ordered as the floats with these bits are. One unit in the last place becomes 1."""
+    return torch.where(words >= 0x8000, 0xFFFF - words, words + 0x8000)
+
+
+def unordered(integers: Tensor) -> Tensor:
+    """Map back: the inverse of ``ordered``."""
+    return torch.where(integers >= 0x8000, integers - 0x8000, 0xFFFF - integers)
+
+
+def _as_words(data: Tensor) -> Tensor:
+    # Bytes may begin at an odd address, where no view of words is possible.
+    pairs = data.reshape(-1, 2).long()
+    return pairs[:, 0] + 256 * pairs[:, 1]
+
+
+def _as_bytes(words: Tensor) -> Tensor:
+    return torch.stack([words % 256, words // 256], dim=1).to(torch.uint8).flatten()
+
+
+def _exclusive(values: Tensor) -> Tensor:
+    """Return the sum of all values before each."""
+    return values.cumsum(0) - values
+
+
+def _ranks(selected: Tensor, block: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
+    """Return how many of the ``selected`` changes of its block come before each change, and how many each block has."""
+    counts = torch.zeros(blocks, dtype=torch.int64, device=selected.device).index_add_(0, block, selected.long())
+    return _exclusive(selected.long()) - _exclusive(counts)[block], counts
+
+
+# ---- Encode.
+
+
+def encode_changes(input: Tensor, base: Tensor, num_slices: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Slices of bytes and of their base -> sizes [K], wire [K, capacity] and the starts of payloads [K, blocks]."""
+    slice_bytes = input.numel() // num_slices
+    blocks = num_blocks(slice_bytes)
+    capacity = blocks * ENTRY_BYTES + int(align(slice_bytes))
+    wire = torch.zeros(num_slices, capacity, dtype=torch.uint8, device=input.device)
+    sizes = torch.zeros(num_slices, dtype=torch.int64, device=input.device)
+    starts = torch.zeros(num_slices, blocks, dtype=torch.int64, device=input.device)
+    for index, (news, olds) in enumerate(zip(input.view(num_slices, -1), base.view(num_slices, -1), strict=True)):
+        encoded = _encode_slice(news, olds)
+        sizes[index] = encoded.numel()
+        wire[index, : encoded.numel()] = encoded
+    return sizes, wire, starts
+
+
+def _encode_slice(news: Tensor, olds: Tensor) -> Tensor:
+    piece_bytes = 2 * _PIECE * BLOCK_WORDS
+    pieces = [_encode_piece(*both) for both in zip(news.split(piece_bytes), olds.split(piece_bytes), strict=True)]
+    if news.numel() == 0:
+        return news
+    table = torch.cat([entries for entries, _ in pieces])
+    shifts = torch.arange(0, 8 * ENTRY_BYTES, 8, device=table.device)
+    table_bytes = (table[:, None] >> shifts & 0xFF).to(torch.uint8).flatten()
+    return torch.cat([table_bytes, *(payload for _, payload in pieces)])
+
+
+def _encode_piece(new_bytes: Tensor, old_bytes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the table entries of some blocks, and their payloads."""
+    new, old = _as_words(new_bytes), _as_words(old_bytes)
+    blocks = num_blocks(new_bytes.numel())
+    words = words_of_blocks(0, blocks, new_bytes.numel(), new.device)
+    place = (new != old).nonzero().squeeze(1)
+    block, position = place // BLOCK_WORDS, place % BLOCK_WORDS
+    delta = (ordered(new[place]) - ordered(old[place]) + 0x8000) % 0x10000 - 0x8000
+    escape = delta.abs() != 1
+    wide = escape & ((delta < -128) | (delta > 127))
+    index, count = _ranks(torch.ones_like(escape), block, blocks)
+    low_rank, escapes = _ranks(escape, block, blocks)
+    high_rank, wides = _ranks(wide, block, blocks)
+    at = sections(count, words)
+    coded_bytes, whole_bytes = at.nbytes(count, escapes + wides), align(2 * words)
+    is_whole = coded_bytes >= whole_bytes
+    nbytes = torch.where(is_whole, whole_bytes, coded_bytes)
+    start = _exclusive(nbytes)
+
+    coded = ~is_whole[block]
+    bits = torch.zeros(8 * int(nbytes.sum()), dtype=torch.bool, device=new.device)
+    first, width = 8 * start[block], at.width[block]
+    high = torch.where(at.is_bitmap[block], position, (position >> width) + index)
+    bits[(first + high)[coded]] = True
+    bits[(first + 8 * at.escapes[block] + index)[coded]] = escape[coded]
+    bits[(first + 8 * at.details[block] + index)[coded]] = torch.where(escape, wide, delta < 0)[coded]
+    for bit in range(BLOCK_WORDS.bit_length() - 1):
+        has_bit = coded & (width > bit)
+        bits[(first + 8 * at.lows[block] + index * width + bit)[has_bit]] = (position >> bit & 1)[has_bit] == 1
+    payload = _pack_bits(bits)
+    to = start[block] + at.low_bytes[block]
+    payload[(to + low_rank)[coded & escape]] = (delta & 0xFF).to(torch.uint8)[coded & escape]
+    payload[(to + escapes[block] + high_rank)[coded & wide]] = (delta >> 8 & 0xFF).to(torch.uint8)[coded & wide]
+    for b in is_whole.nonzero().flatten().tolist():
+        whole = new_bytes[2 * BLOCK_WORDS * b : 2 * BLOCK_WORDS * (b + 1)]
+        payload[int(start[b]) : int(start[b]) + whole.numel()] = whole
+    return torch.where(is_whole, WHOLE, count | (escapes + wides) << COUNT_BITS), payload
+
+
+def _pack_bits(bits: Tensor) -> Tensor:
+    return (bits.view(-1, 8).to(torch.uint8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
+        1, dtype=torch.uint8
+    )
+
+
+# ---- Apply.
+
+
+def apply_changes(wire: Tensor, offsets: Tensor, sizes: Tensor, base: Tensor) -> tuple[Tensor, Tensor]:
+    """Update slices of bytes by their changes -> what failed [K], and the starts of payloads [K, blocks]."""
+    num_slices = sizes.numel()
+    slice_bytes = base.numel() // num_slices
+    blocks = num_blocks(slice_bytes)
+    failed = torch.zeros(num_slices, dtype=torch.int64, device=base.device)
+    starts = torch.zeros(num_slices, blocks, dtype=torch.int64, device=base.device)
+    spans = zip(offsets.tolist(), sizes.tolist(), base.view(num_slices, -1), strict=True)
+    for index, (offset, size, slice) in enumerate(spans):
+        is_inside = 0 <= offset <= wire.numel() and 0 <= size <= wire.numel() - offset
+        failed[index] = _apply_slice(wire.view(-1)[offset : offset + size], slice) if is_inside else BAD_SIZE
+    return failed, starts
+
+
+def _apply_slice(encoded: Tensor, slice: Tensor) -> int:
+    """Return 0, ``BAD_SIZE``, or ``BAD_SIZE`` + 1 + the first block that is damaged."""
+    blocks = num_blocks(slice.numel())
+    if encoded.numel() < blocks * ENTRY_BYTES:
+        return BAD_SIZE
+    entries = read_table(encoded, blocks)
+    nbytes = payload_bytes(entries, slice.numel())
+    if (nbytes < 0).any() or int(nbytes.sum()) != encoded.numel() - blocks * ENTRY_BYTES:
+        return BAD_SIZE
+    starts = (_exclusive(nbytes) + blocks * ENTRY_BYTES).tolist() + [encoded.numel()]
+    failed = 0
+    for b in range(0, blocks, _PIECE):
+        end = min(b + _PIECE, blocks)
+        here = slice[2 * BLOCK_WORDS * b : 2 * BLOCK_WORDS * end]
+        damaged = _apply_piece(entries[b:end], nbytes[b:end], encoded[starts[b] : starts[end]], here).nonzero()
+        if damaged.numel() and not failed:
+            failed = BAD_SIZE + 1 + b + int(damaged[0])
+    return failed
+
+
+def read_table(encoded: Tensor, blocks: int) -> Tensor:
+    """Return the table entries at the start of a slice's wire, int64."""
+    shifts = torch.arange(0, 8 * ENTRY_BYTES, 8, device=encoded.device)
+    return (encoded[: blocks * ENTRY_BYTES].view(blocks, ENTRY_BYTES).long() << shifts).sum(1)
+
+
+def payload_bytes(entries: Tensor, slice_bytes: int) -> Tensor:
+    """Return the bytes of each block's payload; -1 where no block has this table entry."""
+    words = words_of_blocks(0, entries.numel(), slice_bytes, entries.device)
+    count, escape_bytes = _counts(entries)
+    nbytes = sections(count, words).nbytes(count, escape_bytes)
+    is_coded = (entries >> COUNT_BITS + ESCAPE_BITS == 0) & (count <= words) & (escape_bytes <= 2 * count)
+    coded = torch.where(is_coded & (nbytes < align(2 * words)), nbytes, -1)
+    return torch.where(entries == WHOLE, align(2 * words), coded)
+
+
+def _counts(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the changes and the bytes of escapes that table entries count; those of whole blocks count none."""
+    return entries & (1 << COUNT_BITS) - 1, entries >> COUNT_BITS & (1 << ESCAPE_BITS) - 1
+
+
+def _apply_piece(entries: Tensor, nbytes: Tensor, payload: Tensor, data: Tensor) -> Tensor:
+    """Update some blocks. Returns which of them are damaged; they are left as they are."""
+    blocks, device = entries.numel(), entries.device
+    words = words_of_blocks(0, blocks, data.numel(), device)
+    count, escape_bytes = _counts(entries)
+    at, start = sections(count, words), _exclusive(nbytes)
+    bits = (payload[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten() == 1
+
+    # The ones among the first bits: their number must be that of the changes, before anything else is read by it.
+    first_bytes = torch.where(count > 0, at.escapes, 0)
+    owner = torch.arange(blocks, device=device).repeat_interleave(8 * first_bytes)
+    offset = torch.arange(owner.numel(), device=device) - _exclusive(8 * first_bytes)[owner]
+    is_one = bits[8 * start[owner] + offset]
+    _, ones = _ranks(is_one, owner, blocks)
+    damaged = ones != count
+    keep = is_one & ~damaged[owner]
+    block, high = owner[keep], offset[keep]
+
+    index, _ = _ranks(torch.ones_like(block, dtype=torch.bool), block, blocks)
+    first, width = 8 * start[block], at.width[block]
+    position = torch.where(at.is_bitmap[block], high, (high - index) << width)
+    for bit in range(BLOCK_WORDS.bit_length() - 1):
+        has_bit = width > bit
+        low = bits[(first + 8 * at.lows[block] + index * width + bit)[has_bit]]
+        position[has_bit] |= low.long() << bit
+    follows = torch.nn.functional.pad(block[1:] == block[:-1], (1, 0))
+    falls = follows & (position <= torch.nn.functional.pad(position[:-1], (1, 0)))
+    damaged[block[falls | (position >= words[block])]] = True
+
+    escape = bits[first + 8 * at.escapes[block] + index]
+    detail = bits[first + 8 * at.details[block] + index]
+    wide = escape & detail
+    low_rank, escapes = _ranks(escape, block, blocks)
+    high_rank, wides = _ranks(wide, block, blocks)
+    damaged |= (ones == count) & (escapes + wides != escape_bytes)
+
+    good = ~damaged[block]
+    delta = torch.where(detail, -1, 1)
+    from_byte = start[block] + at.low_bytes[block]
+    narrow, broad = good & escape & ~detail, good & wide
+    delta[narrow] = payload[(from_byte + low_rank)[narrow]].view(torch.int8).long()
+    low_byte = payload[(from_byte + low_rank)[broad]].long()
+    delta[broad] = low_byte + 256 * payload[(from_byte + escapes[block] + high_rank)[broad]].long()
+    _change(data, (block * BLOCK_WORDS + position)[good], delta[good])
+    for b in (entries == WHOLE).nonzero().flatten().tolist():
+        here = data[2 * BLOCK_WORDS * b : 2 * BLOCK_WORDS * (b + 1)]
+        here.copy_(payload[int(start[b]) : int(start[b]) + here.numel()])
+    return damaged
+
+
+def _change(data: Tensor, place: Tensor, delta: Tensor) -> None:
+    """Add to the ordered forms of the words at ``place``, modulo 2^16."""
+    pairs = data.view(-1, 2)
+    words = unordered((ordered(_as_words(pairs[place].flatten())) + delta) % 0x10000)
+    pairs[place] = _as_bytes(words).view(-1, 2)
