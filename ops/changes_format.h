@@ -15,9 +15,12 @@ constexpr uint32_t kWhole = 0x80000000;
 constexpr int64_t kEntryBytes = 4;
 constexpr int64_t kBadSize = 1;
 
-// Words as integers that are ordered as the floats with these bits are, and back.
-ZEROPP_HD uint16_t ordered(uint16_t word) { return word ^ (word & 0x8000 ? 0xFFFF : 0x8000); }
-ZEROPP_HD uint16_t unordered(uint16_t integer) { return integer ^ (integer & 0x8000 ? 0x8000 : 0xFFFF); }
+// Words as integers that are ordered as the floats with these bits are, and back. The signs of weights are random, so these are no
+// branches: the sign bit is spread over all bits.
+ZEROPP_HD uint16_t ordered(uint16_t word) { return static_cast<uint16_t>(word ^ ((0u - (word >> 15)) | 0x8000u)); }
+ZEROPP_HD uint16_t unordered(uint16_t integer) {
+  return static_cast<uint16_t>(integer ^ (((integer >> 15) - 1u) | 0x8000u));
+}
 
 ZEROPP_HD int64_t align_entry(int64_t nbytes) { return (nbytes + kEntryBytes - 1) / kEntryBytes * kEntryBytes; }
 

@@ -184,24 +184,20 @@ inline void classify(Changes& changes) {
 
 // ---- Write.
 
-// A stream of bits, written in words of 64.
+// A stream of bits. Each call writes 8 bytes, so up to 8 behind the last bit are written too.
 class BitWriter {
  public:
   explicit BitWriter(uint8_t* to) : to_(to) {}
 
-  // `bits` has no ones above `count` < 32.
+  // `bits` has no ones above `count` <= 52.
   void put(uint64_t bits, int count) {
     word_ |= bits << fill_;
     fill_ += count;
-    if (fill_ < 32) return;
-    store<uint32_t>(to_, static_cast<uint32_t>(word_));
-    to_ += 4;
-    word_ >>= 32;
-    fill_ -= 32;
+    store(to_, word_);
+    to_ += fill_ / 8;
+    word_ >>= fill_ / 8 * 8;
+    fill_ %= 8;
   }
-
-  // Writes up to 7 bytes behind the last bit.
-  void finish() { store(to_, word_); }
 
  private:
   uint8_t* to_;
@@ -209,26 +205,100 @@ class BitWriter {
   int fill_ = 0;
 };
 
-// Positions as an Elias-Fano code. `payload` has zeros where high parts go.
-inline void write_positions(const Changes& changes, const Sections& at, uint8_t* payload) {
-  BitWriter lows(payload + at.lows);
-  const uint32_t mask = (1u << at.width) - 1;
-  uint64_t word = 0;
-  int index = 0;
-  for (int i = 0; i < changes.n; ++i) {
-    const int position = position_of(changes.list[i]), high = (position >> at.width) + i;
-    if (high / 64 != index) {
-      store(payload + 8 * index, word);
-      word = 0;
-      index = high / 64;
-    }
-    word |= uint64_t{1} << high % 64;
-    lows.put(position & mask, at.width);
+// Ones at rising places among bits that are zeros. Up to 8 bytes behind the last one are written too.
+class OneWriter {
+ public:
+  explicit OneWriter(uint8_t* to) : to_(to) {}
+
+  // Bits that are put from here on lie at `place` or behind it. Returns the place of bit 0 of `put`: at most 7 before.
+  int move_to(int place) {
+    store(to_ + place_ / 8, word_);
+    const int moved = place / 8 * 8 - place_;
+    word_ = moved < 64 ? word_ >> moved : 0;
+    return place_ += moved;
   }
-  const int last = 8 * index;
-  memcpy(payload + last, &word, min(8, at.escapes - last));
-  lows.finish();
+
+  // The place of bit 0 of a `put` that reaches `place`.
+  int reach(int place) { return place - place_ < 64 ? place_ : move_to(place); }
+
+  void put(uint64_t bits) { word_ |= bits; }
+
+  void finish() { store(to_ + place_ / 8, word_); }
+
+ private:
+  uint8_t* to_;
+  uint64_t word_ = 0;
+  int place_ = 0;  // of the word's first bit
+};
+
+#if defined(__AVX512BW__)
+inline __mmask16 lanes_below(int count) { return static_cast<__mmask16>(count < 16 ? (1u << count) - 1 : 0xFFFF); }
+
+inline __m512i load_positions(const Changes& changes, int i) {
+  const __m512i list = _mm512_maskz_loadu_epi32(lanes_below(changes.n - i), changes.list + i);
+  return _mm512_and_si512(list, _mm512_set1_epi32(kBlockWords - 1));
 }
+
+// The high parts of positions, in unary. 16 of them usually lie within 64 bits, and are made at once.
+inline void write_highs(const Changes& changes, int width, uint8_t* to) {
+  const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512i one = _mm512_set1_epi64(1);
+  OneWriter ones(to);
+  for (int i = 0; i < changes.n; i += 16) {
+    const int count = static_cast<int>(min(16, changes.n - i));
+    const auto high = [&](int j) { return (position_of(changes.list[i + j]) >> width) + i + j; };
+    const int first = ones.move_to(high(0));
+    if (high(count - 1) - first < 64) {
+      const __m512i shifts = _mm512_srlv_epi32(load_positions(changes, i), _mm512_set1_epi32(width));
+      const __m512i places = _mm512_add_epi32(_mm512_add_epi32(shifts, lanes), _mm512_set1_epi32(i - first));
+      const auto bits = [&](__m256i half, __mmask8 which) {
+        return _mm512_maskz_sllv_epi64(which, one, _mm512_cvtepu32_epi64(half));
+      };
+      const __mmask16 which = lanes_below(count);
+      const __m512i low = bits(_mm512_castsi512_si256(places), static_cast<__mmask8>(which));
+      const __m512i upper = bits(_mm512_extracti64x4_epi64(places, 1), static_cast<__mmask8>(which >> 8));
+      ones.put(_mm512_reduce_or_epi64(_mm512_or_si512(low, upper)));
+      continue;
+    }
+    for (int j = 0; j < count; ++j) {
+      const int begin = ones.reach(high(j));
+      ones.put(uint64_t{1} << (high(j) - begin));
+    }
+  }
+  ones.finish();
+}
+
+// The low parts of positions. Neighbours are joined in lanes of 64 bits, then in those of 128.
+inline void write_lows(const Changes& changes, int width, uint8_t* to) {
+  const __m512i mask = _mm512_set1_epi32((1 << width) - 1);
+  const __m128i once = _mm_cvtsi32_si128(width), twice = _mm_cvtsi32_si128(2 * width);
+  BitWriter bits(to);
+  for (int i = 0; i < changes.n; i += 16) {
+    const __m512i low = _mm512_and_si512(load_positions(changes, i), mask);
+    const __m512i even = _mm512_and_si512(low, _mm512_set1_epi64(0xFFFFFFFF));
+    const __m512i pairs = _mm512_or_si512(even, _mm512_sll_epi64(_mm512_srli_epi64(low, 32), once));
+    const __m512i fours = _mm512_or_si512(pairs, _mm512_sll_epi64(_mm512_unpackhi_epi64(pairs, pairs), twice));
+    alignas(64) uint64_t joined[8];
+    _mm512_store_si512(joined, fours);
+    for (int j = 0; j < 8; j += 2) bits.put(joined[j], 4 * width);
+  }
+}
+#else
+inline void write_highs(const Changes& changes, int width, uint8_t* to) {
+  OneWriter ones(to);
+  for (int i = 0; i < changes.n; ++i) {
+    const int place = (position_of(changes.list[i]) >> width) + i, begin = ones.reach(place);
+    ones.put(uint64_t{1} << (place - begin));
+  }
+  ones.finish();
+}
+
+inline void write_lows(const Changes& changes, int width, uint8_t* to) {
+  const uint32_t mask = (1u << width) - 1;
+  BitWriter bits(to);
+  for (int i = 0; i < changes.n; ++i) bits.put(position_of(changes.list[i]) & mask, width);
+}
+#endif
 
 // Memory for one payload, and what vectors write behind it.
 struct Payload {
@@ -240,18 +310,20 @@ inline int write_payload(const Changes& changes, int words, Payload& payload) {
   const Sections at(changes.n, words);
   uint8_t* to = payload.bytes;
   const int nbytes = at.nbytes(changes.escape_bytes()), plane = at.lows - at.details;
-  store<uint32_t>(to + nbytes - 4, 0);
+  // Each section is written behind the one before it, which may have written beyond its end.
   if (at.is_bitmap) {
     memcpy(to, changes.bitmap, at.escapes);
   } else {
     memset(to, 0, at.escapes);
-    write_positions(changes, at, to);
+    write_highs(changes, at.width, to);
   }
   memcpy(to + at.escapes, changes.escapes, plane);
   memcpy(to + at.details, changes.details, plane);
-  memcpy(to + at.low_bytes, changes.low_bytes, changes.num_escapes);
-  memcpy(to + at.low_bytes + changes.num_escapes, changes.high_bytes, changes.num_wide);
-  memset(to + at.low_bytes + changes.escape_bytes(), 0, nbytes - at.low_bytes - changes.escape_bytes());
+  if (at.width) write_lows(changes, at.width, to + at.lows);
+  uint8_t* bytes = to + at.low_bytes;
+  memcpy(bytes, changes.low_bytes, changes.num_escapes);
+  memcpy(bytes + changes.num_escapes, changes.high_bytes, changes.num_wide);
+  memset(bytes + changes.escape_bytes(), 0, nbytes - at.low_bytes - changes.escape_bytes());
   return nbytes;
 }
 

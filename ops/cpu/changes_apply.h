@@ -48,19 +48,27 @@ inline bool find_ones(Decoded& decoded) {
   return count == decoded.n;
 }
 
+// Has the bitmap n ones, none of them behind the block?
+inline bool is_bitmap_of(const Decoded& decoded, int words) {
+  return count_ones(decoded.bytes, words) == decoded.n && count_ones(decoded.bytes, 8 * decoded.at.escapes) == decoded.n;
+}
+
 // Ones -> positions.
 inline void add_lows(Decoded& decoded) {
   const int width = decoded.at.width;
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   const __m512i mask = _mm512_set1_epi32((1 << width) - 1), shift = _mm512_set1_epi32(width);
-  const __m512i offsets = _mm512_mullo_epi32(lanes, shift), bytes = _mm512_srli_epi32(offsets, 3);
-  const __m512i shifts = _mm512_and_si512(offsets, _mm512_set1_epi32(7));
+  // Part i begins in word i * width / 16 of those of 16 bits, and ends in that one or the next.
+  const __m512i offsets = _mm512_mullo_epi32(lanes, shift), words = _mm512_srli_epi32(offsets, 4);
+  const __m512i both_words = _mm512_or_si512(words, _mm512_slli_epi32(_mm512_add_epi32(words, _mm512_set1_epi32(1)), 16));
+  const __m512i shifts = _mm512_and_si512(offsets, _mm512_set1_epi32(15));
   const uint8_t* lows = decoded.bytes + decoded.at.lows;
-  for (int i = 0; i < decoded.n; i += 16) {  // 16 low parts are 2 * width bytes
+  for (int i = 0; i < decoded.n; i += 16) {  // 16 low parts are 2 * width bytes, at most 26
+    const __m256i from = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(lows + i / 8 * width));
+    const __m512i packed = _mm512_permutexvar_epi16(both_words, _mm512_castsi256_si512(from));
+    const __m512i low = _mm512_and_si512(_mm512_srlv_epi32(packed, shifts), mask);
     const __m512i ones = _mm512_loadu_si512(decoded.positions + i);
     const __m512i high = _mm512_sub_epi32(ones, _mm512_add_epi32(lanes, _mm512_set1_epi32(i)));
-    const __m512i packed = _mm512_i32gather_epi32(bytes, lows + i / 8 * width, 1);
-    const __m512i low = _mm512_and_si512(_mm512_srlv_epi32(packed, shifts), mask);
     _mm512_storeu_si512(decoded.positions + i, _mm512_or_si512(_mm512_sllv_epi32(high, shift), low));
   }
 }
@@ -89,6 +97,9 @@ inline void add_lows(Decoded& decoded) {
 
 // False unless positions rise and stay in the block.
 inline bool read_positions(Decoded& decoded, int words) {
+#if defined(__AVX512BW__)
+  if (decoded.at.is_bitmap) return is_bitmap_of(decoded, words);  // `apply_vectors` takes the bitmap itself
+#endif
   if (!find_ones(decoded)) return false;
   if (!decoded.at.is_bitmap) add_lows(decoded);
   decoded.positions[decoded.n] = words;
@@ -142,10 +153,6 @@ inline void move_word(uint8_t* words, int64_t index, int16_t step) {
   store_word(words, index, unordered(static_cast<uint16_t>(ordered(load_word(words, index)) + step)));
 }
 
-inline void apply_positions(const Decoded& decoded, int first, uint8_t* words) {
-  for (int i = first; i < decoded.n; ++i) move_word(words, decoded.positions[i], decoded.steps[i]);
-}
-
 #if defined(__AVX512BW__)
 inline __m512i unorder(__m512i integers) {
   const __m512i signs = _mm512_srai_epi16(integers, 15);
@@ -153,33 +160,32 @@ inline __m512i unorder(__m512i integers) {
                                                               _mm512_set1_epi16(static_cast<int16_t>(0x8000)), 0xAF));
 }
 
-// Applies the changes of whole vectors. Returns how many there were.
-inline int apply_vectors(const Decoded& decoded, int num_words, uint8_t* words) {
-  int index = 0;
+// Applies the changes of a bitmap.
+inline void apply_bitmap(const Decoded& decoded, int num_words, uint8_t* words) {
+  const int16_t* steps = decoded.steps;
   const auto take = [&](uint32_t which) {
-    const __m256i steps = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(decoded.steps + index));
-    index += count_ones(which);
+    const __m256i next = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(steps));
+    steps += count_ones(which);
     const auto lanes = static_cast<__mmask16>(which);
-    return _mm512_cvtepi32_epi16(_mm512_maskz_expand_epi32(lanes, _mm512_cvtepi16_epi32(steps)));
+    return _mm512_cvtepi32_epi16(_mm512_maskz_expand_epi32(lanes, _mm512_cvtepi16_epi32(next)));
   };
-  for (int i = 0; i + 32 <= num_words; i += 32) {
-    const uint32_t changed = load<uint32_t>(decoded.bytes + i / 8);
+  for (int i = 0; i < num_words; i += 32) {
+    const int left = num_words - i;
+    const __mmask32 mine = left < 32 ? (1u << left) - 1 : ~0u;
+    const uint32_t changed = load<uint32_t>(decoded.bytes + i / 8) & mine;
     const __m256i first = take(changed & 0xFFFF), second = take(changed >> 16);
-    const __m512i steps = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
-    const __m512i old = _mm512_loadu_si512(words + 2 * i);
-    _mm512_storeu_si512(words + 2 * i, unorder(_mm512_add_epi16(order(old), steps)));
+    const __m512i moves = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
+    const __m512i old = _mm512_maskz_loadu_epi16(mine, words + 2 * i);
+    _mm512_mask_storeu_epi16(words + 2 * i, mine, unorder(_mm512_add_epi16(order(old), moves)));
   }
-  return index;
 }
 #endif
 
-inline void apply(const Decoded& decoded, int num_words, uint8_t* words) {
-  int first = 0;
+inline void apply(const Decoded& decoded, [[maybe_unused]] int num_words, uint8_t* words) {
 #if defined(__AVX512BW__)
-  if (decoded.at.is_bitmap) first = apply_vectors(decoded, num_words, words);
+  if (decoded.at.is_bitmap) return apply_bitmap(decoded, num_words, words);
 #endif
-  (void)num_words;
-  apply_positions(decoded, first, words);
+  for (int i = 0; i < decoded.n; ++i) move_word(words, decoded.positions[i], decoded.steps[i]);
 }
 
 // Updates a block by a payload of the size that its entry gives. False if the payload is damaged; then the block is left
