@@ -78,6 +78,7 @@ ZEROPP_KERNEL(encode_changes)(const uint8_t* input, const uint8_t* base, int64_t
       place = encode_block(slices, k, b, place, *changes, *payload);
     }
   });
+  if (!ok) return kParallelFailed;
   for (int64_t k = 0; k < num_slices; ++k) sizes[k] = join_payloads(slices, k);
-  return ok ? kOk : kParallelFailed;
+  return kOk;
 }
