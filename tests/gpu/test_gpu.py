@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from changes_cases import check_case, check_damage, make_changes_case
 from op_cases import OTHER_BLOCKS, ROW_BLOCKS, Case, make_case
 from op_checks import check_everything, same_bits
 
@@ -45,6 +46,20 @@ def test_random_cases(group):
 @pytest.mark.parametrize("seed", range(8))
 def test_sanitized_cases(seed):
     check(make_case(seed, ROW_BLOCKS if seed % 2 else OTHER_BLOCKS))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_changed_words(seed):
+    case = make_changes_case(seed, max_words=200_000)
+    check_case(kernels_of("cuda"), kernels_of("cpu"), case, "cuda")
+    check_damage(kernels_of("cuda"), kernels_of("cpu"), case, seed, "cuda")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_sanitized_cases_of_changed_words(seed):
+    case = make_changes_case(seed)
+    check_case(kernels_of("cuda"), kernels_of("cpu"), case, "cuda")
+    check_damage(kernels_of("cuda"), kernels_of("cpu"), case, seed, "cuda")
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])

@@ -19,6 +19,15 @@ SEEDS = st.integers(0, 2**32 - 1)
 MANY = settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """The reference works on small tensors here, which threads slow down where others use the processor."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def compiled() -> list[ops.CompiledKernels]:
     return [ops.CompiledKernels(native.cpu_library()[0], name) for name in COMPILED]
 

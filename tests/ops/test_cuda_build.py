@@ -21,8 +21,15 @@ from hf_zeropp.ops.register import OPERATORS
 
 ARCHITECTURES = ("sm_80", "sm_90")
 HOT = {  # kernel: the instructions that must move 16 bytes at a time
-    **{f"{name}_rows": ("LDG", "STG") for name in OPERATORS if not name.startswith("frozen_")},
+    **{
+        f"{name}_rows": ("LDG", "STG")
+        for name in OPERATORS
+        if not name.startswith("frozen_") and not name.endswith("_changes")
+    },
     "unpack_rows": ("LDG", "STG"),
+    "count_blocks": ("LDG",),
+    "write_blocks": ("LDG",),
+    "apply_blocks": ("LDG", "STG"),
     "multiply_rows": ("LDG",),  # its results are a few floats
 }
 RESOURCES = re.compile(r"Function (\S+):\n\s*REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)")

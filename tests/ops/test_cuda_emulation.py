@@ -16,6 +16,7 @@ from typing import Any
 import cuda_emulation
 import pytest
 import torch
+from changes_cases import check_case, check_damage, make_changes_case
 from op_cases import OTHER_BLOCKS, ROW_BLOCKS, SPECIALS, Call, Case, boundary_values, make_case, scale_significands
 from op_checks import Guarded, check_call, check_everything, same_bits
 
@@ -221,6 +222,20 @@ def test_matmul_of_other_blocks_equals_the_cpu(emulated, bits, rows, columns, bl
         x = torch.randn(num_inputs, columns)
         expected = frozen_format.matmul(x, codes, scales, columns, format)
         assert torch.equal(emulated_matmul(emulated, x, codes, scales, format), expected)
+
+
+# ---- Changed words.
+
+
+@pytest.mark.parametrize("group", range(4))
+def test_changed_words(emulated, group):
+    """Wires as on a CPU, and the same of damaged wires: those that are read beyond their end stop this process."""
+    noticed = 0
+    for seed in range(15 * group, 15 * (group + 1)):
+        case = make_changes_case(seed, max_words=12_000)
+        check_case(emulated, kernels_of("cpu"), case)
+        noticed += check_damage(emulated, kernels_of("cpu"), case, seed)
+    assert noticed
 
 
 # ---- The emulation itself.
