@@ -4,8 +4,8 @@ An optimizer moves most bf16 weights by less than half a unit in the last place,
 the words of the step before, the *base*, need only the words that changed. The format knows nothing of elements: a *word* is two
 bytes, whatever they mean, so NaN payloads, signed zeros and denormals arrive as they left. fp32 data is two words an element.
 
-A slice of S bytes, S even, is cut into blocks of 8192 words, the last one shorter. Its wire is a table of one little-endian u32 for
-each block, and behind it the payloads of the blocks, in their order, each padded with zeros to a multiple of 4 bytes:
+A slice is cut into blocks of 8192 words, the last one shorter. Its wire is a table of one little-endian u32 for each block, and
+behind it the payloads of the blocks, in their order, each padded with zeros to a multiple of 4 bytes:
 
     | entry 0 | entry 1 | .. | payload 0 | payload 1 | ..
 
@@ -195,7 +195,7 @@ def explain_failure(failed: Tensor, wire: Tensor, sizes: Tensor, base_bytes: int
 
 
 def checksum(wire: Tensor, size: int) -> bytes:
-    """Return 8 bytes that tell a wire of ``size`` bytes from one that was changed on its way. For debugging: on a GPU it waits."""
+    """Return 8 bytes that tell a wire of ``size`` bytes from one that was changed on its way: for debugging, since a GPU waits."""
     return hashlib.blake2b(wire.view(-1)[:size].cpu().numpy().tobytes(), digest_size=8).digest()
 
 

@@ -141,43 +141,79 @@ def _encode_slice(news: Tensor, olds: Tensor) -> Tensor:
     return torch.cat([table_bytes, *(payload for _, payload in pieces)])
 
 
+class _Changes(NamedTuple):
+    """Every changed word of a piece: its block, its position there, its number among the changes of the block, and its step."""
+
+    block: Tensor
+    position: Tensor
+    index: Tensor
+    step: Tensor
+
+    @property
+    def escape(self) -> Tensor:
+        """Whether the step has a low byte."""
+        return self.step.abs() != 1
+
+    @property
+    def wide(self) -> Tensor:
+        """Whether the step has a high byte as well."""
+        return (self.step < -128) | (self.step > 127)
+
+    def keep(self, which: Tensor) -> _Changes:
+        """Return some of the changes."""
+        return _Changes(*(values[which] for values in self))
+
+
+def _find_changes(new: Tensor, old: Tensor, blocks: int) -> _Changes:
+    place = (new != old).nonzero().squeeze(1)
+    block = place // BLOCK_WORDS
+    index, _ = _ranks(torch.ones_like(block, dtype=torch.bool), block, blocks)
+    step = (ordered(new[place]) - ordered(old[place]) + 0x8000) % 0x10000 - 0x8000
+    return _Changes(block, place % BLOCK_WORDS, index, step)
+
+
 def _encode_piece(new_bytes: Tensor, old_bytes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the table entries of some blocks, and their payloads."""
-    new, old = _as_words(new_bytes), _as_words(old_bytes)
     blocks = num_blocks(new_bytes.numel())
-    words = words_of_blocks(0, blocks, new_bytes.numel(), new.device)
-    place = (new != old).nonzero().squeeze(1)
-    block, position = place // BLOCK_WORDS, place % BLOCK_WORDS
-    delta = (ordered(new[place]) - ordered(old[place]) + 0x8000) % 0x10000 - 0x8000
-    escape = delta.abs() != 1
-    wide = escape & ((delta < -128) | (delta > 127))
-    index, count = _ranks(torch.ones_like(escape), block, blocks)
-    low_rank, escapes = _ranks(escape, block, blocks)
-    high_rank, wides = _ranks(wide, block, blocks)
+    words = words_of_blocks(0, blocks, new_bytes.numel(), new_bytes.device)
+    changes = _find_changes(_as_words(new_bytes), _as_words(old_bytes), blocks)
+    count = changes.block.bincount(minlength=blocks)
+    escapes = changes.block[changes.escape].bincount(minlength=blocks)
+    escape_bytes = escapes + changes.block[changes.wide].bincount(minlength=blocks)
     at = sections(count, words)
-    coded_bytes, whole_bytes = at.nbytes(count, escapes + wides), align(2 * words)
+    coded_bytes, whole_bytes = at.nbytes(count, escape_bytes), align(2 * words)
     is_whole = coded_bytes >= whole_bytes
     nbytes = torch.where(is_whole, whole_bytes, coded_bytes)
     start = _exclusive(nbytes)
-
-    coded = ~is_whole[block]
-    bits = torch.zeros(8 * int(nbytes.sum()), dtype=torch.bool, device=new.device)
-    first, width = 8 * start[block], at.width[block]
-    high = torch.where(at.is_bitmap[block], position, (position >> width) + index)
-    bits[(first + high)[coded]] = True
-    bits[(first + 8 * at.escapes[block] + index)[coded]] = escape[coded]
-    bits[(first + 8 * at.details[block] + index)[coded]] = torch.where(escape, wide, delta < 0)[coded]
-    for bit in range(BLOCK_WORDS.bit_length() - 1):
-        has_bit = coded & (width > bit)
-        bits[(first + 8 * at.lows[block] + index * width + bit)[has_bit]] = (position >> bit & 1)[has_bit] == 1
-    payload = _pack_bits(bits)
-    to = start[block] + at.low_bytes[block]
-    payload[(to + low_rank)[coded & escape]] = (delta & 0xFF).to(torch.uint8)[coded & escape]
-    payload[(to + escapes[block] + high_rank)[coded & wide]] = (delta >> 8 & 0xFF).to(torch.uint8)[coded & wide]
+    coded = changes.keep(~is_whole[changes.block])
+    payload = _pack_bits(_bits_of(coded, at, start, int(nbytes.sum())))
+    _write_escapes(coded, start + at.low_bytes, escapes, payload)
     for b in is_whole.nonzero().flatten().tolist():
         whole = new_bytes[2 * BLOCK_WORDS * b : 2 * BLOCK_WORDS * (b + 1)]
         payload[int(start[b]) : int(start[b]) + whole.numel()] = whole
-    return torch.where(is_whole, WHOLE, count | (escapes + wides) << COUNT_BITS), payload
+    return torch.where(is_whole, WHOLE, count | escape_bytes << COUNT_BITS), payload
+
+
+def _bits_of(changes: _Changes, at: Sections, start: Tensor, nbytes: int) -> Tensor:
+    """Return the bits of payloads of ``nbytes`` bytes, but for the bytes of escapes."""
+    bits = torch.zeros(8 * nbytes, dtype=torch.bool, device=start.device)
+    block, position, index, step = changes
+    first, width = 8 * start[block], at.width[block]
+    bits[first + torch.where(at.is_bitmap[block], position, (position >> width) + index)] = True
+    bits[first + 8 * at.escapes[block] + index] = changes.escape
+    bits[first + 8 * at.details[block] + index] = torch.where(changes.escape, changes.wide, step < 0)
+    for bit in range(BLOCK_WORDS.bit_length() - 1):
+        has_bit = width > bit
+        bits[(first + 8 * at.lows[block] + index * width + bit)[has_bit]] = (position >> bit & 1)[has_bit] == 1
+    return bits
+
+
+def _write_escapes(changes: _Changes, begin: Tensor, escapes: Tensor, payload: Tensor) -> None:
+    """Write the low bytes of each block from ``begin`` on, and its high bytes behind its ``escapes`` low bytes."""
+    for which, first, shift in ((changes.escape, begin, 0), (changes.wide, begin + escapes, 8)):
+        some = changes.keep(which)
+        rank, _ = _ranks(torch.ones_like(some.block, dtype=torch.bool), some.block, begin.numel())
+        payload[first[some.block] + rank] = (some.step >> shift & 0xFF).to(torch.uint8)
 
 
 def _pack_bits(bits: Tensor) -> Tensor:
@@ -246,56 +282,68 @@ def _counts(entries: Tensor) -> tuple[Tensor, Tensor]:
 
 def _apply_piece(entries: Tensor, nbytes: Tensor, payload: Tensor, data: Tensor) -> Tensor:
     """Update some blocks. Returns which of them are damaged; they are left as they are."""
-    blocks, device = entries.numel(), entries.device
-    words = words_of_blocks(0, blocks, data.numel(), device)
+    words = words_of_blocks(0, entries.numel(), data.numel(), entries.device)
     count, escape_bytes = _counts(entries)
     at, start = sections(count, words), _exclusive(nbytes)
-    bits = (payload[:, None] >> torch.arange(8, dtype=torch.uint8, device=device) & 1).flatten() == 1
-
-    # The ones among the first bits: their number must be that of the changes, before anything else is read by it.
-    first_bytes = torch.where(count > 0, at.escapes, 0)
-    owner = torch.arange(blocks, device=device).repeat_interleave(8 * first_bytes)
-    offset = torch.arange(owner.numel(), device=device) - _exclusive(8 * first_bytes)[owner]
-    is_one = bits[8 * start[owner] + offset]
-    _, ones = _ranks(is_one, owner, blocks)
-    damaged = ones != count
-    keep = is_one & ~damaged[owner]
-    block, high = owner[keep], offset[keep]
-
-    index, _ = _ranks(torch.ones_like(block, dtype=torch.bool), block, blocks)
-    first, width = 8 * start[block], at.width[block]
-    position = torch.where(at.is_bitmap[block], high, (high - index) << width)
-    for bit in range(BLOCK_WORDS.bit_length() - 1):
-        has_bit = width > bit
-        low = bits[(first + 8 * at.lows[block] + index * width + bit)[has_bit]]
-        position[has_bit] |= low.long() << bit
-    follows = torch.nn.functional.pad(block[1:] == block[:-1], (1, 0))
-    falls = follows & (position <= torch.nn.functional.pad(position[:-1], (1, 0)))
-    damaged[block[falls | (position >= words[block])]] = True
-
-    escape = bits[first + 8 * at.escapes[block] + index]
-    detail = bits[first + 8 * at.details[block] + index]
-    wide = escape & detail
-    low_rank, escapes = _ranks(escape, block, blocks)
-    high_rank, wides = _ranks(wide, block, blocks)
-    damaged |= (ones == count) & (escapes + wides != escape_bytes)
-
+    bits = (payload[:, None] >> torch.arange(8, dtype=torch.uint8, device=entries.device) & 1).flatten() == 1
+    block, position, index, damaged = _read_positions(bits, at, start, count, words)
+    step, fits = _read_steps(bits, payload, at, start, escape_bytes, block, index)
+    damaged |= ~fits
     good = ~damaged[block]
-    delta = torch.where(detail, -1, 1)
-    from_byte = start[block] + at.low_bytes[block]
-    narrow, broad = good & escape & ~detail, good & wide
-    delta[narrow] = payload[(from_byte + low_rank)[narrow]].view(torch.int8).long()
-    low_byte = payload[(from_byte + low_rank)[broad]].long()
-    delta[broad] = low_byte + 256 * payload[(from_byte + escapes[block] + high_rank)[broad]].long()
-    _change(data, (block * BLOCK_WORDS + position)[good], delta[good])
+    _change(data, (block * BLOCK_WORDS + position)[good], step[good])
     for b in (entries == WHOLE).nonzero().flatten().tolist():
         here = data[2 * BLOCK_WORDS * b : 2 * BLOCK_WORDS * (b + 1)]
         here.copy_(payload[int(start[b]) : int(start[b]) + here.numel()])
     return damaged
 
 
-def _change(data: Tensor, place: Tensor, delta: Tensor) -> None:
-    """Add to the ordered forms of the words at ``place``, modulo 2^16."""
+def _read_positions(
+    bits: Tensor, at: Sections, start: Tensor, count: Tensor, words: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return block, position and number of each change, and which blocks are damaged.
+
+    A block whose ones are not ``count`` has no changes in the result: the other sections would be read by their number.
+    """
+    blocks, device = count.numel(), count.device
+    first_bytes = torch.where(count > 0, at.escapes, 0)
+    owner = torch.arange(blocks, device=device).repeat_interleave(8 * first_bytes)
+    offset = torch.arange(owner.numel(), device=device) - _exclusive(8 * first_bytes)[owner]
+    is_one = bits[8 * start[owner] + offset]
+    damaged = owner[is_one].bincount(minlength=blocks) != count
+    keep = is_one & ~damaged[owner]
+    block, one = owner[keep], offset[keep]
+    index, _ = _ranks(torch.ones_like(block, dtype=torch.bool), block, blocks)
+    width = at.width[block]
+    position = torch.where(at.is_bitmap[block], one, (one - index) << width)
+    for bit in range(BLOCK_WORDS.bit_length() - 1):
+        has_bit = width > bit
+        low = bits[(8 * (start + at.lows)[block] + index * width + bit)[has_bit]]
+        position[has_bit] |= low.long() << bit
+    falls = (index > 0) & (position <= torch.nn.functional.pad(position[:-1], (1, 0)))
+    damaged[block[falls | (position >= words[block])]] = True
+    return block, position, index, damaged
+
+
+def _read_steps(
+    bits: Tensor, payload: Tensor, at: Sections, start: Tensor, escape_bytes: Tensor, block: Tensor, index: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the step of each change, and in which blocks the classes take ``escape_bytes``. Others have arbitrary steps."""
+    escape = bits[8 * (start + at.escapes)[block] + index]
+    detail = bits[8 * (start + at.details)[block] + index]
+    low_rank, escapes = _ranks(escape, block, start.numel())
+    high_rank, wides = _ranks(escape & detail, block, start.numel())
+    fits = escapes + wides == escape_bytes
+    narrow, wide = fits[block] & escape & ~detail, fits[block] & escape & detail
+    step = torch.where(detail, -1, 1)
+    low_at = (start + at.low_bytes)[block] + low_rank
+    high_at = (start + at.low_bytes + escapes)[block] + high_rank
+    step[narrow] = payload[low_at[narrow]].view(torch.int8).long()
+    step[wide] = payload[low_at[wide]].long() + 256 * payload[high_at[wide]].long()
+    return step, fits
+
+
+def _change(data: Tensor, place: Tensor, step: Tensor) -> None:
+    """Add the steps to the ordered forms of the words at ``place``, modulo 2^16."""
     pairs = data.view(-1, 2)
-    words = unordered((ordered(_as_words(pairs[place].flatten())) + delta) % 0x10000)
+    words = unordered((ordered(_as_words(pairs[place].flatten())) + step) % 0x10000)
     pairs[place] = _as_bytes(words).view(-1, 2)

@@ -61,7 +61,12 @@ def test_damage_is_noticed_alike_or_does_no_harm(seed):
 def test_every_step_between_special_words():
     """Each of the 65536 words becomes its neighbours, its negative, and each special word."""
     words = torch.arange(1 << 16)
-    for target in ((words + 1) % 0x10000, words ^ 0x8000, words ^ 0xFFFF, *(torch.full_like(words, s) for s in (0, 0x7FC1))):
+    for target in (
+        (words + 1) % 0x10000,
+        words ^ 0x8000,
+        words ^ 0xFFFF,
+        *(torch.full_like(words, s) for s in (0, 0x7FC1)),
+    ):
         case = ChangesCase(as_bytes(target), as_bytes(words), 1, 0, f"to {target[:3]}")
         for kernels in compiled():
             check_case(kernels, ReferenceKernels(), case)
@@ -162,7 +167,7 @@ def flat_words(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("rate", "densities", "limit"), [(1e-6, (0.001, 0.02), 2.2), (1e-5, (0.01, 0.1), 1.6), (1e-4, (0.1, 0.5), 1.3)]
+    ("rate", "densities", "limit"), [(1e-6, (0.001, 0.02), 2.0), (1e-5, (0.01, 0.1), 1.6), (1e-4, (0.1, 0.5), 1.3)]
 )
 def test_steps_of_adamw_take_few_bytes(trained, rate, densities, limit):
     """The bf16 values of fp32 masters before and after a step, at the rates of fine-tuning."""
@@ -190,9 +195,18 @@ NEW = torch.where(torch.arange(10_000) % 20 == 0, OLD * 1.01, OLD)
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda wire, sizes: sizes[1].sub_(4), r"apply_changes: expected \d+ bytes by the table of slice 1 of 2, .* got"),
-        (lambda wire, sizes: sizes[0].fill_(4), "at least the 8 bytes of the table for slice 0 of 2, of 20000 bytes, got 4"),
-        (lambda wire, sizes: sizes[0].fill_(1 << 40), r"slice 0 .* within the \d+ bytes of the wire, got \d+ bytes at 0"),
+        (
+            lambda wire, sizes: sizes[1].sub_(4),
+            r"apply_changes: expected \d+ bytes by the table of slice 1 of 2, .* got",
+        ),
+        (
+            lambda wire, sizes: sizes[0].fill_(4),
+            "at least the 8 bytes of the table for slice 0 of 2, of 20000 bytes, got 4",
+        ),
+        (
+            lambda wire, sizes: sizes[0].fill_(1 << 40),
+            r"slice 0 .* within the \d+ bytes of the wire, got \d+ bytes at 0",
+        ),
         (lambda wire, sizes: wire[1, 3].fill_(0x40), "a table entry, got 0x40.* for block 0 of slice 1"),
         (lambda wire, sizes: wire[1, 8].bitwise_xor_(1), "payload of block 0 of 2 of slice 1 .* contradicts the table"),
     ],
