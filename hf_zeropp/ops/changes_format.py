@@ -195,7 +195,7 @@ def explain_failure(failed: Tensor, wire: Tensor, sizes: Tensor, base_bytes: int
 
 
 def checksum(wire: Tensor, size: int) -> bytes:
-    """Return 8 bytes that tell a wire of ``size`` bytes from one that was changed on its way: for debugging, since a GPU waits."""
+    """Return 8 bytes that tell a wire of ``size`` bytes from a changed one. For debugging: the host waits for a GPU."""
     return hashlib.blake2b(wire.view(-1)[:size].cpu().numpy().tobytes(), digest_size=8).digest()
 
 

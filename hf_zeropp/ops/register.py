@@ -125,6 +125,6 @@ def _refuse_gaps(operator: Operator, arguments: Iterable[Any], result: Result) -
 
 
 def _fill(operator: Operator, arguments: list[Any], result: Result, outs: tuple[Tensor, ...]) -> None:
-    """Let the kernels of the device fill ``outs``. Kernels never see empty tensors, which have no address."""
+    """Let the kernels of the device fill ``outs``, unless the first is empty: empty tensors have no address."""
     if outs[0].numel():
         kernels_of(result.device.type).run(operator, arguments, result.counts, outs)

@@ -26,10 +26,17 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zeropp import ops
-from hf_zeropp.ops import reference
+from hf_zeropp.ops import changes_format, changes_reference, reference
 from hf_zeropp.ops.format import Segment, WireLayout
 
 BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}  # elements that share a scale, by the bits of a code
+DENSITIES = {
+    0.005: 0.12,
+    0.01: 0.12,
+    0.05: 0.17,
+    0.1: 0.2,
+    0.28: 0.23,
+}  # of changed words: those that move by more than one unit
 NUM_SOURCES = 4
 OTHER_BYTES = 128 << 20
 """Bytes that are written before every measurement: more than the part of the last-level cache that one thread can use."""
@@ -69,9 +76,11 @@ def main() -> None:
         cuda_op_timing.run(arguments)
         return
     torch.set_num_threads(arguments.threads)
+    families = [*(lambda bits=bits: cases(bits, arguments.numel) for bits in BLOCKS)]
+    families += [lambda density=density: change_cases(density, arguments.numel) for density in DENSITIES]
     rows = []
-    for bits in BLOCKS:
-        for case in cases(bits, arguments.numel):
+    for family in families:
+        for case in family():
             if arguments.only in case.name:
                 rows.append(measure(case, arguments))
     report = {"conditions": conditions(arguments), "rows": rows}
@@ -219,6 +228,40 @@ def feedback_cases(layout: WireLayout, bits: int) -> list[Case]:
         case("of values, rotated", gradient, (None, *layouts, 0, gradient, True, 1.0, 1.0)),
         case(f"{NUM_SOURCES} sources", wires, (wires, *layouts, NUM_SOURCES, None, False, 1.0, 1.0)),
     ]
+
+
+def change_cases(density: float, numel: int) -> list[Case]:
+    """Return the two ends of the wire of changed words. The bytes are those of the two shards that a memcpy would move."""
+    old = torch.randn(numel).mul_(0.02).bfloat16()
+    far = torch.where(torch.rand(numel) < DENSITIES[density], torch.randint(2, 12, (numel,)), 1)
+    step = far * (torch.randint(0, 2, (numel,)) * 2 - 1) * (torch.rand(numel) < density)
+    new = (old.view(torch.int16) + step.to(torch.int16)).view(torch.bfloat16)
+    buffers = changes_format.changes_buffers(old.nbytes, 1, old.device)
+    sizes, wire = ops.encode_changes(new, old, out=buffers)
+    offsets, base, old_bytes, new_bytes = torch.zeros_like(sizes), old.clone(), *map(as_bytes, (old, new))
+    label = f"{density:.1%} of words, {int(sizes[0]) / int((step != 0).sum()):.2f} B each"
+    # ``base`` moves on with every call. That takes as long as the first time, since steps are added modulo 2^16.
+    return [
+        Case(
+            f"encode_changes, {label}",
+            2 * old.nbytes,
+            lambda: ops.encode_changes(new, old, out=buffers),
+            lambda: changes_reference.encode_changes(new_bytes, old_bytes, 1),
+            None,
+        ),
+        Case(
+            f"apply_changes, {label}",
+            2 * old.nbytes,
+            lambda: ops.apply_changes(wire, sizes, base, offsets),
+            lambda: changes_reference.apply_changes(wire.view(-1), offsets, sizes, as_bytes(base)),
+            None,
+        ),
+    ]
+
+
+def as_bytes(words: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, flat."""
+    return words.view(torch.uint8)
 
 
 def with_specs(arguments: tuple) -> list:

@@ -231,7 +231,7 @@ def test_matmul_of_other_blocks_equals_the_cpu(emulated, bits, rows, columns, bl
 def test_changed_words(emulated, group):
     """Wires as on a CPU, and the same of damaged wires: those that are read beyond their end stop this process."""
     noticed = 0
-    for seed in range(15 * group, 15 * (group + 1)):
+    for seed in range(10 * group, 10 * (group + 1)):
         case = make_changes_case(seed, max_words=12_000)
         check_case(emulated, kernels_of("cpu"), case)
         noticed += check_damage(emulated, kernels_of("cpu"), case, seed)
