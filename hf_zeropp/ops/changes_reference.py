@@ -146,7 +146,7 @@ class _Changes(NamedTuple):
 
     block: Tensor
     position: Tensor
-    index: Tensor
+    number: Tensor
     step: Tensor
 
     @property
