@@ -219,6 +219,20 @@ def test_damage_is_explained(restore_kernels, kernels, change, match):
         ops.apply_changes(wire, sizes, OLD.clone())
 
 
+@pytest.mark.parametrize("kernels", ops.kernel_info().available)
+def test_positions_must_rise(restore_kernels, kernels):
+    """Words 0 and 1 change, and have the same high part. The low part of word 1 is one bit, in byte 8."""
+    ops.set_kernels(kernels)
+    old = torch.zeros(BLOCK_WORDS, dtype=torch.int16)
+    new = old.clone()
+    new[:2] = 1
+    sizes, wire = ops.encode_changes(new, old)
+    assert wire[0, 8] == 0x10 and torch.equal(updated(wire, sizes, old), new)
+    wire[0, 8] = 0
+    with pytest.raises(ValueError, match="payload of block 0 of 1"):
+        updated(wire, sizes, old)
+
+
 def test_blocks_beside_a_damaged_one_are_applied():
     sizes, wire = ops.encode_changes(NEW, OLD, 2)
     wire[0, 8] ^= 1
