@@ -40,7 +40,7 @@ def align(nbytes: Tensor | int) -> Tensor | int:
 
 
 class Sections(NamedTuple):
-    """Where the sections of payloads lie, in bytes from the start of each: int64 tensors with an element for each block.
+    """Offsets of the sections of payloads, in bytes from the start of each: int64 tensors with an element for each block.
 
     Args:
         is_bitmap: positions are a bitmap.
