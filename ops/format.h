@@ -34,6 +34,7 @@ constexpr uint16_t kBFloat16NaN = 0x7FC0;
 constexpr uint16_t kFloat16NaN = 0x7E00;
 constexpr uint16_t kScaleNaN = 0x7FC0;            // the scale of a block that holds a NaN or an Inf
 constexpr uint16_t kScaleMin = (127 - 100) << 7;  // 2^-100: smaller scales are stored as zero
+constexpr uint16_t kScaleMax = 0x7F7F;            // where rounding up would give Inf
 
 // A rotation multiplies slices of 32 elements by the Hadamard matrix, by sums and differences of elements 1, 2, 4, 8
 // and 16 apart, in this order. Then it multiplies by the norm, which makes the matrix its own inverse.
@@ -137,7 +138,8 @@ ZEROPP_HD uint32_t amax_bits(int16_t amax) { return static_cast<uint32_t>(amax) 
 // The bf16 scale of a block: amax / qmax, rounded up, so that its largest element is never clipped.
 ZEROPP_HD BFloat16 encode_scale(uint32_t amax, int qmax) {
   const uint32_t up = (bits_of(float_of(amax) / static_cast<float>(qmax)) + 0xFFFF) >> 16;
-  return {static_cast<uint16_t>(amax >= kInfBits ? kScaleNaN : up < kScaleMin ? 0 : up)};
+  const uint32_t finite = up > kScaleMax ? kScaleMax : up;  // an Inf would make NaNs of all codes 0
+  return {static_cast<uint16_t>(amax >= kInfBits ? kScaleNaN : finite < kScaleMin ? 0 : finite)};
 }
 
 // Do a block's elements have codes? Under the scales 0 and NaN all codes are 0.

@@ -6,7 +6,7 @@
 A block x is encoded with a symmetric scale (ZeRO++ section 3.1, block-based quantization):
 
     amax  = max |x|                                    exact: an integer maximum of the bits, where NaN and Inf win
-    scale = amax / qmax, rounded up to bf16            up, so that the largest element is never clipped
+    scale = amax / qmax, rounded up to bf16            up, so that the largest element is never clipped; but never to Inf
     code  = clamp(rint(x / scale), -qmax, qmax)        half to even, and a true division by the scale as stored
 
 A block with NaN or Inf stores the scale NaN and codes 0. A scale under 2^-100 is stored as 0 with codes 0. Decoding is
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zeropp.ops.format import CODES_AT_A_BYTE, ROTATION_SLICE, SCALE_MIN, SCALE_NAN
+from hf_zeropp.ops.format import CODES_AT_A_BYTE, ROTATION_SLICE, SCALE_MAX, SCALE_MIN, SCALE_NAN
 
 # [Note: bitwise agreement]
 #
@@ -54,6 +54,7 @@ def scale_bits(blocks: Tensor, qmax: int) -> Tensor:
     # A tensor divisor: for a number, PyTorch's CUDA division multiplies by the reciprocal.
     scale = amax.view(torch.float32) / torch.full_like(amax, qmax, dtype=torch.float32)
     bits = (scale.view(torch.int32) + 0xFFFF) >> 16  # up: positive floats are ordered as their bits
+    bits = bits.clamp(max=SCALE_MAX)  # an Inf would make NaNs of all codes 0
     bits = torch.where(bits < SCALE_MIN, 0, bits)  # an integer comparison: flush-to-zero modes cannot touch it
     # NaN and Inf are recognized by amax, and last. A NaN keeps its payload through the division, and rounding the bits
     # of one up can overflow int32, which the comparison with SCALE_MIN would take for a tiny scale.

@@ -58,6 +58,9 @@ SCALE_NAN = 0x7FC0
 SCALE_MIN = (127 - 100) << 7
 """bf16 bits of 2^-100. A smaller scale is stored as zero, so neither encode nor decode ever meets a denormal."""
 
+SCALE_MAX = 0x7F7F
+"""bf16 bits of the largest finite bf16, which is the scale where rounding up would make it Inf: in blocks of 2-bit codes."""
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that encode reads, decode writes and raw segments travel in. Positions are the dtype codes of ops/abi.h."""
 

@@ -20,8 +20,6 @@ namespace zeropp {
 // - Scales are at least 2^-100, so e underflows only if |a / b| < 2^-10, and then both quotients round to the code 0.
 // - Scales above 2^126, which codes of 3 and 2 bits have, make r a denormal that is off by up to 2^-22. Then q' is off
 //   by 2^-44 before it is rounded, and a / b with the 8 bits of b is never that near to where roundings change.
-//
-// The scale Inf has the reciprocal 0, and so all codes are 0.
 struct Divisor {
   float scale;
   float reciprocal;  // 0: a block without codes

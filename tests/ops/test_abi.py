@@ -98,6 +98,7 @@ def constant(file: str, name: str) -> float:
         ("format.h", "kCodesAtAByte", format.CODES_AT_A_BYTE),
         ("format.h", "kScaleNaN", format.SCALE_NAN),
         ("format.h", "kScaleMin", format.SCALE_MIN),
+        ("format.h", "kScaleMax", format.SCALE_MAX),
         ("format.h", "kRotationSlice", format.ROTATION_SLICE),
         ("format.h", "kRotationNorm", format.ROTATION_SLICE**-0.5),
         ("frozen_format.h", "kMaxInputs", frozen_reference.MAX_INPUTS),

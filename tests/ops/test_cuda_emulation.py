@@ -120,7 +120,7 @@ def test_an_update_in_place_of_a_quantized_base(emulated, bits, block):
 
 @pytest.mark.parametrize("bits", QMAX)
 def test_residuals_that_are_not_finite(emulated, bits):
-    """Blocks with NaN or Inf, and those of so large values that 2-bit codes have the scale Inf, count as zero."""
+    """Blocks with NaN or Inf, count as zero; also beside values of which a scale rounds up to Inf."""
     layout, residual_layout = (WireLayout([Segment(2000, width)], 32) for width in (4, bits))
     left_out = torch.randn(2000)
     left_out[torch.arange(0, 2000, 70)] = torch.tensor((*SPECIALS, 3.4e38)).repeat(3)[:29]

@@ -155,6 +155,19 @@ def test_every_16_bit_float_in_and_out(bits):
                 assert all(map(same_bits, result, results[0]))
 
 
+@pytest.mark.parametrize("bits", QMAX)
+def test_the_largest_floats_stay_finite(bits):
+    """Rounded up to bf16, the scale of a block with the largest floats in 2 bits would be Inf, and all its elements NaN."""
+    largest = torch.finfo(torch.float32).max
+    values = torch.tensor([largest, -largest, 0.0, 1.0] + [3.39e38] * 28)
+    layout = WireLayout([Segment(values.numel(), bits)], 32)
+    for name in ops.kernel_info().available:
+        ops.set_kernels(name)
+        decoded = ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32)
+        assert (decoded - values).abs().max() <= largest / QMAX[bits] / 2 + largest / 128, name
+        assert decoded[2] == decoded[3] == 0, name
+
+
 def test_fp32_to_16_bit_conversion():
     """Around every rounding boundary of fp16, as raw; also the large and the small."""
     halves = torch.arange(0x7C00, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
