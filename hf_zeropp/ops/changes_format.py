@@ -195,7 +195,7 @@ def explain_failure(failed: Tensor, wire: Tensor, sizes: Tensor, base_bytes: int
 
 def checksum(wire: Tensor, size: int) -> bytes:
     """Return 8 bytes that tell a wire of ``size`` bytes from a changed one. For debugging: the host waits for a GPU."""
-    return xxhash.xxh3_64_digest(wire.view(-1)[:size].cpu().numpy())
+    return xxhash.xxh3_64_digest(wire.view(-1)[:size].cpu().numpy())  # type: ignore[arg-type]  # arrays are buffers
 
 
 def _bytes_of(name: str, data: Tensor) -> Tensor:
