@@ -39,7 +39,7 @@ ZEROPP_HD int count_of(uint32_t entry) { return entry & ((1 << kCountBits) - 1);
 ZEROPP_HD int escape_bytes_of(uint32_t entry) { return entry >> kCountBits & ((1 << kEscapeBits) - 1); }
 ZEROPP_HD int whole_bytes(int words) { return static_cast<int>(align_entry(2 * words)); }
 
-// Where the sections of a payload with n > 0 changes lie, in bytes from its start. High parts lie at 0.
+// The offsets of the sections of a payload with n > 0 changes, in bytes from its start. The high parts begin at 0.
 struct Sections {
   bool is_bitmap;
   int width;  // low bits of a position that are stored as they are

@@ -53,14 +53,9 @@ import xxhash
 from torch import Tensor
 
 from hf_zeropp.ops import changes_reference
-from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, ENTRY_BYTES, align, num_blocks
+from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, ENTRY_BYTES, capacity, num_blocks
 from hf_zeropp.ops.operator import Bytes, Filled, Int64s, Result, UpdatedBytes, check_size
 from hf_zeropp.ops.register import operator
-
-
-def capacity(slice_bytes: int) -> int:
-    """Return the most bytes that the wire of a slice of ``slice_bytes`` bytes takes."""
-    return num_blocks(slice_bytes) * ENTRY_BYTES + int(align(slice_bytes))
 
 
 # The sizes come first among the results: an operator runs if its first result has elements, and slices may be empty.

@@ -39,6 +39,11 @@ def align(nbytes: Tensor | int) -> Tensor | int:
     return (nbytes + (ENTRY_BYTES - 1)) // ENTRY_BYTES * ENTRY_BYTES
 
 
+def capacity(slice_bytes: int) -> int:
+    """Return the most bytes that the wire of a slice of ``slice_bytes`` bytes takes."""
+    return num_blocks(slice_bytes) * ENTRY_BYTES + int(align(slice_bytes))
+
+
 class Sections(NamedTuple):
     """Offsets of the sections of payloads, in bytes from the start of each: int64 tensors with an element for each block.
 
@@ -119,8 +124,7 @@ def encode_changes(input: Tensor, base: Tensor, num_slices: int) -> tuple[Tensor
     """Slices of bytes and of their base -> sizes [K], wire [K, capacity] and the starts of payloads [K, blocks]."""
     slice_bytes = input.numel() // num_slices
     blocks = num_blocks(slice_bytes)
-    capacity = blocks * ENTRY_BYTES + int(align(slice_bytes))
-    wire = torch.zeros(num_slices, capacity, dtype=torch.uint8, device=input.device)
+    wire = torch.zeros(num_slices, capacity(slice_bytes), dtype=torch.uint8, device=input.device)
     sizes = torch.zeros(num_slices, dtype=torch.int64, device=input.device)
     starts = torch.zeros(num_slices, blocks, dtype=torch.int64, device=input.device)
     for index, (news, olds) in enumerate(zip(input.view(num_slices, -1), base.view(num_slices, -1), strict=True)):

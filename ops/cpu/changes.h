@@ -43,7 +43,7 @@ inline uint32_t make_change(int position, uint16_t new_word, uint16_t old_word) 
   return static_cast<uint32_t>(position) | static_cast<uint32_t>(ordered(new_word) - ordered(old_word)) << 16;
 }
 
-// What changed in a block, and the bytes of its steps.
+// The changes of one block: their positions and their steps, and how many bytes the steps take.
 struct Changes {
   int n;
   int num_escapes;

@@ -18,7 +18,7 @@ inline int count_ones(const uint8_t* bits, int n) {
   return count;
 }
 
-// What a payload says of its block.
+// The changes that a payload describes: their positions and their steps.
 struct Decoded {
   const Sections at;
   const int n;
@@ -33,7 +33,7 @@ struct Decoded {
 // ---- Positions.
 
 #if defined(__AVX512BW__)
-// Where the ones of the high parts are. False if they are not n.
+// Finds which bits of the high parts are ones. Returns false if these are not exactly n.
 inline bool find_ones(Decoded& decoded) {
   __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   int count = 0;

@@ -37,7 +37,7 @@ CHUNKS = {"qgz_chunks": 3, "grad_block": 32}
 
 
 class Outcome(NamedTuple):
-    """What the checker found in one run: its races in words, and how much it looked at."""
+    """The result of one run under the checker: the races as text, and the number of accesses that were checked."""
 
     races: list[str]
     num_accesses: int

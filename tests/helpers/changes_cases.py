@@ -112,7 +112,7 @@ def encode(kernels: Kernels, case: ChangesCase, device: str = "cpu") -> list[tor
 def apply(
     kernels: Kernels, wire: torch.Tensor, offsets: list[int], sizes: list[int], case: ChangesCase, device: str = "cpu"
 ) -> tuple[list[int], torch.Tensor]:
-    """What failed in each slice, and the updated bytes, on the CPU. Nothing beside them is written."""
+    """Return the failure code of each slice and the updated bytes, on the CPU. The memory around them must stay as it was."""
     base = Guarded(case.old.numel(), torch.uint8, case.offset, device)
     base.tensor.copy_(case.old)
     spans = [torch.tensor(values, dtype=torch.int64, device=device) for values in (offsets, sizes)]

@@ -31,7 +31,7 @@ UNMARKED = {
     "c10d::broadcast_": {"tensors"},
     "c10d::barrier": set(),
 }
-"""What operators write whose schemas do not say so."""
+"""The arguments that some operators write although their schemas do not mark them as written."""
 
 WITHOUT_CONTENT = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operators whose results are allocated and not written."""
