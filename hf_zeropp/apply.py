@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_zeropp import devices
 from hf_zeropp.comm.agreement import Channel
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop, WireBuffers
@@ -133,7 +134,7 @@ class ZeroPPHandle:
         self.fsdp2_gathers: list[CommObject] = []
         self.reduces: list[ZeroPPReduceScatter] = []
         # On backends with streams, FSDP2's overlap and ours must not be added to each other.
-        self._overlaps = config.overlap and self.topology.mesh.device_type == "cpu"
+        self._overlaps = config.overlap and not devices.has_streams(self.topology.mesh.device_type)
         self.shares_memory = False
         self._warnings = UnitWarnings()
         self._micro_steps = MicroSteps(config.quantizes_gradients)
@@ -330,8 +331,9 @@ class ZeroPPHandle:
         node = Hop(GATHER_NODE, groups.node_group, self.traffic)
         # A second name on the same group: a table then tells resyncs, which should be rare, from deltas.
         resync = Hop(GATHER_RESYNC, groups.cross_group, self.traffic, is_async=self._overlaps)
-        keeps_secondary, is_cpu = plan.hpz_size is not None, self.topology.mesh.device_type == "cpu"
-        may_share = self.config.shared_memory and keeps_secondary and is_cpu
+        keeps_secondary = plan.hpz_size is not None
+        may_share = self.config.shared_memory and keeps_secondary
+        may_share = may_share and not devices.has_streams(self.topology.mesh.device_type)
         # ``may_share`` is equal on all ranks, since the settings and the device are. ``connect`` is a collective, so a
         # rank that skipped it alone would leave its node waiting. Without hpZ nothing is kept that peers could read
         # later.

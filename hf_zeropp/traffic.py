@@ -27,6 +27,8 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from hf_zeropp import devices
+
 # Names of collectives, as tables show them. Tables sort by name, so gathers stand together and reductions do.
 GATHER_CROSS = "gather, across nodes"
 GATHER_RESYNC = "gather, whole weights"
@@ -254,7 +256,7 @@ class CommTimer:
         # [Note: seconds on CPU] A synchronous collective is measured where it is issued. An asynchronous one is
         # measured twice: for the moment that issuing takes, and for what is left of it when ``TimedWork.wait`` is
         # called. The time between, in which the model computes, is not counted, since training does not pay for it.
-        if device.type == "cpu":
+        if not devices.has_streams(device):
             start_s = time.perf_counter()
             yield
             self._finished_s += time.perf_counter() - start_s

@@ -20,6 +20,7 @@ LAYERS = [
     "config",
     "switch",
     "sizes",
+    "devices",
     "compat",
     "ops",
     "traffic",

@@ -8,6 +8,7 @@ import dataclasses
 import torch
 import torch.distributed as dist
 
+from hf_zeropp import devices
 from hf_zeropp.traffic import Peers, TimedWork, Traffic
 
 # torch 2.13 renamed all_gather_into_tensor; both names move one contiguous buffer.
@@ -96,14 +97,14 @@ class WireBuffers:
         """Return a buffer [num_bytes] with arbitrary content. ``give`` it back when its bytes are no longer needed."""
         fit = bisect.bisect_left(self._free, num_bytes, key=torch.Tensor.numel)
         # A much larger buffer would be missed where its size is needed, and a second one of that size allocated there.
-        if device.type == "cpu" and fit < len(self._free) and self._free[fit].numel() <= 2 * num_bytes:
+        if not devices.has_streams(device) and fit < len(self._free) and self._free[fit].numel() <= 2 * num_bytes:
             return self._free.pop(fit)[:num_bytes]
         return new_wire(num_bytes, device)
 
     def give(self, *buffers: torch.Tensor) -> None:
         """Take buffers back. The caller must not use them any more."""
         for buffer in buffers:
-            if buffer.device.type == "cpu":
+            if not devices.has_streams(buffer.device):
                 whole = buffer if buffer._base is None else buffer._base  # `take` may have cut it to size
                 bisect.insort(self._free, whole, key=torch.Tensor.numel)
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from hf_zeropp import devices
 from hf_zeropp.frozen.storage import as_bytes, reinterpret
 from hf_zeropp.frozen.weight import Owner, PackedForm, PackedWeight
 from hf_zeropp.frozen.writing import WriteHistory
@@ -304,7 +305,7 @@ def _decode_to_scratch(codes: Tensor, scales: Tensor, columns: int, format: Froz
     On CPU it lies in one buffer per dtype, as large as the largest weight so far: a fresh allocation of that size costs
     several times what the kernel does. Other devices have caching allocators.
     """
-    if codes.device.type != "cpu" or torch.compiler.is_compiling():
+    if devices.has_streams(codes.device) or torch.compiler.is_compiling():
         return frozen_format.unpack(codes, scales, columns, format, dtype)
     numel = codes.shape[0] * columns
     if dtype not in _scratch or _scratch[dtype].numel() < numel:

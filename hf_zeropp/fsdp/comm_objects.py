@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from hf_zeropp import devices
 from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.predictions import gathers_per_step
 from hf_zeropp.fsdp.units import AllGather, DefaultAllGather, Unit
@@ -159,9 +160,5 @@ class UnitWarnings:
 
 
 def record_event(device: torch.device) -> torch.Event | None:
-    """Return an event of the current stream, for other streams to wait for; None on CPU."""
-    if device.type == "cpu":
-        return None
-    event = torch.Event(device)
-    event.record()
-    return event
+    """Return an event of the current stream, for other streams to wait for; None on a device without streams."""
+    return torch.accelerator.current_stream(device).record_event() if devices.has_streams(device) else None

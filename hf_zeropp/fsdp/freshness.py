@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
+from hf_zeropp import devices
 from hf_zeropp.fsdp.units import Unit, WeightStamp
 
 # [Note: when a secondary shard is stale]
@@ -140,7 +141,7 @@ class ShardContent:
     def digest(self) -> int | None:
         """Return a 64-bit hash of the bytes; None where the shards lie elsewhere."""
         memory = self._unit.shard_memory()
-        if memory is None or any(shard.device.type != "cpu" for shard in memory):
+        if memory is None or any(devices.has_streams(shard.device) for shard in memory):
             self._places, self._views = [], []
             return None
         # This runs in every micro-step, and making a view takes longer than hashing a small parameter. So views are kept

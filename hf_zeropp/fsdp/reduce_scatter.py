@@ -104,6 +104,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._layouts: dict[object, ReduceLayouts] = {}
         self._partial: Partial | None = None
         self._num_under_way = 0  # reductions in the pipeline
+        self._shown_output: torch.Tensor | None = None
 
     def __call__(
         self,
@@ -129,6 +130,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # A gradient hook or an all-reduce hook reads the output as soon as this call returns. Such a unit crosses
         # nodes at every micro-step and stays out of the pipeline, because zeros would be taken for its gradient.
         crosses = self._micro_steps.is_last_now or self.unit.shows_reduced_output
+        # FSDP2 runs an all-reduce hook, and adds the output to ``.grad``, on a stream of its own, and drops the output while
+        # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
+        self._shown_output = output_tensor if self.unit.shows_reduced_output else None
         reduction = UnitReduction(self, form, crosses)
         if self._pipeline is not None and not self.unit.shows_reduced_output:
             # The unit before this one leaves its node hop first: its wire buffers are then free for this one.

@@ -33,6 +33,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
+from hf_zeropp import devices
+
 __all__ = [
     "AllGather",
     "DefaultAllGather",
@@ -245,7 +247,7 @@ class Unit:
         """Return the padded shards of all parameters as they are kept, or joined in fp32. Plain shards only."""
         # On accelerators a kernel launch for each parameter would cost more than the copy that joins them. On CPU a call
         # costs little and a copy of the whole shard does not.
-        if self.device_type != "cpu":
+        if devices.has_streams(self.device_type):
             return [self.flat_shard(torch.float32)]
         return [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
 

@@ -52,6 +52,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from hf_zeropp import devices
 from hf_zeropp.ops import changes_reference
 from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, ENTRY_BYTES, capacity, num_blocks
 from hf_zeropp.ops.operator import Bytes, Filled, Int64s, Result, UpdatedBytes, check_size
@@ -151,7 +152,7 @@ def apply_changes(wire: Tensor, sizes: Tensor, base: Tensor, offsets: Tensor | N
         stride = capacity(base.nbytes // max(sizes.numel(), 1))
         offsets = torch.arange(sizes.numel(), device=sizes.device) * stride
     failed, _ = _apply_changes(wire, offsets, sizes, _bytes_of("base", base))
-    if failed.device.type == "cpu" and failed.any():
+    if not devices.has_streams(failed.device) and failed.any():
         raise ValueError(f"apply_changes: {explain_failure(failed, wire, sizes, base.nbytes, offsets)}")
     return failed
 

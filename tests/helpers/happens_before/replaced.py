@@ -1,9 +1,8 @@
-"""The names that the checker replaces while it runs: PyTorch's streams, and every place where the package asks for a device."""
+"""The names that the checker replaces while it runs: PyTorch's streams, and the package's question whether a device has any."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,13 +15,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from happens_before.clocks import Stream, Timeline
 from happens_before.dispatch import Launch, Watch
 from happens_before.memory import Memory
-from hf_zeropp import apply, traffic
-from hf_zeropp.comm import hop
-from hf_zeropp.frozen import modules
-from hf_zeropp.fsdp import all_gather, comm_objects, freshness, reduce_scatter, units
-from hf_zeropp.ops import frozen_format
+from hf_zeropp import devices, traffic
 
-GPU = torch.device("cuda", 0)
 COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "allgather", "allreduce", "broadcast")
 # Before torch 2.13 three of them had other names.
 COLLECTIVES += ("_allgather_base", "_reduce_scatter_base", "alltoall_base")
@@ -87,31 +81,11 @@ def streams_of_torch(timeline: Timeline, memory: Memory, watch: Watch) -> dict[t
 
 
 def has_streams(timeline: Timeline) -> dict[tuple[Any, str], Any]:
-    """Return the package's answers for a device with streams, for each place that asks whether it is on CPU."""
-    init, measure = apply.ZeroPPHandle.__init__, traffic.CommTimer.measure
-
-    def without_cpu_ways(self: Any, model: Any, config: Any, *rest: Any) -> None:
-        init(self, model, dataclasses.replace(config, overlap=False, shared_memory=False), *rest)
-
-    def record_event(device: torch.device) -> Any:
-        return timeline.current.record_event()
-
-    def decode(codes: Any, scales: Any, columns: int, format: Any, dtype: torch.dtype) -> torch.Tensor:
-        return frozen_format.unpack(codes, scales, columns, format, dtype)
-
+    """Return the package's answers for a device with streams."""
     return {
-        # ``ZeroPPHandle._overlaps``, from which ``lands_at_once``, ``starts_ahead`` and the pipeline follow, and ``may_share``.
-        (apply.ZeroPPHandle, "__init__"): without_cpu_ways,
-        (comm_objects, "record_event"): record_event,
-        (all_gather, "record_event"): record_event,
-        (reduce_scatter, "record_event"): record_event,
-        (units.Unit, "master_shards"): lambda unit: [unit.flat_shard(torch.float32)],
-        (freshness.ShardContent, "digest"): lambda content: None,
-        (hop.WireBuffers, "take"): lambda buffers, num_bytes, device: hop.new_wire(num_bytes, device),
-        (hop.WireBuffers, "give"): lambda buffers, *given: None,
-        (traffic.CommTimer, "measure"): lambda timer, device: measure(timer, GPU),
+        (devices, "has_streams"): lambda device: True,
+        # PyTorch has no event with a time for a CPU.
         (traffic, "_timing_events"): lambda device: (timeline.new_event(), timeline.new_event()),
-        (modules, "_decode_to_scratch"): decode,
     }
 
 

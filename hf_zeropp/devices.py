@@ -1,0 +1,19 @@
+"""The one question about a device that changes what the package does: whether its work is queued in streams.
+
+An accelerator runs what the host queues in its streams, later than the host goes on, and its allocator reuses memory in the
+order of a stream. So FSDP2 overlaps communication with compute there, events order one stream after another, and the host
+must not read a value, since it would wait for it. A CPU has no streams: a collective blocks the only thread unless it is started
+asynchronously, memory that is freed goes back to the operating system, and reading a value costs nothing but the reading.
+
+Every place that takes another way for this reason asks here, as ``devices.has_streams(...)``. A test that gives the answer of an
+accelerator (tests/helpers/happens_before) then sees all of these ways on a CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def has_streams(device: torch.device | str) -> bool:
+    """Return whether work on ``device``, or on a device of this type, is queued in streams."""
+    return torch.device(device).type != "cpu"
