@@ -339,7 +339,9 @@ class ZeroPPHandle:
         # later.
         memory = NodeMemory.connect(node.group) if may_share else None
         self.shares_memory = memory is not None
-        return TwoHopGather(cross, node, buffers, memory, resync)
+        # Sizes are waited for at once: nothing can be sent before they are known.
+        sizes = Hop(GATHER_CROSS, groups.cross_group, self.traffic)
+        return TwoHopGather(cross, node, buffers, memory, resync, sizes)
 
     def _install_reduces(self, gathers: list[WeightGather], buffers: WireBuffers) -> Decisions:
         is_async = self._overlaps or self.config.qgz_chunks > 1  # chunks overlap with each other on any backend
@@ -354,7 +356,9 @@ class ZeroPPHandle:
         channel = Channel(new_cpu_group(self._shard_groups))
         # Programs that make many models, such as searches for hyperparameters, would collect threads otherwise.
         weakref.finalize(self, channel.close).atexit = False
-        decisions = Decisions(gathers, self._micro_steps, pipeline, self.traffic, channel, starts_ahead=self._overlaps)
+        # Ranks exchange the sizes of changed words for all units together, so these are started ahead on streams as well.
+        starts_ahead = self._overlaps or self.config.qwz_mode == "exact"
+        decisions = Decisions(gathers, self._micro_steps, pipeline, self.traffic, channel, starts_ahead=starts_ahead)
         for unit in self.units:
             comm = ZeroPPReduceScatter(
                 unit,

@@ -39,14 +39,16 @@ BLOCK_MULTIPLE = 32
 """Blocks are cut into whole rotations, and codes of every width fill whole bytes in them."""
 MAX_CHUNKS = 64
 
-WEIGHT_MODES = ("values", "delta")
-WEIGHT_BITS = {"values": (8, 4, None), "delta": (8, 4, 3, 2)}
+DEFAULT_BITS = 8
+WEIGHT_MODES = ("values", "delta", "exact")
+WEIGHT_BITS = {"values": (8, 4, None), "delta": (8, 4, 3, 2), "exact": (None,)}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
     "balanced": {},
     "half_model": {"qwz_mode": "delta", "qwz_bits": 4},
     "min_traffic": {"qwz_mode": "delta", "qwz_bits": 2},
+    "exact": {"qwz_mode": "exact"},
     # For one machine whose GPUs have slow links: each rank is a node, so that every exchange is quantized. A secondary shard
     # would be 1/N of the weights for N = 1, the whole model.
     "pcie": {"ranks_per_node": 1, "hpz_size": None},
@@ -64,8 +66,10 @@ class ZeroPPConfig:
     Args:
         qwz_mode: what trainable weights send across nodes. ``"values"`` sends the weights. ``"delta"`` sends their change
             since the last send; the next delta includes whatever this one rounded away. Deltas need ``hpz_size`` and
-            trainable parameters in fp32 (mixed precision keeps them so).
+            trainable parameters in fp32 (mixed precision keeps them so). ``"exact"`` sends the 16-bit words of the weights that
+            changed, unquantized: few, at learning rates of fine-tuning. It needs ``hpz_size``.
         qwz_bits: bits per weight in a gather: 8, 4 or None (the compute dtype, unquantized). Deltas take 8, 4, 3 or 2.
+            ``"exact"`` quantizes nothing, and turns the default into None.
         qwz_resync_steps: number of deltas after which the weights themselves are sent. With None they are sent only where
             a delta cannot serve: at the start, at checkpoints, and after weights were loaded or edited.
         hpz_size: number of ranks that share one copy of the weights, each holding a secondary shard of it: ``"node"`` (the
@@ -102,8 +106,8 @@ class ZeroPPConfig:
         ValueError: a value is not allowed, or makes no sense beside another one. The message names the setting.
     """
 
-    qwz_mode: Literal["values", "delta"] = "values"
-    qwz_bits: int | None = 8
+    qwz_mode: Literal["values", "delta", "exact"] = "values"
+    qwz_bits: int | None = DEFAULT_BITS
     qwz_resync_steps: int | None = None
     hpz_size: int | Literal["node"] | None = "node"
     hpz_bits: int | None = None
@@ -128,6 +132,8 @@ class ZeroPPConfig:
         # Each value is checked alone first. The rules below compare values, and may rely on each being of its type.
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
+        if self.qwz_mode == "exact" and self.qwz_bits == DEFAULT_BITS:
+            object.__setattr__(self, "qwz_bits", None)
         _one_of(*WEIGHT_BITS[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
         self._check_weights()
         self._check_gradients()
@@ -137,15 +143,15 @@ class ZeroPPConfig:
 
     def _check_weights(self) -> None:
         """Raise ``ValueError`` where settings of the weights contradict each other."""
-        if self.qwz_mode == "delta" and self.hpz_size is None:
+        if self.qwz_mode != "values" and self.hpz_size is None:
             raise ValueError(
-                'qwz_mode="delta" sends how weights differ from the copy that every node keeps, but hpz_size=None keeps '
-                'none. Set hpz_size="node", or qwz_mode="values".'
+                f"qwz_mode={self.qwz_mode!r} sends how weights differ from the copy that every node keeps, but hpz_size=None "
+                'keeps none. Set hpz_size="node", or qwz_mode="values".'
             )
         if self.qwz_mode != "delta" and (self.hpz_bits, self.qwz_resync_steps) != (None, None):
             raise ValueError(
-                'hpz_bits and qwz_resync_steps are for qwz_mode="delta"; values are kept as they crossed, and cross anew '
-                'after each step. Set qwz_mode="delta", or leave both at None.'
+                'hpz_bits and qwz_resync_steps are for qwz_mode="delta"; elsewhere a copy holds the weights as they crossed, '
+                'and nothing adds up. Set qwz_mode="delta", or leave both at None.'
             )
 
     def _check_gradients(self) -> None:

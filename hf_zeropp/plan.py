@@ -207,10 +207,10 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
     world_size, shard_ranks_per_node = len(ranks), count_on_each_node(ranks, ranks_per_node)
     hpz_size = resolve_hpz_size(config.hpz_size, shard_ranks_per_node, world_size)
     # A copy over the world with one node is no mistake: nothing crosses nodes there, and nothing is installed.
-    if config.qwz_mode == "delta" and hpz_size == world_size > shard_ranks_per_node:
+    if config.qwz_mode != "values" and hpz_size == world_size > shard_ranks_per_node:
         raise ValueError(
-            f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that a delta could bring up to "
-            "date. Set hpz_size='node', or qwz_mode='values'."
+            f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that qwz_mode={config.qwz_mode!r} "
+            "could bring up to date. Set hpz_size='node', or qwz_mode='values'."
         )
     return Plan(
         versions=tuple((library, version_of(library)) for library in ("hf_zeropp", "torch")),

@@ -42,21 +42,26 @@ FSDP2_REDUCE = "reduce, FSDP2's own"
 
 @dataclasses.dataclass
 class Bytes:
-    """Calls of a collective, and the bytes one rank received in them from its own node and from other nodes."""
+    """Calls of a collective, and the bytes one rank received in them from its own node and from other nodes.
+
+    In a prediction ``is_measured`` says that the bytes depend on the weights, and are the mean of those that the run has sent.
+    """
 
     calls: int = 0
     intra_node: int = 0
     cross_node: int = 0
+    is_measured: bool = False
 
     def add(self, other: Bytes) -> None:
         """Add ``other`` to this count in place."""
+        self.is_measured |= other.is_measured
         self.calls += other.calls
         self.intra_node += other.intra_node
         self.cross_node += other.cross_node
 
     def times(self, factor: int) -> Bytes:
         """Return the count of ``factor`` repetitions."""
-        return Bytes(self.calls * factor, self.intra_node * factor, self.cross_node * factor)
+        return Bytes(self.calls * factor, self.intra_node * factor, self.cross_node * factor, self.is_measured)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,7 +242,8 @@ def _megabytes(num_bytes: float) -> str:
 def _predicted(predicted: Mapping[str, Bytes] | None, names: Iterable[str], ranks_per_node: int) -> str:
     if predicted is None:
         return ""
-    return _megabytes(ranks_per_node * sum(predicted[name].cross_node for name in names if name in predicted))
+    count = total(predicted[name] for name in names if name in predicted)
+    return _megabytes(ranks_per_node * count.cross_node) + (" (measured)" if count.is_measured else "")
 
 
 class CommTimer:

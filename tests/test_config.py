@@ -42,6 +42,9 @@ def test_presets_are_defaults_with_a_name() -> None:
     assert balanced == ZeroPPConfig()
     assert half == ZeroPPConfig(qwz_mode="delta", qwz_bits=4)
     assert least == ZeroPPConfig(qwz_mode="delta", qwz_bits=2)
+    assert (
+        ZeroPPConfig.preset("exact") == ZeroPPConfig(qwz_mode="exact") == ZeroPPConfig(qwz_mode="exact", qwz_bits=None)
+    )
     assert ZeroPPConfig.preset("min_traffic", qwz_bits=4).qwz_bits == 4
     assert ZeroPPConfig.from_dict({"preset": "paper", "qgz_until": 0.5}) == dataclasses.replace(paper, qgz_until=0.5)
     assert ZeroPPConfig.from_env({"ZEROPP_PRESET": "min_traffic", "ZEROPP_QWZ_BITS": "3"}).qwz_bits == 3
@@ -78,6 +81,8 @@ def test_error_feedback_takes_words_and_weights(tmp_path) -> None:
         ({"qwz_mode": "delta", "qwz_bits": None}, ["qwz_bits (with qwz_mode 'delta')", "(8, 4, 3, 2)", "None"]),
         ({"qwz_bits": 2}, ["qwz_bits (with qwz_mode 'values')", "(8, 4, None)", "2"]),
         ({"qwz_mode": "delta", "hpz_size": None}, ["hpz_size", "node"]),
+        ({"qwz_mode": "exact", "hpz_size": None}, ["hpz_size", "node"]),
+        ({"qwz_mode": "exact", "qwz_bits": 4}, ["qwz_bits (with qwz_mode 'exact')", "None", "4"]),
         ({"hpz_bits": 8}, ["hpz_bits", "delta"]),
         ({"qwz_resync_steps": 100}, ["qwz_resync_steps", "delta"]),
         ({"qwz_mode": "delta", "qwz_resync_steps": 0}, ["qwz_resync_steps", "0", "positive"]),

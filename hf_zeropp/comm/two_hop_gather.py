@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from hf_zeropp import ops
+from hf_zeropp.comm import changed_words
+from hf_zeropp.comm.changed_words import Changes, ChangesFlight
 from hf_zeropp.comm.hop import Flight, Hop, WireBuffers, new_wire
 from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.ops.format import WireLayout
@@ -19,11 +21,18 @@ class GatherLayouts:
 
     Attributes:
         kept: the layout of a slice in a secondary shard, and of whole weights that cross nodes.
-        delta: the layout of a delta; None where a secondary shard is always replaced by whole weights.
+        delta: the layout of a delta; None where none is sent.
+        sends_changes: whether the words that changed are sent to ranks that hold a secondary shard. It is unquantized then.
     """
 
     kept: WireLayout
     delta: WireLayout | None = None
+    sends_changes: bool = False
+
+    @property
+    def replaces_copies(self) -> bool:
+        """Whether a secondary shard is always replaced by whole weights."""
+        return self.delta is None and not self.sends_changes
 
 
 @dataclasses.dataclass
@@ -47,16 +56,18 @@ class DeltaFlight(Flight):
 class TwoHopGather:
     """All-gather of flat shards: the cross hop makes secondary shards, the node hop makes whole weights of them.
 
-    ``start`` or ``start_delta``, then ``land``, bring a secondary shard up to date. ``decode`` may follow any number of times,
-    until the weights change. On every rank of the world these calls must come in the same order.
+    ``start`` or ``start_delta``, then ``land``, bring a secondary shard up to date; so does ``start_changes``, after two stages
+    that ``changed_words.py`` explains. ``decode`` may follow any number of times, until the weights change. On every rank of the
+    world these calls must come in the same order.
 
     Args:
         cross_hop: the hop over the cross group. Its size is Y, the number of slices in a secondary shard.
         node_hop: the hop over the N ranks that hold one copy of the weights between them (hpZ).
         buffers: where wire buffers come from.
         memory: memory that the ranks of ``node_hop`` share, which makes the node hop a read; None where they have none.
-        resync_hop: a second hop over the cross group, whose name counts the gathers that send whole weights where deltas are the
-            rule. By default they are counted with the others.
+        resync_hop: a second hop over the cross group, whose name counts the gathers that send whole weights where deltas or
+            changed words are the rule. By default they are counted with the others.
+        sizes_hop: a hop over the cross group that waits, for the sizes of changed words; None where none are sent.
     """
 
     def __init__(
@@ -66,10 +77,12 @@ class TwoHopGather:
         buffers: WireBuffers,
         memory: NodeMemory | None = None,
         resync_hop: Hop | None = None,
+        sizes_hop: Hop | None = None,
     ) -> None:
         self.cross_hop = cross_hop
         self.node_hop = node_hop
         self.resync_hop = resync_hop or cross_hop
+        self._sizes_hop = sizes_hop
         self._buffers = buffers
         self._memory = memory
 
@@ -96,9 +109,9 @@ class TwoHopGather:
         # The slices arrive in the secondary shard itself. Without this barrier, a slower rank of the node that still
         # decodes the last weights from shared memory would read a mixture of both.
         self._wait_for_node(secondary)
-        # Whole weights are counted apart where deltas are the rule: a table of bytes then shows how often that
+        # Whole weights are counted apart where they are the exception: a table of bytes then shows how often that
         # happened.
-        hop = self.cross_hop if layouts.delta is None else self.resync_hop
+        hop = self.cross_hop if layouts.replaces_copies else self.resync_hop
         wire = self._buffers.take(layouts.kept.nbytes, shard.device)
         ops.quantize(shard, layouts.kept, out=wire)
         return Flight(secondary.own, hop.all_gather(secondary.own, wire), sent=(wire,))
@@ -115,7 +128,7 @@ class TwoHopGather:
             secondary: a secondary shard that holds older weights. It may be read until the hop lands.
         """
         assert layouts.delta is not None
-        own_slice = secondary.own.view(self.cross_hop.size, layouts.kept.nbytes)[self.cross_hop.group.rank()]
+        own_slice = self._own_slice(secondary)
         wire = self._buffers.take(layouts.delta.nbytes, own_slice.device)
         if len(shards) == 1:
             ops.quantize_difference(shards[0], own_slice, layouts.kept, layouts.delta, out=wire)
@@ -129,9 +142,30 @@ class TwoHopGather:
         received = self._buffers.take(self.cross_hop.size * layouts.delta.nbytes, own_slice.device)
         return DeltaFlight(received, self.cross_hop.all_gather(received, wire), sent=(wire,))
 
+    def encode_changes(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary) -> Changes:
+        """Encode how this rank's shard [S] differs from its slice of ``secondary``, word by word, without sending anything."""
+        assert layouts.sends_changes
+        words = self._buffers.take(layouts.kept.nbytes, shard.device)
+        ops.quantize(shard, layouts.kept, out=words)  # unquantized: this lays the shard out as the slice is
+        changes = changed_words.encode(words, self._own_slice(secondary), self._buffers)
+        self._buffers.give(words)
+        return changes
+
+    def exchange_sizes(self, changes: Sequence[Changes]) -> None:
+        """Tell all ranks of the cross group the sizes of ``changes``, those of the same units on every rank, in one order."""
+        assert self._sizes_hop is not None
+        changed_words.exchange_sizes(changes, self._sizes_hop, self._buffers)
+
+    def start_changes(self, changes: Changes) -> ChangesFlight:
+        """Start the cross hop with changed words, whose sizes were exchanged."""
+        return changed_words.start(changes, self.cross_hop, self._buffers)
+
     def land(self, flight: Flight, layouts: GatherLayouts, secondary: Secondary) -> None:
-        """Finish the cross hop: wait, add deltas, and see that the secondary shards of the whole node can be read."""
+        """Finish the cross hop: wait, add what changed, and see that the secondary shards of the whole node can be read."""
         received = flight.land(self._buffers)
+        if isinstance(flight, ChangesFlight):
+            self._wait_for_node(secondary)  # as with deltas
+            changed_words.apply(flight, secondary.own, self._buffers)
         if isinstance(flight, DeltaFlight):
             assert layouts.delta is not None
             # Deltas are added in place, so a slower rank of the node must have read the last weights before (as in
@@ -173,6 +207,9 @@ class TwoHopGather:
         self.land(self.start(shard, layouts, secondary), layouts, secondary)
         self.decode(secondary, layout, output)
         self._buffers.give(secondary.own)
+
+    def _own_slice(self, secondary: Secondary) -> torch.Tensor:
+        return secondary.own.view(self.cross_hop.size, -1)[self.cross_hop.group.rank()]
 
     def _wait_for_node(self, secondary: Secondary) -> None:
         """Wait until all ranks of the node are here, where they read each other's secondary shards in shared memory."""

@@ -8,12 +8,13 @@ decisions.py how ranks agree on it. On CPU the cross hop is started for all stal
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 from hf_zeropp.comm.hop import Flight
-from hf_zeropp.comm.two_hops import GatherLayouts, Secondary, TwoHopGather
+from hf_zeropp.comm.two_hops import Changes, GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.comm_objects import CountedAllGather, UnitWarnings, WeightGather, record_event
 from hf_zeropp.fsdp.freshness import Change, Freshness
@@ -53,6 +54,8 @@ class Copy:
         arrived: recorded when that hop has ended, for other streams to wait for; None on CPU.
         num_deltas: deltas since whole weights crossed.
         num_surprises: resyncs in a row for edits.
+        num_changes: times that changed words crossed.
+        changes_bytes: bytes of one rank's wires in all of these.
     """
 
     secondary: Secondary
@@ -61,6 +64,8 @@ class Copy:
     arrived: torch.Event | None = None
     num_deltas: int = 0
     num_surprises: int = 0
+    num_changes: int = 0
+    changes_bytes: int = 0
 
 
 class ZeroPPAllGather(WeightGather):
@@ -68,7 +73,7 @@ class ZeroPPAllGather(WeightGather):
 
     Args:
         unit: the unit it serves.
-        gather: the two hops; shared by all units.
+        hops: the two hops; shared by all units.
         config: the settings of the run.
         traffic: counts bytes.
         warnings: shared by all units.
@@ -81,7 +86,7 @@ class ZeroPPAllGather(WeightGather):
     def __init__(
         self,
         unit: Unit,
-        gather: TwoHopGather,
+        hops: TwoHopGather,
         config: ZeroPPConfig,
         traffic: Traffic,
         warnings: UnitWarnings,
@@ -91,7 +96,7 @@ class ZeroPPAllGather(WeightGather):
         check: SecondaryCheck | None = None,
     ) -> None:
         super().__init__(unit, Freshness(unit, checks_steps=config.qwz_mode == "delta"))
-        self._gather = gather
+        self.hops = hops
         self._config = config
         self._warnings = warnings
         self._keeps_secondary = keeps_secondary
@@ -102,6 +107,7 @@ class ZeroPPAllGather(WeightGather):
         # thaws.
         self._layouts: dict[tuple[torch.dtype, bool], GatherLayouts] = {}
         self._kept: Copy | None = None
+        self._changes: Changes | None = None  # encoded, and sent when the cross hop starts
 
     def __call__(
         self,
@@ -125,10 +131,10 @@ class ZeroPPAllGather(WeightGather):
             # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still
             # due.
             kept = self._up_to_date(input_tensor)
-            self._gather.decode(kept.secondary, kept.layouts.kept, output_tensor)
+            self.hops.decode(kept.secondary, kept.layouts.kept, output_tensor)
         else:
             self._took_weights()
-            self._gather(output_tensor, input_tensor, self.layouts(input_tensor.dtype).kept)
+            self.hops(output_tensor, input_tensor, self.layouts(input_tensor.dtype).kept)
         # ``agree`` compares the two: a unit that stayed unsharded must not serve with weights of an older copy.
         # No work is returned, because everything is on this stream already: FSDP2 records its event after this call.
         self._unsharded_from = self._num_copies
@@ -145,18 +151,29 @@ class ZeroPPAllGather(WeightGather):
         if self._kept is not None and self._kept.layouts.delta is not None:
             self.expire()
 
-    def start_ahead(self) -> None:
-        """Start the cross hop now if it is due and its input can be had without FSDP2."""
-        if not self._keeps_secondary or self.due == Change.NONE:
-            return
-        dtype = self.unit.param_dtype
+    @property
+    def can_start_ahead(self) -> bool:
+        """Whether the cross hop is due, and its input can be had without FSDP2."""
         # Also a unit that the last pass skipped: which units a rank used is its own affair, and must not choose collectives.
-        if dtype in FLOAT_DTYPES and self.unit.has_plain_shards:
-            # On an accelerator waiting orders streams and holds up nobody. On CPU the hop is left under way until the
-            # unit is needed, so that the hops of all units overlap with each other and with compute.
-            kept = self._start(dtype, None)
-            if self._lands_at_once:
-                self._land(kept)
+        is_due = self._keeps_secondary and self.due != Change.NONE
+        return is_due and self.unit.param_dtype in FLOAT_DTYPES and self.unit.has_plain_shards
+
+    def encode_ahead(self) -> Changes | None:
+        """Encode the changed words that the cross hop will send; None where it sends something else."""
+        dtype, self._changes = self.unit.param_dtype, None
+        self._land_flight()
+        layouts = self.layouts(dtype)
+        if self._kept is not None and self._changes_are_enough(self._kept, layouts):
+            self._changes = self.hops.encode_changes(self.unit.flat_shard(dtype), layouts, self._kept.secondary)
+        return self._changes
+
+    def start_ahead(self) -> None:
+        """Start the cross hop, behind ``encode_ahead`` and the exchange of sizes."""
+        # On an accelerator waiting orders streams and holds up nobody. On CPU the hop is left under way until the unit is
+        # needed, so that the hops of all units overlap with each other and with compute.
+        kept = self._start(self.unit.param_dtype, None)
+        if self._lands_at_once:
+            self._land(kept)
 
     @property
     def stays_in_group(self) -> bool:
@@ -178,14 +195,26 @@ class ZeroPPAllGather(WeightGather):
         """Return the bytes of one optimizer step that makes no resync."""
         if self.unit.param_dtype not in FLOAT_DTYPES:
             return self._fsdp2.predict(micro_steps)
-        cross, node = self._gather.cross_hop, self._gather.node_hop
+        cross, node = self.hops.cross_hop, self.hops.node_hop
         gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards_after_forward)
         crossings = crossings_per_step(gathers, keeps_secondary=self._keeps_secondary, trains=self.unit.trains)
-        layouts = self.layouts(self.unit.param_dtype)
+        measured = self._measured_changes()
         predicted = gather_bytes(
-            layouts, cross_hop=cross.peers, node_hop=node.peers, gathers=gathers, crossings=crossings
+            self.layouts(self.unit.param_dtype),
+            cross_hop=cross.peers,
+            node_hop=node.peers,
+            gathers=gathers,
+            crossings=crossings,
+            changes_bytes=measured,
         )
+        predicted.cross_hop.is_measured = measured is not None
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
+
+    def _measured_changes(self) -> int | None:
+        """Return the mean bytes of changed words that one rank sent in a step, their sizes included; None before any."""
+        if self._kept is None or not self._kept.num_changes:
+            return None
+        return round(self._kept.changes_bytes / self._kept.num_changes)
 
     def _up_to_date(self, shard: torch.Tensor) -> Copy:
         """Return the secondary shard, brought up to date if that is due, with this stream ordered behind its arrival."""
@@ -202,17 +231,16 @@ class ZeroPPAllGather(WeightGather):
 
     def _start(self, dtype: torch.dtype, shard: torch.Tensor | None) -> Copy:
         """Start the cross hop of the weights in ``dtype``. ``shard`` is this rank's, where FSDP2 made it already."""
-        # A hop under way must end before the next one writes to the same secondary shard. It may not be dropped: the
-        # other ranks of the cross group add what it brings, and a delta that one rank left out would stay missing.
-        if self._kept is not None and self._kept.flight is not None:  # started ahead, and the weights changed since
-            self._land(self._kept)
+        self._land_flight()
         layouts, due = self.layouts(dtype), self.due
         kept = self._kept
-        if kept is not None and self._delta_is_enough(kept, layouts, due):
+        if kept is not None and self._changes_are_enough(kept, layouts):
+            self._start_changes(kept, layouts, self.unit.flat_shard(dtype) if shard is None else shard)
+        elif kept is not None and self._delta_is_enough(kept, layouts, due):
             # The delta is taken from the fp32 masters and not from the shard in ``dtype``, whose rounding would hide
             # small updates.
             kept.num_deltas, kept.num_surprises = kept.num_deltas + 1, 0
-            kept.flight = self._gather.start_delta(self.unit.master_shards(), layouts, kept.secondary)
+            kept.flight = self.hops.start_delta(self.unit.master_shards(), layouts, kept.secondary)
         else:
             kept = self._start_whole(self.unit.flat_shard(dtype) if shard is None else shard, layouts)
             self._count_surprise(kept, due)
@@ -222,14 +250,29 @@ class ZeroPPAllGather(WeightGather):
         self._took_weights()
         return kept
 
+    def _land_flight(self) -> None:
+        # A hop under way must end before the next one writes to the same secondary shard. It may not be dropped: the
+        # other ranks of the cross group add what it brings, and a delta that one rank left out would stay missing.
+        if self._kept is not None and self._kept.flight is not None:  # started ahead, and the weights changed since
+            self._land(self._kept)
+
+    def _start_changes(self, kept: Copy, layouts: GatherLayouts, shard: torch.Tensor) -> None:
+        changes, self._changes = self._changes, None
+        if changes is None:  # nobody started ahead: this unit exchanges its sizes alone
+            changes = self.hops.encode_changes(shard, layouts, kept.secondary)
+            self.hops.exchange_sizes([changes])
+        kept.flight = flight = self.hops.start_changes(changes)
+        kept.num_changes += 1
+        kept.changes_bytes += flight.row_bytes + changes.size.nbytes
+
     def _start_whole(self, shard: torch.Tensor, layouts: GatherLayouts) -> Copy:
-        kept, num_bytes = self._kept, self._gather.cross_hop.size * layouts.kept.nbytes
+        kept, num_bytes = self._kept, self.hops.cross_hop.size * layouts.kept.nbytes
         # A secondary shard of the right size is used again: where ranks share memory, a new one is a collective of
         # the node. All ranks take the same branch, because sizes follow from what they agreed on.
         if kept is None or kept.secondary.own.numel() != num_bytes:
-            kept = Copy(self._gather.new_secondary(layouts.kept, shard.device), layouts)
+            kept = Copy(self.hops.new_secondary(layouts.kept, shard.device), layouts)
         kept.layouts, kept.num_deltas = layouts, 0
-        kept.flight = self._gather.start(shard, layouts, kept.secondary)
+        kept.flight = self.hops.start(shard, layouts, kept.secondary)
         return kept
 
     def _delta_is_enough(self, kept: Copy, layouts: GatherLayouts, due: Change) -> bool:
@@ -239,12 +282,17 @@ class ZeroPPAllGather(WeightGather):
         """
         # Other layouts than the copy's mean another dtype, or parameters frozen or thawed: codes of two forms do not
         # add up.
-        if layouts.delta is None or layouts != kept.layouts or due == Change.EDITED:
+        if layouts.delta is None or layouts != kept.layouts or due >= Change.EDITED:
             return False
         return self._config.qwz_resync_steps is None or kept.num_deltas < self._config.qwz_resync_steps
 
+    def _changes_are_enough(self, kept: Copy, layouts: GatherLayouts) -> bool:
+        # What was received is known exactly, so it does not matter what changed the weights. Every rank gives the same
+        # answer, as for deltas.
+        return layouts.sends_changes and layouts == kept.layouts and self.due != Change.INVALID
+
     def _count_surprise(self, kept: Copy, due: Change) -> None:
-        if due != Change.EDITED or kept.layouts.delta is None:
+        if due < Change.EDITED or kept.layouts.delta is None:
             return
         kept.num_surprises += 1
         if kept.num_surprises > MANY_SURPRISES:
@@ -252,7 +300,7 @@ class ZeroPPAllGather(WeightGather):
 
     def _land(self, kept: Copy) -> None:
         assert kept.flight is not None
-        self._gather.land(kept.flight, kept.layouts, kept.secondary)
+        self.hops.land(kept.flight, kept.layouts, kept.secondary)
         kept.flight = None
         # The copies are compared after the landing, when all of them should be equal, and before anybody decodes
         # them.
@@ -265,3 +313,14 @@ class ZeroPPAllGather(WeightGather):
     ) -> dist.Work | None:
         self._warnings.warn(MIXED_DTYPES, [self.unit])
         return self._fsdp2(output, shard, group, async_op)
+
+
+def start_ahead(gathers: Sequence[WeightGather]) -> None:
+    """Start the cross hops that are due, of all units that can. On every rank ``gathers`` are those of the same units."""
+    due = [gather for gather in gathers if isinstance(gather, ZeroPPAllGather) and gather.can_start_ahead]
+    # The sizes of changed words are exchanged for all units at once, because each exchange waits for the slow network.
+    changes = [encoded for gather in due if (encoded := gather.encode_ahead()) is not None]
+    if changes:
+        due[0].hops.exchange_sizes(changes)
+    for gather in due:
+        gather.start_ahead()

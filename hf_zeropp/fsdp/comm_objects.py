@@ -50,8 +50,8 @@ class WeightGather(CommObject, AllGather):
     def __init__(self, unit: Unit, freshness: Freshness) -> None:
         self.unit = unit
         self.freshness = freshness
-        # A unit that was never gathered is like one that was edited: whole weights must cross.
-        self.due = Change.EDITED
+        # Nothing was gathered that could be brought up to date.
+        self.due = Change.INVALID
         # Decisions are made after the gathers that they decide on, and set this then.
         self.ensure_agreed: Callable[[], None] = lambda: None
         self._num_copies = 0  # counts the times that weights were taken from the shards
@@ -64,7 +64,7 @@ class WeightGather(CommObject, AllGather):
 
     def expire(self) -> None:
         """Gather the weights anew at the next forward pass."""
-        self.freshness.mark(Change.EDITED)
+        self.freshness.mark(Change.INVALID)
 
     def agree(self, change: Change) -> None:
         """Take note of the change that all ranks agreed on.
@@ -76,9 +76,6 @@ class WeightGather(CommObject, AllGather):
         self.due = max(self.due, change)
         if self.unit.is_unsharded and (self.due != Change.NONE or self._unsharded_from != self._num_copies):
             self.unit.reshard()
-
-    def start_ahead(self) -> None:
-        """Start what the next gather of a stale unit needs, where that can be done ahead."""
 
     def _took_weights(self) -> None:
         # Both are cleared by what was really gathered. An agreement alone clears nothing, since a pass may skip the

@@ -27,6 +27,7 @@ from contextlib import contextmanager
 import torch.nn as nn
 
 from hf_zeropp.comm.agreement import Agreement, Answer, Channel, Statement
+from hf_zeropp.fsdp.all_gather import start_ahead
 from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.fsdp.micro_steps import MicroSteps
@@ -70,7 +71,7 @@ class Decisions:
         pipeline: reductions under way; None where streams overlap.
         traffic: counts micro-steps.
         channel: all ranks.
-        starts_ahead: whether cross hops of stale units are started when a forward pass begins (where no streams overlap).
+        starts_ahead: whether cross hops of stale units are started when a forward pass begins.
 
     Attributes:
         reduces: the reductions of all units over the world, in module order. Set when they are installed.
@@ -166,9 +167,7 @@ class Decisions:
         # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
         # wait for a node that generates no more.
         if self._starts_ahead or moment == Moment.GENERATE:
-            for gather, asked in zip(self._gathers, asks, strict=True):
-                if asked:
-                    gather.start_ahead()
+            start_ahead([gather for gather, asked in zip(self._gathers, asks, strict=True) if asked])
 
     # Gradients.
 

@@ -41,12 +41,17 @@ from hf_zeropp.fsdp.units import Unit, WeightStamp
 # an edit, because a resumed run starts from the masters that it holds.
 
 
+# Changed words (``qwz_mode="exact"``) bring a secondary shard up to date after any change. Whole weights cross only where
+# somebody says that copies are not to be relied on (``Change.INVALID``).
+
+
 class Change(enum.IntEnum):
     """A change of a unit's weights since they were gathered. The larger one counts where ranks differ."""
 
     NONE = 0
     STEPPED = 1
     EDITED = 2
+    INVALID = 3
 
 
 class Freshness:
@@ -65,7 +70,7 @@ class Freshness:
         self._stamp: WeightStamp | None = None
         self._digest: int | None = None
         # Nothing was gathered yet, so the first gather must send whole weights.
-        self._marked = Change.EDITED
+        self._marked = Change.INVALID
         self._is_in_closure_step = False
 
     def taken(self) -> None:
@@ -98,8 +103,8 @@ class Freshness:
 
     def change(self) -> Change:
         """Return what happened to the weights since ``taken``. Asking changes nothing."""
-        if self._stamp is None or self._marked == Change.EDITED:
-            return Change.EDITED
+        if self._marked >= Change.EDITED:
+            return self._marked
         # The two answers that need no hash come first: reading the shards is the cost of this method.
         if self._marked == Change.STEPPED and not self._checks_steps:
             return Change.STEPPED

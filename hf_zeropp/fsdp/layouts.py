@@ -51,8 +51,10 @@ def gather_layouts(
         trains: whether any of them is trainable. Frozen weights have no use for deltas.
     """
     # With values there is one layout: what crosses nodes is what is kept. With deltas the copy is kept finer than the
-    # wire, because it has to hold the sum of many deltas and not the rounding of one.
-    if config.qwz_mode != "delta":
+    # wire, because it has to hold the sum of many deltas and not the rounding of one. Changed words need a copy of words.
+    if config.qwz_mode == "exact":
+        return GatherLayouts(wire_layout(shards, None, config.weight_block, dtype), sends_changes=True)
+    if config.qwz_mode == "values":
         return GatherLayouts(wire_layout(shards, config.qwz_bits, config.weight_block, dtype))
     if not trains:
         return GatherLayouts(wire_layout(shards, FROZEN_WIRE_BITS, config.weight_block, dtype))

@@ -76,7 +76,13 @@ def crossings_per_step(gathers: int, *, keeps_secondary: bool, trains: bool) -> 
 
 
 def gather_bytes(
-    layouts: GatherLayouts, *, cross_hop: Peers, node_hop: Peers, gathers: int, crossings: int
+    layouts: GatherLayouts,
+    *,
+    cross_hop: Peers,
+    node_hop: Peers,
+    gathers: int,
+    crossings: int,
+    changes_bytes: int | None = None,
 ) -> HopBytes:
     """Return what one unit's gathers send in one optimizer step that makes no resync.
 
@@ -86,13 +92,15 @@ def gather_bytes(
         node_hop: peers in the node hop.
         gathers: result of ``gathers_per_step``.
         crossings: result of ``crossings_per_step``.
+        changes_bytes: bytes of the words of one slice that change in a step; None where whole weights or deltas are sent.
     """
-    # The node hop always moves the copy, in the form in which it is kept. Only the cross hop may send a delta in its
-    # place.
-    crossing = layouts.kept if layouts.delta is None else layouts.delta
+    # The node hop always moves the copy, in the form in which it is kept. Only the cross hop may send something else in
+    # its place.
+    whole = layouts.kept if layouts.delta is None else layouts.delta
+    crossing = whole.nbytes if changes_bytes is None else changes_bytes
     secondary_bytes = cross_hop.group_size * layouts.kept.nbytes
     return HopBytes(
-        cross_hop=cross_hop.bytes_of(crossing.nbytes).times(crossings),
+        cross_hop=cross_hop.bytes_of(crossing).times(crossings),
         node_hop=node_hop.bytes_of(secondary_bytes).times(gathers if node_hop.group_size > 1 else 0),
     )
 

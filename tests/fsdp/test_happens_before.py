@@ -284,6 +284,7 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "delta": functools.partial(steps, **DELTA),
     "delta, 8-bit copy": functools.partial(steps, **DELTA, hpz_bits=8),
     "delta, resync": functools.partial(steps, **DELTA, qwz_resync_steps=1),
+    "exact": functools.partial(steps, qwz_mode="exact"),
     "error feedback": functools.partial(steps, **FEEDBACK),
     "rotated": functools.partial(steps, qgz_hadamard=True),
     "chunks": functools.partial(steps, **CHUNKS),
@@ -296,6 +297,7 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "nothing quantized": functools.partial(steps, **EXACT),
     "generation": generation,
     "generation, delta": functools.partial(generation, **DELTA),
+    "generation, exact": functools.partial(generation, qwz_mode="exact"),
     "dense LoRA": functools.partial(packed_lora, None),
 } | {
     way.__name__.replace("_", " "): way

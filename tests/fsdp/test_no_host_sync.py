@@ -13,7 +13,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
 HOT_PATH = (
-    *("comm.hop", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
+    *("comm.hop", "comm.changed_words", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
     *(
         "fsdp.comm_objects",
         "fsdp.all_gather",
@@ -32,8 +32,14 @@ CONVERSIONS = {"bool", "int", "float"}
 NUMBERS = {("fsdp.reduce_scatter", "_scale_of")}
 
 
-# The one wait that is meant: with CPU offload FSDP2 waits for the same copies.
-MEANT = {("fsdp.reduce_scatter", "_wait_for_offloaded_gradients")}
+MEANT = {
+    # With CPU offload FSDP2 waits for the same copies.
+    ("fsdp.reduce_scatter", "_wait_for_offloaded_gradients"),
+    # With qwz_mode="exact" the host has to know how much to send: once per step, for all units.
+    ("comm.changed_words", "exchange_sizes"),
+    # It waits only where there are no streams.
+    ("comm.changed_words", "encode"),
+}
 
 
 def waits(tree: ast.AST, module: str) -> Iterator[str]:

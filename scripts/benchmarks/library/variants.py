@@ -60,6 +60,7 @@ VARIANTS = {
         # Fewer bits, and the settings that make up for them: see scripts/results/half_model.md.
         Variant("paper", PAPER),
         Variant("half-values", DELTA),
+        Variant("exact", {"preset": "exact"}),
         Variant("half", DELTA | EXACT_SUMS),
         Variant("half-hpz-8", DELTA | EXACT_SUMS | {"hpz_bits": 8}),
         Variant("three-eighths-values", DELTA_2),

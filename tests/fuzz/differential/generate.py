@@ -303,4 +303,8 @@ def _settings(rng: random.Random, world: int, ranks_per_node: int) -> dict[str, 
             settings["hpz_size"] = "node"
         if rng.random() < 0.3:
             settings["qwz_resync_steps"] = 2
+    keeps_copies = settings["hpz_size"] is not None and not settings["hpz_size"] == world > ranks_per_node
+    # Nothing is rounded here either. Drawn last, so that older seeds keep the rest of their programs.
+    if way == "exact" and keeps_copies and rng.random() < 0.35:
+        settings["qwz_mode"] = "exact"
     return settings

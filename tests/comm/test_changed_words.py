@@ -1,0 +1,91 @@
+"""Bring secondary shards up to date by changed words, and compare with shards that were sent whole: the same bits.
+
+For every world, node size and dtype, awkward slices (empty ones among them), and changes from none to all, of any bits. Ranks
+change different numbers of words, so that their wires differ in size.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import each_case, expect_errors, run_ranks
+from two_hops import DTYPES, Case, node_sizes, world_of
+
+from hf_zeropp.comm.hop import Hop
+from hf_zeropp.comm.two_hops import GatherLayouts, TwoHopGather
+from hf_zeropp.traffic import GATHER_CROSS
+
+WORLDS = (2, 3, 4, 6)
+SLICES = ("one element", "awkward", "empty", "20000,-3,400")
+SHARES = (0.0, 0.01, 0.3, 1.0)
+
+
+def changed(values: torch.Tensor, rank: int, step: int) -> torch.Tensor:
+    """Return ``values`` with a share of their words replaced by random bits, another share on each rank."""
+    words = values.clone().view(torch.int16)
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    share = SHARES[(step + rank) % len(SHARES)]
+    chosen = torch.rand(words.shape, generator=generator) < share
+    random = torch.randint(-(2**15), 2**15, words.shape, generator=generator, dtype=torch.int16)
+    return torch.where(chosen, random, words).view(values.dtype)
+
+
+def with_sizes(gather: TwoHopGather, sizes: Hop) -> TwoHopGather:
+    return TwoHopGather(gather.cross_hop, gather.node_hop, gather._buffers, gather._memory, sizes_hop=sizes)
+
+
+def check(case: Case, rank: int) -> None:
+    """Two units at a time, whose sizes cross together: one changes, and one stays as it is."""
+    world, layouts = world_of(case.ranks_per_node), GatherLayouts(case.layout(None), sends_changes=True)
+    sizes = Hop(GATHER_CROSS, world.topology.cross_group, world.traffic)
+    for gather in (with_sizes(world.gather, sizes), with_sizes(world.gather_shared, sizes)):
+        moving = still = case.values(rank, 1)
+        copies = [gather.new_secondary(layouts.kept, torch.device("cpu")) for _ in range(3)]
+        for copy in copies[:2]:
+            gather.land(gather.start(moving, layouts, copy), layouts, copy)
+        for step in range(3):
+            moving = changed(moving, rank, step)
+            units = list(zip((moving, still), copies[:2], strict=True))
+            changes = [gather.encode_changes(shard, layouts, copy) for shard, copy in units]
+            gather.exchange_sizes(changes)
+            world.poison()
+            flights = [gather.start_changes(one) for one in changes]
+            for flight, (_, copy) in zip(flights, units, strict=True):
+                gather.land(flight, layouts, copy)
+            gather.land(gather.start(moving, layouts, copies[2]), layouts, copies[2])
+            assert torch.equal(copies[0].own, copies[2].own), f"step {step}"
+
+
+def check_cases(rank: int) -> int:
+    sizes = [size for size in node_sizes(dist.get_world_size()) if size < dist.get_world_size()]
+    cases = [Case(*choice, None) for choice in itertools.product(sizes, SLICES, DTYPES)]
+    each_case(cases, lambda case: check(case, rank))
+    return len(cases)
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_copies_equal_those_sent_whole(world_size):
+    assert run_ranks(check_cases, world_size) == [(len(node_sizes(world_size)) - 1) * len(SLICES) * 3] * world_size
+
+
+def damaged(rank: int) -> None:
+    """The table of the first block claims other sections than the wire of rank 1 has."""
+    world, case = world_of(1), Case(1, "20000,-3,400", torch.bfloat16, None)
+    layouts = GatherLayouts(case.layout(None), sends_changes=True)
+    gather = with_sizes(world.gather, Hop(GATHER_CROSS, world.topology.cross_group, world.traffic))
+    copy = gather.new_secondary(layouts.kept, torch.device("cpu"))
+    shard = case.values(rank, 1)
+    gather.land(gather.start(shard, layouts, copy), layouts, copy)
+    changes = gather.encode_changes(changed(shard, 1, 0), layouts, copy)
+    gather.exchange_sizes([changes])
+    if rank == 1:
+        changes.wire[:2] = 0x5A
+    gather.land(gather.start_changes(changes), layouts, copy)
+
+
+def test_a_damaged_wire_is_noticed_where_it_arrives():
+    for error in expect_errors(damaged, 3):
+        assert "apply_changes" in error and "slice 1" in error, error

@@ -1,0 +1,327 @@
+"""``qwz_mode="exact"`` in training: the same bits as whole weights, whatever changes them, for the bytes of what changed.
+
+The oracle is the same training with ``qwz_bits=None``, which sends whole weights after every change.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn as nn
+from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
+from harness import Scenarios, run_ranks
+from rich.console import Console
+from staleness import WritesData, WritesPointers
+from torch.distributed.fsdp import CPUOffloadPolicy
+from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
+
+NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
+EXACT = NODES | {"qwz_mode": "exact"}
+WHOLE = NODES | {"qwz_bits": None}
+NUM_STEPS = 60
+MANY_STEPS = 200
+
+
+class Run(NamedTuple):
+    """What two ways of training must have in common: the losses, the weights, and the weights as they are gathered."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    gathered: dict[str, torch.Tensor]
+
+    def equals(self, other: Run) -> bool:
+        pairs = ((self.weights, other.weights), (self.gathered, other.gathered))
+        same = all(
+            one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one) for one, two in pairs
+        )
+        return same and self.losses == other.losses and self.losses[0] != self.losses[-1]
+
+
+Train = Callable[[nn.Module, ZeroPPHandle, int], Iterator[float]]
+"""Trains, and yields losses."""
+
+
+def run(
+    train: Train, rank: int, settings: dict[str, Any], policy: str = "bf16", dtype=torch.float32, **arguments
+) -> Run:
+    model = shard(make_lm().to(dtype), POLICIES[policy], **arguments)
+    handle = apply_zeropp(model, settings)
+    losses = list(train(model, handle, rank))
+    model.reshard()
+    gathered = gathered_weights(model)
+    calls = handle.traffic.counts.get(GATHER_RESYNC, Bytes()).calls
+    assert not calls or settings["qwz_mode"] == "exact"
+    return Run(losses, full_weights(model), gathered)
+
+
+def is_exact(train: Train, rank: int, **kwargs) -> bool:
+    return run(train, rank, EXACT, **kwargs).equals(run(train, rank, WHOLE, **kwargs))
+
+
+def calls(handle: ZeroPPHandle, name: str) -> int:
+    return handle.traffic.counts.get(name, Bytes()).calls
+
+
+def steps(model: nn.Module, handle: ZeroPPHandle, rank: int, num_steps: int = 12, lr: float = 1e-3) -> Iterator[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    for step in range(num_steps):
+        yield backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# ------------------------------------------------------------------------------------------------------- the same bits
+
+
+def over_many_steps(rank: int, num_steps: int) -> None:
+    """With fp32 masters at 1e-4 few of the words change; in pure bf16 at 1e-2 many do."""
+    for lr, dtype in ((1e-4, torch.float32), (1e-2, torch.bfloat16)):
+        many = functools.partial(steps, num_steps=num_steps, lr=lr)
+        assert is_exact(many, rank, policy="bf16" if dtype == torch.float32 else "fp32", dtype=dtype)
+
+
+def in_every_dtype(rank: int) -> None:
+    """Weights gathered in fp32 (two words each) and fp16, and training of bf16 weights without masters."""
+    assert is_exact(steps, rank, policy="fp32")
+    assert is_exact(steps, rank, policy="fp16 reduce")
+    assert is_exact(steps, rank, policy="fp32", dtype=torch.bfloat16)
+
+
+def accumulated(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(5):
+        for micro_step in range(3):
+            handle.set_last_micro_step(micro_step == 2)
+            yield backward(model, rank, 3 * step + micro_step)
+        if step != 2:  # as a loss scaler skips a step
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def accumulation_and_skipped_steps(rank: int) -> None:
+    assert is_exact(accumulated, rank)
+
+
+def edited(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float]:
+    """Optimizers and edits that move no counter, edits that do, loaded weights, and copies given up by one rank."""
+    optimizers = [cls(model.parameters(), lr=0.01) for cls in (WritesData, WritesPointers)]
+    for step, optimizer in enumerate(3 * optimizers):
+        yield backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.blocks[0].up.weight.to_local().data.mul_(1.5)
+    yield backward(model, rank, 7)
+    model.load_state_dict({key: 0.5 * value for key, value in model.state_dict().items()})
+    yield backward(model, rank, 8)
+    model.blocks[1].down.weight.detach().add_(0.25)
+    if rank == 3:
+        handle.invalidate()
+    with torch.no_grad(), generation_mode(model):
+        yield model(tokens_of(0)).float().sum().item()
+    yield from steps(model, handle, rank, 3)
+
+
+def edits_of_every_kind(rank: int) -> None:
+    assert is_exact(edited, rank)
+
+
+def values_that_are_no_numbers(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float]:
+    """NaN payloads, infinities, denormals and signed zeros take the same way as numbers."""
+    yield from steps(model, handle, rank, 2)
+    shard = model.blocks[0].up.weight.to_local()
+    # Each rank writes other patterns into its own rows, of which some ranks have none.
+    words = torch.tensor([0x7FC1, 0xFFA5, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x8000], dtype=torch.int32) << 16
+    with torch.no_grad():
+        flat = shard.view(torch.int32).view(-1)
+        flat[: words.numel()].copy_(words[: flat.numel()] + (rank << 16))
+    yield 1.0
+    with torch.no_grad():
+        model(tokens_of(0))
+    yield 2.0
+
+
+def not_a_number(rank: int) -> None:
+    one, two = (run(values_that_are_no_numbers, rank, settings) for settings in (EXACT, WHOLE))
+    for name, weight in one.gathered.items():
+        assert torch.equal(weight.view(torch.int16), two.gathered[name].view(torch.int16)), name
+
+
+def other_ways_of_the_same_bytes(rank: int) -> None:
+    """Without overlap, through sockets, a copy on each rank, parameters offloaded, and frozen units that thaw."""
+    for settings in ({"overlap": False}, {"shared_memory": False}, {"hpz_size": 1}, {"ranks_per_node": 1}):
+        assert run(steps, rank, EXACT | settings).equals(run(steps, rank, WHOLE | settings)), settings
+    assert is_exact(steps, rank, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    assert is_exact(thawing, rank, policy="fp32")
+
+
+def thawing(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float]:
+    for requires_grad in (False, True):
+        model.blocks[0].requires_grad_(requires_grad)
+        optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
+        for step in range(3):
+            yield backward(model, rank, step)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def resumed(rank: int) -> None:
+    """A run that is saved and goes on, and one that resumes, have the bits of one that was never saved."""
+    ends = []
+    for settings in (EXACT, WHOLE):
+        model = shard(make_lm(), POLICIES["bf16"])
+        handle = apply_zeropp(model, settings)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def train(first: int, model=model, optimizer=optimizer) -> None:
+            for step in range(first, first + 3):
+                backward(model, rank, step)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(0)
+        with tempfile.TemporaryDirectory() as folder:
+            handle.save_state(folder)
+            saved = {key: value.clone() for key, value in model.state_dict().items()}
+            train(3)
+            ends.append(full_weights(model))
+            model.load_state_dict(saved)
+            handle.load_state(folder)
+        train(3)
+        ends.append(full_weights(model))
+    assert all(torch.equal(ends[0][name], end[name]) for end in ends[1:] for name in ends[0])
+
+
+# ---------------------------------------------------------------------------------------------------------- the bytes
+
+
+def only_what_changed_crosses(rank: int) -> None:
+    """Whole weights cross once. An edit of a single word is a few bytes, and a pass without changes nothing."""
+    model = shard(make_lm(hidden=64, inner=256), POLICIES["bf16"])
+    handle = apply_zeropp(model, EXACT)
+    model(tokens_of(rank))
+    assert calls(handle, GATHER_RESYNC) == len(handle.gathers)
+    handle.traffic.reset()
+    model.reshard()
+    model(tokens_of(rank))
+    assert calls(handle, GATHER_CROSS) == calls(handle, GATHER_RESYNC) == 0
+    if rank == 2:
+        model.blocks[0].up.weight.to_local().data[0, 0] += 1
+    model.reshard()
+    model(tokens_of(rank))
+    # The sizes, of one unit, and the wire: a table of entries, and the block with one change.
+    assert calls(handle, GATHER_CROSS) == 2 and calls(handle, GATHER_RESYNC) == 0
+    assert 0 < handle.traffic.counts[GATHER_CROSS].cross_node < 64
+
+
+def the_prediction_is_what_was_measured(rank: int) -> None:
+    model = shard(make_lm(hidden=64, inner=256), POLICIES["bf16"])
+    handle = apply_zeropp(model, EXACT)
+    assert not any(count.is_measured for count in handle.predict().values())
+    list(steps(model, handle, rank, 1, lr=1e-5))
+    handle.traffic.reset()
+    list(steps(model, handle, rank, 4, lr=1e-5))
+    predicted, counted = handle.predict()[GATHER_CROSS], handle.traffic.counts[GATHER_CROSS]
+    assert predicted.is_measured and abs(4 * predicted.cross_node - counted.cross_node) <= 4 * len(handle.gathers)
+    # A rank receives a quarter of the model from other nodes where whole weights cross.
+    assert counted.cross_node / 4 < 0.06 * handle.traffic.model_bytes / 4
+    [row] = [row for row in table_rows(handle) if "gather, across nodes" in row]
+    assert "(measured)" in row
+
+
+def table_rows(handle: ZeroPPHandle) -> list[str]:
+    console = Console(width=120, file=io.StringIO())
+    console.print(handle.traffic.table(handle.predict()))
+    return console.file.getvalue().splitlines()
+
+
+def when_all_words_change_it_sends_whole_blocks(rank: int) -> None:
+    """Never more than whole weights and 1 %: a table of 4 bytes for each 16 KB."""
+    model = shard(make_lm(hidden=256, inner=1024), POLICIES["bf16"])
+    handle = apply_zeropp(model, EXACT)
+    model(tokens_of(rank))
+    whole = handle.traffic.counts[GATHER_RESYNC].cross_node
+    model.reshard()
+    for param in model.parameters():
+        param.to_local().data.copy_(torch.randn_like(param.to_local()))
+    model(tokens_of(rank))
+    assert whole < handle.traffic.counts[GATHER_CROSS].cross_node <= 1.01 * whole
+
+
+def one_exchange_of_sizes(rank: int) -> None:
+    """The sizes of all units that are due cross together, once per step."""
+    model = shard(make_lm(depth=6), POLICIES["bf16"])
+    handle = apply_zeropp(model, EXACT)
+    list(steps(model, handle, rank, 1))
+    handle.traffic.reset()
+    list(steps(model, handle, rank, 3))
+    assert calls(handle, GATHER_CROSS) == 3 * (1 + len(handle.gathers))
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        in_every_dtype,
+        accumulation_and_skipped_steps,
+        edits_of_every_kind,
+        not_a_number,
+        other_ways_of_the_same_bytes,
+        resumed,
+        only_what_changed_crosses,
+        the_prediction_is_what_was_measured,
+        when_all_words_change_it_sends_whole_blocks,
+        one_exchange_of_sizes,
+    ],
+    env={"ZEROPP_CHECK": "1"},
+)
+
+
+@SCENARIOS.parametrize
+def test_exact(scenario):
+    SCENARIOS.check(scenario)
+
+
+@pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(MANY_STEPS, marks=pytest.mark.long)])
+def test_over_many_steps(num_steps):
+    run_ranks(over_many_steps, 4, num_steps, limit_s=300)
+
+
+def in_any_world(rank: int) -> bool:
+    return is_exact(steps, rank)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 6, 8])
+def test_any_number_of_nodes(num_ranks):
+    assert all(run_ranks(in_any_world, num_ranks))
+
+
+def lora(rank: int, bits: int | None, settings: dict) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Train an adapter, add a second one, and train that."""
+    model = with_adapter(tiny_llama(), ("default", "other"))
+    accelerator, _, model, _ = prepare(model, mixed_precision="bf16", **settings, frozen_bits=bits)
+    losses = []
+    for adapter in ("default", "other", "default"):
+        model.set_adapter(adapter)
+        optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
+        for step in range(4):
+            loss = model(input_ids=tokens(seed=step), labels=tokens(seed=step)).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return losses, {name: full(param.detach()) for name, param in model.named_parameters() if "lora" in name}
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_adapters(bits):
+    exact, whole = (run_ranks(lora, 4, bits, settings, init=False) for settings in (EXACT, WHOLE))
+    for (losses, weights), (expected_losses, expected) in zip(exact, whole, strict=True):
+        assert losses == expected_losses and all(torch.equal(weights[name], expected[name]) for name in expected)
