@@ -329,36 +329,30 @@ class ZeroPPHandle:
         cross = Hop(GATHER_CROSS, groups.cross_group, self.traffic, is_async=self._overlaps)
         # The node hop is waited for at once, since FSDP2 needs the weights that it delivers now.
         node = Hop(GATHER_NODE, groups.node_group, self.traffic)
-        # A second name on the same group: a table then tells resyncs, which should be rare, from deltas.
+        # The same group under another name: a table then tells resyncs, which should be rare.
         resync = Hop(GATHER_RESYNC, groups.cross_group, self.traffic, is_async=self._overlaps)
-        keeps_secondary = plan.hpz_size is not None
-        may_share = self.config.shared_memory and keeps_secondary
-        may_share = may_share and not devices.has_streams(self.topology.mesh.device_type)
-        # ``may_share`` is equal on all ranks, since the settings and the device are. ``connect`` is a collective, so a
-        # rank that skipped it alone would leave its node waiting. Without hpZ nothing is kept that peers could read
-        # later.
+        is_cpu = not devices.has_streams(self.topology.mesh.device_type)
+        may_share = self.config.shared_memory and plan.hpz_size is not None and is_cpu
+        # It is equal on all ranks, since the settings and the device are. ``connect`` is a collective, so a rank that
+        # skipped it alone would leave its node waiting. Without hpZ nothing is kept that peers could read later.
         memory = NodeMemory.connect(node.group) if may_share else None
         self.shares_memory = memory is not None
-        # Sizes are waited for at once: nothing can be sent before they are known.
-        sizes = Hop(GATHER_CROSS, groups.cross_group, self.traffic)
-        return TwoHopGather(cross, node, buffers, memory, resync, sizes)
+        return TwoHopGather(cross, node, buffers, memory, resync)
 
     def _install_reduces(self, gathers: list[WeightGather], buffers: WireBuffers) -> Decisions:
         is_async = self._overlaps or self.config.qgz_chunks > 1  # chunks overlap with each other on any backend
         node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=is_async)
         cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=is_async)
         hops = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks)
-        # On streams FSDP2 overlaps reductions by itself. The pipeline is for gloo, where a collective blocks the only
-        # thread.
+        # On streams FSDP2 overlaps reductions by itself. On gloo a collective blocks the only thread.
         pipeline = ReducePipeline() if self._overlaps else None
-        # Agreements have a group of their own, so that no hop can come between, and on the CPU even if the world's
-        # backend is NCCL, so that no stream is waited for.
+        # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
         channel = Channel(new_cpu_group(self._shard_groups))
-        # Programs that make many models, such as searches for hyperparameters, would collect threads otherwise.
+        # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
         weakref.finalize(self, channel.close).atexit = False
-        # Ranks exchange the sizes of changed words for all units together, so these are started ahead on streams as well.
-        starts_ahead = self._overlaps or self.config.qwz_mode == "exact"
-        decisions = Decisions(gathers, self._micro_steps, pipeline, self.traffic, channel, starts_ahead=starts_ahead)
+        # Sizes of changed words are exchanged for all units together, so these are started ahead on streams as well.
+        ahead = self._overlaps or self.config.qwz_mode == "exact"
+        decisions = Decisions(gathers, self._micro_steps, pipeline, self.traffic, channel, starts_ahead=ahead)
         for unit in self.units:
             comm = ZeroPPReduceScatter(
                 unit,

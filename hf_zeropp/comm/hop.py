@@ -59,6 +59,10 @@ class Hop:
             work = dist.all_to_all_single(output, wire, group=self.group, async_op=self.is_async)
         return self._traffic.timer.watch(work, wire.device)
 
+    def blocking(self) -> Hop:
+        """Return a hop over the same ranks, counted under the same name, whose collectives wait."""
+        return Hop(self.name, self.group, self._traffic)
+
     def barrier(self) -> None:
         """Wait until every rank of the group is here. It stands between uses of memory that the ranks share, on CPU."""
         with self._traffic.timer.measure(torch.device("cpu")):

@@ -67,7 +67,6 @@ class TwoHopGather:
         memory: memory that the ranks of ``node_hop`` share, which makes the node hop a read; None where they have none.
         resync_hop: a second hop over the cross group, whose name counts the gathers that send whole weights where deltas or
             changed words are the rule. By default they are counted with the others.
-        sizes_hop: a hop over the cross group that waits, for the sizes of changed words; None where none are sent.
     """
 
     def __init__(
@@ -77,12 +76,12 @@ class TwoHopGather:
         buffers: WireBuffers,
         memory: NodeMemory | None = None,
         resync_hop: Hop | None = None,
-        sizes_hop: Hop | None = None,
     ) -> None:
         self.cross_hop = cross_hop
         self.node_hop = node_hop
         self.resync_hop = resync_hop or cross_hop
-        self._sizes_hop = sizes_hop
+        # Sizes of changed words are waited for at once: nothing can be sent before they are known.
+        self._sizes_hop = cross_hop.blocking()
         self._buffers = buffers
         self._memory = memory
 
@@ -153,7 +152,6 @@ class TwoHopGather:
 
     def exchange_sizes(self, changes: Sequence[Changes]) -> None:
         """Tell all ranks of the cross group the sizes of ``changes``, those of the same units on every rank, in one order."""
-        assert self._sizes_hop is not None
         changed_words.exchange_sizes(changes, self._sizes_hop, self._buffers)
 
     def start_changes(self, changes: Changes) -> ChangesFlight:

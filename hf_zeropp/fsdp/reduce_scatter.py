@@ -135,11 +135,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._shown_output = output_tensor if self.unit.shows_reduced_output else None
         reduction = UnitReduction(self, form, crosses)
         if self._pipeline is not None and not self.unit.shows_reduced_output:
-            # The unit before this one leaves its node hop first: its wire buffers are then free for this one.
-            self._pipeline.advance()
-            reduction.start(full)
-            self._num_under_way += 1
-            self._pipeline.submit(reduction)
+            self._submit(reduction, full, self._pipeline)
             output_tensor.zero_()
             return None
         self._coordinator.confirm_micro_step()
@@ -202,6 +198,13 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self.pending.clear()
 
     # The stages of one reduction.
+
+    def _submit(self, reduction: UnitReduction, full: torch.Tensor, pipeline: ReducePipeline) -> None:
+        # The unit before this one leaves its node hop first: its wire buffers are then free for this one.
+        pipeline.advance()
+        reduction.start(full)
+        self._num_under_way += 1
+        pipeline.submit(reduction)
 
     def keep_sums(self, flights: list[Flight], form: Form) -> None:
         """Finish the node hop of a micro-step that is not the last, and keep the node's sums."""

@@ -36,14 +36,8 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp import devices
 
 __all__ = [
-    "AllGather",
-    "DefaultAllGather",
-    "DefaultReduceScatter",
-    "ReduceScatter",
-    "Unit",
-    "WeightStamp",
-    "find_units",
-]
+    "AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "WeightStamp", "find_units"
+]  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,9 +14,7 @@ import torch.distributed as dist
 from harness import each_case, expect_errors, run_ranks
 from two_hops import DTYPES, Case, node_sizes, world_of
 
-from hf_zeropp.comm.hop import Hop
-from hf_zeropp.comm.two_hops import GatherLayouts, TwoHopGather
-from hf_zeropp.traffic import GATHER_CROSS
+from hf_zeropp.comm.two_hops import GatherLayouts
 
 WORLDS = (2, 3, 4, 6)
 SLICES = ("one element", "awkward", "empty", "20000,-3,400")
@@ -33,15 +31,10 @@ def changed(values: torch.Tensor, rank: int, step: int) -> torch.Tensor:
     return torch.where(chosen, random, words).view(values.dtype)
 
 
-def with_sizes(gather: TwoHopGather, sizes: Hop) -> TwoHopGather:
-    return TwoHopGather(gather.cross_hop, gather.node_hop, gather._buffers, gather._memory, sizes_hop=sizes)
-
-
 def check(case: Case, rank: int) -> None:
     """Two units at a time, whose sizes cross together: one changes, and one stays as it is."""
     world, layouts = world_of(case.ranks_per_node), GatherLayouts(case.layout(None), sends_changes=True)
-    sizes = Hop(GATHER_CROSS, world.topology.cross_group, world.traffic)
-    for gather in (with_sizes(world.gather, sizes), with_sizes(world.gather_shared, sizes)):
+    for gather in (world.gather, world.gather_shared):
         moving = still = case.values(rank, 1)
         copies = [gather.new_secondary(layouts.kept, torch.device("cpu")) for _ in range(3)]
         for copy in copies[:2]:
@@ -75,7 +68,7 @@ def damaged(rank: int) -> None:
     """The table of the first block claims other sections than the wire of rank 1 has."""
     world, case = world_of(1), Case(1, "20000,-3,400", torch.bfloat16, None)
     layouts = GatherLayouts(case.layout(None), sends_changes=True)
-    gather = with_sizes(world.gather, Hop(GATHER_CROSS, world.topology.cross_group, world.traffic))
+    gather = world.gather
     copy = gather.new_secondary(layouts.kept, torch.device("cpu"))
     shard = case.values(rank, 1)
     gather.land(gather.start(shard, layouts, copy), layouts, copy)
