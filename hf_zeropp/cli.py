@@ -21,7 +21,7 @@ from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate import methods, network_command, report, time_command
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.setup import OPTIMIZER_STATE_BYTES, Setup
+from hf_zeropp.estimate.setup import CHANGED_WEIGHTS, OPTIMIZER_STATE_BYTES, Setup
 from hf_zeropp.ops.frozen_format import FROZEN_BITS
 from hf_zeropp.sizes import parse_count
 from hf_zeropp.switch import is_enabled
@@ -85,6 +85,7 @@ def run_estimate(args: argparse.Namespace) -> None:
             config=_estimate_config(args, model),
             fp32_reduce=args.fp32_reduce,
             tensor_parallel=args.tensor_parallel,
+            changed_weights=args.changed_weights,
         )
         estimates = methods.estimate(model, setup)
         times = time_command.TimeEstimate(args, model, setup) if wants_times else None
@@ -233,6 +234,14 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
         default=1,
         metavar="RANKS",
         help="The neighbouring ranks of a node that cut every layer between them. The default is 1.",
+    )
+    parser.add_argument(
+        "--changed-weights",
+        type=float,
+        default=CHANGED_WEIGHTS,
+        metavar="SHARE",
+        help="The share of weights whose 16-bit value changes in a step, for qwz_mode exact. The default is 0.05, as at a "
+        "learning rate of 1e-5; 0.005 at 1e-6, 0.28 at 1e-4.",
     )
     parser.add_argument("--fp32-reduce", action="store_true", help="Reduce gradients in fp32 instead of bf16.")
     parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")

@@ -13,8 +13,10 @@ from hf_zeropp.estimate.job import Job
 from hf_zeropp.estimate.methods import Estimate, fsdp2, ours, paper_methods
 from hf_zeropp.estimate.step_time import DEEPSPEED, StepTime, method_names, step_time, with_method
 
-EXACTNESS = ("balanced", "paper", "half_model", "min_traffic", "pcie")
-"""Presets in the order of preference among equally fast ones: fewer bits and less known settings come later."""
+EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic", "pcie")
+"""Presets in the order of preference among equally fast ones: fewer bits and less known settings come later.
+
+``"exact"`` rounds less than ``"balanced"`` and holds twice the memory. Its speed rests on a share of weights that was assumed."""
 
 MARGIN = 0.03
 """Share of a step that counts as equal: medians of one measured job moved by as much from one run to the next."""

@@ -34,6 +34,7 @@ from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
 from hf_zeropp.fsdp.predictions import (
+    changed_words_bytes,
     crossings_per_step,
     gather_bytes,
     gather_node_size,
@@ -281,7 +282,7 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     memory["residual"] = sum(reduce.residual_bytes() for reduce in reduces)
     users: list[_UnitGather | _UnitReduce] = [*gathers, *reduces]
     shared_buffers = max((user.buffer_bytes() for user in users), default=0)  # units use them in turn
-    memory["wire buffers"] = shared_buffers + _delta_buffer_bytes(gathers, setup)
+    memory["wire buffers"] = shared_buffers + _landing_bytes(gathers, setup)
     # Units count what one rank receives. All ranks receive equally, so a node receives N times that.
     traffic = total(user.step_bytes() for user in users).times(setup.ranks_per_node)
     if stays_fsdp2:
@@ -290,10 +291,10 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     return Estimate(THIS_PACKAGE, memory, traffic.cross_node, traffic.intra_node, gathered)
 
 
-def _delta_buffer_bytes(gathers: list[_UnitGather], setup: Setup) -> int:
-    """Return the bytes of the buffers that receive deltas. With overlap, those of all units are under way at once."""
-    received = [gather.delta_buffer_bytes() for gather in gathers]
-    return sum(received) if setup.config.overlap else max(received, default=0)
+def _landing_bytes(gathers: list[_UnitGather], setup: Setup) -> int:
+    """Return the bytes of the buffers for deltas and changed words. With overlap, those of all units are under way at once."""
+    buffers = [gather.landing_bytes() for gather in gathers]
+    return sum(buffers) if setup.config.overlap else max(buffers, default=0)
 
 
 class _UnitGather:
@@ -311,6 +312,7 @@ class _UnitGather:
         # bf16 is the compute dtype that is assumed throughout.
         shards = flat_shards(unit.params, setup)
         self._layouts = gather_layouts(setup.config, shards, torch.bfloat16, trains=True)
+        self._changes_bytes = changed_words_bytes(self._layouts, setup.changed_weights)
 
     def secondary_bytes(self) -> int:
         return self._cross_hop.group_size * self._layouts.kept.nbytes if self._keeps_secondary else 0
@@ -319,16 +321,23 @@ class _UnitGather:
         """Return the bytes of wire buffers while the unit is gathered.
 
         The node hop receives the whole unit in wire form. Before it, the cross hop sends one slice. If no secondary shard is
-        kept, it also needs a buffer of that size to receive in. A delta is taken of fp32 masters, on a GPU in one piece.
+        kept, it also needs a buffer of that size to receive in. A delta is taken of fp32 masters, on a GPU in one piece. Changed
+        words are found in a copy of the slice, and encoded in as much room.
         """
         kept, delta = self._layouts.kept, self._layouts.delta
         received = self._setup.world_size * kept.nbytes
         if delta is not None:
             return received + delta.nbytes + MASTER_BYTES * delta.numel
+        if self._layouts.sends_changes:
+            return received + 2 * kept.nbytes
         return received + ((0 if self._keeps_secondary else self._cross_hop.group_size) + 1) * kept.nbytes
 
-    def delta_buffer_bytes(self) -> int:
-        """Return the bytes of the buffer that receives deltas, beside the secondary shard that they change."""
+    def landing_bytes(self) -> int:
+        """Return the bytes of the buffers of one cross hop that changes a secondary shard, beside that shard."""
+        if self._changes_bytes is not None:
+            return (
+                1 + self._cross_hop.group_size
+            ) * self._changes_bytes  # one wire is sent and kept until it has arrived
         return 0 if self._layouts.delta is None else self._cross_hop.group_size * self._layouts.delta.nbytes
 
     def step_bytes(self) -> Bytes:
@@ -336,7 +345,12 @@ class _UnitGather:
         gathers = gathers_per_step(self._setup.micro_steps, reshards_after_forward=self._unit.reshards)
         crossings = crossings_per_step(gathers, keeps_secondary=self._keeps_secondary, trains=True)
         return gather_bytes(
-            self._layouts, cross_hop=self._cross_hop, node_hop=self._node_hop, gathers=gathers, crossings=crossings
+            self._layouts,
+            cross_hop=self._cross_hop,
+            node_hop=self._node_hop,
+            gathers=gathers,
+            crossings=crossings,
+            changes_bytes=self._changes_bytes,
         ).total()
 
 

@@ -23,7 +23,13 @@ from hf_zeropp.estimate.model_shape import ParamShape, UnitShape
 from hf_zeropp.estimate.stages import Stage, Stages
 from hf_zeropp.estimate.unit_work import UnitWork
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
-from hf_zeropp.fsdp.predictions import gather_bytes, gather_node_size, leaves_gathers_to_fsdp2, reduce_bytes
+from hf_zeropp.fsdp.predictions import (
+    changed_words_bytes,
+    gather_bytes,
+    gather_node_size,
+    leaves_gathers_to_fsdp2,
+    reduce_bytes,
+)
 from hf_zeropp.fsdp.units import ParamShard
 from hf_zeropp.traffic import Peers
 
@@ -167,17 +173,23 @@ class _Maker:
         layouts, peers = self._layouts(params), self._gather_cross
         if peers.group_size == 1:
             return ()
-        hops = gather_bytes(layouts, cross_hop=peers, node_hop=self._gather_node, gathers=1, crossings=1)
-        if layouts.delta is None:
+        changes = changed_words_bytes(layouts, self._setup.changed_weights)
+        hops = gather_bytes(
+            layouts, cross_hop=peers, node_hop=self._gather_node, gathers=1, crossings=1, changes_bytes=changes
+        )
+        cross_hop = self._stages.exchange("cross hop", hops.cross_hop, peers)
+        if layouts.replaces_copies:
             encode = HALF_BYTES * layouts.kept.numel + layouts.kept.nbytes
-            return (self._stages.kernel("encode", encode), self._stages.exchange("cross hop", hops.cross_hop, peers))
+            return self._stages.kernel("encode", encode), cross_hop
+        if changes is not None:
+            # The shard is laid out as the copy is, and read again beside the copy. Words are written where they changed.
+            encode = HALF_BYTES * layouts.kept.numel + 3 * layouts.kept.nbytes + changes
+            applied = peers.group_size * (2 * changes)
+            return self._stages.kernel("encode", encode), cross_hop, self._stages.kernel("apply changes", applied)
+        assert layouts.delta is not None
         encode = MASTER_BYTES * layouts.kept.numel + layouts.kept.nbytes + layouts.delta.nbytes
         added = peers.group_size * (layouts.delta.nbytes + 2 * layouts.kept.nbytes)
-        return (
-            self._stages.kernel("encode", encode),
-            self._stages.exchange("cross hop", hops.cross_hop, peers),
-            self._stages.kernel("add delta", added),
-        )
+        return self._stages.kernel("encode", encode), cross_hop, self._stages.kernel("add delta", added)
 
     @functools.cache  # noqa: B019
     def _node_gather(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
