@@ -36,12 +36,15 @@ class Changes:
     Attributes:
         wire: uint8, of which the first ``size`` bytes count.
         size: int64 [1], where the wire lies.
-        sizes: the bytes of the wires of all ranks of the cross group, in group order. None until ranks have exchanged them.
+        sizes: the sizes of all ranks of the cross group in group order, int64 [Y], where the wire lies. None until ranks have
+            exchanged them.
+        row_bytes: the largest of them.
     """
 
     wire: torch.Tensor
     size: torch.Tensor
-    sizes: list[int] | None = None
+    sizes: torch.Tensor | None = None
+    row_bytes: int = 0
 
 
 @dataclasses.dataclass
@@ -49,15 +52,10 @@ class ChangesFlight(Flight):
     """A cross hop under way that carries changed words. They are applied to the secondary shard when they land.
 
     Attributes:
-        sizes: the bytes of each rank's wire, in group order. The wires lie in ``received`` at equal distances.
+        changes: this rank's part, with the sizes of all parts. They lie in ``received`` in group order, ``row_bytes`` apart.
     """
 
-    sizes: Sequence[int] = ()
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes between the beginnings of two wires in ``received``."""
-        return max(self.sizes)
+    changes: Changes | None = None
 
 
 def take_rounded(buffers: WireBuffers, num_bytes: int, device: torch.device) -> torch.Tensor:
@@ -88,21 +86,22 @@ def exchange_sizes(changes: Sequence[Changes], hop: Hop, buffers: WireBuffers) -
     received = own.new_empty(hop.size * own.numel())
     # A blocking hop: nothing can be sent before the sizes are known.
     Flight(received, hop.all_gather(received.view(torch.uint8), own.view(torch.uint8))).land(buffers)
-    for change, sizes in zip(changes, received.view(hop.size, -1).t().tolist(), strict=True):
-        change.sizes = sizes
+    by_unit = received.view(hop.size, -1).t().contiguous()
+    for change, sizes, largest in zip(changes, by_unit, by_unit.amax(1).tolist(), strict=True):
+        change.sizes, change.row_bytes = sizes, largest
 
 
 def start(changes: Changes, hop: Hop, buffers: WireBuffers) -> ChangesFlight:
     """Start the cross hop of one unit's changed words, whose sizes are known."""
     assert changes.sizes is not None, "sizes are exchanged first"
-    row_bytes, wire = max(changes.sizes), changes.wire
+    row_bytes, wire = changes.row_bytes, changes.wire
     if wire.numel() < row_bytes:
         # Another rank of the group has more to send. What lies behind this rank's bytes is arbitrary.
         wire = take_rounded(buffers, row_bytes, wire.device)
         wire[: changes.wire.numel()].copy_(changes.wire)
         buffers.give(changes.wire)
     received = take_rounded(buffers, hop.size * row_bytes, wire.device)
-    return ChangesFlight(received, hop.all_gather(received, wire[:row_bytes]), (wire,), changes.sizes)
+    return ChangesFlight(received, hop.all_gather(received, wire[:row_bytes]), (wire,), changes)
 
 
 def apply(flight: ChangesFlight, copies: torch.Tensor, buffers: WireBuffers) -> None:
@@ -111,8 +110,9 @@ def apply(flight: ChangesFlight, copies: torch.Tensor, buffers: WireBuffers) -> 
     Raises:
         ValueError: a wire is damaged (on a CPU, where looking costs nothing).
     """
-    sizes = torch.tensor(flight.sizes, dtype=torch.int64)
-    offsets = torch.arange(len(flight.sizes), dtype=torch.int64) * flight.row_bytes
+    assert flight.changes is not None and flight.changes.sizes is not None
+    sizes = flight.changes.sizes
+    offsets = torch.arange(sizes.numel(), device=sizes.device) * flight.changes.row_bytes
     # Every rank of the cross group applies the same bytes to the same slice, the sender included, so copies stay equal.
-    ops.apply_changes(flight.received, sizes.to(copies.device), copies, offsets.to(copies.device))
+    ops.apply_changes(flight.received, sizes, copies, offsets)
     buffers.give(flight.received)

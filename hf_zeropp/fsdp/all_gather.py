@@ -261,9 +261,9 @@ class ZeroPPAllGather(WeightGather):
         if changes is None:  # nobody started ahead: this unit exchanges its sizes alone
             changes = self.hops.encode_changes(shard, layouts, kept.secondary)
             self.hops.exchange_sizes([changes])
-        kept.flight = flight = self.hops.start_changes(changes)
+        kept.flight = self.hops.start_changes(changes)
         kept.num_changes += 1
-        kept.changes_bytes += flight.row_bytes + changes.size.nbytes
+        kept.changes_bytes += changes.row_bytes + changes.size.nbytes
 
     def _start_whole(self, shard: torch.Tensor, layouts: GatherLayouts) -> Copy:
         kept, num_bytes = self._kept, self.hops.cross_hop.size * layouts.kept.nbytes

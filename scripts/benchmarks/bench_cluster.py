@@ -35,7 +35,7 @@ from library.study import (
     rank_environment,
     shape_of,
 )
-from library.variants import VARIANTS, Variant
+from library.variants import LEARNING_RATE, VARIANTS, Variant
 from rich.progress import Progress
 
 RATES = ["unlimited", "10gbit", "1gbit", "200mbit", "100mbit"]
@@ -67,6 +67,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=45, help="of timed steps; at least 3 steps are made")
     parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank and micro-step")
     parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument(
+        "--learning-rate", type=float, default=LEARNING_RATE, help="of AdamW; changed words depend on it"
+    )
     parser.add_argument("--zeropp", type=json.loads, default={}, help="settings beside a variant's own, as JSON")
     parser.add_argument("--profile", nargs="*", help="show where a step's time goes, for these variants or all")
     return parse(parser, QUICK, argv)
@@ -74,11 +77,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 
 def conditions(args: argparse.Namespace) -> dict[str, Any]:
     """Return the conditions of the study that stand on its page."""
-    return {
+    found = {
         "command": command_line(__file__),
         "model": dataclasses.asdict(shape_of(args)),
         **{key: getattr(args, key) for key in FIXED if key != "model"},
     }
+    # Bytes and times of other variants do not depend on it, and older studies did not note it.
+    return found if args.learning_rate == LEARNING_RATE else found | {"learning_rate": args.learning_rate}
 
 
 # ---------------------------------------------------------------------------------------------------------- measurement
@@ -115,7 +120,9 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
 
 def _start(cluster: Cluster, name: str, args: argparse.Namespace) -> contextlib.AbstractContextManager[Ranks]:
     served = "library.training_run:TrainingRun"
-    return cluster.start(served, _variant(name, args), shape_of(args), args.batch_size, args.seq_len)
+    return cluster.start(
+        served, _variant(name, args), shape_of(args), args.batch_size, args.seq_len, args.learning_rate
+    )
 
 
 def _variant(name: str, args: argparse.Namespace) -> Variant:

@@ -28,7 +28,7 @@ from hf_zeropp.fsdp.units import AllGather, ReduceScatter, find_units
 from library.measurement import Measurement
 from library.network import link_bytes
 from library.profiling import Profile
-from library.variants import ModelShape, Variant
+from library.variants import LEARNING_RATE, ModelShape, Variant
 from library.without_agreement import without_agreement
 
 
@@ -46,9 +46,12 @@ class TrainingRun:
         shape: the model's sizes.
         batch_size: sequences per micro-step.
         seq_len: tokens of a sequence. Every micro-step sees the same random tokens, other ones on every rank.
+        learning_rate: of AdamW. The bytes of changed words (variant ``exact``) depend on it.
     """
 
-    def __init__(self, variant: Variant, shape: ModelShape, batch_size: int, seq_len: int) -> None:
+    def __init__(
+        self, variant: Variant, shape: ModelShape, batch_size: int, seq_len: int, learning_rate: float = LEARNING_RATE
+    ) -> None:
         self.variant = variant
         self.plugin = ZeroPPPlugin(
             zeropp=False if variant.zeropp is None else variant.zeropp,
@@ -66,7 +69,7 @@ class TrainingRun:
         model = build_model(shape)
         model = _with_lora(model) if variant.lora else model
         trainable = [param for param in model.parameters() if param.requires_grad]
-        optimizer = torch.optim.AdamW(trainable, lr=1e-4, foreach=True)
+        optimizer = torch.optim.AdamW(trainable, lr=learning_rate, foreach=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         if variant.silent:
             _silence(self.model)
