@@ -423,13 +423,11 @@ class ZeroPPHandle:
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
         held = _params_of(optimizer)
-        # One step counts once, however many units the optimizer holds parameters of. Another model's does not count.
-        stepped = False
-        for reduce in self.reduces:
-            if reduce.unit.has_param_of(held):
-                stepped = True
-                reduce.residual.after_optimizer_step()
-        self.traffic.steps += stepped
+        stepped = [reduce for reduce in self.reduces if reduce.unit.has_param_of(held)]
+        for reduce in stepped:
+            reduce.residual.after_optimizer_step()
+        if stepped:  # an optimizer of another model does not count
+            self.traffic.end_optimizer_step()
         for gather in self._weight_gathers:
             if gather.unit.has_param_of(held):
                 gather.freshness.after_step()

@@ -121,7 +121,8 @@ class Traffic:
 
     Attributes:
         timer: seconds in collectives since the last ``reset``.
-        steps: optimizer steps since the last ``reset``.
+        steps: optimizer steps since the last ``reset``. Several optimizers that step after one backward pass, or within it,
+            make one step.
         micro_steps: backward passes since the last ``reset``.
     """
 
@@ -138,7 +139,17 @@ class Traffic:
         self.timer = CommTimer()
         self.steps = 0
         self.micro_steps = 0
+        self._has_stepped = False  # since the last backward pass began
         self._counts: dict[str, Bytes] = defaultdict(Bytes)
+
+    def begin_backward(self) -> None:
+        """Note that a backward pass begins, whose gradients make another step."""
+        self._has_stepped = False
+
+    def end_optimizer_step(self) -> None:
+        """Count a step, unless another optimizer's was counted for the same gradients."""
+        self.steps += not self._has_stepped
+        self._has_stepped = True
 
     def record(self, collective: str, received: Bytes) -> None:
         """Add what this rank received in a collective of that name."""
@@ -154,7 +165,7 @@ class Traffic:
     def cross_node_bytes(self) -> int:
         """Bytes that entered this node from other nodes, all its ranks together."""
         # One rank's counter stands for its node without a collective: all ranks of a node receive equally, by
-        # construction.
+        # construction. Only with changed words they differ, by some per cent.
         return self.ranks_per_node * sum(count.cross_node for count in self._counts.values())
 
     @property

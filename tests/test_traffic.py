@@ -153,6 +153,23 @@ def one_node_is_left_to_fsdp2(rank: int) -> None:
     assert handle.predict() == {} and handle.traffic.counts == {}
 
 
+def optimizers_in_backward(rank: int) -> None:
+    """With an optimizer for each parameter, a unit crosses once per step if one of its own stepped, and a step is one step."""
+    model = shard(make_lm())
+    handle = apply_zeropp(model, EXACT | NODES | {"hpz_size": "node"})
+    for block, lr in zip(model.blocks, (0.01, None), strict=True):
+        for param in block.parameters() if lr else ():
+            optimizer = torch.optim.SGD([param], lr=lr)
+            param.register_post_accumulate_grad_hook(lambda param, optimizer=optimizer: optimizer.step())
+    backward(model, rank)
+    assert handle.traffic.counts[GATHER_CROSS].calls == len(handle.units)
+    for step in range(1, 4):
+        assert handle.traffic.steps == step
+        backward(model, rank, step)
+        model.zero_grad()
+        assert handle.traffic.counts[GATHER_CROSS].calls == len(handle.units) + step
+
+
 SCENARIOS = Scenarios(
     4,
     [
@@ -165,6 +182,7 @@ SCENARIOS = Scenarios(
         generation_stays_within_nodes,
         secondary_shards_are_a_node_th_of_the_model,
         one_node_is_left_to_fsdp2,
+        optimizers_in_backward,
     ],
 )
 

@@ -176,6 +176,7 @@ class Decisions:
         if reduce is self._first_trainable():
             self._traffic.micro_steps += 1
         if self._micro_steps.enter_backward():
+            self._traffic.begin_backward()
             # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
             # progress would reduce wires of different sizes.
             self._micro_steps.begin_step(is_accumulating=self._is_accumulating)
