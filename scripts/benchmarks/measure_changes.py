@@ -1,0 +1,148 @@
+"""How many 16-bit weights change in a step of fine-tuning, and how many bytes do they take on the wire?
+
+    python scripts/benchmarks/measure_changes.py
+
+One process trains a small Llama on the source text of Python's standard library, with fp32 masters and AdamW, as ranks do under
+``qwz_mode="exact"``. From this checkpoint it goes on at several learning rates, each with a new optimizer. After every step the
+bf16 values of the masters are compared with those of the step before, and encoded as a cross hop would send them. Nothing is
+timed. Shares of M are times (Y-1)/Y for Y nodes, as everywhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from library.loss_study import write_tokens
+from library.pages import Grid
+from library.training_run import build_model
+from library.variants import ModelShape
+from rich.console import Console
+from rich.progress import track
+
+from hf_zeropp import ops
+
+COLUMNS = (
+    "learning rate",
+    "steps",
+    "words that change",
+    "by one unit",
+    "bytes a change",
+    "weights, of M",
+    "whole step, of M",
+)
+GRADIENTS = 0.25 + 2 / 128 / 2
+"""Bytes of INT4 gradients across nodes, of M: codes, and a scale of 2 bytes for each block of 128."""
+
+
+class Change(NamedTuple):
+    """One step: share of words that changed, share of these that moved by one, and bytes on the wire of them all."""
+
+    share: float
+    by_one: float
+    bytes_per_change: float
+    of_model: float
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line without the program's name."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rates", nargs="+", type=float, default=[1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3], help="of AdamW")
+    parser.add_argument("--hidden-size", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
+    parser.add_argument("--steps", type=int, default=30, help="at each rate; the first ten are not counted")
+    return parser.parse_args(argv)
+
+
+class Text:
+    """Random windows of the training text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self._tokens = np.load(write_tokens(Path(folder), vocab_size).train)
+        self._random = np.random.default_rng(0)
+
+    def batch(self, batch_size: int = 8, length: int = 128) -> torch.Tensor:
+        """Return tokens [batch_size, length]."""
+        starts = self._random.integers(len(self._tokens) - length, size=batch_size)
+        return torch.from_numpy(np.stack([self._tokens[start : start + length] for start in starts]).astype(np.int64))
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, text: Text) -> float:
+    """Train one step with bf16 compute, and return the loss."""
+    tokens = text.batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def words_of(model: torch.nn.Module) -> torch.Tensor:
+    """Return all weights in bf16, in one tensor."""
+    return torch.cat([param.detach().flatten() for param in model.parameters()]).bfloat16()
+
+
+def change(before: torch.Tensor, after: torch.Tensor) -> Change:
+    """Encode how ``after`` differs from ``before``."""
+    sizes, _ = ops.encode_changes(after, before)
+    # Values of one sign are in the order of their bits.
+    moved = (after.view(torch.int16).int() - before.view(torch.int16).int()).abs()
+    num_changed = max(int((moved != 0).sum()), 1)
+    by_one = int((moved == 1).sum()) / num_changed
+    return Change(num_changed / moved.numel(), by_one, int(sizes[0]) / num_changed, int(sizes[0]) / before.nbytes)
+
+
+def changes_at(model: torch.nn.Module, text: Text, rate: float, num_steps: int) -> list[Change]:
+    """Train at ``rate`` and return the change of each step that is counted."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    found, before = [], words_of(model)
+    for _ in range(num_steps):
+        step(model, optimizer, text)
+        after = words_of(model)
+        found.append(change(before, after))
+        before = after
+    return found[10:]
+
+
+def row_of(rate: float, changes: list[Change]) -> list[str]:
+    """Return the table's row of one learning rate: means over steps."""
+    mean = Change(*map(statistics.mean, zip(*changes, strict=True)))
+    return [
+        f"{rate:g}", str(len(changes)), f"{mean.share:.2%}", f"{mean.by_one:.0%}", f"{mean.bytes_per_change:.2f}",
+        f"{mean.of_model:.4f}", f"{mean.of_model + GRADIENTS:.3f}",
+    ]  # fmt: skip
+
+
+def main() -> None:
+    """Train, measure, and print the table in Markdown."""
+    args = parse_args(sys.argv[1:])
+    console = Console(stderr=True)
+    text = Text(vocab_size=4096)
+    shape = ModelShape(args.hidden_size, args.hidden_size * 11 // 4, args.layers, args.hidden_size // 64, 4096)
+    model = build_model(shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.pretraining, eta_min=1e-4)
+    loss = float("nan")
+    for _ in track(range(args.pretraining), "pretraining", console=console):
+        loss = step(model, optimizer, text)
+        schedule.step()
+    grid = Grid(f"Changed words after {args.pretraining} steps of pretraining (loss {loss:.2f})", COLUMNS)
+    checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
+    for rate in track(args.rates, "learning rates", console=console):
+        model.load_state_dict(checkpoint)
+        grid.rows.append(row_of(rate, changes_at(model, text, rate, args.steps)))
+    print(grid.markdown())
+
+
+if __name__ == "__main__":
+    main()
