@@ -28,11 +28,25 @@ ACCELERATE = {
 }
 SETTINGS = {"qwz_bits": 4, "qgz_bits": 8, "ranks_per_node": 1}
 
-SCRIPT = """
-import json, sys
+SCRIPT = '''
+import ctypes, json, sys
 import torch
 from accelerate import Accelerator
 from hf_zeropp import ZeroPPPlugin
+
+
+def bytes_kept():
+    """Return how much malloc keeps of memory that is freed below memory in use, as activations lie above gathered weights."""
+    if not hasattr(ctypes.CDLL(None), "mallinfo2"):
+        return 0
+    info = ctypes.CDLL(None).mallinfo2
+    info.restype = type("Info", (ctypes.Structure,), {"_fields_": [(f"f{i}", ctypes.c_size_t) for i in range(10)]})
+    torch.ones(2**20)  # glibc raises its threshold when it is freed
+    unit, before = torch.ones(2**20), info().f8
+    activation = torch.ones(2**12)
+    del unit
+    return info().f8 - before
+
 
 plugin = ZeroPPPlugin()
 accelerator = Accelerator(fsdp_plugin=plugin)
@@ -44,9 +58,10 @@ handle = plugin.handle_of(model)
 if accelerator.is_main_process:
     facts = {"argv": sys.argv[2:], "bits": [handle.config.qwz_bits, handle.config.qgz_bits], "active": handle.is_active}
     facts |= {"cross": handle.traffic.cross_node_bytes, "precision": accelerator.mixed_precision}
+    facts["kept"] = bytes_kept()
     open(sys.argv[1], "w").write(json.dumps(facts))
 accelerator.end_training()
-"""
+'''
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +103,28 @@ def test_launch_takes_the_zeropp_block_and_delegates_the_rest(tmp_path) -> None:
     facts = launch([sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", config], tmp_path)
     assert facts["bits"] == [4, 8] and facts["active"] and facts["cross"] > 0
     assert facts["argv"] == ["--steps", "3"] and facts["precision"] == "bf16"
+    assert facts["kept"] < 2**20, "memory of gathered weights does not go back to the system"
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_cpu", "threshold"),
+    [
+        ({}, True, "1048576"),
+        ({}, False, None),
+        ({"MALLOC_MMAP_THRESHOLD_": "65536"}, True, "65536"),
+        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=65536"}, True, None),
+    ],
+)
+def test_the_threshold_of_malloc_is_set_on_cpu_and_left_to_the_user(
+    tmp_path, monkeypatch, variables, is_cpu, threshold
+) -> None:
+    (tmp_path / "script.py").touch()
+    config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "use_cpu": is_cpu})
+    monkeypatch.setattr(launcher, "launch_command", lambda args: None)
+    os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
+    os.environ.update(variables)
+    cli.main(["launch", "--config_file", config, str(tmp_path / "script.py")])
+    assert os.environ.get("MALLOC_MMAP_THRESHOLD_") == threshold
 
 
 def test_the_stock_launcher_with_a_config_file_variable(tmp_path) -> None:

@@ -28,6 +28,15 @@ from hf_zeropp.switch import is_enabled
 
 RUNNER = "hf_zeropp.run"
 
+MMAP_THRESHOLD = 2**20
+"""Bytes from which memory of CPU ranks goes back to the system when it is freed.
+
+FSDP2 allocates a unit when it is gathered and frees it after use, in turn with activations that stay until backward. By default
+glibc raises its threshold to 32 MB as such memory is freed, and keeps what follows in its heap, where activations cut the holes
+that gathers leave. A rank then holds twice what it uses. scripts/results/frozen.md has figures, and those of other thresholds.
+The threshold belongs to the process and not to a library, so it is the launcher that sets it.
+"""
+
 
 def launch(flags: list[str]) -> None:
     """Run ``accelerate launch`` with ``flags``, after exporting the ``zeropp_config:`` block of its config file.
@@ -128,9 +137,12 @@ def _export_zeropp(path: str, file: dict[str, Any], folder: str) -> None:
 
 
 def _export_cpu(settings: dict[str, Any]) -> None:
-    """Export ``use_cpu``, which Accelerate's launcher does for plain CPU jobs but not for FSDP on CPU."""
-    if settings.get("use_cpu"):
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+    """Export what ranks on CPU need, and Accelerate's launcher exports for plain CPU jobs alone, or not at all."""
+    if not settings.get("use_cpu"):
+        return
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if "glibc.malloc.mmap_threshold" not in os.environ.get("GLIBC_TUNABLES", ""):  # the newer name of the same setting
+        os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", str(MMAP_THRESHOLD))
 
 
 def _run_through_the_package(args: argparse.Namespace) -> None:
