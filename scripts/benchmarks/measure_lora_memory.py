@@ -1,0 +1,212 @@
+"""What does a rank hold and send in LoRA training over a base of 1.05 billion parameters in 4 bits, beside the estimate?
+
+    hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml scripts/benchmarks/measure_lora_memory.py
+
+The command starts four processes as two emulated nodes of two ranks, and takes 4 GB of memory in all. Weights are packed as
+they are made, so that no rank ever holds the model in 16 bits. Bytes held are those of the storages behind tensors, on the rank
+that holds most. The memory of the process (``RssAnon``) stands beside them: ``MALLOC_MMAP_THRESHOLD_`` changes it.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from statistics import mode
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator, init_empty_weights
+from library.pages import Grid
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_zeropp import ZeroPPPlugin
+from hf_zeropp.apply import ZeroPPHandle
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.estimate.methods import Estimate, ours
+from hf_zeropp.estimate.setup import Setup
+from hf_zeropp.frozen.packing import pack_weight, packable_weights
+from hf_zeropp.integrations.pretrained_shape import pretrained_shape
+from hf_zeropp.ops.frozen_format import FrozenFormat
+
+COLUMNS = ("", "measured, MB", "estimated, MB", "measured / estimated")
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line without the program's name."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hidden-size", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=18)
+    parser.add_argument("--vocab", type=int, default=32000)
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--tokens", type=int, default=64, help="of a batch")
+    parser.add_argument("--steps", type=int, default=3)
+    return parser.parse_args(argv)
+
+
+def llama_config(args: argparse.Namespace) -> LlamaConfig:
+    """Return the config of the base."""
+    return LlamaConfig(
+        vocab_size=args.vocab,
+        hidden_size=args.hidden_size,
+        intermediate_size=args.hidden_size * 11 // 4,
+        num_hidden_layers=args.layers,
+        num_attention_heads=args.hidden_size // 64,
+        max_position_embeddings=1024,
+    )
+
+
+def packed_model(config: LlamaConfig, rank: int, bits: int) -> nn.Module:
+    """Make a Llama with random weights, each packed before the next is made, and adapters of ``rank`` on it."""
+    torch.manual_seed(0)
+    with init_empty_weights(include_buffers=False):
+        model = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
+    for (module, name), *_ in packable_weights(model, frozen_only=True):
+        weight = torch.empty(getattr(module, name).shape, dtype=torch.bfloat16).uniform_(-0.03, 0.03)
+        setattr(module, name, nn.Parameter(weight, requires_grad=False))
+        pack_weight(module, name, FrozenFormat(bits))
+    for module in model.modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.is_meta:  # norms
+                setattr(module, name, nn.Parameter(torch.ones(param.shape, dtype=param.dtype), requires_grad=False))
+    return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the storages behind tensors, or behind this rank's shards of them. A shared storage counts once."""
+    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
+    storages = (tensor.untyped_storage() for tensor in local)
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+class MostGathered:
+    """The most bytes of whole weights that this rank held when a linear layer had computed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.num_bytes = 0
+        self._model = model
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                module.register_forward_hook(self._look)
+
+    def _look(self, *call: object) -> None:
+        whole = (param for param in self._model.parameters() if not isinstance(param, DTensor))
+        self.num_bytes = max(self.num_bytes, storage_bytes(whole))
+
+
+class ProcessMemory:
+    """The most memory that this process owned (``RssAnon``), in bytes, looked at every 2 milliseconds."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def now(self) -> int:
+        """Return what it owns now."""
+        with open("/proc/self/status") as file:
+            return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon"))
+
+    def _look(self) -> None:
+        while True:
+            self.peak = max(self.peak, self.now())
+            time.sleep(0.002)
+
+
+def held(model: nn.Module, optimizer: torch.optim.Optimizer, handle: ZeroPPHandle) -> dict[str, int]:
+    """Return the bytes that this rank holds between steps, by the kinds of the estimate."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    states = (value for state in optimizer.state.values() for value in state.values())
+    return {
+        "frozen": storage_bytes(param for unit in handle.frozen_units for param in unit.params),
+        "parameters": storage_bytes(trained),
+        "gradients": storage_bytes(param.grad for param in trained if param.grad is not None),
+        "optimizer": storage_bytes(state for state in states if isinstance(state, DTensor)),  # and not counts of steps
+        "secondary": handle.secondary_bytes(),
+    }
+
+
+def measure(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfig) -> dict[str, float]:
+    """Train for ``args.steps`` steps, and return this rank's bytes."""
+    memory = ProcessMemory()
+    plugin = ZeroPPPlugin(zeropp=zeropp)
+    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
+    model = packed_model(config, args.rank, zeropp.frozen_bits or 4)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-4)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    gathered, handle = MostGathered(model), plugin.handle_of(model)
+    memory.peak = 0  # what making the model took
+    batch = torch.randint(args.vocab, (1, args.tokens))
+    found: dict[str, float] = {}
+    for _ in range(args.steps):
+        accelerator.backward(model(input_ids=batch, labels=batch).loss)
+        optimizer.step()
+        found = {**held(model, optimizer.optimizer, handle)}
+        optimizer.zero_grad()
+    # On gloo a block is freed before the next one is gathered. The estimate has what accelerators hold: two.
+    # A block's size is the one that most units have.
+    next_block = sum(mode(unit.gathered_bytes() for unit in units) for units in (handle.frozen_units, handle.units))
+    largest = args.vocab * args.hidden_size * torch.bfloat16.itemsize  # decoded: the head
+    return found | {
+        "gathered": gathered.num_bytes + next_block + largest,
+        "cross_node": handle.traffic.cross_node_bytes_per_step,
+        "intra_node": handle.traffic.intra_node_bytes_per_step,
+        "process now": memory.now(),
+        "process peak": memory.peak,
+    }
+
+
+def estimated(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfig) -> Estimate:
+    """Return what ``hf-zeropp estimate`` says of the same job."""
+    with tempfile.TemporaryDirectory() as folder:
+        config.save_pretrained(folder)
+        shape = pretrained_shape(folder, lora_rank=args.rank)
+    world, per_node = dist.get_world_size(), int(zeropp.ranks_per_node)
+    return ours(shape, Setup(world_size=world, ranks_per_node=per_node, config=zeropp))
+
+
+def rows(found: dict[str, float], line: Estimate) -> Iterator[list[str]]:
+    """Yield the rows of the table."""
+    names = {
+        "frozen": "base, 1/N of it",
+        "parameters": "adapters (fp32 masters)",
+        "gradients": "gradients",
+        "optimizer": "AdamW states",
+        "secondary": "secondary shards",
+        "gathered": "gathered at once",
+        "cross_node": "across nodes, per node and step",
+        "intra_node": "within the node, per node and step",
+    }
+    for key, name in names.items():
+        expected = line.memory[key] if key in line.memory else getattr(line, key)
+        yield [name, f"{found[key] / 1e6:.2f}", f"{expected / 1e6:.2f}", f"{found[key] / expected:.3f}"]
+    for key in ("process now", "process peak"):
+        yield [key.replace("now", "memory after a step"), f"{found[key] / 1e6:.0f}", "", ""]
+
+
+def main() -> None:
+    """Measure, and print the table for the terminal and for a page."""
+    args = parse_args(sys.argv[1:])
+    config, zeropp = llama_config(args), ZeroPPConfig.resolve(None)
+    found = measure(args, config, zeropp)
+    everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
+    dist.all_gather_object(everyone, found)
+    if dist.get_rank() == 0:
+        most = {key: max(each[key] for each in everyone) for key in found}
+        threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "glibc's own")
+        title = (
+            f"hidden {args.hidden_size}, {args.layers} layers, LoRA rank {args.rank}; threshold of malloc: {threshold}"
+        )
+        grid = Grid(title, COLUMNS, [*rows(most, estimated(args, config, zeropp))])
+        Console(width=160).print(grid.rich())
+        print(grid.markdown())
+    Accelerator().end_training()
+
+
+if __name__ == "__main__":
+    main()
