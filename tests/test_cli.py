@@ -106,6 +106,16 @@ def test_launch_takes_the_zeropp_block_and_delegates_the_rest(tmp_path) -> None:
     assert facts["kept"] < 2**20, "memory of gathered weights does not go back to the system"
 
 
+def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch) -> None:
+    (tmp_path / "module_of_mine.py").touch()
+    config = write_yaml(tmp_path / "config.yaml", ACCELERATE)
+    jobs = []
+    monkeypatch.setattr(launcher, "launch_command", jobs.append)
+    monkeypatch.chdir(tmp_path)
+    cli.main(["launch", "--config_file", config, "-m", "module_of_mine"])
+    assert jobs[0].training_script_args == ["-m", "module_of_mine"] and str(tmp_path) not in sys.path
+
+
 @pytest.mark.parametrize(
     ("variables", "is_cpu", "threshold"),
     [

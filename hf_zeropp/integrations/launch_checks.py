@@ -9,6 +9,7 @@ import argparse
 import difflib
 import importlib.util
 import os
+import sys
 from typing import Any
 
 from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
@@ -126,7 +127,13 @@ def _count(args: argparse.Namespace, file: dict[str, Any], name: str) -> int | N
 
 
 def _module_exists(name: str) -> bool:
+    folder = os.getcwd()
+    sys.path.insert(
+        0, folder
+    )  # ranks find modules of the working directory, as ``python -m`` does. This command would not.
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of a package around it
         return False
+    finally:
+        sys.path.remove(folder)
