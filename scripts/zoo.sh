@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run tiny models of every architecture in every mode, and write scripts/results/models.md: some 20 minutes on 2 cores.
+# Run tiny models of every architecture in every mode, and write scripts/results/models.md: half an hour on 2 cores.
 # Families named on the command line are run anew: bash scripts/zoo.sh llama mixtral
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 make_environment

@@ -126,7 +126,8 @@ class _FirstStep:
                 f"The first optimizer step ({type(optimizer).__name__}) has ended, and no model runs under ZeRO++, though "
                 f"this job was started with it: expected a model that Accelerate or a Trainer shards with FSDP2, got "
                 f"{_description()}. Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config (or pass "
-                f"--fsdp to a script of the Trainer's), or call apply_zeropp(model). {ENV_ENABLED}=0 trains without ZeRO++."
+                "--fsdp full_shard to a script of the Trainer's), or call apply_zeropp(model). "
+                f"{ENV_ENABLED}=0 trains without ZeRO++."
             )
 
 

@@ -144,10 +144,12 @@ def measure(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfig)
     batch = torch.randint(args.vocab, (1, args.tokens))
     found: dict[str, float] = {}
     for _ in range(args.steps):
+        began = time.process_time()
         accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
         found = {**held(model, optimizer.optimizer, handle)}
         optimizer.zero_grad()
+        found["seconds"] = time.process_time() - began
     # On gloo a block is freed before the next one is gathered. The estimate has what accelerators hold: two.
     # A block's size is the one that most units have.
     next_block = sum(mode(unit.gathered_bytes() for unit in units) for units in (handle.frozen_units, handle.units))
@@ -185,8 +187,9 @@ def rows(found: dict[str, float], line: Estimate) -> Iterator[list[str]]:
     for key, name in names.items():
         expected = line.memory[key] if key in line.memory else getattr(line, key)
         yield [name, f"{found[key] / 1e6:.2f}", f"{expected / 1e6:.2f}", f"{found[key] / expected:.3f}"]
-    for key in ("process now", "process peak"):
-        yield [key.replace("now", "memory after a step"), f"{found[key] / 1e6:.0f}", "", ""]
+    yield ["memory of the process after a step", f"{found['process now'] / 1e6:.0f}", "", ""]
+    yield ["its peak in training", f"{found['process peak'] / 1e6:.0f}", "", ""]
+    yield ["seconds of CPU time in the last step", f"{found['seconds']:.1f}", "", ""]
 
 
 def main() -> None:

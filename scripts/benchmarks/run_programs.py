@@ -95,16 +95,7 @@ def command_of(program: str | Path, folder: Path) -> list[str]:
     """Return the program and its flags."""
     model = ["--model_name_or_path", str(folder / "model")]
     if isinstance(program, Path):
-        flags = [
-            *model,
-            "--train_file",
-            str(folder / "texts.txt"),
-            "--do_train",
-            "--block_size",
-            "32",
-            "--fsdp",
-            "true",
-        ]
+        flags = [*model, "--train_file", str(folder / "texts.txt"), "--do_train", "--block_size", "32"]
         return [str(program.resolve()), *flags, *COMMON]
     flags = [*model, "--dataset_name", str(folder / program), "--dtype", "float32", *PROGRAMS[program], *COMMON]
     return ["trl", program, *flags]

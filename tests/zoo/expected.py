@@ -43,6 +43,10 @@ _FAILURES = {
         "phimoe",
         "LoRA",
     ): "PEFT adapts its router, a linear layer that returns a tuple, and takes the tuple for a tensor.",
+    ("rwkv", "default"): (
+        "Its embeddings begin at 1e-4, under a layer norm. A step of SGD makes the rows of a batch 10 000 times as large, and "
+        "the rows beside them, in the same INT8 block, round to zero. A tiny model alone has several rows in a block."
+    ),
     ("mobilebert", "unquantized"): _MOBILEBERT,
     ("mobilebert", "default"): _MOBILEBERT,
 }

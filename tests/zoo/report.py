@@ -16,7 +16,7 @@ import peft
 import torch
 import transformers
 from expected import ALL, NOT_BUILT, expected_failure
-from modes import ALL_MODES, GENERATE, MODES, Outcome
+from modes import ALL_MODES, GENERATING_MODES, MAY_DIFFER, MODES, Outcome
 from zoo import Case, cases_of, run
 
 RESULTS = Path(__file__).parents[2] / "scripts" / "results"
@@ -39,7 +39,12 @@ def main() -> None:
             flush=True,
         )
         gap = None if outcome.error else outcome.gap
-        results.setdefault(family.name, {})[mode] = [is_ok, gap, outcome.error.partition("\n")[0][:200]]
+        results.setdefault(family.name, {})[mode] = [
+            is_ok,
+            gap,
+            outcome.error.partition("\n")[0][:200],
+            outcome.num_other_tokens,
+        ]
         file.write_text(json.dumps(results, indent=1) + "\n")
 
     try:
@@ -72,12 +77,7 @@ def page(results: dict[str, dict[str, list]]) -> str:
         f"transformers {transformers.__version__}, accelerate {accelerate.__version__}, peft {peft.__version__}, torch "
         f"{torch.__version__.partition('+')[0]}. `bash scripts/zoo.sh` repeats it.",
         "",
-        "A cell is the largest difference of a loss to the unsharded model's, over three steps of SGD. `unquantized` and `LoRA` "
-        f"must stay within {MODES['unquantized'].tolerance}. `default` quantizes weights and gradients: its cell is that "
-        "difference as a share of what the steps changed in the last loss, at most "
-        f"{MODES['default'].tolerance}. `stock` is FSDP2 as Accelerate runs it, without ZeRO++. LoRA adapts all linear layers "
-        "and fused experts, over a base in 16 bits or packed in 4. `generate` is greedy, and counts tokens that differ. "
-        "An empty cell was not run.",
+        *_columns_explained(),
         "",
         "| family | kind | " + " | ".join(modes) + " |",
         "|---|---|" + "---|" * len(modes),
@@ -92,18 +92,59 @@ def page(results: dict[str, dict[str, list]]) -> str:
         totals.append(f"**{sum(found)} of {len(found)}**")
     lines += [f"| **work** | | {' | '.join(totals)} |", "", "## Reasons", ""]
     lines += [f"{number}. {note}" for note, number in notes.items()]
+    lines += ["", "## LoRA", "", *_lora_beside_stock(results)]
     lines += ["", "## Not built", "", *(f"- {name}: {reason}" for name, reason in NOT_BUILT.items())]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _columns_explained() -> list[str]:
+    exact, default, tokens = MODES["unquantized"], MODES["default"], GENERATING_MODES[MAY_DIFFER]
+    return [
+        "**Training.** The yardstick is the unsharded model, trained for three steps of SGD in plain data parallelism. A cell is "
+        "the largest difference of a loss to it on any rank (relative, for losses over 1). The change of all trained parameters "
+        "must be that of the unsharded model too, so that no model passes that learned nothing, or something else. What must "
+        "hold:",
+        "",
+        f"- `stock` (FSDP2 as Accelerate runs it, without ZeRO++), `unquantized` (ZeRO++ with exact exchanges), `stock LoRA`, "
+        f"and `LoRA` over a base in 16 bits or packed in 4: losses within {exact.tolerance}, and the change of the parameters "
+        f"within {exact.update_tolerance} of its length. LoRA adapts all linear layers and fused experts, and exchanges its "
+        "adapters exactly.",
+        f"- `default` quantizes weights and gradients: losses within {default.tolerance}, and the change within "
+        f"{default.update_tolerance} of its length, which is the noise of INT4 gradients.",
+        "",
+        "**Generation** is greedy, three tokens for each sequence. A cell is the largest difference of a logit to the unsharded "
+        "model's (packed too, where the base is), in standard deviations of the logits. `generate` (the whole model) and "
+        "`generate LoRA 4 bit` exchange exactly: every token on every rank must be equal. `generate LoRA INT8` gathers adapters "
+        f"in INT8, as is the default: a logit may move by {tokens.tolerance} standard deviations. The number behind the plus "
+        "sign counts tokens that differ, of all ranks. Logits of random models lie close together, and the adapters' weights "
+        "here are large from the start, so tokens change more easily than in a trained model.",
+        "",
+        "An empty cell was not run: the family generates nothing. A number in parentheses is the reason below.",
+    ]
+
+
+def _lora_beside_stock(results: dict[str, dict[str, list]]) -> list[str]:
+    """Return the sentences that compare LoRA over packed weights with stock FSDP2."""
+    stock = {name for name, modes in results.items() if modes.get("stock LoRA", [False])[0]}
+    packed = {name for name, modes in results.items() if modes.get("LoRA 4 bit", [False])[0]}
+    lost = ", ".join(sorted(stock - packed)) or "none"
+    more = ", ".join(sorted(packed - stock)) or "none"
+    return [
+        f"LoRA over a base packed in 4 bits works on {len(packed)} families, and stock LoRA on {len(stock)}.",
+        "",
+        f"- Stock LoRA works and LoRA over packed weights does not: {lost}.",
+        f"- LoRA over packed weights works and stock LoRA does not: {more}.",
+    ]
 
 
 def _cell(result: list | None, family, mode: str, notes: dict[str, int]) -> str:
     if result is None:
         return ""
-    is_ok, gap, error = result
+    is_ok, gap, error, num_other_tokens = result
     if is_ok:
-        return f"{gap:.0f}" if mode == GENERATE else f"{gap:.0e}"
-    reason = expected_failure(family, mode) or (f"`{error}`" if error else f"differs by {gap:.1e}")
-    return f"fails ({notes.setdefault(reason, len(notes) + 1)})"
+        return f"{gap:.0e}" + (f" + {num_other_tokens}" if num_other_tokens else "")
+    found = f"`{error}`" if error else f"differs by {gap:.1e}, {num_other_tokens} tokens"
+    return f"fails ({notes.setdefault(expected_failure(family, mode) or found, len(notes) + 1)})"
 
 
 if __name__ == "__main__":

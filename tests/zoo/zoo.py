@@ -9,7 +9,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from families import Family
 from harness import RankError, run_ranks
-from modes import GENERATE, GENERATING_KINDS, WORLD, Outcome, run_mode
+from modes import GENERATING_KINDS, GENERATING_MODES, WORLD, Outcome, run_mode
 
 TOGETHER = 40
 """How many cases share a process group: a new one costs a second, and what came of the others is known when all have run."""
@@ -20,7 +20,7 @@ Case = tuple[Family, str]
 
 def cases_of(families: Sequence[Family], modes: Sequence[str]) -> list[Case]:
     """Return all cases that make sense: what generates no tokens is not asked to."""
-    return [(f, mode) for mode in modes for f in families if mode != GENERATE or f.kind in GENERATING_KINDS]
+    return [(f, mode) for mode in modes for f in families if mode not in GENERATING_MODES or f.kind in GENERATING_KINDS]
 
 
 def run(cases: Sequence[Case], report: Callable[[Case, Outcome], None] | None = None) -> dict[Case, Outcome]:
@@ -62,7 +62,7 @@ def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
     outcomes: list[Outcome] = []
     for family, mode in cases:
         try:
-            outcomes.append(Outcome(gap=run_mode(rank, family, mode)))
+            outcomes.append(run_mode(rank, family, mode))
         except Exception as error:  # noqa: BLE001 - it is the outcome
             outcomes.append(Outcome(f"{type(error).__name__}: {error}", trace=traceback.format_exc()))
         AcceleratorState._reset_state(reset_partial_state=False)
