@@ -35,11 +35,14 @@ def wrapped_model(model: nn.Module) -> nn.Module:
 def entrances(model: nn.Module) -> set[nn.Module]:
     """Return the modules through which a computation may enter ``model``, itself among them.
 
-    These are the model that PEFT wraps, and the encoder of an encoder-decoder: ``generate`` calls both by themselves.
+    These are the model that PEFT wraps, and what ``generate`` calls by itself before the forward pass: the encoder of an
+    encoder-decoder, and the parts that make features of images and sounds.
     """
     inner = wrapped_model(model)
     found = {model, inner}
     get_encoder = getattr(inner, "get_encoder", None)
     if getattr(getattr(inner, "config", None), "is_encoder_decoder", False) and callable(get_encoder):
         found.add(get_encoder())
+    if any(hasattr(inner, f"get_{kind}_features") for kind in ("image", "audio", "video")):
+        found |= {part for child in (inner, *inner.children()) for part in child.children()}
     return found

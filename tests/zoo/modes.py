@@ -52,7 +52,7 @@ class Mode:
     lora: bool = False
     lr: float = 0.02
     tolerance: float = 2e-4
-    update_tolerance: float = 0.001
+    update_tolerance: float = 0.02
 
     @property
     def bits(self) -> int | None:

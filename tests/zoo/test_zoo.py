@@ -21,7 +21,7 @@ PART = {
     "unquantized": "qwen2_audio vit t5 bert",
     "default": "siglip",
     "generate": "llama qwen2_audio whisper t5",
-    "generate LoRA 4 bit": "llama mixtral",
+    "generate LoRA 4 bit": "mixtral llava",
 }
 CASES = [(family, mode) for mode, names in PART.items() for family in ALL if family.name in names.split()]
 
