@@ -228,6 +228,13 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
         help="A YAML or JSON file with settings. The default is the environment (ZEROPP_CONFIG_FILE among it), then the "
         "defaults.",
     )
+    _add_job(parser)
+    parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")
+    parser.add_argument("--plot", type=Path, help="Also write a plot to this file. This needs matplotlib.")
+    time_command.add_time_flags(parser)
+
+
+def _add_job(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor-parallel",
         type=_positive,
@@ -244,9 +251,6 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
         "learning rate of 1e-5; 0.005 at 1e-6, 0.28 at 1e-4.",
     )
     parser.add_argument("--fp32-reduce", action="store_true", help="Reduce gradients in fp32 instead of bf16.")
-    parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")
-    parser.add_argument("--plot", type=Path, help="Also write a plot to this file. This needs matplotlib.")
-    time_command.add_time_flags(parser)
 
 
 def _add_frozen_base(parser: argparse.ArgumentParser) -> None:
