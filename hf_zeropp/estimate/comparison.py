@@ -16,7 +16,7 @@ from hf_zeropp.estimate.step_time import DEEPSPEED, StepTime, method_names, step
 EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic", "pcie")
 """Presets in the order of preference among equally fast ones: fewer bits and less known settings come later.
 
-``"exact"`` rounds less than ``"balanced"`` and holds twice the memory. Its speed rests on a share of weights that was assumed."""
+``"exact"`` rounds less than ``"balanced"`` and holds twice the memory."""
 
 MARGIN = 0.03
 """Share of a step that counts as equal: medians of one measured job moved by as much from one run to the next."""
@@ -77,9 +77,15 @@ def fastest(rows: Iterable[Row]) -> Row | None:
     return min((row for row in rows if row.fits), key=lambda row: row.time.step_s, default=None)
 
 
-def recommended(rows: Iterable[Row]) -> Row | None:
-    """Return the preset to use: the most exact one that fits and is as fast as the fastest, by ``MARGIN``; None for none."""
-    presets = [row for row in rows if row.method in PRESETS and row.fits]
+def recommended(rows: Iterable[Row], *, knows_changes: bool = False) -> Row | None:
+    """Return the preset to use: the most exact one that fits and is as fast as the fastest, by ``MARGIN``; None for none.
+
+    Args:
+        rows: the methods that are compared.
+        knows_changes: whether somebody said how many weights change in a step. Without that, ``"exact"`` is not recommended:
+            at the learning rates of pretraining it sends more than the others.
+    """
+    presets = [row for row in rows if row.method in PRESETS and row.fits and (knows_changes or row.method != "exact")]
     best = fastest(presets)
     if best is None:
         return None
@@ -93,7 +99,7 @@ def recommendation(job: Job, rows: list[Row]) -> str:
     Raises:
         ValueError: no preset fits the memory.
     """
-    row = recommended(rows)
+    row = recommended(rows, knows_changes=job.setup.changed_weights is not None)
     if row is None:
         least = min((one for one in rows if one.method in PRESETS), key=lambda one: one.memory)
         raise ValueError(

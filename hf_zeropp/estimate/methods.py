@@ -312,7 +312,7 @@ class _UnitGather:
         # bf16 is the compute dtype that is assumed throughout.
         shards = flat_shards(unit.params, setup)
         self._layouts = gather_layouts(setup.config, shards, torch.bfloat16, trains=True)
-        self._changes_bytes = changed_words_bytes(self._layouts, setup.changed_weights)
+        self._changes_bytes = changed_words_bytes(self._layouts, setup.share_of_changes)
 
     def secondary_bytes(self) -> int:
         return self._cross_hop.group_size * self._layouts.kept.nbytes if self._keeps_secondary else 0

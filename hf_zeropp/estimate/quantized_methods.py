@@ -173,7 +173,7 @@ class _Maker:
         layouts, peers = self._layouts(params), self._gather_cross
         if peers.group_size == 1:
             return ()
-        changes = changed_words_bytes(layouts, self._setup.changed_weights)
+        changes = changed_words_bytes(layouts, self._setup.share_of_changes)
         hops = gather_bytes(
             layouts, cross_hop=peers, node_hop=self._gather_node, gathers=1, crossings=1, changes_bytes=changes
         )

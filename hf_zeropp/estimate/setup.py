@@ -30,6 +30,7 @@ class Setup:
         tensor_parallel: neighbouring ranks of a node that cut every layer between them. Each of them shards its part over the
             ranks of the same place among their neighbours.
         changed_weights: share of the weights whose 16-bit value changes in a step, over 0 up to 1, for ``qwz_mode="exact"``.
+            None if nobody knows; it is then taken for ``CHANGED_WEIGHTS``.
 
     Raises:
         ValueError: the nodes do not divide the world, the tensor-parallel ranks do not divide the node, the optimizer is
@@ -43,7 +44,7 @@ class Setup:
     config: ZeroPPConfig = dataclasses.field(default_factory=ZeroPPConfig)
     fp32_reduce: bool = False
     tensor_parallel: int = 1
-    changed_weights: float = CHANGED_WEIGHTS
+    changed_weights: float | None = None
 
     def __post_init__(self) -> None:
         check_divides(f"{self.ranks_per_node} ranks per node", self.ranks_per_node, self.world_size)
@@ -56,7 +57,7 @@ class Setup:
             raise ValueError(f"expected an optimizer of {', '.join(OPTIMIZER_STATE_BYTES)}, got {self.optimizer!r}")
         if self.micro_steps < 1:
             raise ValueError(f"expected at least one micro-step per step, got {self.micro_steps}")
-        if not 0 < self.changed_weights <= 1:
+        if not 0 < self.share_of_changes <= 1:
             raise ValueError(f"expected a share of changed weights over 0 and at most 1, got {self.changed_weights}")
 
     def of_group(self) -> Setup:
@@ -67,6 +68,11 @@ class Setup:
             ranks_per_node=self.ranks_per_node // self.tensor_parallel,
             tensor_parallel=1,
         )
+
+    @property
+    def share_of_changes(self) -> float:
+        """``changed_weights``, or what is assumed for it."""
+        return CHANGED_WEIGHTS if self.changed_weights is None else self.changed_weights
 
     @property
     def num_nodes(self) -> int:

@@ -136,7 +136,7 @@ class TimeEstimate:
             write_trace(self._args.trace, self.job, self._traced())
 
     def _traced(self) -> str:
-        row: Row | None = recommended(self.rows)
+        row: Row | None = recommended(self.rows, knows_changes=self.job.setup.changed_weights is not None)
         return row.method if row else "balanced"
 
 

@@ -162,6 +162,12 @@ def test_the_recommendation_follows_the_network() -> None:
     assert recommended(compare(job(), 1e6)) is None  # nothing fits a megabyte
 
 
+def test_exact_is_recommended_where_somebody_knows_how_many_weights_change() -> None:
+    rows = compare(job(gbit=1), 80e9)
+    row = recommended(rows, knows_changes=True)
+    assert row is not None and row.method == "exact"
+
+
 @pytest.mark.parametrize(
     ("seconds", "unfit", "preset"),
     [
