@@ -116,15 +116,21 @@ def handle_of(model: nn.Module) -> ZeroPPHandle:
     Raises:
         ValueError: the model is not under ZeRO++.
     """
-    handle = get_handle(model)
-    # The first forward of all may be one of ``generate``, as in evaluation before training.
-    if handle is None and _APPLY in vars(model):
-        handle = vars(model)[_APPLY]()
-    if handle is None:
+    if (handle := find_handle(model)) is None:
         raise ValueError(
             "Generation and publishing need a model under ZeRO++: prepare it with Accelerate and a ZeroPPPlugin (not "
             "zeropp=False), or call apply_zeropp(model, config) first."
         )
+    return handle
+
+
+def find_handle(model: nn.Module) -> ZeroPPHandle | None:
+    """Do what ``handle_of`` does, but return None for a model that is not under ZeRO++."""
+    model = without_compile_wrapper(model)
+    handle = get_handle(model)
+    # The first forward of all may be one of ``generate``, as in evaluation before training.
+    if handle is None and _APPLY in vars(model):
+        handle = vars(model)[_APPLY]()
     return handle
 
 

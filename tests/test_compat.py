@@ -24,6 +24,8 @@ def label(seam: Seam) -> str:
 
 @pytest.mark.parametrize("seam", SEAMS, ids=label)
 def test_every_seam_holds_with_the_installed_versions(seam):
+    if seam.library == "vllm":  # optional, with pins of its own: scripts/test_vllm.sh installs it
+        pytest.importorskip("vllm")
     importlib.import_module(seam.module)
     if seam.applies_to(compat.version_of(seam.library)):
         assert seam.missing() == []

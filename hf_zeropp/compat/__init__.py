@@ -1,8 +1,8 @@
 """Names of other libraries that this package relies on although those libraries do not promise to keep them.
 
-FSDP2, Accelerate, Transformers, PEFT and TRL offer no public way to some of what ZeRO++ needs. Each such place is a *seam*. All
-seams stand in one table here (``SEAMS``; pytorch.py and hugging_face.py are its two halves), so that a new release of a library
-can be checked against it.
+FSDP2, Accelerate, Transformers, PEFT, TRL and vLLM offer no public way to some of what ZeRO++ needs. Each such place is a *seam*.
+All seams stand in one table here (``SEAMS``; pytorch.py, hugging_face.py and inference.py are its parts), so that a new release
+of a library can be checked against it.
 
 When a release renames or drops a name, most seams fail at once, with an ImportError or AttributeError that says what is
 missing. Some do not: an attribute that is set and not read any more, a function that is replaced and not called any more, a
@@ -22,10 +22,11 @@ from collections.abc import Iterable
 from importlib import metadata
 
 from hf_zeropp.compat.hugging_face import HUGGING_FACE
+from hf_zeropp.compat.inference import INFERENCE
 from hf_zeropp.compat.pytorch import PYTORCH
 from hf_zeropp.compat.seam import Relation, Seam, numbers_of
 
-SEAMS: tuple[Seam, ...] = (*PYTORCH, *HUGGING_FACE)
+SEAMS: tuple[Seam, ...] = (*PYTORCH, *HUGGING_FACE, *INFERENCE)
 
 # The oldest versions that work. pyproject.toml says the same to pip, which does not ask where somebody installs another
 # version later.
@@ -46,6 +47,7 @@ TESTED = {
     "transformers": "5.16 and 5.23",
     "peft": "0.18 and 0.21",
     "trl": "0.29 and 1.16",
+    "vllm": "0.30",
 }
 
 

@@ -49,6 +49,7 @@ from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_all_or_none, l
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
 from hf_zeropp.integrations.trainer_resume import patch_trainer
+from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
 
 logger = logging.getLogger(__name__)
 
@@ -135,11 +136,11 @@ class ZeroPPCallback(TrainerCallback):
         """Put a ZeroPPPlugin in the place of the Trainer's FSDP plugin.
 
         Raises:
-            ValueError: the Trainer would not shard with FSDP2.
+            ValueError: the Trainer would not shard with FSDP2, or its TRL has no way to feed vLLM within the node.
         """
         _check_arguments(args, model)
-        self._args = args
-        self._plugin = plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=_settings_of(args))
+        plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=_settings_of(args))
+        self._take_part(args, plugin)
         # A model that Transformers sharded at load is not prepared by Accelerate. The plugin's own hook is never armed
         # for it, and there may be no FSDP plugin to replace.
         if _is_sharded(model):
@@ -148,6 +149,11 @@ class ZeroPPCallback(TrainerCallback):
             use_plugin(plugin)
         else:
             check_all_or_none(plugin)
+
+    def _take_part(self, args: TrainingArguments, plugin: ZeroPPPlugin) -> None:
+        self._args, self._plugin = args, plugin
+        if self._active_plugin is not None:
+            publish_to_vllm(args)  # before TRL builds an engine
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
@@ -184,11 +190,15 @@ class ZeroPPCallback(TrainerCallback):
             self._log.trained.set_progress(state.global_step / max(state.max_steps, 1))
             self._log.step_begins()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
+    ) -> None:
         """Count the step, and drop secondary shards of reference models that TRL has just mixed new weights into."""
         if self._log is None:
             return
         self._log.step_ends()
+        if self._log.trained.traffic.steps == 1 and state.is_world_process_zero:
+            warn_if_unused(args, model)
         syncs_every = getattr(args, "ref_model_sync_steps", 0) if getattr(args, "sync_ref_model", False) else 0
         if syncs_every and state.global_step % syncs_every == 0:
             # TRL writes through ``.data``, which moves no version counter, and before or after this callback. Either way no
@@ -257,7 +267,7 @@ class _DefaultCallback(ZeroPPCallback):
         # The plugin that stands already has the settings of the environment, or those that a script gave its own
         # Accelerator. The arguments' settings go over both.
         if launched is not None and wants is None:
-            self._args, self._plugin = args, launched
+            self._take_part(args, launched)
         else:
             super().on_init_end(args, state, control, model=model)
 

@@ -1,0 +1,53 @@
+"""Seams to what feeds an inference engine: TRL's use of vLLM, and vLLM itself."""
+
+from __future__ import annotations
+
+from hf_zeropp.compat.seam import ON_USE, Relation, Seam
+
+INFERENCE: tuple[Seam, ...] = (
+    Seam(
+        owner="trl.generation.vllm_generation:VLLMGeneration",
+        names=("_iter_named_params",),
+        used_by=("integrations.trl_vllm",),
+        why="The weights that TRL hands to vLLM. Ours yields them from the secondary shards of the node.",
+        if_moved="A Trainer with `use_vllm` raises when it is built.",
+        since=(1, 11),
+    ),
+    Seam(
+        owner="trl.generation.vllm_generation:VLLMGeneration.sync_weights",
+        # A method that exists but is not called any more would pass, and ours in its place would never run.
+        names=("_iter_named_params",),
+        used_by=("integrations.trl_vllm",),
+        why="It iterates over these weights in both modes.",
+        if_moved="TRL gathers each weight over the whole world, in the dtype of the masters.",
+        relation=Relation.READS,
+        is_silent=True,
+        since=(1, 11),
+    ),
+    Seam(
+        owner="trl.generation.vllm_generation:VLLMGeneration",
+        names=("model", "mode", "accelerator"),
+        used_by=("integrations.trl_vllm",),
+        why="The trained model, whether a server or an engine in this process is fed, and the rank that sends.",
+        if_moved=ON_USE,
+        since=(1, 11),
+    ),
+    Seam(
+        owner="vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
+        # vLLM looks the function up in its module at each call. Only for this reason a replacement is called.
+        names=("dispatch_cpu_unquantized_gemm",),
+        used_by=("integrations.vllm_cpu",),
+        why="It packs the weights of a linear layer on a CPU. Ours leaves them as they are.",
+        if_moved="On a CPU the second sync of weights raises: 'Parameter' object has no attribute 'weight_loader'.",
+        relation=Relation.READS,
+    ),
+    Seam(
+        owner="vllm.model_executor.layers.vocab_parallel_embedding:UnquantizedEmbeddingMethod.process_weights_after_loading",
+        names=("dispatch_cpu_unquantized_gemm",),
+        used_by=("integrations.vllm_cpu",),
+        why="The same for the output head, which keeps its weights beside their packed copy.",
+        if_moved="On a CPU the output head computes with the weights of the first sync.",
+        relation=Relation.READS,
+        is_silent=True,
+    ),
+)

@@ -1,0 +1,92 @@
+"""TRL's trainers with ``use_vllm=True``: the engine gets its weights from the secondary shards of its own node.
+
+TRL's ``VLLMGeneration.sync_weights`` feeds an engine with the pairs that ``VLLMGeneration._iter_named_params`` yields. TRL's own
+pairs are gathered over the whole world, parameter by parameter, in the dtype of the masters, and adapters are merged into the
+sharded base before. Under ``ZeroPPCallback`` the pairs come from ``publish_weights`` instead: nothing crosses nodes but what the
+next forward pass would send first anyway, adapters are merged on the way, and the model stays as it is. Models that are not
+under ZeRO++ keep TRL's way.
+
+*Colocate mode.* Each rank feeds its own engine, or its part of one that is spread over ranks. The engine copies a weight before
+the next one is asked for, and starts no collective meanwhile.
+
+*Server mode.* Rank 0 sends, and all ranks iterate. While rank 0 waits for the server, the other ranks of its node wait in their
+next gather, and other nodes need nothing of it. The server waits for rank 0 alone, so no circle of waits can close. A sender may
+collect several weights before it sends the first, so rank 0 gets copies, which outlive their unit.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from transformers import TrainingArguments
+
+from hf_zeropp.compat import TESTED, version_of
+from hf_zeropp.fsdp.units import without_compile_wrapper
+from hf_zeropp.generation import find_handle
+from hf_zeropp.integrations.vllm_cpu import keep_weights_loadable
+from hf_zeropp.publishing import publish_weights
+
+logger = logging.getLogger(__name__)
+
+_PATCHED = "_zeropp_publishes"
+_published: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""Models whose weights went to an engine."""
+
+NamedWeights = Iterator[tuple[str, torch.Tensor]]
+
+
+def publish_to_vllm(args: TrainingArguments) -> None:
+    """Let engines that this process's TRL trainers build get the weights of ``publish_weights``. Repeated calls change nothing.
+
+    Args:
+        args: of a Trainer under ZeRO++. Without ``use_vllm`` nothing is done, and nothing imported.
+
+    Raises:
+        ValueError: this version of TRL has no place for it.
+    """
+    if not getattr(args, "use_vllm", False):
+        return
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    original = getattr(VLLMGeneration, "_iter_named_params", None)
+    if original is None:  # all ranks have the same TRL, so all of them raise
+        raise ValueError(
+            f"use_vllm=True under ZeRO++: expected TRL 1.11 or newer, got {version_of('trl')}, which gathers every weight over "
+            f"all nodes for vLLM in each step. Install a newer TRL (tested: {TESTED['trl']}), or set use_vllm=False to generate "
+            'with the sharded model, or fsdp_config={"zeropp": False} to train without ZeRO++.'
+        )
+    if not hasattr(original, _PATCHED):
+        VLLMGeneration._iter_named_params = _from_secondary_shards(original)  # type: ignore[method-assign]
+    if importlib.util.find_spec("vllm") is not None:
+        keep_weights_loadable()
+
+
+def warn_if_unused(args: TrainingArguments, model: nn.Module) -> None:
+    """Warn if a Trainer that generates with vLLM has not fed it through this module by the end of its first step."""
+    if getattr(args, "use_vllm", False) and without_compile_wrapper(model) not in _published:
+        logger.warning(
+            "use_vllm is on, and no weights went to vLLM through ZeRO++ in the first step. A trainer with a sync of its own "
+            "(TRL's OnlineDPOTrainer) gathers every weight over all nodes."
+        )
+
+
+def _from_secondary_shards(original: Callable[[Any], NamedWeights]) -> Callable[[Any], NamedWeights]:
+    @functools.wraps(original)
+    def named_params(self: Any) -> NamedWeights:
+        model = self.model
+        if find_handle(model) is None:  # by settings that all ranks share
+            return original(self)
+        _published.add(without_compile_wrapper(model))
+        weights = publish_weights(model)
+        is_sender = self.mode == "server" and self.accelerator.is_main_process
+        return ((name, weight.clone()) for name, weight in weights) if is_sender else weights
+
+    setattr(named_params, _PATCHED, True)
+    return named_params

@@ -1,0 +1,119 @@
+"""Shared by the tests of rollouts: a tiny model on disk, GRPO's arguments, and what engines and forward passes compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import torch.nn as nn
+from datasets import Dataset
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_zeropp.frozen.modules import Packed
+
+WORDS = [f"w{i}" for i in range(120)]
+SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
+LORA_SCALE = 2.0
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(SPECIAL + WORDS)}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **names)
+
+
+def save_model(folder: Path, **overrides) -> str:
+    """Write a Llama with its tokenizer, from which trainers and engines load the same weights. Heads have 32 channels."""
+    torch.manual_seed(0)
+    settings = {
+        "vocab_size": len(SPECIAL + WORDS),
+        "hidden_size": 128,
+        "intermediate_size": 224,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    LlamaForCausalLM(LlamaConfig(**(settings | overrides))).save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def prompts(num: int, seed: int = 1) -> list[str]:
+    ids = torch.randint(0, len(WORDS), (num, 4), generator=torch.Generator().manual_seed(seed))
+    return [" ".join(WORDS[i] for i in row) for row in ids.tolist()]
+
+
+def prompt_data() -> Dataset:
+    return Dataset.from_dict({"prompt": prompts(64)})
+
+
+def distinct_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
+    return [len(set(ids)) + ids[0] / len(WORDS) for ids in completion_ids]
+
+
+def arguments(folder: str, zeropp, **overrides) -> dict:
+    """Arguments of GRPOConfig and RLOOConfig for three steps that change weights a lot."""
+    return {
+        "output_dir": folder,
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "num_generations": 4,
+        "max_completion_length": 8,
+        "beta": 0.0,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant",
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "bf16": False,
+        "gradient_checkpointing": False,
+        "use_vllm": True,
+        "fsdp": True,
+        "fsdp_config": {"zeropp": zeropp},
+    } | overrides
+
+
+def seen_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights that a forward pass computes with, packed ones decoded, under the names of the base model, adapters merged.
+
+    They are copied when the module that holds them begins its forward, and merged here by LoRA's formula.
+    """
+    seen: dict[str, torch.Tensor] = {}
+    hooks = [module.register_forward_pre_hook(_look(seen, name)) for name, module in model.named_modules()]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([[4, 5, 6]]))
+    for hook in hooks:
+        hook.remove()
+    merged = {}
+    for name, weight in seen.items():
+        if ".lora_" not in name:
+            layer = name.removesuffix(".base_layer.weight")
+            if (up := seen.get(f"{layer}.lora_B.default.weight")) is not None:
+                delta = (up @ seen[f"{layer}.lora_A.default.weight"]) * LORA_SCALE
+                weight = (weight.float() + delta.float()).to(weight.dtype)
+            merged[name.replace(".base_layer", "").removeprefix("base_model.model.")] = weight
+    return merged
+
+
+def _look(seen: dict[str, torch.Tensor], name: str) -> Callable[..., None]:
+    def look(module: nn.Module, args) -> None:
+        for leaf, weight in _own_weights(module):
+            seen[f"{name}.{leaf}"] = weight.detach().clone()
+
+    return look
+
+
+def _own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    packed = module.packed_forms if isinstance(module, Packed) else {}
+    yield from ((leaf, getattr(module, leaf).decode()) for leaf in packed)
+    if not packed:
+        yield from module.named_parameters(recurse=False)

@@ -1,0 +1,217 @@
+"""TRL trainers with ``use_vllm=True`` on 4 ranks (2 nodes), with an engine that is a plain model: weights, bytes, refusals.
+
+vLLM is not needed: what TRL calls of it is built here on a model of Transformers. test_vllm.py does the same with vLLM itself.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from frozen_runs import prepare, reset_accelerate
+from harness import run_ranks
+from peft import LoraConfig, get_peft_model
+from rollout_runs import LORA_SCALE, arguments, distinct_tokens, prompt_data, save_model, seen_in_forward
+from torch.distributed.tensor import DTensor
+from trainer_runs import TWO_NODES, callback_of
+from transformers import AutoModelForCausalLM
+from trl.generation.vllm_generation import VLLMGeneration
+
+from hf_zeropp import ZeroPPCallback
+from hf_zeropp.integrations.trl_vllm import publish_to_vllm
+from hf_zeropp.traffic import GATHER_CROSS
+
+LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+# The stand-in engine reports no probabilities of its tokens, by which GRPO would weigh them.
+CORRECTION = {"GRPO": {"vllm_importance_sampling_correction": False}, "RLOO": {}}
+
+
+class Engine:
+    """A model of its own, which takes weights by name and generates: the part of ``vllm.LLM`` that TRL calls."""
+
+    def __init__(self, folder: str) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+        self.cache_resets = 0
+        self.cast(torch.float32)
+        runner = SimpleNamespace(model=self)
+        self.llm_engine = SimpleNamespace(
+            model_executor=SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        )
+
+    def cast(self, dtype: torch.dtype) -> None:
+        self.weights = dict(self.model.to(dtype).named_parameters())
+
+    @torch.no_grad()
+    def load_weights(self, weights) -> None:
+        for name, weight in weights:
+            self.weights[name].copy_(weight)
+
+    def reset_prefix_cache(self) -> None:
+        self.cache_resets += 1
+
+
+class Server:
+    """TRL's client of a server: it collects all weights before it hands the first on, as the packed broadcast may."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.reset_prefix_cache = engine.reset_prefix_cache
+
+    def update_named_params(self, metadata, named_params) -> None:
+        weights = list(named_params)
+        assert [(name, str(each.dtype).removeprefix("torch."), list(each.shape)) for name, each in weights] == metadata
+        self.engine.load_weights(weights)
+
+
+class Generation(VLLMGeneration):
+    """TRL's class with an ``Engine`` in the place of vLLM's. ``sync_weights`` and what it iterates over are TRL's and ours."""
+
+    def _init_vllm(self) -> None:
+        self.llm = self.engine = Engine(self.model.name_or_path)
+        self.vllm_client = Server(self.llm)
+        self.wrong: list[str] = []
+
+    def sync_weights(self) -> None:
+        with no_full_tensors():
+            super().sync_weights()
+        seen = seen_in_forward(self.model)
+        if self.mode == "server" and not self.accelerator.is_main_process:
+            return
+        assert seen.keys() == self.engine.weights.keys(), seen.keys() ^ self.engine.weights.keys()
+        self.wrong += [name for name in seen if not torch.equal(seen[name], self.engine.weights[name])]
+
+    def generate(self, prompts, images, num_generations, profiler=None):
+        ids = torch.tensor(prompts)
+        settings = {"do_sample": True, "max_new_tokens": self.max_completion_length}
+        written = self.engine.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+        completions = written[:, ids.shape[1] :].tolist()
+        return prompts, completions, [[[0.0] for _ in row] for row in completions], None
+
+
+class no_full_tensors:
+    """Inside, ``full_tensor()``, TRL's gather over the whole world, is an error."""
+
+    def __enter__(self) -> None:
+        self.original, DTensor.full_tensor = DTensor.full_tensor, self.refuse
+
+    def __exit__(self, *raised) -> None:
+        DTensor.full_tensor = self.original
+
+    @staticmethod
+    def refuse(tensor: DTensor, **kwargs):
+        raise AssertionError("full_tensor() was called")
+
+
+def train(rank: int, kind: str, folder: str, model: str) -> dict:
+    import trl
+    from trl.trainer import grpo_trainer, rloo_trainer
+
+    module = {"GRPO": grpo_trainer, "RLOO": rloo_trainer}[kind]
+    module.VLLMGeneration = Generation
+    config = getattr(trl, f"{kind}Config")(**arguments(folder, TWO_NODES, **CORRECTION[kind]))
+    trainer = getattr(trl, f"{kind}Trainer")(
+        model, distinct_tokens, args=config, train_dataset=prompt_data(), callbacks=[ZeroPPCallback()]
+    )
+    first = {name: weight.clone() for name, weight in trainer.vllm_generation.engine.weights.items()}
+    trainer.train()
+    handle, engine = callback_of(trainer).handle, trainer.vllm_generation.engine
+    predicted = sum(count.cross_node for count in handle.predict(1).values()) * handle.traffic.ranks_per_node
+    return {
+        "wrong": trainer.vllm_generation.wrong,
+        "syncs": engine.cache_resets,
+        "unchanged": [name for name in first if torch.equal(first[name], engine.weights[name])],
+        "bytes": (handle.traffic.cross_node_bytes, predicted * config.max_steps),
+    }
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+def test_unmodified_trainers_feed_their_engine_without_a_byte_of_their_own(tmp_path, kind):
+    model = save_model(tmp_path / "model")
+    for run in run_ranks(train, 4, kind, str(tmp_path), model):
+        assert run["wrong"] == [] and run["unchanged"] == [] and run["syncs"] == 3
+        counted, of_training_alone = run["bytes"]
+        assert counted == of_training_alone > 0
+
+
+BY_HAND = {
+    "full": (None, {"mixed_precision": "bf16"}),
+    "deltas": (None, {"qwz_mode": "delta", "qwz_bits": 4}),
+    "LoRA": (LORA, {}),
+    "LoRA on 4 bits": (LORA, {"frozen_bits": 4}),
+}
+
+
+def sync_by_hand(rank: int, folder: str, mode: str) -> dict[str, dict]:
+    """Train steps of an Accelerate loop, each followed by TRL's ``sync_weights``."""
+    publish_to_vllm(SimpleNamespace(use_vllm=True))
+    found = {}
+    for case, (lora, settings) in BY_HAND.items():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        model = model if lora is None else get_peft_model(model, LoraConfig(**lora))
+        accelerator, plugin, model, optimizer = prepare(model, **settings)
+        generation = Generation(model, accelerator, None, mode=mode)
+        generation.engine.cast(torch.bfloat16 if "mixed_precision" in settings else torch.float32)
+        first = {name: weight.clone() for name, weight in generation.engine.weights.items()}
+        crossed = []
+        for step in range(2):
+            train_step(accelerator, model, optimizer, seed=10 * rank + step)
+            traffic = plugin.handle_of(model).traffic
+            traffic.reset()
+            generation.sync_weights()  # and a forward pass
+            crossed.append(traffic.cross_node_bytes)
+        found[case] = {
+            "wrong": generation.wrong,
+            "changed": sum(not torch.equal(first[name], weight) for name, weight in generation.engine.weights.items()),
+            "bytes": (crossed, plugin.handle_of(model).predict(1)[GATHER_CROSS].cross_node * 2),
+        }
+        reset_accelerate()
+    return found
+
+
+def train_step(accelerator, model, optimizer, seed: int) -> None:
+    tokens = torch.randint(4, 100, (2, 9), generator=torch.Generator().manual_seed(seed))
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_each_mode_syncs_the_weights_of_the_next_forward(tmp_path, mode):
+    for rank, found in enumerate(run_ranks(sync_by_hand, 4, save_model(tmp_path / "model"), mode)):
+        for case, result in found.items():
+            has_engine = mode == "colocate" or rank == 0
+            assert result["wrong"] == [] and (result["changed"] > 0) == has_engine, (case, result)
+            crossed, one_gather = result["bytes"]
+            assert crossed == [one_gather] * 2 and one_gather > 0, (case, result)
+
+
+def test_models_that_are_not_under_zeropp_keep_the_way_of_trl(tmp_path):
+    publish_to_vllm(SimpleNamespace(use_vllm=True))
+    model = AutoModelForCausalLM.from_pretrained(save_model(tmp_path))
+    generation = Generation(model, Accelerator(cpu=True), None)
+    given = list(generation._iter_named_params())
+    assert [name for name, _ in given] == [name for name, _ in model.named_parameters()]
+    assert all(weight.data_ptr() == model.get_parameter(name).data_ptr() for name, weight in given)
+
+
+def test_a_trl_without_the_seam_is_refused(monkeypatch):
+    monkeypatch.delattr(VLLMGeneration, "_iter_named_params")
+    publish_to_vllm(SimpleNamespace(use_vllm=False))
+    with pytest.raises(ValueError, match=r"expected TRL 1\.11 or newer, got .* set use_vllm=False"):
+        publish_to_vllm(SimpleNamespace(use_vllm=True))
+
+
+def test_nothing_is_imported_without_use_vllm():
+    script = """
+import sys
+from transformers import TrainingArguments
+from hf_zeropp import ZeroPPCallback
+from hf_zeropp.integrations.trl_vllm import publish_to_vllm
+ZeroPPCallback(), publish_to_vllm(TrainingArguments(use_cpu=True))
+assert not {"trl", "vllm"} & sys.modules.keys()
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

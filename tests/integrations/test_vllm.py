@@ -1,0 +1,152 @@
+"""TRL's GRPOTrainer with vLLM's real engine in each of 4 ranks (2 nodes): after every sync the engine is the model.
+
+``bash scripts/test_vllm.sh`` installs vLLM for a CPU in an environment of its own, and runs this.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+
+import pytest
+import torch
+from harness import run_ranks
+from peft import LoraConfig
+from rollout_runs import LORA_SCALE, arguments, distinct_tokens, prompt_data, prompts, save_model, seen_in_forward
+from torch.distributed.tensor import DTensor
+from trainer_runs import TWO_NODES, UNQUANTIZED, callback_of
+
+from hf_zeropp import ZeroPPCallback
+
+pytestmark = pytest.mark.vllm
+
+ENVIRONMENT = {
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+}
+NUM_PROMPTS, NUM_TOKENS = 64, 8
+LORA = {"peft_config": LoraConfig(r=8, lora_alpha=8 * LORA_SCALE, target_modules="all-linear", task_type="CAUSAL_LM")}
+# Model, trainer, settings. The engine computes in fp32 as the trainer does, so that no tie of two tokens breaks differently.
+CASES = {
+    "full": ({}, {}, TWO_NODES),
+    "full, tied, deltas": ({"tie_word_embeddings": True}, {}, TWO_NODES | {"qwz_mode": "delta", "qwz_bits": 4}),
+    "full, unquantized": ({}, {}, TWO_NODES | UNQUANTIZED),
+    "LoRA": ({}, LORA, TWO_NODES),
+    "LoRA on 4 bits": ({}, LORA, TWO_NODES | {"frozen_bits": 4}),
+}
+
+
+def engine_weights(llm) -> dict[str, torch.Tensor]:
+    """The weights that vLLM computes with. It fuses some, and pads the vocabulary."""
+    model = llm.llm_engine.model_executor.driver_worker.model_runner.model
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights of a Llama as vLLM lays them out."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, weight in weights.items():
+        name = re.sub(r"\.[qkv]_proj", ".qkv_proj", name)
+        name = re.sub(r"\.(gate|up)_proj", ".gate_up_proj", name)
+        found.setdefault(name, []).append(weight)
+    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in found.items()}
+
+
+def differences(engine: dict[str, torch.Tensor], weights: dict[str, torch.Tensor]) -> list[str]:
+    """The names of weights that are not the same bits in both."""
+    return [name for name, weight in fused(weights).items() if not torch.equal(engine[name][: len(weight)], weight)]
+
+
+def greedy_by_engine(llm, ids: list[list[int]]) -> list[list[int]]:
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": row} for row in ids], sampling, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def greedy_by_model(model, ids: list[list[int]]) -> list[list[int]]:
+    tokens = torch.tensor(ids)
+    is_training = model.training
+    with torch.no_grad():
+        written = model.eval().generate(
+            input_ids=tokens,
+            attention_mask=torch.ones_like(tokens),
+            do_sample=False,
+            max_new_tokens=NUM_TOKENS,
+            eos_token_id=-1,
+        )
+    model.train(is_training)
+    return written[:, tokens.shape[1] :].tolist()
+
+
+class Watch:
+    """Looks at the engine after each sync of a trainer's."""
+
+    def __init__(self, trainer) -> None:
+        self.trainer, self.llm = trainer, trainer.vllm_generation.llm
+        self.sync = trainer.vllm_generation.sync_weights
+        self.before = engine_weights(self.llm)
+        self.ids = trainer.processing_class(prompts(NUM_PROMPTS, seed=7))["input_ids"]
+        self.found: list[dict] = []
+        trainer.vllm_generation.sync_weights = self
+
+    def __call__(self) -> None:
+        self.sync()
+        model, traffic = self.trainer.model, callback_of(self.trainer).handle.traffic
+        crossed = traffic.cross_node_bytes
+        engine = engine_weights(self.llm)
+        written = greedy_by_engine(self.llm, self.ids)
+        self.found.append(
+            {
+                "differences": differences(engine, seen_in_forward(model)),
+                "changed": sum(not torch.equal(engine[name], self.before[name]) for name in engine),
+                "unequal": sum(
+                    ours != theirs for ours, theirs in zip(written, greedy_by_model(model, self.ids), strict=True)
+                ),
+                "distinct": len({token for row in written for token in row}),
+                "crossed_later": traffic.cross_node_bytes - crossed,
+            }
+        )
+        self.before = engine
+
+
+def forbid_full_tensors() -> None:
+    def refuse(self, **kwargs):
+        raise AssertionError("full_tensor() was called: a gather over the whole world")
+
+    DTensor.full_tensor = refuse
+
+
+def train(rank: int, folder: str, model: str, how: dict, zeropp: dict) -> dict:
+    from trl import GRPOConfig, GRPOTrainer
+    from trl.generation import vllm_generation
+
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
+    args = GRPOConfig(
+        **arguments(folder, zeropp), vllm_mode="colocate", vllm_max_model_length=32, vllm_gpu_memory_utilization=0.05
+    )
+    trainer = GRPOTrainer(
+        model, distinct_tokens, args=args, train_dataset=prompt_data(), callbacks=[ZeroPPCallback()], **how
+    )
+    watch = Watch(trainer)
+    forbid_full_tensors()
+    trainer.train()
+    handle = callback_of(trainer).handle
+    predicted = sum(count.cross_node for count in handle.predict(1).values()) * handle.traffic.ranks_per_node
+    return {"syncs": watch.found, "bytes": (handle.traffic.cross_node_bytes_per_step, predicted)}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_engine_is_the_model_after_every_sync(tmp_path, case):
+    shape, how, zeropp = CASES[case]
+    model = save_model(tmp_path / "model", **shape)
+    for run in run_ranks(train, 4, str(tmp_path), model, how, zeropp, env=ENVIRONMENT, timeout_s=300, limit_s=900):
+        assert len(run["syncs"]) == 3
+        for i, sync in enumerate(run["syncs"]):
+            assert sync["differences"] == [] and sync["unequal"] == 0 and sync["crossed_later"] == 0, sync
+            assert sync["distinct"] > 10 and (sync["changed"] > 10 or i == 0), sync
+        per_step, predicted = run["bytes"]
+        assert per_step == predicted > 0
