@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 import torch.nn as nn
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_zeropp.frozen.modules import Packed
@@ -117,3 +119,17 @@ def _own_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from ((leaf, getattr(module, leaf).decode()) for leaf in packed)
     if not packed:
         yield from module.named_parameters(recurse=False)
+
+
+@contextlib.contextmanager
+def no_full_tensors() -> Iterator[None]:
+    """Inside, ``full_tensor()``, TRL's gather over the whole world, is an error."""
+
+    def refuse(tensor: DTensor, **kwargs) -> None:
+        raise AssertionError("full_tensor() was called")
+
+    original, DTensor.full_tensor = DTensor.full_tensor, refuse
+    try:
+        yield
+    finally:
+        DTensor.full_tensor = original

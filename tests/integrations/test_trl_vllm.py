@@ -15,8 +15,15 @@ from accelerate import Accelerator
 from frozen_runs import prepare, reset_accelerate
 from harness import run_ranks
 from peft import LoraConfig, get_peft_model
-from rollout_runs import LORA_SCALE, arguments, distinct_tokens, prompt_data, save_model, seen_in_forward
-from torch.distributed.tensor import DTensor
+from rollout_runs import (
+    LORA_SCALE,
+    arguments,
+    distinct_tokens,
+    no_full_tensors,
+    prompt_data,
+    save_model,
+    seen_in_forward,
+)
 from trainer_runs import TWO_NODES, callback_of
 from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
@@ -90,20 +97,6 @@ class Generation(VLLMGeneration):
         written = self.engine.model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
         completions = written[:, ids.shape[1] :].tolist()
         return prompts, completions, [[[0.0] for _ in row] for row in completions], None
-
-
-class no_full_tensors:
-    """Inside, ``full_tensor()``, TRL's gather over the whole world, is an error."""
-
-    def __enter__(self) -> None:
-        self.original, DTensor.full_tensor = DTensor.full_tensor, self.refuse
-
-    def __exit__(self, *raised) -> None:
-        DTensor.full_tensor = self.original
-
-    @staticmethod
-    def refuse(tensor: DTensor, **kwargs):
-        raise AssertionError("full_tensor() was called")
 
 
 def train(rank: int, kind: str, folder: str, model: str) -> dict:
