@@ -26,7 +26,5 @@ if [ -z "${HF_ZEROPP_VLLM_PYTHON:-}" ]; then
     fi
 fi
 
-# One engine per rank in the process of the rank, without compilation, and with a small cache.
-export TORCHDYNAMO_DISABLE=1 VLLM_ENABLE_V1_MULTIPROCESSING=0 VLLM_CPU_KVCACHE_SPACE=1 VLLM_LOGGING_LEVEL=WARNING HF_HUB_OFFLINE=1
 "$PYTHON" -m pytest -q tests/test_compat.py -k vllm
 exec "$PYTHON" -m pytest -q -m vllm tests/integrations "$@"

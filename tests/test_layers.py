@@ -32,6 +32,7 @@ LAYERS = [
     "apply",
     "generation",
     "publishing",
+    "updates",
     "integrations",
     "run",
     "cli",

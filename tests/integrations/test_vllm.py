@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import re
 
 import pytest
@@ -31,13 +32,14 @@ pytestmark = pytest.mark.vllm
 
 ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "WARNING",
 }
+# fp32 as the trainer, so that no tie of two tokens breaks differently; and a small cache, because processes keep old engines.
+ENGINE = {"dtype": "float32", "enforce_eager": True, "kv_cache_memory_bytes": 2**24}
 NUM_PROMPTS, NUM_TOKENS = 64, 8
 LORA = {"peft_config": LoraConfig(r=8, lora_alpha=8 * LORA_SCALE, target_modules="all-linear", task_type="CAUSAL_LM")}
-# Model, trainer, settings. The engine computes in fp32 as the trainer does, so that no tie of two tokens breaks differently.
+# Model, trainer, settings.
 CASES = {
     "full": ({}, {}, TWO_NODES),
     "full, tied, deltas": ({"tie_word_embeddings": True}, {}, TWO_NODES | {"qwz_mode": "delta", "qwz_bits": 4}),
@@ -127,11 +129,12 @@ def train_each(rank: int, folder: str, cases: dict[str, tuple[str, dict, dict]])
     """One process trains all cases, because it takes longer to import vLLM than to use it."""
     from trl.generation import vllm_generation
 
-    vllm_generation.LLM = functools.partial(vllm_generation.LLM, dtype="float32", enforce_eager=True)
+    vllm_generation.LLM = functools.partial(vllm_generation.LLM, **ENGINE)
     found = {}
     for case, settings in cases.items():
         found[case] = train(folder, *settings)
         reset_accelerate()
+        gc.collect()
     return found
 
 

@@ -1,0 +1,117 @@
+"""The sender: writes each version of the weights to the log."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_zeropp.files import read_text, written_at_once
+from hf_zeropp.ops import encode_changes
+from hf_zeropp.updates.log import LIST, MAX_LIST_BYTES, FileMetadata, Log, LogFile, checksum
+
+Weights = dict[str, Tensor]
+
+
+class UpdateSender:
+    """Write versions of a model's weights to a folder, for ``UpdateReceiver``.
+
+    Rank 0 writes. It keeps a copy of the last version in host memory. A sender that is made on a folder with a log, as in a run
+    that resumes, goes on with its numbers, and its first version is a whole copy.
+
+    Args:
+        folder: for the log. It is made if it does not exist, and no other sender may write to it.
+
+    Attributes:
+        log: the list as it was written last; empty on other ranks.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+        self.is_writer = not dist.is_initialized() or dist.get_rank() == 0
+        self.log = Log(run=uuid.uuid4().hex)
+        self._last: Weights = {}
+        if self.is_writer:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if (self.folder / LIST).exists():
+                self.log = Log.from_json(read_text(self.folder / LIST, MAX_LIST_BYTES))
+
+    def publish(self, weights: Iterable[tuple[str, Tensor]]) -> int:
+        """Write a version. Call it on all ranks.
+
+        Args:
+            weights: names and full weights, as ``publish_weights`` gives them. All ranks go to the end.
+
+        Returns:
+            The number of the version; 0 on ranks that write nothing.
+        """
+        if not self.is_writer:
+            for _ in weights:
+                pass
+            return 0
+        version = self.log.version + 1
+        # All weights are taken before anything is written: a full disk must not stop an iteration that gathers.
+        changes, latest = self._changes_to(weights)
+        files = []
+        if changes is not None:
+            files.append(self._write("changes", changes, latest, version))
+        if changes is None or self._needs_whole(files):
+            files.append(self._write("whole", latest, latest, version))
+        self._last = latest
+        self._list(Log(self.log.run, (*self.log.files, *files)))
+        return version
+
+    def _changes_to(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[Weights | None, Weights]:
+        """Return the wires of the weights that changed, None where the last version has others, and a copy of all."""
+        wires: Weights | None = {} if self._last else None
+        latest: Weights = {}
+        for name, weight in weights:
+            latest[name] = now = weight.detach().to("cpu", copy=True).contiguous()
+            last = self._last.get(name)
+            if last is None or (last.dtype, last.shape) != (now.dtype, now.shape) or now.dtype.itemsize < 2:
+                wires = None
+            elif wires is not None and now.numel() and not _same_bits(now, last):
+                sizes, wire = encode_changes(now, last)
+                wires[name] = wire[0, : int(sizes[0])].clone()  # the buffer behind it is as large as the weight
+        return (wires if latest.keys() == self._last.keys() else None), latest
+
+    def _needs_whole(self, new: list[LogFile]) -> bool:
+        """Whether the changes since the newest whole copy have as many bytes as a whole copy."""
+        files = [*self.log.files, *new]
+        newest = max((i for i, file in enumerate(files) if file.base == 0), default=None)
+        return newest is None or sum(file.num_bytes for file in files[newest + 1 :]) >= files[newest].num_bytes
+
+    def _write(self, kind: str, tensors: Weights, latest: Weights, version: int) -> LogFile:
+        base = version - 1 if kind == "changes" else 0
+        path = self.folder / f"{kind}-{version}.safetensors"
+        checksums = {name: checksum(latest[name]) for name in tensors}
+        metadata = FileMetadata(self.log.run, version, base, checksums).to_metadata()
+        with written_at_once(path) as place:
+            save_file(tensors, place, metadata=metadata)
+        return LogFile(path.name, version, base, path.stat().st_size)
+
+    def _list(self, log: Log) -> None:
+        """Replace the list, and remove files that it has no longer."""
+        kept = tuple(_kept(log.files))
+        with written_at_once(self.folder / LIST) as place:
+            place.write_text(Log(log.run, kept).to_json())
+        self.log = Log(log.run, kept)
+        for file in set(log.files) - set(kept):
+            (self.folder / file.name).unlink(missing_ok=True)
+
+
+def _kept(files: tuple[LogFile, ...]) -> Iterator[LogFile]:
+    """Iterate over the files from the whole copy before the newest one on."""
+    wholes = [i for i, file in enumerate(files) if file.base == 0]
+    yield from files[wholes[-2] if len(wholes) > 1 else 0 :]
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    # ``torch.equal`` compares numbers: NaN differs from itself, and 0 equals -0.
+    return torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8))
