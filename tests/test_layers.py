@@ -39,6 +39,8 @@ LAYERS = [
 ]
 # The only package that imports these at module level: everything else works without them.
 HUGGING_FACE = {"accelerate", "transformers", "peft", "trl", "datasets"}
+# Modules that import a library which the tests do without.
+OPTIONAL = {"integrations.axolotl": "axolotl", "integrations.vllm_updates": "vllm"}
 # These are documented, in spite of the underscore: of named tuples, and of ctypes.CDLL.
 DOCUMENTED = {"_fields", "_replace", "_name"}
 
@@ -168,8 +170,8 @@ def test_private_attributes_are_seams(name):
 @pytest.mark.parametrize("name", MODULES)
 def test_private_methods_that_are_overridden_are_seams(name):
     """Another library's base class calls them: if it calls others, ours are not called any more."""
-    if name == "integrations.axolotl":
-        pytest.importorskip("axolotl")
+    if name in OPTIONAL:
+        pytest.importorskip(OPTIONAL[name])
     module = importlib.import_module(f"hf_zeropp.{name}")
     classes = [each for each in vars(module).values() if inspect.isclass(each) and each.__module__ == module.__name__]
     overridden = {

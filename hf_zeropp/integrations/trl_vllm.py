@@ -70,10 +70,14 @@ def publish_to_vllm(args: TrainingArguments) -> None:
 
 def warn_if_unused(args: TrainingArguments, model: nn.Module) -> None:
     """Warn if a Trainer that generates with vLLM has not fed it through this module by the end of its first step."""
-    if getattr(args, "use_vllm", False) and without_compile_wrapper(model) not in _published:
+    # Trainers without the flag that know a server (AsyncGRPOTrainer) use it always.
+    uses_vllm = getattr(args, "use_vllm", hasattr(args, "vllm_server_base_url"))
+    if uses_vllm and without_compile_wrapper(model) not in _published:
         logger.warning(
-            "use_vllm is on, and no weights went to vLLM through ZeRO++ in the first step. A trainer with a sync of its own "
-            "(TRL's OnlineDPOTrainer) gathers every weight over all nodes."
+            "%s uses vLLM, and no weights went there through ZeRO++ in the first step. Trainers with a sync of their own (TRL's "
+            "AsyncGRPOTrainer and OnlineDPOTrainer) gather every weight over all nodes. hf_zeropp.updates sends a server the "
+            "weights that changed.",
+            type(args).__name__,
         )
 
 

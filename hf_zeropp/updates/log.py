@@ -66,10 +66,15 @@ class Log:
         """The newest version; 0 for none."""
         return self.files[-1].version if self.files else 0
 
-    def chain(self, version: int) -> list[LogFile] | None:
-        """Return the files that make the newest version of ``version``, 0 for a receiver that has none, in order.
+    def chain(self, version: int, wanted: int) -> list[LogFile] | None:
+        """Return the files that make one version of another, in order.
 
-        Of several chains it is the one with the fewest bytes. None if there is none.
+        Args:
+            version: the version that a receiver has; 0 for none.
+            wanted: the version that it is to have.
+
+        Returns:
+            The chain with the fewest bytes; None if there is none.
         """
         # Bases are smaller than versions, and files lie by version, so one pass finds the best way to every version.
         best: dict[int, list[LogFile]] = {version: [], 0: []}
@@ -78,7 +83,7 @@ class Log:
                 way = [*best[file.base], file]
                 if file.version not in best or _num_bytes(way) < _num_bytes(best[file.version]):
                     best[file.version] = way
-        return best.get(self.version)
+        return best.get(wanted)
 
     def to_json(self) -> str:
         """Return the text of the list."""

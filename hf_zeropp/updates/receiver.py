@@ -38,41 +38,46 @@ class UpdateReceiver:
         self.version = 0
         self.weights: dict[str, Tensor] = {}
 
-    def update(self) -> bool:
-        """Bring the weights to the newest version.
+    def update(self, version: int | None = None) -> bool:
+        """Bring the weights to a newer version.
 
         A file that is damaged or gone is asked for again, and then passed over for a whole copy.
 
+        Args:
+            version: that the weights are to be. None for the newest. Processes that share a model name it, so that all of them
+                take the same one.
+
         Returns:
-            Whether there was a newer version.
+            Whether the weights changed. They do not where they are this version already, or a newer one.
 
         Raises:
-            DamagedUpdateError: no version that is newer could be read whole. The weights are as they were.
+            DamagedUpdateError: the version could not be read whole. The weights are as they were.
         """
         attempts = (self.version, self.version, 0)
         for i, start in enumerate(attempts):
             try:
-                return self._update_from(start)
+                return self._update_from(start, version)
             except DamagedUpdateError as error:
                 if i == len(attempts) - 1:
                     raise
                 logger.warning("Version %d stays: %s Reading again.", self.version, error)
         raise AssertionError("unreachable")
 
-    def _update_from(self, start: int) -> bool:
+    def _update_from(self, start: int, version: int | None) -> bool:
         # The list is read in each attempt, because a file that is gone may have been replaced by newer ones.
         log = Log.from_json(self._read(LIST, MAX_LIST_BYTES))
+        wanted = log.version if version is None else version
         is_same_log = log.run == self._run
-        if is_same_log and log.version <= self.version:  # an older list comes late, from a cache or a slow file system
+        if is_same_log and wanted <= self.version:  # an older list comes late, from a cache or a slow file system
             return False
         start = start if is_same_log else 0
-        chain = log.chain(start)
+        chain = log.chain(start, wanted)
         if chain is None:
-            raise DamagedUpdateError(f"{LIST} has no files that make version {log.version} of version {start}.")
+            raise DamagedUpdateError(f"{LIST} has no files that make version {wanted} of version {start}.")
         weights = dict(self.weights)
         for file in chain:
             weights = _applied(file, log.run, self._read(file.name, file.num_bytes), weights)
-        self.weights, self.version, self._run = weights, log.version, log.run
+        self.weights, self.version, self._run = weights, wanted, log.run
         return True
 
 

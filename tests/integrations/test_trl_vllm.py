@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_zeropp import ZeroPPCallback
-from hf_zeropp.integrations.trl_vllm import publish_to_vllm
+from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
 from hf_zeropp.traffic import GATHER_CROSS
 
 LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -198,12 +198,19 @@ def test_a_trl_without_the_seam_is_refused(monkeypatch):
         publish_to_vllm(SimpleNamespace(use_vllm=True))
 
 
+def test_a_trainer_with_a_sync_of_its_own_is_warned_of(caplog):
+    model = torch.nn.Linear(2, 2)
+    for args, warned in (({}, 0), ({"use_vllm": False}, 0), ({"use_vllm": True}, 1), ({"vllm_server_base_url": ""}, 2)):
+        warn_if_unused(SimpleNamespace(**args), model)
+        assert caplog.text.count("gather every weight over all nodes") == warned, args
+
+
 def test_nothing_is_imported_without_use_vllm():
     script = """
 import sys
 from transformers import TrainingArguments
 from hf_zeropp import ZeroPPCallback
-from hf_zeropp.integrations.trl_vllm import publish_to_vllm
+from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
 ZeroPPCallback(), publish_to_vllm(TrainingArguments(use_cpu=True))
 assert not {"trl", "vllm"} & sys.modules.keys()
 """

@@ -25,7 +25,7 @@ Weights = dict[str, torch.Tensor]
 class Trainer:
     """bf16 weights of fp32 masters that AdamW moves, and some that hold what arithmetic would not keep."""
 
-    def __init__(self, rate: float = 1e-5, num: int = 40_000) -> None:
+    def __init__(self, rate: float = 1e-5, num: int = 30_000) -> None:
         generator = torch.Generator().manual_seed(0)
         self.masters = [torch.nn.Parameter(torch.randn(size, generator=generator) * 0.02) for size in (num, 333, 1)]
         self.optimizer = torch.optim.AdamW(self.masters, lr=rate)
@@ -181,6 +181,15 @@ def test_an_older_list_takes_nothing_back(published, tmp_path):
     assert not receiver.update() and receiver.version == 6 and same(receiver.weights, versions[6])
     (tmp_path / LIST).write_text(current)
     assert not receiver.update()
+
+
+def test_a_version_that_is_named_is_taken_and_no_other(published):
+    sender, receiver, versions = published
+    assert receiver.update(4) and receiver.version == 4 and same(receiver.weights, versions[4])
+    assert not receiver.update(3) and receiver.version == 4
+    with pytest.raises(DamagedUpdateError, match="no files that make version 7"):
+        receiver.update(7)
+    assert receiver.update() and same(receiver.weights, versions[6])
 
 
 def test_an_update_that_breaks_off_leaves_the_old_version_and_can_be_repeated(published):
