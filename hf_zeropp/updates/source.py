@@ -1,4 +1,4 @@
-"""Where a receiver reads the log: a folder, or the same folder behind a server of static files."""
+"""The place of the log: a folder, or the same folder behind a server of static files."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -117,22 +118,26 @@ def test_what_counts_as_written(monkeypatch):
     assert not rollout.mask[:, -1].any()
 
 
+def run_as_its_docstring_says(example: str, *arguments: str) -> str:
+    config = ROOT / "examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml"
+    launch = [sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", str(config), "--main_process_port", "0"]
+    command = [*launch, str(ROOT / "examples" / example), *arguments]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
 def test_ppo_runs_as_its_docstring_says(tmp_path):
     base = python_lines.make_base(str(tmp_path / "base"), steps=3)
-    config = ROOT / "examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml"
-    command = [
-        sys.executable,
-        "-m",
-        "hf_zeropp.cli",
-        "launch",
-        "--config_file",
-        str(config),
-        "--main_process_port",
-        "0",
-    ]
-    command += [str(ROOT / "examples/ppo_lora.py"), "--base", base]
-    command += ["--iterations", "2", "--reward-iterations", "1", "--batch-size", "4", "--epochs", "1"]
-    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    few = ("--iterations", "2", "--reward-iterations", "1", "--batch-size", "4", "--epochs", "1")
+    output = run_as_its_docstring_says("ppo_lora.py", "--base", base, *few)
     assert "iteration   1" in output and "mean reward" in output
     for phase in ("generation", "training"):
         assert any(line.startswith(f"{phase}: ") and line.endswith("MB into this node") for line in output.splitlines())
+
+
+@pytest.mark.vllm
+def test_grpo_with_vllm_runs_as_its_docstring_says(tmp_path):
+    base = python_lines.make_base(str(tmp_path / "base"), steps=3)
+    few = ("--max_steps", "2", "--per_device_train_batch_size", "12", "--logging_steps", "1")
+    output = run_as_its_docstring_says("grpo_vllm.py", "--base", base, "--output_dir", str(tmp_path / "run"), *few)
+    for line in (r"^sync: [\d.]+ s, 0.[1-9]\d MB", r"^generation: [\d.]+ s, 0.00 MB", r"^mean reward"):
+        assert re.search(line, output, re.MULTILINE), output[-2000:]
