@@ -114,6 +114,6 @@ def test_the_engine_is_the_model_after_every_sync(tmp_path):
             assert len(run["syncs"]) == 3
             for i, sync in enumerate(run["syncs"]):
                 assert sync["differences"] == [] and sync["unequal"] == 0 and sync["crossed_later"] == 0, (case, sync)
-                assert sync["distinct"] > 10 and (sync["changed"] > 10 or i == 0), (case, sync)
+                assert sync["distinct"] > 10 and (sync["changed"] >= 8 or i == 0), (case, sync)
             per_step, predicted = run["bytes"]
             assert per_step == [predicted] * 2 and predicted > 0, (case, run["bytes"])
