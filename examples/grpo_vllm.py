@@ -18,6 +18,7 @@ import torch
 
 if not torch.accelerator.is_available():  # vLLM reads these when it is imported
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its graphs take longer to compile than this run takes
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB for each rank
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engine and trainer share a process
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
