@@ -128,9 +128,8 @@ def _count(args: argparse.Namespace, file: dict[str, Any], name: str) -> int | N
 
 def _module_exists(name: str) -> bool:
     folder = os.getcwd()
-    sys.path.insert(
-        0, folder
-    )  # ranks find modules of the working directory, as ``python -m`` does. This command would not.
+    # Ranks find modules of the working directory, as ``python -m`` does. This command would not.
+    sys.path.insert(0, folder)
     try:
         return importlib.util.find_spec(name) is not None
     except ModuleNotFoundError:  # of a package around it
