@@ -160,11 +160,11 @@ class ZeroPPAllGather(WeightGather):
 
     def encode_ahead(self) -> Changes | None:
         """Encode the changed words that the cross hop will send; None where it sends something else."""
-        dtype, self._changes = self.unit.param_dtype, None
-        self._land_flight()
+        dtype, kept, self._changes = self.unit.param_dtype, self._kept, None
         layouts = self.layouts(dtype)
-        if self._kept is not None and self._changes_are_enough(self._kept, layouts):
-            self._changes = self.hops.encode_changes(self.unit.flat_shard(dtype), layouts, self._kept.secondary)
+        if kept is not None and self._changes_are_enough(kept, layouts):
+            self._land_flight()  # the shard is compared with what arrives
+            self._changes = self.hops.encode_changes(self.unit.flat_shard(dtype), layouts, kept.secondary)
         return self._changes
 
     def start_ahead(self) -> None:
