@@ -71,7 +71,7 @@ def calls(handle: ZeroPPHandle, name: str) -> int:
     return handle.traffic.counts.get(name, Bytes()).calls
 
 
-def steps(model: nn.Module, handle: ZeroPPHandle, rank: int, num_steps: int = 12, lr: float = 1e-3) -> Iterator[float]:
+def steps(model: nn.Module, handle: ZeroPPHandle, rank: int, num_steps: int = 6, lr: float = 1e-3) -> Iterator[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
     for step in range(num_steps):
         yield backward(model, rank, step)
