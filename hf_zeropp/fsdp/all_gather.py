@@ -235,7 +235,7 @@ class ZeroPPAllGather(WeightGather):
         layouts, due = self.layouts(dtype), self.due
         kept = self._kept
         if kept is not None and self._changes_are_enough(kept, layouts):
-            self._start_changes(kept, layouts, self.unit.flat_shard(dtype) if shard is None else shard)
+            self._start_changes(kept, layouts, shard)
         elif kept is not None and self._delta_is_enough(kept, layouts, due):
             # The delta is taken from the fp32 masters and not from the shard in ``dtype``, whose rounding would hide
             # small updates.
@@ -256,9 +256,10 @@ class ZeroPPAllGather(WeightGather):
         if self._kept is not None and self._kept.flight is not None:  # started ahead, and the weights changed since
             self._land(self._kept)
 
-    def _start_changes(self, kept: Copy, layouts: GatherLayouts, shard: torch.Tensor) -> None:
+    def _start_changes(self, kept: Copy, layouts: GatherLayouts, shard: torch.Tensor | None) -> None:
         changes, self._changes = self._changes, None
-        if changes is None:  # nobody started ahead: this unit exchanges its sizes alone
+        if changes is None:  # nothing was encoded ahead: FSDP2 made the shard, and this unit exchanges its sizes alone
+            assert shard is not None
             changes = self.hops.encode_changes(shard, layouts, kept.secondary)
             self.hops.exchange_sizes([changes])
         kept.flight = self.hops.start_changes(changes)
@@ -287,8 +288,8 @@ class ZeroPPAllGather(WeightGather):
         return self._config.qwz_resync_steps is None or kept.num_deltas < self._config.qwz_resync_steps
 
     def _changes_are_enough(self, kept: Copy, layouts: GatherLayouts) -> bool:
-        # What was received is known exactly, so it does not matter what changed the weights. Every rank gives the same
-        # answer, as for deltas.
+        # This rank's slice of the secondary shard is what the other nodes hold of its weights, bit for bit. The words that
+        # differ from it are therefore enough, whatever changed the weights. Every rank gives the same answer, as for deltas.
         return layouts.sends_changes and layouts == kept.layouts and self.due != Change.INVALID
 
     def _count_surprise(self, kept: Copy, due: Change) -> None:

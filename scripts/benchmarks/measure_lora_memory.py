@@ -1,4 +1,4 @@
-"""What does a rank hold and send in LoRA training over a base of 1.05 billion parameters in 4 bits, beside the estimate?
+"""Memory and bytes of LoRA training, over a base of 1.05 billion parameters in 4 bits, beside ``hf-zeropp estimate``.
 
     hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml scripts/benchmarks/measure_lora_memory.py
 

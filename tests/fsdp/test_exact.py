@@ -32,7 +32,13 @@ MANY_STEPS = 200
 
 
 class Run(NamedTuple):
-    """What two ways of training must have in common: the losses, the weights, and the weights as they are gathered."""
+    """The result of one training run. Exact and whole weights must give equal ones.
+
+    Attributes:
+        losses: of every backward pass.
+        weights: the masters at the end.
+        gathered: the weights with which a forward pass would compute at the end.
+    """
 
     losses: list[float]
     weights: dict[str, torch.Tensor]

@@ -22,7 +22,7 @@ EXACT_SUMS = ROTATED | FEEDBACK
 """Settings under which the sum of many steps' gradients comes close to the exact sum."""
 
 LEARNING_RATE = 1e-4
-"""Of AdamW in the studies of step times."""
+"""The learning rate of AdamW in the studies of step times."""
 
 WHOLE_SHARD = 1 << 17
 """A block that holds a rank's whole shard of any parameter in the loss studies, so that each shard has one scale."""

@@ -158,8 +158,8 @@ class Memory:
             if earlier.stream is not stream and (writes or earlier.writes) and earlier.overlaps(access):
                 if not earlier.happened_before(stream):
                     self._report(Race(earlier, access, is_reuse=False))
-            # What is ordered behind this write is ordered behind the earlier access too, and what is not races with
-            # this write. So the earlier one need not be kept.
+            # This write comes after the earlier access. A later access that comes after this write therefore comes after both,
+            # and one that does not is reported as a race with this write. So the earlier access need not be kept.
             if writes and access.covers(earlier):
                 superseded.append(key)
         for key in superseded:
