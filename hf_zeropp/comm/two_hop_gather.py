@@ -141,6 +141,18 @@ class TwoHopGather:
         received = self._buffers.take(self.cross_hop.size * layouts.delta.nbytes, own_slice.device)
         return DeltaFlight(received, self.cross_hop.all_gather(received, wire), sent=(wire,))
 
+    def holds(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary, flight: Flight | None) -> bool:
+        """Return whether whole weights, sent now, would be those that ``secondary`` holds of this rank's shard [S].
+
+        Args:
+            flight: the cross hop that brings them, while it is under way.
+        """
+        wire = self._buffers.take(layouts.kept.nbytes, shard.device)
+        ops.quantize(shard, layouts.kept, out=wire)
+        same = torch.equal(wire, self._own_slice(secondary) if flight is None else flight.sent[0])
+        self._buffers.give(wire)
+        return same
+
     def encode_changes(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary) -> Changes:
         """Encode how this rank's shard [S] differs from its slice of ``secondary``, word by word, without sending anything."""
         assert layouts.sends_changes

@@ -8,11 +8,12 @@ decisions.py how ranks agree on it. On CPU the cross hop is started for all stal
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
+from hf_zeropp import devices
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Changes, GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ZeroPPConfig
@@ -216,6 +217,15 @@ class ZeroPPAllGather(WeightGather):
             return None
         return round(self._kept.changes_bytes / self._kept.num_changes)
 
+    def _comparison(self, kept: Copy) -> Callable[[], bool] | None:
+        """Return a function that compares this rank's weights with the copy; None where that says nothing or costs too much."""
+        layouts, unit = kept.layouts, self.unit
+        # A delta is taken from the masters, which the copy only rounds. On an accelerator the host would wait.
+        if not layouts.replaces_copies or not unit.has_plain_shards or devices.has_streams(unit.device_type):
+            return None
+        dtype = layouts.kept.raw_dtype
+        return lambda: self.hops.holds(unit.flat_shard(dtype), layouts, kept.secondary, kept.flight)
+
     def _up_to_date(self, shard: torch.Tensor) -> Copy:
         """Return the secondary shard, brought up to date if that is due, with this stream ordered behind its arrival."""
         kept = self._kept
@@ -247,7 +257,7 @@ class ZeroPPAllGather(WeightGather):
         self._kept = kept
         # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
         # a write in between is a new change.
-        self._took_weights()
+        self._took_weights(self._comparison(kept))
         return kept
 
     def _land_flight(self) -> None:

@@ -77,10 +77,11 @@ class WeightGather(CommObject, AllGather):
         if self.unit.is_unsharded and (self.due != Change.NONE or self._unsharded_from != self._num_copies):
             self.unit.reshard()
 
-    def _took_weights(self) -> None:
+    def _took_weights(self, still_holds: Callable[[], bool] | None = None) -> None:
+        """Note that the weights are being gathered. ``still_holds`` is explained at ``Freshness.taken``."""
         # Both are cleared by what was really gathered. An agreement alone clears nothing, since a pass may skip the
         # unit.
-        self.freshness.taken()
+        self.freshness.taken(still_holds)
         self.due = Change.NONE
         self._num_copies += 1
 

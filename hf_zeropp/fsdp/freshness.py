@@ -6,6 +6,7 @@ See [Note: when a secondary shard is stale] and [Note: when a delta is enough] b
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from hf_zeropp.fsdp.units import Unit, WeightStamp
 # 2. *the content*: a 64-bit hash of this rank's shard, 1/W of the unit, at memory speed (xxh3 reads 20 MB in 0.8 ms on
 #    one core of an AVX-512 machine). It notices every other write: ``.data``, ``numpy()``, raw pointers,
 #    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way;
+#    A hash that nobody will ask for is not taken: after a step the mark answers, and there is one micro-step per step in many
+#    runs. If somebody asks all the same, the shard is encoded once more and compared with what was sent;
 # 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or somebody called
 #    ``handle.invalidate()``. A mark makes the hash unnecessary.
 #
@@ -72,11 +75,21 @@ class Freshness:
         # Nothing was gathered yet, so the first gather must send whole weights.
         self._marked = Change.INVALID
         self._is_in_closure_step = False
+        self._still_holds: Callable[[], bool] | None = None
+        self._was_compared = False  # whether somebody asked for the content since the last gather
 
-    def taken(self) -> None:
-        """Note that the unit's weights, as they are now, were gathered or are being sent."""
+    def taken(self, still_holds: Callable[[], bool] | None = None) -> None:
+        """Note that the unit's weights, as they are now, were gathered or are being sent.
+
+        Args:
+            still_holds: returns whether the weights are what was gathered, at a higher price than a hash. None where only a
+                hash can tell.
+        """
         self._marked = Change.NONE
-        self._remember()
+        self._still_holds = still_holds
+        # Training repeats itself: where the last hash was of use, this one will be.
+        self._remember(reads_content=self._was_compared or still_holds is None)
+        self._was_compared = False
 
     def mark(self, change: Change) -> None:
         """Note a change that somebody told of."""
@@ -121,10 +134,15 @@ class Freshness:
 
     def _is_as_remembered(self) -> bool:
         assert self._stamp is not None
+        self._was_compared = True
         # The content tells all that a stamp tells, and that equal values were written. Reading both would cost time.
         if self._digest is not None:
             return self._digest == self._content.digest()
-        return self._stamp.matches(self._unit.params)
+        if not self._stamp.matches(self._unit.params) or (self._still_holds is not None and not self._still_holds()):
+            return False
+        if self._still_holds is not None:
+            self._remember()  # the next question compares hashes
+        return True
 
     def _remember(self, *, reads_content: bool = True) -> None:
         self._stamp = self._unit.stamp()

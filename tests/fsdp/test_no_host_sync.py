@@ -39,6 +39,8 @@ MEANT = {
     ("comm.changed_words", "exchange_sizes"),
     # It waits only where there are no streams.
     ("comm.changed_words", "encode"),
+    # Asked only where there are no streams.
+    ("comm.two_hop_gather", "holds"),
 }
 
 
