@@ -145,7 +145,10 @@ class TwoHopGather:
         """Return whether whole weights, sent now, would be those that ``secondary`` holds of this rank's shard [S].
 
         Args:
-            flight: the cross hop that brings them, while it is under way.
+            shard: this rank's shard, in the dtype in which it was sent.
+            layouts: the layouts with which it was sent.
+            secondary: the secondary shard.
+            flight: the cross hop that brings it up to date, while that is under way.
         """
         wire = self._buffers.take(layouts.kept.nbytes, shard.device)
         ops.quantize(shard, layouts.kept, out=wire)
