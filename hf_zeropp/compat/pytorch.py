@@ -79,7 +79,7 @@ PYTORCH: tuple[Seam, ...] = (
     Seam(
         owner=f"{_GROUP}:FSDPParamGroup",
         names=(
-            *("modules", "fsdp_params", "mp_policy", "mesh_info", "device", "is_unsharded", "gradient_divide_factor"),
+            *("modules", "fsdp_params", "mesh_info", "device", "is_unsharded", "gradient_divide_factor"),
             *(
                 "force_sum_reduction_for_comms",
                 "_is_hsdp",
@@ -130,6 +130,7 @@ PYTORCH: tuple[Seam, ...] = (
                 "sharded_size",
                 "padded_sharded_param_size",
                 "offload_to_cpu",
+                "mp_policy",
                 "unsharded_accumulated_grad",
             ),
             *("_module_info", "_sharded_local_tensor", "_sharded_param_data"),
@@ -137,6 +138,26 @@ PYTORCH: tuple[Seam, ...] = (
         used_by=("fsdp.units",),
         why="Name, sizes and memory of a parameter's shard, and its gradient before the reduction.",
         if_moved=ON_USE,
+    ),
+    Seam(
+        owner=f"{_GROUP}:FSDPParamGroup",
+        # It is read with a default, which is right for torch 2.14 and earlier.
+        names=("_reduce_scatter_param_indices",),
+        used_by=("fsdp.units",),
+        why="The order of parameters in a flat gradient.",
+        if_moved="Gradients of a unit with several dtypes are taken for those of other parameters.",
+        is_silent=True,
+        since=(2, 15),
+    ),
+    Seam(
+        owner=f"{_PARAM}:FSDPParam",
+        # It is read with a default, which is right for torch 2.14 and earlier.
+        names=("sharded_grad_dtype",),
+        used_by=("fsdp.units",),
+        why="The dtype in which gradients are reduced where the policy names none.",
+        if_moved="Gradients are taken to be reduced in another dtype, and bytes are predicted wrongly.",
+        is_silent=True,
+        since=(2, 15),
     ),
     Seam(
         owner=f"{_PARAM}:FSDPParam",

@@ -5,15 +5,17 @@ See [Note: when a secondary shard is stale] and [Note: when a delta is enough] b
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Callable
 
 import numpy as np
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
-from hf_zeropp.fsdp.units import Unit, WeightStamp
+from hf_zeropp.fsdp.units import Unit, local_tensor_of
 
 # [Note: when a secondary shard is stale]
 # A secondary shard is a copy of the weights. It serves until they change. A rank sees a change of its own shard by three
@@ -145,8 +147,35 @@ class Freshness:
         return True
 
     def _remember(self, *, reads_content: bool = True) -> None:
-        self._stamp = self._unit.stamp()
+        self._stamp = WeightStamp.of(self._unit.params)
         self._digest = self._content.digest() if reads_content else None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightStamp:
+    """Identity and version counters of a unit's sharded parameters, and of their local tensors, at one moment.
+
+    Both are kept: a DTensor's own counter moves with optimizers and with operations on the parameter, its local
+    tensor's with writes through ``to_local()``. Conversions (``model.half()``) keep the parameter object and swap the
+    local tensor inside. Writes through ``.data``, raw pointers, ``torch._foreach_*`` or collectives move nothing.
+    """
+
+    # The references are strong: a weak one makes ``model.to()`` fail (``torch.utils.swap_tensors`` refuses tensors with
+    # weak references), and an id may be taken again by the successor of a freed tensor.
+    tensors: tuple[torch.Tensor, ...]
+    versions: tuple[int, ...]
+
+    @classmethod
+    def of(cls, params: list[DTensor]) -> WeightStamp:
+        """Take the stamp of ``params`` as they are now."""
+        tensors = tuple(tensor for param in params for tensor in (param, local_tensor_of(param)))
+        return cls(tensors, tuple(tensor._version for tensor in tensors))
+
+    def matches(self, params: list[DTensor]) -> bool:
+        """Return whether ``params`` are the same tensors at the same versions."""
+        now = WeightStamp.of(params)
+        same_tensors = all(ours is theirs for ours, theirs in zip(self.tensors, now.tensors, strict=True))
+        return same_tensors and self.versions == now.versions
 
 
 class ShardContent:

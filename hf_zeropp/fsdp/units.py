@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp import devices
 
 __all__ = [
-    "AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "WeightStamp", "find_units"
+    "AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "find_units"
 ]  # fmt: skip
 
 
@@ -109,9 +109,12 @@ class Unit:
         They are the trainable parameters, and those that were frozen after the forward pass and have a gradient still. Valid
         during a reduction.
         """
+        params = list(zip(self._group.fsdp_params, self._have_gradients, strict=True))
+        # Since torch 2.15 parameters lie in a flat gradient by the dtype of their gradients, and in a flat shard as before.
+        order = getattr(self._group, "_reduce_scatter_param_indices", range(len(params)))
         return [
             ReducedShard(_shard_of(param), cast(DTensor, param.sharded_param), has_gradient)
-            for param, has_gradient in zip(self._group.fsdp_params, self._have_gradients, strict=True)
+            for param, has_gradient in (params[index] for index in order)
             if param.sharded_param.requires_grad or has_gradient
         ]
 
@@ -138,14 +141,9 @@ class Unit:
     def shard_bytes(self) -> int:
         """Bytes of the flat shard when dtypes are mixed and FSDP2 gathers it as bytes."""
         return sum(
-            shard.padded_numel * self._gather_dtype(param).itemsize
-            for shard, param in zip(self.param_shards(), self.params, strict=True)
+            shard.padded_numel * _gather_dtype(fsdp_param).itemsize
+            for shard, fsdp_param in zip(self.param_shards(), self._group.fsdp_params, strict=True)
         )
-
-    def _gather_dtype(self, param: DTensor) -> torch.dtype:
-        """Return the dtype in which one parameter is gathered. FSDP2 casts floating-point parameters alone."""
-        cast = self._group.mp_policy.param_dtype if param.dtype.is_floating_point else None
-        return cast or param.dtype
 
     def gathered_bytes(self) -> int:
         """Bytes of the unit while it is unsharded."""
@@ -167,14 +165,14 @@ class Unit:
     @property
     def param_dtype(self) -> torch.dtype:
         """The dtype in which weights are gathered (uint8 when parameters of several dtypes are mixed)."""
-        dtypes = {self._gather_dtype(param) for param in self.params}
+        dtypes = set(map(_gather_dtype, self._group.fsdp_params))
         return dtypes.pop() if len(dtypes) == 1 else torch.uint8
 
     @property
     def reduce_dtype(self) -> torch.dtype:
         """The dtype in which FSDP2 hands gradients to the reduction."""
-        policy = self._group.mp_policy
-        return policy.reduce_dtype or policy.param_dtype or self.params[0].dtype
+        params = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad or not self.trains]
+        return functools.reduce(torch.promote_types, set(map(_reduce_dtype, params)))
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -276,10 +274,6 @@ class Unit:
         )
         return reduced if factor is None or factor == 1 else reduced.div_(factor)
 
-    def stamp(self) -> WeightStamp:
-        """Return identity and version counters of the unit's sharded parameters."""
-        return WeightStamp.of(self.params)
-
     def shard_memory(self) -> list[torch.Tensor] | None:
         """Return this rank's shards of all parameters, 1-D tensors that own the memory FSDP2 gathers from.
 
@@ -299,8 +293,10 @@ class Unit:
 
     def describe_precision(self) -> str:
         """Return the dtypes of FSDP2's mixed precision policy, in words."""
-        policy = self._group.mp_policy
-        return f"param_dtype {policy.param_dtype}, reduce_dtype {policy.reduce_dtype}"
+        policies = [param.mp_policy for param in self._group.fsdp_params]
+        # All parameters of a unit have one policy up to torch 2.14. Since then their param_dtype may differ.
+        param_dtypes = sorted({str(policy.param_dtype) for policy in policies})
+        return f"param_dtype {', '.join(param_dtypes)}, reduce_dtype {policies[0].reduce_dtype}"
 
     def structure(self) -> tuple[object, ...]:
         """Return what chooses collectives and their sizes.
@@ -315,33 +311,6 @@ class Unit:
         )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class WeightStamp:
-    """Identity and version counters of a unit's sharded parameters, and of their local tensors, at one moment.
-
-    Both are kept: a DTensor's own counter moves with optimizers and with operations on the parameter, its local
-    tensor's with writes through ``to_local()``. Conversions (``model.half()``) keep the parameter object and swap the
-    local tensor inside. Writes through ``.data``, raw pointers, ``torch._foreach_*`` or collectives move nothing.
-    """
-
-    # The references are strong: a weak one makes ``model.to()`` fail (``torch.utils.swap_tensors`` refuses tensors with
-    # weak references), and an id may be taken again by the successor of a freed tensor.
-    tensors: tuple[torch.Tensor, ...]
-    versions: tuple[int, ...]
-
-    @classmethod
-    def of(cls, params: list[DTensor]) -> WeightStamp:
-        """Take the stamp of ``params`` as they are now."""
-        tensors = tuple(tensor for param in params for tensor in (param, param._local_tensor))
-        return cls(tensors, tuple(tensor._version for tensor in tensors))
-
-    def matches(self, params: list[DTensor]) -> bool:
-        """Return whether ``params`` are the same tensors at the same versions."""
-        now = WeightStamp.of(params)
-        same_tensors = all(ours is theirs for ours, theirs in zip(self.tensors, now.tensors, strict=True))
-        return same_tensors and self.versions == now.versions
-
-
 def _shard_of(fsdp_param: FSDPParam) -> ParamShard:
     return ParamShard(
         name=fsdp_param._module_info.param_name,
@@ -349,6 +318,21 @@ def _shard_of(fsdp_param: FSDPParam) -> ParamShard:
         numel=fsdp_param.sharded_size.numel(),
         ndim=fsdp_param.sharded_param.ndim,
     )
+
+
+def _gather_dtype(fsdp_param: FSDPParam) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered. FSDP2 casts floating-point parameters alone."""
+    dtype = fsdp_param.sharded_param.dtype
+    return (fsdp_param.mp_policy.param_dtype if dtype.is_floating_point else None) or dtype
+
+
+def _reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces the gradient of a parameter that is alone in its unit."""
+    policy = fsdp_param.mp_policy
+    computed = policy.param_dtype or fsdp_param.sharded_param.dtype
+    # Since torch 2.15 the default is the parameter's ``grad_dtype``, which is its own dtype unless somebody set another; None
+    # takes the gradient as backward made it. Before, it was always taken so.
+    return policy.reduce_dtype or getattr(fsdp_param, "sharded_grad_dtype", None) or computed
 
 
 def _has_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:

@@ -16,7 +16,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from toy import POLICIES, backward, make_lm, shard, tokens_of
 
 from hf_zeropp.fsdp import units
-from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, WeightStamp, find_units, on_first_use
+from hf_zeropp.fsdp.freshness import WeightStamp
+from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units, on_first_use
 
 
 class RecordingGather(DefaultAllGather):
@@ -142,8 +143,8 @@ def stamps_move_with(rank: int) -> dict[str, bool]:
     }
     noticed = {}
     for name, change in changes.items():
-        stamp = unit.stamp()
-        assert isinstance(stamp, WeightStamp) and stamp.matches(unit.params)
+        stamp = WeightStamp.of(unit.params)
+        assert stamp.matches(unit.params)
         with torch.no_grad():
             change()
         noticed[name] = not stamp.matches(unit.params)

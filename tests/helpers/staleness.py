@@ -16,7 +16,8 @@ from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm.two_hops import TwoHopGather
 from hf_zeropp.fsdp import freshness
-from hf_zeropp.fsdp.units import Unit, WeightStamp
+from hf_zeropp.fsdp.freshness import WeightStamp
+from hf_zeropp.fsdp.units import Unit
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 
