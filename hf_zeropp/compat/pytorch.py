@@ -191,7 +191,7 @@ PYTORCH: tuple[Seam, ...] = (
     Seam(
         owner="torch:Tensor",
         names=("_version", "_base"),
-        used_by=("fsdp.units", "comm.hop"),
+        used_by=("fsdp.freshness", "comm.hop"),
         why="The counter that moves when a tensor is written; the buffer behind a slice of it.",
         if_moved=ON_USE,
     ),
