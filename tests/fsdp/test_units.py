@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness import Scenarios
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from toy import POLICIES, backward, make_lm, shard, tokens_of
 
@@ -94,6 +94,23 @@ def reductions_are_what_units_say(rank: int) -> None:
             reduced = unit.divide_after_reduce(reduce.output)
             param, numel = unit.trainable[0], shards[0].numel
             assert torch.equal(reduced[:numel].float(), param.grad.to_local().flatten().float()), unit.name
+
+
+def gradients_lie_where_units_say(rank: int) -> None:
+    """Also where one gradient of a unit has a dtype of its own: torch 2.15 then puts it behind those of the others."""
+    model = make_lm().bfloat16()
+    if torch.__version__ >= "2.15":
+        model.blocks[0].up.weight.grad_dtype = torch.float32
+    recorded = record(shard(model, MixedPrecisionPolicy(reduce_dtype=torch.float32)))
+    for unit, _, _ in recorded:
+        unit.wrap_post_backward(lambda: None, lambda: None)
+    backward(model, rank)
+    for unit, _, reduce in recorded:
+        shards = unit.reduced_shards()
+        parts = reduce.output.split([one.shard.padded_numel for one in shards])
+        for one, part in zip(shards, parts, strict=True):
+            gradient = one.param.grad.to_local().flatten()
+            assert torch.equal(part[: one.shard.numel].to(gradient.dtype), gradient), (unit.name, one.shard.name)
 
 
 def found_units(rank: int) -> None:
@@ -184,6 +201,7 @@ SCENARIOS = Scenarios(
         private_names_are_there,
         shards_are_what_fsdp2_gathers,
         reductions_are_what_units_say,
+        gradients_lie_where_units_say,
         found_units,
         the_state_of_a_unit,
         backward_passes_have_numbers,
