@@ -173,6 +173,8 @@ class Decisions:
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
+        # This comes first, because it raises where no backward pass is under way.
+        self._micro_steps.call_at_end(self._end_backward)
         if reduce is self._first_trainable():
             self._traffic.micro_steps += 1
         if self._micro_steps.enter_backward():
@@ -188,7 +190,6 @@ class Decisions:
             # The answer is not waited for here. It has until the first node hop ends, so the exchange costs no time
             # in backward.
             self._micro_step_answer = self._ask_debts(Moment.BACKWARD, action, detail=int(is_last) + 2 * int(quantizes))
-        self._micro_steps.call_at_end(self._end_backward)
 
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step."""

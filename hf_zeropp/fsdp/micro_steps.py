@@ -72,7 +72,6 @@ class MicroSteps:
         """
         if self._awaits_end:
             return
-        self._awaits_end = True
 
         def at_end() -> None:
             # The flag falls before the call, so that a reduction of a later root asks for another one.
@@ -80,3 +79,4 @@ class MicroSteps:
             callback()
 
         queue_after_backward(at_end)
+        self._awaits_end = True

@@ -400,7 +400,17 @@ def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
 
 
 def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass under way ends, after FSDP2's own final callback."""
+    """Run ``callback`` when the backward pass under way ends, after FSDP2's own final callback.
+
+    Raises:
+        RuntimeError: no backward pass is under way.
+    """
+    if current_backward() == -1:
+        raise RuntimeError(
+            "Expected FSDP2 to reduce gradients in a backward pass, but none is under way: "
+            "model.set_manual_backward_finalization(True) makes it reduce them later, which ZeRO++ does not support. "
+            "Call model.set_manual_backward_finalization(False)."
+        )
     # The engine runs callbacks in the order in which they were queued, also those that callbacks queue. FSDP2 queues
     # its own when the backward pass enters the first unit, ahead of every reduction, and so of this one.
     torch.autograd.Variable._execution_engine.queue_callback(callback)

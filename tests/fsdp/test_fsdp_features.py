@@ -306,6 +306,21 @@ def raise_error(gradient: torch.Tensor) -> None:
     raise RuntimeError("out of memory, say")
 
 
+def reductions_outside_of_backward_are_refused(rank: int, overlap: bool) -> None:
+    """Torch 2.15 lets a caller reduce after the backward pass. Without that setting the model trains on."""
+    model = shard(make_lm())
+    apply(model, overlap)
+    model.set_manual_backward_finalization(True)
+    loss_of(model, tokens_of(rank)).backward()
+    with pytest.raises(RuntimeError, match=r"set_manual_backward_finalization\(False\)"):
+        model.finalize_backward()
+    model.reset_iter_state()
+    model.set_manual_backward_finalization(False)
+    model.zero_grad()
+    backward(model, rank)
+    check_gradients(model, make_lm(), rank, REDUCTION)
+
+
 def two_losses_through_one_forward(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     apply(model, overlap)
@@ -445,6 +460,7 @@ EAGER = [
     double_precision_is_fsdp2s_own,
     # FSDP2 of torch 2.11 cannot go on after a backward pass that raised.
     *([backward_that_raised] if hasattr(FSDPModule, "reset_iter_state") else []),
+    *([reductions_outside_of_backward_are_refused] if hasattr(FSDPModule, "finalize_backward") else []),
     two_losses_through_one_forward,
     gradients_added_to_old_ones,
     inference_mode_between_steps,
