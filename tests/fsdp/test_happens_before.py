@@ -22,6 +22,7 @@ from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from toy import EXACT, POLICIES, TinyLM, loss_of, loss_without_head, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode, quantize_frozen
@@ -329,13 +330,16 @@ def forgetting(owner: Any, name: str, *fields: str) -> Callable[[], Any]:
 
 def no_wait_for_reductions() -> Any:
     """FSDP2's last callback lets the optimizer run into the reductions."""
-    finalize = FSDPParamGroup.finalize_backward
+    owner, name, context = FSDPParamGroup, "finalize_backward", "comm_ctx"
+    if hasattr(FSDPState, "_end_backward_iteration"):  # since torch 2.15
+        owner, name, context = FSDPState, "_end_backward_iteration", "_comm_ctx"
+    finalize = getattr(owner, name)
 
-    def finalize_at_once(group: FSDPParamGroup) -> None:
-        group.comm_ctx._last_post_reduce_events.clear()
-        finalize(group)
+    def finalize_at_once(self: Any) -> None:
+        getattr(self, context)._last_post_reduce_events.clear()
+        finalize(self)
 
-    return mock.patch.object(FSDPParamGroup, "finalize_backward", finalize_at_once)
+    return mock.patch.object(owner, name, finalize_at_once)
 
 
 def ahead_of_the_optimizer() -> None:
@@ -475,10 +479,10 @@ def test_fsdp2_has_a_race_that_the_package_mends(outcomes):
     """With a hook on all-reduces FSDP2 adds a second micro-step's gradients on the hook's stream, and frees them too early.
 
     The memory was born on the stream of reductions, where the next reduction may get it before the addition has read it. The
-    package keeps it (``ZeroPPReduceScatter._shown_output``). If this test fails, FSDP2 keeps it as well, and that line can go.
+    package keeps it (``ZeroPPReduceScatter._shown_output``). So does FSDP2 of torch 2.15.
     """
     races = outcomes[STOCK_WITH_HOOKS].races
-    assert races
+    assert bool(races) == (torch.__version__ < "2.15")
     assert all("freed memory" in race and "add_.Tensor at _fully_shard/_fsdp_collectives.py" in race for race in races)
 
 
