@@ -132,6 +132,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         crosses = self._micro_steps.is_last_now or self.unit.shows_reduced_output
         # FSDP2 runs an all-reduce hook, and adds the output to ``.grad``, on a stream of its own, and drops the output while
         # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
+        # FSDP2 of torch 2.15 keeps it itself.
         self._shown_output = output_tensor if self.unit.shows_reduced_output else None
         reduction = UnitReduction(self, form, crosses)
         if self._pipeline is not None and not self.unit.shows_reduced_output:

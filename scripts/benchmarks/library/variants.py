@@ -64,6 +64,7 @@ VARIANTS = {
         Variant("paper", PAPER),
         Variant("half-values", DELTA),
         Variant("exact", {"preset": "exact"}),
+        Variant("pcie", {"preset": "pcie"}),
         Variant("half", DELTA | EXACT_SUMS),
         Variant("half-hpz-8", DELTA | EXACT_SUMS | {"hpz_bits": 8}),
         Variant("three-eighths-values", DELTA_2),
