@@ -384,8 +384,8 @@ class ZeroPPHandle:
         """Name the units that stay with FSDP2's collectives, in one warning. Units that change later are named then."""
         mixed = [gather.unit for gather in self.gathers if gather.unit.param_dtype not in FLOAT_DTYPES]
         self._warnings.warn(MIXED_DTYPES, mixed)
-        without_form = [reduce.unit for reduce in self.reduces if reduce.unit.reduce_dtype not in FLOAT_DTYPES]
-        self._warnings.warn(NO_WIRE_FORM, [unit for unit in without_form if unit.trains])
+        trained = [reduce.unit for reduce in self.reduces if reduce.unit.trains]
+        self._warnings.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])
 
     def _follow_weights(self, model: nn.Module) -> None:
         """Learn of loaded weights and of optimizers' steps, as long as the handle lives."""
@@ -440,9 +440,9 @@ def _params_of(optimizer: torch.optim.Optimizer) -> set[int]:
 def _new_traffic(
     model: nn.Module, units: list[Unit], frozen_units: list[Unit], ranks_per_node: int, num_nodes: int
 ) -> Traffic:
-    model_bytes = sum(param.numel() * unit.param_dtype.itemsize for unit in units for param in unit.params)
+    model_bytes = sum(sum(param.numel() for param in unit.params) * unit.param_dtype.itemsize for unit in units)
     # M is the model as ZeRO-3 would send it, so packed frozen weights count as the bf16 weights that they stand for.
     frozen = [param for unit in frozen_units for param in unit.params]
     model_bytes += dense_numel(model, frozen) * torch.bfloat16.itemsize
-    trainable_bytes = sum(param.numel() * unit.reduce_dtype.itemsize for unit in units for param in unit.trainable)
+    trainable_bytes = sum(sum(param.numel() for param in unit.trainable) * unit.reduce_dtype.itemsize for unit in units)
     return Traffic(ranks_per_node, num_nodes, model_bytes, trainable_bytes)

@@ -142,7 +142,7 @@ class TwoHopGather:
         return DeltaFlight(received, self.cross_hop.all_gather(received, wire), sent=(wire,))
 
     def holds(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary, flight: Flight | None) -> bool:
-        """Return whether whole weights, sent now, would be those that ``secondary`` holds of this rank's shard [S].
+        """Return whether encoding this rank's shard [S] now gives the bytes that were last sent. No collective.
 
         Args:
             shard: this rank's shard, in the dtype in which it was sent.
@@ -152,7 +152,9 @@ class TwoHopGather:
         """
         wire = self._buffers.take(layouts.kept.nbytes, shard.device)
         ops.quantize(shard, layouts.kept, out=wire)
-        same = torch.equal(wire, self._own_slice(secondary) if flight is None else flight.sent[0])
+        # A hop that was waited for has nothing in ``sent``, and has arrived, even if an error came behind.
+        sent = flight.sent[0] if flight is not None and flight.sent else self._own_slice(secondary)
+        same = torch.equal(wire, sent)
         self._buffers.give(wire)
         return same
 

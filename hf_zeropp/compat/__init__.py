@@ -42,12 +42,12 @@ REQUIRED = ("torch", "accelerate", "transformers")
 
 # The versions that the tests of this package were run with (scripts/test_versions.sh).
 TESTED = {
-    "torch": "2.11, 2.12 and 2.13",
+    "torch": "2.11, 2.12, 2.13 and 2.15",
     "accelerate": "1.13 and 1.15",
     "transformers": "5.16 and 5.23",
     "peft": "0.18 and 0.21",
     "trl": "0.29 and 1.16",
-    "vllm": "0.30",
+    "vllm": "0.30 and 0.32",
 }
 
 

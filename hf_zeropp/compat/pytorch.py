@@ -212,14 +212,14 @@ PYTORCH: tuple[Seam, ...] = (
     Seam(
         owner="torch:_C",
         names=("_current_graph_task_id",),
-        used_by=("fsdp.units",),
+        used_by=("fsdp.backward",),
         why="Tells one backward pass from another.",
         if_moved=ON_USE,
     ),
     Seam(
         owner="torch.autograd:Variable",
         names=("_execution_engine",),
-        used_by=("fsdp.units",),
+        used_by=("fsdp.backward",),
         why="Runs a function at the end of a backward pass.",
         if_moved=ON_USE,
     ),

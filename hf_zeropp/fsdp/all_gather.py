@@ -31,7 +31,7 @@ MANY_SURPRISES = 3
 
 MIXED_DTYPES = (
     "These units mix dtypes (or hold one that is no float of 16 or 32 bits), so FSDP2 gathers their weights, unquantized and "
-    "across nodes: %s. Give their parameters one dtype, or set mixed_precision."
+    "across nodes: %s. Give their parameters one dtype, or set mixed_precision (without param_dtype_override_fn)."
 )
 _NOT_ASYNC = (
     "unshard(async_op=True) of these units gathers them before it returns, and overlaps with nothing: %s. Leave prefetching to "
@@ -220,10 +220,11 @@ class ZeroPPAllGather(WeightGather):
     def _comparison(self, kept: Copy) -> Callable[[], bool] | None:
         """Return a function that compares this rank's weights with the copy; None where that says nothing or costs too much."""
         layouts, unit = kept.layouts, self.unit
-        # A delta is taken from the masters, which the copy only rounds. On an accelerator the host would wait.
+        # A delta is taken from the masters, which the copy only rounds, and changed words under way are no whole words. On an
+        # accelerator the host would wait.
         if not layouts.replaces_copies or not unit.has_plain_shards or devices.has_streams(unit.device_type):
             return None
-        dtype = layouts.kept.raw_dtype
+        dtype = layouts.kept.raw_dtype  # in which FSDP2 gathered
         return lambda: self.hops.holds(unit.flat_shard(dtype), layouts, kept.secondary, kept.flight)
 
     def _up_to_date(self, shard: torch.Tensor) -> Copy:

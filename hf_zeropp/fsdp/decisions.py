@@ -28,12 +28,12 @@ import torch.nn as nn
 
 from hf_zeropp.comm.agreement import Agreement, Answer, Channel, Statement
 from hf_zeropp.fsdp.all_gather import start_ahead
+from hf_zeropp.fsdp.backward import current_backward, require_backward
 from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
-from hf_zeropp.fsdp.units import current_backward
 from hf_zeropp.traffic import Traffic
 
 
@@ -173,8 +173,7 @@ class Decisions:
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
-        # This comes first, because it raises where no backward pass is under way.
-        self._micro_steps.call_at_end(self._end_backward)
+        require_backward()
         if reduce is self._first_trainable():
             self._traffic.micro_steps += 1
         if self._micro_steps.enter_backward():
@@ -190,6 +189,7 @@ class Decisions:
             # The answer is not waited for here. It has until the first node hop ends, so the exchange costs no time
             # in backward.
             self._micro_step_answer = self._ask_debts(Moment.BACKWARD, action, detail=int(is_last) + 2 * int(quantizes))
+        self._micro_steps.call_at_end(self._end_backward)
 
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
@@ -278,6 +278,7 @@ class Decisions:
         frozen = [shard.name for shard, param in shards if not param.requires_grad]
         dtypes = sorted({str(param.dtype) for param in unit.params})
         said = f"{', '.join(dtypes)}, {'frozen: ' + ', '.join(frozen) if frozen else 'all parameters trainable'}"
+        said += f", gradients in {', '.join(sorted(map(str, unit.grad_dtypes)))}" if len(unit.grad_dtypes) > 1 else ""
         said += ", with hooks on its gradients" if unit.shows_reduced_output else ""
         missing = reduce.without_gradient
         return said + (f", no gradient for {', '.join(missing)} in the last backward pass" if missing else "")

@@ -26,9 +26,10 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 #    somebody else wrote until then;
 # 2. *the content*: a 64-bit hash of this rank's shard, 1/W of the unit, at memory speed (xxh3 reads 20 MB in 0.8 ms on
 #    one core of an AVX-512 machine). It notices every other write: ``.data``, ``numpy()``, raw pointers,
-#    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way;
-#    A hash that nobody will ask for is not taken: after a step the mark answers, and there is one micro-step per step in many
-#    runs. If somebody asks all the same, the shard is encoded once more and compared with what was sent;
+#    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way.
+#    Where whole weights are kept (``qwz_mode="values"`` with hpZ), the hash is taken only if somebody asked the last time: with
+#    one micro-step per step nobody asks, because the mark answers. If somebody asks all the same, the shard is encoded once
+#    more and compared with what was sent. A write that does not change those bytes is then no change;
 # 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or somebody called
 #    ``handle.invalidate()``. A mark makes the hash unnecessary.
 #
@@ -89,7 +90,7 @@ class Freshness:
         """
         self._marked = Change.NONE
         self._still_holds = still_holds
-        # Training repeats itself: where the last hash was of use, this one will be.
+        # Training repeats itself: where somebody asked the last time, somebody will.
         self._remember(reads_content=self._was_compared or still_holds is None)
         self._was_compared = False
 
@@ -117,7 +118,7 @@ class Freshness:
         self._remember(reads_content=self._checks_steps)
 
     def change(self) -> Change:
-        """Return what happened to the weights since ``taken``. Asking changes nothing."""
+        """Return what happened to the weights since ``taken``. Asking changes no answer; it may take a hash for the next one."""
         if self._marked >= Change.EDITED:
             return self._marked
         # The two answers that need no hash come first: reading the shards is the cost of this method.
@@ -140,10 +141,14 @@ class Freshness:
         # The content tells all that a stamp tells, and that equal values were written. Reading both would cost time.
         if self._digest is not None:
             return self._digest == self._content.digest()
-        if not self._stamp.matches(self._unit.params) or (self._still_holds is not None and not self._still_holds()):
+        # A stamp that moved ends the question, since the weights may have another dtype now.
+        if not self._stamp.matches(self._unit.params):
             return False
-        if self._still_holds is not None:
-            self._remember()  # the next question compares hashes
+        if self._still_holds is None:
+            return True
+        if not self._still_holds():
+            return False
+        self._remember()  # the next question compares hashes, which costs less
         return True
 
     def _remember(self, *, reads_content: bool = True) -> None:

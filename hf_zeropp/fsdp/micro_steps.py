@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hf_zeropp.fsdp.backward import current_backward, queue_after_backward
 from hf_zeropp.fsdp.error_feedback import LossScale
-from hf_zeropp.fsdp.units import current_backward, queue_after_backward
 
 
 class MicroSteps:
@@ -72,6 +72,7 @@ class MicroSteps:
         """
         if self._awaits_end:
             return
+        self._awaits_end = True
 
         def at_end() -> None:
             # The flag falls before the call, so that a reduction of a later root asks for another one.
@@ -79,4 +80,3 @@ class MicroSteps:
             callback()
 
         queue_after_backward(at_end)
-        self._awaits_end = True

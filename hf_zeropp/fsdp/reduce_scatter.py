@@ -132,7 +132,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         crosses = self._micro_steps.is_last_now or self.unit.shows_reduced_output
         # FSDP2 runs an all-reduce hook, and adds the output to ``.grad``, on a stream of its own, and drops the output while
         # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
-        # FSDP2 of torch 2.15 keeps it itself.
+        # This line can go when torch 2.15, whose FSDP2 keeps it itself, is the oldest version.
         self._shown_output = output_tensor if self.unit.shows_reduced_output else None
         reduction = UnitReduction(self, form, crosses)
         if self._pipeline is not None and not self.unit.shows_reduced_output:
@@ -253,6 +253,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 
     def _form(self, dtype: torch.dtype, scale: float) -> Form:
+        # FSDP2 of torch 2.15 chooses ``dtype`` from the gradients that there are. Where some are missing, other ranks may have
+        # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
+        if self.without_gradient:
+            dtype = self.unit.reduce_dtype
         columns, start = [], 0
         for reduced in self.unit.reduced_shards():
             columns.append(Column(reduced.param, start, reduced.shard))
@@ -271,9 +275,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
         FSDP2 leaves those out. They may be others on other ranks, and then ranks would exchange pieces of different sizes.
         """
+        dtype = form.layouts.node_hop.raw_dtype
         if part.numel() == world_size * form.layouts.node_hop.numel:
-            return part
-        full = torch.zeros(world_size, form.layouts.node_hop.numel, dtype=part.dtype, device=part.device)
+            return part.to(dtype)
+        full = torch.zeros(world_size, form.layouts.node_hop.numel, dtype=dtype, device=part.device)
         start, slices = 0, part.view(world_size, -1)
         for column, reduced in zip(form.columns, self.unit.reduced_shards(), strict=True):
             if reduced.has_gradient:
@@ -294,7 +299,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         flights = self.send_sums(reduction.flights, form)
         # FSDP2's output has room only for parameters with a gradient in this micro-step. Others may have a part in
         # the sum, from earlier micro-steps or other ranks, and FSDP2 will not add it.
-        if output.numel() == form.layouts.cross_hop.numel:
+        if output.numel() == form.layouts.cross_hop.numel and output.dtype == form.layouts.cross_hop.raw_dtype:
             self.hops.finish(flights, form.layouts, output, form.scale)
             return
         reduced, start = self._finish(flights, form), 0

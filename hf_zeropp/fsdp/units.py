@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -100,8 +100,16 @@ class Unit:
 
     def param_shards(self, *, trainable_only: bool = False) -> list[ParamShard]:
         """Return the parts of a flat shard: all parameters (as gathered), or the trainable ones (as reduced)."""
-        chosen = (param for param in self._group.fsdp_params if param.sharded_param.requires_grad or not trainable_only)
-        return list(map(_shard_of, chosen))
+        params = self._group.fsdp_params
+        if trainable_only:
+            params = [params[index] for index in self._reduction_order if params[index].sharded_param.requires_grad]
+        return list(map(_shard_of, params))
+
+    @property
+    def _reduction_order(self) -> Sequence[int]:
+        """The order in which parameters lie in a flat gradient."""
+        # Since torch 2.15 they are grouped there by the dtypes of their gradients. FSDP2 chooses the order at the first use.
+        return getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(self._group.fsdp_params))
 
     def reduced_shards(self) -> list[ReducedShard]:
         """Return the parts of the flat gradient that FSDP2 is about to hand to the reduction, and those missing in it.
@@ -110,11 +118,9 @@ class Unit:
         during a reduction.
         """
         params = list(zip(self._group.fsdp_params, self._have_gradients, strict=True))
-        # Since torch 2.15 parameters lie in a flat gradient by the dtype of their gradients, and in a flat shard as before.
-        order = getattr(self._group, "_reduce_scatter_param_indices", range(len(params)))
         return [
             ReducedShard(_shard_of(param), cast(DTensor, param.sharded_param), has_gradient)
-            for param, has_gradient in (params[index] for index in order)
+            for param, has_gradient in (params[index] for index in self._reduction_order)
             if param.sharded_param.requires_grad or has_gradient
         ]
 
@@ -170,9 +176,12 @@ class Unit:
 
     @property
     def reduce_dtype(self) -> torch.dtype:
-        """The dtype in which FSDP2 hands gradients to the reduction."""
-        params = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad or not self.trains]
-        return functools.reduce(torch.promote_types, set(map(_reduce_dtype, params)))
+        """The dtype in which FSDP2 hands gradients to the reduction, where all trainable parameters have one."""
+        trainable = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
+        # Nothing is reduced in a frozen unit, and not every two dtypes of weights can be promoted.
+        return (
+            functools.reduce(torch.promote_types, set(map(_reduce_dtype, trainable))) if trainable else self.param_dtype
+        )
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
@@ -288,25 +297,37 @@ class Unit:
         """Return name, full shape, dtype and training of each parameter, in words."""
         return [
             f"{shard.name} {tuple(param.shape)} in {param.dtype}{'' if param.requires_grad else ', frozen'}"
-            for shard, param in zip(self.param_shards(), self.params, strict=True)
+            f"{'' if grad_dtype in (None, param.dtype) else f', its gradient in {grad_dtype}'}"
+            for shard, param, grad_dtype in zip(
+                self.param_shards(), self.params, map(_grad_dtype, self._group.fsdp_params), strict=True
+            )
         ]
 
     def describe_precision(self) -> str:
         """Return the dtypes of FSDP2's mixed precision policy, in words."""
         policies = [param.mp_policy for param in self._group.fsdp_params]
-        # All parameters of a unit have one policy up to torch 2.14. Since then their param_dtype may differ.
+        # From torch 2.15 on the parameters of a unit may differ in param_dtype.
         param_dtypes = sorted({str(policy.param_dtype) for policy in policies})
         return f"param_dtype {', '.join(param_dtypes)}, reduce_dtype {policies[0].reduce_dtype}"
+
+    @property
+    def grad_dtypes(self) -> set[torch.dtype | None]:
+        """The dtypes in which trainable parameters keep their gradients; None where FSDP2 takes them as they are."""
+        return {_grad_dtype(param) for param in self._group.fsdp_params if param.sharded_param.requires_grad}
 
     def structure(self) -> tuple[object, ...]:
         """Return what chooses collectives and their sizes.
 
-        It is ``requires_grad``, dtype and "has gradient hooks" of each parameter, and whether the unit has an all-reduce hook.
+        It is ``requires_grad``, dtype, dtype of the gradient and "has gradient hooks" of each parameter, and whether the unit has
+        an all-reduce hook.
         """
         # This runs before every forward pass, so it goes through the parameters once.
-        params = (fsdp_param.sharded_param for fsdp_param in self._group.fsdp_params)
+        params = ((fsdp_param.sharded_param, _grad_dtype(fsdp_param)) for fsdp_param in self._group.fsdp_params)
         return (
-            *((param.requires_grad, param.dtype, len(param._post_accumulate_grad_hooks or ()) > 0) for param in params),
+            *(
+                (param.requires_grad, param.dtype, grad_dtype, len(param._post_accumulate_grad_hooks or ()) > 0)
+                for param, grad_dtype in params
+            ),
             self._group._all_reduce_hook is not None,
         )
 
@@ -330,9 +351,16 @@ def _reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype:
     """Return the dtype in which FSDP2 reduces the gradient of a parameter that is alone in its unit."""
     policy = fsdp_param.mp_policy
     computed = policy.param_dtype or fsdp_param.sharded_param.dtype
-    # Since torch 2.15 the default is the parameter's ``grad_dtype``, which is its own dtype unless somebody set another; None
-    # takes the gradient as backward made it. Before, it was always taken so.
-    return policy.reduce_dtype or getattr(fsdp_param, "sharded_grad_dtype", None) or computed
+    # Up to torch 2.14 FSDP2 reduces a gradient in the dtype in which backward made it.
+    return policy.reduce_dtype or _grad_dtype(fsdp_param) or computed
+
+
+def _grad_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
+    """Return the dtype in which a parameter keeps its gradient: ``grad_dtype``, by default its own, since torch 2.15.
+
+    None takes gradients as backward makes them, as FSDP2 does up to torch 2.14.
+    """
+    return getattr(fsdp_param, "sharded_grad_dtype", None)
 
 
 def _has_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
@@ -397,28 +425,6 @@ def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
-
-
-def queue_after_backward(callback: Callable[[], None]) -> None:
-    """Run ``callback`` when the backward pass under way ends, after FSDP2's own final callback.
-
-    Raises:
-        RuntimeError: no backward pass is under way.
-    """
-    if current_backward() == -1:
-        raise RuntimeError(
-            "Expected FSDP2 to reduce gradients in a backward pass, but none is under way: "
-            "model.set_manual_backward_finalization(True) makes it reduce them later, which ZeRO++ does not support. "
-            "Call model.set_manual_backward_finalization(False)."
-        )
-    # The engine runs callbacks in the order in which they were queued, also those that callbacks queue. FSDP2 queues
-    # its own when the backward pass enters the first unit, ahead of every reduction, and so of this one.
-    torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def current_backward() -> int:
-    """A number that identifies the backward pass under way, -1 outside of one."""
-    return torch._C._current_graph_task_id()
 
 
 def without_compile_wrapper(model: nn.Module) -> nn.Module:

@@ -72,7 +72,8 @@ def relative_error(reduced: Gradients, exact: Gradients) -> float:
 
 
 def the_sum_over_steps_is_nearly_exact(rank: int) -> None:
-    """All together: under a fifth of the paper's error after 40 steps, and falling. Each alone, and an average: better."""
+    """All together: under a fifth of the paper's error after 40 steps, and falling. Each part
+    alone, and a moving average of the residual, are better than the paper."""
     exact = sums(Run(rank, NODES), 40)
     paper, full = (accumulated_errors(rank, settings, 40, exact) for settings in (PAPER, ALL))
     assert full[-1] < paper[-1] / 5, (full[-1], paper[-1])

@@ -22,6 +22,7 @@ HOT_PATH = (
         "fsdp.overlap",
         "fsdp.micro_steps",
         "fsdp.pending",
+        "fsdp.backward",
     ),
     *("fsdp.layouts", "fsdp.hooks", "fsdp.units", "ops.wire", "ops.kernels", "ops.native", "ops.frozen_format"),
 )

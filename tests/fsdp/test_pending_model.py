@@ -44,6 +44,7 @@ class FakeUnit:
     """Stands for a unit in reductions, without FSDP2."""
 
     shows_reduced_output = False
+    reduce_dtype = torch.float32
     modules: tuple[torch.nn.Module, ...] = ()
 
     def __init__(self, name: str, params: dict[str, DTensor]) -> None:
@@ -133,6 +134,14 @@ class Model:
             for unit in self.units
         ]
         self.decisions.reduces = self.reduces
+        self.num_ends = 0
+        end_backward = self.decisions._end_backward
+
+        def count_and_end() -> None:
+            self.num_ends += 1
+            end_backward()
+
+        self.decisions._end_backward = count_and_end
 
     # FSDP2's part.
 
@@ -159,19 +168,25 @@ class Model:
 
     # The user's part.
 
-    def backward(self, *used: tuple[str, ...], last: bool, raises: bool = False) -> None:
+    def backward(self, *used: tuple[str, ...], last: bool, raises_behind: int = 0) -> None:
+        """Run a backward pass of one tuple of parameters per unit, which may raise behind so many units."""
         self.decisions.enter_forward(Entrance(0, "the model", frozenset()))
         self.decisions.leave_forward()
         self.micro_steps.ask_is_last = lambda: last
+        num_ends = self.num_ends
         try:
-            Backward.apply(torch.zeros(1, requires_grad=True), lambda: self._reduce(used, raises)).sum().backward()
+            Backward.apply(
+                torch.zeros(1, requires_grad=True), lambda: self._reduce(used, raises_behind)
+            ).sum().backward()
         except Raised:
-            assert raises
+            return
+        has_reduced = any(unit.with_gradient for unit in self.units)
+        assert self.num_ends - num_ends == has_reduced, "the end of a backward pass comes once"
 
-    def _reduce(self, used: tuple[tuple[str, ...], ...], raises: bool) -> None:
+    def _reduce(self, used: tuple[tuple[str, ...], ...], raises_behind: int) -> None:
         for index, names in enumerate(used):
             self.post_backward(index, names)
-            if raises:
+            if index + 1 == raises_behind:
                 raise Raised
         for index in range(len(used), len(self.units)):
             self.post_backward(index, ())
@@ -253,8 +268,8 @@ EVENTS: dict[str, Callable[[Model], None]] = {
     "micro-step without b": lambda model: model.backward(("a",), ("c",), last=False),
     "last micro-step without b": lambda model: model.backward(("a",), ("c",), last=True),
     "last micro-step that skips the second unit": lambda model: model.backward(("a", "b"), last=True),
-    "micro-step that raises": lambda model: model.backward(*ALL, last=False, raises=True),
-    "last micro-step that raises": lambda model: model.backward(*ALL, last=True, raises=True),
+    "micro-step that raises": lambda model: model.backward(*ALL, last=False, raises_behind=1),
+    "last micro-step that raises behind both units": lambda model: model.backward(*ALL, last=True, raises_behind=2),
     "zero_grad": lambda model: model.drop("a", "b", "c"),
     "zero_grad(set_to_none=False)": lambda model: model.drop("a", "b", "c", to_none=False),
     "a.grad = None": lambda model: model.drop("a"),

@@ -16,6 +16,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from toy import POLICIES, backward, make_lm, shard, tokens_of
 
 from hf_zeropp.fsdp import units
+from hf_zeropp.fsdp.backward import current_backward, queue_after_backward
 from hf_zeropp.fsdp.freshness import WeightStamp
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units, on_first_use
 
@@ -82,10 +83,10 @@ def shards_are_what_fsdp2_gathers(rank: int) -> None:
 
 def reductions_are_what_units_say(rank: int) -> None:
     """Their dtype and size, of the trainable parameters alone; and the division that fp16 still needs."""
-    for policy in POLICIES:
+    for policy in (*POLICIES.values(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         model = make_lm()
         model.blocks[0].up.weight.requires_grad_(False)
-        recorded = record(shard(model, POLICIES[policy]))
+        recorded = record(shard(model, policy))
         backward(model, rank)
         for unit, _, reduce in recorded:
             shards = unit.param_shards(trainable_only=True)
@@ -174,15 +175,15 @@ def backward_passes_have_numbers(rank: int) -> None:
     numbers, complete = set(), []
 
     def queue(grad) -> None:
-        numbers.add(units.current_backward())
-        units.queue_after_backward(lambda: complete.append(all(p.grad is not None for p in model.parameters())))
+        numbers.add(current_backward())
+        queue_after_backward(lambda: complete.append(all(p.grad is not None for p in model.parameters())))
 
     for _ in range(2):
         logits = model(tokens_of(rank))
         logits.register_hook(queue)
         logits.sum().backward()
         model.zero_grad()
-    assert units.current_backward() == -1
+    assert current_backward() == -1
     assert len(numbers) == 2 and -1 not in numbers
     assert complete == [True, True]
 

@@ -117,11 +117,13 @@ class Profile:
 
     def _wrap_agreement(self) -> None:
         from hf_zeropp.comm.agreement import Channel
+        from hf_zeropp.comm.two_hops import TwoHopGather
         from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
         from hf_zeropp.fsdp.decisions import Decisions
         from hf_zeropp.fsdp.freshness import ShardContent
 
         self._wrap(ShardContent, "digest", _plain_event(CONTENT))
+        self._wrap(TwoHopGather, "holds", _plain_event(CONTENT))
         # Private names, since the seconds between the questions of a rank and its all-reduce belong to no public one.
         for name in ("_agree_on_weights", "_ask_debts", "confirm_micro_step"):
             self._wrap(Decisions, name, _plain_event(AGREEMENT))

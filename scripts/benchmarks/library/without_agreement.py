@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+from hf_zeropp.comm.two_hops import TwoHopGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.freshness import ShardContent
 
@@ -44,6 +45,7 @@ def without_agreement() -> Iterator[None]:
     agree = Decisions._agree_on_weights
     with (
         mock.patch.object(ShardContent, "digest", lambda content: None),
+        mock.patch.object(TwoHopGather, "holds", lambda *args: True),
         mock.patch.object(Decisions, "_agree_on_weights", agree_alone),
         mock.patch.object(Decisions, "_ask", ask_alone),
     ):
