@@ -47,7 +47,7 @@ TESTED = {
     "transformers": "5.16 and 5.23",
     "peft": "0.18 and 0.21",
     "trl": "0.29 and 1.16",
-    "vllm": "0.30 and 0.32",
+    "vllm": "0.30",  # its engine; 0.32 was only installed beside the other tests
 }
 
 

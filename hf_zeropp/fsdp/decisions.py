@@ -278,7 +278,8 @@ class Decisions:
         frozen = [shard.name for shard, param in shards if not param.requires_grad]
         dtypes = sorted({str(param.dtype) for param in unit.params})
         said = f"{', '.join(dtypes)}, {'frozen: ' + ', '.join(frozen) if frozen else 'all parameters trainable'}"
-        said += f", gradients in {', '.join(sorted(map(str, unit.grad_dtypes)))}" if len(unit.grad_dtypes) > 1 else ""
+        grad_dtypes = sorted(map(str, unit.grad_dtypes - {None, *(param.dtype for param in unit.params)}))
+        said += f", some gradients in {', '.join(grad_dtypes)}" if grad_dtypes else ""
         said += ", with hooks on its gradients" if unit.shows_reduced_output else ""
         missing = reduce.without_gradient
         return said + (f", no gradient for {', '.join(missing)} in the last backward pass" if missing else "")

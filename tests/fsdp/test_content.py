@@ -83,7 +83,7 @@ def deltas_and_changed_words_are_hashed(rank: int) -> None:
 
 
 def writes_are_seen_whichever_way_is_taken(rank: int) -> None:
-    """What is remembered before the write: nothing, a hash from a comparison, or one from a gather (with steps)."""
+    """A write must be seen where no hash was taken before it, where a comparison left one, and where the gather took one."""
     for config in (CONFIG, QUANTIZED):
         for num_forwards, num_steps in ((1, 0), (2, 0), (1, 2)):
             model, handle = model_of(config)
