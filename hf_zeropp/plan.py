@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zeropp.comm.hosts import Host, check_hosts, this_host
 from hf_zeropp.comm.topology import ShardGroups, Topology, count_on_each_node, detect_ranks_per_node, resolve_hpz_size
-from hf_zeropp.compat import check_silent_seams, version_of
+from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import wants_check
@@ -189,7 +189,7 @@ def _shape_of(plan: Plan) -> _Shape:
 
 
 def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) -> Plan:
-    check_silent_seams()  # here, where an error of one rank reaches all
+    check_seams()  # here, where an error of one rank reaches all
     world_size = dist.get_world_size()
     units = find_units(model)
     if not units:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from hf_zeropp import compat
-from hf_zeropp.compat import OLDEST, SEAMS, TESTED, MovedNameError, OldVersionError, Relation, Seam, check_silent_seams
+from hf_zeropp.compat import OLDEST, SEAMS, TESTED, MovedNameError, OldVersionError, Relation, Seam, check_seams
 
 ROOT = Path(__file__).parent.parent
 
@@ -97,8 +97,8 @@ def test_the_table_needs_none_of_the_libraries():
 import importlib.util, sys, types
 sys.modules["hf_zeropp"] = types.ModuleType("hf_zeropp")
 sys.modules["hf_zeropp"].__path__ = [{str(ROOT / "hf_zeropp")!r}]
-from hf_zeropp.compat import SEAMS, check_silent_seams
-check_silent_seams()
+from hf_zeropp.compat import SEAMS, check_seams
+check_seams()
 assert SEAMS and not {set(TESTED)!r} & sys.modules.keys(), sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", script], check=True)
@@ -127,8 +127,8 @@ class Holder:
         return global_that_is_read  # noqa: F821
 
 
-def planted(owner: str, *names: str, relation: Relation = Relation.HAS, **fields) -> Seam:
-    return Seam(owner, names, ("frozen.weight",), "Somebody needs it.", "Weights are wrong.", relation, **fields)
+def planted(owner: str, *names: str, relation: Relation = Relation.HAS, user: str = "frozen.weight", **fields) -> Seam:
+    return Seam(owner, names, (user,), "Somebody needs it.", "Weights are wrong.", relation, **fields)
 
 
 def here(path: str = "") -> str:
@@ -165,6 +165,12 @@ def test_seams_of_later_versions_are_not_asked_of_earlier_ones():
     assert seam.applies_to("2.13.0") and seam.applies_to("3.0")
 
 
+def test_seams_of_earlier_versions_are_not_asked_of_later_ones():
+    seam = planted(here("Holder"), "gone", until=(2, 12))
+    assert seam.applies_to("2.11.0+cpu")
+    assert not seam.applies_to("2.12.0a0+git1f2e") and not seam.applies_to("3.0")
+
+
 @pytest.fixture
 def library(monkeypatch):
     """A library with one module, of which we rely on a mark."""
@@ -184,7 +190,7 @@ def plant(monkeypatch, seam: Seam) -> None:
 
 def test_a_silent_seam_that_holds_raises_nothing(monkeypatch, library):
     plant(monkeypatch, planted("somelib.core", "_is_loaded", relation=Relation.READS, is_silent=True))
-    check_silent_seams()
+    check_seams()
 
 
 @pytest.mark.parametrize(
@@ -201,21 +207,28 @@ def test_a_silent_seam_that_holds_raises_nothing(monkeypatch, library):
 def test_a_silent_name_that_moved_is_an_error_that_says_everything(monkeypatch, library, seam):
     plant(monkeypatch, seam)
     with pytest.raises(MovedNameError) as error:
-        check_silent_seams()
+        check_seams()
     parts = ["somelib 7.1", seam.names[0], "hf_zeropp.frozen.weight", "Somebody needs it.", "Weights are wrong.", "6.0"]
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 
-def test_a_loud_name_is_left_to_its_own_error(monkeypatch, library):
+def test_a_loud_name_that_only_some_training_relies_on_is_left_to_its_own_error(monkeypatch, library):
     plant(monkeypatch, planted("somelib.core", "gone"))
-    check_silent_seams()
+    check_seams()
+
+
+@pytest.mark.parametrize("user", ["fsdp.units", "comm.hop"])
+def test_a_loud_name_that_all_training_relies_on_is_an_error_before_training(monkeypatch, library, user):
+    plant(monkeypatch, planted("somelib.core", "gone", user=user))
+    with pytest.raises(MovedNameError, match=rf"somelib 7.1 .* hf_zeropp.{user} .* Install one of them"):
+        check_seams()
 
 
 def test_a_library_that_is_not_imported_is_left_alone(monkeypatch, library):
     monkeypatch.delitem(sys.modules, "somelib")
     monkeypatch.delitem(sys.modules, "somelib.core")
     plant(monkeypatch, planted("somelib.core", "gone", is_silent=True))
-    check_silent_seams()
+    check_seams()
 
 
 @pytest.mark.parametrize("start", ["plugin", "callback"])

@@ -7,7 +7,9 @@ of a library can be checked against it.
 When a release renames or drops a name, most seams fail at once, with an ImportError or AttributeError that says what is
 missing. Some do not: an attribute that is set and not read any more, a function that is replaced and not called any more, a
 mark that nobody asks for. Training would go on, with wrong gradients, with stale weights, or without ZeRO++. Those seams are
-marked *silent*. ``check_silent_seams`` asserts them at start-up, for the libraries that are imported.
+marked *silent*. ``check_seams`` asserts them at start-up, for the libraries that are imported. It also asserts the seams to
+FSDP2 that are not silent, since all training relies on them: a newer PyTorch is then refused with a remedy when a model is
+sharded, and not by an AttributeError in the first backward pass.
 
 A new seam gets an entry; tests/test_layers.py fails where a private name of another library is used without one. This package
 imports none of these libraries, and nothing else of hf_zeropp.
@@ -52,7 +54,7 @@ TESTED = {
 
 
 class MovedNameError(RuntimeError):
-    """An installed library has renamed or dropped a name, and nothing else would tell."""
+    """An installed library has renamed or dropped a name that this package relies on."""
 
 
 class OldVersionError(ImportError):
@@ -74,19 +76,21 @@ def check_versions(libraries: Iterable[str] = REQUIRED) -> None:
             )
 
 
-def check_silent_seams() -> None:
-    """Assert all silent seams of the libraries that are imported, and their versions. A call takes milliseconds.
+def check_seams() -> None:
+    """Assert the versions of the libraries that are imported, all silent seams, and all that training relies on.
+
+    A call takes milliseconds.
 
     Raises:
-        MovedNameError: a library has changed in a place where nothing else would tell.
+        MovedNameError: a library has renamed or dropped a name.
         OldVersionError: a library is too old.
     """
     check_versions(library for library in OLDEST if library in sys.modules)
     for seam in SEAMS:
         # A library that is not imported is not used, and importing it here would take seconds. The check is repeated
         # wherever an integration starts, so a library that is imported later is seen then.
-        is_due = seam.is_silent and seam.library in sys.modules and seam.applies_to(version_of(seam.library))
-        if is_due and (missing := _missing(seam)):
+        is_asserted = (seam.is_silent or seam.serves_training) and seam.library in sys.modules
+        if is_asserted and seam.applies_to(version_of(seam.library)) and (missing := _missing(seam)):
             raise MovedNameError(_message(seam, missing))
 
 
@@ -111,7 +115,7 @@ def _message(seam: Seam, missing: list[str]) -> str:
     users = " and ".join(f"hf_zeropp.{module}" for module in seam.used_by)
     return (
         f"{seam.library} {version_of(seam.library)} does not fit this version of hf-zeropp: {what}, and {users} relies on it. "
-        f"{seam.why} Without it: {seam.if_moved} Nothing else would tell, so ZeRO++ does not start. Tested versions of "
+        f"{seam.why} Without it: {seam.if_moved} So ZeRO++ does not start. Tested versions of "
         f"{seam.library}: {TESTED[seam.library]}. Install one of them, or a newer hf-zeropp."
     )
 

@@ -51,6 +51,7 @@ PYTORCH: tuple[Seam, ...] = (
         used_by=("fsdp.units",),
         why="The parameters of a unit (torch 2.11).",
         if_moved=ON_USE,
+        until=(2, 12),
     ),
     Seam(
         owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",

@@ -37,8 +37,9 @@ class Seam:
         why: what they do with them.
         if_moved: what happens when a name is not there any more.
         relation: how the owner is related to the names.
-        is_silent: whether nothing would raise then. ``check_silent_seams`` raises in its place.
+        is_silent: whether nothing would raise then. ``check_seams`` raises in its place.
         since: the first version of the library that has the names; () for all that are supported.
+        until: the first version with which the names are not used any more; () for none.
     """
 
     owner: str
@@ -49,6 +50,7 @@ class Seam:
     relation: Relation = Relation.HAS
     is_silent: bool = False
     since: tuple[int, ...] = ()
+    until: tuple[int, ...] = ()
 
     @property
     def module(self) -> str:
@@ -60,9 +62,15 @@ class Seam:
         """The top-level package of the owner."""
         return self.module.partition(".")[0]
 
+    @property
+    def serves_training(self) -> bool:
+        """Whether every training step relies on it, and not only those with frozen weights, or with another library."""
+        return any(module.startswith(("fsdp.", "comm.")) for module in self.used_by)
+
     def applies_to(self, version: str) -> bool:
         """Whether this version of the library is to have the names."""
-        return numbers_of(version, len(self.since)) >= self.since
+        is_too_new = bool(self.until) and numbers_of(version, len(self.until)) >= self.until
+        return not is_too_new and numbers_of(version, len(self.since)) >= self.since
 
     def missing(self) -> list[str]:
         """Return the names that are not as expected: all of them where the owner itself is missing.

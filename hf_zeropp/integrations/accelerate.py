@@ -42,7 +42,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.comm.nccl import order_launches
-from hf_zeropp.compat import check_silent_seams
+from hf_zeropp.compat import check_seams
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.units import on_first_use
 from hf_zeropp.generation import install_generate
@@ -172,7 +172,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         """Check the surroundings and the settings, and extend Accelerate where the plugin needs it."""
         # Accelerate notes the first model's classes in this field, and would look for them in the next model.
         self._finds_blocks = self.transformer_cls_names_to_wrap is None
-        check_silent_seams()
+        check_seams()
         if not is_enabled():
             self.zeropp = False
         if self.zeropp is not False:

@@ -43,7 +43,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zeropp.apply import ZeroPPHandle
-from hf_zeropp.compat import check_silent_seams
+from hf_zeropp.compat import check_seams
 from hf_zeropp.fsdp.units import find_sharded_modules, on_first_use
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_all_or_none, let_stock_plugin_count_on_cpu, use_plugin
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
@@ -90,7 +90,7 @@ class ZeroPPCallback(TrainerCallback):
 
     def _begin(self) -> None:
         """Check the surroundings, and extend Accelerate and Transformers where the callback needs it."""
-        check_silent_seams()
+        check_seams()
         _callbacks.add(self)
         let_stock_plugin_count_on_cpu()
         patch_checkpoints(transformers.trainer)

@@ -210,7 +210,7 @@ def transpose(model: torch.nn.Module) -> None:
 def attempt_with_a_moved_name(model: torch.nn.Module, is_moved: bool) -> str:
     """Apply where the installed libraries are not those of the other ranks."""
     error = MovedNameError("somelib 3.0 has no `gone`") if is_moved else None
-    with mock.patch("hf_zeropp.plan.check_silent_seams", side_effect=error):
+    with mock.patch("hf_zeropp.plan.check_seams", side_effect=error):
         return attempt(model, NODES)
 
 
