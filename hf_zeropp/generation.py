@@ -65,6 +65,7 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
     with ExitStack() as stack:
         _active.add(model)
         stack.callback(_active.discard, model)
+        stack.enter_context(handle.traffic.in_rollout())
         # FSDP2 decides which module is the root, and makes the streams that all units share, when the first forward
         # begins. Units cannot be gathered before. And the first must be the model's own: a block whose forward ran
         # first would be taken for a root, and the model's forward would raise from then on.

@@ -124,6 +124,8 @@ class Traffic:
         steps: optimizer steps since the last ``reset``. Several optimizers that step after one backward pass, or within it,
             make one step.
         micro_steps: backward passes since the last ``reset``.
+        rollouts: what this rank received since the last ``reset`` while it generated, or fed an inference engine. The counts
+            by collective include it.
     """
 
     def __init__(self, ranks_per_node: int, num_nodes: int, model_bytes: int = 0, trainable_bytes: int = 0) -> None:
@@ -131,6 +133,7 @@ class Traffic:
         self.num_nodes = num_nodes
         self.model_bytes = model_bytes
         self.trainable_bytes = trainable_bytes
+        self._is_in_rollout = False
         self.reset()
 
     def reset(self) -> None:
@@ -141,6 +144,7 @@ class Traffic:
         self.micro_steps = 0
         self._has_stepped = False  # since the last backward pass began
         self._counts: dict[str, Bytes] = defaultdict(Bytes)
+        self.rollouts = Bytes()
 
     def begin_backward(self) -> None:
         """Note that a backward pass begins, whose gradients make another step."""
@@ -154,6 +158,17 @@ class Traffic:
     def record(self, collective: str, received: Bytes) -> None:
         """Add what this rank received in a collective of that name."""
         self._counts[collective].add(received)
+        if self._is_in_rollout:
+            self.rollouts.add(received)
+
+    @contextmanager
+    def in_rollout(self) -> Iterator[None]:
+        """Count what this rank receives inside among the bytes of ``rollouts`` as well."""
+        self._is_in_rollout = True
+        try:
+            yield
+        finally:
+            self._is_in_rollout = False
 
     @property
     def counts(self) -> dict[str, Bytes]:
@@ -227,6 +242,10 @@ class Traffic:
             _megabytes(self.cross_node_bytes_per_step),
             _predicted(predicted, predicted or [], self.ranks_per_node),
         )
+        if self.rollouts.calls:
+            per_node = self.ranks_per_node / max(self.steps, 1)
+            within, across = (count * per_node for count in (self.rollouts.intra_node, self.rollouts.cross_node))
+            table.add_row("of it in rollouts", "", _megabytes(within), _megabytes(across), "")
         table.add_row("ZeRO-3", "", "", _megabytes(self.zero3_bytes_per_step()), "")
         # With one node nothing crosses, and a ratio of zero bytes to zero bytes says nothing.
         if self.cross_node_bytes:

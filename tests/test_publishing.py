@@ -81,6 +81,8 @@ def publish_full(rank: int) -> dict[str, dict]:
         first = traffic.cross_node_bytes
         again = published(model)
         second = traffic.cross_node_bytes - first
+        in_rollouts = traffic.ranks_per_node * traffic.rollouts.cross_node
+        within_in_rollouts = traffic.ranks_per_node * traffic.rollouts.intra_node == traffic.intra_node_bytes > 0
         expected = seen_in_forward(model)
         train_step(accelerator, model, optimizer, rank)
         traffic.reset()
@@ -94,6 +96,7 @@ def publish_full(rank: int) -> dict[str, dict]:
             "unseen": sorted(named - expected.keys()),
             "again": all(torch.equal(weights[key], again[key]) for key in weights),
             "bytes": (first, second, forward_alone),
+            "counted as rollouts": within_in_rollouts and in_rollouts == first + second,
         }
         reset_accelerate()
     return found
@@ -104,6 +107,7 @@ def test_full_weights_are_those_of_the_next_forward_and_cross_once():
         for name, result in found.items():
             assert result["names"] and result["same"] and result["again"], (name, result)
             assert result["unseen"] == [], "weights that no module reads"
+            assert result["counted as rollouts"], name
             assert result["dtypes"] == {torch.bfloat16}
             first, second, forward_alone = result["bytes"]
             if name == "no secondary shards":

@@ -221,13 +221,34 @@ def test_totals_are_per_node_and_step():
     assert traffic.counts == {} and traffic.steps == 0 and traffic.cross_node_bytes == 0
 
 
+def test_rollouts_are_counted_beside_the_collectives_they_belong_to():
+    traffic = Traffic(ranks_per_node=2, num_nodes=2)
+    traffic.record(GATHER_CROSS, Bytes(1, 0, 5_000_000))
+    assert "rollouts" not in shown(traffic)
+    with pytest.raises(RuntimeError), traffic.in_rollout():
+        traffic.record(GATHER_CROSS, Bytes(1, 0, 3_000_000))
+        traffic.record(GATHER_NODE, Bytes(1, 2_000_000, 0))
+        raise RuntimeError
+    traffic.record(GATHER_NODE, Bytes(1, 7_000_000, 0))
+    assert traffic.rollouts == Bytes(2, 2_000_000, 3_000_000)
+    assert total(traffic.counts.values()) == Bytes(4, 9_000_000, 8_000_000)
+    row = next(line for line in shown(traffic).splitlines() if "rollouts" in line)
+    assert "4.000" in row and "6.000" in row  # of both ranks of the node
+    traffic.reset()
+    assert traffic.rollouts == Bytes()
+
+
+def shown(traffic: Traffic, predicted: dict[str, Bytes] | None = None) -> str:
+    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))
+    console.print(traffic.table(predicted))
+    return console.export_text()
+
+
 @pytest.mark.parametrize("predicted", [None, {GATHER_CROSS: Bytes(2, 0, 1_500_000), REDUCE_CROSS: Bytes(1, 0, 9)}])
 def test_table_shows_counts_prediction_and_saving(predicted):
     traffic = Traffic(ranks_per_node=2, num_nodes=2, model_bytes=8_000_000, trainable_bytes=8_000_000)
     traffic.record(GATHER_CROSS, Bytes(2, 0, 3_000_000))
     traffic.steps = traffic.micro_steps = 1
-    console = Console(width=120, record=True, quiet=False, file=open("/dev/null", "w"))
-    console.print(traffic.table(predicted))
-    text = console.export_text()
+    text = shown(traffic, predicted)
     assert "6.000" in text and "12.000" in text and "2.00x" in text  # 2 ranks x 3 MB; 3 x 8 MB x 1/2
     assert ("3.000" in text) == (predicted is not None)

@@ -12,6 +12,8 @@ from hf_zeropp.apply import ZeroPPHandle
 
 CROSS_NODE = "zeropp/cross_node_gb_per_step"
 INTRA_NODE = "zeropp/intra_node_gb_per_step"
+ROLLOUT_CROSS_NODE = "zeropp/rollout_cross_node_gb_per_step"
+ROLLOUT_INTRA_NODE = "zeropp/rollout_intra_node_gb_per_step"
 SAVING = "zeropp/saving_vs_zero3"
 TIME_SHARE = "zeropp/share_of_step_in_collectives"
 
@@ -24,6 +26,9 @@ class Totals:
         steps: optimizer steps.
         cross_node_bytes: bytes that a node received from other nodes, all models together.
         intra_node_bytes: bytes that its ranks received from each other.
+        rollout_cross_node_bytes: those of the trained model that came while it generated, or fed an inference engine. The next
+            forward pass does not send them again.
+        rollout_intra_node_bytes: those of its intra-node bytes that came then.
         zero3_bytes: bytes that a node would have received from other nodes under ZeRO-3 in these steps.
         step_s: seconds in steps, without evaluation and generation between them.
         collectives_s: seconds of these in collectives.
@@ -32,18 +37,15 @@ class Totals:
     steps: int = 0
     cross_node_bytes: int = 0
     intra_node_bytes: int = 0
+    rollout_cross_node_bytes: int = 0
+    rollout_intra_node_bytes: int = 0
     zero3_bytes: float = 0.0
     step_s: float = 0.0
     collectives_s: float = 0.0
 
     def __sub__(self, earlier: Totals) -> Totals:
         return Totals(
-            steps=self.steps - earlier.steps,
-            cross_node_bytes=self.cross_node_bytes - earlier.cross_node_bytes,
-            intra_node_bytes=self.intra_node_bytes - earlier.intra_node_bytes,
-            zero3_bytes=self.zero3_bytes - earlier.zero3_bytes,
-            step_s=self.step_s - earlier.step_s,
-            collectives_s=self.collectives_s - earlier.collectives_s,
+            *(mine - its for mine, its in zip(dataclasses.astuple(self), dataclasses.astuple(earlier), strict=True))
         )
 
     def log_entries(self) -> dict[str, float]:
@@ -57,6 +59,9 @@ class Totals:
             CROSS_NODE: self.cross_node_bytes / self.steps / 1e9,
             INTRA_NODE: self.intra_node_bytes / self.steps / 1e9,
         }
+        if self.rollout_cross_node_bytes or self.rollout_intra_node_bytes:
+            entries[ROLLOUT_CROSS_NODE] = self.rollout_cross_node_bytes / self.steps / 1e9
+            entries[ROLLOUT_INTRA_NODE] = self.rollout_intra_node_bytes / self.steps / 1e9
         # A ratio would divide by zero if no byte crossed nodes.
         if self.cross_node_bytes:
             entries[SAVING] = self.zero3_bytes / self.cross_node_bytes
@@ -134,6 +139,8 @@ class StepLog:
             steps=trained.steps,
             cross_node_bytes=sum(handle.traffic.cross_node_bytes for handle in self.handles),
             intra_node_bytes=sum(handle.traffic.intra_node_bytes for handle in self.handles),
+            rollout_cross_node_bytes=trained.ranks_per_node * trained.rollouts.cross_node,
+            rollout_intra_node_bytes=trained.ranks_per_node * trained.rollouts.intra_node,
             # The function divides by ``max(steps, 1)``. The same factor gives the total, also before the first step.
             zero3_bytes=trained.zero3_bytes_per_step() * max(trained.steps, 1),
             step_s=self._step_s,

@@ -29,6 +29,7 @@ from transformers import AutoModelForCausalLM
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_zeropp import ZeroPPCallback
+from hf_zeropp.integrations.step_log import CROSS_NODE, ROLLOUT_CROSS_NODE, ROLLOUT_INTRA_NODE
 from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
@@ -118,6 +119,7 @@ def train(rank: int, kind: str, folder: str, model: str) -> dict:
         "syncs": engine.cache_resets,
         "unchanged": [name for name in first if torch.equal(first[name], engine.weights[name])],
         "bytes": (handle.traffic.cross_node_bytes, predicted * config.max_steps),
+        "logged": [log for log in trainer.state.log_history if CROSS_NODE in log],
     }
 
 
@@ -128,6 +130,9 @@ def test_unmodified_trainers_feed_their_engine_without_a_byte_of_their_own(tmp_p
         assert run["wrong"] == [] and run["unchanged"] == [] and run["syncs"] == 3
         counted, of_training_alone = run["bytes"]
         assert counted == of_training_alone > 0
+        # The weights cross while the engine is fed, and gradients do not.
+        assert run["logged"] and all(0 < log[ROLLOUT_CROSS_NODE] < log[CROSS_NODE] for log in run["logged"])
+        assert all(log[ROLLOUT_INTRA_NODE] > 0 for log in run["logged"])
 
 
 BY_HAND = {
