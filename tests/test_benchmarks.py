@@ -238,6 +238,7 @@ def test_cluster_benchmark(tmp_path: Path, untouched_network: None) -> None:
     assert json.loads(output.read_text())["cells"] == study["cells"]
 
 
+@pytest.mark.long
 @needs_namespaces
 def test_generation_benchmark(untouched_network: None) -> None:
     """Its own checks: more tokens per second than stock at the lowest rate, and no weights on the network."""

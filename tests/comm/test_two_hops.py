@@ -120,8 +120,9 @@ def check_reduce(case: Case, rank: int, digests: dict) -> None:
     digests[case] = digest(first)
     assert torch.equal(first, second), "two runs differ (the second started its hops and waited later)"
     assert torch.equal(first, reduce(world.reduce_in_chunks, case, rank)), "chunks change the sum"
+    of_the_sum = exact_and_bound(case, rank)
     for result, scale in ((first, 1.0), (mean, 1 / world_size)):
-        exact, bound = (scale * tensor for tensor in exact_and_bound(case, rank))
+        exact, bound = (scale * tensor for tensor in of_the_sum)
         error = (result.double() - exact).abs()
         bound = bound + rounding(exact.abs() + bound, case.dtype)
         assert (error <= bound).all(), f"scale {scale}: error {error.max()} over the bound by {(error - bound).max()}"

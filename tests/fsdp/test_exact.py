@@ -27,7 +27,7 @@ from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
 EXACT = NODES | {"qwz_mode": "exact"}
 WHOLE = NODES | {"qwz_bits": None}
-NUM_STEPS = 60
+NUM_STEPS = 40
 MANY_STEPS = 200
 
 

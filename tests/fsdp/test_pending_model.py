@@ -300,10 +300,10 @@ def explore(rank: int, overlap: bool, depth: int) -> tuple[int, list[str]]:
                 longer = (*sequence, event)
                 num_runs += 1
                 try:
-                    state = run(longer, mesh, overlap).state()
-                    if state in seen:
+                    model = run(longer, mesh, overlap)
+                    if (state := model.state()) in seen:
                         continue
-                    run(longer, mesh, overlap).check()
+                    model.check()
                 except Exception as error:  # noqa: BLE001 - every failure is shown, with what led to it
                     failures.append(f"{' -> '.join(longer)}: {type(error).__name__}: {error}")
                     continue

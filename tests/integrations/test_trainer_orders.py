@@ -138,10 +138,13 @@ def train_compiled(rank: int, folder: str, zeropp):
     return losses(trainer), trainer.evaluate()["eval_loss"], handle and handle.traffic.steps
 
 
+def train_each_compiled(rank: int, folder: str, *settings) -> list[tuple]:
+    return [train_compiled(rank, folder, zeropp) for zeropp in settings]
+
+
 def test_torch_compile(tmp_path):
-    stock = run_ranks(train_compiled, 4, str(tmp_path), False)[0]
-    exact = run_ranks(train_compiled, 4, str(tmp_path), TWO_NODES | UNQUANTIZED)[0]
-    ours = run_ranks(train_compiled, 4, str(tmp_path), TWO_NODES)[0]
+    settings = (False, TWO_NODES | UNQUANTIZED, TWO_NODES)
+    stock, exact, ours = run_ranks(train_each_compiled, 4, str(tmp_path), *settings)[0]
     assert exact[0] == pytest.approx(stock[0], rel=1e-4)
     assert ours[0] == pytest.approx(stock[0], rel=0.01)
     assert ours[1] == pytest.approx(stock[1], rel=0.01)
