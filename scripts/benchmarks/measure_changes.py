@@ -11,6 +11,7 @@ timed. Shares of M are times (Y-1)/Y for Y nodes, as everywhere.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import tempfile
@@ -68,6 +69,10 @@ class Text:
         with tempfile.TemporaryDirectory() as folder:
             self._tokens = np.load(write_tokens(Path(folder), vocab_size).train)
         self._random = np.random.default_rng(0)
+
+    def fork(self) -> Text:
+        """Return the same text, whose batches are those that come next here."""
+        return copy.deepcopy(self)
 
     def batch(self, batch_size: int = 8, length: int = 128) -> torch.Tensor:
         """Return tokens [batch_size, length]."""

@@ -90,6 +90,20 @@ def first_difference(
     return None
 
 
+def same_bits(one: Sequence[Observation], other: Sequence[Observation]) -> bool:
+    """Whether two runs saw the same in everything, bit for bit."""
+    return all(
+        ours.keys() == theirs.keys() and all(_is_same(ours[key], theirs[key]) for key in ours)
+        for ours, theirs in zip(one, other, strict=True)
+    )
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(one, other)
+    return one == other
+
+
 def _has_diverged(loss: float) -> bool:
     return not math.isfinite(loss) or abs(loss) > DIVERGED
 

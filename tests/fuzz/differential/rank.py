@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from differential import planted
 from differential.cases import Case
-from differential.compare import Difference, first_difference
+from differential.compare import Difference, first_difference, same_bits
 from differential.sharded_sides import Ours, Stock
 from differential.sides import Observation, Plain, Side
 from hf_zeropp.comm import topology
@@ -135,6 +135,10 @@ def _run_case(job: Job, rank: int, progress: Any, folder: str, mesh: DeviceMesh)
         stock = run("stock")
         assert exact is not None
         found["stock"] = first_difference(case, stock.observations, exact.observations, exact.scales, forced=False)
+        if ours is not None and same_bits(ours.observations, stock.observations):
+            # In 16 bits the two are compared with oracles that differ a little (``forced``), and a difference at the edge of
+            # its bound may pass with one of them alone.
+            found["stock"] = found["ours"]
     gc.collect()
     return found
 
