@@ -247,6 +247,13 @@ def test_generation_benchmark(untouched_network: None) -> None:
 
 @pytest.mark.long
 @needs_namespaces
+def test_sync_benchmark(untouched_network: None) -> None:
+    """Its own checks: a sync by ``publish_weights`` adds no bytes to a step, TRL's does, and takes longer."""
+    assert "publish_weights" in run_quick("bench_sync.py")
+
+
+@pytest.mark.long
+@needs_namespaces
 def test_convergence_benchmark(untouched_network: None) -> None:
     """Its own checks: all three near stock, one scale per shard further away."""
     assert "unblocked" in run_quick("bench_convergence.py")
