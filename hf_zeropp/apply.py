@@ -351,7 +351,7 @@ class ZeroPPHandle:
         # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
         weakref.finalize(self, channel.close).atexit = False
         # Sizes of changed words are exchanged for all units together, so these are started ahead on streams as well.
-        ahead = self._overlaps or self.config.qwz_mode == "exact"
+        ahead = self._overlaps or self.config.sends_changes
         decisions = Decisions(gathers, self._micro_steps, pipeline, self.traffic, channel, starts_ahead=ahead)
         for unit in self.units:
             comm = ZeroPPReduceScatter(

@@ -16,11 +16,21 @@ import difflib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
+from hf_zeropp.setting_checks import (
+    Check,
+    flag,
+    fraction,
+    int_between,
+    multiple_between,
+    one_of,
+    positive_int_or,
+    weight_or_word,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +50,10 @@ BLOCK_MULTIPLE = 32
 MAX_CHUNKS = 64
 
 DEFAULT_BITS = 8
-WEIGHT_MODES = ("values", "delta", "exact")
-WEIGHT_BITS = {"values": (8, 4, None), "delta": (8, 4, 3, 2), "exact": (None,)}
+WEIGHT_MODES = ("values", "delta", "exact", "auto")
+WEIGHT_BITS = {"values": (8, 4, None), "delta": (8, 4, 3, 2), "exact": (None,), "auto": (4, 3, 2)}
+DEFAULT_BITS_OF = {"exact": None, "auto": 4}
+"""What the default of ``qwz_bits`` turns into in modes that do not take it."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
@@ -67,9 +79,10 @@ class ZeroPPConfig:
         qwz_mode: what trainable weights send across nodes. ``"values"`` sends the weights. ``"delta"`` sends their change
             since the last send; the next delta includes whatever this one rounded away. Deltas need ``hpz_size`` and
             trainable parameters in fp32 (mixed precision keeps them so). ``"exact"`` sends the 16-bit words of the weights that
-            changed, unquantized: few, at learning rates of fine-tuning. It needs ``hpz_size``.
+            changed, unquantized: few, at learning rates of fine-tuning. It needs ``hpz_size``. ``"auto"`` does the same unit by
+            unit, but sends deltas for a while where too many words change; it needs what deltas need.
         qwz_bits: bits per weight in a gather: 8, 4 or None (the compute dtype, unquantized). Deltas take 8, 4, 3 or 2.
-            ``"exact"`` quantizes nothing, and turns the default into None.
+            ``"exact"`` quantizes nothing, and turns the default into None. The deltas of ``"auto"`` take 4 (its default), 3 or 2.
         qwz_resync_steps: number of deltas after which the weights themselves are sent. With None they are sent only where
             a delta cannot serve: at the start, at checkpoints, and after weights were loaded or edited.
         hpz_size: number of ranks that share one copy of the weights, each holding a secondary shard of it: ``"node"`` (the
@@ -106,7 +119,7 @@ class ZeroPPConfig:
         ValueError: a value is not allowed, or makes no sense beside another one. The message names the setting.
     """
 
-    qwz_mode: Literal["values", "delta", "exact"] = "values"
+    qwz_mode: Literal["values", "delta", "exact", "auto"] = "values"
     qwz_bits: int | None = DEFAULT_BITS
     qwz_resync_steps: int | None = None
     hpz_size: int | Literal["node"] | None = "node"
@@ -132,9 +145,9 @@ class ZeroPPConfig:
         # Each value is checked alone first. The rules below compare values, and may rely on each being of its type.
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
-        if self.qwz_mode == "exact" and self.qwz_bits == DEFAULT_BITS:
-            object.__setattr__(self, "qwz_bits", None)
-        _one_of(*WEIGHT_BITS[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
+        if self.qwz_mode in DEFAULT_BITS_OF and self.qwz_bits == DEFAULT_BITS:
+            object.__setattr__(self, "qwz_bits", DEFAULT_BITS_OF[self.qwz_mode])
+        one_of(*WEIGHT_BITS[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
         self._check_weights()
         self._check_gradients()
         for field in dataclasses.fields(self):
@@ -179,6 +192,16 @@ class ZeroPPConfig:
         """The weight of the newest error in the residual: 1.0 for ``"full"``, None where no residual is kept."""
         words = {"off": None, "full": 1.0}
         return words[self.qgz_error_feedback] if isinstance(self.qgz_error_feedback, str) else self.qgz_error_feedback
+
+    @property
+    def sends_deltas(self) -> bool:
+        """Whether trainable weights may cross nodes as rounded differences from a copy."""
+        return self.qwz_mode in ("delta", "auto")
+
+    @property
+    def sends_changes(self) -> bool:
+        """Whether weights may cross nodes as the 16-bit words that changed."""
+        return self.qwz_mode in ("exact", "auto")
 
     @property
     def quantizes_gradients(self) -> bool:
@@ -338,9 +361,9 @@ def _translate_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
     quantizes_weights = zero.get("zero_quantized_weights", False)
     quantizes_gradients = zero.get("zero_quantized_gradients", False)
     hpz_size = zero.get("zero_hpz_partition_size", 1)
-    _flag("zero_quantized_weights", quantizes_weights)
-    _flag("zero_quantized_gradients", quantizes_gradients)
-    _positive_int_or()("zero_hpz_partition_size", hpz_size)
+    flag("zero_quantized_weights", quantizes_weights)
+    flag("zero_quantized_gradients", quantizes_gradients)
+    positive_int_or()("zero_hpz_partition_size", hpz_size)
     return {
         "qwz_bits": 8 if quantizes_weights else None,
         "hpz_size": hpz_size if hpz_size > 1 else None,
@@ -369,82 +392,24 @@ def _nearest(key: str, valid: Iterable[str]) -> str:
     return f" Did you mean {folded[matches[0]]!r}?" if matches else ""
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-Check = Callable[[str, Any], None]
-"""Raises a ``ValueError`` that names the setting and what is allowed, where the value is not."""
-
-
-def _one_of(*choices: Any) -> Check:
-    def check(name: str, value: Any) -> None:
-        # ``in`` alone would take True for 1, 4.0 for 4, and fail on values without a hash or an order.
-        if not (value is None or isinstance(value, str) or _is_int(value)) or value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
-
-    return check
-
-
-def _positive_int_or(*words: Any) -> Check:
-    def check(name: str, value: Any) -> None:
-        if value in words and not isinstance(value, bool):
-            return
-        if not _is_int(value) or value < 1:
-            raise ValueError(f"{name} must be a positive int{f' or one of {words}' if words else ''}, got {value!r}.")
-
-    return check
-
-
-def _flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} must be true or false, got {value!r}.")
-
-
-def _block(name: str, value: Any) -> None:
-    if not _is_int(value) or not MIN_BLOCK <= value <= MAX_BLOCK or value % BLOCK_MULTIPLE:
-        raise ValueError(
-            f"{name} must be a multiple of {BLOCK_MULTIPLE} from {MIN_BLOCK} to {MAX_BLOCK}, got {value!r}."
-        )
-
-
-def _chunks(name: str, value: Any) -> None:
-    if not _is_int(value) or not 1 <= value <= MAX_CHUNKS:
-        raise ValueError(f"{name} must be an integer from 1 to {MAX_CHUNKS}, got {value!r}.")
-
-
-def _fraction(name: str, value: Any) -> None:
-    if not _is_number(value) or not 0 <= value <= 1:
-        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}.")
-
-
-def _feedback(name: str, value: Any) -> None:
-    if value not in ("off", "full") and not (_is_number(value) and 0 < value <= 1):
-        raise ValueError(f'{name} must be "off", "full" or a number over 0 and up to 1, got {value!r}.')
-
-
 _CHECKS: dict[str, Check] = {
-    "qwz_mode": _one_of(*WEIGHT_MODES),  # first: the bits of weights depend on it
-    "qwz_resync_steps": _positive_int_or(None),
-    "hpz_size": _positive_int_or("node", None),
-    "hpz_bits": _one_of(8, None),
-    "qgz_bits": _one_of(4, 8, None),
-    "qgz_intra_bits": _one_of(4, 8, None),
-    "qgz_until": _fraction,
-    "qgz_chunks": _chunks,
-    "qgz_hadamard": _flag,
-    "qgz_error_feedback": _feedback,
-    "qgz_reset_steps": _positive_int_or(None),
-    "frozen_bits": _one_of(8, 4, None),
-    "weight_block": _block,
-    "grad_block": _block,
-    "delta_block": _block,
-    "overlap": _flag,
-    "shared_memory": _flag,
-    "ranks_per_node": _positive_int_or("auto"),
+    "qwz_mode": one_of(*WEIGHT_MODES),  # first: the bits of weights depend on it
+    "qwz_resync_steps": positive_int_or(None),
+    "hpz_size": positive_int_or("node", None),
+    "hpz_bits": one_of(8, None),
+    "qgz_bits": one_of(4, 8, None),
+    "qgz_intra_bits": one_of(4, 8, None),
+    "qgz_until": fraction,
+    "qgz_chunks": int_between(1, MAX_CHUNKS),
+    "qgz_hadamard": flag,
+    "qgz_error_feedback": weight_or_word("off", "full"),
+    "qgz_reset_steps": positive_int_or(None),
+    "frozen_bits": one_of(8, 4, None),
+    "weight_block": multiple_between(BLOCK_MULTIPLE, MIN_BLOCK, MAX_BLOCK),
+    "grad_block": multiple_between(BLOCK_MULTIPLE, MIN_BLOCK, MAX_BLOCK),
+    "delta_block": multiple_between(BLOCK_MULTIPLE, MIN_BLOCK, MAX_BLOCK),
+    "overlap": flag,
+    "shared_memory": flag,
+    "ranks_per_node": positive_int_or("auto"),
 }
 """The values that each setting allows by itself. ``qwz_bits`` is missing, because its values depend on ``qwz_mode``."""

@@ -202,8 +202,8 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
     for unit in units:
         _check_unit(unit, ranks, ranks_per_node)
         # Frozen units over a node are not gathered by deltas, so their dtype does not matter.
-        if config.qwz_mode == "delta" and _ranks_of(unit) == ranks:
-            _check_deltas(unit)
+        if config.sends_deltas and _ranks_of(unit) == ranks:
+            _check_deltas(unit, config.qwz_mode)
     world_size, shard_ranks_per_node = len(ranks), count_on_each_node(ranks, ranks_per_node)
     hpz_size = resolve_hpz_size(config.hpz_size, shard_ranks_per_node, world_size)
     # A copy over the world with one node is no mistake: nothing crosses nodes there, and nothing is installed.
@@ -276,21 +276,21 @@ def _check_unit(unit: Unit, model_ranks: tuple[int, ...], ranks_per_node: int) -
         )
 
 
-def _check_deltas(unit: Unit) -> None:
+def _check_deltas(unit: Unit, mode: str) -> None:
     # A delta is master less copy. Only an fp32 master is finer than the copy: a bf16 master lost the small updates of
     # its optimizer already, and a delta can carry only what the master still holds.
     others = {param.dtype for param in unit.trainable} - {torch.float32}
     if others:
         raise ValueError(
-            f"qwz_mode='delta' needs fp32 master weights, but unit {unit.name} trains parameters in {others.pop()}, whose own "
+            f"qwz_mode={mode!r} needs fp32 master weights, but unit {unit.name} trains parameters in {others.pop()}, whose own "
             "rounding is what a delta would correct. Load the model in float32 with bf16 mixed precision (Accelerate then "
-            "keeps fp32 masters), or set qwz_mode='values'."
+            "keeps fp32 masters), or set qwz_mode='values' or 'exact'."
         )
     # Deltas are encoded from the masters where they lie, while FSDP2's own flat shard is in the compute dtype.
     if not unit.has_plain_shards:
         raise ValueError(
-            f"qwz_mode='delta' reads master weights where FSDP2 keeps them, but unit {unit.name} is offloaded to the CPU or "
-            "its parameters are tensor subclasses. Turn offloading off, or set qwz_mode='values'."
+            f"qwz_mode={mode!r} reads master weights where FSDP2 keeps them, but unit {unit.name} is offloaded to the CPU or "
+            "its parameters are tensor subclasses. Turn offloading off, or set qwz_mode='values' or 'exact'."
         )
 
 

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 # Each package (or module of the top level) imports only from those that stand above it, and from itself.
 LAYERS = [
     "files",
+    "setting_checks",
     "config",
     "switch",
     "sizes",

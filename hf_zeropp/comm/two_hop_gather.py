@@ -22,7 +22,8 @@ class GatherLayouts:
     Attributes:
         kept: the layout of a slice in a secondary shard, and of whole weights that cross nodes.
         delta: the layout of a delta; None where none is sent.
-        sends_changes: whether the words that changed are sent to ranks that hold a secondary shard. It is unquantized then.
+        sends_changes: whether the words that changed are sent to ranks that hold a secondary shard. It is unquantized then. With
+            ``delta`` as well, the sender chooses.
     """
 
     kept: WireLayout
@@ -170,6 +171,10 @@ class TwoHopGather:
     def exchange_sizes(self, changes: Sequence[Changes]) -> None:
         """Tell all ranks of the cross group the sizes of ``changes``, those of the same units on every rank, in one order."""
         changed_words.exchange_sizes(changes, self._sizes_hop, self._buffers)
+
+    def drop(self, changes: Changes) -> None:
+        """Send nothing of ``changes``, and use their memory again."""
+        self._buffers.give(changes.wire)
 
     def start_changes(self, changes: Changes) -> ChangesFlight:
         """Start the cross hop with changed words, whose sizes were exchanged."""

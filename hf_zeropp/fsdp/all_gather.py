@@ -29,6 +29,9 @@ from hf_zeropp.traffic import Bytes, Traffic
 MANY_SURPRISES = 3
 """Resyncs in a row that no optimizer and no call explains: more than that is worth a warning."""
 
+DELTAS_IN_A_ROW = 32
+"""``qwz_mode="auto"``: deltas after which a unit sends changed words again, to see how many there are by now."""
+
 MIXED_DTYPES = (
     "These units mix dtypes (or hold one that is no float of 16 or 32 bits), so FSDP2 gathers their weights, unquantized and "
     "across nodes: %s. Give their parameters one dtype, or set mixed_precision (without param_dtype_override_fn)."
@@ -53,9 +56,9 @@ class Copy:
         layouts: the form in which they hold the weights.
         flight: the cross hop that brings it up to date, while that is under way.
         arrived: recorded when that hop has ended, for other streams to wait for; None on CPU.
-        num_deltas: deltas since whole weights crossed.
+        num_deltas: deltas since whole weights or changed words crossed.
         num_surprises: resyncs in a row for edits.
-        num_changes: times that changed words crossed.
+        num_changes: times that changed words crossed, or deltas in their place (``qwz_mode="auto"``).
         changes_bytes: bytes of one rank's wires in all of these.
     """
 
@@ -96,7 +99,7 @@ class ZeroPPAllGather(WeightGather):
         lands_at_once: bool,
         check: SecondaryCheck | None = None,
     ) -> None:
-        super().__init__(unit, Freshness(unit, checks_steps=config.qwz_mode == "delta"))
+        super().__init__(unit, Freshness(unit, checks_steps=config.sends_deltas))
         self.hops = hops
         self._config = config
         self._warnings = warnings
@@ -163,7 +166,7 @@ class ZeroPPAllGather(WeightGather):
         """Encode the changed words that the cross hop will send; None where it sends something else."""
         dtype, kept, self._changes = self.unit.param_dtype, self._kept, None
         layouts = self.layouts(dtype)
-        if kept is not None and self._changes_are_enough(kept, layouts):
+        if kept is not None and self._tries_changes(kept, layouts):
             self._land_flight()  # the shard is compared with what arrives
             self._changes = self.hops.encode_changes(self.unit.flat_shard(dtype), layouts, kept.secondary)
         return self._changes
@@ -245,13 +248,10 @@ class ZeroPPAllGather(WeightGather):
         self._land_flight()
         layouts, due = self.layouts(dtype), self.due
         kept = self._kept
-        if kept is not None and self._changes_are_enough(kept, layouts):
-            self._start_changes(kept, layouts, shard)
+        if kept is not None and (changes := self._changes_to_send(kept, layouts, shard)) is not None:
+            self._start_changes(kept, changes)
         elif kept is not None and self._delta_is_enough(kept, layouts, due):
-            # The delta is taken from the fp32 masters and not from the shard in ``dtype``, whose rounding would hide
-            # small updates.
-            kept.num_deltas, kept.num_surprises = kept.num_deltas + 1, 0
-            kept.flight = self.hops.start_delta(self.unit.master_shards(), layouts, kept.secondary)
+            self._start_delta(kept, layouts)
         else:
             kept = self._start_whole(self.unit.flat_shard(dtype) if shard is None else shard, layouts)
             self._count_surprise(kept, due)
@@ -267,15 +267,35 @@ class ZeroPPAllGather(WeightGather):
         if self._kept is not None and self._kept.flight is not None:  # started ahead, and the weights changed since
             self._land(self._kept)
 
-    def _start_changes(self, kept: Copy, layouts: GatherLayouts, shard: torch.Tensor | None) -> None:
+    def _changes_to_send(self, kept: Copy, layouts: GatherLayouts, shard: torch.Tensor | None) -> Changes | None:
+        """Return the changed words of this crossing; None where they do not serve, or a delta is sent in their place."""
         changes, self._changes = self._changes, None
+        if not self._tries_changes(kept, layouts):
+            return None
         if changes is None:  # nothing was encoded ahead: FSDP2 made the shard, and this unit exchanges its sizes alone
             assert shard is not None
             changes = self.hops.encode_changes(shard, layouts, kept.secondary)
             self.hops.exchange_sizes([changes])
-        kept.flight = self.hops.start_changes(changes)
         kept.num_changes += 1
-        kept.changes_bytes += changes.row_bytes + changes.size.nbytes
+        kept.changes_bytes += changes.size.nbytes
+        if not self._delta_is_better(kept, layouts, changes):
+            return changes
+        self.hops.drop(changes)
+        return None
+
+    def _start_changes(self, kept: Copy, changes: Changes) -> None:
+        kept.num_deltas, kept.changes_bytes = 0, kept.changes_bytes + changes.row_bytes
+        kept.flight = self.hops.start_changes(changes)
+
+    def _start_delta(self, kept: Copy, layouts: GatherLayouts) -> None:
+        assert layouts.delta is not None
+        if layouts.sends_changes:
+            kept.num_changes += kept.num_deltas > 0  # the first of a row was counted where words were encoded
+            kept.changes_bytes += layouts.delta.nbytes
+        # The delta is taken from the fp32 masters and not from the shard in the compute dtype, whose rounding would hide
+        # small updates.
+        kept.num_deltas, kept.num_surprises = kept.num_deltas + 1, 0
+        kept.flight = self.hops.start_delta(self.unit.master_shards(), layouts, kept.secondary)
 
     def _start_whole(self, shard: torch.Tensor, layouts: GatherLayouts) -> Copy:
         kept, num_bytes = self._kept, self.hops.cross_hop.size * layouts.kept.nbytes
@@ -298,10 +318,30 @@ class ZeroPPAllGather(WeightGather):
             return False
         return self._config.qwz_resync_steps is None or kept.num_deltas < self._config.qwz_resync_steps
 
-    def _changes_are_enough(self, kept: Copy, layouts: GatherLayouts) -> bool:
+    # [Note: changed words or a delta]
+    # With ``qwz_mode="auto"`` a unit sends changed words until they take more bytes than a delta. A delta leaves the copy
+    # rounded: most of its words then differ from the weights, so the next changed words would be many, however few the step
+    # changed. The unit therefore goes on with deltas, and after ``DELTAS_IN_A_ROW`` of them sends changed words once, many as
+    # they are. From then on their number is that of a step again. What this costs is at most whole weights, spread over the row,
+    # so a delta is only better if it saves more than that in every step.
+    # The choice follows from sizes that the cross group has exchanged, and from its own earlier choices, so it is the same on all
+    # of its ranks. Other cross groups may choose otherwise: deltas and changed words meet the same barriers of the node.
+
+    def _tries_changes(self, kept: Copy, layouts: GatherLayouts) -> bool:
+        """Return whether changed words are to be encoded: they serve, and the unit is not in the middle of a row of deltas."""
         # This rank's slice of the secondary shard is what the other nodes hold of its weights, bit for bit. The words that
         # differ from it are therefore enough, whatever changed the weights. Every rank gives the same answer, as for deltas.
-        return layouts.sends_changes and layouts == kept.layouts and self.due != Change.INVALID
+        if not layouts.sends_changes or layouts != kept.layouts or self.due == Change.INVALID:
+            return False
+        is_in_row = 0 < kept.num_deltas < DELTAS_IN_A_ROW
+        return not is_in_row or not self._delta_is_enough(kept, layouts, self.due)
+
+    def _delta_is_better(self, kept: Copy, layouts: GatherLayouts, changes: Changes) -> bool:
+        """Return whether a row of deltas begins here: [Note: changed words or a delta]."""
+        if kept.num_deltas or not self._delta_is_enough(kept, layouts, self.due):
+            return False
+        assert layouts.delta is not None
+        return changes.row_bytes > layouts.delta.nbytes + layouts.kept.nbytes // DELTAS_IN_A_ROW
 
     def _count_surprise(self, kept: Copy, due: Change) -> None:
         if due < Change.EDITED or kept.layouts.delta is None:

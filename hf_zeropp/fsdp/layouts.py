@@ -52,8 +52,11 @@ def gather_layouts(
     """
     # With values there is one layout: what crosses nodes is what is kept. With deltas the copy is kept finer than the
     # wire, because it has to hold the sum of many deltas and not the rounding of one. Changed words need a copy of words.
-    if config.qwz_mode == "exact":
-        return GatherLayouts(wire_layout(shards, None, config.weight_block, dtype), sends_changes=True)
+    if config.sends_changes:
+        delta = (
+            wire_layout(shards, config.qwz_bits, config.delta_block, dtype) if config.sends_deltas and trains else None
+        )
+        return GatherLayouts(wire_layout(shards, None, config.weight_block, dtype), delta, sends_changes=True)
     if config.qwz_mode == "values":
         return GatherLayouts(wire_layout(shards, config.qwz_bits, config.weight_block, dtype))
     if not trains:

@@ -307,4 +307,6 @@ def _settings(rng: random.Random, world: int, ranks_per_node: int) -> dict[str, 
     # Nothing is rounded here either. Drawn last, so that older seeds keep the rest of their programs.
     if way == "exact" and keeps_copies and rng.random() < 0.35:
         settings["qwz_mode"] = "exact"
+    if way == "delta" and "qwz_resync_steps" not in settings and rng.random() < 0.4:
+        settings |= {"qwz_mode": "auto", "qwz_bits": 4}
     return settings

@@ -1,0 +1,83 @@
+"""Checks of one value: whether a setting may have it. Rules about several settings stand where these are defined."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Check = Callable[[str, Any], None]
+"""Raises a ``ValueError`` that names the setting and what is allowed, where the value is not."""
+
+
+def one_of(*choices: Any) -> Check:
+    """Allow strings, integers and None, those in ``choices``."""
+
+    def check(name: str, value: Any) -> None:
+        # ``in`` alone would take True for 1, 4.0 for 4, and fail on values without a hash or an order.
+        if not (value is None or isinstance(value, str) or _is_int(value)) or value not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}.")
+
+    return check
+
+
+def positive_int_or(*words: Any) -> Check:
+    """Allow integers from 1, and ``words``."""
+
+    def check(name: str, value: Any) -> None:
+        if value in words and not isinstance(value, bool):
+            return
+        if not _is_int(value) or value < 1:
+            raise ValueError(f"{name} must be a positive int{f' or one of {words}' if words else ''}, got {value!r}.")
+
+    return check
+
+
+def int_between(least: int, most: int) -> Check:
+    """Allow integers from ``least`` to ``most``."""
+
+    def check(name: str, value: Any) -> None:
+        if not _is_int(value) or not least <= value <= most:
+            raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}.")
+
+    return check
+
+
+def multiple_between(factor: int, least: int, most: int) -> Check:
+    """Allow multiples of ``factor`` from ``least`` to ``most``."""
+
+    def check(name: str, value: Any) -> None:
+        if not _is_int(value) or not least <= value <= most or value % factor:
+            raise ValueError(f"{name} must be a multiple of {factor} from {least} to {most}, got {value!r}.")
+
+    return check
+
+
+def flag(name: str, value: Any) -> None:
+    """Allow True and False."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be true or false, got {value!r}.")
+
+
+def fraction(name: str, value: Any) -> None:
+    """Allow numbers from 0 to 1."""
+    if not _is_number(value) or not 0 <= value <= 1:
+        raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}.")
+
+
+def weight_or_word(*words: str) -> Check:
+    """Allow numbers over 0 and up to 1, and ``words``."""
+
+    def check(name: str, value: Any) -> None:
+        if value not in words and not (_is_number(value) and 0 < value <= 1):
+            allowed = ", ".join(f'"{word}"' for word in words)
+            raise ValueError(f"{name} must be {allowed} or a number over 0 and up to 1, got {value!r}.")
+
+    return check
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
