@@ -180,6 +180,13 @@ def written_at_once(path: Path) -> Iterator[Path]:
         place.replace(path)
 
 
+def make_readable(path: Path) -> None:
+    """Give a file the mode of one that ``open`` makes. Libraries that write through temporary files leave it to its owner."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    path.chmod(0o666 & ~mask)
+
+
 def _partial_prefix(path: Path) -> str:
     # The name of the file is in it, so that writers of other files beside it, for instance other ranks, are left alone.
     return f".partial-{path.name}-"

@@ -37,8 +37,9 @@ def publish_weights(
         not come.
 
     Raises:
-        ValueError: the model is not under ZeRO++, an adapter has no merged form (DoRA, a bias of its own), there is no active
-            adapter, or ``adapters`` is another word.
+        ValueError: the model is not under ZeRO++, or tensor parallelism cuts its weights; an adapter has no merged form (DoRA, a
+            bias of its own, one place of a tied weight) or, alone, trains biases of the base; there is no active adapter; or
+            ``adapters`` is another word.
 
     Example:
         >>> for name, weight in publish_weights(model):
@@ -48,6 +49,12 @@ def publish_weights(
         raise ValueError(f"expected adapters 'merged' or 'alone', got {adapters!r}")
     model = without_compile_wrapper(model)
     handle = handle_of(model)
+    for unit in handle.units:
+        if unit.has_other_parallelism:  # on all ranks, before anything is gathered
+            raise ValueError(
+                f"publish_weights yields full weights, but other parallelism cuts those of unit {unit.name}. Read "
+                "`model.state_dict()` with `full_tensor()` instead, which gathers over both."
+            )
     # Inside, weights must not change, and all cross hops that are due have been started for all units at once.
     with generation_mode(model), contextlib.ExitStack() as gathered:
         units = [*handle.frozen_units, *handle.units]

@@ -23,6 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp import apply_zeropp, publish_weights
+from hf_zeropp.frozen.merging import Addend
 from hf_zeropp.frozen.modules import Packed
 
 FULL = {
@@ -159,16 +160,27 @@ def test_adapters_are_merged_as_peft_merges_them():
             assert result["alone"] and result["unchanged"] and result["bytes"] == 0, (name, result)
 
 
+REFUSED = {
+    "DoRA": ({"use_dora": True}, {}, {}),
+    # Merged, the one parameter would be two: PEFT itself warns of it.
+    "tied head": ({"target_modules": ["lm_head"]}, {"tie_word_embeddings": True}, {}),
+    "tied embedding": ({"target_modules": ["embed_tokens"]}, {"tie_word_embeddings": True}, {}),
+    "single tokens": ({"trainable_token_indices": {"embed_tokens": [1, 2]}}, {}, {}),
+    "biases": ({"bias": "lora_only"}, {"attention_bias": True}, {"adapters": "alone"}),
+}
+
+
 def refuse(rank: int) -> list[str]:
     said = []
     with pytest.raises(ValueError) as error:
         next(publish_weights(tiny_llama()))
     said.append(str(error.value))
-    _, _, model, _ = prepare(with_adapter(tiny_llama(), use_dora=True), **UNQUANTIZED)
-    with pytest.raises(ValueError) as error:
-        next(publish_weights(model))
-    said.append(str(error.value))
-    reset_accelerate()
+    for adapter, shape, how in REFUSED.values():
+        _, _, model, _ = prepare(with_adapter(tiny_llama(**shape), **adapter), **UNQUANTIZED)
+        with pytest.raises(ValueError) as error:
+            next(publish_weights(model, **how))
+        said.append(str(error.value))
+        reset_accelerate()
     _, _, model, _ = prepare(tiny_llama(), **UNQUANTIZED)
     with pytest.raises(ValueError) as error:
         next(publish_weights(model, adapters="alone"))
@@ -179,8 +191,11 @@ def refuse(rank: int) -> list[str]:
 
 
 def test_what_cannot_be_published_is_refused():
-    for no_zeropp, dora, no_adapter, unknown in run_ranks(refuse, 4):
+    for no_zeropp, dora, tied_head, tied_embedding, tokens_alone, biases, no_adapter, unknown in run_ranks(refuse, 4):
         assert "need a model under ZeRO++" in no_zeropp
+        assert "lm_head.weight, which are one parameter" in tied_head and "which are one parameter" in tied_embedding
+        assert "trainable_token_indices" in tokens_alone
+        assert "also trains biases of the base (bias='lora_only')" in biases and 'adapters="merged"' in biases
         assert "DoraLinearVariant in layer" in dora and "hf-zeropp export" in dora
         assert "expected one active adapter to publish alone, got none" in no_adapter
         assert "expected adapters 'merged' or 'alone', got 'both'" in unknown
@@ -203,3 +218,51 @@ def publish_adapters_beside_their_base(rank: int) -> tuple[float, int]:
 def test_one_unit_is_gathered_at_a_time():
     for difference, most in run_ranks(publish_adapters_beside_their_base, 4):
         assert difference < 1e-6 and most == 1
+
+
+def train_between_publishing(rank: int) -> list[bool]:
+    """Return whether the adapter that forward passes compute with moved, after each of three steps."""
+    # AdamW moves every weight in its first steps, by enough to be seen in bf16.
+    model = with_adapter(tiny_llama())
+    accelerator, _, model, optimizer = prepare(model, mixed_precision="bf16", **UNQUANTIZED)
+    layer = next(module for module in model.modules() if "default" in getattr(module, "lora_B", ()))
+    seen: list[torch.Tensor] = []
+    layer.lora_B["default"].register_forward_pre_hook(lambda module, args: seen.append(module.weight.detach().clone()))
+    for _ in range(4):
+        published(model)
+        train_step(accelerator, model, optimizer, rank)
+    return [not torch.equal(one, other) for one, other in zip(seen, seen[1:], strict=False)]
+
+
+def test_adapters_in_16_bits_go_on_training():
+    """PEFT before 0.20 casts them in place while it merges, on a CPU."""
+    for moved in run_ranks(train_between_publishing, 4):
+        assert moved == [True] * 3
+
+
+def test_what_merging_replaces_is_put_back():
+    """As PEFT before 0.20 does it: the memory of a matrix, and the matrix of an embedding itself."""
+    model = with_adapter(tiny_llama().bfloat16(), target_modules=["q_proj", "embed_tokens"])
+    adapters = [module for module in model.modules() if "default" in getattr(module, "lora_A", ())]
+    adapters += [module for module in model.modules() if "default" in getattr(module, "lora_embedding_A", ())]
+    assert len({type(layer) for layer in adapters}) == 2
+    for layer in adapters:
+        addend = Addend(layer, "default")
+        before = [(id(param), param.data_ptr()) for param in addend.params()]
+        merge = layer.get_delta_weight
+
+        def in_place(adapter: str, layer=layer, merge=merge) -> torch.Tensor:
+            delta = merge(adapter)
+            for name in ("lora_A", "lora_B"):
+                if adapter in getattr(layer, name):
+                    getattr(layer, name)[adapter].weight.data = (
+                        getattr(layer, name)[adapter].weight.data.float().bfloat16()
+                    )
+            for name in ("lora_embedding_A", "lora_embedding_B"):
+                if adapter in getattr(layer, name):
+                    getattr(layer, name)[adapter] = nn.Parameter(getattr(layer, name)[adapter].float().bfloat16())
+            return delta
+
+        layer.get_delta_weight = in_place
+        addend.delta()
+        assert [(id(param), param.data_ptr()) for param in addend.params()] == before

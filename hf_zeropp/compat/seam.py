@@ -64,7 +64,7 @@ class Seam:
 
     @property
     def serves_training(self) -> bool:
-        """Whether every training step relies on it, and not only those with frozen weights, or with another library."""
+        """Whether training relies on it whatever the model is, and not only with frozen weights, or with another library."""
         return any(module.startswith(("fsdp.", "comm.")) for module in self.used_by)
 
     def applies_to(self, version: str) -> bool:

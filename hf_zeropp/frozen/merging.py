@@ -39,15 +39,30 @@ class Addend:
 
     def delta(self) -> Tensor:
         """Return what the adapter adds to the weight, as PEFT's merging computes it. Its parameters must be gathered."""
-        return self.layer.get_delta_weight(self.adapter)
+        # On a CPU, PEFT before 0.20 casts 16-bit adapters to fp32 and back in place, which would detach them from the memory
+        # that FSDP2 gathers into: training would go on with the adapters of now.
+        parts, memory = dict(self._parts()), [(param, param.data) for param in self.params()]
+        try:
+            return self.layer.get_delta_weight(self.adapter)
+        finally:
+            for name, part in parts.items():
+                if getattr(self.layer, name)[self.adapter] is not part:
+                    getattr(self.layer, name)[self.adapter] = part
+            for param, data in memory:
+                if param.data_ptr() != data.data_ptr():
+                    param.data = data
 
     def params(self) -> Iterator[nn.Parameter]:
         """Iterate over the adapter's parameters in this layer."""
+        for _, part in self._parts():
+            yield from part.parameters() if isinstance(part, nn.Module) else (part,)
+
+    def _parts(self) -> Iterator[tuple[str, Any]]:
+        """Iterate over the names and parts of the adapter: modules, or the matrices themselves (embeddings)."""
         for name in self.layer.adapter_layer_names:
             held = getattr(self.layer, name)
-            if self.adapter in held:  # a module, or the matrix itself (embeddings)
-                part = held[self.adapter]
-                yield from part.parameters() if isinstance(part, nn.Module) else (part,)
+            if self.adapter in held:
+                yield name, held[self.adapter]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +95,7 @@ class PublishedWeight:
         weight = weight.decode() if isinstance(weight, PackedWeight) else weight.detach()
         total = weight
         for addend in self.addends:
-            total = total.float() + addend.delta().float()  # one rounding, at the end
+            total = total.float() + addend.delta().float()  # rounded to the weight's dtype once, at the end
         return total.to(weight.dtype)
 
 
@@ -92,15 +107,17 @@ def merged_weights(model: nn.Module) -> list[PublishedWeight]:
     """
     root = wrapped_model(model)
     modules = dict(root.named_modules())
-    copies = {name: _active_copy(module) for name, module in modules.items() if hasattr(module, "original_module")}
-    weights, seen = [], set()
+    copies = {
+        name: _active_copy(name, module) for name, module in modules.items() if hasattr(module, "original_module")
+    }
+    weights: dict[int, PublishedWeight] = {}
     for name, module in _base_modules(root, modules, copies):
         for leaf, param in _stored(module):
-            if id(param) not in seen:
-                seen.add(id(param))
-                full_name = _published_name(f"{name}.{leaf}" if name else leaf)
-                weights.append(PublishedWeight(full_name, module, leaf, param, _addends(modules, name, leaf)))
-    return weights
+            full_name = _published_name(f"{name}.{leaf}" if name else leaf)
+            weight = PublishedWeight(full_name, module, leaf, param, _addends(modules, name, leaf))
+            if (first := weights.setdefault(id(param), weight)) is not weight:
+                _check_tied(first, weight)
+    return list(weights.values())
 
 
 def adapter_weights(model: nn.Module) -> list[PublishedWeight]:
@@ -117,6 +134,7 @@ def adapter_weights(model: nn.Module) -> list[PublishedWeight]:
             'set_adapter, or publish with adapters="merged".'
         )
     (adapter,) = adapters
+    _check_has_no_bias(model, adapter)
     for name, module in model.named_modules():
         holds_adapters = module in added or bool(getattr(module, "adapter_layer_names", ()))
         for leaf, param in module.named_parameters(recurse=False) if holds_adapters else ():
@@ -151,8 +169,13 @@ def _active(module: Any) -> list[str]:
     return [name for name in module.active_adapters if name in held]
 
 
-def _active_copy(wrapper: Any) -> nn.Module | None:
+def _active_copy(name: str, wrapper: Any) -> nn.Module | None:
     """Return the copy of a module that is trained in full and active; None where the original counts."""
+    if not hasattr(wrapper, "modules_to_save"):
+        raise ValueError(
+            f"expected adapters that add to a weight (LoRA), got {type(wrapper).__name__} around {name} "
+            "(trainable_token_indices), which has no merged form here. Write merged weights with `hf-zeropp export`."
+        )
     active = _active(wrapper)
     return wrapper.modules_to_save[active[0]] if active else None
 
@@ -191,6 +214,25 @@ def _check_merges(addend: Addend, name: str) -> None:
         f"expected adapters that add to a weight (LoRA), got {kind} in layer {name}, adapter {adapter!r}. Publish with "
         'adapters="alone", or write merged weights with `hf-zeropp export`.'
     )
+
+
+def _check_tied(first: PublishedWeight, other: PublishedWeight) -> None:
+    """Raise ValueError where adapters add to one place of a tied weight and not to the other: merged, the two differ."""
+    if first.addends or other.addends:
+        raise ValueError(
+            f"expected no adapters on tied weights, got some on {first.name} or {other.name}, which are one parameter: merged, "
+            'they would be two. Leave both out of target_modules, or publish with adapters="alone".'
+        )
+
+
+def _check_has_no_bias(model: Any, adapter: str) -> None:
+    """Raise ValueError where biases of the base train with the adapter: PEFT's files hold them under names of their own."""
+    bias = getattr(getattr(model, "peft_config", {}).get(adapter), "bias", "none")
+    if bias != "none":
+        raise ValueError(
+            f'adapters="alone" publishes an adapter\'s own weights, but adapter {adapter!r} also trains biases of the base '
+            f'(bias={bias!r}). Publish with adapters="merged".'
+        )
 
 
 def _published_name(name: str) -> str:

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from hf_zeropp.files import MAX_JSON_BYTES, file_in, read_json, written_at_once
+from hf_zeropp.files import MAX_JSON_BYTES, file_in, make_readable, read_json, written_at_once
 from hf_zeropp.frozen.modules import CODES, SCALES
 from hf_zeropp.integrations.base_checkpoint import BaseCheckpoint, tied_names
 from hf_zeropp.integrations.stored_tensors import INDEX, WEIGHT_DTYPES, WEIGHTS, tensors_in_files
@@ -300,6 +300,7 @@ class _ShardWriter:
         if self._tensors:
             self._shards.append(list(self._tensors))
             save_file(self._tensors, self._path(len(self._shards)), metadata={"format": "pt"})
+            make_readable(self._path(len(self._shards)))
             self._tensors = {}
 
     def _path(self, number: int) -> Path:

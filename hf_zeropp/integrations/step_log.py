@@ -26,8 +26,8 @@ class Totals:
         steps: optimizer steps.
         cross_node_bytes: bytes that a node received from other nodes, all models together.
         intra_node_bytes: bytes that its ranks received from each other.
-        rollout_cross_node_bytes: those of the trained model that came while it generated, or fed an inference engine. The next
-            forward pass does not send them again.
+        rollout_cross_node_bytes: those of the trained model that came while it generated, or fed an inference engine. Where
+            copies are kept (hpZ), the next forward pass does not send them again.
         rollout_intra_node_bytes: those of its intra-node bytes that came then.
         zero3_bytes: bytes that a node would have received from other nodes under ZeRO-3 in these steps.
         step_s: seconds in steps, without evaluation and generation between them.

@@ -10,7 +10,11 @@ The server is told once where versions are, and then after each version to take 
     POST /finish_weight_update, /resume
 
 A version is read and checked as a whole before the first weight of it is loaded, and no request is answered while weights are
-loaded. So answers come from the version before or from this one, and a damaged version leaves the server as it was.
+loaded. So answers come from the version before or from this one, and a damaged version leaves the model as it was. With tensor
+parallelism each process reads for itself: where only some could read a version, send the request again before the server resumes.
+
+Weights are loaded in place, and nothing is computed anew from them. Models for which vLLM derives further weights at loading
+(multi-head latent attention, quantized ones) are refused.
 """
 
 from __future__ import annotations
@@ -46,9 +50,23 @@ class UpdateEngine(WeightTransferEngine[Place, Wanted]):
 
     init_info_cls = Place
     update_info_cls = Wanted
+    supports_draft_weight_update = False
 
     def init_transfer_engine(self, init_info: Place) -> None:
-        """Read versions from a place from now on."""
+        """Read versions from a place from now on.
+
+        Raises:
+            ValueError: vLLM derives further weights from the model's own, which would stay as they are.
+        """
+        derives = {
+            "multi-head latent attention": getattr(self.model_config, "use_mla", False),
+            f"quantization={self.model_config.quantization!r}": self.model_config.quantization is not None,
+        }
+        if reasons := [reason for reason, applies in derives.items() if applies]:
+            raise ValueError(
+                f"the backend hf_zeropp loads weights in place, but with {' and '.join(reasons)} vLLM computes with others that "
+                "it derives from them at loading. Serve the model unquantized and of another architecture, or reload it whole."
+            )
         self._receiver = UpdateReceiver(init_info.place)
         self._loaded: dict[str, Tensor] = {}
 

@@ -54,7 +54,7 @@ class Log:
     """The list of files.
 
     Attributes:
-        run: tells this log from others, whose versions have the same numbers and other weights.
+        run: tells this log from others, whose versions may have the same numbers and other weights. Every sender has its own.
         files: by version, of one version the changes before the whole copy.
     """
 

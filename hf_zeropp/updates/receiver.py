@@ -52,7 +52,10 @@ class UpdateReceiver:
 
         Raises:
             DamagedUpdateError: the version could not be read whole. The weights are as they were.
+            ValueError: ``version`` is below 1.
         """
+        if version is not None and version < 1:
+            raise ValueError(f"expected a version from 1 on, got {version}.")
         attempts = (self.version, self.version, 0)
         for i, start in enumerate(attempts):
             try:
@@ -68,6 +71,8 @@ class UpdateReceiver:
         log = Log.from_json(self._read(LIST, MAX_LIST_BYTES))
         wanted = log.version if version is None else version
         is_same_log = log.run == self._run
+        if wanted == 0:  # nothing was published yet
+            return False
         if is_same_log and wanted <= self.version:  # an older list comes late, from a cache or a slow file system
             return False
         start = start if is_same_log else 0

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
+import re
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -12,18 +15,26 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_zeropp.files import read_text, written_at_once
+from hf_zeropp.files import make_readable, read_text, written_at_once
 from hf_zeropp.ops import encode_changes
 from hf_zeropp.updates.log import LIST, MAX_LIST_BYTES, FileMetadata, Log, LogFile, checksum
 
+logger = logging.getLogger(__name__)
+
 Weights = dict[str, Tensor]
+
+_FILE = re.compile(r"(whole|changes)-\d+\.safetensors")
+
+MAX_CHAIN = 1000
+"""Files behind a whole copy, after which another is written, however small they are: the list must stay short."""
 
 
 class UpdateSender:
     """Write versions of a model's weights to a folder, for ``UpdateReceiver``.
 
     Rank 0 writes. It keeps a copy of the last version in host memory. A sender that is made on a folder with a log, as in a run
-    that resumes, goes on with its numbers, and its first version is a whole copy.
+    that resumes, begins a new log with the numbers behind the old one's, and its first version is a whole copy. So does the next
+    version after one that could not be written.
 
     Args:
         folder: for the log. It is made if it does not exist, and no other sender may write to it.
@@ -35,12 +46,17 @@ class UpdateSender:
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
         self.is_writer = not dist.is_initialized() or dist.get_rank() == 0
-        self.log = Log(run=uuid.uuid4().hex)
-        self._last: Weights = {}
+        self._version = 0
         if self.is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
             if (self.folder / LIST).exists():
-                self.log = Log.from_json(read_text(self.folder / LIST, MAX_LIST_BYTES))
+                self._version = Log.from_json(read_text(self.folder / LIST, MAX_LIST_BYTES)).version
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin a log. Of one that is there only the numbers count: readers may have newer versions of it than its list says."""
+        self.log = Log(run=uuid.uuid4().hex)
+        self._last: Weights = {}
 
     def publish(self, weights: Iterable[tuple[str, Tensor]]) -> int:
         """Write a version. Call it on all ranks.
@@ -55,17 +71,25 @@ class UpdateSender:
             for _ in weights:
                 pass
             return 0
-        version = self.log.version + 1
+        version = self._version = self._version + 1
         # All weights are taken before anything is written: a full disk must not stop an iteration that gathers.
         changes, latest = self._changes_to(weights)
+        try:
+            self._publish(changes, latest, version)
+        except BaseException:
+            # Nobody knows how much of it is in the folder. Changes to a version that no reader has would be wrong in silence.
+            self._begin()
+            raise
+        return version
+
+    def _publish(self, changes: Weights | None, latest: Weights, version: int) -> None:
         files = []
         if changes is not None:
             files.append(self._write("changes", changes, latest, version))
         if changes is None or self._needs_whole(files):
             files.append(self._write("whole", latest, latest, version))
-        self._last = latest
         self._list(Log(self.log.run, (*self.log.files, *files)))
-        return version
+        self._last = latest
 
     def _changes_to(self, weights: Iterable[tuple[str, Tensor]]) -> tuple[Weights | None, Weights]:
         """Return the wires of the weights that changed, None where the last version has others, and a copy of all."""
@@ -74,6 +98,8 @@ class UpdateSender:
         for name, weight in weights:
             latest[name] = now = weight.detach().to("cpu", copy=True).contiguous()
             last = self._last.get(name)
+            if now.dtype.itemsize < 2:
+                _warn_of_bytes(name, now.dtype)
             if last is None or (last.dtype, last.shape) != (now.dtype, now.shape) or now.dtype.itemsize < 2:
                 wires = None
             elif wires is not None and now.numel() and not _same_bits(now, last):
@@ -85,15 +111,18 @@ class UpdateSender:
         """Whether the changes since the newest whole copy have as many bytes as a whole copy."""
         files = [*self.log.files, *new]
         newest = max((i for i, file in enumerate(files) if file.base == 0), default=None)
-        return newest is None or sum(file.num_bytes for file in files[newest + 1 :]) >= files[newest].num_bytes
+        if newest is None or len(files) - newest > MAX_CHAIN:
+            return True
+        return sum(file.num_bytes for file in files[newest + 1 :]) >= files[newest].num_bytes
 
     def _write(self, kind: str, tensors: Weights, latest: Weights, version: int) -> LogFile:
-        base = version - 1 if kind == "changes" else 0
+        base = self.log.version if kind == "changes" else 0
         path = self.folder / f"{kind}-{version}.safetensors"
         checksums = {name: checksum(latest[name]) for name in tensors}
         metadata = FileMetadata(self.log.run, version, base, checksums).to_metadata()
         with written_at_once(path) as place:
             save_file(tensors, place, metadata=metadata)
+            make_readable(place)  # a server of static files may be another user
         return LogFile(path.name, version, base, path.stat().st_size)
 
     def _list(self, log: Log) -> None:
@@ -102,8 +131,19 @@ class UpdateSender:
         with written_at_once(self.folder / LIST) as place:
             place.write_text(Log(log.run, kept).to_json())
         self.log = Log(log.run, kept)
-        for file in set(log.files) - set(kept):
-            (self.folder / file.name).unlink(missing_ok=True)
+        # Also those of earlier logs, and of versions that were never listed.
+        names = {file.name for file in kept}
+        for path in self.folder.iterdir():
+            if _FILE.fullmatch(path.name) and path.name not in names:
+                path.unlink(missing_ok=True)
+
+
+@functools.cache
+def _warn_of_bytes(name: str, dtype: torch.dtype) -> None:
+    """Warn once of weights that make every version a whole copy."""
+    logger.warning(
+        "Every version is a whole copy, because %s is %s: changes are those of words of 16 bits.", name, dtype
+    )
 
 
 def _kept(files: tuple[LogFile, ...]) -> Iterator[LogFile]:

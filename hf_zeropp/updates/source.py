@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import http.client
 import os
-import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def _read_url(base: str, name: str, max_bytes: int) -> bytes:
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             content: bytes = answer.read(max_bytes + 1)
-    except (OSError, urllib.error.HTTPError) as error:
+    except (OSError, http.client.HTTPException) as error:
         raise DamagedUpdateError(f"{url} cannot be read: {error}") from error
     if len(content) > max_bytes:
         raise DamagedUpdateError(f"{url} has more than {max_bytes} bytes.")

@@ -7,8 +7,8 @@ from this checkpoint once for every form of gradients. Two nodes are emulated: e
 for the cross hop with the package's operators, and the decoded gradients are averaged in fp32. All forms see the same batches.
 
 A form's bytes on the wire are those of the format. Its bytes *coded* are what an ideal entropy coder with a table for each
-parameter and step would make of the same codes and scales, computed from how often each value occurs. Nothing is timed, and no
-coder is implemented. Shares of M are times (Y-1)/Y for Y nodes, as everywhere.
+parameter and step would make of the same codes, computed from how often each value occurs; scales count as they are. Nothing is
+timed, and no coder is implemented. Shares of M are times (Y-1)/Y for Y nodes, as everywhere.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Form:
     """How gradients cross nodes.
 
     Attributes:
-        bits: of a code; None for unquantized fp32.
+        bits: of a code; None for gradients that are not quantized. They count as bf16, in which they could be reduced.
         block: elements that share one scale.
         feedback: whether what quantization leaves out is added to the gradients of the next step.
         rotates: whether every 32 elements are rotated first.
@@ -106,17 +106,19 @@ class Node:
             decoded = rotate_slices(torch.nn.functional.pad(decoded, (0, -flat.numel() % 32)))[: flat.numel()]
         if form.feedback:
             self._residuals[name] = flat - decoded
-        return decoded.view_as(gradient), sizes_of(wire, layout, flat)
+        return decoded.view_as(gradient), sizes_of(wire, layout, gradient)
 
 
 def sizes_of(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> Sizes:
-    """Return the bits of a wire of one segment, and of an ideal coding of it."""
+    """Return the bits of a wire of one segment, and of an ideal coding of it, and the share of zero blocks in ``values``."""
     (part,) = layout.parts
     codes = unpack_codes(wire[None, part.codes : part.end], part.bits)[0, : part.numel]
     num_blocks = -(-part.numel // layout.block)
     scales = wire[part.scales : part.scales + 2 * num_blocks].view(torch.int16)
-    is_zero = (to_blocks(values[None], layout.block) == 0).all(-1)
-    return Sizes(8 * wire.numel(), entropy_bits(codes) + entropy_bits(scales), is_zero.float().mean().item())
+    is_zero = (to_blocks(values.view(1, -1), layout.block) == 0).all(-1)
+    # Nearly every scale is a value of its own, so a table of them would be as large as they are.
+    coded = entropy_bits(codes) + 16 * scales.count_nonzero().item()
+    return Sizes(8 * wire.numel(), coded, is_zero.float().mean().item())
 
 
 def entropy_bits(symbols: torch.Tensor) -> float:

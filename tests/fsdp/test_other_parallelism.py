@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from toy import EXACT, full_weights, make_lm
 
-from hf_zeropp import apply_zeropp, generation_mode
+from hf_zeropp import apply_zeropp, generation_mode, publish_weights
 
 WORLD, RANKS_PER_NODE = 8, 4
 UNQUANTIZED = EXACT | {"ranks_per_node": RANKS_PER_NODE, "hpz_size": "node"}
@@ -127,6 +127,17 @@ def test_pipeline_stages_with_models_of_their_own():
 
 def test_checked_copies_within_the_shard_group():
     run_ranks(beside_stock, WORLD, {"ranks_per_node": RANKS_PER_NODE}, env={"ZEROPP_CHECK": "1"})
+
+
+def publish_what_is_cut(rank: int) -> None:
+    model, shard_mesh = tensor_parallel_lm()
+    apply_zeropp(model, UNQUANTIZED, mesh=shard_mesh)
+    next(publish_weights(model))
+
+
+def test_weights_that_are_cut_are_not_published_as_full_ones():
+    for error in expect_errors(publish_what_is_cut, WORLD):
+        assert "publish_weights yields full weights" in error and "full_tensor" in error
 
 
 def uneven(rank: int) -> None:

@@ -318,7 +318,7 @@ class StartedRank:
         try:
             message = pickle.loads(self._receiver.recv_bytes())
         except (EOFError, ConnectionResetError):
-            self.process.join(5)
+            self.process.join(60)  # a busy machine may take long to end a process that was killed
             message = Raised("ProcessDied", f"exit code {self.process.exitcode}", "")
         if isinstance(message, Announcement):
             self._announced.add(message.text)

@@ -324,3 +324,58 @@ def train_and_publish(rank: int, folder: str) -> list[tuple[bool, int, int]]:
 def test_a_sharded_model_is_published_by_rank_0(tmp_path):
     for rank, found in enumerate(run_ranks(train_and_publish, 4, str(tmp_path))):
         assert found == [(True, step if rank == 0 else 0, step) for step in (1, 2, 3)]
+
+
+@pytest.mark.parametrize("fails", ["_write", "_list"])
+def test_a_version_that_could_not_be_written_is_in_no_later_one(published, tmp_path, fails):
+    """The disk was full. The next version is whole, because nobody has the one that it would be a change of."""
+    sender, receiver, versions = published
+    receiver.update()
+    working = getattr(sender, fails)
+
+    def full(*args):
+        setattr(sender, fails, working)
+        raise OSError("no space left on device")
+
+    setattr(sender, fails, full)
+    with pytest.raises(OSError, match="no space"):
+        sender.publish(versions[1].items())
+    sender.publish(versions[1].items())
+    for reader in (receiver, UpdateReceiver(tmp_path)):
+        assert reader.update() and same(reader.weights, versions[1])
+    sender.publish(versions[2].items())
+    assert receiver.update() and same(receiver.weights, versions[2])
+    assert {path.name for path in tmp_path.iterdir()} == {LIST, *(file.name for file in sender.log.files)}
+
+
+def test_an_iteration_that_raises_leaves_the_log_as_it_was(published, tmp_path):
+    sender, receiver, versions = published
+    with pytest.raises(ZeroDivisionError):
+        sender.publish((name, weight) for name, weight in versions[1].items() if 1 // (name != list(versions[1])[-1]))
+    sender.publish(versions[2].items())
+    assert sender.log.files[-1].base == 6
+    assert receiver.update() and same(receiver.weights, versions[2])
+
+
+def test_a_list_that_was_set_back_makes_no_mixture(published, tmp_path):
+    """From a snapshot, or a slow file system: a run that resumes goes on from older numbers than readers have."""
+    sender, receiver, versions = published
+    receiver.update()
+    older = Log(sender.log.run, sender.log.files[:-1])
+    (tmp_path / LIST).write_text(older.to_json())
+    resumed = UpdateSender(tmp_path)
+    for index in (3, 1):
+        resumed.publish(versions[index].items())
+        assert receiver.update() and same(receiver.weights, versions[index])
+
+
+def test_files_may_be_read_by_others(published, tmp_path):
+    (plain := tmp_path / "plain").touch()
+    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
+    assert modes == {plain.stat().st_mode}
+
+
+def test_versions_count_from_1(published):
+    _, receiver, _ = published
+    with pytest.raises(ValueError, match="from 1 on, got 0"):
+        receiver.update(0)
