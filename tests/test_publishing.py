@@ -54,7 +54,10 @@ def seen_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
 
         def look(module: nn.Module, args, name=name) -> None:
             for leaf, param in module.named_parameters(recurse=False):
-                seen[f"{name}.{leaf}"] = param.detach().clone()
+                # Before torch 2.13 codes lie under a dtype of 8-bit floats, of which many are NaNs, equal to nothing.
+                seen[f"{name}.{leaf}"] = (
+                    param.detach().clone().view(torch.uint8 if param.itemsize == 1 else param.dtype)
+                )
 
         handles.append(module.register_forward_pre_hook(look))
     with torch.no_grad():
