@@ -163,8 +163,8 @@ class ZeroPPConfig:
             )
         if self.qwz_mode != "delta" and (self.hpz_bits, self.qwz_resync_steps) != (None, None):
             raise ValueError(
-                'hpz_bits and qwz_resync_steps are for qwz_mode="delta"; elsewhere a copy holds the weights as they crossed, '
-                'and nothing adds up. Set qwz_mode="delta", or leave both at None.'
+                'hpz_bits and qwz_resync_steps are for qwz_mode="delta". "auto" keeps copies in 16 bits, and ends rows of deltas '
+                'by itself; in other modes nothing adds up. Set qwz_mode="delta", or leave both at None.'
             )
 
     def _check_gradients(self) -> None:

@@ -1,4 +1,4 @@
-"""Changed words on their way across nodes: exact weights for a fraction of their bytes (``qwz_mode="exact"``).
+"""Changed words on their way across nodes: exact weights for a fraction of their bytes (``qwz_mode="exact"``, ``"auto"``).
 
 In a step of fine-tuning most 16-bit weights keep their bits. Ranks of a cross group that hold a unit in 16 bits therefore need
 only the words that changed since they received it. Each rank compares its shard with its own slice of the secondary shard, which

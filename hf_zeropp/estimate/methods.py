@@ -326,10 +326,9 @@ class _UnitGather:
         """
         kept, delta = self._layouts.kept, self._layouts.delta
         received = self._setup.world_size * kept.nbytes
-        if delta is not None:
-            return received + delta.nbytes + MASTER_BYTES * delta.numel
-        if self._layouts.sends_changes:
-            return received + 2 * kept.nbytes
+        of_delta = 0 if delta is None else delta.nbytes + MASTER_BYTES * delta.numel
+        if delta is not None or self._layouts.sends_changes:
+            return received + max(of_delta, 2 * kept.nbytes if self._layouts.sends_changes else 0)
         return received + ((0 if self._keeps_secondary else self._cross_hop.group_size) + 1) * kept.nbytes
 
     def landing_bytes(self) -> int:

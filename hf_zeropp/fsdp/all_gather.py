@@ -166,8 +166,11 @@ class ZeroPPAllGather(WeightGather):
         """Encode the changed words that the cross hop will send; None where it sends something else."""
         dtype, kept, self._changes = self.unit.param_dtype, self._kept, None
         layouts = self.layouts(dtype)
+        if layouts.sends_changes:
+            # The shard is compared with what arrives. A rank that compares nothing, in the middle of a row of deltas, lands here
+            # too: other ranks of its node may not, and all of them must meet at the node's barriers in one order.
+            self._land_flight()
         if kept is not None and self._tries_changes(kept, layouts):
-            self._land_flight()  # the shard is compared with what arrives
             self._changes = self.hops.encode_changes(self.unit.flat_shard(dtype), layouts, kept.secondary)
         return self._changes
 
@@ -284,18 +287,18 @@ class ZeroPPAllGather(WeightGather):
         return None
 
     def _start_changes(self, kept: Copy, changes: Changes) -> None:
-        kept.num_deltas, kept.changes_bytes = 0, kept.changes_bytes + changes.row_bytes
         kept.flight = self.hops.start_changes(changes)
+        kept.num_deltas, kept.changes_bytes = 0, kept.changes_bytes + changes.row_bytes
 
     def _start_delta(self, kept: Copy, layouts: GatherLayouts) -> None:
         assert layouts.delta is not None
+        # The delta is taken from the fp32 masters and not from the shard in the compute dtype, whose rounding would hide
+        # small updates.
+        kept.flight = self.hops.start_delta(self.unit.master_shards(), layouts, kept.secondary)
         if layouts.sends_changes:
             kept.num_changes += kept.num_deltas > 0  # the first of a row was counted where words were encoded
             kept.changes_bytes += layouts.delta.nbytes
-        # The delta is taken from the fp32 masters and not from the shard in the compute dtype, whose rounding would hide
-        # small updates.
         kept.num_deltas, kept.num_surprises = kept.num_deltas + 1, 0
-        kept.flight = self.hops.start_delta(self.unit.master_shards(), layouts, kept.secondary)
 
     def _start_whole(self, shard: torch.Tensor, layouts: GatherLayouts) -> Copy:
         kept, num_bytes = self._kept, self.hops.cross_hop.size * layouts.kept.nbytes
@@ -319,13 +322,14 @@ class ZeroPPAllGather(WeightGather):
         return self._config.qwz_resync_steps is None or kept.num_deltas < self._config.qwz_resync_steps
 
     # [Note: changed words or a delta]
-    # With ``qwz_mode="auto"`` a unit sends changed words until they take more bytes than a delta. A delta leaves the copy
+    # With ``qwz_mode="auto"`` a unit sends changed words until they take clearly more bytes than a delta. A delta leaves the copy
     # rounded: most of its words then differ from the weights, so the next changed words would be many, however few the step
     # changed. The unit therefore goes on with deltas, and after ``DELTAS_IN_A_ROW`` of them sends changed words once, many as
-    # they are. From then on their number is that of a step again. What this costs is at most whole weights, spread over the row,
-    # so a delta is only better if it saves more than that in every step.
+    # they are. From then on their number is that of a step again. What this costs is at most whole weights, spread over the row
+    # (an edit ends a row early), so a delta is only better if it saves more than that in every step.
     # The choice follows from sizes that the cross group has exchanged, and from its own earlier choices, so it is the same on all
-    # of its ranks. Other cross groups may choose otherwise: deltas and changed words meet the same barriers of the node.
+    # of its ranks. Other cross groups may choose otherwise: deltas and changed words meet the same barriers of the node,
+    # and flights land in the same order on all of its ranks (``encode_ahead``).
 
     def _tries_changes(self, kept: Copy, layouts: GatherLayouts) -> bool:
         """Return whether changed words are to be encoded: they serve, and the unit is not in the middle of a row of deltas."""

@@ -4,7 +4,8 @@ A run predicts its bytes before it counts them (``handle.predict``), and ``hf-ze
 a run. Both ask the functions below, which know no process group and no FSDP2 object: their inputs are wire layouts, the
 number of peers in each hop, and how often the collectives run.
 
-All bytes are those that one rank receives. Peers send equal amounts, so a rank sends as much as it receives.
+All bytes are those that one rank receives. Peers send equal amounts (but for changed words), so a rank sends as much as it
+receives.
 """
 
 from __future__ import annotations

@@ -75,6 +75,10 @@ class UpdateReceiver:
             return False
         if is_same_log and wanted <= self.version:  # an older list comes late, from a cache or a slow file system
             return False
+        if not is_same_log and 0 < wanted < self.version:
+            logger.warning(
+                "Version %d of another log follows version %d: was the folder made anew?", wanted, self.version
+            )
         start = start if is_same_log else 0
         chain = log.chain(start, wanted)
         if chain is None:
