@@ -53,7 +53,7 @@ DEFAULT_BITS = 8
 WEIGHT_MODES = ("values", "delta", "exact", "auto")
 WEIGHT_BITS = {"values": (8, 4, None), "delta": (8, 4, 3, 2), "exact": (None,), "auto": (4, 3, 2)}
 DEFAULT_BITS_OF = {"exact": None, "auto": 4}
-"""What the default of ``qwz_bits`` turns into in modes that do not take it."""
+"""``qwz_bits`` by mode, for the modes that do not take ``DEFAULT_BITS``, the default of the others."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
@@ -82,7 +82,8 @@ class ZeroPPConfig:
             changed, unquantized: few, at learning rates of fine-tuning. It needs ``hpz_size``. ``"auto"`` does the same unit by
             unit, but sends deltas for a while where too many words change; it needs what deltas need.
         qwz_bits: bits per weight in a gather: 8, 4 or None (the compute dtype, unquantized). Deltas take 8, 4, 3 or 2.
-            ``"exact"`` quantizes nothing, and turns the default into None. The deltas of ``"auto"`` take 4 (its default), 3 or 2.
+            ``"exact"`` quantizes nothing, and turns the default into None. ``"auto"`` takes 4, 3 or 2 for its deltas; 8,
+            the default of other modes, becomes 4.
         qwz_resync_steps: number of deltas after which the weights themselves are sent. With None they are sent only where
             a delta cannot serve: at the start, at checkpoints, and after weights were loaded or edited.
         hpz_size: number of ranks that share one copy of the weights, each holding a secondary shard of it: ``"node"`` (the

@@ -77,7 +77,8 @@ class UpdateSender:
         try:
             self._publish(changes, latest, version)
         except BaseException:
-            # Nobody knows how much of it is in the folder. Changes to a version that no reader has would be wrong in silence.
+            # The folder may hold this version whole, in part, or not at all. If the next version were sent as changes from it,
+            # a reader that lacks it would get wrong weights without an error. So the next version is a whole copy.
             self._begin()
             raise
         return version

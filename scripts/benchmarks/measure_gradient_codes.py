@@ -1,4 +1,4 @@
-"""What could take gradients across nodes in fewer bytes than INT4: narrower codes, entropy coding, or leaving out zeros?
+"""Can gradients cross nodes in fewer bytes than INT4 takes: by narrower codes, by entropy coding, or by leaving out zeros?
 
     python scripts/benchmarks/measure_gradient_codes.py
 
@@ -56,7 +56,7 @@ class Form:
 
     @property
     def name(self) -> str:
-        """What the table calls it."""
+        """The name of the form in the table."""
         if self.bits is None:
             return "unquantized"
         extras = [", error feedback"] * self.feedback + [", rotated"] * self.rotates
