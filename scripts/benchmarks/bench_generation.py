@@ -22,7 +22,7 @@ from library.cluster import Cluster, Ranks
 from library.cluster_report import num_parameters
 from library.measurement import busiest_link_bytes, step_seconds
 from library.network import speed
-from library.pages import Grid, pyplot, report
+from library.pages import Grid, plot_over_rates, report
 from library.sandbox import enter_sandbox
 from library.study import (
     Study,
@@ -136,18 +136,9 @@ def token_grid(study: Study, rate: str) -> Grid:
 
 def plot_tokens(study: Study, path: Path) -> None:
     """Draw tokens per second over the link's rate, one line per variant."""
-    figure, axis = pyplot().subplots(figsize=(5.5, 4))
-    rates = sorted({cell["rate"] for cell in study.rows("cells")}, key=speed)
-    for variant in dict.fromkeys(cell["variant"] for cell in study.rows("cells")):
-        cells = [study.find("cells", rate=rate, variant=variant) for rate in rates]
-        style = "--" if variant.startswith("lora") else "-"
-        axis.plot([cell and cell["tokens_per_s"] for cell in cells], style, marker="o", label=variant)
-    axis.set_xticks(range(len(rates)), rates)
-    axis.set(xlabel="link between nodes", ylabel="tokens per second, all ranks", yscale="log")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    plot_over_rates(
+        study, path, "variant", lambda cell: cell["tokens_per_s"], "tokens per second, all ranks", yscale="log"
+    )
 
 
 def check_direction(study: Study, args: argparse.Namespace) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 from library.cluster import Cluster, Ranks
 from library.measurement import busiest_link_bytes, step_seconds
 from library.network import speed
-from library.pages import Grid, pyplot, report
+from library.pages import Grid, plot_over_rates, report
 from library.sandbox import enter_sandbox
 from library.study import (
     Study,
@@ -129,18 +129,8 @@ def sync_grid(study: Study, rate: str) -> Grid:
 
 def plot_costs(study: Study, path: Path) -> None:
     """Draw what a sync costs over the link's rate, one line per case."""
-    figure, axis = pyplot().subplots(figsize=(5.5, 4))
-    rates = sorted({cell["rate"] for cell in study.rows("cells")}, key=speed)
-    for case in dict.fromkeys(cell["case"] for cell in study.rows("cells")):
-        cells = [study.find("cells", rate=rate, case=case) for rate in rates]
-        style = "--" if case.startswith("lora") else "-"
-        axis.plot([cell and cell["synced_s"] - cell["alone_s"] for cell in cells], style, marker="o", label=case)
-    axis.set_xticks(range(len(rates)), rates)
-    axis.set(xlabel="link between nodes", ylabel="a step takes longer with a sync by, s")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    label = "a step takes longer with a sync by, s"
+    plot_over_rates(study, path, "case", lambda cell: cell["synced_s"] - cell["alone_s"], label)
 
 
 def check_direction(study: Study, args: argparse.Namespace) -> None:

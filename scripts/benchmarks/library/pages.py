@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from library.network import speed
 from library.study import Study, new_console
 
 BY_HAND = "<!-- Below this line the page is written by hand, and kept when the study runs again. -->"
@@ -128,3 +129,30 @@ def _plain(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{key.replace('_', ' ')} {_plain(part)}" for key, part in value.items())
+
+
+def plot_over_rates(
+    study: Study, path: Path, name: str, value: Callable[[dict[str, Any]], float], label: str, yscale: str = "linear"
+) -> None:
+    """Draw a figure of each of a study's cells over the link's rate, one line per name; those of LoRA are dashed.
+
+    Args:
+        study: its cells have a rate and a name.
+        path: of the plot.
+        name: the key of the name.
+        value: the figure of a cell.
+        label: of the figure's axis.
+        yscale: of the figure's axis.
+    """
+    figure, axis = pyplot().subplots(figsize=(5.5, 4))
+    rates = sorted({cell["rate"] for cell in study.rows("cells")}, key=speed)
+    for line in dict.fromkeys(cell[name] for cell in study.rows("cells")):
+        cells = [study.find("cells", **{"rate": rate, name: line}) for rate in rates]
+        style = "--" if line.startswith("lora") else "-"
+        axis.plot([cell and value(cell) for cell in cells], style, marker="o", label=line)
+    axis.set_xticks(range(len(rates)), rates)
+    axis.set(xlabel="link between nodes", ylabel=label, yscale=yscale)
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8, ncols=2)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
