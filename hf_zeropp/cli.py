@@ -140,7 +140,7 @@ def environment_table() -> Table:
     kernels = ops.kernel_info()
     table.add_row("CPU kernels", f"{kernels.cpu} (available: {', '.join(kernels.available)})")
     table.add_row("CPU library", kernels.library or f"none: {kernels.reason}")
-    table.add_row("CUDA kernels", "cuda" if kernels.cuda_reason is None else f"reference: {kernels.cuda_reason}")
+    table.add_row("CUDA kernels", "cuda" if kernels.cuda_reason is None else f"{kernels.cuda}: {kernels.cuda_reason}")
     table.add_row("CUDA library", kernels.cuda_library or "none")
     table.add_row("accelerator", _accelerator())
     # This command is what people run when something is wrong. So wrong settings are a row of it, and not its end.

@@ -38,7 +38,7 @@ from hf_zeropp.ops.format import CODES_AT_A_BYTE, ROTATION_SLICE, SCALE_MAX, SCA
 #   stays open.
 
 _INF_BITS = 0x7F800000
-_ROTATION_NORM = ROTATION_SLICE**-0.5
+ROTATION_NORM = ROTATION_SLICE**-0.5
 
 
 def to_blocks(values: Tensor, block: int) -> Tensor:
@@ -103,7 +103,7 @@ def rotate_slices(values: Tensor) -> Tensor:
         step *= 2
     # The compiled kernels multiply by an fp32 constant. A tensor rounds the norm to fp32 on every device before the
     # product.
-    return values.reshape(shape) * torch.tensor(_ROTATION_NORM, dtype=torch.float32, device=values.device)
+    return values.reshape(shape) * torch.tensor(ROTATION_NORM, dtype=torch.float32, device=values.device)
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,8 +1,9 @@
 """Kernels compute the operators. This module holds the two kinds of kernels, and chooses which of them run.
 
 ``CompiledKernels`` call the C functions of ``ops/`` (a plain C ABI, reached with ctypes: no dependence on the C++ ABI of
-PyTorch, and a build of seconds). ``ReferenceKernels`` run PyTorch code wherever the compiled library does not. Both give the
-same bits, so the choice is a matter of speed.
+PyTorch, and a build of seconds). Where the compiled library does not run, ``TritonKernels`` (``triton_kernels.py``) take its
+place on GPUs, and ``ReferenceKernels``, which are PyTorch code, elsewhere. All give the same bits, so the choice is a matter of
+speed.
 
 The environment variable ``ZEROPP_KERNELS`` = auto | avx512 | avx2 | baseline | reference chooses the CPU kernels at import. A
 choice that this machine cannot run is an error.
@@ -23,45 +24,9 @@ from torch import Tensor
 from hf_zeropp.ops import native
 from hf_zeropp.ops.format import FLOAT_DTYPES, WireLayout
 from hf_zeropp.ops.operator import Operator
-from hf_zeropp.ops.pieces import PIECE_NUMEL, num_elements, run_in_pieces
+from hf_zeropp.ops.reference_kernels import ReferenceKernels
 
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(FLOAT_DTYPES)}
-
-
-class ReferenceKernels:
-    """The operators in PyTorch, on any device.
-
-    Args:
-        piece_numel: elements from which on an operator of the wire runs piece by piece (``pieces.py``), to bound its memory.
-    """
-
-    name = "reference"
-
-    def __init__(self, piece_numel: int = PIECE_NUMEL) -> None:
-        self._piece_numel = piece_numel
-
-    def run(self, operator: Operator, arguments: Sequence[Any], counts: Sequence[int], outs: Sequence[Tensor]) -> None:
-        """Fill ``outs`` with the result of the operator's reference; see ``CompiledKernels.run``."""
-        layout = next((value for value in arguments if isinstance(value, WireLayout)), None)
-        if layout is not None and num_elements(operator, arguments) > self._piece_numel:
-            run_in_pieces(operator, arguments, outs[0], self._piece_numel)
-            return
-        # References return new tensors and are copied from only afterwards, so ``out`` may be one of the arguments.
-        # Bytes of a wire are all written. Results in elements skip gaps, which hold zeros in a reference's result and
-        # other chunks' values in ``out``.
-        results = operator.reference(*arguments)
-        for out, result in zip(outs, results if isinstance(results, tuple) else (results,), strict=True):
-            if layout is None or not layout.has_gaps or out.dtype == torch.uint8:
-                out.copy_(result.view_as(out))
-            else:
-                _copy_parts(out, result, layout)
-
-
-def _copy_parts(out: Tensor, result: Tensor, layout: WireLayout) -> None:
-    """Copy the elements that ``layout`` describes. Those in gaps keep their values: [Note: layouts with gaps]."""
-    for part in layout.parts:
-        here = slice(part.element, part.element + part.numel)
-        out.view(-1, layout.numel)[:, here] = result.view(-1, layout.numel)[:, here]
 
 
 class CompiledKernels:
@@ -170,8 +135,9 @@ class KernelInfo(NamedTuple):
     available: tuple[str, ...]  # names that set_kernels takes on this machine, the fastest first
     library: str | None  # path of the CPU library
     reason: str | None  # why there is no CPU library
+    cuda: str  # "cuda", "triton" or "reference"; where there is no GPU, "reference"
     cuda_library: str | None  # path of the CUDA library
-    cuda_reason: str | None  # why the PyTorch reference computes on GPUs, if there are any
+    cuda_reason: str | None  # why it does not compute on GPUs, if there are any
 
 
 def kernel_info() -> KernelInfo:
@@ -183,9 +149,18 @@ def kernel_info() -> KernelInfo:
         available=_available(),
         library=path,
         reason=reason,
+        cuda=_cuda_kernels_name(),
         cuda_library=native.library_path("cuda"),
         cuda_reason=native.cuda_library()[1],
     )
+
+
+def _cuda_kernels_name() -> str:
+    """Return which kernels run on GPUs, without the warning that choosing them may give."""
+    if native.cuda_library()[0] is not None:
+        return "cuda"
+    kernels = triton_kernels("cuda")[0] if torch.cuda.is_available() else None
+    return ReferenceKernels.name if kernels is None else kernels.name
 
 
 def set_kernels(name: str = "auto") -> None:
@@ -238,12 +213,33 @@ def _first_kernels(device_type: str) -> ReferenceKernels | CudaKernels:
     library, reason = native.cuda_library() if device_type == "cuda" else (None, "there are no kernels for it")
     if library is not None:
         return CudaKernels(library)
+    kernels, why_not = triton_kernels(device_type) if device_type == "cuda" else (None, "")
+    if kernels is not None:
+        _warn(
+            f"Triton kernels run on {device_type}, because {reason}. They compute the same bits and need no memory beside their "
+            "tensors. How fast they are was not measured. Changed words (qwz_mode exact) and packed frozen weights run as "
+            "PyTorch code, which takes up to 200 MB.",
+            stacklevel=6,
+        )
+        return kernels
     _warn(
         f"PyTorch code runs on {device_type}, because {reason}. It computes the same bits, moves some 30 times the memory of "
-        "the kernels, and takes up to 200 MB beside its tensors.",
+        f"the kernels, and takes up to 200 MB beside its tensors.{why_not}",
         stacklevel=6,
     )
     return ReferenceKernels()
+
+
+def triton_kernels(device_type: str) -> tuple[ReferenceKernels | None, str]:
+    """Return Triton's kernels, or None and a sentence that says why they do not run on this device type."""
+    # Imported here, because it takes a second and most machines need it not.
+    try:
+        from hf_zeropp.ops.triton_kernels import TritonKernels, check_a_case
+
+        check_a_case(device_type)
+    except Exception as error:  # whatever Triton, its compiler or the driver raises: the reference still runs
+        return None, f" Triton does not run there either: {type(error).__name__}: {error}"
+    return TritonKernels(), ""
 
 
 def _choose_at_import(environment: Mapping[str, str]) -> None:

@@ -27,7 +27,7 @@ from two_hops import BITS, DTYPES, Case, node_sizes  # noqa: E402
 
 from hf_zeropp import ops  # noqa: E402
 from hf_zeropp.ops import native  # noqa: E402
-from hf_zeropp.ops.kernels import ReferenceKernels  # noqa: E402
+from hf_zeropp.ops.reference_kernels import ReferenceKernels  # noqa: E402
 
 WORLDS = (2, 3, 4, 5, 6, 7, 8)
 HOPS_PER_START = 150  # cases that ranks run before others are started

@@ -18,7 +18,7 @@ from hf_zeropp import ops
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.format import FLOAT_DTYPES, QMAX, Segment, WireLayout
 from hf_zeropp.ops.frozen_format import FrozenFormat
-from hf_zeropp.ops.kernels import kernels_of
+from hf_zeropp.ops.kernels import kernels_of, triton_kernels
 
 pytestmark = pytest.mark.gpu
 
@@ -41,6 +41,14 @@ def test_random_cases(group):
     blocks = OTHER_BLOCKS if group % 4 == 3 else ROW_BLOCKS
     for seed in range(group * CASES // GROUPS, (group + 1) * CASES // GROUPS):
         check(make_case(seed, blocks, max_numel=20_000))
+
+
+def test_the_fallback_without_the_library():
+    """Triton's kernels, which run where nvcc was not there at install."""
+    kernels, why_not = triton_kernels("cuda")
+    assert kernels is not None, why_not
+    for seed in range(100):  # each new width and block is compiled, which takes a second
+        check_everything([kernels], make_case(seed, (32, 64, 128, 256), max_numel=20_000), "cuda")
 
 
 @pytest.mark.parametrize("seed", range(8))

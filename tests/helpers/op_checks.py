@@ -8,8 +8,9 @@ import torch
 from op_cases import Call, Case, calls
 
 from hf_zeropp.ops.format import WireLayout
-from hf_zeropp.ops.kernels import CompiledKernels, ReferenceKernels, kernels_of
+from hf_zeropp.ops.kernels import CompiledKernels, kernels_of
 from hf_zeropp.ops.operator import Operator
+from hf_zeropp.ops.reference_kernels import ReferenceKernels
 from hf_zeropp.ops.register import OPERATORS
 
 Kernels = CompiledKernels | ReferenceKernels

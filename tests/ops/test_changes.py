@@ -13,7 +13,7 @@ from torch._subclasses import FakeTensorMode
 from hf_zeropp import ops
 from hf_zeropp.ops import changes_format, changes_reference, native
 from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, ENTRY_BYTES, WHOLE
-from hf_zeropp.ops.kernels import ReferenceKernels
+from hf_zeropp.ops.reference_kernels import ReferenceKernels
 
 SEEDS = st.integers(0, 2**32 - 1)
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))

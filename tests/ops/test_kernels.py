@@ -14,7 +14,7 @@ from op_checks import check_everything, placed, same_bits
 from hf_zeropp import ops
 from hf_zeropp.ops import native
 from hf_zeropp.ops.format import CODES_AT_A_BYTE, FLOAT_DTYPES, QMAX, Segment, WireLayout
-from hf_zeropp.ops.kernels import ReferenceKernels
+from hf_zeropp.ops.reference_kernels import ReferenceKernels
 from hf_zeropp.ops.register import OPERATORS
 
 pytestmark = pytest.mark.usefixtures("restore_kernels")

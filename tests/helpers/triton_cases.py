@@ -1,0 +1,30 @@
+"""Compares Triton's kernels, in Triton's interpreter on the CPU, with the kernels that run there. A program of its own.
+
+    TRITON_INTERPRET=1 python tests/helpers/triton_cases.py FIRST_SEED END_SEED
+
+The interpreter is chosen when Triton is imported, so the tests run this in a process of its own.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from op_cases import make_case
+from op_checks import check_everything
+
+from hf_zeropp.ops.kernels import triton_kernels
+
+# Multiples of 32, powers of two and others; 63 and 1000 fall back to the reference.
+BLOCKS = (32, 64, 96, 128, 160, 256, 512, 2048, 63, 1000)
+
+
+def main(first: int, end: int) -> None:
+    kernels, why_not = triton_kernels("cpu")
+    assert kernels is not None, why_not
+    for seed in range(first, end):
+        check_everything([kernels], make_case(seed, blocks=BLOCKS, max_numel=300))
+    print(f"{end - first} cases have the same bits")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))
