@@ -20,7 +20,7 @@ import os
 import runpy
 import sys
 
-from hf_zeropp.integrations.unmodified import put_in_force
+from hf_zeropp.integrations.unmodified import check_use, put_in_force
 
 USAGE = "usage: python -m hf_zeropp.run [-m] SCRIPT [ARGUMENTS]"
 
@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     Raises:
         SystemExit: there is no script, or the settings are wrong.
+        ValueError: the script has trained, and never under ZeRO++.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     is_module = arguments[:1] == ["-m"]
@@ -41,6 +42,16 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         raise SystemExit(f"hf_zeropp.run: {error}") from error
     sys.argv = [target, *rest]
+    try:
+        _run(target, is_module)
+    except SystemExit as end:  # many scripts end with ``sys.exit(main())``
+        if end.code in (None, 0):
+            check_use()
+        raise
+    check_use()
+
+
+def _run(target: str, is_module: bool) -> None:
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
     else:

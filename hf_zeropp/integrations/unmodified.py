@@ -1,4 +1,4 @@
-"""Scripts that do not know this package: their Accelerator gets a ZeroPPPlugin, and a job that uses none is stopped.
+"""Scripts that do not know this package: their Accelerator gets a ZeroPPPlugin, and a job that uses none fails.
 
 ``hf_zeropp.run`` calls ``put_in_force`` before such a script starts. From then on every Accelerator that would shard with FSDP
 builds on a ZeroPPPlugin, whether the plugin that it replaces comes from the launcher's environment, from the script or from a
@@ -12,6 +12,7 @@ type.
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -21,7 +22,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import FullyShardedDataParallelPlugin
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zeropp.apply import has_handles
@@ -53,7 +55,7 @@ def put_in_force(settings: Settings = None) -> None:
     _settings = settings
     if is_enabled():
         ZeroPPConfig.resolve(settings)  # a mistake shows before the script has loaded anything
-        _watch_first_step()
+        _watch_first_steps()
     # Importing the module puts the callback among the Trainer's defaults. It is imported here and not above, because that
     # takes a second, and wrong settings should be refused before.
     import hf_zeropp.integrations.trainer  # noqa: F401
@@ -62,8 +64,8 @@ def put_in_force(settings: Settings = None) -> None:
 
 
 @functools.cache  # plugins of training programs may ask several times
-def _watch_first_step() -> None:
-    register_optimizer_step_post_hook(_FirstStep())
+def _watch_first_steps() -> None:
+    register_optimizer_step_post_hook(_first_steps)
 
 
 def _patch_accelerator() -> None:
@@ -101,8 +103,12 @@ def _version_of(stock: FullyShardedDataParallelPlugin | None) -> str:
     return str(os.environ.get("FSDP_VERSION", "1") if stock is None else stock.fsdp_version)
 
 
-class _FirstStep:
-    """Raises after the first optimizer step of the process, if no model runs under ZeRO++ by then.
+class FirstSteps:
+    """Watches the optimizer steps of the process until a model that runs under ZeRO++ makes one.
+
+    A script may train a small model on each rank by itself first: a probe, a classifier of its data. So a step without ZeRO++ is
+    an error at once only where ranks train together by other means. Otherwise there is a warning, and an error at the end of the
+    script if it never came to ZeRO++ (``check_use``).
 
     Every rank looks at its own process alone. Ranks run the same script, so all of them raise; a rank that were alone in raising
     would end the job as well.
@@ -110,25 +116,65 @@ class _FirstStep:
 
     def __init__(self) -> None:
         self._is_over = False
+        self._without: str | None = None
+        """The optimizer of the first step without ZeRO++."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Take note of a step. A hook of all optimizers.
+
+        Raises:
+            ValueError: ranks train together, and not under ZeRO++.
+        """
         # PyTorch makes an optimizer's states by a step with a rate of 0 before it loads them, when nothing has run yet.
         if self._is_over or all(group.get("lr") == 0 for group in optimizer.param_groups):
             return
-        self._is_over = True
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        name = type(optimizer).__name__
+        if _world_size() == 1:
+            self._is_over = True
             logger.warning(
                 "There is one process, so nothing is sharded and ZeRO++ does nothing. For more, set `distributed_type: FSDP` and "
                 "`num_processes` in the Accelerate config."
             )
-        elif not _is_in_use():
-            raise ValueError(
-                f"The first optimizer step ({type(optimizer).__name__}) has ended, and no model runs under ZeRO++, though "
-                f"this job was started with it: expected a model that Accelerate or a Trainer shards with FSDP2, got "
-                f"{_description()}. Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config (or pass "
-                "--fsdp full_shard to a script of the Trainer's), or call apply_zeropp(model). "
-                f"{ENV_ENABLED}=0 trains without ZeRO++."
+        elif _is_in_use():
+            self._is_over = True
+        elif (others := _other_means()) is not None:
+            self._is_over = True
+            raise ValueError(f"The first optimizer step ({name}) has ended, and {_remedy(others)}")
+        elif self._without is None:
+            self._without = name
+            logger.warning(
+                "An optimizer step (%s) has ended before any model came under ZeRO++. That is right for a model that each rank "
+                "trains by itself, such as a probe. If none comes under ZeRO++ later, the script will end with an error.",
+                name,
             )
+
+    def check_use(self) -> None:
+        """Raise a ValueError if this process made optimizer steps and none of them under ZeRO++."""
+        if self._without and not self._is_over:
+            raise ValueError(
+                f"The script has ended after optimizer steps ({self._without}), and {_remedy(_description())}"
+            )
+
+
+_first_steps = FirstSteps()
+
+
+def check_use() -> None:
+    """Raise a ValueError if the script that ``put_in_force`` preceded has trained, and never under ZeRO++."""
+    _first_steps.check_use()
+
+
+def _remedy(found: str) -> str:
+    return (
+        "no model runs under ZeRO++, though this job was started with it: expected a model that Accelerate or a Trainer shards "
+        f"with FSDP2, got {found}. Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config (or pass --fsdp "
+        f"full_shard to a script of the Trainer's), or call apply_zeropp(model). {ENV_ENABLED}=0 trains without ZeRO++."
+    )
+
+
+def _world_size() -> int:
+    # A probe may be trained before the process group is there. Launchers tell its size in the environment.
+    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _is_in_use() -> bool:
@@ -136,6 +182,15 @@ def _is_in_use() -> bool:
     active = AcceleratorState._shared_state.get("fsdp_plugin")
     is_turned_off = isinstance(active, ZeroPPPlugin) and active.zeropp is False
     return is_turned_off or has_handles()
+
+
+def _other_means() -> str | None:
+    """Return by what means, other than ZeRO++, ranks train together here; None if there is no sign of any."""
+    kind = AcceleratorState._shared_state.get("distributed_type", DistributedType.FSDP)
+    has_replicas = any(isinstance(one, DistributedDataParallel) for one in gc.get_objects())
+    if find_sharded_modules() or kind not in (DistributedType.FSDP, DistributedType.NO):
+        return _description()
+    return "a model in DistributedDataParallel" if has_replicas else None
 
 
 def _description() -> str:

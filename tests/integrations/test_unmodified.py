@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -61,10 +62,26 @@ def test_a_plain_accelerate_script(tmp_path: Path) -> None:
     # A checkpoint is loaded before anything has run, and PyTorch steps the optimizer for that.
     resumed, _ = run_plain(tmp_path, {}, "--resume_from", str(tmp_path / "state"), "--steps", "1")
     assert resumed[0] < ours[0]
+    # Each rank may train a model of its own before anything is sharded.
+    assert run_plain(tmp_path, {}, "--train_a_probe_first")[0] == ours
     assert without is None
     assert unquantized == pytest.approx(stock, rel=1e-6)
     assert ours == pytest.approx(stock, rel=2e-3) and ours != stock
     assert counts["counted"] == pytest.approx(counts["predicted"], rel=0.04)
+
+
+@pytest.mark.parametrize("end", ["", "raise SystemExit"], ids=["ends", "exits"])
+def test_a_script_that_never_shards_fails_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    script = tmp_path / "alone.py"
+    body = "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.AdamW(model.parameters())\n"
+    script.write_text(f"{body}model(torch.ones(1, 4)).sum().backward()\noptimizer.step()\nprint('trained')\n{end}\n")
+    command = [sys.executable, "-m", "hf_zeropp.run", str(script)]
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    ran = subprocess.run(command, capture_output=True, text=True)
+    assert ran.returncode == 1 and "trained" in ran.stdout
+    assert "AdamW" in ran.stderr and "no model runs under ZeRO++" in ran.stderr and "call apply_zeropp" in ran.stderr
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert subprocess.run(command, capture_output=True).returncode == 0
 
 
 def save_model_and_data(folder: Path) -> list[str]:

@@ -14,13 +14,14 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from catalogue import EVERY_RANK, Mistake
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 from toy import make_lm, shard, tokens_of
 from trainer_runs import build_trainer, tiny_model, token_data, training_arguments
 from transformers import Trainer
 
 from hf_zeropp import ZeroPPCallback, ZeroPPPlugin, apply_zeropp, generation_mode
 from hf_zeropp import plan as plan_module
-from hf_zeropp.integrations.unmodified import _FirstStep
+from hf_zeropp.integrations.unmodified import FirstSteps
 
 NODES = {"ranks_per_node": 2}
 
@@ -87,12 +88,14 @@ def step_while_generating(rank: int) -> None:
 
 
 def first_step_of(model: torch.nn.Module, rank: int) -> None:
-    """The first step of a script that ``hf_zeropp.run`` started, and whose model nobody gave ZeRO++."""
+    """The only step of a script that ``hf_zeropp.run`` started, and whose model nobody gave ZeRO++."""
     gc.collect()  # models of other mistakes, which have ZeRO++
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.register_step_post_hook(_FirstStep())
+    steps = FirstSteps()
+    optimizer.register_step_post_hook(steps)
     model(tokens_of(rank)).sum().backward()
     optimizer.step()
+    steps.check_use()
 
 
 def late_callback() -> None:
@@ -150,6 +153,11 @@ RANKS = [
         "stock FSDP2 by hand",
         lambda rank: first_step_of(shard(make_lm()), rank),
         *("no model runs under ZeRO++", "call apply_zeropp(model)"),
+    ),
+    on_ranks(
+        "replicas by hand",
+        lambda rank: first_step_of(DistributedDataParallel(make_lm()), rank),
+        *("no model runs under ZeRO++", "DistributedDataParallel", "ZEROPP_ENABLED=0"),
     ),
     on_ranks(
         "a callback without FSDP",

@@ -12,7 +12,15 @@ parser.add_argument("--out")
 parser.add_argument("--steps", type=int, default=4)
 parser.add_argument("--save_to")
 parser.add_argument("--resume_from")
+parser.add_argument("--train_a_probe_first", action="store_true")
 args = parser.parse_args()
+
+if args.train_a_probe_first:
+    probe = torch.nn.Linear(4, 1)
+    probe_optimizer = torch.optim.AdamW(probe.parameters())
+    for _ in range(3):
+        probe(torch.randn(8, 4)).sum().backward()
+        probe_optimizer.step()
 
 accelerator = Accelerator(gradient_accumulation_steps=2)
 set_seed(0)
