@@ -20,9 +20,9 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.packing import quantize_frozen
 from hf_zeropp.generation import generation_mode
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
-from hf_zeropp.publishing import publish_weights
 
 if TYPE_CHECKING:
+    from hf_zeropp.integrations.publishing import publish_weights
     from hf_zeropp.integrations.quantizer import ZeroPPQuantConfig
     from hf_zeropp.integrations.trainer import ZeroPPCallback
 
@@ -42,8 +42,12 @@ __all__ = [
     "traffic",
 ]
 
-# Both import a part of Transformers that takes seconds: they are imported when somebody asks for them.
-_LAZY = {"ZeroPPCallback": "hf_zeropp.integrations.trainer", "ZeroPPQuantConfig": "hf_zeropp.integrations.quantizer"}
+# They import parts of Transformers that take seconds: they are imported when somebody asks for them.
+_LAZY = {
+    "ZeroPPCallback": "hf_zeropp.integrations.trainer",
+    "ZeroPPQuantConfig": "hf_zeropp.integrations.quantizer",
+    "publish_weights": "hf_zeropp.integrations.publishing",
+}
 
 
 def __getattr__(name: str) -> Any:

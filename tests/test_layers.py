@@ -32,7 +32,6 @@ LAYERS = [
     "plan",
     "apply",
     "generation",
-    "publishing",
     "updates",
     "integrations",
     "run",

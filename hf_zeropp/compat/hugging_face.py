@@ -286,6 +286,13 @@ HUGGING_FACE: tuple[Seam, ...] = (
     ),
     Seam(
         owner="transformers.core_model_loading",
+        names=("revert_weight_conversion",),
+        used_by=("integrations.publishing",),
+        why="The forms in which `save_pretrained` writes weights, and inference engines load them.",
+        if_moved=ON_IMPORT,
+    ),
+    Seam(
+        owner="transformers.core_model_loading",
         names=("ConversionOps",),
         used_by=("integrations.quantizer",),
         why="The base class of what packs a tensor as it is read.",

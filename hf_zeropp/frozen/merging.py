@@ -83,6 +83,12 @@ class PublishedWeight:
     param: nn.Parameter
     addends: tuple[Addend, ...] = ()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight, which need not be gathered."""
+        form = self.module.packed_forms.get(self.leaf) if isinstance(self.module, Packed) else None
+        return tuple(self.param.shape) if form is None else (*self.param.shape[:-1], form.columns)
+
     def added_params(self) -> Iterator[nn.Parameter]:
         """Iterate over the parameters that must be gathered beside the weight's own."""
         for addend in self.addends:

@@ -30,8 +30,8 @@ from transformers import TrainingArguments
 from hf_zeropp.compat import TESTED, version_of
 from hf_zeropp.fsdp.units import without_compile_wrapper
 from hf_zeropp.generation import find_handle
+from hf_zeropp.integrations.publishing import publish_weights
 from hf_zeropp.integrations.vllm_cpu import keep_weights_loadable
-from hf_zeropp.publishing import publish_weights
 
 logger = logging.getLogger(__name__)
 
