@@ -50,4 +50,19 @@ INFERENCE: tuple[Seam, ...] = (
         relation=Relation.READS,
         is_silent=True,
     ),
+    Seam(
+        owner="vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts",
+        names=("process_weights_after_loading", "apply"),
+        used_by=("integrations.vllm_cpu",),
+        why="They pack the weights of experts on a CPU, and compute with them. Ours packs for each computation.",
+        if_moved="AttributeError when an engine is to be fed on a CPU.",
+    ),
+    Seam(
+        owner="vllm.model_executor.layers.fused_moe.experts.cpu_moe:CPUUnquantizedExperts.process_weights_after_loading",
+        names=("w13_weight", "w2_weight"),
+        used_by=("integrations.vllm_cpu",),
+        why="The weights that it packs, and no others.",
+        if_moved=ON_USE,
+        relation=Relation.READS,
+    ),
 )

@@ -2,15 +2,21 @@
 
 When vLLM has loaded a model, it packs the weights of linear layers for its CPU kernels and drops the originals. A second load
 then finds no loader. The output head keeps its original beside the packed copy, takes the new weights, and goes on computing
-with the old ones. On GPUs nothing is packed, so this concerns trials and tests on CPUs alone.
+with the old ones. Experts are packed in the memory of the originals, and a second load puts weights there that are not packed,
+with which the kernels compute something else. Here experts keep their weights, and are packed for each computation.
+
+On GPUs nothing is packed, so this concerns trials and tests on CPUs alone.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch.nn as nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 _PATCHED = "_zeropp_keeps_weights"
@@ -37,16 +43,53 @@ def keep_weights_loadable(condition: Callable[[], bool] = always) -> None:
         _conditions.append(condition)
     if current_platform.is_cpu() and not hasattr(utils.dispatch_cpu_unquantized_gemm, _PATCHED):
         utils.dispatch_cpu_unquantized_gemm = _unpacked(utils.dispatch_cpu_unquantized_gemm)
+        _keep_experts_unpacked()
+
+
+def _is_wanted() -> bool:
+    return any(condition() for condition in _conditions)
 
 
 def _unpacked(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        # Weights that are no matrices belong to convolutions, or to experts, which have kernels of their own.
-        if layer.weight.ndim == 2 and any(condition() for condition in _conditions):
+        # Weights that are no matrices belong to convolutions.
+        if layer.weight.ndim == 2 and _is_wanted():
             layer.cpu_linear = linear
         else:
             original(layer, remove_weight=remove_weight)
 
     setattr(dispatch, _PATCHED, True)
     return dispatch
+
+
+def _keep_experts_unpacked() -> None:
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+
+    pack, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+    unpacked: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @functools.wraps(pack)
+    def keep(self: Any, layer: nn.Module) -> None:
+        if not _is_wanted():
+            pack(self, layer)
+            return
+        if any(name.endswith("_bias") for name, _ in layer.named_parameters(recurse=False)):
+            raise ValueError(  # on all ranks: they build the same engine
+                "expected experts without biases, got some: vLLM pads them beside the weights on a CPU, and would not know them "
+                "after a sync of weights. Let vLLM run on a GPU, or generate with the sharded model (use_vllm=False)."
+            )
+        unpacked.add(self)
+
+    @functools.wraps(compute)
+    def apply(
+        self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        if self in unpacked:
+            layer = nn.Module()
+            layer.w13_weight, layer.w2_weight = (nn.Parameter(weight, requires_grad=False) for weight in (w1, w2))
+            pack(self, layer)
+            w1, w2 = layer.w13_weight, layer.w2_weight
+        compute(self, output, hidden_states, w1, w2, *args, **kwargs)
+
+    CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply = keep, apply

@@ -23,9 +23,12 @@ def engine_weights(llm) -> dict[str, torch.Tensor]:
 
 
 def fused(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights of a Llama as vLLM lays them out."""
+    """The weights of a Llama or a Mixtral as vLLM lays them out."""
     found: dict[str, list[torch.Tensor]] = {}
     for name, weight in weights.items():
+        name = re.sub(r"\.mlp\.experts\.gate_up_proj$", ".block_sparse_moe.experts.routed_experts.w13_weight", name)
+        name = re.sub(r"\.mlp\.experts\.down_proj$", ".block_sparse_moe.experts.routed_experts.w2_weight", name)
+        name = name.replace(".mlp.gate.", ".block_sparse_moe.gate.")
         name = re.sub(r"\.[qkv]_proj", ".qkv_proj", name)
         name = re.sub(r"\.(gate|up)_proj", ".gate_up_proj", name)
         found.setdefault(name, []).append(weight)

@@ -11,7 +11,7 @@ import torch.nn as nn
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast
 
 from hf_zeropp.frozen.modules import Packed
 
@@ -27,8 +27,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **names)
 
 
-def save_model(folder: Path, **overrides) -> str:
-    """Write a Llama with its tokenizer, from which trainers and engines load the same weights. Heads have 32 channels."""
+def save_model(folder: Path, config: type[PretrainedConfig] = LlamaConfig, **overrides) -> str:
+    """Write a Llama (or another model) and its tokenizer, which trainers and engines load. Heads have 32 channels."""
     torch.manual_seed(0)
     settings = {
         "vocab_size": len(SPECIAL + WORDS),
@@ -42,7 +42,7 @@ def save_model(folder: Path, **overrides) -> str:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    LlamaForCausalLM(LlamaConfig(**(settings | overrides))).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config(**(settings | overrides))).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return str(folder)
 
