@@ -33,6 +33,35 @@ INFERENCE: tuple[Seam, ...] = (
         since=(1, 11),
     ),
     Seam(
+        owner="trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer.__init__",
+        # As above: a method that is not called any more would pass.
+        names=("_sync_weight",),
+        used_by=("integrations.trl_async",),
+        why="The sync of weights that a callback runs. Around it, ours publishes from the secondary shards, and ranks agree on errors.",
+        if_moved="TRL gathers each weight over the whole world, and an error of rank 0 leaves the other ranks waiting.",
+        relation=Relation.READS,
+        is_silent=True,
+        since=(1, 16),
+    ),
+    Seam(
+        owner="trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer._sync_weight_merged",
+        names=("_streaming_iter", "merge_adapter", "unmerge_adapter"),
+        used_by=("integrations.trl_async",),
+        why="It merges adapters and iterates over the weights. Ours yield them merged, and the model stays as it is.",
+        if_moved="TRL gathers each weight over the whole world, or adapters are added to the weights twice.",
+        relation=Relation.READS,
+        is_silent=True,
+        since=(1, 16),
+    ),
+    Seam(
+        owner="trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer",
+        names=("model", "accelerator", "weight_transfer"),
+        used_by=("integrations.trl_async",),
+        why="The trained model, and the transfer, which rank 0 alone keeps.",
+        if_moved=ON_USE,
+        since=(1, 16),
+    ),
+    Seam(
         owner="vllm.model_executor.layers.linear:UnquantizedLinearMethod.process_weights_after_loading",
         # vLLM looks the function up in its module at each call. Only for this reason a replacement is called.
         names=("dispatch_cpu_unquantized_gemm",),

@@ -51,6 +51,10 @@ def publish_to_vllm(args: TrainingArguments) -> None:
     Raises:
         ValueError: this version of TRL has no place for it.
     """
+    if type(args).__name__ == "AsyncGRPOConfig":  # all ranks, also where only some made an UpdateTransfer
+        from hf_zeropp.integrations.trl_async import let_syncs_use_transfers
+
+        let_syncs_use_transfers()
     if not getattr(args, "use_vllm", False):
         return
     from trl.generation.vllm_generation import VLLMGeneration
@@ -76,9 +80,14 @@ def warn_if_unused(args: TrainingArguments, model: nn.Module) -> None:
         logger.warning(
             "%s uses vLLM, and no weights went there through ZeRO++ in the first step. Trainers with a sync of their own (TRL's "
             "AsyncGRPOTrainer and OnlineDPOTrainer) gather every weight over all nodes. hf_zeropp.updates sends a server the "
-            "weights that changed.",
+            "weights that changed: AsyncGRPOTrainer(weight_transfer=UpdateTransfer(...)) from hf_zeropp.integrations.trl_async.",
             type(args).__name__,
         )
+
+
+def count_as_published(model: nn.Module) -> None:
+    """Note that a model's weights go to an engine through ZeRO++, so that ``warn_if_unused`` says nothing."""
+    _published.add(without_compile_wrapper(model))
 
 
 def _from_secondary_shards(original: Callable[[Any], NamedWeights]) -> Callable[[Any], NamedWeights]:
@@ -87,7 +96,7 @@ def _from_secondary_shards(original: Callable[[Any], NamedWeights]) -> Callable[
         model = self.model
         if find_handle(model) is None:  # by settings that all ranks share
             return original(self)
-        _published.add(without_compile_wrapper(model))
+        count_as_published(model)
         weights = publish_weights(model)
         is_sender = self.mode == "server" and self.accelerator.is_main_process
         return ((name, weight.clone()) for name, weight in weights) if is_sender else weights

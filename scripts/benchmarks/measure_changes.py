@@ -6,6 +6,9 @@ One process trains a small Llama on the source text of Python's standard library
 ``qwz_mode="exact"``. From this checkpoint it goes on at several learning rates, each with a new optimizer. After every step the
 bf16 values of the masters are compared with those of the step before, and encoded as a cross hop would send them. Nothing is
 timed. Shares of M are times (Y-1)/Y for Y nodes, as everywhere.
+
+A second table is about servers elsewhere: at the rates of RLHF every step becomes a version of an ``UpdateSender``, and an
+``UpdateReceiver`` takes each of them. The run ends with an error where its weights are not bit-equal behind the last one.
 """
 
 from __future__ import annotations
@@ -28,6 +31,11 @@ from rich.console import Console
 from rich.progress import track
 
 from hf_zeropp import ops
+from hf_zeropp.updates import UpdateReceiver, UpdateSender
+from hf_zeropp.updates.log import checksum
+
+WARM_UP = 10
+"""Steps that are not counted: AdamW's first ones are larger."""
 
 COLUMNS = (
     "learning rate",
@@ -38,6 +46,17 @@ COLUMNS = (
     "weights, of M",
     "whole step, of M",
 )
+UPDATE_COLUMNS = (
+    "learning rate",
+    "updates",
+    "words that change",
+    "bytes an update",
+    "a change",
+    "at 6 bytes a change",
+    "whole copy",
+)
+BYTES_OF_A_PATCH = 6
+"""Of a changed word in vLLM's own sparse updates: a position of 4 bytes, a value of 2."""
 GRADIENTS = 0.25 + 2 / 128 / 2
 """Bytes of INT4 gradients across nodes, of M: codes, and a scale of 2 bytes for each block of 128."""
 
@@ -51,10 +70,19 @@ class Change(NamedTuple):
     of_model: float
 
 
+class Update(NamedTuple):
+    """One version: words that changed, and bytes of the file of their changes."""
+
+    num_changed: int
+    num_bytes: int
+
+
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rates", nargs="+", type=float, default=[1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3], help="of AdamW")
+    parser.add_argument("--rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3], help="of AdamW")
+    parser.add_argument("--update-rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5], help="of AdamW, for servers")
+    parser.add_argument("--updates", type=int, default=200, help="versions at each of them; the first ten are not counted")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
@@ -116,7 +144,50 @@ def changes_at(model: torch.nn.Module, text: Text, rate: float, num_steps: int) 
         after = words_of(model)
         found.append(change(before, after))
         before = after
-    return found[10:]
+    return found[WARM_UP:]
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights that a server computes with, by name."""
+    return {name: param.detach().bfloat16() for name, param in model.named_parameters()}
+
+
+def updates_at(model: torch.nn.Module, text: Text, rate: float, num_steps: int, folder: str) -> tuple[list[Update], int]:
+    """Train at ``rate``, publish and receive each step's weights.
+
+    Returns:
+        The updates that are counted, and the bytes of a whole copy.
+
+    Raises:
+        RuntimeError: the receiver's weights are not those that were sent last.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    sender, receiver, found, before = UpdateSender(folder), UpdateReceiver(folder), [], words_of(model)
+    sender.publish(weights_of(model).items())
+    receiver.update()
+    whole = sender.log.files[0].num_bytes
+    for _ in range(num_steps):
+        step(model, optimizer, text)
+        after = words_of(model)
+        version = sender.publish(weights_of(model).items())
+        receiver.update()
+        (changes,) = (file for file in sender.log.files if file.base and file.version == version)
+        num_changed = int((after.view(torch.int16) != before.view(torch.int16)).sum())
+        found.append(Update(num_changed, changes.num_bytes))
+        before = after
+    sent = {name: checksum(weight) for name, weight in weights_of(model).items()}
+    if sent != {name: checksum(weight) for name, weight in receiver.weights.items()}:
+        raise RuntimeError(f"behind {num_steps} updates at {rate:g} the receiver has other weights than were sent")
+    return found[WARM_UP:], whole
+
+
+def update_row(rate: float, updates: list[Update], whole: int, num_words: int) -> list[str]:
+    """Return the row of one learning rate in the table of servers: means over updates."""
+    num_changed, num_bytes = (statistics.mean(column) for column in zip(*updates, strict=True))
+    return [
+        f"{rate:g}", str(len(updates)), f"{num_changed / num_words:.2%}", f"{num_bytes / 1e3:,.0f} KB",
+        f"{num_bytes / num_changed:.2f}", f"{num_changed * BYTES_OF_A_PATCH / 1e3:,.0f} KB", f"{whole / 1e3:,.0f} KB",
+    ]  # fmt: skip
 
 
 def row_of(rate: float, changes: list[Change]) -> list[str]:
@@ -129,7 +200,7 @@ def row_of(rate: float, changes: list[Change]) -> list[str]:
 
 
 def main() -> None:
-    """Train, measure, and print the table in Markdown."""
+    """Train, measure, and print both tables in Markdown."""
     args = parse_args(sys.argv[1:])
     console = Console(stderr=True)
     text = Text(vocab_size=4096)
@@ -141,12 +212,18 @@ def main() -> None:
     for _ in track(range(args.pretraining), "pretraining", console=console):
         loss = step(model, optimizer, text)
         schedule.step()
-    grid = Grid(f"Changed words after {args.pretraining} steps of pretraining (loss {loss:.2f})", COLUMNS)
+    behind = f"after {args.pretraining} steps of pretraining (loss {loss:.2f})"
+    grid, servers = Grid(f"Changed words {behind}", COLUMNS), Grid(f"Updates of servers {behind}", UPDATE_COLUMNS)
     checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
     for rate in track(args.rates, "learning rates", console=console):
         model.load_state_dict(checkpoint)
         grid.rows.append(row_of(rate, changes_at(model, text, rate, args.steps)))
-    print(grid.markdown())
+    for rate in track(args.update_rates, "updates of servers", console=console):
+        model.load_state_dict(checkpoint)
+        with tempfile.TemporaryDirectory() as folder:
+            updates, whole = updates_at(model, text.fork(), rate, args.updates, folder)
+        servers.rows.append(update_row(rate, updates, whole, words_of(model).numel()))
+    print(grid.markdown(), servers.markdown(), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,345 @@
+"""TRL's own ``_sync_weight`` of AsyncGRPOTrainer on 4 ranks (2 nodes), and servers that take versions over HTTP.
+
+The trainer itself computes with kernels for GPUs, so it is not run. Servers are stand-ins that answer vLLM's requests with a real
+``UpdateReceiver`` inside; test_vllm_updates.py loads versions into vLLM itself.
+"""
+
+from __future__ import annotations
+
+import http.server
+import json
+import logging
+import os
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from frozen_runs import prepare, reset_accelerate, tiny_llama, with_adapter
+from harness import free_port, run_ranks
+from peft import LoraConfig, get_peft_model
+from rollout_runs import LORA_SCALE, no_full_tensors, save_model, seen_in_forward
+from transformers import AutoModelForCausalLM
+
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
+
+from hf_zeropp.integrations import trl_async, trl_vllm
+from hf_zeropp.integrations.trl_async import UpdateTransfer
+from hf_zeropp.integrations.trl_vllm import publish_to_vllm
+from hf_zeropp.traffic import GATHER_CROSS, Bytes
+from hf_zeropp.updates import UpdateReceiver
+
+LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+class Engine:
+    """A server's part of the protocol. As vLLM, it wants to know the place first, and updates one by one, while paused."""
+
+    def __init__(self) -> None:
+        self.receiver: UpdateReceiver | None = None
+        self.is_paused, self.is_updating, self.refuses, self.calls = False, False, 0, []
+
+    @property
+    def weights(self) -> dict[str, torch.Tensor]:
+        return self.receiver.weights
+
+    def answer(self, path: str, content: dict) -> None:
+        self.calls.append(path)
+        if path == "/init_weight_transfer_engine":
+            self.receiver = UpdateReceiver(content["init_info"]["place"])
+        elif path == "/pause?mode=keep":
+            self.is_paused = True
+        elif path == "/start_weight_update":
+            assert self.is_paused and not self.is_updating
+            self.is_updating = True
+        elif path == "/update_weights":
+            assert self.is_updating
+            if self.refuses:
+                self.refuses -= 1
+                raise RuntimeError("out of memory on the server")
+            version = content["update_info"]["version"]
+            self.receiver.update(version)
+            assert self.receiver.version == version
+        elif path == "/finish_weight_update":
+            assert self.is_updating
+            self.is_updating = False
+        else:
+            assert path == "/resume" and not self.is_updating
+            self.is_paused = False
+
+
+class Server:
+    """An ``Engine`` behind a port. ``stop`` and ``start`` are a process that dies, and another one in its place."""
+
+    def __init__(self) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def start(self) -> Server:
+        self.engine = engine = Engine()
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                content = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+                try:
+                    engine.answer(self.path, content)
+                    status, text = 200, b"{}"
+                except Exception as error:
+                    status, text = 500, repr(error).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(text)))
+                self.end_headers()
+                self.wfile.write(text)
+
+            def log_message(self, *args) -> None:
+                pass
+
+        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
+        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
+        self._thread.start()
+        return self
+
+    def stop(self) -> None:
+        self._http.shutdown()
+        self._http.server_close()
+        self._thread.join()
+
+
+def trainer_with(accelerator: Accelerator, model, transfer) -> AsyncGRPOTrainer:
+    """A trainer with what ``_sync_weight`` reads, as its constructor sets it: the transfer is rank 0's."""
+    trainer = AsyncGRPOTrainer.__new__(AsyncGRPOTrainer)
+    trainer.accelerator, trainer.model = accelerator, model
+    trainer.weight_transfer = transfer if accelerator.is_main_process else None
+    trainer.rollout_worker, trainer._lora_sync, trainer.model_version = None, False, 0
+    trainer._metrics = {"train": defaultdict(list)}
+    return trainer
+
+
+def train_step(accelerator, model, optimizer, seed: int) -> None:
+    tokens = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def wrong_in(engine: Engine, expected: dict[str, torch.Tensor]) -> list[str]:
+    """Names of weights that a server does not have bit for bit."""
+    found = engine.weights
+    return [
+        name
+        for name in expected.keys() | found.keys()
+        if name not in found or name not in expected or not torch.equal(bits_of(found[name]), bits_of(expected[name]))
+    ]
+
+
+def bits_of(weight: torch.Tensor) -> torch.Tensor:
+    return weight.view(torch.int16)
+
+
+CASES = {
+    "full": (None, {"mixed_precision": "bf16", "qwz_mode": "exact"}),
+    "LoRA": (LORA, {"mixed_precision": "bf16"}),
+    "LoRA on 4 bits": (LORA, {"frozen_bits": 4}),
+}
+
+
+def sync_after_steps(rank: int, folder: str) -> dict[str, dict]:
+    """Train steps of an Accelerate loop, each followed by TRL's ``_sync_weight`` to two servers."""
+    servers = [Server().start() for _ in range(2)] if rank == 0 else []
+    urls = [server.url for server in servers] or ["http://nobody"]
+    found = {}
+    for case, (lora, settings) in CASES.items():
+        model = AutoModelForCausalLM.from_pretrained(Path(folder, "model"))
+        model = model if lora is None else get_peft_model(model, LoraConfig(**lora))
+        accelerator, plugin, model, optimizer = prepare(model, **settings)
+        transfer = UpdateTransfer(Path(folder, case), urls, timeout_s=30)
+        trainer = trainer_with(accelerator, model, transfer)
+        wrong, crossed, moved = [], [], []
+        for step in range(4):
+            train_step(accelerator, model, optimizer, seed=10 * rank + step)
+            before = [param.to_local().clone() for param in model.parameters() if param.requires_grad]
+            traffic = plugin.handle_of(model).traffic
+            traffic.reset()
+            with no_full_tensors():
+                trainer._sync_weight()
+            crossed.append(traffic.cross_node_bytes)
+            after = [param.to_local() for param in model.parameters() if param.requires_grad]
+            moved += [i for i, (one, other) in enumerate(zip(before, after, strict=True)) if not torch.equal(one, other)]
+            expected = seen_in_forward(model)
+            wrong += [name for server in servers for name in wrong_in(server.engine, expected)]
+        found[case] = {
+            "wrong": wrong,
+            "moved": moved,
+            "files": sorted(path.name for path in Path(folder, case).iterdir()) if rank == 0 else [],
+            "calls": [list(server.engine.calls) for server in servers],
+            "bytes": (crossed, plugin.handle_of(model).predict(1).get(GATHER_CROSS, Bytes()).cross_node * 2),
+            "version": trainer.model_version,
+        }
+        for server in servers:
+            server.engine.calls.clear()
+        reset_accelerate()
+    return found
+
+
+def test_servers_follow_bit_by_bit_without_a_byte_more_across_nodes(tmp_path):
+    save_model(tmp_path / "model")
+    taken = ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+    for rank, found in enumerate(run_ranks(sync_after_steps, 4, str(tmp_path))):
+        for case, result in found.items():
+            assert result["wrong"] == [] and result["moved"] == [], (case, result)
+            crossed, one_gather = result["bytes"]
+            if case != "full":  # how many words change is not known before
+                assert crossed == [one_gather] * 4, (case, crossed, one_gather)
+            if rank == 0:
+                assert result["calls"] == [["/init_weight_transfer_engine", *taken * 4]] * 2 and result["version"] == 4
+                assert [name for name in result["files"] if name.startswith("changes")], "nothing was sent as changes"
+
+
+def lose_and_find_servers(rank: int, folder: str) -> dict[str, list]:
+    accelerator, _, model, optimizer = prepare(tiny_llama(), mixed_precision="bf16", qwz_mode="exact")
+    servers = [Server().start() for _ in range(2)] if rank == 0 else []
+    urls = [server.url for server in servers] or ["http://nobody"]
+    transfer = UpdateTransfer(Path(folder, "log"), urls, timeout_s=2)
+    trainer, found = trainer_with(accelerator, model, transfer), {}
+    warnings: list[str] = []
+    trl_async.logger.addHandler(handler := logging.Handler())
+    handler.emit = lambda record: warnings.append(record.getMessage())
+
+    def sync(moment: str, do: Callable[[], None] = lambda: None) -> None:
+        if rank == 0:
+            do()
+        train_step(accelerator, model, optimizer, seed=10 * rank + len(found))
+        warnings.clear()
+        try:
+            trainer._sync_weight()
+            error = ""
+        except RuntimeError as raised:
+            error = str(raised)
+        expected = seen_in_forward(model)
+        engines = [server.engine for server in servers]
+        states = [(engine.receiver and wrong_in(engine, expected) == [], engine.is_paused) for engine in engines]
+        found[moment] = [error, states, " ".join(warnings)]
+
+    def fail_in_mid_iteration() -> None:
+        def publish(weights):
+            transfer._sender.publish = publishes
+            next(weights), next(weights)
+            raise MemoryError("no memory")
+
+        publishes, transfer._sender.publish = transfer._sender.publish, publish
+
+    sync("both")
+    sync("one is gone", lambda: servers[1].stop())
+    sync("and back", lambda: servers[1].start())
+    sync("it refuses once", lambda: setattr(servers[1].engine, "refuses", 1))
+    sync("it refuses", lambda: setattr(servers[1].engine, "refuses", 2))
+    sync("it does not", lambda: None)
+    sync("no memory", fail_in_mid_iteration)
+    sync("memory", lambda: None)
+    sync("both are gone", lambda: [server.stop() for server in servers])
+    sync("both are back", lambda: [server.start() for server in servers])
+    # A trainer that resumes goes on in the same folder.
+    trainer = trainer_with(accelerator, model, UpdateTransfer(Path(folder, "log"), urls, timeout_s=2))
+    sync("another trainer")
+    Path(folder, "file").touch()
+    trainer = trainer_with(accelerator, model, UpdateTransfer(Path(folder, "file"), urls, timeout_s=2))
+    sync("no folder")
+    return found
+
+
+def test_servers_that_fail_come_back_and_all_ranks_raise_alike(tmp_path):
+    results = run_ranks(lose_and_find_servers, 4, str(tmp_path))
+    errors = [{moment: said[0] for moment, said in found.items()} for found in results]
+    assert errors == [errors[0]] * 4
+    good, old, paused = (True, False), (False, False), (False, True)
+    states = {moment: states for moment, (_, states, _) in results[0].items()}
+    assert states == {
+        "both": [good, good],
+        "one is gone": [good, old],
+        "and back": [good, good],
+        "it refuses once": [good, good],
+        "it refuses": [good, paused],
+        "it does not": [good, good],
+        "no memory": [old, old],
+        "memory": [good, good],
+        "both are gone": [old, old],
+        "both are back": [good, good],
+        "another trainer": [good, good],
+        "no folder": [old, old],
+    }
+    log = str(tmp_path / "log")
+    raised = {moment: error for moment, error in errors[0].items() if error}
+    assert raised.keys() == {"no memory", "both are gone", "no folder"}
+    assert f"could not be written to {log}: MemoryError('no memory'). Look at its free space" in raised["no memory"]
+    assert "No server took version 9 of the weights within 2 s: http://127.0.0.1:" in raised["both are gone"]
+    assert "Connection refused" in raised["both are gone"] and f"reach {log}" in raised["both are gone"]
+    assert "name another folder" in raised["no folder"]
+    warned = {moment: words for moment, (_, _, words) in results[0].items() if words and moment not in raised}
+    assert warned.keys() == {"one is gone", "it refuses"}
+    assert "Version 2 of the weights is not at http://127.0.0.1:" in warned["one is gone"]
+    assert "out of memory on the server" in warned["it refuses"]
+
+
+def publish_what_cannot_be(rank: int, folder: str) -> str:
+    accelerator, _, model, _ = prepare(with_adapter(tiny_llama(), use_dora=True))
+    trainer = trainer_with(accelerator, model, UpdateTransfer(folder, "http://127.0.0.1:9", timeout_s=1))
+    with pytest.raises(ValueError, match="got Dora") as raised:
+        trainer._sync_weight()
+    return str(raised.value)
+
+
+def test_an_error_of_publishing_is_raised_on_all_ranks_as_it_is(tmp_path):
+    assert len(set(run_ranks(publish_what_cannot_be, 4, str(tmp_path)))) == 1
+
+
+class Recorder:
+    """A transfer that is not ours."""
+
+    def __init__(self) -> None:
+        self.calls: list = []
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def send_weights(self, iterator) -> None:
+        self.calls.append({name: weight.data_ptr() for name, weight in iterator})
+
+
+def test_other_transfers_and_other_models_keep_the_way_of_trl(tmp_path):
+    model, server = tiny_llama(), Server().start()
+    # The callback lets all ranks take part, whichever of them made a transfer.
+    publish_to_vllm(type("AsyncGRPOConfig", (), {})())
+    trainer = trainer_with(Accelerator(cpu=True), model, recorder := Recorder())
+    trainer._sync_weight()
+    own = {name: param.data_ptr() for name, param in model.named_parameters()}
+    assert recorder.calls == ["pause", own, "resume"]
+    trainer.weight_transfer = UpdateTransfer(tmp_path, server.url)
+    trainer._sync_weight()
+    server.stop()
+    assert all(torch.equal(server.engine.weights[name], param) for name, param in model.named_parameters())
+
+
+def test_what_is_no_server_is_refused(tmp_path, monkeypatch):
+    for servers in ([], "localhost:8000", ["http://one", "two"]):
+        with pytest.raises(ValueError, match="expected the URLs of one server or more"):
+            UpdateTransfer(tmp_path, servers)
+    with pytest.raises(ValueError, match="expected timeout_s above 0, got 0"):
+        UpdateTransfer(tmp_path, "http://one", timeout_s=0)
+    monkeypatch.setattr(trl_async, "is_at_least", lambda library, release: False)
+    with pytest.raises(ValueError, match=r"expected TRL 1\.16 or newer, got .*\. Install it"):
+        UpdateTransfer(tmp_path, "http://one")
+
+
+def test_a_model_that_was_published_so_is_not_warned_of(caplog):
+    model = torch.nn.Linear(2, 2)
+    trl_vllm.count_as_published(model)
+    trl_vllm.warn_if_unused(SimpleNamespace(vllm_server_base_url=""), model)
+    assert caplog.text == ""
