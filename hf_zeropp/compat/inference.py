@@ -37,7 +37,7 @@ INFERENCE: tuple[Seam, ...] = (
         # As above: a method that is not called any more would pass.
         names=("_sync_weight",),
         used_by=("integrations.trl_async",),
-        why="The sync of weights that a callback runs. Around it, ours publishes from the secondary shards, and ranks agree on errors.",
+        why="The sync of weights that a callback runs. Around it ours publishes, and ranks agree on errors.",
         if_moved="TRL gathers each weight over the whole world, and an error of rank 0 leaves the other ranks waiting.",
         relation=Relation.READS,
         is_silent=True,

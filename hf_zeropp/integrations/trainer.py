@@ -49,6 +49,7 @@ from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_all_or_none, l
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
 from hf_zeropp.integrations.trainer_resume import patch_trainer
+from hf_zeropp.integrations.trl_async import let_syncs_use_transfers
 from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
 
 logger = logging.getLogger(__name__)
@@ -154,6 +155,8 @@ class ZeroPPCallback(TrainerCallback):
         self._args, self._plugin = args, plugin
         if self._active_plugin is not None:
             publish_to_vllm(args)  # before TRL builds an engine
+            if type(args).__name__ == "AsyncGRPOConfig":  # on all ranks, also where only some made an UpdateTransfer
+                let_syncs_use_transfers()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any

@@ -79,7 +79,7 @@ class UpdateTransfer:
     ) -> None:
         urls = [servers] if isinstance(servers, str) else list(servers)
         if not urls or not all(urllib.parse.urlsplit(url).scheme in ("http", "https") for url in urls):
-            raise ValueError(f"expected the URLs of one server or more, such as 'http://localhost:8000', got {servers!r}")
+            raise ValueError(f"expected the URLs of one server or more ('http://localhost:8000'), got {servers!r}")
         if not timeout_s > 0:
             raise ValueError(f"expected timeout_s above 0, got {timeout_s!r}")
         self._folder, self._timeout_s = Path(folder).absolute(), timeout_s
@@ -144,8 +144,8 @@ class UpdateTransfer:
                 return None
             if time.monotonic() > end:
                 return (
-                    f"No server took version {version} of the weights within {self._timeout_s:g} s: {'; '.join(failed)}. Each must "
-                    f"run, reach {self._place}, and have been started as VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
+                    f"No server took version {version} of the weights within {self._timeout_s:g} s: {'; '.join(failed)}. Each "
+                    f"must run, reach {self._place}, and have been started as VLLM_SERVER_DEV_MODE=1 vllm serve MODEL "
                     '--weight-transfer-config \'{"backend": "hf_zeropp"}\'. Resume from the last checkpoint then.'
                 )
             time.sleep(1)
@@ -176,7 +176,8 @@ class _Server:
             try:
                 post("/update_weights", {"update_info": {"version": version}})
             except BaseException:
-                with contextlib.suppress(OSError, http.client.HTTPException):  # the next start must find no update under way
+                # The next start must find no update under way.
+                with contextlib.suppress(OSError, http.client.HTTPException):
                     post("/finish_weight_update", {})
                 raise
             post("/finish_weight_update", {})
@@ -240,7 +241,7 @@ def let_syncs_use_transfers() -> None:
     from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
     if not hasattr(AsyncGRPOTrainer._sync_weight, _PATCHED):
-        AsyncGRPOTrainer._sync_weight = _published(AsyncGRPOTrainer._sync_weight)
+        AsyncGRPOTrainer._sync_weight = _published(AsyncGRPOTrainer._sync_weight)  # type: ignore[method-assign]
 
 
 def _published(original: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -51,10 +51,6 @@ def publish_to_vllm(args: TrainingArguments) -> None:
     Raises:
         ValueError: this version of TRL has no place for it.
     """
-    if type(args).__name__ == "AsyncGRPOConfig":  # all ranks, also where only some made an UpdateTransfer
-        from hf_zeropp.integrations.trl_async import let_syncs_use_transfers
-
-        let_syncs_use_transfers()
     if not getattr(args, "use_vllm", False):
         return
     from trl.generation.vllm_generation import VLLMGeneration

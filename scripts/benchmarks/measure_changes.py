@@ -81,8 +81,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3], help="of AdamW")
-    parser.add_argument("--update-rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5], help="of AdamW, for servers")
-    parser.add_argument("--updates", type=int, default=200, help="versions at each of them; the first ten are not counted")
+    parser.add_argument("--update-rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5], help="for servers")
+    parser.add_argument("--updates", type=int, default=200, help="versions at each; the first ten are not counted")
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
@@ -152,7 +152,9 @@ def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.detach().bfloat16() for name, param in model.named_parameters()}
 
 
-def updates_at(model: torch.nn.Module, text: Text, rate: float, num_steps: int, folder: str) -> tuple[list[Update], int]:
+def updates_at(
+    model: torch.nn.Module, text: Text, rate: float, num_steps: int, folder: str
+) -> tuple[list[Update], int]:
     """Train at ``rate``, publish and receive each step's weights.
 
     Returns:
