@@ -90,7 +90,8 @@ class ZeroPPConfig:
             ranks of a node), an int, or None (no copy is kept, and every gather crosses the nodes).
         hpz_bits: bits per weight of the secondary shard that deltas are added to: None (the compute dtype) or 8. Without
             deltas a secondary shard is kept in the form in which it crossed the nodes.
-        qgz_bits: bits per gradient across nodes: 4, 8 or None (the reduce dtype, unquantized).
+        qgz_bits: bits per gradient across nodes: 4, 8, 3 or None (the reduce dtype, unquantized). 3 bits send a quarter less than
+            4, at twice the error; see ``scripts/results/gradient_codes.md`` before you choose them.
         qgz_intra_bits: bits per gradient within a node: 8, 4 or None.
         qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper trains the
             first part with qgZ and the rest without). The Trainer callback reports progress; other loops call
@@ -398,7 +399,7 @@ _CHECKS: dict[str, Check] = {
     "qwz_resync_steps": positive_int_or(None),
     "hpz_size": positive_int_or("node", None),
     "hpz_bits": one_of(8, None),
-    "qgz_bits": one_of(4, 8, None),
+    "qgz_bits": one_of(4, 8, 3, None),
     "qgz_intra_bits": one_of(4, 8, None),
     "qgz_until": fraction,
     "qgz_chunks": int_between(1, MAX_CHUNKS),

@@ -34,6 +34,7 @@ def test_the_config_allows_what_the_format_can_do() -> None:
         ZeroPPConfig(qwz_mode="delta", qwz_bits=bits)
     for bits in (8, 4):
         ZeroPPConfig(qwz_bits=bits, qgz_bits=bits, qgz_intra_bits=bits, frozen_bits=bits)
+    ZeroPPConfig(qgz_bits=3)
 
 
 def test_presets_are_defaults_with_a_name() -> None:
@@ -301,7 +302,7 @@ VALID = st.fixed_dictionaries(
     {
         "qwz_bits": st.sampled_from([8, 4, None]),
         "hpz_size": st.sampled_from(["node", None, 1, 2, 8]),
-        "qgz_bits": st.sampled_from([4, 8]),
+        "qgz_bits": st.sampled_from([4, 8, 3]),
         "qgz_intra_bits": st.sampled_from([8, 4, None]),
         "qgz_until": st.floats(0, 1),
         "weight_block": st.integers(1, 128).map(lambda blocks: 32 * blocks),

@@ -276,7 +276,7 @@ def mistakes(tmp_path_factory) -> list[dict[str, str]]:
             ["unit blocks.1 with weight (27, 12)", "rank 3 has unit blocks.1 with weight (12, 27)"],
         ),
         ("another library on one rank", ["rank 1 says: MovedNameError: somelib 3.0 has no `gone`"]),
-        ("mistake on one rank", ["rank 1", "qgz_bits must be one of (4, 8, None), got 5"]),
+        ("mistake on one rank", ["rank 1", "qgz_bits must be one of (4, 8, 3, None), got 5"]),
         ("file on one rank", ["rank 3", "Cannot read the ZeRO++ config file", "missing.yaml", "Check the path"]),
         ("wrong type on one rank", ["rank 0", "mapping", "int"]),
     ],

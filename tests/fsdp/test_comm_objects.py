@@ -40,6 +40,7 @@ SETTINGS = {
     "hpZ of one rank": {"hpz_size": 1},
     "hpZ of the world": {"hpz_size": "world"},
     "qgZ": EXACT | {"qgz_bits": 4, "qgz_intra_bits": 8},
+    "qgZ of 3 bits": EXACT | {"qgz_bits": 3, "qgz_intra_bits": 8},
     "qgZ across alone": EXACT | {"qgz_bits": 8},
     "all": {},
     "all INT4, no overlap": {"qwz_bits": 4, "qgz_bits": 4, "qgz_intra_bits": 4, "overlap": False},

@@ -292,7 +292,7 @@ def encode_error(amax: torch.Tensor, bits: int | None, dtype: torch.dtype) -> to
     """
     if bits is None:
         return amax * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    qmax = {8: 127, 4: 7}[bits]
+    qmax = {8: 127, 4: 7, 3: 3}[bits]
     return 0.5 * (amax / qmax) * (1 + 2.0**-7) * (1 + 1e-5) + qmax * 2.0**-100
 
 
