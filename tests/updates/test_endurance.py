@@ -1,7 +1,7 @@
 """Two hundred versions over HTTP between processes that are killed, through everything that a network and a disk do to files.
 
 The trainer and the server are processes of their own. Between them this process serves the folder, and harms what it serves.
-All weights follow from the number of a step, which is among them, so every version that the server has is compared with the truth.
+All weights follow from the number of a step, which is among them, so every version of the server is compared with the truth.
 """
 
 from __future__ import annotations
