@@ -27,7 +27,7 @@ from hf_zeropp.updates.log import LIST, DamagedUpdateError, checksum
 
 NUM_STEPS = 200
 SIZE = 40_000
-MAX_LAG = 25
+MAX_LAG = 45
 """Versions by which the server may be behind: more than there are from one whole copy to the next."""
 _context = multiprocessing.get_context("forkserver")
 Weights = dict[str, torch.Tensor]
