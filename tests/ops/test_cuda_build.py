@@ -1,4 +1,4 @@
-"""The compiler's result for the CUDA kernels: no registers are spilled, and memory is moved 16 bytes at a time.
+"""The compiler's result for the CUDA kernels: no spilled registers, memory moved 16 bytes at a time, no more instructions.
 
 Looks into the library of the install with `cuobjdump` and `nvdisasm`, which the toolkit or two small packages bring
 (the `test` extra): no GPU is needed.
@@ -7,6 +7,7 @@ Looks into the library of the install with `cuobjdump` and `nvdisasm`, which the
 from __future__ import annotations
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -67,6 +68,13 @@ def variants(names: list[str], kernel: str) -> list[str]:
     return [name for name in names if f"{len(kernel)}{kernel}" in name]
 
 
+@functools.cache
+def disassembled(architecture: str) -> dict[str, str]:
+    """The machine code of each function, by its mangled name."""
+    listing = cuobjdump("--dump-sass", "--gpu-architecture", architecture)
+    return dict(part.split("\n", 1) for part in listing.split("Function : ")[1:])
+
+
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", HOT)
 def test_no_spills_and_no_arrays_in_memory(kernel, architecture):
@@ -81,8 +89,7 @@ def test_no_spills_and_no_arrays_in_memory(kernel, architecture):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", HOT)
 def test_16_bytes_at_a_time_and_no_local_memory(kernel, architecture):
-    listing = cuobjdump("--dump-sass", "--gpu-architecture", architecture)
-    functions = dict(part.split("\n", 1) for part in listing.split("Function : ")[1:])
+    functions = disassembled(architecture)
     mine = variants(list(functions), kernel)
     assert mine, f"{kernel} is not in the library for {architecture}"
     for name in mine:
@@ -99,6 +106,69 @@ def test_newer_devices_find_ptx():
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tensor_cores_multiply(architecture):
-    listing = cuobjdump("--dump-sass", "--gpu-architecture", architecture)
-    functions = dict(part.split("\n", 1) for part in listing.split("Function : ")[1:])
+    functions = disassembled(architecture)
     assert all("HMMA.16816.F32.BF16" in functions[name] for name in variants(list(functions), "multiply_rows"))
+
+
+# ---- Instructions. Another compiler makes other code, so the ceilings hold for one version of nvcc.
+
+CEILINGS = Path(__file__).parent / "cuda_instructions.json"
+WRITE = "ZEROPP_WRITE_CEILINGS"  # set: lower the ceilings to what is counted. They never rise by themselves.
+INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
+# These run on the pipe for integers and comparisons, at half the rate of multiplications and additions.
+ALU = {
+    "BMSK",
+    "FMNMX",
+    "FSEL",
+    "FSETP",
+    "IABS",
+    "IADD3",
+    "IMNMX",
+    "ISETP",
+    "LEA",
+    "LOP3",
+    "P2R",
+    "PLOP3",
+    "PRMT",
+    "R2P",
+}
+ALU |= {"SEL", "SHF", "VIADD", "VIMNMX"}
+
+
+def nvcc_version() -> str | None:
+    if (nvcc := shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")) is None:
+        return None
+    found = re.search(r"V(\d+\.\d+\.\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+    return found and found[1]
+
+
+def counted(kernel: str, architecture: str) -> dict[str, int]:
+    """Static instructions of all variants of a kernel, of the largest one, and those of all variants on the ALU pipe."""
+    functions = disassembled(architecture)
+    opcodes = [INSTRUCTION.findall(functions[name]) for name in variants(list(functions), kernel)]
+    opcodes = [[opcode for opcode in found if opcode != "NOP"] for found in opcodes]  # padding
+    sizes = [len(found) for found in opcodes]
+    on_alu = sum(opcode in ALU for found in opcodes for opcode in found)
+    return {"variants": len(sizes), "all": sum(sizes), "largest": max(sizes), "alu": on_alu}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("kernel", HOT)
+def test_kernels_take_no_more_instructions(kernel, architecture):
+    ceilings = json.loads(CEILINGS.read_text())
+    if ceilings["nvcc"] != nvcc_version():
+        pytest.skip(f"the ceilings hold for nvcc {ceilings['nvcc']}, here is {nvcc_version()}")
+    found, ceiling = counted(kernel, architecture), ceilings[architecture].get(kernel)
+    if os.environ.get(WRITE):
+        lower = {key: min(count, ceiling[key]) for key, count in found.items()} if ceiling else found
+        ceilings[architecture][kernel] = lower | {"variants": found["variants"]}
+        CEILINGS.write_text(json.dumps(ceilings, indent=2, sort_keys=True) + "\n")
+    assert ceiling is not None, f"{kernel} has no ceiling: run with {WRITE}=1"
+    assert found["variants"] == ceiling["variants"], f"other variants: set the ceilings of {kernel} anew, and say why"
+    above = {key: (count, ceiling[key]) for key, count in found.items() if count > ceiling[key]}
+    assert not above, f"{kernel} takes more instructions than before (counted, ceiling): {above}"
+
+
+def test_the_count_can_fail():
+    listing = "/*0000*/ LDC R1, c[0x0] ;\n/* 0x00 */\n/*0010*/ @!P0 LOP3.LUT R2, R2 ;\n/*0020*/ @P1 FADD R0, R1, R2 ;"
+    assert INSTRUCTION.findall(listing) == ["LDC", "LOP3", "FADD"]
