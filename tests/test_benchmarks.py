@@ -266,6 +266,17 @@ def test_half_model_benchmark(untouched_network: None) -> None:
     assert "three-eighths" in run_quick("bench_half_model.py")
 
 
+@pytest.mark.long
+@needs_namespaces
+def test_fine_tuning_benchmark(tmp_path: Path, untouched_network: None) -> None:
+    """Its own checks: exact weights take fewer bytes than 2-bit deltas at a low rate, and keep stock's loss."""
+    output = tmp_path / "fine_tuning.json"
+    assert "Bytes across nodes in a step" in run_quick("bench_fine_tuning.py", "--output", str(output))
+    assert len(json.loads(output.read_text())["runs"]) == 6
+    page = output.with_suffix(".md").read_text()
+    assert "embeddings and head" in page and "fine_tuning.png" in page
+
+
 def test_a_study_is_not_continued_under_other_conditions(tmp_path: Path) -> None:
     path = tmp_path / "study.json"
     Study(path, {"model": "small", "note": 1}, ["model"], fresh=False).add("cells", {"a": 1, "value": 2})

@@ -43,7 +43,7 @@ class ConvergenceRun:
         )
         self.accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin)
         set_seed(seed)
-        model = build_model(recipe.shape, seed)
+        model = self._build_model(seed)
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate_at)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -84,6 +84,10 @@ class ConvergenceRun:
         self.optimizer.zero_grad()
         self.step += 1
         return loss.detach()
+
+    def _build_model(self, seed: int) -> torch.nn.Module:
+        """Return the model as it begins. Subclasses begin from elsewhere."""
+        return build_model(self.recipe.shape, seed)
 
     def _look_at_gradients(self) -> None:
         """Called with gradients that are reduced and not yet clipped. Subclasses measure them."""

@@ -114,6 +114,13 @@ HALF_MODEL_VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 """Settings in ``bench_half_model.py`` by the variant's name; None is FSDP2's own communication."""
 
+FINE_TUNING_VARIANTS: dict[str, dict[str, Any] | None] = {
+    "stock": None,
+    **{preset: {"preset": preset} for preset in ("balanced", "half_model", "min_traffic", "exact")},
+    "auto": {"qwz_mode": "auto"},
+}
+"""Settings in ``bench_fine_tuning.py`` by the variant's name; None is FSDP2's own communication."""
+
 
 @dataclasses.dataclass(frozen=True)
 class ModelShape:
@@ -168,3 +175,12 @@ class ProbedRecipe(Recipe):
 
     probe_steps: int = 100
     repeat: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class ConstantRecipe(Recipe):
+    """Settings of runs that go on from a checkpoint at one learning rate."""
+
+    def rate_at(self, step: int) -> float:
+        """Return 1: every step has the recipe's learning rate, the first one too."""
+        return 1.0
