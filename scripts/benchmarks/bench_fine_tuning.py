@@ -139,7 +139,9 @@ def result_grid(study: Study) -> Grid:
 
 def density_grid(study: Study) -> Grid:
     """Make the table of changed weights by unit, in the first and in the last part of exact's runs."""
-    grid = Grid("Weights that change in a step: first and last point of exact's runs", ("unit", *map(str, rates_of(study))))
+    grid = Grid(
+        "Weights that change in a step: first and last point of exact's runs", ("unit", *map(str, rates_of(study)))
+    )
     runs = [_find(study, rate, "exact") for rate in rates_of(study)]
     units = next((list(run["curve"]["density"]) for run in runs if run), [])
     for unit in units:
@@ -156,8 +158,12 @@ def plot(study: Study, path: Path) -> None:
         run = _find(study, rate, "exact")
         for place, (unit, shares) in enumerate(run["curve"]["density"].items() if run else ()):
             style = styles[index % len(styles)]
-            left.plot(run["curve"]["step"], shares, style, color=f"C{place}", linewidth=1, label=None if index else unit)
-    left.set(xlabel="step (one line style per learning rate, the lowest below)", ylabel="weights that change", yscale="log")
+            left.plot(
+                run["curve"]["step"], shares, style, color=f"C{place}", linewidth=1, label=None if index else unit
+            )
+    left.set(
+        xlabel="step (one line style per learning rate, the lowest below)", ylabel="weights that change", yscale="log"
+    )
     for index, variant in enumerate(dict.fromkeys(run["variant"] for run in study.rows("runs"))):
         runs = [run for rate in rates_of(study) if (run := _find(study, rate, variant)) and run["weights"] is not None]
         if runs:
@@ -187,7 +193,8 @@ def check_direction(study: Study) -> None:
             "gradients take the bytes of INT4": 0.25 < slow["gradients"] < 0.30,
             "exact stays within 1 % of stock": abs(exact["final"] / stock["final"] - 1) < 0.01,
             "more weights change at the higher rate": all(
-                exact["curve"]["density"][unit][-1] > shares[-1] > 0 for unit, shares in slow["curve"]["density"].items()
+                exact["curve"]["density"][unit][-1] > shares[-1] > 0
+                for unit, shares in slow["curve"]["density"].items()
             ),
         }
     )

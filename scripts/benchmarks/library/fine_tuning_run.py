@@ -31,10 +31,18 @@ class FineTuningRun(ConvergenceRun):
     variants = FINE_TUNING_VARIANTS
 
     def __init__(
-        self, variant: str, seed: int, recipe: Recipe, train_file: str, validation_file: str, checkpoint: str | None = None
+        self,
+        variant: str,
+        seed: int,
+        recipe: Recipe,
+        train_file: str,
+        validation_file: str,
+        checkpoint: str | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         super().__init__(variant, seed, recipe, train_file, validation_file)
+        # Kept from before the first forward pass: an evaluation leaves the root's weights whole, under the same names.
+        self._shards = {name: param.detach() for name, param in self.model.named_parameters()}
         self._changed: dict[str, int] = {}
         self._seen: dict[str, int] = {}
         self._bytes: dict[str, float | None] = {"weights": None, "gradients": None}
@@ -86,7 +94,9 @@ class FineTuningRun(ConvergenceRun):
 
     def _words(self) -> dict[str, torch.Tensor]:
         """Return the bits of this rank's weights in bf16, by parameter."""
-        return {name: _local(param).bfloat16().view(torch.int16) for name, param in self.model.named_parameters()}
+        return {
+            name: _local(shard).to(torch.bfloat16, copy=True).view(torch.int16) for name, shard in self._shards.items()
+        }
 
     def _shares_of_model(self) -> dict[str, float | None]:
         if self.handle is None:
@@ -104,7 +114,7 @@ class FineTuningRun(ConvergenceRun):
 
 
 def _local(param: torch.Tensor) -> torch.Tensor:
-    return (param.to_local() if isinstance(param, DTensor) else param).detach()
+    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _unit_of(name: str) -> str:
