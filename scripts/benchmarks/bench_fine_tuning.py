@@ -25,11 +25,11 @@ from library.variants import FINE_TUNING_VARIANTS, ConstantRecipe, Recipe
 
 SERVED = "library.fine_tuning_run:FineTuningRun"
 QUICK = {
-    "variants": ["stock", "min_traffic", "exact"],
-    "rates": [1e-5, 1e-3],
-    "steps": 12,
+    "variants": ["stock", "exact"],
+    "rates": [1e-5, 1e-4],
+    "steps": 8,
     "points": 2,
-    "pretraining": 30,
+    "pretraining": 20,
     "hidden_size": 128,
     "layers": 2,
 }
@@ -115,18 +115,19 @@ def rates_of(study: Study) -> list[float]:
 
 
 def progress_share(study: Study, run: dict[str, Any]) -> float | None:
-    """Return what a run has learned, over what stock has learned at the same rate; None without stock's run."""
+    """Return what a run has learned, over what stock has learned at the same rate; None where stock has learned nothing."""
     stock = _find(study, run["rate"], "stock", run["seed"])
-    return (stock["start"] - run["final"]) / (stock["start"] - stock["final"]) if stock else None
+    if stock is None or stock["final"] >= stock["start"]:
+        return None
+    return (stock["start"] - run["final"]) / (stock["start"] - stock["final"])
 
 
 def result_grid(study: Study) -> Grid:
     """Make the table of bytes and losses, by learning rate and variant."""
     columns = (
-        "learning rate", "variant", "weights, of M", "gradients, of M", "whole step, of M", "loss at the start",
-        "at the end", "to stock", "progress, of stock's",
+        "rate", "variant", "weights", "gradients", "whole step", "loss at start", "at end", "to stock", "of stock's progress",
     )  # fmt: skip
-    grid = Grid("Bytes across nodes in a step, and validation loss", columns)
+    grid = Grid("Bytes across nodes in a step, of M, and validation loss", columns)
     for run in sorted(study.rows("runs"), key=lambda run: run["rate"]):
         stock, share = _find(study, run["rate"], "stock", run["seed"]), progress_share(study, run)
         sent = (2.0, 1.0) if run["weights"] is None else (run["weights"], run["gradients"])
@@ -183,16 +184,15 @@ def check_direction(study: Study) -> None:
     Raises:
         SystemExit: the direction of a result is wrong.
     """
-    stock, exact, lossy = (_find(study, 1e-3, variant) for variant in ("stock", "exact", "min_traffic"))
-    slow = _find(study, 1e-5, "exact")
+    stock, exact, slow = _find(study, 1e-4, "stock"), _find(study, 1e-4, "exact"), _find(study, 1e-5, "exact")
     require(
         {
             "stock learns from the checkpoint on": stock["final"] < stock["start"],
-            "exact weights at 1e-5 take less than 2-bit deltas": 0 < slow["weights"] < lossy["weights"],
-            "they take more at 1e-3, and less than the model": slow["weights"] < exact["weights"] < 1.01,
+            "exact weights at 1e-5 take less than 2-bit deltas, 0.133 M": 0 < slow["weights"] < 0.133,
+            "they take more at 1e-4, and less than the model": slow["weights"] < exact["weights"] < 1.01,
             "gradients take the bytes of INT4": 0.25 < slow["gradients"] < 0.30,
             "exact stays within 1 % of stock": abs(exact["final"] / stock["final"] - 1) < 0.01,
-            "more weights change at the higher rate": all(
+            "more weights of every unit change at the higher rate": all(
                 exact["curve"]["density"][unit][-1] > shares[-1] > 0
                 for unit, shares in slow["curve"]["density"].items()
             ),
