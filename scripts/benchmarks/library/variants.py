@@ -117,6 +117,7 @@ HALF_MODEL_VARIANTS: dict[str, dict[str, Any] | None] = {
 FINE_TUNING_VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     **{preset: {"preset": preset} for preset in ("balanced", "half_model", "min_traffic", "exact")},
+    "exact, 3-bit gradients": {"preset": "exact", "qgz_bits": 3},
     "auto": {"qwz_mode": "auto"},
 }
 """Settings in ``bench_fine_tuning.py`` by the variant's name; None is FSDP2's own communication."""
