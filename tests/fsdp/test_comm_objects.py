@@ -46,7 +46,8 @@ SETTINGS = {
     "all INT4, no overlap": {"qwz_bits": 4, "qgz_bits": 4, "qgz_intra_bits": 4, "overlap": False},
 }
 MODELS = {"uneven": {}, "tied": {"tied": True}, "smaller than the world": {"hidden": 2, "inner": 3}}
-WORLDS = ((2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3), (8, 2), (8, 4))
+LARGE = [pytest.param(*world, marks=pytest.mark.long) for world in ((8, 2), (8, 4))]
+WORLDS = [(2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3), *LARGE]
 
 
 @dataclasses.dataclass(frozen=True)

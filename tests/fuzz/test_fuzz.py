@@ -1,4 +1,4 @@
-"""A minute of the fuzz on the same programs in every run; with ``-m long`` another on others. scripts/fuzz.sh runs longer."""
+"""Half a minute of the fuzz on the same programs in every run; with ``-m long`` another on others. scripts/fuzz.sh runs longer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from differential.campaign import Campaign
 from differential.generate import NEVER
 from differential.hazards import STOCK_IS_WRONG
 
-SLICE_S = 60.0
+SLICE_S = 30.0
 
 
 @pytest.mark.parametrize(

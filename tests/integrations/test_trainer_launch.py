@@ -25,7 +25,8 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+# The first is also what tests/test_cli.py starts.
+@pytest.mark.parametrize("launcher", [pytest.param("hf-zeropp launch", marks=pytest.mark.long), "accelerate launch"])
 def test_example_from_the_command_line(tmp_path, launcher):
     flags = {
         "--fsdp_config": CONFIGS / "zeropp_trainer.json",
