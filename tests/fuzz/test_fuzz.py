@@ -1,4 +1,4 @@
-"""Half a minute of the fuzz on the same programs in every run; with ``-m long`` another on others. scripts/fuzz.sh runs longer."""
+"""Half a minute of the fuzz on the same programs in every run, and of others with ``-m long``. scripts/fuzz.sh runs longer."""
 
 from __future__ import annotations
 
