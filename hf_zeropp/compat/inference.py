@@ -33,6 +33,33 @@ INFERENCE: tuple[Seam, ...] = (
         since=(1, 11),
     ),
     Seam(
+        owner="trl.generation.vllm_generation:VLLMGeneration._init_vllm",
+        names=("VLLMClient", "init_communicator"),
+        used_by=("integrations.trl_server",),
+        why="In server mode rank 0 makes a client, and lets it join the server. Ours finds the server's backend then.",
+        if_moved="A server with the backend hf_zeropp gets requests that it refuses.",
+        relation=Relation.READS,
+        since=(1, 16),
+    ),
+    Seam(
+        owner="trl.generation.vllm_generation:VLLMGeneration.sync_weights",
+        names=("_weight_metadata", "update_named_params", "reset_prefix_cache"),
+        used_by=("integrations.trl_server",),
+        why="What it calls of the client in a sync, and names and shapes that it looks for before the first.",
+        if_moved="Weights do not reach a server with the backend hf_zeropp, or all are decoded twice before the first sync.",
+        relation=Relation.READS,
+        is_silent=True,
+        since=(1, 16),
+    ),
+    Seam(
+        owner="trl.generation.vllm_client:VLLMClient",
+        names=("get_server_info", "init_communicator", "update_named_params", "reset_prefix_cache"),
+        used_by=("integrations.trl_server",),
+        why="The client of a server. Ours sends versions in place of whole weights, to a server that takes them.",
+        if_moved="As before 1.16, all servers are fed over NCCL.",
+        since=(1, 16),
+    ),
+    Seam(
         owner="trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer.__init__",
         # As above: a method that is not called any more would pass.
         names=("_sync_weight",),

@@ -32,6 +32,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import weakref
 from typing import Any, cast
 
@@ -50,6 +51,7 @@ from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
 from hf_zeropp.integrations.trainer_resume import patch_trainer
 from hf_zeropp.integrations.trl_async import let_syncs_use_transfers
+from hf_zeropp.integrations.trl_server import send_updates_to_server
 from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
 
 logger = logging.getLogger(__name__)
@@ -69,6 +71,12 @@ class ZeroPPCallback(TrainerCallback):
     The callback logs ``zeropp/cross_node_gb_per_step`` and other figures (step_log.py) through all of the Trainer's trackers,
     and prints a table of the traffic when training ends.
 
+    Args:
+        update_folder: for TRL's server mode with a server that takes updates (``trl_server.py``): rank 0 writes versions of the
+            weights there. None for ``updates`` in the Trainer's output directory.
+        update_place: the same folder as the server sees it, or its URL behind a server of static files. None for the folder
+            itself.
+
     Attributes:
         handle: the trained model's handle, from ``on_train_begin`` on; None with ``zeropp: False``.
 
@@ -81,7 +89,8 @@ class ZeroPPCallback(TrainerCallback):
         >>> trainer.train()
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, update_folder: str | os.PathLike[str] | None = None, update_place: str | None = None) -> None:
+        self._update_folder, self._update_place = update_folder, update_place
         self.handle: ZeroPPHandle | None = None
         self._args: TrainingArguments | None = None
         self._plugin: ZeroPPPlugin | None = None
@@ -155,6 +164,7 @@ class ZeroPPCallback(TrainerCallback):
         self._args, self._plugin = args, plugin
         if self._active_plugin is not None:
             publish_to_vllm(args)  # before TRL builds an engine
+            send_updates_to_server(args, self._update_folder, self._update_place)
             if type(args).__name__ == "AsyncGRPOConfig":  # on all ranks, also where only some made an UpdateTransfer
                 let_syncs_use_transfers()
 

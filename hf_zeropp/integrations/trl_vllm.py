@@ -11,7 +11,8 @@ the next one is asked for, and starts no collective meanwhile.
 
 *Server mode.* Rank 0 sends, and all ranks iterate. While rank 0 waits for the server, the other ranks of its node wait in their
 next gather, and other nodes need nothing of it. The server waits for rank 0 alone, so no circle of waits can close. A sender may
-collect several weights before it sends the first, so rank 0 gets copies, which outlive their unit.
+collect several weights before it sends the first, so rank 0 gets copies, which outlive their unit. They cross in TRL's way, or in
+that of ``trl_server.py``.
 """
 
 from __future__ import annotations

@@ -1,16 +1,13 @@
 """TRL's own ``_sync_weight`` of AsyncGRPOTrainer on 4 ranks (2 nodes), and servers that take versions over HTTP.
 
-The trainer itself computes with kernels for GPUs, so it is not run. Servers are stand-ins that answer vLLM's requests with a real
-``UpdateReceiver`` inside; test_vllm_updates.py loads versions into vLLM itself.
+The trainer itself computes with kernels for GPUs, so it is not run. Servers are stand-ins (helpers/update_servers.py);
+test_vllm_updates.py loads versions into vLLM itself.
 """
 
 from __future__ import annotations
 
-import http.server
-import json
 import logging
 import os
-import threading
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,93 +17,20 @@ import pytest
 import torch
 from accelerate import Accelerator
 from frozen_runs import prepare, reset_accelerate, tiny_llama, trainable, with_adapter
-from harness import free_port, run_ranks
+from harness import run_ranks
 from peft import LoraConfig, get_peft_model
 from rollout_runs import LORA_SCALE, no_full_tensors, save_model, seen_in_forward
 from transformers import AutoModelForCausalLM
+from update_servers import Server, wrong_in
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-from hf_zeropp.integrations import trl_async, trl_vllm
+from hf_zeropp.integrations import server_updates, trl_async, trl_vllm
 from hf_zeropp.integrations.trl_async import UpdateTransfer
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
-from hf_zeropp.updates import UpdateReceiver
 
 LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-
-
-class Engine:
-    """A server's part of the protocol. As vLLM, it wants to know the place first, and updates one by one, while paused."""
-
-    def __init__(self) -> None:
-        self.receiver: UpdateReceiver | None = None
-        self.is_paused, self.is_updating, self.refuses, self.calls = False, False, 0, []
-
-    @property
-    def weights(self) -> dict[str, torch.Tensor]:
-        return self.receiver.weights
-
-    def answer(self, path: str, content: dict) -> None:
-        self.calls.append(path)
-        if path == "/init_weight_transfer_engine":
-            self.receiver = UpdateReceiver(content["init_info"]["place"])
-        elif path == "/pause?mode=keep":
-            self.is_paused = True
-        elif path == "/start_weight_update":
-            assert self.is_paused and not self.is_updating
-            self.is_updating = True
-        elif path == "/update_weights":
-            assert self.is_updating
-            if self.refuses:
-                self.refuses -= 1
-                raise RuntimeError("out of memory on the server")
-            version = content["update_info"]["version"]
-            self.receiver.update(version)
-            assert self.receiver.version == version
-        elif path == "/finish_weight_update":
-            assert self.is_updating
-            self.is_updating = False
-        else:
-            assert path == "/resume" and not self.is_updating
-            self.is_paused = False
-
-
-class Server:
-    """An ``Engine`` behind a port. ``stop`` and ``start`` are a process that dies, and another one in its place."""
-
-    def __init__(self) -> None:
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> Server:
-        self.engine = engine = Engine()
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                content = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
-                try:
-                    engine.answer(self.path, content)
-                    status, text = 200, b"{}"
-                except Exception as error:
-                    status, text = 500, repr(error).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *args) -> None:
-                pass
-
-        self._http = http.server.ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        self._thread = threading.Thread(target=self._http.serve_forever, daemon=True)
-        self._thread.start()
-        return self
-
-    def stop(self) -> None:
-        self._http.shutdown()
-        self._http.server_close()
-        self._thread.join()
 
 
 def trainer_with(accelerator: Accelerator, model, transfer) -> AsyncGRPOTrainer:
@@ -124,20 +48,6 @@ def train_step(accelerator, model, optimizer, seed: int) -> None:
     accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
     optimizer.step()
     optimizer.zero_grad()
-
-
-def wrong_in(engine: Engine, expected: dict[str, torch.Tensor]) -> list[str]:
-    """Names of weights that a server does not have bit for bit."""
-    found = engine.weights
-    return [
-        name
-        for name in expected.keys() | found.keys()
-        if name not in found or name not in expected or not torch.equal(bits_of(found[name]), bits_of(expected[name]))
-    ]
-
-
-def bits_of(weight: torch.Tensor) -> torch.Tensor:
-    return weight.view(torch.int16)
 
 
 CASES = {
@@ -206,7 +116,7 @@ def lose_and_find_servers(rank: int, folder: str) -> dict[str, list]:
     transfer = UpdateTransfer(Path(folder, "log"), urls, timeout_s=2)
     trainer, found = trainer_with(accelerator, model, transfer), {}
     warnings: list[str] = []
-    trl_async.logger.addHandler(handler := logging.Handler())
+    server_updates.logger.addHandler(handler := logging.Handler())
     handler.emit = lambda record: warnings.append(record.getMessage())
 
     def sync(moment: str, do: Callable[[], None] = lambda: None) -> None:

@@ -1,0 +1,104 @@
+"""TRL's server mode (``use_vllm=True``, ``vllm_mode="server"``) where the server takes updates: the words that changed, no NCCL.
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve MODEL --weight-transfer-config '{"backend": "hf_zeropp"}'
+
+TRL's ``VLLMClient`` asks the server for its weight-transfer backend, and joins it over NCCL. That takes GPUs on both sides, and
+all weights cross in each sync. Where the backend is this package's, the client sends versions of an ``UpdateSender`` instead
+(``server_updates.py``), by files that both see or over HTTP. Servers with other backends get whole weights in TRL's way.
+
+Only rank 0 has a client, so it alone knows the backend. In each sync all ranks learn it from rank 0, and then its errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import TrainingArguments
+
+from hf_zeropp.integrations.server_updates import ServerUpdates, from_rank_0
+from hf_zeropp.integrations.vllm_plugin import BACKEND
+
+logger = logging.getLogger(__name__)
+
+_PATCHED = "_zeropp_updates_servers"
+_UPDATES = "_zeropp_updates"
+
+
+class _Versions(NamedTuple):
+    folder: Path
+    place: str | None
+
+
+_next: list[_Versions] = []
+"""Where the Trainer that is being built keeps versions. TRL makes a client behind ``on_init_end``, on rank 0, which takes it."""
+
+
+def send_updates_to_server(
+    args: TrainingArguments, folder: str | os.PathLike[str] | None = None, place: str | None = None
+) -> None:
+    """Let the client that this process's TRL trainer builds next send updates, if the server's backend takes them.
+
+    Args:
+        args: of a Trainer under ZeRO++. Nothing is done unless it uses a server, nor where TRL's server is one of its own (TRL
+            before 1.16).
+        folder: for the versions, written by rank 0. None for ``updates`` in the output directory.
+        place: the folder as the server sees it, or its URL. None for the folder itself.
+    """
+    if not (getattr(args, "use_vllm", False) and getattr(args, "vllm_mode", None) == "server"):
+        return
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    if not hasattr(VLLMClient, "get_server_info"):
+        return
+    _next[:] = [_Versions(Path(folder or Path(args.output_dir or ".", "updates")), place)]
+    if not hasattr(VLLMClient.init_communicator, _PATCHED):
+        VLLMClient.init_communicator = _with_updates(VLLMClient.init_communicator)  # type: ignore[method-assign]
+        VLLMGeneration.sync_weights = _agreeing_on_errors(VLLMGeneration.sync_weights)  # type: ignore[method-assign]
+
+
+def _with_updates(original: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(original)
+    def init_communicator(self: Any, *args: Any, **kwargs: Any) -> None:
+        config = self.get_server_info()["weight_transfer_config"]
+        if config is None or config["backend"] != BACKEND:
+            return original(self, *args, **kwargs)
+        if not _next:
+            raise RuntimeError(
+                f"The vLLM server at {self.base_url} takes its weights by the backend {BACKEND!r}, but the Trainer is not under "
+                "ZeRO++. Pass ZeroPPCallback() to it, or start the server with another --weight-transfer-config."
+            )
+        versions = _next.pop()
+        updates = ServerUpdates(versions.folder, self.base_url, place=versions.place)
+        setattr(self, _UPDATES, updates)
+        self.update_named_params = lambda metadata, named_params: updates.send(named_params)
+        # A server that could not be updated may not answer this either, and the error to see is the first.
+        reset = self.reset_prefix_cache
+        self.reset_prefix_cache = lambda: None if updates.has_failed else reset()
+        logger.info("%s gets the weights that change, by way of %s.", self.base_url, versions.folder)
+
+    setattr(init_communicator, _PATCHED, True)
+    return init_communicator
+
+
+def _agreeing_on_errors(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    @functools.wraps(original)
+    def sync_weights(self: Any) -> None:
+        if self.mode != "server":
+            return original(self)
+        updates: ServerUpdates | None = getattr(getattr(self, "vllm_client", None), _UPDATES, None)
+        if not from_rank_0(updates is not None):
+            return original(self)
+        # TRL goes through all weights before the first sync, for names and shapes that updates hold themselves.
+        self._weight_metadata = []
+        original(self)
+        error = from_rank_0(None if updates is None else updates.take_error())
+        if error is not None:
+            raise RuntimeError(error)
+
+    return sync_weights

@@ -1,0 +1,147 @@
+"""TRL's server mode on 4 ranks (2 nodes), with TRL's own client, and a server that takes versions over HTTP.
+
+The server is a stand-in (helpers/update_servers.py). test_vllm_server.py runs ``vllm serve``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+from frozen_runs import prepare, reset_accelerate, tiny_llama, trainable
+from harness import run_ranks
+from peft import LoraConfig, get_peft_model
+from rollout_runs import LORA_SCALE, no_full_tensors, save_model, seen_in_forward
+from transformers import AutoModelForCausalLM
+from trl.generation import vllm_client, vllm_generation
+from update_servers import Server, wrong_in
+
+from hf_zeropp.integrations import trl_server
+from hf_zeropp.integrations.trl_server import send_updates_to_server
+from hf_zeropp.integrations.trl_vllm import publish_to_vllm
+from hf_zeropp.traffic import GATHER_CROSS, Bytes
+
+LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+CASES = {
+    "full": (None, {"mixed_precision": "bf16", "qwz_mode": "exact"}),
+    "LoRA on 4 bits": (LORA, {"frozen_bits": 4}),
+}
+TAKEN = ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+@pytest.fixture(autouse=True)
+def no_vllm_is_needed(monkeypatch):
+    let_client_run(lambda owner, name, value: monkeypatch.setattr(owner, name, value, raising=False))
+
+
+def let_client_run(setattr=setattr) -> None:
+    """TRL's client asks whether vLLM is there, and for this machine's address. All else it says over HTTP."""
+    for module in (vllm_client, vllm_generation):
+        setattr(module, "is_vllm_available", lambda **kwargs: True)
+    setattr(vllm_client, "get_ip", lambda: "127.0.0.1")
+
+
+def generation_with(model, accelerator, url: str, output_dir: Path) -> vllm_generation.VLLMGeneration:
+    """As a TRL trainer makes it, behind the callback's ``on_init_end``."""
+    args = SimpleNamespace(use_vllm=True, vllm_mode="server", output_dir=str(output_dir))
+    publish_to_vllm(args)
+    send_updates_to_server(args)
+    generation = vllm_generation.VLLMGeneration(model, accelerator, None, mode="server", server_base_url=url)
+    if accelerator.is_main_process:
+        generation.vllm_client._zeropp_updates._timeout_s = 2
+    return generation
+
+
+def train_step(accelerator, model, optimizer, seed: int) -> None:
+    tokens = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def sync_after_steps(rank: int, folder: str) -> dict[str, dict]:
+    """Train steps of an Accelerate loop, each followed by TRL's ``sync_weights``. The server is away for the third."""
+    let_client_run()
+    server = Server().start() if rank == 0 else None
+    url = server.url if server else "http://nobody"
+    found = {}
+    for case, (lora, settings) in CASES.items():
+        model = AutoModelForCausalLM.from_pretrained(Path(folder, "model"))
+        model = model if lora is None else get_peft_model(model, LoraConfig(**lora))
+        accelerator, plugin, model, optimizer = prepare(model, **settings)
+        generation = generation_with(model, accelerator, url, Path(folder, case))
+        traffic = plugin.handle_of(model).traffic
+        wrong, crossed, moved, errors = [], [], [], []
+        for step in range(4):
+            train_step(accelerator, model, optimizer, seed=10 * rank + step)
+            if server and step == 2:
+                server.stop()
+            if server and step == 3:
+                server.start()
+            before = [param.to_local().clone() for param in trainable(model)]
+            traffic.reset()
+            try:
+                with no_full_tensors():
+                    generation.sync_weights()
+                errors.append("")
+            except RuntimeError as error:
+                errors.append(str(error))
+            crossed.append(traffic.cross_node_bytes)
+            after = [param.to_local() for param in trainable(model)]
+            moved.append(sum(not torch.equal(one, other) for one, other in zip(before, after, strict=True)))
+            expected = seen_in_forward(model)
+            wrong.append(len(wrong_in(server.engine, expected)) if server else 0)
+        found[case] = {
+            "wrong": wrong,
+            "moved": moved,
+            "errors": errors,
+            "files": sorted(path.name for path in Path(folder, case, "updates").iterdir()) if rank == 0 else [],
+            "calls": list(server.engine.calls) if server else [],
+            "bytes": (crossed, plugin.handle_of(model).predict(1).get(GATHER_CROSS, Bytes()).cross_node * 2),
+        }
+        reset_accelerate()
+    return found
+
+
+def test_a_server_of_trl_gets_what_changed_without_a_byte_more_across_nodes(tmp_path):
+    save_model(tmp_path / "model")
+    results = run_ranks(sync_after_steps, 4, str(tmp_path))
+    for rank, found in enumerate(results):
+        for case, result in found.items():
+            assert result["moved"] == [0] * 4 and [bool(wrong) for wrong in result["wrong"]] == [0, 0, rank == 0, 0]
+            assert result["errors"] == results[0][case]["errors"]
+            first, second, third, fourth = result["errors"]
+            assert "No server took version 3 of the weights within 2 s" in third and first == second == fourth == ""
+            crossed, one_gather = result["bytes"]
+            if case != "full":  # how many words change is not known before
+                assert crossed == [one_gather] * 4, (case, crossed, one_gather)
+            if rank == 0:
+                # Those of the server that came back. TRL resets its cache behind each sync that succeeded.
+                assert result["calls"] == ["/init_weight_transfer_engine", *TAKEN, "/reset_prefix_cache"]
+                assert [name for name in result["files"] if name.startswith("changes")], "nothing was sent as changes"
+
+
+def test_servers_with_other_backends_keep_the_way_of_trl(tmp_path):
+    server = Server(backend="nccl").start()
+    with pytest.raises(NotImplementedError, match="NCCL weight-transfer engine, which needs a CUDA device"):
+        generation_with(tiny_llama(), Accelerator(cpu=True), server.url, tmp_path)
+    server.stop()
+
+
+def test_a_trainer_without_zeropp_is_told_of_the_backend(tmp_path):
+    server = Server().start()
+    model, accelerator = tiny_llama(), Accelerator(cpu=True)
+    generation_with(model, accelerator, server.url, tmp_path)  # it takes what was noted for it
+    with pytest.raises(RuntimeError, match=r"the Trainer is not under ZeRO\+\+\. Pass ZeroPPCallback\(\)"):
+        vllm_generation.VLLMGeneration(model, accelerator, None, mode="server", server_base_url=server.url)
+    server.stop()
+
+
+def test_nothing_is_prepared_for_other_modes(monkeypatch):
+    monkeypatch.setattr(trl_server, "_next", [])
+    for args in ({"use_vllm": False}, {"use_vllm": True, "vllm_mode": "colocate"}, {}):
+        send_updates_to_server(SimpleNamespace(**args))
+    assert trl_server._next == []
