@@ -9,7 +9,7 @@ from differential.campaign import Campaign
 from differential.generate import NEVER
 from differential.hazards import STOCK_IS_WRONG
 
-SLICE_S = 30.0
+SLICE_S = 20.0
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 
+import pytest
 import torch
 
 from hf_zeropp.comm.hop import Hop, WireBuffers
@@ -17,7 +18,7 @@ from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.ops.format import QMAX, Segment, WireLayout
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic
 
-WORLDS = (1, 2, 3, 4, 6, 8)
+WORLDS = (1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.long))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BITS = (8, 4, None)
 BLOCK = 32
