@@ -141,9 +141,10 @@ ZEROPP_KERNEL(frozen_pack)(const void* weight, int64_t weight_dtype, int64_t bit
 ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const uint8_t* scales, int64_t columns, int64_t bits, int64_t block,
                              int64_t dtype, int64_t rows, void* out, void* stream);
 
-// A few rows times a transposed frozen weight. x: [num_inputs <= 4, num_blocks, block], with zeros behind the last
-// column. out: [num_inputs, rows].
-ZEROPP_KERNEL(frozen_matmul)(const float* x, const uint8_t* codes, const uint8_t* scales, int64_t columns, int64_t bits,
-                             int64_t block, int64_t num_inputs, int64_t rows, float* out, void* stream);
+// A few rows times a transposed frozen weight, with the bias (or null) added. x: [num_inputs <= 32, columns]; out:
+// [num_inputs, rows], in the dtype of x.
+ZEROPP_KERNEL(frozen_matmul)(const void* x, int64_t x_dtype, const uint8_t* codes, const uint8_t* scales,
+                             const void* bias, int64_t bias_dtype, int64_t columns, int64_t bits, int64_t block,
+                             int64_t num_inputs, int64_t rows, void* out, void* stream);
 
 #endif

@@ -10,7 +10,7 @@
 namespace {
 namespace zeropp {
 
-constexpr int64_t kMaxInputs = 4;   // rows of x that frozen_matmul takes
+constexpr int64_t kMaxInputs = 32;    // rows of x that frozen_matmul takes
 constexpr int64_t kMatmulLanes = 32;  // partial sums of frozen_matmul; divides every block
 
 // Rows of a weight: codes [rows, code_bytes], scales [rows, num_blocks]. Blocks lie along the row; `block` is a

@@ -228,12 +228,17 @@ class PackedLinear(Packed, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Input [..., in] -> [..., out]."""
-        form = self.packed_forms["weight"]
+        format, columns, _ = self.packed_forms["weight"]
         input = _autocast(input)
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        return _PackedLinearFunction.apply(
-            input, as_bytes(self.weight_codes), as_bytes(self.weight_scales), bias, form.format, form.columns
-        )
+        # Generation comes here for every layer of every token: parameters are taken without nn.Module's search for names.
+        params = cast("dict[str, Tensor]", self._parameters)
+        codes, scales = as_bytes(params["weight_codes"]), as_bytes(params["weight_scales"])
+        bias: Tensor | None = params["bias"]
+        if bias is not None and bias.dtype != input.dtype:
+            bias = bias.to(input.dtype)
+        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+            return _PackedLinearFunction.apply(input, codes, scales, bias, format, columns)
+        return _multiply(input, codes, scales, bias, format, columns)
 
     def extra_repr(self) -> str:
         """Return sizes, as ``nn.Linear`` does, and bits."""
@@ -278,12 +283,7 @@ class _PackedLinearFunction(torch.autograd.Function):
         ctx.save_for_backward(codes, scales)
         ctx.format, ctx.columns = format, columns
         ctx.needs_bias = bias is not None and bias.requires_grad  # a frozen layer may have a trainable bias (BitFit)
-        rows = input.reshape(-1, columns)
-        if frozen_format.has_fast_matmul(rows):  # a few rows, as in generation: multiplies without decoding first
-            output = frozen_format.matmul(rows, codes, scales, columns, format)
-            output = output if bias is None else output + bias
-            return output.view(*input.shape[:-1], -1)
-        return F.linear(input, _decode_to_scratch(codes, scales, columns, format, input.dtype), bias)
+        return _multiply(input, codes, scales, bias, format, columns)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -294,6 +294,17 @@ class _PackedLinearFunction(torch.autograd.Function):
         if ctx.needs_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         return grad_input, None, None, grad_bias, None, None
+
+
+def _multiply(
+    input: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, format: FrozenFormat, columns: int
+) -> Tensor:
+    """Return ``F.linear`` of a packed weight: input [..., columns] -> [..., rows]."""
+    rows = input if input.dim() == 2 else input.reshape(-1, columns)
+    if frozen_format.has_fast_matmul(rows):  # a few rows, as in generation: multiplies without decoding first
+        output = frozen_format.matmul(rows, codes, scales, columns, format, bias)
+        return output if input.dim() == 2 else output.view(*input.shape[:-1], -1)
+    return F.linear(input, _decode_to_scratch(codes, scales, columns, format, input.dtype), bias)
 
 
 _scratch: dict[torch.dtype, Tensor] = {}

@@ -28,7 +28,8 @@ from hf_zeropp.ops.format import CODES_AT_A_BYTE, ROTATION_SLICE, SCALE_MAX, SCA
 # - The order of floating-point additions. The largest magnitude is an integer maximum, which has no order. Sums over
 #   ranks are taken in rank order.
 # - Fused multiply-add, which rounds once where a product and a sum round twice. Compilers are told not to fuse
-#   (``-ffp-contract=off``, ``-fmad=false``).
+#   (``-ffp-contract=off``, ``-fmad=false``). Kernels use it where the product is exact, and there the bits are the same
+#   ([Note: exact products] in ops/cpu/frozen_matmul.cpp).
 # - Approximate division. PyTorch divides a CUDA tensor by a Python number as a product with the reciprocal, so divisors
 #   here are tensors. The compiled kernels multiply as well, but only in forms that are proven to give the same code
 #   ([Note: quotients of bf16] in ops/format.h, [Note: division by reciprocal] in ops/cuda/codes.cuh).

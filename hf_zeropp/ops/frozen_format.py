@@ -27,9 +27,10 @@ from torch import Tensor
 from hf_zeropp import config
 from hf_zeropp.ops import frozen_reference
 from hf_zeropp.ops.checks import check_dtype
+from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.ops.frozen_reference import MAX_INPUTS
 from hf_zeropp.ops.kernels import compiled_kernels
-from hf_zeropp.ops.operator import Bytes, Filled, Floats, Fp32, Result, check_size
+from hf_zeropp.ops.operator import Bytes, Filled, Floats, Result, check_size
 from hf_zeropp.ops.register import operator
 
 FROZEN_BITS = (8, 4)
@@ -159,44 +160,55 @@ def unpack(
     return _frozen_unpack(*arguments, out=out)
 
 
-@operator(frozen_reference.matmul, counts=("num_inputs", "rows"), out="float*")
-def _frozen_matmul(x: Fp32, codes: Bytes, scales: Bytes, columns: int, bits: int, block: int) -> Result:
-    if x.shape[0] > MAX_INPUTS:
-        raise ValueError(f"expected at most {MAX_INPUTS} rows of x, got {x.shape[0]}: decode the weight and multiply")
+@operator(frozen_reference.matmul, counts=("num_inputs", "rows"), out="void*")
+def _frozen_matmul(
+    x: Floats, codes: Bytes, scales: Bytes, bias: Floats | None, columns: int, bits: int, block: int
+) -> Result:
+    num_inputs = x.shape[0]
+    if num_inputs > MAX_INPUTS:
+        raise ValueError(f"expected at most {MAX_INPUTS} rows of x, got {num_inputs}: decode the weight and multiply")
     rows = _check_rows(codes, scales, columns, _format(bits, block))
-    # x comes in whole blocks, zeros behind the last column: then kernels need no tail in their inner loops.
-    check_size("x", x, x.shape[0] * -(-columns // block) * block)
-    return Result(x.device, (x.shape[0], rows), (Filled((x.shape[0], rows), torch.float32),))
+    check_size("x", x, num_inputs * columns)
+    if bias is not None:
+        check_size("bias", bias, rows)
+    return Result(x.device, (num_inputs, rows), (Filled((num_inputs, rows), x.dtype),))
 
 
-def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat) -> Tensor:
-    """Multiply a few rows by a transposed weight, without decoding it. Sums are fp32.
+def matmul(
+    x: Tensor, codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat, bias: Tensor | None = None
+) -> Tensor:
+    """Multiply a few rows by a transposed weight, without decoding it, and add the bias. Sums are fp32 and rounded once.
 
     Reads codes instead of a dense weight: a quarter of the bytes of bf16 at 4 bits, and nothing is written but the result.
     CUDA kernels add in another order than those of the CPU, within the bound that ops/cuda/frozen_matmul.cu states.
 
     Args:
-        x: [M, columns], with M up to ``MAX_INPUTS``.
+        x: [M, columns] in fp32, bf16 or fp16, with M up to ``MAX_INPUTS``.
         codes: uint8 [rows, format.code_columns(columns)].
         scales: uint8 [rows, format.scale_columns(columns)].
         columns: elements of a row.
         format: bits and block.
+        bias: [rows] in fp32, bf16 or fp16, or None.
 
     Returns:
         [M, rows] in the dtype of ``x``.
 
     Raises:
+        TypeError: tensors of other dtypes.
         ValueError: more rows of ``x``, or tensors of other sizes.
     """
-    # Kernels read fp32 blocks. Converting a few rows of x costs nothing beside reading the weight.
-    # The padding must be zeros. Kernels multiply it with codes of zero, and an Inf or NaN there would reach the sum.
-    missing = -columns % format.block
-    padded = torch.nn.functional.pad(x.float(), (0, missing)) if missing else x.float()
-    blocks = padded.reshape(x.shape[0], -1, format.block).contiguous()
-    product = _frozen_matmul(blocks, codes.contiguous(), scales.contiguous(), columns, format.bits, format.block)
-    return product.to(x.dtype)
+    bias = bias if bias is None else bias.contiguous()
+    tensors = (x.contiguous(), codes.contiguous(), scales.contiguous(), bias)
+    return _frozen_matmul(*tensors, columns, format.bits, format.block)
+
+
+_FAST_INPUTS = {"avx512": 8, "avx2": 2, "baseline": 1, "cuda": MAX_INPUTS}
+"""Rows of x up to which ``matmul`` takes less time than decoding and a dense product, by kernels.
+
+For CPUs: measured in scripts/results/packed_linear.md. For GPUs: how many the kernel computes while it reads a weight once."""
 
 
 def has_fast_matmul(x: Tensor) -> bool:
-    """Return whether ``matmul`` takes x [M, columns] and runs compiled."""
-    return x.shape[0] <= MAX_INPUTS and compiled_kernels(x.device.type) is not None
+    """Return whether ``matmul`` takes x [M, columns], runs compiled, and is faster than decoding and a dense product."""
+    kernels = compiled_kernels(x.device.type)
+    return kernels is not None and x.shape[0] <= _FAST_INPUTS[kernels.name] and x.dtype in FLOAT_DTYPES

@@ -20,8 +20,8 @@ MIN_CODE_4 = -8
 """The smallest INT4 code. The wire leaves it unused, since its codes are symmetric."""
 LANES = 32
 """Partial sums of ``matmul``. They are a part of its definition, because the order of additions is."""
-MAX_INPUTS = 4
-"""Rows of x that ``matmul`` takes. With more, decoding the weight once and multiplying dense is faster."""
+MAX_INPUTS = 32
+"""Rows of x that ``matmul`` takes. ``frozen_format.has_fast_matmul`` says up to how many it is faster than a dense product."""
 PIECE = 2**18
 """Weights that PyTorch packs at once, rounded down to rows: its temporaries take about a hundred bytes for each."""
 
@@ -98,13 +98,16 @@ def unpack(codes: Tensor, scales: Tensor, columns: int, bits: int, block: int, d
     return round_to(scaled.flatten(1)[:, :columns], dtype).view(*codes.shape[:-1], columns)
 
 
-def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, bits: int, block: int) -> Tensor:
-    """Multiply x [M, num_blocks, block], zeros behind the last column, by a transposed weight -> fp32 [M, rows].
+def matmul(
+    x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, columns: int, bits: int, block: int
+) -> Tensor:
+    """Multiply x [M, columns] by a transposed weight and add the bias -> [M, rows] in the dtype of x, rounded once from fp32.
 
     The order of additions is the definition: within a block, products are summed in ``LANES`` lanes. The sums are scaled and
-    added to those of the block before. Last, the upper half of the lanes is added to the lower half until one lane is left.
+    added to those of the block before. Next, the upper half of the lanes is added to the lower half until one lane is left.
+    The bias comes last.
     """
-    inputs = x.unflatten(-1, (-1, LANES)).unsqueeze(1)
+    inputs = to_blocks(x.float(), block).unflatten(-1, (-1, LANES)).unsqueeze(1)
     weights = to_blocks(_unscaled(codes, columns, bits), block).unflatten(-1, (-1, LANES))
     # Loops in place of a matrix product, whose order of additions PyTorch does not promise.
     lanes = torch.zeros(x.shape[0], codes.shape[0], LANES, device=x.device)
@@ -116,7 +119,8 @@ def matmul(x: Tensor, codes: Tensor, scales: Tensor, columns: int, bits: int, bl
     while lanes.shape[-1] > 1:
         first, second = lanes.chunk(2, dim=-1)
         lanes = first + second
-    return lanes.squeeze(-1)
+    sums = lanes.squeeze(-1)
+    return round_to(sums if bias is None else sums + bias.float(), x.dtype)
 
 
 def _scale_values(scales: Tensor) -> Tensor:

@@ -85,9 +85,10 @@ class CompiledKernels:
             elif isinstance(value, WireLayout):
                 values.append(self._layout(value, device))
             else:
-                # Numbers pass as they are, and None of an optional tensor becomes a null pointer. None stands for one C
-                # argument only, so a tensor with a dtype code (``Floats``) cannot be optional.
+                # Numbers pass as they are, and None of an optional tensor becomes a null pointer.
                 values.append(_DTYPE_CODES.get(value, value))
+                if value is None and argument.has_dtype_code:
+                    values.append(0)  # which nobody reads
         return values
 
     def _layout(self, layout: WireLayout, device: torch.device) -> int:

@@ -3,15 +3,16 @@
 //
 // [Note: tensor cores for a few rows] The goal is the time that reading the codes takes. At INT4 that leaves a lane
 // three instructions per weight, too few to decode it and multiply it with several inputs in fp32. So tensor cores
-// multiply. Codes are integers of at most 8 bits, exact in bf16, and sums are scaled after a block is summed. An input
-// is split into two bf16, x = high + low up to 2^-17 of x, which take two of the eight columns of a product. That makes
-// four inputs.
+// multiply. Codes are integers of at most 8 bits, exact in bf16, and sums are scaled after a block is summed. Inputs in
+// bf16 are factors as they are: a product of tensor cores has eight columns, one for each of eight inputs. Others are
+// split into two bf16, x = high + low up to 2^-17 of x, which take two columns, and make four inputs.
 //
-// A thread block computes 32 rows of the weight. Each of its warps takes every eighth step of 128 columns, and the sums
-// of the warps are added in their order, so the result does not depend on timing. Its last bits are not those of
-// ops/cpu, since the order of additions differs. Each result differs from the exact sum by less than 2^-15 of sum |x
-// w|. Weights whose blocks or rows are not multiples of 128 columns take `multiply_elements`, which adds in the order
-// of ops/cpu and gives its bits.
+// A thread block computes 32 rows of the weight with up to four products side by side, for which a code is decoded once.
+// Each of its warps takes every eighth step of 128 columns, and the sums of the warps are added in their order, so the
+// result does not depend on timing. Its last bits are not those of ops/cpu, since the order of additions differs. Each
+// result differs from the exact sum by less than 2^-15 of sum |x w|, and is rounded to the dtype of the inputs with the
+// bias in it. Weights whose blocks or rows are not multiples of 128 columns take `multiply_elements`, which adds in the
+// order of ops/cpu and gives its bits.
 #include "../frozen_format.h"
 #include "elements.cuh"
 #include "launch.cuh"
@@ -34,8 +35,8 @@ struct CodeRun {
   // one instruction takes out both.
   __device__ uint32_t pair(int u, int p) const {
     if constexpr (kBits == 4) {
-      const uint32_t biased = at[0].at[u] ^ 0x88888888;
-      return subtract_pair((biased >> 4 * p & 0x000F000F) | 0x43004300, 0x43084308);  // 128 + 8 + code, less 136
+      // Inverting a code's sign bit adds 8 to it: these are the bf16 128 + 8 + code, less 136.
+      return subtract_pair(and_xor(at[0].at[u] >> 4 * p, 0x000F000F, 0x43084308), 0x43084308);
     } else {
       return round_pair(code(2 * u, p), code(2 * u + 1, p), BFloat16{});
     }
@@ -73,55 +74,97 @@ __device__ __forceinline__ SplitPair split(float first, float second) {
   return {high, round_pair(rest_of(first, high_first), rest_of(second, high_second), BFloat16{})};
 }
 
-// A lane's share of a step's inputs. The lanes of group g (lane / 4) hold column g of the product: the high halves of
-// input g / 2 if g is even, its low halves if g is odd. Both groups need all 32 elements of the input: each lane loads
-// and splits 16 of them and exchanges halves with its partner.
+template <class In>
+constexpr bool kIsSplit = !std::is_same_v<In, BFloat16>;
+
+template <class In>
+constexpr int kTileInputs = kIsSplit<In> ? 4 : 8;  // of one product of tensor cores
+
+// A lane's share of a step's inputs: 32 elements of one column of the product.
 struct InputRun {
   uint32_t pairs[16];  // pair 4 u + p: elements 8 u + p and 8 u + p + 4
 };
 
-__device__ __forceinline__ InputRun load_inputs(const float* from, bool exists) {
-  const int odd = lane_index() / 4 % 2;
-  Words<4> words[4] = {};
+// The lanes of group g (lane / 4) hold column g. Split inputs: the high halves of input g / 2 if g is even, its low halves
+// if g is odd. Both groups need all 32 elements of the input: each lane loads and splits 16 of them and exchanges halves
+// with its partner.
+template <class In>
+__device__ __forceinline__ InputRun load_inputs(const In* from, bool exists) {
+  constexpr int kWords = kIsSplit<In> ? 16 * sizeof(In) / 16 : 4;
+  const int odd = kIsSplit<In> ? lane_index() / 4 % 2 : 0;
+  Words<4> words[kWords] = {};
 #pragma unroll
-  for (int i = 0; i < 4 && exists; ++i) words[i] = reinterpret_cast<const Words<4>*>(from)[4 * odd + i];
+  for (int i = 0; i < kWords && exists; ++i) words[i] = reinterpret_cast<const Words<4>*>(from)[kWords * odd + i];
   InputRun run;
+  if constexpr (kIsSplit<In>) {
+    float values[16];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const int u = i / 4, p = i % 4;
-    const SplitPair mine = split(float_of(words[2 * u].at[p]), float_of(words[2 * u + 1].at[p]));
-    const uint32_t theirs = __shfl_xor_sync(kAllLanes, odd ? mine.high : mine.low, 4);
-    run.pairs[i] = odd ? theirs : mine.high;
-    run.pairs[8 + i] = odd ? mine.low : theirs;
+    for (int i = 0; i < kWords; ++i) widen<In>(words[i], values + i * kVector<In>);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const SplitPair mine = split(values[i / 4 * 8 + i % 4], values[i / 4 * 8 + i % 4 + 4]);
+      const uint32_t theirs = __shfl_xor_sync(kAllLanes, odd ? mine.high : mine.low, 4);
+      run.pairs[i] = odd ? theirs : mine.high;
+      run.pairs[8 + i] = odd ? mine.low : theirs;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      const int word = i % 4 / 2;
+      run.pairs[i] = __byte_perm(words[i / 4].at[word], words[i / 4].at[word + 2], i % 2 ? 0x7632 : 0x5410);
+    }
   }
   return run;
 }
 
-// sums += scale * products of a step, for one tile of 16 rows; a lane has rows g and g + 8.
-template <int kBits>
+// sums += scale * products of a step, for one tile of 16 rows and kTiles of columns; a lane has rows g and g + 8.
+template <int kBits, int kTiles>
 __device__ __forceinline__ void add_step(const CodeRun<kBits> (&codes)[2], const float (&scales)[2],
-                                         const InputRun& inputs, float (&sums)[4]) {
-  float products[4] = {};
+                                         const InputRun (&inputs)[kTiles], float (&sums)[kTiles][4]) {
+  float products[kTiles][4] = {};
 #pragma unroll
   for (int s = 0; s < 8; ++s) {
     const int u = s / 2, p = s % 2 * 2;
     const uint32_t a[4] = {codes[0].pair(u, p), codes[1].pair(u, p), codes[0].pair(u, p + 1), codes[1].pair(u, p + 1)};
-    const uint32_t b[2] = {inputs.pairs[2 * s], inputs.pairs[2 * s + 1]};
-    multiply_tile(a, b, products);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const uint32_t b[2] = {inputs[n].pairs[2 * s], inputs[n].pairs[2 * s + 1]};
+      multiply_tile(a, b, products[n]);
+    }
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sums[i] += products[i] * scales[i / 2];
+  for (int i = 0; i < 4 * kTiles; ++i) sums[i / 4][i % 4] += products[i / 4][i % 4] * scales[i % 4 / 2];
 }
 
-template <int kBits>
-__global__ void __launch_bounds__(kMatmulWarps * kLanes)
-multiply_rows(const float* x, int num_inputs, const uint8_t* codes, const BFloat16* scales, FrozenRows shape,
-              float* output) {
-  __shared__ float partial[kMatmulWarps][kBlockRows][kMaxInputs];
+// Inputs, the weight, and where the results go.
+struct Product {
+  const void* x;  // [num_inputs, columns]
+  int64_t dtype;  // of x and output
+  int num_inputs;
+  const uint8_t* codes;
+  const BFloat16* scales;
+  FrozenRows shape;
+  const void* bias;  // [rows] or null
+  int64_t bias_dtype;
+  void* output;  // [num_inputs, rows]
+
+  __device__ void store(int64_t input, int64_t row, float sum) const {
+    if (bias) sum += load_element(bias, bias_dtype, row);
+    store_element(output, dtype, input * shape.rows + row, sum);
+  }
+};
+
+template <int kBits, class In, int kTiles>
+__global__ void __launch_bounds__(kMatmulWarps * kLanes, kTiles == 1 ? 2 : 1) multiply_rows(Product product) {
+  constexpr int kInputs = kTiles * kTileInputs<In>;
+  __shared__ float partial[kMatmulWarps][kBlockRows][kInputs];
+  const FrozenRows& shape = product.shape;
   const int warp = threadIdx.x / kLanes, group = lane_index() / 4, quad = lane_index() % 4;
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kBlockRows;
+  const int first_input = blockIdx.y * kInputs, column_input = group / (kIsSplit<In> ? 2 : 1);
   const int steps_per_block = static_cast<int>(shape.block) / kStep;
-  float sums[kRowTiles][4] = {};
+  const In* x = static_cast<const In*>(product.x);
+  float sums[kRowTiles][kTiles][4] = {};
   for (int step = warp; step < shape.columns / kStep; step += kMatmulWarps) {
     const int64_t column = static_cast<int64_t>(step) * kStep + quad * 32;
     CodeRun<kBits> runs[kRowTiles][2];
@@ -130,63 +173,86 @@ multiply_rows(const float* x, int num_inputs, const uint8_t* codes, const BFloat
     for (int i = 0; i < 2 * kRowTiles; ++i) {
       // Lanes behind the last row repeat it, and store nothing.
       const int64_t row = min(first_row + 8 * i + group, shape.rows - 1);
-      runs[i / 2][i % 2] = load_run<kBits>(codes + row * shape.code_bytes() + column * kBits / 8);
-      run_scales[i / 2][i % 2] = to_float(scales[row * shape.num_blocks() + step / steps_per_block]);
+      runs[i / 2][i % 2] = load_run<kBits>(product.codes + row * shape.code_bytes() + column * kBits / 8);
+      run_scales[i / 2][i % 2] = to_float(product.scales[row * shape.num_blocks() + step / steps_per_block]);
     }
-    const InputRun inputs = load_inputs(x + group / 2 * shape.columns + column, group / 2 < num_inputs);
+    InputRun inputs[kTiles];
 #pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) add_step<kBits>(runs[t], run_scales[t], inputs, sums[t]);
+    for (int n = 0; n < kTiles; ++n) {
+      const int input = first_input + n * kTileInputs<In> + column_input;
+      inputs[n] = load_inputs(x + input * shape.columns + column, input < product.num_inputs);
+    }
+#pragma unroll
+    for (int t = 0; t < kRowTiles; ++t) add_step<kBits, kTiles>(runs[t], run_scales[t], inputs, sums[t]);
   }
 #pragma unroll
-  for (int i = 0; i < 2 * kRowTiles; ++i) {
-    partial[warp][8 * i + group][quad] = sums[i / 2][i % 2 * 2] + sums[i / 2][i % 2 * 2 + 1];
+  for (int i = 0; i < 2 * kRowTiles * kTiles; ++i) {
+    const int n = i / (2 * kRowTiles), half = i % (2 * kRowTiles);  // of the rows of a tile: g or g + 8
+    const float first = sums[half / 2][n][half % 2 * 2], second = sums[half / 2][n][half % 2 * 2 + 1];
+    float* to = partial[warp][8 * half + group] + n * kTileInputs<In>;
+    if constexpr (kIsSplit<In>) to[quad] = first + second;
+    else to[2 * quad] = first, to[2 * quad + 1] = second;
   }
   __syncthreads();
-  const int input = threadIdx.x / kBlockRows;
-  const int64_t row = first_row + threadIdx.x % kBlockRows;
-  if (input >= num_inputs || row >= shape.rows) return;
-  float sum = 0;
-  for (int w = 0; w < kMatmulWarps; ++w) sum += partial[w][threadIdx.x % kBlockRows][input];
-  output[input * shape.rows + row] = sum;
+  for (int i = threadIdx.x; i < kInputs * kBlockRows; i += kMatmulWarps * kLanes) {
+    const int input = first_input + i / kBlockRows;
+    const int64_t row = first_row + i % kBlockRows;
+    if (input >= product.num_inputs || row >= shape.rows) continue;
+    float sum = 0;
+    for (int w = 0; w < kMatmulWarps; ++w) sum += partial[w][i % kBlockRows][i / kBlockRows];
+    product.store(input, row, sum);
+  }
 }
 
 // A warp for each row. Its lanes are those of ops/cpu/frozen_matmul.cpp.
-__global__ void __launch_bounds__(kThreads)
-multiply_elements(const float* x, int num_inputs, const uint8_t* codes, const BFloat16* scales, FrozenRows shape,
-                  float* output) {
+__global__ void __launch_bounds__(kThreads) multiply_elements(Product product) {
+  const FrozenRows& shape = product.shape;
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kLanes;
   if (row >= shape.rows) return;
-  const int64_t stride = shape.num_blocks() * shape.block;
-  for (int input = 0; input < num_inputs; ++input) {
+  for (int input = 0; input < product.num_inputs; ++input) {
     float lane = 0;
     for (int64_t b = 0; b < shape.num_blocks(); ++b) {
       float sum = 0;
       for (int64_t i = lane_index(); i < ceil_div(shape.block_size(b), kLanes) * kLanes; i += kLanes) {
         const int64_t column = b * shape.block + i;
-        const bool exists = column < shape.columns;
-        const int code = exists ? code_of(codes + row * shape.code_bytes(), static_cast<int>(shape.bits), column) : 0;
-        sum += x[input * stride + column] * static_cast<float>(code);
+        if (column >= shape.columns) continue;  // a product of zeros
+        const int code = code_of(product.codes + row * shape.code_bytes(), static_cast<int>(shape.bits), column);
+        sum += load_element(product.x, product.dtype, input * shape.columns + column) * static_cast<float>(code);
       }
-      lane += sum * to_float(scales[row * shape.num_blocks() + b]);
+      lane += sum * to_float(product.scales[row * shape.num_blocks() + b]);
     }
     for (int half = kLanes / 2; half; half /= 2) lane += __shfl_down_sync(kAllLanes, lane, half);
-    if (lane_index() == 0) output[input * shape.rows + row] = lane;
+    if (lane_index() == 0) product.store(input, row, lane);
   }
+}
+
+// One product, or several side by side. More inputs than those hold lie along the grid's rows.
+template <int kBits, class In>
+int launch_rows(const Product& product, void* stream) {
+  constexpr int kWide = kIsSplit<In> ? 2 : 4;  // as registers hold
+  const bool is_narrow = product.num_inputs <= kTileInputs<In>;
+  const int64_t inputs = kTileInputs<In> * (is_narrow ? 1 : kWide);
+  const dim3 grid(static_cast<unsigned>(ceil_div(product.shape.rows, kBlockRows)),
+                  static_cast<unsigned>(ceil_div(product.num_inputs, inputs)));
+  const auto kernel = is_narrow ? multiply_rows<kBits, In, 1> : multiply_rows<kBits, In, kWide>;
+  return launch(kernel, grid, kMatmulWarps * kLanes, stream, product);
 }
 
 }  // namespace zeropp
 }  // namespace
 
-ZEROPP_KERNEL(frozen_matmul)(const float* x, const uint8_t* codes, const uint8_t* scales, int64_t columns, int64_t bits,
-                             int64_t block, int64_t num_inputs, int64_t rows, float* out, void* stream) {
+ZEROPP_KERNEL(frozen_matmul)(const void* x, int64_t x_dtype, const uint8_t* codes, const uint8_t* scales,
+                             const void* bias, int64_t bias_dtype, int64_t columns, int64_t bits, int64_t block,
+                             int64_t num_inputs, int64_t rows, void* out, void* stream) {
   using namespace zeropp;
-  const FrozenRows shape{rows, columns, block, bits};
-  const BFloat16* typed_scales = reinterpret_cast<const BFloat16*>(scales);
+  const Product product{x, x_dtype, static_cast<int>(num_inputs), codes, reinterpret_cast<const BFloat16*>(scales),
+                        {rows, columns, block, bits}, bias, bias_dtype, out};
   if (columns % block == 0 && block % kStep == 0 && is_aligned(codes) && is_aligned(x)) {
-    const dim3 grid(static_cast<unsigned>(ceil_div(rows, kBlockRows)));
-    const auto kernel = bits == 8 ? multiply_rows<8> : multiply_rows<4>;
-    return launch(kernel, grid, kMatmulWarps * kLanes, stream, x, num_inputs, codes, typed_scales, shape, out);
+    return for_dtype(x_dtype, [&](auto type) {
+      using In = decltype(type);
+      return bits == 8 ? launch_rows<8, In>(product, stream) : launch_rows<4, In>(product, stream);
+    });
   }
   const dim3 grid(static_cast<unsigned>(ceil_div(rows, kWarps)));
-  return launch(multiply_elements, grid, kThreads, stream, x, num_inputs, codes, typed_scales, shape, out);
+  return launch(multiply_elements, grid, kThreads, stream, product);
 }

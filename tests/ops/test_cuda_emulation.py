@@ -132,6 +132,16 @@ def test_residuals_that_are_not_finite(emulated, bits):
         check(emulated, dataclasses.replace(case, **feedback))
 
 
+@pytest.mark.parametrize("parts", [31, 32, 33, 64, 385, 1023, 1025])
+def test_tiles_of_many_parts(emulated, parts):
+    """Warps find their tile among the parts in rounds of 32 places, also where parts are of very different sizes."""
+    segments = [
+        Segment(1 + (37 * index) % 50 + 1500 * (index % 97 == 5), (8, 4, None)[index % 3]) for index in range(parts)
+    ]
+    layout = WireLayout(segments, 32)
+    check_quantize(emulated, torch.randn(2 * layout.numel), layout)
+
+
 def test_more_slices_than_rows_of_a_grid(emulated):
     check_quantize(emulated, torch.randn(65_536 + 5), WireLayout([Segment(1, None)], 32))
 
@@ -175,42 +185,48 @@ def frozen_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
     return weight
 
 
-def emulated_matmul(emulated, x, codes, scales, format):
-    columns = x.shape[1]
-    blocks = torch.nn.functional.pad(x, (0, -columns % format.block)).view(len(x), -1, format.block)
-    (product,) = run(emulated, "frozen_matmul", blocks, codes, scales, columns, format.bits, format.block)
+def emulated_matmul(emulated, x, codes, scales, format, bias=None):
+    arguments = (x, codes, scales, bias, x.shape[1], format.bits, format.block)
+    (product,) = run(emulated, "frozen_matmul", *arguments)
     return product.tensor.view(len(x), -1)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
-@pytest.mark.parametrize("num_inputs", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_inputs", [1, 3, 4, 5, 8, 9, 17, 32])
 @pytest.mark.parametrize(
     ("rows", "columns", "block"), [(5, 128, 128), (33, 1280, 128), (64, 2304, 256), (40, 1024, 512)]
 )
 def test_matmul_by_tensor_cores_is_near_the_exact_product(emulated, bits, num_inputs, rows, columns, block):
-    """Within the bound that [Note: tensor cores for a few rows] states, of sum |x w|."""
+    """Within the bound that [Note: tensor cores for a few rows] states, of sum |x w|, and one rounding to the dtype."""
     format = FrozenFormat(bits, block)
     codes, scales = frozen_format.pack(torch.randn(rows, columns), format)
     weight = frozen_format.unpack(codes, scales, columns, format, torch.float32).double()
+    bias = torch.randn(rows)
     for dtype in FLOAT_DTYPES:
-        x = torch.randn(num_inputs, columns).to(dtype).float()
-        product = emulated_matmul(emulated, x, codes, scales, format)
-        exact, bound = x.double() @ weight.T, x.double().abs() @ weight.abs().T
-        assert ((product - exact).abs() <= 2.0**-15 * bound).all()
-        if dtype != torch.float32:  # both halves of such inputs are exact: only additions round
-            assert ((product - exact).abs() <= 2.0**-20 * bound).all()
+        x = torch.randn(num_inputs, columns).to(dtype)
+        product = emulated_matmul(emulated, x, codes, scales, format, bias).double()
+        exact = x.double() @ weight.T + bias.double()
+        bound = x.double().abs() @ weight.abs().T + bias.abs().double()
+        # Both halves of 16-bit inputs are exact: only additions round, and the result.
+        allowed = (
+            2.0**-15 * bound if dtype == torch.float32 else 2.0**-20 * bound + torch.finfo(dtype).eps / 2 * exact.abs()
+        )
+        assert ((product - exact).abs() <= allowed).all()
 
 
-def test_matmul_keeps_infinities_and_nans(emulated):
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_matmul_keeps_infinities_and_nans(emulated, dtype):
     format = FrozenFormat(4, 128)
     weight = torch.randn(20, 256)
     weight[3, 200] = float("nan")
     codes, scales = frozen_format.pack(weight, format)
-    x = torch.ones(1, 256)
-    product = emulated_matmul(emulated, x, codes, scales, format)
-    assert product[0, 3].isnan() and product.isfinite().sum() == 19
-    x[0, 0] = float("inf")
-    assert not emulated_matmul(emulated, x, codes, scales, format).isfinite().any()
+    for num_inputs in (1, 11):
+        x = torch.ones(num_inputs, 256, dtype=dtype)
+        product = emulated_matmul(emulated, x, codes, scales, format)
+        assert product[:, 3].isnan().all() and product.isfinite().sum() == 19 * num_inputs
+        x[0, 0] = float("inf")
+        product = emulated_matmul(emulated, x, codes, scales, format)
+        assert not product[0].isfinite().any() and product[1:].isfinite().sum() == 19 * (num_inputs - 1)
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -218,10 +234,11 @@ def test_matmul_keeps_infinities_and_nans(emulated):
 def test_matmul_of_other_blocks_equals_the_cpu(emulated, bits, rows, columns, block):
     format = FrozenFormat(bits, block)
     codes, scales = frozen_format.pack(torch.randn(rows, columns), format)
-    for num_inputs in (1, 4):
-        x = torch.randn(num_inputs, columns)
-        expected = frozen_format.matmul(x, codes, scales, columns, format)
-        assert torch.equal(emulated_matmul(emulated, x, codes, scales, format), expected)
+    for num_inputs, dtype in ((1, torch.float32), (4, torch.bfloat16), (32, torch.float16)):
+        x = torch.randn(num_inputs, columns).to(dtype)
+        for bias in (None, torch.randn(rows)):
+            expected = frozen_format.matmul(x, codes, scales, columns, format, bias)
+            assert torch.equal(emulated_matmul(emulated, x, codes, scales, format, bias), expected)
 
 
 # ---- Changed words.

@@ -7,7 +7,6 @@ import torch
 
 from hf_zeropp import ops
 from hf_zeropp.ops import frozen_format, frozen_reference
-from hf_zeropp.ops.blocks import to_blocks
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
 SHAPES = ((5, 7), (3, 33), (4, 384), (2, 3, 131), (1, 1))
@@ -50,12 +49,38 @@ def test_kernels_equal_the_reference_bit_for_bit(kernels, bits, block):
                 decoded = frozen_format.unpack(codes, scales, shape[-1], format, out_dtype)
                 expected = frozen_reference.unpack(codes, scales, shape[-1], bits, block, out_dtype)
                 assert torch.equal(decoded.nan_to_num(7), expected.nan_to_num(7)), case
-            if len(shape) == 2:
-                x = torch.randn(3, shape[1], generator=torch.Generator().manual_seed(1)).to(dtype)
-                product = frozen_format.matmul(x, codes, scales, shape[1], format)
-                blocks = to_blocks(x.float(), block)
-                expected = frozen_reference.matmul(blocks, codes, scales, shape[1], bits, block).to(dtype)
-                assert torch.equal(product.nan_to_num(7), expected.nan_to_num(7)), case
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_equal_the_reference_bit_for_bit(kernels, bits, dtype):
+    """All numbers of rows that kernels compute together, one more, and inputs whose products with codes are not finite."""
+    generator = torch.Generator().manual_seed(1)
+    for shape, block in (((5, 7), 32), ((19, 131), 32), ((4, 384), 128), ((33, 1600), 160), ((3, 4096), 4096)):
+        format = FrozenFormat(bits, block)
+        codes, scales = frozen_format.pack(weight(shape), format)
+        bias = torch.randn(shape[0], generator=generator)
+        for num_inputs in (*range(1, 10), frozen_reference.MAX_INPUTS):
+            x = torch.randn(num_inputs, shape[1], generator=generator).to(dtype)
+            if num_inputs > 5:
+                x[0, :7] = torch.tensor((3e38, -3e38, 3e38, float("inf"), float("nan"), -0.0, 1e-40)).to(dtype)
+            for given in (None, bias, bias.to(dtype)):
+                product = frozen_format.matmul(x, codes, scales, shape[1], format, given)
+                expected = frozen_reference.matmul(x, codes, scales, given, shape[1], bits, block)
+                assert product.dtype == dtype
+                assert torch.equal(product.nan_to_num(7), expected.nan_to_num(7)), (shape, num_inputs)
+
+
+def test_rows_of_x_up_to_which_codes_are_multiplied(kernels):
+    """Each kind of kernels has a limit of its own, and all take the most rows that the operator allows."""
+    if kernels == "reference":
+        assert not frozen_format.has_fast_matmul(torch.ones(1, 32))
+        return
+    limit = frozen_format._FAST_INPUTS[kernels]
+    assert 1 <= limit <= frozen_reference.MAX_INPUTS
+    assert frozen_format.has_fast_matmul(torch.ones(limit, 32))
+    assert not frozen_format.has_fast_matmul(torch.ones(limit + 1, 32))
+    assert not frozen_format.has_fast_matmul(torch.ones(1, 32, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("piece", (1, 5 * 33))
@@ -118,8 +143,10 @@ def test_tensors_of_other_sizes_are_refused():
     codes, scales = frozen_format.pack(torch.zeros(4, 256), format)
     with pytest.raises(ValueError, match=r"frozen_unpack: expected codes of shape \(4, 256\).* got \(4, 128\)"):
         frozen_format.unpack(codes, scales, 512, format, torch.float32)
-    with pytest.raises(ValueError, match="frozen_matmul: expected at most 4 rows of x, got 5"):
-        frozen_format.matmul(torch.zeros(5, 256), codes, scales, 256, format)
+    with pytest.raises(ValueError, match="frozen_matmul: expected at most 32 rows of x, got 33"):
+        frozen_format.matmul(torch.zeros(33, 256), codes, scales, 256, format)
+    with pytest.raises(ValueError, match="frozen_matmul: expected bias with 4 elements, got 3"):
+        frozen_format.matmul(torch.zeros(1, 256), codes, scales, 256, format, torch.zeros(3))
     with pytest.raises(TypeError, match="dtype float32, bfloat16 or float16, got torch.float64"):
         frozen_format.unpack(codes, scales, 256, format, torch.float64)
 
@@ -130,5 +157,5 @@ def test_operators_trace():
     codes, scales = frozen_format.pack(value, FrozenFormat(4))
     torch.library.opcheck(torch.ops.zeropp.frozen_pack.default, (value, 4, 128))
     torch.library.opcheck(torch.ops.zeropp.frozen_unpack.default, (codes, scales, 384, 4, 128, torch.bfloat16))
-    blocks = x.view(2, 3, 128)
-    torch.library.opcheck(torch.ops.zeropp.frozen_matmul.default, (blocks, codes, scales, 384, 4, 128))
+    for bias in (None, torch.randn(4)):
+        torch.library.opcheck(torch.ops.zeropp.frozen_matmul.default, (x, codes, scales, bias, 384, 4, 128))

@@ -211,13 +211,13 @@ def frozen_cases(bits: int, rows: int, columns: int) -> Iterator[Case]:
     def matmul(num_inputs: int) -> Maker:
         def make() -> Action:
             codes, scales = weight()
-            x = torch.randn(num_inputs, columns, device="cuda")  # fp32: nothing but the kernel runs
+            x = torch.randn(num_inputs, columns, device="cuda", dtype=torch.bfloat16)
             return lambda: frozen_format.matmul(x, codes, scales, columns, format)
 
         return make
 
     yield Case(f"frozen unpack INT{bits} {rows} x {columns}", packed, packed + dense, unpack, dict)
-    for num_inputs in (1, 4):
+    for num_inputs in (1, 8, 32):
         name = f"frozen matmul INT{bits} {rows} x {columns}, {num_inputs} rows of x"
         yield Case(name, packed, packed, matmul(num_inputs), dict)
 
