@@ -135,11 +135,15 @@ ZEROPP_HD int16_t magnitude(BFloat16 value) { return static_cast<int16_t>(value.
 ZEROPP_HD uint32_t amax_bits(int32_t amax) { return static_cast<uint32_t>(amax); }
 ZEROPP_HD uint32_t amax_bits(int16_t amax) { return static_cast<uint32_t>(amax) << 16; }
 
-// The bf16 scale of a block: amax / qmax, rounded up, so that its largest element is never clipped.
-ZEROPP_HD BFloat16 encode_scale(uint32_t amax, int qmax) {
-  const uint32_t up = (bits_of(float_of(amax) / static_cast<float>(qmax)) + 0xFFFF) >> 16;
+// The bf16 scale of a block: the quotient amax / qmax, rounded up, so that its largest element is never clipped.
+ZEROPP_HD BFloat16 round_scale(uint32_t amax, float quotient) {
+  const uint32_t up = (bits_of(quotient) + 0xFFFF) >> 16;
   const uint32_t finite = up > kScaleMax ? kScaleMax : up;  // an Inf would make NaNs of all codes 0
   return {static_cast<uint16_t>(amax >= kInfBits ? kScaleNaN : finite < kScaleMin ? 0 : finite)};
+}
+
+ZEROPP_HD BFloat16 encode_scale(uint32_t amax, int qmax) {
+  return round_scale(amax, float_of(amax) / static_cast<float>(qmax));
 }
 
 // Do a block's elements have codes? Under the scales 0 and NaN all codes are 0.

@@ -34,18 +34,20 @@ struct Tile {
   __device__ bool is_last(const Part& of) const { return first + numel == of.numel; }
 };
 
-// Finds the tile of a number. All lanes of a warp look together: they count the parts that begin at or before the
-// number.
+// Finds the tile of a number. Lanes look for the last part that begins at or before the number, at 32 places at a time: two
+// rounds for up to 1024 parts, as many for two parts as for 32.
 __device__ __forceinline__ Tile find_tile(const Layout& layout, const Tiling& tiling, int number) {
   const auto first_tile = [&](int part) {
     return static_cast<int>(layout.parts[part].first_block >> tiling.log2_blocks) + part;
   };
-  int begun = 0;
-  for (int base = 0; base == begun && base < layout.num_parts; base += kLanes) {
-    const int part = base + lane_index();
-    begun += __popc(__ballot_sync(kAllLanes, part < layout.num_parts && first_tile(part) <= number));
-  }
-  const int part = begun - 1;
+  int part = 0, count = static_cast<int>(layout.num_parts);  // it is among `count` parts from this one on
+  do {
+    const int stride = (count + kLanes - 1) >> 5, ahead = lane_index() * stride;
+    const uint32_t begun = __ballot_sync(kAllLanes, ahead < count && first_tile(part + ahead) <= number);
+    const int skipped = (__popc(begun) - 1) * stride;
+    part += skipped;
+    count = ::min(count - skipped, stride);
+  } while (count > 1);
   const int64_t first = static_cast<int64_t>(number - first_tile(part)) * tiling.tile_numel();
   const int64_t left = max(layout.parts[part].numel - first, 0);
   return {part, first, static_cast<int>(min(left, tiling.tile_numel()))};

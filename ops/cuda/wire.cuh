@@ -103,15 +103,18 @@ __device__ __forceinline__ void encode_tile(const float (&values)[kPerLane], con
 // values += source 0, then += source 1, and so on. Each source lies `stride` bytes behind the last. As many sources are
 // on their way at once as fit into 64 bytes of codes per lane.
 template <int kBits, int V>
-__device__ __forceinline__ void add_quantized(TileMemory<const uint8_t> from, int64_t num_sources, int64_t stride,
+__device__ __forceinline__ void add_quantized(const TileMemory<const uint8_t>& from, int64_t num_sources, int64_t stride,
                                               Staging& staging, float (&values)[kPerLane]) {
   constexpr int kAtOnce = 4 / kFetches<kBits>;
+  // What the part says is read once. (Stores to the staging could change it, as far as the compiler knows.)
+  BlockMemory<const uint8_t> blocks = from.blocks(kBits);
   for (int64_t source = 0; source < num_sources; source += kAtOnce) {
     FetchedBlocks<kBits> fetched[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (source + i < num_sources) fetched[i] = fetch_blocks<kBits>(from.blocks(kBits));
-      from.wire += stride;
+      if (source + i < num_sources) fetched[i] = fetch_blocks<kBits>(blocks);
+      blocks.scales += stride;
+      blocks.codes += stride;
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
@@ -121,12 +124,13 @@ __device__ __forceinline__ void add_quantized(TileMemory<const uint8_t> from, in
 }
 
 template <int V>
-__device__ __forceinline__ void add_raw(TileMemory<const uint8_t> from, int64_t num_sources, int64_t stride,
+__device__ __forceinline__ void add_raw(const TileMemory<const uint8_t>& from, int64_t num_sources, int64_t stride,
                                         int64_t raw_dtype, float (&values)[kPerLane]) {
   with_dtype(raw_dtype, [&](auto type) {
     using T = decltype(type);
-    for (int64_t source = 0; source < num_sources; ++source, from.wire += stride) {
-      add_rows<V>(from.raw<T>(), from.tile.numel, values);
+    const uint8_t* elements = reinterpret_cast<const uint8_t*>(from.raw<T>());
+    for (int64_t source = 0; source < num_sources; ++source, elements += stride) {
+      add_rows<V>(reinterpret_cast<const T*>(elements), from.tile.numel, values);
     }
   });
 }
