@@ -122,6 +122,9 @@ ZEROPP_KERNEL(quantize_with_feedback)(const uint8_t* wire, const ZeroppLayout* l
                                       int64_t rotate, float decay, float rescale, uint8_t* residual, int64_t num_slices,
                                       uint8_t* out, void* stream);
 
+// Rounds fp32 to bf16, up or down at random: hf_zeropp/ops/rounding.py.
+ZEROPP_KERNEL(round_stochastic)(const float* values, int64_t seed, int64_t numel, uint16_t* out, void* stream);
+
 // Encodes how slices differ from their base (changes_format.h). wire: [num_slices, capacity]; sizes: what each row takes
 // of it. starts: [num_slices, blocks], where payloads begin in a row. The tensors but `sizes` may be empty.
 ZEROPP_KERNEL(encode_changes)(const uint8_t* input, const uint8_t* base, int64_t num_slices, int64_t slice_bytes,

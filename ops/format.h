@@ -123,6 +123,19 @@ ZEROPP_HD void assign(Float16& to, float value) {
   to.bits = static_cast<uint16_t>(magnitude > kInfBits ? kFloat16NaN : rounded);
 }
 
+// Word `index` of the random numbers of a seed, by SplitMix64: [Note: random bits] in hf_zeropp/ops/rounding.py.
+ZEROPP_HD uint64_t random_word(int64_t seed, int64_t index) {
+  uint64_t word = static_cast<uint64_t>(seed) + 0x9E3779B97F4A7C15u * static_cast<uint64_t>(index + 1);
+  word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
+  word = (word ^ word >> 27) * 0x94D049BB133111EBu;
+  return word ^ word >> 31;
+}
+
+// The bf16 bits of a value, rounded up if its lower half and 16 random bits have a carry.
+ZEROPP_HD uint16_t round_stochastic(float value, uint32_t random) {
+  return static_cast<uint16_t>(value != value ? kBFloat16NaN : (bits_of(value) + random) >> 16);
+}
+
 // ---- Scales.
 
 ZEROPP_HD constexpr int qmax_of(int64_t bits) { return (1 << (bits - 1)) - 1; }

@@ -7,6 +7,7 @@ them). The compiled kernels are in ``ops/`` at the top of the repository; ``ops/
 
 from hf_zeropp.ops.changes_format import apply_changes, changes_buffers, encode_changes
 from hf_zeropp.ops.kernels import CompiledKernels, compiled_kernels, kernel_info, set_kernels
+from hf_zeropp.ops.rounding import round_stochastic
 from hf_zeropp.ops.wire import dequantize, quantize
 from hf_zeropp.ops.wire_delta import dequantize_update, quantize_difference
 from hf_zeropp.ops.wire_sum import dequantize_sum, dequantize_sum_quantize, quantize_with_feedback
@@ -25,5 +26,6 @@ __all__ = [
     "quantize",
     "quantize_difference",
     "quantize_with_feedback",
+    "round_stochastic",
     "set_kernels",
 ]

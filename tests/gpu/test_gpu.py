@@ -56,6 +56,13 @@ def test_sanitized_cases(seed):
     check(make_case(seed, ROW_BLOCKS if seed % 2 else OTHER_BLOCKS))
 
 
+@pytest.mark.parametrize("numel", [1, 7, 4096, 5_000_001])
+def test_stochastic_rounding(numel):
+    values = torch.randint(-(2**31), 2**31, (numel + 1,), dtype=torch.int32).view(torch.float32)
+    for placed, on_gpu in ((values[:numel], values.cuda()[:numel]), (values[1:], values.cuda()[1:])):
+        assert same_bits(ops.round_stochastic(on_gpu, -numel).cpu(), ops.round_stochastic(placed, -numel))
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_changed_words(seed):
     case = make_changes_case(seed, max_words=200_000)

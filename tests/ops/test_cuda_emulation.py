@@ -255,6 +255,18 @@ def test_changed_words(emulated, group):
     assert noticed
 
 
+# ---- Stochastic rounding.
+
+
+@pytest.mark.parametrize("numel", [1, 7, 8, 1000, 4096, 5001])
+def test_stochastic_rounding(emulated, numel):
+    values = torch.randint(-(2**31), 2**31, (numel + 1,), dtype=torch.int32).view(torch.float32)
+    for offset in (0, 1):
+        placed = values[offset : offset + numel]
+        (rounded,) = run(emulated, "round_stochastic", placed, -numel, offset=offset)
+        assert same_bits(rounded.tensor, ops.round_stochastic(placed, -numel))
+
+
 # ---- The emulation itself.
 
 DIVERGENT = """
