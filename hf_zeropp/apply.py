@@ -20,7 +20,7 @@ from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.comm.topology import ShardGroups, get_topology, new_cpu_group
-from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
+from hf_zeropp.comm.two_hops import Rounding, TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.all_gather import MIXED_DTYPES, ZeroPPAllGather
@@ -72,8 +72,8 @@ def apply_zeropp(
 
     Returns:
         The handle. A loop of your own calls ``set_last_micro_step`` (accumulation), ``set_progress`` (``qgz_until``),
-        ``set_loss_scale`` (error feedback with fp16), and ``save_state`` and ``load_state`` (exact resume with deltas or error
-        feedback); ``traffic`` counts bytes.
+        ``set_loss_scale`` (error feedback with fp16), and ``save_state`` and ``load_state`` (exact resume with deltas, error
+        feedback or a 16-bit accumulator); ``traffic`` counts bytes.
 
     Raises:
         ValueError: on every rank, if on any rank the model is not sharded over the whole world, the settings do not
@@ -138,6 +138,7 @@ class ZeroPPHandle:
         self.shares_memory = False
         self._warnings = UnitWarnings()
         self._micro_steps = MicroSteps(config.quantizes_gradients)
+        self._rounding = Rounding(self.topology.rank) if config.rounds_accumulator else None
         self._decisions: Decisions | None = None
         if not self.is_active:
             log_inactive(self.topology, is_enabled=plan.is_enabled)
@@ -210,20 +211,25 @@ class ZeroPPHandle:
         # differ.
         for gather in self.gathers:
             gather.resync()
-        if self.config.error_feedback_decay is not None:
+        if self._keeps_state:
             path = state_file(folder, self.topology.rank, index)
-            save_residuals(path, self.reduces, self.topology)
+            save_residuals(path, self.reduces, self.topology, self._rounding)
 
     def load_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
-        """Go on from what ``save_state`` wrote; from residuals of zero where that does not fit, with a log line."""
+        """Go on from what ``save_state`` wrote; from residuals and random numbers of a new run where that does not fit."""
         # Weights were usually loaded just before. On accelerators a load that writes through pointers moves no
         # version counter.
         self.invalidate()
         path = state_file(folder, self.topology.rank, index)
-        if self.config.error_feedback_decay is not None:
-            load_residuals(path, self.reduces, self.topology)
+        if self._keeps_state:
+            load_residuals(path, self.reduces, self.topology, self._rounding)
         elif path.exists() and self.topology.rank == 0:  # one rank says it for all: each has a file of its own
             logger.warning("The residuals in %s are left out, because error feedback is off.", path.parent)
+
+    @property
+    def _keeps_state(self) -> bool:
+        """Whether an exact resume needs a file of this rank: residuals, or the count of random numbers."""
+        return self.config.error_feedback_decay is not None or self._rounding is not None
 
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""
@@ -343,7 +349,7 @@ class ZeroPPHandle:
         is_async = self._overlaps or self.config.qgz_chunks > 1  # chunks overlap with each other on any backend
         node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=is_async)
         cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=is_async)
-        hops = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks)
+        hops = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks, self._rounding)
         # On streams FSDP2 overlaps reductions by itself. On gloo a collective blocks the only thread.
         pipeline = ReducePipeline() if self._overlaps else None
         # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.

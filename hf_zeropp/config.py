@@ -105,6 +105,10 @@ class ZeroPPConfig:
             the newest error has this weight (LoCo, arXiv 2407.04480). ``"off"`` keeps none. Experimental.
         qgz_reset_steps: number of optimizer steps after which the residual starts again at zero; None for never.
             Experimental.
+        qgz_accumulator: dtype in which a node keeps the gradient sums of micro-steps that are not the last: ``"float32"``, or
+            ``"bfloat16"``, which takes half of the memory. Sums are taken in fp32 all the same, and rounded at random, up or down
+            with the probabilities that keep the mean. It has no effect without accumulation, and with one node, where gradients
+            are FSDP2's own.
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.
         weight_block: number of weights that share one scale; a multiple of 32 up to 4096.
@@ -133,6 +137,7 @@ class ZeroPPConfig:
     qgz_hadamard: bool = False
     qgz_error_feedback: float | Literal["off", "full"] = "off"
     qgz_reset_steps: int | None = None
+    qgz_accumulator: Literal["float32", "bfloat16"] = "float32"
     frozen_bits: int | None = None
     weight_block: int = 256
     grad_block: int = 128
@@ -194,6 +199,11 @@ class ZeroPPConfig:
         """The weight of the newest error in the residual: 1.0 for ``"full"``, None where no residual is kept."""
         words = {"off": None, "full": 1.0}
         return words[self.qgz_error_feedback] if isinstance(self.qgz_error_feedback, str) else self.qgz_error_feedback
+
+    @property
+    def rounds_accumulator(self) -> bool:
+        """Whether the gradient sums of micro-steps are kept in bf16, rounded at random."""
+        return self.qgz_accumulator == "bfloat16"
 
     @property
     def sends_deltas(self) -> bool:
@@ -406,6 +416,7 @@ _CHECKS: dict[str, Check] = {
     "qgz_hadamard": flag,
     "qgz_error_feedback": weight_or_word("off", "full"),
     "qgz_reset_steps": positive_int_or(None),
+    "qgz_accumulator": one_of("float32", "bfloat16"),
     "frozen_bits": one_of(8, 4, None),
     "weight_block": multiple_between(BLOCK_MULTIPLE, MIN_BLOCK, MAX_BLOCK),
     "grad_block": multiple_between(BLOCK_MULTIPLE, MIN_BLOCK, MAX_BLOCK),

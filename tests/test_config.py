@@ -94,6 +94,8 @@ def test_error_feedback_takes_words_and_weights(tmp_path) -> None:
         ({"qgz_error_feedback": True}, ["qgz_error_feedback", "True"]),
         ({"qgz_error_feedback": 1.5}, ["qgz_error_feedback", "1.5"]),
         ({"qgz_error_feedback": "full", "qgz_bits": None}, ["qgz_error_feedback", "qgz_bits=None"]),
+        ({"qgz_accumulator": "float16"}, ["qgz_accumulator", "float32", "bfloat16", "'float16'"]),
+        ({"qgz_accumulator": None}, ["qgz_accumulator", "float32", "bfloat16", "None"]),
         ({"qgz_reset_steps": 100}, ["qgz_reset_steps", "qgz_error_feedback"]),
         ({"qgz_until": 0.5, "qgz_bits": None, "qgz_intra_bits": None}, ["qgz_until", "qgz_bits", "None"]),
     ],

@@ -137,6 +137,8 @@ RESIDUALS = {
     "a loss scale of zero": (lambda path: rewrite(path, scale=0), "has the loss scale 0"),
     "a loss scale that is NaN": (lambda path: rewrite(path, scale=float("nan")), "has the loss scale nan"),
     "a loss scale in words": (lambda path: rewrite(path, scale="1"), "has the loss scale '1'"),
+    "a count of roundings in words": (lambda path: rewrite(path, roundings="7"), "it counts '7' roundings"),
+    "a count of roundings below zero": (lambda path: rewrite(path, roundings=-1), "it counts -1 roundings"),
     "steps in words": (lambda path: rewrite(path, num_steps="3"), "has served '3' steps"),
 }
 

@@ -3,7 +3,8 @@
 The node hop carries the whole unit over fast links, encoded in ``ReduceLayouts.node_hop``: each rank sends every other rank of
 its node the part that the other one sums. The sums are fp32 and leave each rank with 1/N of the unit: its *partial sums*
 [Y, S], one slice for each node. The cross hop encodes these anew, in ``ReduceLayouts.cross_hop``, and sends slice y to node y.
-A gradient is therefore quantized twice, whatever the number of ranks.
+A gradient is therefore quantized twice, whatever the number of ranks. Between micro-steps partial sums may be kept in bf16
+(`Rounding`).
 
 With one rank per node the node hop is empty. The partial sums are then the rank's own gradients, and are quantized once.
 """
@@ -19,6 +20,7 @@ import torch
 from hf_zeropp import ops
 from hf_zeropp.comm.hop import Flight, Hop, WireBuffers
 from hf_zeropp.ops.format import WireLayout
+from hf_zeropp.ops.rounding import random_word
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +50,27 @@ class ReduceLayouts:
         residuals = [None] * len(nodes) if self.residual is None else self.residual.chunks(count)
         trios = zip(nodes, crosses, residuals, strict=True)
         return tuple(ReduceLayouts(node, cross, residual, self.rotates) for node, cross, residual in trios)
+
+
+@dataclasses.dataclass
+class Rounding:
+    """Partial sums are rounded to bf16 between micro-steps, at random (``ops.round_stochastic``).
+
+    Rounding errors of different micro-steps, units and ranks must not be alike, or they would add up. So each rounding has a
+    seed of its own, which follows from the rank and a count. A run that continues with the count rounds as if it had not stopped.
+
+    Attributes:
+        rank: this rank, in the world.
+        count: how many times this rank has rounded.
+    """
+
+    rank: int
+    count: int = 0
+
+    def next_seed(self) -> int:
+        """Return the seed of the rounding that comes now."""
+        self.count += 1
+        return random_word(self.rank, self.count)
 
 
 @dataclasses.dataclass
@@ -83,13 +106,22 @@ class TwoHopReduce:
         cross_hop: the hop over the cross group. Its size is Y.
         buffers: where wire buffers come from.
         num_chunks: chunks of a slice; a slice with fewer blocks has fewer.
+        rounding: how partial sums are rounded to bf16; None where they are kept in fp32.
     """
 
-    def __init__(self, node_hop: Hop, cross_hop: Hop, buffers: WireBuffers, num_chunks: int = 1) -> None:
+    def __init__(
+        self,
+        node_hop: Hop,
+        cross_hop: Hop,
+        buffers: WireBuffers,
+        num_chunks: int = 1,
+        rounding: Rounding | None = None,
+    ) -> None:
         self.node_hop = node_hop
         self.cross_hop = cross_hop
         self._buffers = buffers
         self._num_chunks = num_chunks
+        self._rounding = rounding
 
     def chunks(self, layouts: ReduceLayouts) -> tuple[ReduceLayouts, ...]:
         """Return the chunks that a slice travels in. They are the same on every rank, since slices have equal sizes."""
@@ -117,17 +149,27 @@ class TwoHopReduce:
         Args:
             flights: result of ``start``.
             layouts: those that ``start`` was called with.
-            partial: partial sums of earlier micro-steps, fp32 [Y * S], changed in place; None at the first.
+            partial: partial sums of earlier micro-steps, fp32 or bf16 [Y * S], changed in place; None at the first.
 
         Returns:
-            The partial sums, this micro-step included.
+            The partial sums, this micro-step included: bf16 where they are rounded, else fp32.
         """
+        # Sums are taken in fp32, also of partial sums in bf16: one unit at a time has an fp32 copy of them.
+        total = self._add_up(flights, layouts, _in_fp32(partial))
+        if self._rounding is None:
+            return total
+        rounded = _new_partial(tuple(total.shape), torch.bfloat16, total.device) if partial is None else partial
+        ops.round_stochastic(total, self._rounding.next_seed(), out=rounded)
+        return rounded
+
+    def _add_up(self, flights: list[Flight], layouts: ReduceLayouts, partial: torch.Tensor | None) -> torch.Tensor:
+        """Finish the node hop, and add what arrived to ``partial`` [Y * S], in fp32 and in place."""
+        received = flights[0].received
         if self.node_hop.size == 1:
-            full = flights[0].received
             # The caller owns the gradients and may free or reuse their memory, so the first micro-step copies them.
-            return full.to(torch.float32, copy=True) if partial is None else partial.add_(full)
+            return received.to(torch.float32, copy=True) if partial is None else partial.add_(received)
         shape = (self.cross_hop.size, layouts.node_hop.numel)
-        total = partial if partial is not None else _new_partial(shape, flights[0].received.device)
+        total = _new_partial(shape, torch.float32, received.device) if partial is None else partial
         for flight, chunk in zip(flights, self.chunks(layouts), strict=True):
             received = flight.land(self._buffers)
             # A chunk's layout has gaps: each call writes its own elements of the sums and leaves the others alone.
@@ -148,12 +190,13 @@ class TwoHopReduce:
         Args:
             flights: result of ``start``.
             layouts: those that ``start`` was called with.
-            partial: partial sums of earlier micro-steps, fp32 [Y * S]; None where there are none. They are used up.
+            partial: partial sums of earlier micro-steps, fp32 or bf16 [Y * S]; None where there are none. They are used up.
             feedback: error feedback for each chunk; None without.
 
         Returns:
             The flights of the cross hop, one per chunk.
         """
+        partial = _in_fp32(partial)
         if self.node_hop.size == 1:
             full = flights[0].received
             return self.start_across(full if partial is None else partial.add_(full), layouts, feedback)
@@ -169,7 +212,7 @@ class TwoHopReduce:
         # Gradients are rotated when they are first encoded. With a node hop that has happened, and the sums are
         # rotated.
         rotate = layouts.rotates and self.node_hop.size == 1
-        # A residual is added in fp32. With one rank per node ``partial`` may be gradients in 16 bits.
+        # A residual is added in fp32. ``partial`` may be in 16 bits: rounded sums, or with one rank per node gradients.
         partial = partial if feedback is None else partial.float()
         flights = []
         for chunk, own in self._with_feedback(layouts, feedback):
@@ -284,7 +327,12 @@ def _encode_with_feedback(
     )
 
 
+def _in_fp32(partial: torch.Tensor | None) -> torch.Tensor | None:
+    """Return partial sums in fp32: themselves, or a copy of those in bf16."""
+    return None if partial is None else partial.float()
+
+
 @torch.inference_mode(False)
-def _new_partial(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+def _new_partial(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return room for partial sums, which are kept like a secondary shard: see ``new_wire`` for the inference mode."""
-    return torch.empty(shape, dtype=torch.float32, device=device)
+    return torch.empty(shape, dtype=dtype, device=device)

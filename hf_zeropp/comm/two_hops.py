@@ -35,7 +35,7 @@ in each other's memory, and the node hop of a gather moves no bytes (``node_memo
 
 from hf_zeropp.comm.changed_words import Changes, ChangesFlight
 from hf_zeropp.comm.two_hop_gather import DeltaFlight, GatherLayouts, Secondary, TwoHopGather
-from hf_zeropp.comm.two_hop_reduce import Feedback, ReduceLayouts, TwoHopReduce
+from hf_zeropp.comm.two_hop_reduce import Feedback, ReduceLayouts, Rounding, TwoHopReduce
 
 __all__ = [
     "Changes",
@@ -44,6 +44,7 @@ __all__ = [
     "Feedback",
     "GatherLayouts",
     "ReduceLayouts",
+    "Rounding",
     "Secondary",
     "TwoHopGather",
     "TwoHopReduce",

@@ -45,9 +45,13 @@ class Residual:
     Args:
         config: the settings of the run.
         loss_scale: the factor in the gradients now.
+
+    Attributes:
+        is_kept: whether there is error feedback at all.
     """
 
     def __init__(self, config: ZeroPPConfig, loss_scale: LossScale) -> None:
+        self.is_kept = config.error_feedback_decay is not None
         self._decay = config.error_feedback_decay or 1.0
         self._reset_steps = config.qgz_reset_steps
         self._loss_scale = loss_scale

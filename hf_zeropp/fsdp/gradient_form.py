@@ -55,7 +55,7 @@ class Partial:
     """Gradients of earlier micro-steps, summed within the node.
 
     Attributes:
-        sums: fp32 [Y, S].
+        sums: fp32 [Y, S]; bf16 with ``qgz_accumulator="bfloat16"``.
         form: how they travel.
         written: recorded when they were written, on FSDP2's reduce-scatter stream. The next reduction runs on that stream too;
             a delivery for an optimizer's step runs on another one, and waits for it. None on CPU.

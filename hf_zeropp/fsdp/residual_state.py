@@ -1,8 +1,14 @@
-"""Checkpoints of error feedback: the residuals that a run needs besides weights and optimizer states, in one file per rank.
+"""Checkpoints of gradients: what a run needs besides weights and optimizer states, in one file per rank.
+
+These are the residuals of error feedback, and how many random numbers the rounding of partial sums has taken
+(``qgz_accumulator="bfloat16"``).
 
 A residual fits one rank of one world with one layout. If it does not fit (another world, other settings, no file), it starts
 from zero, and a log line says why: that step has a little more error, and nothing worse. Each rank decides this alone, because
 a residual chooses no collective.
+
+A count that does not fit starts from zero as well: the run goes on with other random numbers than the one that was saved.
+Partial sums are not saved, whatever their dtype: a checkpoint belongs between steps, as it does with stock FSDP2's gradients.
 
 Secondary shards are not saved. At a checkpoint whole weights cross instead of a delta, both in the run that saves it and in the
 run that resumes from it, so both continue from the same copies.
@@ -25,6 +31,7 @@ from safetensors.torch import save_file
 
 from hf_zeropp import ops
 from hf_zeropp.comm.topology import Topology
+from hf_zeropp.comm.two_hops import Rounding
 from hf_zeropp.files import check_file, open_tensors, written_at_once
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.ops.format import WireLayout
@@ -34,6 +41,9 @@ logger = logging.getLogger(__name__)
 _METADATA = "zeropp"
 _LOSS_SCALES = (2.0**-64, 2.0**64)
 """Loss scales beyond these are no result of a loss scaler, and a factor between two of them could overflow."""
+
+
+_MAX_COUNT = 2**63
 
 
 class _Saved(NamedTuple):
@@ -48,8 +58,10 @@ def state_file(folder: str | os.PathLike[str], rank: int, index: int = 0) -> Pat
     return Path(folder, f"zeropp_{index}_rank_{rank}.safetensors")
 
 
-def save_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology) -> None:
-    """Write the residuals of all units. The file appears when it is whole, so a run that dies here leaves no damaged one."""
+def save_residuals(
+    path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology, rounding: Rounding | None = None
+) -> None:
+    """Write the residuals of all units and the count of ``rounding``. The file appears when it is whole, so no half is left."""
     tensors: dict[str, torch.Tensor] = {}
     units: dict[str, Any] = {}
     for reduce in reduces:
@@ -58,22 +70,31 @@ def save_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology:
             units[reduce.unit.name] = rest
             tensors |= {_key(reduce.unit.name, index): wire for index, wire in enumerate(wires)}
     # The name is kept, so that a file that was renamed is not taken for the residuals of another rank or model.
-    state = {"file": path.name, "world": _world(topology), "units": units}
+    count = 0 if rounding is None else rounding.count
+    state = {"file": path.name, "world": _world(topology), "units": units, "roundings": count}
     path.parent.mkdir(parents=True, exist_ok=True)
     with written_at_once(path) as partial:
         save_file(tensors, partial, metadata={_METADATA: json.dumps(state)})
 
 
-def load_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology) -> None:
-    """Take over what ``save_residuals`` wrote; if it does not fit, clear the residuals and log why."""
+def load_residuals(
+    path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology, rounding: Rounding | None = None
+) -> None:
+    """Take over what ``save_residuals`` wrote; if it does not fit, clear the residuals and the count, and log why."""
     for reduce in reduces:
         reduce.residual.clear()
+    if rounding is not None:
+        rounding.count = 0
     try:
-        saved = _read(path, reduces, topology)
+        saved, count = _read(path, reduces, topology)
     except ValueError as error:
-        logger.warning("Error feedback begins anew, with residuals of zero: %s.", error)
+        logger.warning(
+            "Error feedback begins anew, with residuals of zero, and rounding with other random numbers: %s.", error
+        )
         return
-    for reduce in reduces:
+    if rounding is not None:
+        rounding.count = count
+    for reduce in (reduce for reduce in reduces if reduce.residual.is_kept):
         name = reduce.unit.name
         if name in saved:
             reduce.residual.restore(*saved[name], torch.device(reduce.unit.device_type))
@@ -81,8 +102,8 @@ def load_residuals(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology:
             logger.warning("The checkpoint has no residual of unit %s: it begins at zero.", name)
 
 
-def _read(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology) -> dict[str, _Saved]:
-    """Return the residuals of the units that the file knows.
+def _read(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology) -> tuple[dict[str, _Saved], int]:
+    """Return the residuals of the units that the file knows, and the count of roundings.
 
     Raises:
         ValueError: there is no such file, it cannot be used, or another rank or world wrote it. The message says which.
@@ -105,7 +126,7 @@ def _read(path: Path, reduces: Sequence[ZeroPPReduceScatter], topology: Topology
     if state["world"] != _world(topology):
         saver = _words(state["world"])
         raise ValueError(f"the checkpoint was saved by {saver}, this is {_words(_world(topology))}")
-    return saved
+    return saved, state["roundings"]
 
 
 def _state_in(file: Any) -> dict[str, Any]:
@@ -116,6 +137,9 @@ def _state_in(file: Any) -> dict[str, Any]:
         raise ValueError("it holds no state of error feedback")
     if [type(size) for size in state["world"]] != [int, int]:
         raise ValueError("it does not say which world saved it")
+    count = state.setdefault("roundings", 0)  # files of earlier versions have no count
+    if type(count) is not int or not 0 <= count < _MAX_COUNT:
+        raise ValueError(f"it counts {count!r} roundings")
     return state
 
 

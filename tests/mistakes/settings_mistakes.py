@@ -46,6 +46,7 @@ SETTINGS = [
     settings("more than all", "qgz_until", "from 0 to 1", "got 1.5", qgz_until=1.5),
     settings("until what", "Set qgz_bits", qgz_until=0.5, qgz_bits=None, qgz_intra_bits=None),
     settings("no chunk", "qgz_chunks", "from 1 to 64", "got 0", qgz_chunks=0),
+    settings("sums in fp16", "qgz_accumulator", "float32", "bfloat16", "got 'float16'", qgz_accumulator="float16"),
     settings("rotation of nothing", "qgz_hadamard=False", "got None and 8", qgz_hadamard=True, qgz_bits=None),
     settings("yes as text", "qgz_hadamard", "true or false", "got 'yes'", qgz_hadamard="yes"),
     settings("too much feedback", "qgz_error_feedback", '"off", "full"', "got 2", qgz_error_feedback=2),
