@@ -280,9 +280,11 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     memory["secondary"] = sum(gather.secondary_bytes() for gather in gathers)
     memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
     memory["residual"] = sum(reduce.residual_bytes() for reduce in reduces)
+    # Units use buffers in turn. On accelerators gathers and reductions run on streams of their own, and memory that one stream
+    # has freed stays in that stream's pool: the pools add up. On gloo both share one pool, which is smaller.
+    pools = [max((user.buffer_bytes() for user in users), default=0) for users in (gathers, reduces)]
+    memory["wire buffers"] = sum(pools) + _landing_bytes(gathers, setup)
     users: list[_UnitGather | _UnitReduce] = [*gathers, *reduces]
-    shared_buffers = max((user.buffer_bytes() for user in users), default=0)  # units use them in turn
-    memory["wire buffers"] = shared_buffers + _landing_bytes(gathers, setup)
     # Units count what one rank receives. All ranks receive equally, so a node receives N times that.
     traffic = total(user.step_bytes() for user in users).times(setup.ranks_per_node)
     if stays_fsdp2:
@@ -367,8 +369,9 @@ class _UnitReduce:
         self._chunks = layouts.chunks(config.qgz_chunks)
 
     def accumulator_bytes(self) -> int:
-        """Return the bytes of the partial sums between micro-steps: 1/N of the unit in fp32."""
-        return torch.float32.itemsize * self._setup.num_nodes * self._numel if self._setup.micro_steps > 1 else 0
+        """Return the bytes of the partial sums between micro-steps: 1/N of the unit in fp32, or bf16."""
+        itemsize = getattr(torch, self._setup.config.qgz_accumulator).itemsize
+        return itemsize * self._setup.num_nodes * self._numel if self._setup.micro_steps > 1 else 0
 
     def residual_bytes(self) -> int:
         """Return the bytes that error feedback keeps: 1/N of the unit in INT8."""
@@ -377,10 +380,17 @@ class _UnitReduce:
         return self._setup.num_nodes * sum(residual.nbytes for residual in residuals)
 
     def buffer_bytes(self) -> int:
-        """Return the bytes of wire buffers: both hops send and receive, and the node hop carries the whole unit."""
+        """Return the bytes of wire buffers: both hops send and receive, and the node hop carries the whole unit.
+
+        All chunks of a unit start their node hop at once. Partial sums in bf16 are added up in an fp32 copy. The copy is made
+        when the node hop has ended, in the room of what was sent, or beyond it.
+        """
         node_hop = sum(chunk.node_hop.nbytes for chunk in self._chunks) if self._setup.ranks_per_node > 1 else 0
         cross_hop = sum(chunk.cross_hop.nbytes for chunk in self._chunks)
-        return 2 * self._setup.world_size * node_hop + 2 * self._setup.num_nodes * cross_hop
+        sent = received = self._setup.world_size * node_hop
+        is_rounded = self._setup.config.rounds_accumulator and self._setup.micro_steps > 1
+        copy = torch.float32.itemsize * self._setup.num_nodes * self._numel if is_rounded else 0
+        return received + max(sent, copy) + 2 * self._setup.num_nodes * cross_hop
 
     def step_bytes(self) -> Bytes:
         """Return what one rank receives in a step."""

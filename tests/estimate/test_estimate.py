@@ -47,6 +47,7 @@ SETTINGS = {
     "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
     "half a model": {"qwz_mode": "delta", "qwz_bits": 4, "qgz_hadamard": True, "qgz_error_feedback": "full"},
     "gradients in chunks": {"qgz_chunks": 4},
+    "sums in bf16": {"qgz_accumulator": "bfloat16"},
     "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8, "qgz_error_feedback": 0.5},
 }
 # A job of which a rank holds a millionth.
@@ -91,6 +92,42 @@ def test_ours_sends_three_quarters_of_m_whatever_the_accumulation(micro_steps: i
     model = ModelShape.of_count("7B")
     line = ours(model, Setup(world_size=32, ranks_per_node=8, micro_steps=micro_steps))
     assert line.cross_node / (2 * model.num_params * 3 / 4) == pytest.approx(0.75, rel=0.02)  # scales: 1.6 %
+
+
+def lines_of_70b(**settings) -> tuple[dict[str, float], float]:
+    """Memory per rank in GB, by kind, and in total: 8 nodes of 8 ranks, 4 micro-steps."""
+    setup = Setup(world_size=64, ranks_per_node=8, micro_steps=4, config=ZeroPPConfig(**settings))
+    line = ours(ModelShape.of_count("70B"), setup)
+    return {kind: round(num_bytes / 1e9, 1) for kind, num_bytes in line.memory.items()}, line.total / 1e9
+
+
+def test_memory_of_70b_on_8_nodes_of_8_gpus() -> None:
+    """The aim is 45 GB before activations. Half of the accumulator brings it to 47; the rest is named here."""
+    memory, total = lines_of_70b()
+    assert memory["accumulator"] == 35.0 and total == pytest.approx(64.5, abs=0.1)
+    memory, total = lines_of_70b(qgz_accumulator="bfloat16")
+    assert memory["accumulator"] == 17.5 and total == pytest.approx(47.0, abs=0.1)
+    assert (memory["secondary"], memory["optimizer"]) == (8.8, 8.8)
+    assert (memory["parameters"], memory["gradients"], memory["wire buffers"]) == (4.4, 4.4, 3.1)
+    for others in ({"hpz_size": None}, {"qwz_bits": 4}):  # bytes or accuracy for memory
+        assert lines_of_70b(qgz_accumulator="bfloat16", **others)[1] < 45
+
+
+def test_the_accumulator_needs_micro_steps_and_nodes() -> None:
+    model, config = ModelShape.of_count("1B"), ZeroPPConfig(qgz_accumulator="bfloat16")
+    for world_size, micro_steps in ((16, 1), (8, 4)):  # one micro-step; one node, where FSDP2 keeps full gradients
+        setup = Setup(world_size, ranks_per_node=8, micro_steps=micro_steps)
+        assert ours(model, dataclasses.replace(setup, config=config)) == ours(model, setup)
+
+
+def test_pools_of_two_streams_add_up() -> None:
+    """Wires of a gather and of a reduction, of the largest unit each: memory of one stream does not serve the other."""
+    model, setup = ModelShape.of_count("1B"), Setup(world_size=16, ranks_per_node=8)
+    bits = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
+    line = ours(model, dataclasses.replace(setup, config=ZeroPPConfig(**bits)))
+    largest = 2 * max(sum(param.numel for param in unit.params) for unit in model.units)  # bytes of bf16
+    # A gather receives the unit and sends a slice. A reduction sends and receives it, and 1/8 of it across nodes.
+    assert line.memory["wire buffers"] == pytest.approx(largest * (1 + 1 / 16 + 2 + 2 / 8), rel=0.01)
 
 
 def test_what_is_switched_off_costs_what_fsdp2_costs() -> None:
