@@ -218,8 +218,8 @@ def _first_kernels(device_type: str) -> ReferenceKernels | CudaKernels:
     if kernels is not None:
         _warn(
             f"Triton kernels run on {device_type}, because {reason}. They compute the same bits and need no memory beside their "
-            "tensors. How fast they are was not measured. Changed words (qwz_mode exact) and packed frozen weights run as "
-            "PyTorch code, which takes up to 200 MB.",
+            "tensors. How fast they are was not measured. Changed words (qwz_mode exact), packed frozen "
+            "weights and the rounding of qgz_accumulator run as PyTorch code, which takes up to 200 MB.",
             stacklevel=6,
         )
         return kernels

@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zeropp import ops
-from hf_zeropp.ops import changes_format, changes_reference, reference
+from hf_zeropp.ops import changes_format, changes_reference, reference, rounding
 from hf_zeropp.ops.format import Segment, WireLayout
 
 BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}  # elements that share a scale, by the bits of a code
@@ -78,6 +78,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     families = [*(lambda bits=bits: cases(bits, arguments.numel) for bits in BLOCKS)]
     families += [lambda density=density: change_cases(density, arguments.numel) for density in DENSITIES]
+    families.append(lambda: rounding_cases(arguments.numel))
     rows = []
     for family in families:
         for case in family():
@@ -177,6 +178,20 @@ def sum_cases(layout: WireLayout, bits: int) -> list[Case]:
             lambda: reference.dequantize_sum_quantize(wires, layout, layout, n),
             None,
         ),
+    ]
+
+
+def rounding_cases(numel: int) -> list[Case]:
+    """Return the rounding of partial sums to bf16, at random."""
+    sums, rounded = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
+    return [
+        Case(
+            "round_stochastic",
+            sums.nbytes + rounded.nbytes,
+            lambda: ops.round_stochastic(sums, 7, out=rounded),
+            lambda: rounding.reference(sums, 7),
+            None,
+        )
     ]
 
 

@@ -35,6 +35,7 @@ NUM_RANKS, RANKS_PER_NODE = 16, 8
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 FEEDBACK = {"qgz_error_feedback": "full"}
 CHUNKS = {"qgz_chunks": 3, "grad_block": 32}
+SUMS = {"qgz_accumulator": "bfloat16"}
 
 
 class Outcome(NamedTuple):
@@ -77,10 +78,10 @@ def training(policy: str = "bf16", prepare: Callable[[TinyLM], Any] = lambda mod
     return Training(model, handle, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
 
 
-def steps(policy: str = "bf16", **settings: Any) -> None:
-    """Run steps of one micro-step and of two."""
+def steps(policy: str = "bf16", counts: tuple[int, ...] = (1, 2, 1), **settings: Any) -> None:
+    """Run steps of one micro-step and of two, or of other ``counts``."""
     train = training(policy, **settings)
-    for micro_steps in (1, 2, 1):
+    for micro_steps in counts:
         train.step(micro_steps)
 
 
@@ -200,8 +201,8 @@ def two_models() -> None:
         critic.step()
 
 
-def looks_at_gradients() -> None:
-    train = training()
+def looks_at_gradients(**settings: Any) -> None:
+    train = training(**settings)
     for _ in range(2):
         train.handle.set_last_micro_step(False)
         loss_of(train.model, tokens_of(0)).backward()
@@ -295,6 +296,9 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "a copy on 8 ranks, nodes of 4": functools.partial(steps, hpz_size=8, ranks_per_node=4),
     "nodes of one rank": functools.partial(steps, ranks_per_node=1),
     "nodes of one rank, error feedback": functools.partial(steps, ranks_per_node=1, **FEEDBACK),
+    "sums in bf16": functools.partial(steps, counts=(3, 1), **SUMS),
+    "sums in bf16, chunks, error feedback": functools.partial(steps, **SUMS, **CHUNKS, **FEEDBACK),
+    "looks at gradients, sums in bf16": functools.partial(looks_at_gradients, **SUMS),
     "nothing quantized": functools.partial(steps, **EXACT),
     "generation": generation,
     "generation, delta": functools.partial(generation, **DELTA),
