@@ -139,6 +139,7 @@ class ZeroPPHandle:
         self._warnings = UnitWarnings()
         self._micro_steps = MicroSteps(config.quantizes_gradients)
         self._rounding = Rounding(self.topology.rank) if config.rounds_accumulator else None
+        self._keeps_state = config.rounds_accumulator or config.error_feedback_decay is not None
         self._decisions: Decisions | None = None
         if not self.is_active:
             log_inactive(self.topology, is_enabled=plan.is_enabled)
@@ -225,11 +226,6 @@ class ZeroPPHandle:
             load_residuals(path, self.reduces, self.topology, self._rounding)
         elif path.exists() and self.topology.rank == 0:  # one rank says it for all: each has a file of its own
             logger.warning("The residuals in %s are left out, because error feedback is off.", path.parent)
-
-    @property
-    def _keeps_state(self) -> bool:
-        """Whether an exact resume needs a file of this rank: residuals, or the count of random numbers."""
-        return self.config.error_feedback_decay is not None or self._rounding is not None
 
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""
