@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, REDUCE_CROSS
 from library.convergence_run import ConvergenceRun
+from library.measurement import Measurement
+from library.timed_steps import timed
 from library.variants import FINE_TUNING_VARIANTS, Recipe
 
 ROOT_UNIT = "embeddings and head"
@@ -54,6 +57,18 @@ class FineTuningRun(ConvergenceRun):
         # The evaluation that follows sends the last step's weights, which belong to no step that is counted here.
         self._bytes = self._shares_of_model()
         return loss
+
+    def measure(self, steps: int) -> Measurement:
+        """Time ``steps`` more steps one by one, and count their bytes. Changed weights are not looked for."""
+
+        def train(ends: list[float]) -> float:
+            loss = float("nan")
+            for _ in range(steps):
+                loss = super(FineTuningRun, self)._train_step().item()
+                ends.append(time.monotonic())
+            return loss
+
+        return timed(train, self.handle)
 
     def density(self) -> dict[str, float]:
         """Return the share of bf16 weights that changed in a step, by unit: the mean over the last ``train``."""

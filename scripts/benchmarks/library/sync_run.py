@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zeropp import publish_weights
 from library.measurement import Measurement
+from library.timed_steps import timed
 from library.training_run import TrainingRun
 
 Way = Literal["none", "publish_weights", "full_tensor"]
@@ -56,7 +57,7 @@ class SyncRun(TrainingRun):
                 ends.append(time.monotonic())
             return loss
 
-        return Synced(self._measured(train), sync_s)
+        return Synced(timed(train, self.handle), sync_s)
 
     def _weights(self, way: Way) -> NamedWeights:
         return publish_weights(self.model) if way == "publish_weights" else self._as_trl_gathers()

@@ -26,8 +26,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.fsdp.units import AllGather, ReduceScatter, find_units
 from library.measurement import Measurement
-from library.network import link_bytes
 from library.profiling import Profile
+from library.timed_steps import timed
 from library.variants import LEARNING_RATE, ModelShape, Variant
 from library.without_agreement import without_agreement
 
@@ -87,7 +87,7 @@ class TrainingRun:
                 ends.append(time.monotonic())
             return loss
 
-        return self._measured(train)
+        return timed(train, self.handle)
 
     def memory(self, micro_steps: int) -> dict[str, int]:
         """Run one step, and return the bytes that this rank holds by kind, as they are before the optimizer step.
@@ -138,23 +138,6 @@ class TrainingRun:
                     seconds[agrees] = time.monotonic() - begin
             timed.append((seconds[True], seconds[False]))
         return timed[1:]
-
-    def _measured(self, run: Callable[[list[float]], float]) -> Measurement:
-        """Measure ``run``, which appends the moments at which its steps ended to a list, and returns a loss."""
-        dist.barrier()
-        if self.handle:
-            self.handle.traffic.reset()
-        # All ranks of a node share its link's counters, so none may send between another's reading and the steps. Both
-        # readings follow a barrier, and the second barrier keeps the first step behind the slowest rank's reading.
-        # A barrier itself sends a few hundred bytes.
-        before = link_bytes()
-        dist.barrier()
-        ends = [time.monotonic()]
-        loss = run(ends)
-        dist.barrier()
-        link = {way: count - before[way] for way, count in link_bytes().items()}
-        counted = self.handle.traffic.cross_node_bytes if self.handle else None
-        return Measurement(ends, link, counted, loss)
 
     def _step(
         self,
