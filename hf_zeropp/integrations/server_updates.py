@@ -102,6 +102,10 @@ class ServerUpdates:
         else:
             self._error = self._offer(version)
 
+    def fail(self, error: str) -> None:
+        """Keep an error of rank 0 for ``take_error``."""
+        self._error = error
+
     @property
     def has_failed(self) -> bool:
         """Whether there is an error to take."""

@@ -32,6 +32,7 @@ _UPDATES = "_zeropp_updates"
 class _Versions(NamedTuple):
     folder: Path
     place: str | None
+    timeout_s: float
 
 
 _next: list[_Versions] = []
@@ -45,7 +46,7 @@ def send_updates_to_server(
 
     Args:
         args: of a Trainer under ZeRO++. Nothing is done unless it uses a server, nor where TRL's server is one of its own (TRL
-            before 1.16).
+            before 1.16). ``vllm_server_timeout`` also limits how long a sync waits for the server.
         folder: for the versions, written by rank 0. None for ``updates`` in the output directory.
         place: the folder as the server sees it, or its URL. None for the folder itself.
     """
@@ -56,7 +57,8 @@ def send_updates_to_server(
 
     if not hasattr(VLLMClient, "get_server_info"):
         return
-    _next[:] = [_Versions(Path(folder or Path(args.output_dir or ".", "updates")), place)]
+    folder = Path(folder or Path(args.output_dir or ".", "updates"))
+    _next[:] = [_Versions(folder, place, getattr(args, "vllm_server_timeout", 240.0))]
     if not hasattr(VLLMClient.init_communicator, _PATCHED):
         VLLMClient.init_communicator = _with_updates(VLLMClient.init_communicator)  # type: ignore[method-assign]
         VLLMGeneration.sync_weights = _agreeing_on_errors(VLLMGeneration.sync_weights)  # type: ignore[method-assign]
@@ -74,16 +76,26 @@ def _with_updates(original: Callable[..., None]) -> Callable[..., None]:
                 "ZeRO++. Pass ZeroPPCallback() to it, or start the server with another --weight-transfer-config."
             )
         versions = _next.pop()
-        updates = ServerUpdates(versions.folder, self.base_url, place=versions.place)
+        updates = ServerUpdates(versions.folder, self.base_url, place=versions.place, timeout_s=versions.timeout_s)
         setattr(self, _UPDATES, updates)
         self.update_named_params = lambda metadata, named_params: updates.send(named_params)
-        # A server that could not be updated may not answer this either, and the error to see is the first.
-        reset = self.reset_prefix_cache
-        self.reset_prefix_cache = lambda: None if updates.has_failed else reset()
+        self.reset_prefix_cache = functools.partial(_reset_cache, self, self.reset_prefix_cache, updates)
         logger.info("%s gets the weights that change, by way of %s.", self.base_url, versions.folder)
 
     setattr(init_communicator, _PATCHED, True)
     return init_communicator
+
+
+def _reset_cache(client: Any, reset: Callable[[], None], updates: ServerUpdates) -> None:
+    """Let the server forget what it computed with the weights before, and keep the error if it cannot: all ranks raise it."""
+    if updates.has_failed:
+        return  # it may not answer this either, and the error to see is the first
+    try:
+        reset()
+    except Exception as error:
+        updates.fail(
+            f"The vLLM server at {client.base_url} took new weights, and then could not reset its cache: {error!r}."
+        )
 
 
 def _agreeing_on_errors(original: Callable[[Any], None]) -> Callable[[Any], None]:

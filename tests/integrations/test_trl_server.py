@@ -46,13 +46,10 @@ def let_client_run(setattr=setattr) -> None:
 
 def generation_with(model, accelerator, url: str, output_dir: Path) -> vllm_generation.VLLMGeneration:
     """As a TRL trainer makes it, behind the callback's ``on_init_end``."""
-    args = SimpleNamespace(use_vllm=True, vllm_mode="server", output_dir=str(output_dir))
+    args = SimpleNamespace(use_vllm=True, vllm_mode="server", output_dir=str(output_dir), vllm_server_timeout=2)
     publish_to_vllm(args)
     send_updates_to_server(args)
-    generation = vllm_generation.VLLMGeneration(model, accelerator, None, mode="server", server_base_url=url)
-    if accelerator.is_main_process:
-        generation.vllm_client._zeropp_updates._timeout_s = 2
-    return generation
+    return vllm_generation.VLLMGeneration(model, accelerator, None, mode="server", server_base_url=url)
 
 
 def train_step(accelerator, model, optimizer, seed: int) -> None:
@@ -137,6 +134,19 @@ def test_a_trainer_without_zeropp_is_told_of_the_backend(tmp_path):
     generation_with(model, accelerator, server.url, tmp_path)  # it takes what was noted for it
     with pytest.raises(RuntimeError, match=r"the Trainer is not under ZeRO\+\+\. Pass ZeroPPCallback\(\)"):
         vllm_generation.VLLMGeneration(model, accelerator, None, mode="server", server_base_url=server.url)
+    server.stop()
+
+
+def test_a_cache_that_cannot_be_reset_is_an_error_of_the_sync(tmp_path, monkeypatch):
+    server = Server().start()
+    generation = generation_with(tiny_llama(), Accelerator(cpu=True), server.url, tmp_path)
+
+    def post(url, **kwargs):
+        raise ConnectionError(url)
+
+    monkeypatch.setattr(generation.vllm_client.session, "post", post)
+    with pytest.raises(RuntimeError, match="took new weights, and then could not reset its cache: ConnectionError"):
+        generation.sync_weights()
     server.stop()
 
 
