@@ -27,8 +27,10 @@ from hf_zeropp.updates.log import LIST, DamagedUpdateError, checksum
 
 NUM_STEPS = 200
 SIZE = 40_000
-MAX_LAG = 45
-"""Versions by which the server may be behind: more than there are from one whole copy to the next."""
+MAX_LAG = 25
+"""Versions by which the server may be behind before the trainer waits for it: more than from one whole copy to the next."""
+MAX_WAIT_S = 3.0
+"""Seconds that the trainer waits in a step."""
 _context = multiprocessing.get_context("forkserver")
 Weights = dict[str, torch.Tensor]
 
@@ -55,8 +57,10 @@ def trainer(folder: str, report: str, first: int, death: tuple[int, str] | None)
         log.publish(truth[step].items())
         Path(folder, "checkpoint").write_text(str(step))
         time.sleep(0.01)
-        # A server that starts on a busy machine must not miss all that is to happen. One that waits for a whole copy gets it.
-        while step - last_step(report) > MAX_LAG:
+        # A server that starts on a busy machine must not miss all that is to happen. One that began anew may need a whole
+        # copy, which comes with some more steps.
+        end = time.monotonic() + MAX_WAIT_S
+        while step - last_step(report) > MAX_LAG and time.monotonic() < end:
             time.sleep(0.05)
 
 
