@@ -93,7 +93,13 @@ def _run(command: list[str], env: dict[str, str], words: tuple[str, ...]) -> Out
 
 
 JOBS = [
-    job("a script that shards nothing", ALONE, "no model runs under ZeRO++", "no Accelerator", "ZEROPP_ENABLED=0"),
+    job(
+        "a script that shards nothing",
+        ALONE,
+        "no model runs under ZeRO++",
+        "a model in DistributedDataParallel",
+        "ZEROPP_ENABLED=0",
+    ),
     job(
         "a misspelt setting in a script",
         script("from hf_zeropp import ZeroPPPlugin", "fsdp_plugin=ZeroPPPlugin(zeropp={'qwz_bit': 8})"),
