@@ -16,15 +16,17 @@ The checker looks at every order that the GPU may take, and not at the one that 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from happens_before.clocks import Event, Stream, Timeline
-from happens_before.dispatch import Watch
+from happens_before.dispatch import Operation, Watch
 from happens_before.memory import Memory, Race
 from happens_before.replaced import has_streams, replaced, steps_of_fsdp2, streams_of_torch
 from happens_before.world import answer, fake_world
 
-__all__ = ["Checker", "Event", "Race", "Stream", "checked", "checked_world", "fake_world"]
+__all__ = ["Checker", "Event", "Operation", "Race", "Stream", "checked", "checked_world", "fake_world"]
+
+Observer = Callable[[Operation], None]
 
 
 class Checker:
@@ -32,13 +34,14 @@ class Checker:
 
     Args:
         host_groups: names of the process groups that move the host's memory.
+        observe: called with each operator that a stream was given.
     """
 
-    def __init__(self, host_groups: Collection[str] = ()) -> None:
+    def __init__(self, host_groups: Collection[str] = (), observe: Observer | None = None) -> None:
         self.timeline = Timeline()
         self.memory = Memory(self.timeline)
         self.steps = [""]
-        self.watch = Watch(self.timeline, self.memory, lambda: self.steps[-1], answer, host_groups)
+        self.watch = Watch(self.timeline, self.memory, lambda: self.steps[-1], answer, host_groups, observe)
 
     @property
     def races(self) -> list[Race]:
@@ -52,9 +55,9 @@ class Checker:
 
 
 @contextlib.contextmanager
-def checked(host_groups: Collection[str] = ()) -> Iterator[Checker]:
+def checked(host_groups: Collection[str] = (), observe: Observer | None = None) -> Iterator[Checker]:
     """Check everything that runs inside."""
-    checker = Checker(host_groups)
+    checker = Checker(host_groups, observe)
     tables = (
         streams_of_torch(checker.timeline, checker.memory, checker.watch),
         has_streams(checker.timeline),
@@ -65,7 +68,7 @@ def checked(host_groups: Collection[str] = ()) -> Iterator[Checker]:
 
 
 @contextlib.contextmanager
-def checked_world(num_ranks: int) -> Iterator[Checker]:
+def checked_world(num_ranks: int, observe: Observer | None = None) -> Iterator[Checker]:
     """Check everything that runs inside, on rank 0 of a world of ``num_ranks``."""
-    with fake_world(num_ranks) as host_groups, checked(host_groups) as checker:
+    with fake_world(num_ranks) as host_groups, checked(host_groups, observe) as checker:
         yield checker

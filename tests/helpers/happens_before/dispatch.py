@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from happens_before.clocks import Event, Stream, Timeline
+from happens_before.clocks import Clock, Event, Stream, Timeline
 from happens_before.memory import Memory, Place
 
 UNMARKED = {
@@ -62,6 +62,26 @@ class Launch(NamedTuple):
     tensors: list[torch.Tensor]
 
 
+class Operation(NamedTuple):
+    """An operator that a stream was given.
+
+    Attributes:
+        func: the operator.
+        arguments: its arguments by name.
+        tensors: those that it touches, its result included, each with whether it is written.
+        stream: where it runs.
+        clock: what happens before it, itself included.
+        step: the step of FSDP2 within which it was started.
+    """
+
+    func: Any
+    arguments: dict[str, Any]
+    tensors: list[tuple[torch.Tensor, bool]]
+    stream: Stream
+    clock: Clock
+    step: str
+
+
 class Watch(TorchDispatchMode):
     """Tells ``memory`` of all accesses of the operators that run under it.
 
@@ -71,6 +91,7 @@ class Watch(TorchDispatchMode):
         step: the step of FSDP2 under way, for people.
         answer: called after a collective, to put something into its output.
         host_groups: names of the process groups that move the host's memory.
+        observe: called with each operator that a stream was given.
 
     Attributes:
         launched: the asynchronous collective that was launched last, until somebody takes it.
@@ -83,6 +104,7 @@ class Watch(TorchDispatchMode):
         step: Callable[[], str],
         answer: Callable[..., None],
         host_groups: Collection[str],
+        observe: Callable[[Operation], None] | None = None,
     ) -> None:
         super().__init__()
         self.launched: Launch | None = None
@@ -91,6 +113,7 @@ class Watch(TorchDispatchMode):
         self._step = step
         self._answer = answer
         self._host_groups = host_groups
+        self._observe = observe
         self._functional: dict[int, Launch] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -113,23 +136,30 @@ class Watch(TorchDispatchMode):
     def _run(self, func: Any, stream: Stream, args: tuple, kwargs: dict) -> Any:
         """Run an operator on ``stream``, and note its accesses and what it allocates."""
         tick, place = stream.launch(), Place(str(func), _line(), self._step())
+        clock = dict(stream.clock) if self._observe else {}
+        touched: list[tuple[torch.Tensor, bool]] = []
         viewed, inputs = [], set()
         for argument, tensor in _tensor_arguments(func, args, kwargs):
             inputs.add(tensor.untyped_storage()._cdata)
             if argument.is_viewed:
                 viewed.append(tensor)
             else:
+                touched.append((tensor, argument.is_written))
                 self._memory.access(tensor, stream, tick, place, writes=argument.is_written)
         result = func(*args, **kwargs)
         created = [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in inputs]
         # Operators such as ``contiguous`` and ``to`` may return a view or a copy. Only a copy reads.
         for tensor in viewed if created else ():
+            touched.append((tensor, False))
             self._memory.access(tensor, stream, tick, place, writes=False)
         for tensor in created:
             if not self._memory.knows(tensor.untyped_storage()):
                 self._memory.allocate(tensor.untyped_storage())
             if func._overloadpacket.__name__ not in WITHOUT_CONTENT:
+                touched.append((tensor, True))
                 self._memory.access(tensor, stream, tick, place, writes=True)
+        if self._observe:
+            self._observe(Operation(func, _by_name(func, args, kwargs), touched, stream, clock, place.step))
         return result
 
     def _collective(self, func: Any, args: tuple, kwargs: dict) -> Any:

@@ -1,0 +1,243 @@
+"""Optimizer steps as the streams of a GPU would run them, recorded from FSDP2 and this package on a machine without one.
+
+The happens-before checker (``tests/helpers/happens_before``) sees every operator and collective that a rank gives to a stream,
+and knows which earlier ones it comes after. Here they become tasks of the simulator of ``hf-zeropp estimate``, with seconds from
+bytes, operations and the rates of a cluster. So the order of a step is that of the code that runs, and nobody wrote it down.
+
+The recorded model is small. Its matrices have the true ones' sizes divided by one factor in both dimensions, so bytes and
+operations are multiplied by the square of that factor.
+
+NCCL adds two orders to those of the streams:
+
+- A collective waits for the end of the one before it on its communicator, whatever streams they run on.
+- With ``NCCL_LAUNCH_ORDER_IMPLICIT=1`` it waits for the *start* of the one before it on any communicator, in the order of calls.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hf_zeropp.estimate.cluster import Cluster
+from hf_zeropp.estimate.engine import Span, Task, simulate
+from hf_zeropp.estimate.stages import COMPUTE, NETWORK, PROCESSOR, WIRE, Stage, Stages
+from hf_zeropp.traffic import Peers
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "helpers"))
+
+from happens_before import Operation, Stream  # noqa: E402  (only there)
+
+MATRIX_PRODUCTS = {"mm": "self", "addmm": "mat1"}
+"""Operators that compute, each with the name of its left argument."""
+
+MOVES_UNITS = ("fsdp", "zeropp")
+"""Namespaces of operators that take the time of their bytes, wherever they run."""
+
+CONTRIBUTIONS = {
+    "_allgather_base_": "input_tensor",
+    "_reduce_scatter_base_": "output_tensor",
+    "alltoall_base_": "input",
+}
+"""Collectives of units, each with the argument that has the size of what one rank contributes. Others carry a few bytes."""
+
+MAIN = "default stream"
+
+
+@dataclasses.dataclass(frozen=True)
+class Scale:
+    """How much larger the true step is than the recorded one.
+
+    Attributes:
+        weights: factor of a matrix's elements, and so of bytes.
+        tokens: factor of a rank's tokens.
+    """
+
+    weights: float
+    tokens: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """One operator, with what it moves and computes at the recorded sizes.
+
+    Attributes:
+        name: the operator.
+        unit: the step of FSDP2, and its unit, within which it was started.
+        stream: where it runs.
+        after: numbers of earlier works on other streams that it waits for.
+        operations: of a matrix product.
+        num_bytes: that a kernel reads and writes, or that one rank contributes to a collective.
+        communicator: the process group of a collective; None for others.
+        peers: the ranks of that group.
+        is_ring: whether the collective runs in a ring, or every rank sends to every other one.
+    """
+
+    name: str
+    unit: str
+    stream: str
+    after: tuple[int, ...]
+    operations: int = 0
+    num_bytes: int = 0
+    communicator: str | None = None
+    peers: Peers | None = None
+    is_ring: bool = False
+
+
+class Recording:
+    """What a rank gave to its streams. Hand ``observe`` to the checker.
+
+    Args:
+        ranks_per_node: N.
+
+    Attributes:
+        works: in the order in which the host started them.
+        steps: numbers of works at which steps ended.
+    """
+
+    def __init__(self, ranks_per_node: int) -> None:
+        self.works: list[Work] = []
+        self.steps: list[int] = []
+        self._ranks_per_node = ranks_per_node
+        self._of_tick: dict[tuple[Stream, int], int] = {}
+
+    def end_step(self) -> None:
+        """Note that the host has started everything of an optimizer step."""
+        self.steps.append(len(self.works))
+
+    def observe(self, operation: Operation) -> None:
+        """Note an operator that a stream was given."""
+        stream = operation.stream
+        after = {self._of_tick.get((other, tick)) for other, tick in operation.clock.items() if other is not stream}
+        self._of_tick[stream, operation.clock[stream]] = len(self.works)
+        waits = tuple(sorted(index for index in after if index is not None))
+        name = operation.func._overloadpacket.__name__
+        work = Work(name, operation.step, str(stream), waits)
+        if operation.func.namespace == "c10d":
+            work = self._collective(work, operation)
+        elif name in MATRIX_PRODUCTS:
+            left, right = operation.arguments[MATRIX_PRODUCTS[name]], operation.arguments["mat2"]
+            work = dataclasses.replace(work, operations=2 * left.numel() * right.shape[-1])
+        elif operation.func.namespace in MOVES_UNITS or operation.step or "_fused_" in name:
+            work = dataclasses.replace(work, num_bytes=_touched_bytes(operation))
+        # Other operators of the model are part of the share of its peak that a GPU attains.
+        self.works.append(work)
+
+    def _collective(self, work: Work, operation: Operation) -> Work:
+        group = dist.ProcessGroup.unbox(operation.arguments["process_group"])
+        peers = Peers.of(group, self._ranks_per_node)
+        tensor = operation.arguments.get(CONTRIBUTIONS.get(work.name, ""))
+        num_bytes = 0 if tensor is None else tensor.nbytes
+        if work.name == "alltoall_base_":  # one part for each rank
+            num_bytes //= peers.group_size
+        # Flat collectives of a world run in rings. Groups of one rank per node, or within one, send directly.
+        is_ring = work.name != "alltoall_base_" and bool(peers.cross_node and peers.intra_node)
+        return dataclasses.replace(
+            work, num_bytes=num_bytes, communicator=group.group_name, peers=peers, is_ring=is_ring
+        )
+
+
+def tasks_of(recording: Recording, cluster: Cluster, scale: Scale, *, orders_launches: bool = True) -> list[Task]:
+    """Return a recording as tasks, two for each work: its start takes no time, and others can wait for it.
+
+    Args:
+        recording: of a rank.
+        cluster: whose rates the tasks take.
+        scale: from the recorded sizes to the true ones.
+        orders_launches: whether collectives of all communicators start in the order of calls.
+    """
+    stages = Stages(cluster)
+    tasks: list[Task] = []
+    last_of: dict[str, int] = {}
+    last_start: int | None = None
+    for index, work in enumerate(recording.works):
+        after = {2 * other + 1 for other in work.after}
+        if work.communicator is not None:
+            after |= {last_of[work.communicator]} if work.communicator in last_of else set()
+            after |= {last_start} if last_start is not None and orders_launches else set()
+            last_of[work.communicator], last_start = 2 * index + 1, 2 * index
+        stage = _stage_of(work, stages, scale)
+        name = f"{stage.name} {work.unit}".strip()
+        tasks.append(Task(f"start of {name}", WIRE, work.stream, (), after=tuple(sorted(after))))
+        tasks.append(Task(name, stage.kind, work.stream, stage.demands, stage.latency))
+    return tasks
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The last step of a recording as it was simulated, in seconds.
+
+    Attributes:
+        start: when the optimizer of the step before it ended.
+        end: when its own optimizer ended.
+        forward_end: when the last product of the forward pass ended.
+        network_busy: how long collectives between nodes ran.
+        compute: what its products take where nothing else runs.
+        spans: each task that ran in it, with its times.
+    """
+
+    start: float
+    end: float
+    forward_end: float
+    network_busy: float
+    compute: float
+    spans: list[tuple[Task, Span]]
+
+    @property
+    def seconds(self) -> float:
+        """How long the step took."""
+        return self.end - self.start
+
+    @property
+    def idle_share(self) -> float:
+        """The share of the step in which nothing crossed nodes."""
+        return 1 - self.network_busy / self.seconds
+
+
+def last_step(recording: Recording, tasks: list[Task]) -> Step:
+    """Simulate a recording of several steps, and return the last of them."""
+    spans = simulate(tasks)
+    pairs = list(zip(tasks, spans, strict=True))
+    before, through = (2 * number for number in recording.steps[-2:])
+    start, end = (max(span.end for task, span in pairs[:stop] if task.stream == MAIN) for stop in (before, through))
+    products = [(task, span) for task, span in pairs[before:through] if task.kind == COMPUTE and task.demands]
+    # A product of the forward pass has two in the backward pass.
+    forward_end = products[len(products) // 3 - 1][1].end
+    within = [(task, span) for task, span in pairs if span.end > start and span.start < end and span.end > span.start]
+    crossing = [span for task, span in within if any(resource == NETWORK for resource, _ in task.demands)]
+    compute = sum(task.seconds_alone for task, _ in products)
+    return Step(start, end, forward_end, _covered(crossing, start, end), compute, within)
+
+
+def _stage_of(work: Work, stages: Stages, scale: Scale) -> Stage:
+    if work.operations:
+        seconds = work.operations * scale.weights * scale.tokens / stages.cluster.device.flops
+        return Stage(work.name, COMPUTE, ((PROCESSOR, seconds),))
+    num_bytes = round(work.num_bytes * scale.weights)
+    if work.peers is None:
+        return stages.kernel(work.name, num_bytes) if num_bytes else Stage(work.name, COMPUTE, ())
+    if work.is_ring:
+        return stages.ring(work.name, num_bytes, work.peers)
+    return stages.exchange(work.name, work.peers.bytes_of(num_bytes), work.peers)
+
+
+def _covered(spans: list[Span], start: float, end: float) -> float:
+    """Return for how long of ``start`` to ``end`` any of the spans lasts."""
+    covered, reached = 0.0, start
+    for span in sorted(spans, key=lambda span: span.start):
+        begin, stop = max(span.start, reached), min(span.end, end)
+        covered += max(stop - begin, 0.0)
+        reached = max(reached, stop)
+    return covered
+
+
+def _touched_bytes(operation: Operation) -> int:
+    """Return the bytes that an operator reads and writes. What it updates in place counts twice."""
+    func = operation.func._overloadpacket.__name__
+    updates = func.endswith("_") and not func.startswith(("copy", "_foreach_copy", "zero", "fill"))
+    touched: dict[tuple[int, int], int] = {}
+    for tensor, is_written in operation.tensors:
+        touched[tensor.data_ptr(), tensor.nbytes] = tensor.nbytes * (2 if is_written and updates else 1)
+    return sum(touched.values())

@@ -1,0 +1,255 @@
+"""How long is a step of a 7B model on two nodes of GPUs, and how long is the network idle in it, beside stock FSDP2?
+
+    python scripts/benchmarks/model_timeline.py
+
+Nothing is measured. The order of all operators and collectives is recorded from the code that runs, on the streams of the
+happens-before checker (``tests/helpers/happens_before``), and simulated with given rates. One process and no GPU are needed.
+
+``--label before`` keeps the rows of this package under another name, to compare the code that is with the code that was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn as nn
+from library.pages import Grid, pyplot, write_page
+from library.recorded_step import Recording, Scale, Step, last_step, tasks_of
+from library.study import RESULTS, command_line, versions
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from hf_zeropp import apply_zeropp
+from hf_zeropp.estimate.cluster import gpu_cluster
+from hf_zeropp.estimate.gpus import find_gpu
+from hf_zeropp.estimate.rates import parse_rate
+from hf_zeropp.estimate.stages import COMPUTE, KERNEL, NETWORK, WITHIN
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
+
+from happens_before import checked, fake_world  # noqa: E402  (only there)
+
+NODES, RANKS_PER_NODE = 2, 8
+HIDDEN, INNER, VOCABULARY, LAYERS = 4096, 11008, 32000, 32
+SHRINK = 16
+"""The recorded model's sizes are the true ones divided by this."""
+
+RECORDED_TOKENS = 4
+STEPS = 3
+TOKENS = (2048, 4096, 8192)
+NETWORKS = ("50gbit", "100gbit", "200gbit", "400gbit")
+STOCK = "stock FSDP2"
+METHODS: dict[str, dict[str, Any] | None] = {
+    STOCK: None,
+    "default": {},
+    "delta": {"qwz_mode": "delta", "qwz_bits": 4},
+}
+LABELS = ("before", "now")
+TITLE = "The modelled timeline of a 7B step"
+INTRO = """Streams, events and collectives of one rank of 2 nodes of 8 H100, in a model of Llama-2-7B's shape (32 layers).
+**Nothing was measured.** The order is recorded from the code that runs, on FSDP2's own streams under the happens-before checker,
+and simulated with the rates of `hf-zeropp estimate`: half of a GPU's peak, 60 % of its memory rate, 85 % of the links' rates.
+The host's time is left out. Collectives of one communicator run one after the other, and all start in the order of calls
+(`NCCL_LAUNCH_ORDER_IMPLICIT=1`). One micro-step per step; gradients are reduced in bf16; no activation checkpointing."""
+
+
+class Block(nn.Module):
+    """The seven matrices of a Llama layer. What they compute does not matter; how much does."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.attention = nn.ModuleList(nn.Linear(hidden, hidden, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(hidden, inner, bias=False) for _ in range(2))
+        self.down = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x [tokens, hidden] after the layer."""
+        query, key, value, output = self.attention
+        x = x + output(query(x) + key(x) + value(x))
+        return x + self.down(self.gate(x) * self.up(x))
+
+
+class Model(nn.Module):
+    """Embedding, layers and head, with all sizes divided by ``SHRINK``."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        hidden, inner, vocabulary = (size // SHRINK for size in (HIDDEN, INNER, VOCABULARY))
+        self.embedding = nn.Embedding(vocabulary, hidden)
+        self.layers = nn.ModuleList(Block(hidden, inner) for _ in range(layers))
+        self.head = nn.Linear(hidden, vocabulary, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the logits [tokens, vocabulary]."""
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Row(NamedTuple):
+    """One simulated step.
+
+    Attributes:
+        code: "stock", or the label of the code of this package that was recorded.
+        method: of ``METHODS``.
+        network: rate of a node.
+        tokens: of a rank.
+        step_ms: the whole step.
+        forward_ms: its forward pass.
+        idle_share: the share of the step in which nothing crosses nodes.
+        free_ms: the same step where collectives of different communicators start in any order.
+    """
+
+    code: str
+    method: str
+    network: str
+    tokens: int
+    step_ms: float
+    forward_ms: float
+    idle_share: float
+    free_ms: float
+
+
+def parse_args(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line without the program's name."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / "timeline.json", help="JSON; the page and plot lie beside it"
+    )
+    parser.add_argument("--label", choices=LABELS, default="now", help="the name of this code in the rows")
+    parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model")
+    return parser.parse_args(argv)
+
+
+def record(settings: dict[str, Any] | None, layers: int = LAYERS) -> Recording:
+    """Return the streams of some optimizer steps under settings; of stock FSDP2 with None.
+
+    Raises:
+        RuntimeError: two streams touched the same memory unordered.
+    """
+    recording = Recording(RANKS_PER_NODE)
+    with fake_world(NODES * RANKS_PER_NODE) as host_groups:
+        model = Model(layers)
+        for module in (*model.layers, model):
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        with checked(host_groups, recording.observe) as checker:
+            if settings is not None:
+                apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings).set_last_micro_step(True)
+            _train(model, recording)
+    if checker.races:
+        raise RuntimeError("\n".join(map(str, checker.races)))
+    return recording
+
+
+def _train(model: nn.Module, recording: Recording) -> None:
+    assert isinstance(model, FSDPModule)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    for _ in range(STEPS):
+        # The loss is not read: the host would wait for the GPU.
+        model(torch.arange(RECORDED_TOKENS)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        recording.end_step()
+
+
+def step_of(recording: Recording, network: str, tokens: int, *, orders_launches: bool = True) -> Step:
+    """Return a recorded step at the true sizes."""
+    cluster = gpu_cluster(find_gpu("h100"), NODES * RANKS_PER_NODE, RANKS_PER_NODE, parse_rate(network))
+    scale = Scale(SHRINK**2, tokens / RECORDED_TOKENS)
+    return last_step(recording, tasks_of(recording, cluster, scale, orders_launches=orders_launches))
+
+
+def rows_of(code: str, method: str, recording: Recording) -> list[Row]:
+    """Return the steps of a recording for all networks and batches."""
+    rows = []
+    for network in NETWORKS:
+        for tokens in TOKENS:
+            step = step_of(recording, network, tokens)
+            free = step_of(recording, network, tokens, orders_launches=False)
+            times = (step.seconds, step.forward_end - step.start, free.seconds)
+            step_ms, forward_ms, free_ms = (round(1e3 * seconds, 1) for seconds in times)
+            rows.append(Row(code, method, network, tokens, step_ms, forward_ms, round(step.idle_share, 4), free_ms))
+    return rows
+
+
+def grid_of(rows: list[Row], network: str) -> Grid:
+    """Return the table of a network: a row for each batch and method, before and now beside stock FSDP2."""
+    columns = ["tokens per GPU, settings", STOCK, *LABELS, "now / before", "idle before", "idle now"]
+    grid = Grid(f"step at {network} per node, ms; share of it in which the network is idle", columns)
+    found = {(row.code, row.method, row.tokens): row for row in rows if row.network == network}
+    for tokens in TOKENS:
+        for method in METHODS:
+            before, now = (found.get((label, method, tokens)) for label in LABELS)
+            if before or now:
+                stock = found["stock", STOCK, tokens]
+                cells = [f"{row.step_ms:.0f}" if row else "" for row in (stock, before, now)]
+                ratio = f"{now.step_ms / before.step_ms:.3f}" if before and now else ""
+                idle = [f"{row.idle_share:.0%}" if row else "" for row in (before, now)]
+                grid.rows.append([f"{tokens}, {method}", *cells, ratio, *idle])
+    return grid
+
+
+DRAWN_NETWORK, DRAWN_TOKENS = "100gbit", 4096
+LANES = {
+    "between nodes": lambda task: NETWORK in dict(task.demands),
+    "within a node": lambda task: WITHIN in dict(task.demands) and NETWORK not in dict(task.demands),
+    "encode, decode, copy": lambda task: task.kind == KERNEL,
+    "model": lambda task: task.kind == COMPUTE,
+}
+
+
+def drawing_of(step: Step) -> dict[str, list[list[float]]]:
+    """Return when each lane of the plot is busy, in milliseconds from the start of the step."""
+    lanes: dict[str, list[list[float]]] = {name: [] for name in LANES}
+    for task, span in step.spans:
+        for name, belongs in LANES.items():
+            if belongs(task):
+                times = (max(span.start, step.start), min(span.end, step.end))
+                lanes[name].append([round(1e3 * (time - step.start), 2) for time in times])
+    return lanes
+
+
+def plot(drawings: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
+    """Draw the lanes of stock FSDP2, of this package before and now, each over its own step."""
+    figure, axes = pyplot().subplots(len(drawings), figsize=(11, 2 * len(drawings)), squeeze=False)
+    for axis, (code, lanes) in zip(axes[:, 0], drawings.items(), strict=True):
+        for height, (name, spans) in enumerate(reversed(lanes.items())):
+            axis.broken_barh([(start, end - start) for start, end in spans], (height + 0.1, 0.8), label=name)
+        axis.set_yticks([height + 0.5 for height in range(len(lanes))], list(reversed(lanes)), fontsize=7)
+        axis.set_xlim(0, max(end for spans in lanes.values() for _, end in spans))
+        axis.set_title(f"{code}: {DRAWN_TOKENS} tokens per GPU, {DRAWN_NETWORK}", fontsize=8)
+    axes[-1, 0].set_xlabel("ms, each step over its own length")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Record, simulate, and write the JSON file, the plot and the page."""
+    args = parse_args(sys.argv[1:])
+    kept = json.loads(args.output.read_text()) if args.output.exists() else {"rows": [], "drawings": {}}
+    rows = [Row(**row) for row in kept["rows"] if row["code"] not in ("stock", args.label)]
+    drawings: dict[str, Any] = kept["drawings"]
+    for method, settings in METHODS.items():
+        code = "stock" if settings is None else args.label
+        recording = record(settings, args.layers)
+        rows += rows_of(code, method, recording)
+        if method in (STOCK, "default"):
+            drawings[code] = drawing_of(step_of(recording, DRAWN_NETWORK, DRAWN_TOKENS))
+    conditions = {"command": command_line(__file__), "versions": versions()}
+    content = {"conditions": conditions, "rows": [row._asdict() for row in rows], "drawings": drawings}
+    args.output.write_text(json.dumps(content) + "\n")
+    picture = args.output.with_suffix(".png")
+    plot({code: drawings[code] for code in ("stock", *LABELS) if code in drawings}, picture)
+    grids = [grid_of(rows, network) for network in NETWORKS]
+    write_page(args.output.with_suffix(".md"), TITLE, conditions, INTRO, grids, picture)
+    for row in rows:
+        print(*row)
+
+
+if __name__ == "__main__":
+    main()
