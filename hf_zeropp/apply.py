@@ -24,6 +24,7 @@ from hf_zeropp.comm.two_hops import Rounding, TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.all_gather import MIXED_DTYPES, ZeroPPAllGather
+from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather, CountedWeightGather, UnitWarnings, WeightGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.freshness import Freshness
@@ -124,8 +125,7 @@ class ZeroPPHandle:
         self._shard_groups = shard_groups
         self.topology = get_topology(plan.shard_ranks_per_node, units[0].device_type, shard_groups)
         # Units over the whole shard group get the two hops. The plan allows one other kind: frozen units that are sharded
-        # over a node. FSDP2's own gather of those never leaves the node, so there is nothing to replace, only
-        # something to count.
+        # over a node. FSDP2's own gather of those never leaves the node, so it is only counted, and not replaced.
         ranks = list(self.topology.ranks)
         self.units = [unit for unit in units if dist.get_process_group_ranks(unit.shard_group) == ranks]
         self.frozen_units = [unit for unit in units if unit not in self.units]
@@ -133,8 +133,9 @@ class ZeroPPHandle:
         self.gathers: list[ZeroPPAllGather] = []
         self.fsdp2_gathers: list[CommObject] = []
         self.reduces: list[ZeroPPReduceScatter] = []
-        # On backends with streams, FSDP2's overlap and ours must not be added to each other.
+        # On backends with streams FSDP2 overlaps collectives with compute, and ``beside`` overlaps the two hops.
         self._overlaps = config.overlap and not devices.has_streams(self.topology.mesh.device_type)
+        self._beside = HopsBeside.of(self.topology.mesh.device_type) if config.overlap else None
         self.shares_memory = False
         self._warnings = UnitWarnings()
         self._micro_steps = MicroSteps(config.quantizes_gradients)
@@ -318,6 +319,7 @@ class ZeroPPHandle:
                 keeps_secondary=keeps_secondary,
                 lands_at_once=not self._overlaps,
                 check=check,
+                beside=self._beside,
             )
             unit.set_all_gather(comm)
             self.gathers.append(comm)
@@ -344,6 +346,7 @@ class ZeroPPHandle:
     def _install_reduces(self, gathers: list[WeightGather], buffers: WireBuffers) -> Decisions:
         is_async = self._overlaps or self.config.qgz_chunks > 1  # chunks overlap with each other on any backend
         node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=is_async)
+        is_async |= self._beside is not None  # FSDP2 goes on before the hop has ended
         cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=is_async)
         hops = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks, self._rounding)
         # On streams FSDP2 overlaps reductions by itself. On gloo a collective blocks the only thread.
@@ -352,9 +355,9 @@ class ZeroPPHandle:
         channel = Channel(new_cpu_group(self._shard_groups))
         # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
         weakref.finalize(self, channel.close).atexit = False
-        # Sizes of changed words are exchanged for all units together, so these are started ahead on streams as well.
-        ahead = self._overlaps or self.config.sends_changes
-        decisions = Decisions(gathers, self._micro_steps, pipeline, self.traffic, channel, starts_ahead=ahead)
+        # Sizes of changed words are exchanged for all units together, so these are started ahead in any case.
+        ahead, steps = self._overlaps or self.config.sends_changes, self._micro_steps
+        decisions = Decisions(gathers, steps, pipeline, self.traffic, channel, self._beside, starts_ahead=ahead)
         for unit in self.units:
             comm = ZeroPPReduceScatter(
                 unit,
@@ -362,18 +365,17 @@ class ZeroPPHandle:
                 self.config,
                 self.traffic,
                 self._warnings,
-                self._micro_steps,
+                steps,
                 pipeline,
                 coordinator=decisions,
+                beside=self._beside,
             )
             unit.set_reduce_scatter(comm)
-            # FSDP2 adds the output of a reduction to ``.grad``. Where that output stands for a result still to come,
-            # ``.grad`` must be a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at
-            # it.
+            # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be
+            # a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at it.
             unit.wrap_post_backward(comm.before_post_backward, comm.after_post_backward)
             self.reduces.append(comm)
-        # Reductions ask the decisions, and the decisions complete the reductions. One of the two has to be told of
-        # the other after both exist.
+        # Reductions ask the decisions, which complete reductions. One has to be told of the other after both exist.
         decisions.reduces = self.reduces
         return decisions
 

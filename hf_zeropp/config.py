@@ -114,8 +114,8 @@ class ZeroPPConfig:
         weight_block: number of weights that share one scale; a multiple of 32 up to 4096.
         grad_block: number of gradients that share one scale; a multiple of 32 up to 4096.
         delta_block: number of differences that share one scale; a multiple of 32 up to 4096.
-        overlap: start collectives early and finish them late on backends without streams (gloo). Results are the same bit
-            for bit; False shows what each collective costs.
+        overlap: start collectives early and finish them late on backends without streams (gloo); run cross hops beside node
+            hops on those with streams. Results are the same bit for bit; False shows what each collective costs.
         shared_memory: let the CPU ranks of one machine read each other's secondary shards instead of gathering them.
             Results are the same bit for bit; False sends the bytes through sockets.
         ranks_per_node: ``"auto"`` (``LOCAL_WORLD_SIZE``, which launchers export) or an int, which treats that many

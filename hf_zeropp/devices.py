@@ -11,9 +11,21 @@ accelerator (tests/helpers/happens_before) then sees all of these ways on a CPU.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
 
 def has_streams(device: torch.device | str) -> bool:
     """Return whether work on ``device``, or on a device of this type, is queued in streams."""
     return torch.device(device).type != "cpu"
+
+
+def new_stream(device_type: str) -> torch.Stream:
+    """Return a new stream of the current device, ahead of the others where streams have priorities, as those of FSDP2 are."""
+    return torch.get_device_module(device_type).Stream(priority=-1)
+
+
+def on_stream(stream: torch.Stream, device_type: str) -> AbstractContextManager[None]:
+    """Return a context in which work is queued in ``stream``."""
+    return torch.get_device_module(device_type).stream(stream)

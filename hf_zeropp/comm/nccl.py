@@ -1,13 +1,19 @@
 """One order of launches for the two communicators that a GPU takes part in.
 
-A rank has a communicator for its node and one for its cross group. FSDP2 gathers on one stream and reduces on another, so
-these collectives of a rank may run at the same time:
+A rank has a communicator for its node and one for its cross group. Gathers, reductions and cross hops run on streams of their
+own (fsdp/beside.py), so these collectives of a rank may run at the same time:
 
+- a node hop of a gather beside a cross hop of another gather;
 - a node hop of a gather beside a cross hop of a reduction;
-- a cross hop of a gather beside a node hop of a reduction;
+- a cross hop of a gather beside a node hop of a reduction, without secondary shards;
+- a node hop of a reduction beside a cross hop of another reduction;
 - with ``qgz_chunks``, a node hop of one chunk beside a cross hop of another.
 
-Every rank issues them in the same order. But two streams may start them in another one, and NCCL documents that communicators
+Two collectives of one communicator never run at the same time. More communicators, such as one per stream, would gain nothing in
+the modelled timeline (scripts/results/timeline.md), and each of them costs memory of the GPU for its channels' buffers: some
+hundred MB are expected with NCCL's defaults. Nobody has measured it here.
+
+Every rank issues them in the same order. But streams may start them in another one, and NCCL documents that communicators
 which wait for each other's kernels can block each other then. From version 2.26 on NCCL makes kernels of all communicators of
 a device start in the order of the calls, if it is asked to (``NCCL_LAUNCH_ORDER_IMPLICIT=1``). It reads the variable when the
 first communicator is made.

@@ -5,7 +5,7 @@ The world's W ranks are cut into Y = W / N nodes of N consecutive ranks; rank r 
     node group   the N ranks of node y        {y * N + x' : x' < N}      fast links
     cross group  the Y ranks with the same x  {y' * N + x : y' < Y}      the slow network
 
-Two groups in all per rank, however many units a model has.
+Two groups in all per rank, however many units a model has. Each is a communicator of NCCL, made by its first collective.
 
 [Note: sharding beside other parallelism]
 Beside tensor or pipeline parallelism a model is sharded over a part of the world, and the world consists of several such

@@ -17,6 +17,7 @@ from hf_zeropp import devices
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Changes, GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import CountedAllGather, UnitWarnings, WeightGather, record_event
 from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.layouts import gather_layouts
@@ -85,6 +86,7 @@ class ZeroPPAllGather(WeightGather):
         lands_at_once: whether a cross hop that is started ahead is also finished at once (on accelerators, where streams
             overlap by themselves), instead of when the unit is needed.
         check: compares secondary shards across nodes; None where nobody asked for it.
+        beside: where cross hops run on streams beside node hops; None on CPU.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class ZeroPPAllGather(WeightGather):
         keeps_secondary: bool,
         lands_at_once: bool,
         check: SecondaryCheck | None = None,
+        beside: HopsBeside | None = None,
     ) -> None:
         super().__init__(unit, Freshness(unit, checks_steps=config.sends_deltas))
         self.hops = hops
@@ -106,6 +109,7 @@ class ZeroPPAllGather(WeightGather):
         self._keeps_secondary = keeps_secondary
         self._lands_at_once = lands_at_once
         self._check = check
+        self._beside = beside
         self._fsdp2 = CountedAllGather(unit, traffic)
         # The key is dtype and whether the unit trains. Both may change during a run: a conversion, or a unit that
         # thaws.
@@ -131,6 +135,8 @@ class ZeroPPAllGather(WeightGather):
             # FSDP2's own gather reads the shards as they are now, so it counts as a copy that was just taken.
             self._unsharded_from = self._num_copies
             return self._gather_unquantized(output_tensor, input_tensor, group, async_op)
+        if self._beside is not None:
+            self._beside.gathers.reach(self)
         if self._keeps_secondary:
             # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still
             # due.
@@ -172,6 +178,8 @@ class ZeroPPAllGather(WeightGather):
             self._land_flight()
         if kept is not None and self._tries_changes(kept, layouts):
             self._changes = self.hops.encode_changes(self.unit.flat_shard(dtype), layouts, kept.secondary)
+            # The hop may start later in the pass. What is written until then was not encoded, and is a new change.
+            self.freshness.taken()
         return self._changes
 
     def start_ahead(self) -> None:
@@ -250,7 +258,7 @@ class ZeroPPAllGather(WeightGather):
         """Start the cross hop of the weights in ``dtype``. ``shard`` is this rank's, where FSDP2 made it already."""
         self._land_flight()
         layouts, due = self.layouts(dtype), self.due
-        kept = self._kept
+        kept, was_encoded = self._kept, self._changes is not None
         if kept is not None and (changes := self._changes_to_send(kept, layouts, shard)) is not None:
             self._start_changes(kept, changes)
         elif kept is not None and self._delta_is_enough(kept, layouts, due):
@@ -261,7 +269,7 @@ class ZeroPPAllGather(WeightGather):
         self._kept = kept
         # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
         # a write in between is a new change.
-        self._took_weights(self._comparison(kept))
+        self._took_weights(self._comparison(kept), noted=was_encoded)
         return kept
 
     def _land_flight(self) -> None:
@@ -371,12 +379,11 @@ class ZeroPPAllGather(WeightGather):
         return self._fsdp2(output, shard, group, async_op)
 
 
-def start_ahead(gathers: Sequence[WeightGather]) -> None:
-    """Start the cross hops that are due, of all units that can. On every rank ``gathers`` are those of the same units."""
+def encode_ahead(gathers: Sequence[WeightGather]) -> list[ZeroPPAllGather]:
+    """Return the gathers whose cross hops are due and can start. On every rank ``gathers`` are those of the same units."""
     due = [gather for gather in gathers if isinstance(gather, ZeroPPAllGather) and gather.can_start_ahead]
     # The sizes of changed words are exchanged for all units at once, because each exchange waits for the slow network.
     changes = [encoded for gather in due if (encoded := gather.encode_ahead()) is not None]
     if changes:
         due[0].hops.exchange_sizes(changes)
-    for gather in due:
-        gather.start_ahead()
+    return due

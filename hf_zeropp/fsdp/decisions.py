@@ -27,8 +27,9 @@ from contextlib import contextmanager
 import torch.nn as nn
 
 from hf_zeropp.comm.agreement import Agreement, Answer, Channel, Statement
-from hf_zeropp.fsdp.all_gather import start_ahead
+from hf_zeropp.fsdp.all_gather import encode_ahead
 from hf_zeropp.fsdp.backward import current_backward, require_backward
+from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.fsdp.micro_steps import MicroSteps
@@ -71,7 +72,8 @@ class Decisions:
         pipeline: reductions under way; None where streams overlap.
         traffic: counts micro-steps.
         channel: all ranks.
-        starts_ahead: whether cross hops of stale units are started when a forward pass begins.
+        beside: where cross hops run on streams beside node hops; None on CPU.
+        starts_ahead: whether cross hops of stale units are started when a forward pass begins. ``beside`` takes them then.
 
     Attributes:
         reduces: the reductions of all units over the world, in module order. Set when they are installed.
@@ -84,6 +86,7 @@ class Decisions:
         pipeline: ReducePipeline | None,
         traffic: Traffic,
         channel: Channel,
+        beside: HopsBeside | None = None,
         *,
         starts_ahead: bool,
     ) -> None:
@@ -93,6 +96,7 @@ class Decisions:
         self._pipeline = pipeline
         self._traffic = traffic
         self._starts_ahead = starts_ahead
+        self._beside = beside
         self._agreement = Agreement(channel)
         self._micro_step_answer: Answer | None = None
         self._num_forwards = 0  # under way, one inside the other
@@ -120,6 +124,8 @@ class Decisions:
     def leave_forward(self) -> None:
         """Note that a forward pass ended, or raised."""
         self._num_forwards = max(self._num_forwards - 1, 0)  # a pass may raise before it has entered
+        if self._num_forwards == 0 and self._beside is not None:
+            self._beside.gathers.finish()
 
     @contextmanager
     def generating(self) -> Iterator[None]:
@@ -166,8 +172,16 @@ class Decisions:
                 gather.agree(Change(change))
         # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
         # wait for a node that generates no more.
-        if self._starts_ahead or moment == Moment.GENERATE:
-            start_ahead([gather for gather, asked in zip(self._gathers, asks, strict=True) if asked])
+        asked_gathers = [gather for gather, asked in zip(self._gathers, asks, strict=True) if asked]
+        if self._beside is not None:
+            with self._beside.gathers.queue():
+                due = encode_ahead(asked_gathers)
+            self._beside.gathers.expect(due)
+            if moment == Moment.GENERATE:
+                self._beside.gathers.finish()
+        elif self._starts_ahead or moment == Moment.GENERATE:
+            for gather in encode_ahead(asked_gathers):
+                gather.start_ahead()
 
     # Gradients.
 
@@ -216,6 +230,8 @@ class Decisions:
             # takes the wrappers off gradients that are complete; what is owed stays for the next micro-step.
             if self._micro_steps.is_last_now or not reduce.owes:
                 reduce.deliver()
+        if self._beside is not None:
+            self._beside.reductions.clear()
 
     def _finish_reductions(self) -> None:
         """Finish the reductions under way, also those that a backward pass left when it raised.

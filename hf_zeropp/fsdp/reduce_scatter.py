@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Feedback, ReduceLayouts, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import CommObject, UnitWarnings, record_event
 from hf_zeropp.fsdp.error_feedback import Residual
 from hf_zeropp.fsdp.gradient_form import Column, Form, Partial
@@ -71,6 +72,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         micro_steps: tells the last micro-step, and whether gradients are quantized now; shared by all units.
         pipeline: where reductions overlap with compute; None where streams do that.
         coordinator: what the reductions of all units decide together, on all ranks.
+        beside: where cross hops run on streams beside node hops; None on CPU.
 
     Attributes:
         pending: the gradients that wait for a result.
@@ -88,6 +90,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         micro_steps: MicroSteps,
         pipeline: ReducePipeline | None,
         coordinator: Coordinator,
+        beside: HopsBeside | None = None,
     ) -> None:
         self.unit = unit
         self.hops = hops
@@ -100,6 +103,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._micro_steps = micro_steps
         self._pipeline = pipeline
         self._coordinator = coordinator
+        self._behind = None if beside is None else beside.reductions
+        if beside is not None:
+            unit.reduce_behind(self.finish_behind)
+        self._crossing: UnitReduction | None = None  # until FSDP2 calls ``finish_behind``
         self._fsdp2 = DefaultReduceScatter()
         self._layouts: dict[object, ReduceLayouts] = {}
         self._partial: Partial | None = None
@@ -115,6 +122,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
+        self._crossing = None  # a pass that raised may have left one
         # The first reduction of a backward pass asks all ranks. The answer is waited for before any hop is.
         self._coordinator.reduction_begins(self)
         self.without_gradient = tuple(one.shard.name for one in self.unit.reduced_shards() if not one.has_gradient)
@@ -140,13 +148,29 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             output_tensor.zero_()
             return None
         self._coordinator.confirm_micro_step()
+        if self._behind is not None:
+            self._behind.make_room()
         reduction.start(full)
         if crosses:
-            self._finish_into(output_tensor, reduction)
+            reduction.flights = self.send_sums(reduction.flights, form)
+            if self._behind is not None and not self.unit.shows_reduced_output:
+                self._crossing = reduction
+            else:
+                self._finish_into(output_tensor, reduction)
         else:
             self.keep_sums(reduction.flights, form)
             output_tensor.zero_()
         return None
+
+    def finish_behind(self, output: torch.Tensor) -> None:
+        """Finish the cross hop, on FSDP2's stream for all-reduces, which runs behind its stream of reductions."""
+        assert self._behind is not None
+        reduction, self._crossing = self._crossing, None
+        flights = [] if reduction is None else reduction.flights
+        # FSDP2 goes on with the output on this stream, also where it is zeros, and drops it as soon as that is queued.
+        self._behind.hold([output, *(memory for flight in flights for memory in (flight.received, *flight.sent))])
+        if reduction is not None:
+            self._finish_into(output, reduction)
 
     # Around FSDP2's post_backward.
 
@@ -294,9 +318,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         return reduced
 
     def _finish_into(self, output: torch.Tensor, reduction: UnitReduction) -> None:
-        """Run the cross hop at once. FSDP2 adds ``output`` to the gradients that it reduces; the others are added here."""
-        form = reduction.form
-        flights = self.send_sums(reduction.flights, form)
+        """Finish the cross hop. FSDP2 adds ``output`` to the gradients that it reduces; the others are added here."""
+        form, flights = reduction.form, reduction.flights
         # FSDP2's output has room only for parameters with a gradient in this micro-step. Others may have a part in
         # the sum, from earlier micro-steps or other ranks, and FSDP2 will not add it.
         if output.numel() == form.layouts.cross_hop.numel and output.dtype == form.layouts.cross_hop.raw_dtype:

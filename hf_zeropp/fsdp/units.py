@@ -73,6 +73,7 @@ class Unit:
         self._module = module
         self._group = param_group
         self._have_gradients = [True] * len(param_group.fsdp_params)
+        self._behind: Callable[[torch.Tensor], None] | None = None
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -226,7 +227,13 @@ class Unit:
     def shows_reduced_output(self) -> bool:
         """Whether user code sees a reduction's output before the backward pass ends (all-reduce or gradient hooks)."""
         hooks = any(getattr(param, "_post_accumulate_grad_hooks", None) for param in self.trainable)
-        return hooks or self._group._all_reduce_hook is not None
+        return hooks or self._group._all_reduce_hook is not self._behind
+
+    def reduce_behind(self, finish: Callable[[torch.Tensor], None]) -> None:
+        """Let FSDP2 call ``finish`` with each output of a reduction, on its stream for all-reduces, unless a hook is there."""
+        if self._group._all_reduce_hook is None:
+            self._behind = finish
+            self._module.set_all_reduce_hook(finish)
 
     @property
     def has_plain_shards(self) -> bool:
@@ -316,11 +323,7 @@ class Unit:
         return {_grad_dtype(param) for param in self._group.fsdp_params if param.sharded_param.requires_grad}
 
     def structure(self) -> tuple[object, ...]:
-        """Return what chooses collectives and their sizes.
-
-        It is ``requires_grad``, dtype, dtype of the gradient and "has gradient hooks" of each parameter, and whether the unit has
-        an all-reduce hook.
-        """
+        """Return what chooses collectives and their sizes: facts of each parameter, and "has an all-reduce hook"."""
         # This runs before every forward pass, so it goes through the parameters once.
         params = ((fsdp_param.sharded_param, _grad_dtype(fsdp_param)) for fsdp_param in self._group.fsdp_params)
         return (
@@ -328,7 +331,7 @@ class Unit:
                 (param.requires_grad, param.dtype, grad_dtype, len(param._post_accumulate_grad_hooks or ()) > 0)
                 for param, grad_dtype in params
             ),
-            self._group._all_reduce_hook is not None,
+            self._group._all_reduce_hook is not self._behind,
         )
 
 

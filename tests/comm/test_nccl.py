@@ -2,13 +2,15 @@
 
 import logging
 import os
+import re
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from happens_before import Operation, checked_world
 from harness import run_ranks
-from toy import backward, make_lm, shard
+from toy import POLICIES, backward, loss_of, make_lm, shard, tokens_of
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm import nccl
@@ -116,3 +118,56 @@ def test_a_missing_order_is_told(caplog, monkeypatch, version, environ, words):
         nccl.warn_of_any_order("cuda", environ)
         nccl.warn_of_any_order("cpu", {})
     assert [words in record.getMessage() for record in caplog.records] == ([True] if words else [])
+
+
+KINDS = {"_allgather_base_": "gather", "alltoall_base_": "reduction"}
+
+
+def all_unordered_pairs(rank: int, settings: dict) -> set[frozenset[str]]:
+    """Return the pairs with secondary shards, and without."""
+    return unordered_pairs(settings) | unordered_pairs(settings | {"hpz_size": None})
+
+
+def unordered_pairs(settings: dict) -> set[frozenset[str]]:
+    """Train under the happens-before checker; return the kinds of collectives of two communicators that nothing orders."""
+    collectives, sizes = [], {2: "cross", 8: "node"}
+
+    def observe(operation: Operation) -> None:
+        name = operation.func._overloadpacket.__name__
+        if operation.func.namespace == "c10d" and name in KINDS:
+            group = dist.ProcessGroup.unbox(operation.arguments["process_group"])
+            collectives.append((f"a {sizes[group.size()]} hop of a {KINDS[name]}", operation))
+
+    with checked_world(16, observe):
+        model = shard(make_lm(depth=3), POLICIES["bf16"])
+        handle = apply_zeropp(model, {"ranks_per_node": 8, **settings})
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        for step in range(3):
+            for micro_step in range(2):
+                handle.set_last_micro_step(micro_step == 1)
+                loss_of(model, tokens_of(0, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    pairs = set()
+    for index, (second, later) in enumerate(collectives):
+        for first, earlier in collectives[:index]:
+            is_before = later.clock.get(earlier.stream, 0) >= earlier.clock[earlier.stream]
+            if not is_before and first.split()[1] != second.split()[1]:
+                pairs.add(frozenset((first, second)))
+    return pairs
+
+
+def documented_pairs() -> set[frozenset[str]]:
+    """Return the pairs that the module names."""
+    lines = [re.match(r"- (a [^;,.]*)", line) for line in nccl.__doc__.splitlines()]
+    return {frozenset(line[1].replace("another", "a").split(" beside ")) for line in lines if line}
+
+
+def test_pairs_that_may_run_together_are_those_that_the_module_names():
+    [found] = run_ranks(all_unordered_pairs, 1, {}, init=False)
+    assert len(found) == 4 and found == documented_pairs()
+
+
+def test_hops_on_one_stream_run_beside_those_of_the_other_direction_alone():
+    [found] = run_ranks(all_unordered_pairs, 1, {"overlap": False}, init=False)
+    assert found == {pair for pair in documented_pairs() if len({hop.split()[-1] for hop in pair}) == 2}
