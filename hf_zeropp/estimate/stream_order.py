@@ -12,7 +12,9 @@ The lines in brackets name what ``torch/distributed/fsdp/_fully_shard/_fsdp_para
 DeepSpeed prefetches no more than a bucket of ``stage3_prefetch_bucket_size`` elements, which is less than one block of a large
 model. The gathers of such units come right before their computation (``UnitWork.prefetches``).
 
-This package runs both hops and its kernels inside the gather or reduction that FSDP2 calls, on FSDP2's streams.
+This package is simulated with both hops and its kernels inside the gather or reduction that FSDP2 calls, on FSDP2's streams.
+That is ``overlap=False``. By default cross hops run on streams beside node hops (fsdp/beside.py), so its steps are somewhat
+shorter than predicted here: ``scripts/results/timeline.md`` has both.
 """
 
 from __future__ import annotations

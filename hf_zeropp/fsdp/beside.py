@@ -115,7 +115,7 @@ class ReductionsBehind:
 
 
 class HopsBeside:
-    """What the comm objects of one model share where cross hops run on streams beside those of node hops.
+    """It holds what the comm objects of one model share where cross hops run on streams beside those of node hops.
 
     Attributes:
         gathers: the cross hops of gathers.

@@ -146,21 +146,24 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if self._pipeline is not None and not self.unit.shows_reduced_output:
             self._submit(reduction, full, self._pipeline)
             output_tensor.zero_()
-            return None
+        else:
+            self._run(reduction, full, output_tensor, crosses)
+        return None
+
+    def _run(self, reduction: UnitReduction, full: torch.Tensor, output: torch.Tensor, crosses: bool) -> None:
         self._coordinator.confirm_micro_step()
         if self._behind is not None:
             self._behind.make_room()
         reduction.start(full)
-        if crosses:
-            reduction.flights = self.send_sums(reduction.flights, form)
-            if self._behind is not None and not self.unit.shows_reduced_output:
-                self._crossing = reduction
-            else:
-                self._finish_into(output_tensor, reduction)
+        if not crosses:
+            self.keep_sums(reduction.flights, reduction.form)
+            output.zero_()
+            return
+        reduction.flights = self.send_sums(reduction.flights, reduction.form)
+        if self._behind is not None and not self.unit.shows_reduced_output:
+            self._crossing = reduction
         else:
-            self.keep_sums(reduction.flights, form)
-            output_tensor.zero_()
-        return None
+            self._finish_into(output, reduction)
 
     def finish_behind(self, output: torch.Tensor) -> None:
         """Finish the cross hop, on FSDP2's stream for all-reduces, which runs behind its stream of reductions."""

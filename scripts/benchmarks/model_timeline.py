@@ -5,12 +5,13 @@
 Nothing is measured. The order of all operators and collectives is recorded from the code that runs, on the streams of the
 happens-before checker (``tests/helpers/happens_before``), and simulated with given rates. One process and no GPU are needed.
 
-``--label before`` keeps the rows of this package under another name, to compare the code that is with the code that was.
+``overlap: false`` leaves both hops on the streams on which FSDP2 calls them.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -43,12 +44,16 @@ STEPS = 3
 TOKENS = (2048, 4096, 8192)
 NETWORKS = ("50gbit", "100gbit", "200gbit", "400gbit")
 STOCK = "stock FSDP2"
-METHODS: dict[str, dict[str, Any] | None] = {
-    STOCK: None,
+METHODS: dict[str, dict[str, Any]] = {
     "default": {},
     "delta": {"qwz_mode": "delta", "qwz_bits": 4},
 }
-LABELS = ("before", "now")
+ONE_STREAM, BESIDE = "one stream", "beside"
+CODES = {ONE_STREAM: {"overlap": False}, BESIDE: {}}
+"""Where cross hops run: behind node hops on the streams on which FSDP2 calls them, or on streams beside those."""
+
+OWN_GROUPS, TWO_INPUTS = "own groups", "two inputs"
+"""What could be added: communicators of their own for gathers and reductions, two reductions whose input FSDP2 keeps."""
 TITLE = "The modelled timeline of a 7B step"
 INTRO = """Streams, events and collectives of one rank of 2 nodes of 8 H100, in a model of Llama-2-7B's shape (32 layers).
 **Nothing was measured.** The order is recorded from the code that runs, on FSDP2's own streams under the happens-before checker,
@@ -95,7 +100,7 @@ class Row(NamedTuple):
     """One simulated step.
 
     Attributes:
-        code: "stock", or the label of the code of this package that was recorded.
+        code: ``STOCK``, or one of ``CODES`` or of what could be added.
         method: of ``METHODS``.
         network: rate of a node.
         tokens: of a rank.
@@ -121,13 +126,17 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "timeline.json", help="JSON; the page and plot lie beside it"
     )
-    parser.add_argument("--label", choices=LABELS, default="now", help="the name of this code in the rows")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model")
     return parser.parse_args(argv)
 
 
-def record(settings: dict[str, Any] | None, layers: int = LAYERS) -> Recording:
+def record(settings: dict[str, Any] | None, layers: int = LAYERS, num_inputs: int = 1) -> Recording:
     """Return the streams of some optimizer steps under settings; of stock FSDP2 with None.
+
+    Args:
+        settings: of this package.
+        layers: of the model.
+        num_inputs: inputs of reductions that FSDP2 keeps at one time.
 
     Raises:
         RuntimeError: two streams touched the same memory unordered.
@@ -138,6 +147,8 @@ def record(settings: dict[str, Any] | None, layers: int = LAYERS) -> Recording:
         for module in (*model.layers, model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
         with checked(host_groups, recording.observe) as checker:
+            if num_inputs > 1:  # since torch 2.13
+                model.set_reduce_scatter_max_input_buffers(num_inputs)
             if settings is not None:
                 apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings).set_last_micro_step(True)
             _train(model, recording)
@@ -178,20 +189,40 @@ def rows_of(code: str, method: str, recording: Recording) -> list[Row]:
 
 
 def grid_of(rows: list[Row], network: str) -> Grid:
-    """Return the table of a network: a row for each batch and method, before and now beside stock FSDP2."""
-    columns = ["tokens per GPU, settings", STOCK, *LABELS, "now / before", "idle before", "idle now"]
+    """Return the table of a network: a row for each batch and method, with cross hops beside and behind node hops."""
+    columns = ["tokens per GPU, settings", STOCK, *CODES, "ratio", *(f"idle, {code}" for code in CODES)]
     grid = Grid(f"step at {network} per node, ms; share of it in which the network is idle", columns)
     found = {(row.code, row.method, row.tokens): row for row in rows if row.network == network}
     for tokens in TOKENS:
         for method in METHODS:
-            before, now = (found.get((label, method, tokens)) for label in LABELS)
-            if before or now:
-                stock = found["stock", STOCK, tokens]
-                cells = [f"{row.step_ms:.0f}" if row else "" for row in (stock, before, now)]
-                ratio = f"{now.step_ms / before.step_ms:.3f}" if before and now else ""
-                idle = [f"{row.idle_share:.0%}" if row else "" for row in (before, now)]
-                grid.rows.append([f"{tokens}, {method}", *cells, ratio, *idle])
+            one, beside = (found[code, method, tokens] for code in CODES)
+            times = [f"{row.step_ms:.0f}" for row in (found[STOCK, STOCK, tokens], one, beside)]
+            idle = [f"{row.idle_share:.0%}" for row in (one, beside)]
+            grid.rows.append([f"{tokens}, {method}", *times, f"{beside.step_ms / one.step_ms:.3f}", *idle])
     return grid
+
+
+def additions_grid(rows: list[Row]) -> Grid:
+    """Return the table of what could be added, and of what the order of calls costs, with the default settings."""
+    columns = ["network, tokens per GPU", BESIDE, OWN_GROUPS, TWO_INPUTS, "collectives start in any order"]
+    grid = Grid("what would not pay: the step in ms, with the default settings", columns)
+    found = {(row.code, row.network, row.tokens): row for row in rows if row.method == "default"}
+    for network in NETWORKS:
+        for tokens in TOKENS:
+            own = [found[code, network, tokens] for code in (BESIDE, OWN_GROUPS, TWO_INPUTS)]
+            cells = [f"{row.step_ms:.1f}" for row in own]
+            grid.rows.append([f"{network}, {tokens}", *cells, f"{own[0].free_ms:.1f}"])
+    return grid
+
+
+def with_own_groups(recording: Recording) -> Recording:
+    """Return a recording whose gathers and reductions have communicators of their own."""
+    split = Recording(RANKS_PER_NODE)
+    split.steps = recording.steps
+    for work in recording.works:
+        name = work.communicator and f"{work.communicator} {work.name}"
+        split.works.append(dataclasses.replace(work, communicator=name))
+    return split
 
 
 DRAWN_NETWORK, DRAWN_TOKENS = "100gbit", 4096
@@ -215,7 +246,7 @@ def drawing_of(step: Step) -> dict[str, list[list[float]]]:
 
 
 def plot(drawings: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Draw the lanes of stock FSDP2, of this package before and now, each over its own step."""
+    """Draw the lanes of each step, over its own length."""
     figure, axes = pyplot().subplots(len(drawings), figsize=(11, 2 * len(drawings)), squeeze=False)
     for axis, (code, lanes) in zip(axes[:, 0], drawings.items(), strict=True):
         for height, (name, spans) in enumerate(reversed(lanes.items())):
@@ -231,21 +262,24 @@ def plot(drawings: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
 def main() -> None:
     """Record, simulate, and write the JSON file, the plot and the page."""
     args = parse_args(sys.argv[1:])
-    kept = json.loads(args.output.read_text()) if args.output.exists() else {"rows": [], "drawings": {}}
-    rows = [Row(**row) for row in kept["rows"] if row["code"] not in ("stock", args.label)]
-    drawings: dict[str, Any] = kept["drawings"]
-    for method, settings in METHODS.items():
-        code = "stock" if settings is None else args.label
-        recording = record(settings, args.layers)
-        rows += rows_of(code, method, recording)
-        if method in (STOCK, "default"):
-            drawings[code] = drawing_of(step_of(recording, DRAWN_NETWORK, DRAWN_TOKENS))
+    stock = record(None, args.layers)
+    rows = rows_of(STOCK, STOCK, stock)
+    drawings = {STOCK: drawing_of(step_of(stock, DRAWN_NETWORK, DRAWN_TOKENS))}
+    for code, setting in CODES.items():
+        for method, settings in METHODS.items():
+            recording = record(settings | setting, args.layers)
+            rows += rows_of(code, method, recording)
+            if method == "default":
+                drawings[code] = drawing_of(step_of(recording, DRAWN_NETWORK, DRAWN_TOKENS))
+                if code == BESIDE:
+                    rows += rows_of(OWN_GROUPS, method, with_own_groups(recording))
+    rows += rows_of(TWO_INPUTS, "default", record({}, args.layers, num_inputs=2))
     conditions = {"command": command_line(__file__), "versions": versions()}
     content = {"conditions": conditions, "rows": [row._asdict() for row in rows], "drawings": drawings}
     args.output.write_text(json.dumps(content) + "\n")
     picture = args.output.with_suffix(".png")
-    plot({code: drawings[code] for code in ("stock", *LABELS) if code in drawings}, picture)
-    grids = [grid_of(rows, network) for network in NETWORKS]
+    plot(drawings, picture)
+    grids = [*(grid_of(rows, network) for network in NETWORKS), additions_grid(rows)]
     write_page(args.output.with_suffix(".md"), TITLE, conditions, INTRO, grids, picture)
     for row in rows:
         print(*row)
