@@ -218,6 +218,20 @@ PYTORCH: tuple[Seam, ...] = (
         if_moved=ON_USE,
     ),
     Seam(
+        owner="torch:_C",
+        names=("_len_torch_dispatch_stack", "_is_torch_function_mode_enabled"),
+        used_by=("ops.eager",),
+        why="Whether a mode has to see the call of an operator.",
+        if_moved=ON_USE,
+    ),
+    Seam(
+        owner="torch.autograd",
+        names=("_profiler_enabled",),
+        used_by=("ops.eager",),
+        why="Whether the profiler has to see the call of an operator.",
+        if_moved=ON_USE,
+    ),
+    Seam(
         owner="torch.autograd:Variable",
         names=("_execution_engine",),
         used_by=("fsdp.backward",),

@@ -6,17 +6,19 @@ and fake tensors see. One implementation serves every device, because ``kernels.
 tensors.
 
 Layouts travel through PyTorch's dispatcher as text (``WireLayout.spec``). A traced graph then carries everything an operator
-needs, and neither fake tensors nor ``torch.compile`` ever see a lookup table.
+needs, and neither fake tensors nor ``torch.compile`` ever see a lookup table. A call that nobody has to see there goes to the
+kernels at once (``eager.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_zeropp.ops.eager import runs_directly
 from hf_zeropp.ops.format import WireLayout
 from hf_zeropp.ops.kernels import kernels_of
 from hf_zeropp.ops.operator import Operator, Result, declare
@@ -47,7 +49,7 @@ def operator(
         declared = declare(find_result, reference, counts, outs)
         OPERATORS[declared.name] = declared
         _register(declared)
-        return _caller(declared.name)
+        return _caller(declared)
 
     return register
 
@@ -90,16 +92,20 @@ def _define(name: str, signature: str, implementation: Callable[..., Any], fake:
     torch.library.register_fake(f"zeropp::{name}", fake, lib=_LIBRARY)
 
 
-def _caller(name: str) -> Callable[..., Any]:
+def _caller(operator: Operator) -> Callable[..., Any]:
     # These are looked up once for each operator, and not in every call.
-    new, fill = getattr(torch.ops.zeropp, name), getattr(torch.ops.zeropp, f"{name}_out")
+    new, fill = (getattr(torch.ops.zeropp, name) for name in (operator.name, f"{operator.name}_out"))
 
     # ``out`` is one tensor, or a tuple for an operator with several results.
     def call(*arguments: Any, out: Tensor | tuple[Tensor, ...] | None = None) -> Any:
+        outs = () if out is None else out if isinstance(out, tuple) else (out,)
+        if outs and runs_directly(arguments, outs):
+            _fill(operator, arguments, operator.check(arguments, outs), outs)
+            return out
         values = [value.spec if isinstance(value, WireLayout) else value for value in arguments]
-        if out is None:
+        if not outs:
             return new(*values)
-        fill(*values, *(out if isinstance(out, tuple) else (out,)))
+        fill(*values, *outs)
         return out
 
     return call
@@ -124,7 +130,7 @@ def _refuse_gaps(operator: Operator, arguments: Iterable[Any], result: Result) -
         )
 
 
-def _fill(operator: Operator, arguments: list[Any], result: Result, outs: tuple[Tensor, ...]) -> None:
+def _fill(operator: Operator, arguments: Sequence[Any], result: Result, outs: tuple[Tensor, ...]) -> None:
     """Let the kernels of the device fill ``outs``, unless the first is empty: empty tensors have no address."""
     if outs[0].numel():
         kernels_of(result.device.type).run(operator, arguments, result.counts, outs)

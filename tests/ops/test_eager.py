@@ -1,0 +1,178 @@
+"""Calls of operators go past PyTorch's dispatcher, and only where nobody has to see them there."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_zeropp import ops
+from hf_zeropp.ops import register
+from hf_zeropp.ops.format import Segment, WireLayout
+
+LAYOUT = WireLayout([Segment(64, 8), Segment(5, None)], 32, torch.float32)
+OPERATOR = torch.ops.zeropp.quantize_out
+
+
+def values() -> torch.Tensor:
+    return torch.linspace(-1, 1, 2 * LAYOUT.numel)
+
+
+def wire() -> torch.Tensor:
+    return torch.zeros(2 * LAYOUT.nbytes, dtype=torch.uint8)
+
+
+def encode(input: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    return ops.quantize(input, LAYOUT, out=out)
+
+
+@pytest.fixture
+def direct_calls(monkeypatch) -> list[bool]:
+    """Whether each call of an operator with ``out`` was answered by "it runs directly"."""
+    answers: list[bool] = []
+    ask = register.runs_directly
+
+    def asked(*arguments):
+        answers.append(ask(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr(register, "runs_directly", asked)
+    return answers
+
+
+def through_the_dispatcher(input: torch.Tensor) -> torch.Tensor:
+    out = wire()
+    OPERATOR(input, LAYOUT.spec, 1, False, out)
+    return out
+
+
+@pytest.mark.parametrize("context", [contextlib.nullcontext, torch.no_grad, torch.inference_mode])
+def test_a_plain_call_runs_directly_to_the_same_bits(direct_calls, context):
+    with context():
+        out = wire()
+        assert encode(values(), out) is out
+        assert direct_calls == [True]
+        assert out.any() and torch.equal(out, through_the_dispatcher(values()))
+
+
+def test_a_call_for_a_new_tensor_goes_through_the_dispatcher(direct_calls):
+    assert torch.equal(ops.quantize(values(), LAYOUT), encode(values(), wire()))
+    assert direct_calls == [True]  # of the one with ``out``
+
+
+def test_errors_are_the_same():
+    texts = []
+    for call in (lambda: encode(values()[1:], wire()), lambda: through_the_dispatcher(values()[1:])):
+        with pytest.raises(ValueError, match="^quantize: expected input to hold whole slices") as error:
+            call()
+        texts.append(str(error.value))
+    assert texts[0] == texts[1]
+
+
+def test_a_dispatch_mode_sees_the_call(direct_calls):
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    input, out = values(), wire()
+    with Watch():
+        encode(input, out)
+    assert seen == [OPERATOR.default] and direct_calls == [False]
+    assert torch.equal(out, through_the_dispatcher(input))
+
+
+def test_a_function_mode_sees_the_call(direct_calls):
+    seen = []
+
+    class Watch(TorchFunctionMode):
+        def __torch_function__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    input, out = values(), wire()
+    with Watch():
+        encode(input, out)
+    assert OPERATOR in seen or OPERATOR.default in seen
+    assert direct_calls == [False]
+
+
+def test_fake_tensors_are_checked_and_not_computed(direct_calls):
+    with FakeTensorMode():
+        encode(values(), wire())
+        with pytest.raises(ValueError, match="whole slices"):
+            encode(values()[1:], wire())
+    assert direct_calls == [False, False]
+
+
+def test_fake_tensors_outside_of_their_mode_too(direct_calls):
+    with FakeTensorMode():
+        input, out = values(), wire()
+    encode(input, out)
+    assert direct_calls == [False]
+
+
+def test_the_profiler_sees_the_call(direct_calls):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        encode(values(), wire())
+    assert "zeropp::quantize_out" in {event.key for event in profile.key_averages()}
+    assert direct_calls == [False]
+
+
+def test_a_compiler_sees_the_call():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    input, out = values(), wire()
+    torch.compile(encode, fullgraph=True, backend=backend)(input, out)
+    assert [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"] == [OPERATOR]
+    assert torch.equal(out, through_the_dispatcher(input))
+
+
+def test_a_functional_graph_is_traced():
+    """``make_fx`` traces with modes of its own."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(encode)(values(), wire())
+    assert OPERATOR.default in {node.target for node in graph.graph.nodes}
+
+
+def test_autograd_sees_the_call(direct_calls):
+    encode(values().requires_grad_(), wire())
+    assert direct_calls == [False]
+
+
+def test_meta_tensors_compute_nothing(direct_calls):
+    encode(values().to("meta"), wire().to("meta"))
+    assert direct_calls == [False]
+
+
+def test_a_negative_view_is_resolved(direct_calls):
+    negated = torch._neg_view(values())
+    out = encode(negated, wire())
+    assert direct_calls == [False]
+    assert torch.equal(out, encode(-values(), wire()))
+
+
+def test_subclasses_see_the_call(direct_calls):
+    seen = []
+
+    class Watched(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    encode(values().as_subclass(Watched), wire())
+    assert direct_calls == [False]
+    assert OPERATOR in seen or OPERATOR.default in seen
