@@ -12,7 +12,6 @@ With one rank per node the node hop is empty. The partial sums are then the rank
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -39,12 +38,21 @@ class ReduceLayouts:
     cross_hop: WireLayout
     residual: WireLayout | None = None
     rotates: bool = False
+    _chunks: dict[int, tuple[ReduceLayouts, ...]] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def chunks(self, count: int) -> tuple[ReduceLayouts, ...]:
         """Return layouts that carry parts of the slice: ``count`` of them, or fewer where it has fewer blocks.
 
         All three layouts of a slice are cut at the same elements, so a chunk can pass through both hops on its own.
         """
+        # They are kept, because every method of every reduction asks for them.
+        if count not in self._chunks:
+            self._chunks[count] = self._cut(count)
+        return self._chunks[count]
+
+    def _cut(self, count: int) -> tuple[ReduceLayouts, ...]:
         # Equal segment sizes and blocks are cut alike, whatever their bits: see ``WireLayout.chunks``.
         nodes, crosses = self.node_hop.chunks(count), self.cross_hop.chunks(count)
         residuals = [None] * len(nodes) if self.residual is None else self.residual.chunks(count)
@@ -125,7 +133,7 @@ class TwoHopReduce:
 
     def chunks(self, layouts: ReduceLayouts) -> tuple[ReduceLayouts, ...]:
         """Return the chunks that a slice travels in. They are the same on every rank, since slices have equal sizes."""
-        return _chunks_of(layouts, self._num_chunks)
+        return layouts.chunks(self._num_chunks)
 
     def start(self, full: torch.Tensor, layouts: ReduceLayouts) -> list[Flight]:
         """Start the node hop: send each rank of the node its part of this rank's gradients.
@@ -289,12 +297,6 @@ class TwoHopReduce:
             return Flight(wire)
         received = self._buffers.take(wire.numel(), wire.device)
         return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
-
-
-@functools.cache
-def _chunks_of(layouts: ReduceLayouts, count: int) -> tuple[ReduceLayouts, ...]:
-    """Cut each layout once: every method of every reduction asks for its chunks."""
-    return layouts.chunks(count)
 
 
 def _encode_with_feedback(

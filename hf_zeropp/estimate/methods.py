@@ -42,7 +42,7 @@ from hf_zeropp.fsdp.predictions import (
     leaves_gathers_to_fsdp2,
     reduce_bytes,
 )
-from hf_zeropp.fsdp.units import ParamShard
+from hf_zeropp.fsdp.shards import ParamShard
 from hf_zeropp.traffic import Bytes, Peers, total
 
 KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "residual", "frozen", "wire buffers")

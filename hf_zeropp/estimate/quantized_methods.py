@@ -30,7 +30,7 @@ from hf_zeropp.fsdp.predictions import (
     leaves_gathers_to_fsdp2,
     reduce_bytes,
 )
-from hf_zeropp.fsdp.units import ParamShard
+from hf_zeropp.fsdp.shards import ParamShard
 from hf_zeropp.traffic import Peers
 
 SUM_BYTES = 4

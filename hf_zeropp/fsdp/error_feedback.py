@@ -100,6 +100,11 @@ class Residual:
             self._num_drops = 0
         self._awaits_step = False
 
+    @property
+    def awaits_step(self) -> bool:
+        """Whether no optimizer has stepped with the gradients that the residual was taken from."""
+        return self._awaits_step
+
     def drop_if_unused(self) -> None:
         """Clear the residual if no optimizer took the gradients of the last step, which are gone now."""
         if self._awaits_step:

@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.two_hops import ReduceLayouts
-from hf_zeropp.fsdp.units import ParamShard
+from hf_zeropp.fsdp.shards import ParamShard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # parameters have an equality of their own, element by element
@@ -46,6 +46,8 @@ class Form:
 
     def adds_up_with(self, other: Form) -> bool:
         """Return whether sums of both forms are sums of the same things."""
+        if self is other:
+            return True
         has_same_params = [id(one.param) for one in self.columns] == [id(one.param) for one in other.columns]
         return has_same_params and (self.layouts, self.scale) == (other.layouts, other.scale)
 

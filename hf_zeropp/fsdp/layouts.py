@@ -11,7 +11,7 @@ import torch
 
 from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.units import ParamShard
+from hf_zeropp.fsdp.shards import ParamShard
 from hf_zeropp.ops.format import Segment, WireLayout
 
 FROZEN_WIRE_BITS = 8

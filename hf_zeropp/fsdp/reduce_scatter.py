@@ -5,6 +5,7 @@ See [Note: gradient accumulation] below, and overlap.py for reductions that run 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
 import torch
@@ -24,7 +25,8 @@ from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.pending import PendingGradients
 from hf_zeropp.fsdp.predictions import reduce_bytes
-from hf_zeropp.fsdp.units import DefaultReduceScatter, ParamShard, ReduceScatter, Unit
+from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
+from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic
 
@@ -109,6 +111,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._crossing: UnitReduction | None = None  # until FSDP2 calls ``finish_behind``
         self._fsdp2 = DefaultReduceScatter()
         self._layouts: dict[object, ReduceLayouts] = {}
+        self._form: Form | None = None  # of the last reduction
+        self._form_key: tuple[Any, ...] = ()
         self._partial: Partial | None = None
         self._num_under_way = 0  # reductions in the pipeline
         self._shown_output: torch.Tensor | None = None
@@ -125,25 +129,27 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._crossing = None  # a pass that raised may have left one
         # The first reduction of a backward pass asks all ranks. The answer is waited for before any hop is.
         self._coordinator.reduction_begins(self)
-        self.without_gradient = tuple(one.shard.name for one in self.unit.reduced_shards() if not one.has_gradient)
+        parts = self.unit.reduced_shards()
+        self.without_gradient = tuple([one.shard.name for one in parts if not one.has_gradient])
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_unquantized(output_tensor, input_tensor, group, op, async_op)
         self._forget_unused_residual()
-        form = self._form(input_tensor.dtype, _scale_of(op, group.size()))
+        form = self._form_of(parts, input_tensor.dtype, _scale_of(op, group.size()))
         # The parameters that train, or their dtype, changed between micro-steps. Sums of another form cannot be added
         # to, so they cross now. Ranks compared their parameters when the forward pass began, so all of them do it.
         if self._partial is not None and not self._partial.form.adds_up_with(form):
             self.deliver()
         full = self._widened(input_tensor, form, group.size())
+        shows_output = self.unit.shows_reduced_output
         # A gradient hook or an all-reduce hook reads the output as soon as this call returns. Such a unit crosses
         # nodes at every micro-step and stays out of the pipeline, because zeros would be taken for its gradient.
-        crosses = self._micro_steps.is_last_now or self.unit.shows_reduced_output
+        crosses = self._micro_steps.is_last_now or shows_output
         # FSDP2 runs an all-reduce hook, and adds the output to ``.grad``, on a stream of its own, and drops the output while
         # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
         # This line can go when torch 2.15, whose FSDP2 keeps it itself, is the oldest version.
-        self._shown_output = output_tensor if self.unit.shows_reduced_output else None
+        self._shown_output = output_tensor if shows_output else None
         reduction = UnitReduction(self, form, crosses)
-        if self._pipeline is not None and not self.unit.shows_reduced_output:
+        if self._pipeline is not None and not shows_output:
             self._submit(reduction, full, self._pipeline)
             output_tensor.zero_()
         else:
@@ -279,13 +285,21 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         predicted = reduce_bytes(chunks, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps)
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 
-    def _form(self, dtype: torch.dtype, scale: float) -> Form:
+    def _form_of(self, parts: Sequence[ReducedShard], dtype: torch.dtype, scale: float) -> Form:
+        """Return the form of a reduction of ``parts``: the last one's, as long as nothing of it changes."""
         # FSDP2 of torch 2.15 chooses ``dtype`` from the gradients that there are. Where some are missing, other ranks may have
         # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
         if self.without_gradient:
             dtype = self.unit.reduce_dtype
+        key = (parts, dtype, scale, self._micro_steps.quantizes)
+        # ``parts`` is compared by identity, because parameters have an equality of their own, element by element.
+        if self._form is None or self._form_key[0] is not parts or self._form_key[1:] != key[1:]:
+            self._form_key, self._form = key, self._new_form(parts, dtype, scale)
+        return self._form
+
+    def _new_form(self, parts: Sequence[ReducedShard], dtype: torch.dtype, scale: float) -> Form:
         columns, start = [], 0
-        for reduced in self.unit.reduced_shards():
+        for reduced in parts:
             columns.append(Column(reduced.param, start, reduced.shard))
             start += reduced.shard.padded_numel
         layouts = self._layouts_of(tuple(column.shard for column in columns), dtype)
@@ -371,7 +385,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def _forget_unused_residual(self) -> None:
         """Clear the residual of gradients that were dropped without an optimizer's step: no step is to be corrected."""
-        if all(param.grad is None for param in self.unit.trainable):
+        if self.residual.awaits_step and all(param.grad is None for param in self.unit.trainable):
             self.residual.drop_if_unused()
 
     def _reduce_unquantized(

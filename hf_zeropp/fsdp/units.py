@@ -9,7 +9,6 @@ tests/fsdp/test_units.py fails when one of the names below moves.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -34,35 +33,11 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
+from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
 
 __all__ = [
     "AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "find_units"
 ]  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class ParamShard:
-    """One parameter of a unit as every rank's flat shard holds it."""
-
-    name: str
-    padded_numel: int
-    numel: int
-    ndim: int
-
-
-@dataclasses.dataclass(frozen=True)
-class ReducedShard:
-    """One parameter's place in a reduction.
-
-    Attributes:
-        shard: its part of the flat shard.
-        param: the sharded parameter.
-        has_gradient: whether the micro-step gave it one; otherwise FSDP2 leaves it out of the flat gradient.
-    """
-
-    shard: ParamShard
-    param: DTensor
-    has_gradient: bool
 
 
 class Unit:
@@ -74,6 +49,8 @@ class Unit:
         self._group = param_group
         self._have_gradients = [True] * len(param_group.fsdp_params)
         self._behind: Callable[[torch.Tensor], None] | None = None
+        self._reduced_shards: tuple[ReducedShard, ...] = ()
+        self._reduced_key: list[tuple[int, int, bool]] = []
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -93,7 +70,7 @@ class Unit:
     @property
     def trains(self) -> bool:
         """Whether any parameter is trainable."""
-        return len(self.trainable) > 0
+        return any(fsdp_param.sharded_param.requires_grad for fsdp_param in self._group.fsdp_params)
 
     def has_param_of(self, ids: set[int]) -> bool:
         """Return whether one of the unit's parameters, trainable or not, is among the objects with these ids."""
@@ -101,10 +78,15 @@ class Unit:
 
     def param_shards(self, *, trainable_only: bool = False) -> list[ParamShard]:
         """Return the parts of a flat shard: all parameters (as gathered), or the trainable ones (as reduced)."""
+        if not trainable_only:
+            return list(self._shards)
         params = self._group.fsdp_params
-        if trainable_only:
-            params = [params[index] for index in self._reduction_order if params[index].sharded_param.requires_grad]
-        return list(map(_shard_of, params))
+        return [self._shards[index] for index in self._reduction_order if params[index].sharded_param.requires_grad]
+
+    @functools.cached_property
+    def _shards(self) -> tuple[ParamShard, ...]:
+        # FSDP2 cuts parameters once, in ``fully_shard``. Parameters that are replaced later must have the same sizes.
+        return tuple(map(_shard_of, self._group.fsdp_params))
 
     @property
     def _reduction_order(self) -> Sequence[int]:
@@ -112,18 +94,25 @@ class Unit:
         # Since torch 2.15 they are grouped there by the dtypes of their gradients. FSDP2 chooses the order at the first use.
         return getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(self._group.fsdp_params))
 
-    def reduced_shards(self) -> list[ReducedShard]:
+    def reduced_shards(self) -> tuple[ReducedShard, ...]:
         """Return the parts of the flat gradient that FSDP2 is about to hand to the reduction, and those missing in it.
 
         They are the trainable parameters, and those that were frozen after the forward pass and have a gradient still. Valid
-        during a reduction.
+        during a reduction. As long as nothing of it changes, it is the same object.
         """
-        params = list(zip(self._group.fsdp_params, self._have_gradients, strict=True))
-        return [
-            ReducedShard(_shard_of(param), cast(DTensor, param.sharded_param), has_gradient)
-            for param, has_gradient in (params[index] for index in self._reduction_order)
-            if param.sharded_param.requires_grad or has_gradient
-        ]
+        params = [self._group.fsdp_params[index].sharded_param for index in self._reduction_order]
+        places = zip(self._reduction_order, params, strict=True)
+        found = [(index, param, self._have_gradients[index]) for index, param in places]
+        found = [one for one in found if one[1].requires_grad or one[2]]
+        # Parameters are compared by identity. What was found last holds them, so no other one can have their ids.
+        key = [(index, id(param), has_gradient) for index, param, has_gradient in found]
+        if key != self._reduced_key:
+            self._reduced_key = key
+            self._reduced_shards = tuple(
+                ReducedShard(self._shards[index], cast(DTensor, param), has_gradient)
+                for index, param, has_gradient in found
+            )
+        return self._reduced_shards
 
     def wrap_post_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
         """Call ``before`` and ``after`` around FSDP2's ``post_backward``, which reduces gradients and adds them to ``.grad``."""

@@ -32,7 +32,8 @@ from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.pending import PendingGradient
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
-from hf_zeropp.fsdp.units import ParamShard, ReducedShard, local_tensor_of
+from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
+from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.traffic import Traffic
 
 UNITS = {"first": ("a", "b"), "second": ("c",)}
