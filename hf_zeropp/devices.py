@@ -18,7 +18,8 @@ import torch
 
 def has_streams(device: torch.device | str) -> bool:
     """Return whether work on ``device``, or on a device of this type, is queued in streams."""
-    return torch.device(device).type != "cpu"
+    # This is asked some twenty times for each unit, nearly always of a device: making another one would double the time.
+    return (device if isinstance(device, torch.device) else torch.device(device)).type != "cpu"
 
 
 def new_stream(device_type: str) -> torch.Stream:

@@ -20,7 +20,7 @@ import dataclasses
 import time
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -287,26 +287,12 @@ class CommTimer:
         # Creating an event costs more than recording one, so events that were read are used again.
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
-    @contextmanager
-    def measure(self, device: torch.device) -> Iterator[None]:
+    def measure(self, device: torch.device) -> AbstractContextManager[None]:
         """Count the time of the collectives on ``device`` that are issued, or waited for, inside the context."""
         # [Note: seconds on CPU] A synchronous collective is measured where it is issued. An asynchronous one is
         # measured twice: for the moment that issuing takes, and for what is left of it when ``TimedWork.wait`` is
         # called. The time between, in which the model computes, is not counted, since training does not pay for it.
-        if not devices.has_streams(device):
-            start_s = time.perf_counter()
-            yield
-            self._finished_s += time.perf_counter() - start_s
-            return
-        # Reading the events that have passed keeps the queue short in a run that never asks for ``seconds``.
-        self._collect()
-        start, end = self._spare.pop() if self._spare else _timing_events(device)
-        # Events are recorded on the current stream. FSDP2 issues collectives with its communication stream as the
-        # current one.
-        start.record()
-        yield
-        end.record()
-        self._running.append((start, end))
+        return _EventSpan(self, device) if devices.has_streams(device) else _HostSpan(self)
 
     def watch(self, work: dist.Work | None, device: torch.device) -> TimedWork | None:
         """Return ``work`` with a ``wait`` that is counted; None for a collective that returned no work."""
@@ -326,6 +312,45 @@ class CommTimer:
             start, end = self._running.popleft()
             self._finished_s += start.elapsed_time(end) / 1e3
             self._spare.append((start, end))
+
+
+# These are classes and no generators, which cost several times as much: a unit's gather and reduction enter ten.
+class _HostSpan(AbstractContextManager[None]):
+    """Counts the wall time inside the context."""
+
+    __slots__ = ("_start_s", "_timer")
+
+    def __init__(self, timer: CommTimer) -> None:
+        self._timer = timer
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:  # a collective that failed is not counted
+            self._timer._finished_s += time.perf_counter() - self._start_s
+
+
+class _EventSpan(AbstractContextManager[None]):
+    """Counts the time between two events in the current stream, once both have passed."""
+
+    __slots__ = ("_end", "_start", "_timer")
+
+    def __init__(self, timer: CommTimer, device: torch.device) -> None:
+        # Reading the events that have passed keeps the queue short in a run that never asks for ``seconds``.
+        timer._collect()
+        self._timer = timer
+        self._start, self._end = timer._spare.pop() if timer._spare else _timing_events(device)
+
+    def __enter__(self) -> None:
+        # Events are recorded on the current stream. FSDP2 issues collectives with its communication stream as the
+        # current one.
+        self._start.record()
+
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        if kind is None:
+            self._end.record()
+            self._timer._running.append((self._start, self._end))
 
 
 class TimedWork:

@@ -77,14 +77,16 @@ class Hop:
         return wire
 
 
-@torch.inference_mode(False)
 def new_wire(num_bytes: int, device: torch.device) -> torch.Tensor:
     """Return a wire buffer with arbitrary content.
 
     It is no inference tensor, even when a forward pass under ``torch.inference_mode`` needs it first: buffers are kept, and
     a tensor made in that mode cannot be written in training.
     """
-    return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    if not torch.is_inference_mode_enabled():  # leaving a mode that is not on costs more than the allocation
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
+    with torch.inference_mode(False):
+        return torch.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 class WireBuffers:
@@ -95,22 +97,29 @@ class WireBuffers:
     """
 
     def __init__(self) -> None:
-        self._free: list[torch.Tensor] = []  # sorted by size
+        self._free: list[torch.Tensor] = []
+        self._sizes: list[int] = []  # of ``_free``, in ascending order
 
     def take(self, num_bytes: int, device: torch.device) -> torch.Tensor:
         """Return a buffer [num_bytes] with arbitrary content. ``give`` it back when its bytes are no longer needed."""
-        fit = bisect.bisect_left(self._free, num_bytes, key=torch.Tensor.numel)
+        if devices.has_streams(device):
+            return new_wire(num_bytes, device)
+        fit = bisect.bisect_left(self._sizes, num_bytes)
         # A much larger buffer would be missed where its size is needed, and a second one of that size allocated there.
-        if not devices.has_streams(device) and fit < len(self._free) and self._free[fit].numel() <= 2 * num_bytes:
-            return self._free.pop(fit)[:num_bytes]
-        return new_wire(num_bytes, device)
+        if fit == len(self._sizes) or self._sizes[fit] > 2 * num_bytes:
+            return new_wire(num_bytes, device)
+        size, whole = self._sizes.pop(fit), self._free.pop(fit)
+        return whole if size == num_bytes else whole[:num_bytes]
 
     def give(self, *buffers: torch.Tensor) -> None:
         """Take buffers back. The caller must not use them any more."""
         for buffer in buffers:
             if not devices.has_streams(buffer.device):
                 whole = buffer if buffer._base is None else buffer._base  # `take` may have cut it to size
-                bisect.insort(self._free, whole, key=torch.Tensor.numel)
+                size = whole.numel()
+                fit = bisect.bisect_right(self._sizes, size)
+                self._sizes.insert(fit, size)
+                self._free.insert(fit, whole)
 
 
 @dataclasses.dataclass

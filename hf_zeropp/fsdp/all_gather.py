@@ -236,7 +236,7 @@ class ZeroPPAllGather(WeightGather):
         layouts, unit = kept.layouts, self.unit
         # A delta is taken from the masters, which the copy only rounds, and changed words under way are no whole words. On an
         # accelerator the host would wait.
-        if not layouts.replaces_copies or not unit.has_plain_shards or devices.has_streams(unit.device_type):
+        if not layouts.replaces_copies or devices.has_streams(unit.device_type) or not unit.has_plain_shards:
             return None
         dtype = layouts.kept.raw_dtype  # in which FSDP2 gathered
         return lambda: self.hops.holds(unit.flat_shard(dtype), layouts, kept.secondary, kept.flight)

@@ -99,10 +99,12 @@ class Freshness:
 
     def before_step(self, *, has_closure: bool) -> None:
         """Note that an optimizer which holds a parameter of the unit begins a step. Changes up to now were not its own."""
-        # The stamp alone is compared here, since a hash would read the shards once more in every step. An edit that
-        # it shows must be noted now: after the step it could not be told from the step's own writes, and a delta
-        # would be sent for it.
-        self.mark(self._change_by_stamp())
+        # Without deltas whole weights cross after an edit as after a step, so there is nothing to tell apart.
+        if self._checks_steps:
+            # The stamp alone is compared here, since a hash would read the shards once more in every step. An edit that
+            # it shows must be noted now: after the step it could not be told from the step's own writes, and a delta
+            # would be sent for it.
+            self.mark(self._change_by_stamp())
         # Without a closure no forward pass runs inside of the step. One that runs before ``after_step`` then shows that the
         # step raised, and what it wrote until then counts as an edit.
         self._is_in_closure_step = has_closure
@@ -114,7 +116,8 @@ class Freshness:
         # Without deltas the mark is answer enough: every change means whole weights, so there is nothing to compare
         # later. With deltas, the content after the step shows whether somebody else wrote between the step and the
         # next gather.
-        self._remember(reads_content=self._checks_steps)
+        if self._checks_steps:
+            self._remember()
 
     def change(self) -> Change:
         """Return what happened to the weights since ``taken``. Asking changes no answer; it may take a hash for the next one."""

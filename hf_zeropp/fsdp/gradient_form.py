@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.two_hops import ReduceLayouts
-from hf_zeropp.fsdp.shards import ParamShard
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.layouts import reduce_layouts
+from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # parameters have an equality of their own, element by element
@@ -52,6 +58,40 @@ class Form:
         return has_same_params and (self.layouts, self.scale) == (other.layouts, other.scale)
 
 
+class Forms:
+    """The forms of one unit's reductions. The last one is kept as long as nothing of it changes.
+
+    Args:
+        config: the settings of the run.
+    """
+
+    def __init__(self, config: ZeroPPConfig) -> None:
+        self._config = config
+        self._layouts: dict[object, ReduceLayouts] = {}
+        self._last: Form | None = None
+        self._last_key: tuple[object, ...] = ()
+
+    def of(self, parts: Sequence[ReducedShard], dtype: torch.dtype, scale: float, *, quantizes: bool) -> Form:
+        """Return the form of a reduction of ``parts`` in ``dtype``, whose op multiplies the sum over ranks by ``scale``."""
+        key = (parts, dtype, scale, quantizes)
+        # ``parts`` is compared by identity, because parameters have an equality of their own, element by element.
+        if self._last is None or self._last_key[0] is not parts or self._last_key[1:] != key[1:]:
+            columns, start = [], 0
+            for reduced in parts:
+                columns.append(Column(reduced.param, start, reduced.shard))
+                start += reduced.shard.padded_numel
+            layouts = self.layouts(tuple(column.shard for column in columns), dtype, quantizes=quantizes)
+            self._last_key, self._last = key, Form(layouts, tuple(columns), scale)
+        return self._last
+
+    def layouts(self, shards: tuple[ParamShard, ...], dtype: torch.dtype, *, quantizes: bool) -> ReduceLayouts:
+        """Return the wire layouts for reducing ``shards`` in ``dtype``."""
+        key = (dtype, quantizes, shards)
+        if key not in self._layouts:
+            self._layouts[key] = reduce_layouts(self._config, shards, dtype, quantizes=quantizes)
+        return self._layouts[key]
+
+
 @dataclasses.dataclass
 class Partial:
     """Gradients of earlier micro-steps, summed within the node.
@@ -66,3 +106,24 @@ class Partial:
     sums: torch.Tensor
     form: Form
     written: torch.Event | None
+
+
+def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
+    """Return the factor that a reduce op applies to the sum over ranks.
+
+    Raises:
+        ValueError: the op is neither a sum, nor a mean, nor a pre-multiplied sum.
+    """
+    # A ReduceOp carries the factor of a pre-multiplied sum where only its pickled state shows it.
+    # (`type`, not `isinstance`: ReduceOp claims its own enum members as instances.)
+    state: Any = cast(Any, op).__getstate__() if type(op) is ReduceOp else (op, None)
+    kind, factor = state
+    if kind == ReduceOp.SUM:
+        return 1.0
+    if kind == ReduceOp.AVG:
+        return 1.0 / world_size
+    if kind == ReduceOp.PREMUL_SUM:
+        return float(factor)
+    raise ValueError(
+        f"Gradients can be reduced by SUM, AVG or a pre-multiplied sum, got {kind} on rank {dist.get_rank()}."
+    )

@@ -5,8 +5,7 @@ See [Note: gradient accumulation] below, and overlap.py for reductions that run 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,13 +18,11 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import CommObject, UnitWarnings, record_event
 from hf_zeropp.fsdp.error_feedback import Residual
-from hf_zeropp.fsdp.gradient_form import Column, Form, Partial
-from hf_zeropp.fsdp.layouts import reduce_layouts
+from hf_zeropp.fsdp.gradient_form import Form, Forms, Partial, scale_of
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.pending import PendingGradients
 from hf_zeropp.fsdp.predictions import reduce_bytes
-from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
 from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic
@@ -99,7 +96,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self.pending = PendingGradients(unit, coordinator.deliver)
         self.without_gradient: tuple[str, ...] = ()
         self.residual = Residual(config, micro_steps.loss_scale)
-        self._config = config
         self._traffic = traffic
         self._warnings = warnings
         self._micro_steps = micro_steps
@@ -110,9 +106,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             unit.reduce_behind(self.finish_behind)
         self._crossing: UnitReduction | None = None  # until FSDP2 calls ``finish_behind``
         self._fsdp2 = DefaultReduceScatter()
-        self._layouts: dict[object, ReduceLayouts] = {}
-        self._form: Form | None = None  # of the last reduction
-        self._form_key: tuple[Any, ...] = ()
+        self._forms = Forms(config)
         self._partial: Partial | None = None
         self._num_under_way = 0  # reductions in the pipeline
         self._shown_output: torch.Tensor | None = None
@@ -134,7 +128,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_unquantized(output_tensor, input_tensor, group, op, async_op)
         self._forget_unused_residual()
-        form = self._form_of(parts, input_tensor.dtype, _scale_of(op, group.size()))
+        # FSDP2 of torch 2.15 chooses its dtype from the gradients that there are. Where some are missing, other ranks may have
+        # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
+        dtype = self.unit.reduce_dtype if self.without_gradient else input_tensor.dtype
+        form = self._forms.of(parts, dtype, scale_of(op, group.size()), quantizes=self._micro_steps.quantizes)
         # The parameters that train, or their dtype, changed between micro-steps. Sums of another form cannot be added
         # to, so they cross now. Ranks compared their parameters when the forward pass began, so all of them do it.
         if self._partial is not None and not self._partial.form.adds_up_with(form):
@@ -270,7 +267,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def layouts(self, dtype: torch.dtype) -> ReduceLayouts:
         """Return the wire layouts for reducing the trainable parameters in ``dtype`` now."""
-        return self._layouts_of(tuple(self.unit.param_shards(trainable_only=True)), dtype)
+        shards = tuple(self.unit.param_shards(trainable_only=True))
+        return self._forms.layouts(shards, dtype, quantizes=self._micro_steps.quantizes)
 
     def partial_bytes(self) -> int:
         """Return the bytes that this rank holds between micro-steps."""
@@ -284,32 +282,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         chunks = self.hops.chunks(self.layouts(self.unit.reduce_dtype))
         predicted = reduce_bytes(chunks, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps)
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
-
-    def _form_of(self, parts: Sequence[ReducedShard], dtype: torch.dtype, scale: float) -> Form:
-        """Return the form of a reduction of ``parts``: the last one's, as long as nothing of it changes."""
-        # FSDP2 of torch 2.15 chooses ``dtype`` from the gradients that there are. Where some are missing, other ranks may have
-        # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
-        if self.without_gradient:
-            dtype = self.unit.reduce_dtype
-        key = (parts, dtype, scale, self._micro_steps.quantizes)
-        # ``parts`` is compared by identity, because parameters have an equality of their own, element by element.
-        if self._form is None or self._form_key[0] is not parts or self._form_key[1:] != key[1:]:
-            self._form_key, self._form = key, self._new_form(parts, dtype, scale)
-        return self._form
-
-    def _new_form(self, parts: Sequence[ReducedShard], dtype: torch.dtype, scale: float) -> Form:
-        columns, start = [], 0
-        for reduced in parts:
-            columns.append(Column(reduced.param, start, reduced.shard))
-            start += reduced.shard.padded_numel
-        layouts = self._layouts_of(tuple(column.shard for column in columns), dtype)
-        return Form(layouts, tuple(columns), scale)
-
-    def _layouts_of(self, shards: tuple[ParamShard, ...], dtype: torch.dtype) -> ReduceLayouts:
-        key = (dtype, self._micro_steps.quantizes, shards)
-        if key not in self._layouts:
-            self._layouts[key] = reduce_layouts(self._config, shards, dtype, quantizes=self._micro_steps.quantizes)
-        return self._layouts[key]
 
     def _widened(self, part: torch.Tensor, form: Form, world_size: int) -> torch.Tensor:
         """Return the flat gradient with zeros for the parameters that got no gradient in this micro-step.
@@ -440,24 +412,3 @@ def _wait_for_offloaded_gradients() -> None:
     # FSDP2 copies gradients to the CPU without waiting, and waits for them at the end of the backward pass itself. This
     # happens only with CPU offload, for units that took no part in the last micro-step.
     torch.accelerator.synchronize()
-
-
-def _scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
-    """Return the factor that a reduce op applies to the sum over ranks.
-
-    Raises:
-        ValueError: the op is neither a sum, nor a mean, nor a pre-multiplied sum.
-    """
-    # A ReduceOp carries the factor of a pre-multiplied sum where only its pickled state shows it.
-    # (`type`, not `isinstance`: ReduceOp claims its own enum members as instances.)
-    state: Any = (op if type(op) is ReduceOp else ReduceOp(cast(ReduceOp.RedOpType, op))).__getstate__()
-    kind, factor = state
-    if kind == ReduceOp.SUM:
-        return 1.0
-    if kind == ReduceOp.AVG:
-        return 1.0 / world_size
-    if kind == ReduceOp.PREMUL_SUM:
-        return float(factor)
-    raise ValueError(
-        f"Gradients can be reduced by SUM, AVG or a pre-multiplied sum, got {kind} on rank {dist.get_rank()}."
-    )

@@ -100,10 +100,9 @@ class Unit:
         They are the trainable parameters, and those that were frozen after the forward pass and have a gradient still. Valid
         during a reduction. As long as nothing of it changes, it is the same object.
         """
-        params = [self._group.fsdp_params[index].sharded_param for index in self._reduction_order]
-        places = zip(self._reduction_order, params, strict=True)
-        found = [(index, param, self._have_gradients[index]) for index, param in places]
-        found = [one for one in found if one[1].requires_grad or one[2]]
+        params, have_gradients = self._group.fsdp_params, self._have_gradients
+        places = [(index, params[index].sharded_param, have_gradients[index]) for index in self._reduction_order]
+        found = [place for place in places if place[2] or place[1].requires_grad]
         # Parameters are compared by identity. What was found last holds them, so no other one can have their ids.
         key = [(index, id(param), has_gradient) for index, param, has_gradient in found]
         if key != self._reduced_key:
@@ -215,8 +214,12 @@ class Unit:
     @property
     def shows_reduced_output(self) -> bool:
         """Whether user code sees a reduction's output before the backward pass ends (all-reduce or gradient hooks)."""
-        hooks = any(getattr(param, "_post_accumulate_grad_hooks", None) for param in self.trainable)
-        return hooks or self._group._all_reduce_hook is not self._behind
+        # This runs in every reduction. A plain loop over what exists is several times as fast as one over ``trainable``.
+        for fsdp_param in self._group.fsdp_params:
+            param = fsdp_param.sharded_param
+            if getattr(param, "_post_accumulate_grad_hooks", None) and param.requires_grad:
+                return True
+        return self._group._all_reduce_hook is not self._behind
 
     def reduce_behind(self, finish: Callable[[torch.Tensor], None]) -> None:
         """Let FSDP2 call ``finish`` with each output of a reduction, on its stream for all-reduces, unless a hook is there."""

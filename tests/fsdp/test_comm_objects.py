@@ -31,7 +31,7 @@ from toy import (
 )
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp
-from hf_zeropp.fsdp.reduce_scatter import _scale_of
+from hf_zeropp.fsdp.gradient_form import scale_of
 from hf_zeropp.fsdp.units import DefaultReduceScatter
 
 SETTINGS = {
@@ -152,7 +152,7 @@ def node_by_node(output, full, group, op, async_op=False) -> None:
     for node in mine:
         partial = node[0] + node[1]
         total = partial if total is None else total + partial
-    output.copy_(total * _scale_of(op, group.size()))
+    output.copy_(total * scale_of(op, group.size()))
 
 
 def losses_of(rank: int, policy: MixedPrecisionPolicy, steps: int, prepare=None) -> list[float]:
@@ -232,12 +232,12 @@ def test_hpz_alone_changes_only_the_order_of_sums_of_four_ranks():
     ],
 )
 def test_reduce_ops_become_factors(op, scale):
-    assert _scale_of(op, 6) == pytest.approx(scale, rel=1e-7)  # torch keeps a float factor in fp32 or fp64
+    assert scale_of(op, 6) == pytest.approx(scale, rel=1e-7)  # torch keeps a float factor in fp32 or fp64
 
 
 def run_unknown_op(rank: int) -> str:
     with pytest.raises(ValueError, match="SUM, AVG or a pre-multiplied sum, got .*MAX") as error:
-        _scale_of(ReduceOp.MAX, 2)
+        scale_of(ReduceOp.MAX, 2)
     return str(error.value)
 
 

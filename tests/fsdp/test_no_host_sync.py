@@ -30,7 +30,7 @@ HOT_PATH = (
 WAITING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "is_nonzero", "equal", "allclose"}
 CONVERSIONS = {"bool", "int", "float"}
 # Conversions of what is a number already: module, function.
-NUMBERS = {("fsdp.reduce_scatter", "_scale_of")}
+NUMBERS = {("fsdp.gradient_form", "scale_of")}
 
 
 MEANT = {
