@@ -225,7 +225,7 @@ def _sharded_memory(model: ModelShape, setup: Setup) -> dict[str, float]:
     """Return what FSDP2's shards take on the largest rank: fp32 masters and gradients, states, frozen weights in bf16."""
     # FSDP2 pads every shard to that of rank 0, so rank 0 has the largest memory, and the padded size is what it
     # holds.
-    trained = sum(shard.padded_numel for unit in model.units for shard in flat_shards(unit.trainable, setup))
+    trained = _trained_numel(model.units, setup)
     everything = sum(shard.padded_numel for unit in model.units for shard in flat_shards(unit.params, setup))
     return _memory(
         parameters=MASTER_BYTES * trained,
@@ -233,6 +233,10 @@ def _sharded_memory(model: ModelShape, setup: Setup) -> dict[str, float]:
         optimizer=setup.state_bytes * trained,
         frozen=HALF_BYTES * (everything - trained),
     )
+
+
+def _trained_numel(units: Iterable[UnitShape], setup: Setup) -> int:
+    return sum(shard.padded_numel for unit in units for shard in flat_shards(unit.trainable, setup))
 
 
 def _memory(**kinds: float) -> dict[str, float]:
@@ -279,6 +283,10 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     memory = _sharded_memory(model, setup)
     memory["secondary"] = sum(gather.secondary_bytes() for gather in gathers)
     memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
+    if setup.micro_steps > 1:
+        # Between micro-steps ``.grad`` holds no memory (fsdp/pending.py). In the last one a unit's gradient is made before its
+        # partial sums are freed, and the next one's in their room: they are larger, fp32 or bf16, on two nodes or more.
+        memory["gradients"] = MASTER_BYTES * max((_trained_numel([unit], setup) for unit in model.units), default=0)
     memory["residual"] = sum(reduce.residual_bytes() for reduce in reduces)
     # Units use buffers in turn. On accelerators gathers and reductions run on streams of their own, and memory that one stream
     # has freed stays in that stream's pool: the pools add up. On gloo both share one pool, which is smaller.

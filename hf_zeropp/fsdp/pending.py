@@ -17,6 +17,10 @@ PyTorch's AsyncCollectiveTensor, which waits for its collective when it is first
 
 FSDP2 must see plain tensors while it adds to them, so `PendingGradients` takes the wrappers off before FSDP2's
 ``post_backward`` and puts them back after it.
+
+Between micro-steps the zeros themselves are worth nothing, and would take 4 bytes for each element of the shard. So a wrapper
+lets go of a tensor that holds nothing but zeros, and FSDP2 finds None in ``.grad`` and puts its next output there. The gradient
+itself stays the same object, in which the wrapper then stands for the new tensor.
 """
 
 from __future__ import annotations
@@ -38,13 +42,12 @@ class PendingGradient(torch.Tensor):
     """Stands for the local tensor of a gradient that is not complete.
 
     Attributes:
-        plain: the tensor that FSDP2 adds to, without what is pending.
         complete: delivers what is pending, for all parameters of the model.
         drop: forgets what is pending for this parameter.
         is_orphan: whether the parameter has let go of it, so that nothing will complete it.
+        is_zeros: whether ``plain`` is known to hold nothing but zeros.
     """
 
-    plain: torch.Tensor
     complete: Callable[[], None]
     drop: Callable[[], None]
 
@@ -63,14 +66,37 @@ class PendingGradient(torch.Tensor):
         )
 
     def __init__(self, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[], None]) -> None:
-        self.plain = plain
+        self._plain: torch.Tensor | None = plain
         self.complete = complete
         self.drop = drop
         self.is_orphan = False
+        self.is_zeros = False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Describe it without completing it: a debugger must not start collectives."""
         return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    @property
+    def plain(self) -> torch.Tensor:
+        """The tensor that FSDP2 adds to, without what is pending."""
+        if self._plain is None:
+            empty = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
+            self._plain = empty.zero_()
+        return self._plain
+
+    @plain.setter
+    def plain(self, plain: torch.Tensor) -> None:
+        self._plain = plain
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no memory is held. ``plain`` makes zeros when it is asked for."""
+        return self._plain is None
+
+    def empty(self) -> None:
+        """Let go of zeros."""
+        if self.is_zeros:
+            self._plain = None
 
     # The work is done in ``__torch_dispatch__``, which also sees what DTensor and the optimizers' foreach loops run
     # inside. The default ``__torch_function__`` would turn results into pending gradients again.
@@ -114,9 +140,34 @@ class PendingGradients:
         # A tensor's hash is its identity, and no operator is run on parameters to find them here.
         self._waiting: dict[DTensor, PendingGradient] = {}
         self._is_held = False
+        self._aside: dict[DTensor, DTensor] = {}  # gradients without memory, while FSDP2 finds None in their place
+        self._new: set[DTensor] = set()  # the parameters for which FSDP2 finds None
 
-    def hold(self) -> None:
-        """Put a `PendingGradient` in the place of every gradient of the unit. Something is pending for each of them."""
+    def make_way(self, reduced: frozenset[DTensor]) -> None:
+        """Let FSDP2 find plain tensors, or None, in ``.grad``.
+
+        Args:
+            reduced: the parameters to whose gradients it is about to add its output.
+        """
+        self._forget_orphans()
+        for param, waiting in self._waiting.items() if self._is_held else ():
+            grad = param.grad
+            assert isinstance(grad, DTensor)
+            if waiting.is_empty and param in reduced:
+                self._aside[param] = grad
+                param.grad = None
+            else:
+                set_local_tensor(grad, waiting.plain)
+        self._is_held = False
+        self._new = {param for param in reduced if param.grad is None}
+
+    def hold(self, *, adds_zeros: bool) -> None:
+        """Put a `PendingGradient` in the place of every gradient of the unit. Something is pending for each of them.
+
+        Args:
+            adds_zeros: whether FSDP2 added nothing but zeros since ``make_way``.
+        """
+        self._take_back()
         for param in self._unit.params:
             grad = param.grad
             if not isinstance(grad, DTensor):
@@ -130,22 +181,27 @@ class PendingGradients:
             if waiting is None or waiting.plain is not plain:
                 waiting = PendingGradient(plain, self._complete, self._dropper(param))
                 self._waiting[param] = waiting
+            waiting.is_zeros = adds_zeros and (waiting.is_zeros or param in self._new)
             set_local_tensor(grad, waiting)
         self._is_held = True
+        self._new.clear()
+
+    def empty(self) -> None:
+        """Let go of the memory of gradients that hold nothing but zeros. The sums they wait for are in a partial."""
+        if self._is_held:
+            for waiting in self._waiting.values():
+                waiting.empty()
 
     def release(self) -> None:
         """Take the wrappers off, and forget the parameters whose gradients were zeroed, set to None or replaced."""
-        if not self._is_held:
-            return
-        for param, waiting in list(self._waiting.items()):
-            # Anybody may have zeroed, cleared or replaced the gradient since ``hold``. A contribution to the old one
-            # must not reach the new one, so it is forgotten with its wrapper.
-            if self._holds(param, waiting):
+        self._take_back()
+        self._new.clear()  # results are about to be added
+        self._forget_orphans()
+        if self._is_held:
+            for param, waiting in self._waiting.items():
                 assert isinstance(param.grad, DTensor)
                 set_local_tensor(param.grad, waiting.plain)
-            else:
-                waiting.is_orphan = True
-                del self._waiting[param]
+                waiting.is_zeros = False  # anybody may write to it now
         self._is_held = False
 
     def clear(self) -> None:
@@ -155,14 +211,38 @@ class PendingGradients:
 
     def plain_of(self, param: DTensor) -> torch.Tensor:
         """Return the tensor to which the result for ``param`` is added. Only where ``waits(param)``."""
-        return self._waiting[param].plain
+        waiting = self._waiting[param]
+        waiting.is_zeros = False
+        return waiting.plain
 
     def waits(self, param: DTensor) -> bool:
         """Return whether what is pending for ``param`` is still wanted."""
+        if param in self._aside:
+            return True
         waiting = self._waiting.get(param)
         if waiting is None or not isinstance(param.grad, DTensor):
             return False
         return local_tensor_of(param.grad) is (waiting if self._is_held else waiting.plain)
+
+    def _forget_orphans(self) -> None:
+        if not self._is_held:
+            return
+        for param, waiting in list(self._waiting.items()):
+            # Anybody may have zeroed, cleared or replaced the gradient since ``hold``. A contribution to the old one
+            # must not reach the new one, so it is forgotten with its wrapper.
+            if not self._holds(param, waiting):
+                waiting.is_orphan = True
+                del self._waiting[param]
+
+    def _take_back(self) -> None:
+        """Put the gradients that were set aside back, with what FSDP2 put in their place."""
+        for param, grad in self._aside.items():
+            waiting = self._waiting[param]
+            if isinstance(param.grad, DTensor):
+                waiting.plain = local_tensor_of(param.grad)
+            set_local_tensor(grad, waiting.plain)
+            param.grad = grad
+        self._aside.clear()
 
     @staticmethod
     def _holds(param: DTensor, waiting: PendingGradient) -> bool:

@@ -108,6 +108,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._fsdp2 = DefaultReduceScatter()
         self._forms = Forms(config)
         self._partial: Partial | None = None
+        self._adds_zeros = True  # FSDP2, to ``.grad``, in the ``post_backward`` that runs
         self._num_under_way = 0  # reductions in the pipeline
         self._shown_output: torch.Tensor | None = None
 
@@ -162,6 +163,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self.keep_sums(reduction.flights, reduction.form)
             output.zero_()
             return
+        self._adds_zeros = False
         reduction.flights = self.send_sums(reduction.flights, reduction.form)
         if self._behind is not None and not self.unit.shows_reduced_output:
             self._crossing = reduction
@@ -182,15 +184,22 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def before_post_backward(self) -> None:
         """FSDP2 is about to add to ``.grad``: give it plain tensors, and forget contributions to gradients that are gone."""
-        self.pending.release()
+        self.pending.make_way(frozenset(one.param for one in self.unit.reduced_shards() if one.has_gradient))
         self._drop_unwanted()
+        self._adds_zeros = True
 
     def after_post_backward(self) -> None:
         """FSDP2 has added zeros to ``.grad``: say that they are not the gradient."""
         if self._has_unfinished:
-            self.pending.hold()
+            self.pending.hold(adds_zeros=self._adds_zeros)
+            self._empty_pending()
         else:
             self.pending.clear()
+
+    def _empty_pending(self) -> None:
+        # Results of reductions under way are added one by one. A partial is added when nobody may look at the gradients yet.
+        if self._num_under_way == 0 and self._partial is not None:
+            self.pending.empty()
 
     @property
     def owes(self) -> bool:
@@ -262,6 +271,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def ended(self) -> None:
         """Note that a reduction has left the pipeline."""
         self._num_under_way -= 1
+        self._empty_pending()
 
     # Sizes.
 
@@ -363,6 +373,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def _reduce_unquantized(
         self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
     ) -> dist.Work | None:
+        self._adds_zeros = False
         self._warnings.warn(NO_WIRE_FORM, [self.unit])
         peers = Peers.of(group, self._traffic.ranks_per_node)
         self._traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))

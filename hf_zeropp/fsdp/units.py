@@ -121,11 +121,11 @@ class Unit:
 
         @functools.wraps(original)
         def post_backward(*args: Any) -> None:
-            before()
             # FSDP2 leaves parameters without a gradient out of the flat tensor that it reduces, and does not say
             # which. They are noted here, because it takes the gradients off the parameters next.
             fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
             self._have_gradients = [_has_gradient(param, fills_in) for param in self._group.fsdp_params]
+            before()
             try:
                 original(*args)
             finally:  # a reduction that raised is as unfinished as one that is under way

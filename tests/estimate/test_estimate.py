@@ -102,15 +102,13 @@ def lines_of_70b(**settings) -> tuple[dict[str, float], float]:
 
 
 def test_memory_of_70b_on_8_nodes_of_8_gpus() -> None:
-    """The aim is 45 GB before activations. Half of the accumulator brings it to 47; the rest is named here."""
+    """The aim is 45 GB before activations."""
     memory, total = lines_of_70b()
-    assert memory["accumulator"] == 35.0 and total == pytest.approx(64.5, abs=0.1)
+    assert memory["accumulator"] == 35.0 and total == pytest.approx(60.1, abs=0.1)
     memory, total = lines_of_70b(qgz_accumulator="bfloat16")
-    assert memory["accumulator"] == 17.5 and total == pytest.approx(47.0, abs=0.1)
+    assert memory["accumulator"] == 17.5 and total == pytest.approx(42.6, abs=0.1)
     assert (memory["secondary"], memory["optimizer"]) == (8.8, 8.8)
-    assert (memory["parameters"], memory["gradients"], memory["wire buffers"]) == (4.4, 4.4, 3.1)
-    for others in ({"hpz_size": None}, {"qwz_bits": 4}):  # bytes or accuracy for memory
-        assert lines_of_70b(qgz_accumulator="bfloat16", **others)[1] < 45
+    assert (memory["parameters"], memory["gradients"], memory["wire buffers"]) == (4.4, 0.1, 3.1)
 
 
 def test_the_accumulator_needs_micro_steps_and_nodes() -> None:
@@ -175,7 +173,7 @@ def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> di
     model = llama(tied)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     handle = plugin.handle_of(model)
-    held = {"accumulator": 0}
+    held = {"accumulator": 0, "between": 0}
     for _ in range(2):  # in the second the optimizer has its states
         handle.traffic.reset()
         for _ in range(micro_steps):
@@ -185,6 +183,8 @@ def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> di
                 held["accumulator"] = max(held["accumulator"], handle.partial_bytes())
                 if accelerator.sync_gradients:  # before the last micro-step, reading a gradient would complete it
                     held["gradients"] = sum(local(param.grad) for param in model.parameters())
+                else:
+                    held["between"] = max(held["between"], sum(memory_of(param.grad) for param in model.parameters()))
                 optimizer.step()
                 optimizer.zero_grad()
     states = [value for state in optimizer.state.values() for name, value in state.items() if name != "step"]
@@ -200,6 +200,11 @@ def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> di
 
 def local(tensor: torch.Tensor) -> int:
     return tensor.to_local().nbytes
+
+
+def memory_of(grad: torch.Tensor) -> int:
+    pending = grad._local_tensor  # a look at the gradient would complete it
+    return 0 if pending.is_empty else pending.plain.nbytes
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
@@ -219,8 +224,14 @@ def check_against_run(settings: dict, tied: bool, micro_steps: int) -> None:
     line = ours(ModelShape("llama", units_of(llama(tied))), setup)
     for kind in ("secondary", "accumulator", "residual"):  # padded alike on all ranks
         assert {rank[kind] for rank in ranks} == {line.memory[kind]}, kind
-    for kind in ("parameters", "gradients", "optimizer"):  # rank 0 holds no padding of its own
+    for kind in ("parameters", "optimizer"):  # rank 0 holds no padding of its own
         assert ranks[0][kind] == pytest.approx(line.memory[kind], rel=0.001), kind
+    # In a step of several micro-steps most is held when the last one begins to reduce: partial sums, and one unit's gradient.
+    if micro_steps == 1:
+        assert ranks[0]["gradients"] == pytest.approx(line.memory["gradients"], rel=0.001)
+    else:
+        assert ranks[0]["between"] == 0
+        assert ranks[0]["gradients"] <= line.memory["gradients"] + line.memory["accumulator"]
     assert ranks[0]["cross_node"] == pytest.approx(line.cross_node)
     assert ranks[0]["intra_node"] == pytest.approx(line.intra_node)
 

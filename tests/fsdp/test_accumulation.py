@@ -5,6 +5,8 @@ Two nodes of two ranks; every scenario with overlapping and with blocking commun
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from harness import Scenarios
@@ -261,11 +263,15 @@ def parameters_without_gradient_now_and_then(rank: int, overlap: bool) -> None:
 
 
 def bytes_held_and_sent(rank: int, overlap: bool) -> None:
-    """During accumulation: 1/N of every unit in fp32, no unsharded gradient alive, no byte of weights across nodes."""
+    """During accumulation: 1/N of every unit in fp32, no gradient alive, sharded or not, no byte of weights across nodes."""
     model = shard(make_lm(depth=3))
     handle = apply(model, overlap)
+    accumulate(model, handle, rank, (0, 1))  # buffers are made in the first step
+    model.zero_grad()
     handle.set_last_micro_step(False)
+    before = live_bytes()
     backward(model, rank, 0)
+    assert live_bytes() - before == handle.partial_bytes(), "something is held beside the partial sums"
     shard_numel = sum(shard_of.padded_numel for unit in handle.units for shard_of in unit.param_shards())
     assert handle.partial_bytes() == 2 * shard_numel * 4  # two nodes' shards; padding aside, half of the model
     assert unsharded_gradients(model) == []
@@ -279,6 +285,13 @@ def bytes_held_and_sent(rank: int, overlap: bool) -> None:
     counts = handle.traffic.counts
     assert GATHER_CROSS not in counts
     assert counts[REDUCE_CROSS].calls == len(handle.reduces)
+
+
+def live_bytes() -> int:
+    """Bytes of all tensors that Python can reach."""
+    gc.collect()
+    alive = [one for one in gc.get_objects() if type(one) in (torch.Tensor, torch.nn.Parameter)]
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}.values())
 
 
 def full_gradients_that_fsdp2_keeps(rank: int, overlap: bool) -> None:

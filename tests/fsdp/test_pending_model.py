@@ -148,8 +148,9 @@ class Model:
 
     def post_backward(self, index: int, names: tuple[str, ...]) -> None:
         unit, reduce = self.units[index], self.reduces[index]
-        reduce.before_post_backward()
         unit.with_gradient = {name for name in names if self.params[name].requires_grad}
+        before = [(param, param.grad) for param in unit.params if param.grad is not None]
+        reduce.before_post_backward()
         if unit.with_gradient:
             present = [name for name in unit.named if name in unit.with_gradient]
             flat = torch.tensor([CONTRIBUTION[name] for name in present])
@@ -159,6 +160,7 @@ class Model:
                 self._add_to_grad(self.params[name], output[place : place + 1].clone())
                 self.expected.add(name)
         reduce.after_post_backward()
+        assert all(param.grad is grad for param, grad in before), "a gradient became another object"
 
     def _add_to_grad(self, param: DTensor, value: torch.Tensor) -> None:
         if param.grad is None:
@@ -243,7 +245,8 @@ class Model:
         for param in self.params.values():
             local = None if param.grad is None else local_tensor_of(param.grad)
             is_pending = isinstance(local, PendingGradient)
-            grads.append((None if local is None else (local.plain if is_pending else local).item(), is_pending))
+            kind = (local.is_zeros, local.is_empty) if is_pending else None
+            grads.append((None if local is None else (local.plain if is_pending else local).item(), kind))
         frozen = [param.requires_grad for param in self.params.values()]
         return repr((own, grads, frozen, self.expected.grads, 0 if self.pipeline is None else len(self.pipeline)))
 
