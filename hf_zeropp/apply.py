@@ -360,15 +360,7 @@ class ZeroPPHandle:
         decisions = Decisions(gathers, steps, pipeline, self.traffic, channel, self._beside, starts_ahead=ahead)
         for unit in self.units:
             comm = ZeroPPReduceScatter(
-                unit,
-                hops,
-                self.config,
-                self.traffic,
-                self._warnings,
-                steps,
-                pipeline,
-                coordinator=decisions,
-                beside=self._beside,
+                unit, hops, self.config, self.traffic, self._warnings, steps, pipeline, decisions, self._beside
             )
             unit.set_reduce_scatter(comm)
             # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be

@@ -388,7 +388,7 @@ FAULTS = {
         CHUNKED,
         ("alltoall_base_", "dequantize_sum"),
     ),
-    "no wait of the optimizer for gradients": Fault(no_wait_for_reductions, steps, ("_fsdp_collectives", "_foreach_")),
+    "no wait of the optimizer for gradients": Fault(no_wait_for_reductions, steps, ("dequantize_sum", "_foreach_")),
     "no wait of gathers for the optimizer": Fault(
         contextlib.nullcontext, ahead_of_the_optimizer, ("_foreach_addcdiv_", "_foreach_copy_")
     ),
