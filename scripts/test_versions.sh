@@ -15,7 +15,7 @@ VENVS="${VENVS:-runs/venvs}"
 SUBSET=(
     tests/test_compat.py tests/test_config.py tests/ops/test_operators.py tests/fsdp/test_apply.py tests/frozen
     tests/integrations/test_accelerate.py tests/integrations/test_quantizer.py tests/integrations/test_trainer.py
-    tests/integrations/test_trainer_checkpoints.py tests/test_generation.py tests/test_publishing.py
+    tests/integrations/test_trainer_checkpoints.py tests/test_generation.py tests/integrations/test_publishing.py
 )
 
 python_of() {

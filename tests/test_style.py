@@ -83,6 +83,12 @@ def test_links_of_guides_lead_somewhere(path: Path) -> None:
     assert [target for target in local if not (path.parent / target).exists()] == []
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "scripts").glob("*.sh")), ids=name_of)
+def test_scripts_name_files_that_exist(path: Path) -> None:
+    named = re.findall(r"(?<![\w/.])(?:tests|scripts|examples|hf_zeropp|ops)/[\w/]+\.(?:py|sh)\b", path.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= MAX_README_LINES
 

@@ -1,6 +1,6 @@
 """In a training step nothing of ours makes the host wait for a GPU: a check of the source, for machines without one.
 
-It knows the ways to wait that have a name. `tests/test_gpu_training.py` lets CUDA itself look for the others.
+It knows the ways to wait that have a name. `tests/gpu/test_gpu_training.py` lets CUDA itself look for the others.
 """
 
 from __future__ import annotations
