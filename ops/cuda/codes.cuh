@@ -139,7 +139,7 @@ __device__ __forceinline__ void subtract_encoded(int log2_block, Staging& stagin
 #pragma unroll
   for (int j = 0; j < kPerLane / V; ++j) {
     const int element = element_of<V>(j);
-    add_codes<kBits, V>(staging.codes, element, -staging.divisors[element >> log2_block].scale, values + j * V);
+    add_codes<kBits, V, false>(staging.codes, element, -staging.divisors[element >> log2_block].scale, values + j * V);
   }
   __syncwarp();
 }
@@ -168,8 +168,8 @@ __device__ __forceinline__ FetchedBlocks<kBits> fetch_blocks(const BlockMemory<c
   return fetched;
 }
 
-// values += the decoded blocks.
-template <int kBits, int V>
+// values += the decoded blocks. With kFused no product may overflow: [Note: fused sums].
+template <int kBits, int V, bool kFused = false>
 __device__ __forceinline__ void add_blocks(const FetchedBlocks<kBits>& fetched, int log2_block, Staging& staging,
                                            float (&values)[kPerLane]) {
 #pragma unroll
@@ -182,7 +182,7 @@ __device__ __forceinline__ void add_blocks(const FetchedBlocks<kBits>& fetched, 
   for (int j = 0; j < kPerLane / V; ++j) {
     const int element = element_of<V>(j);
     const float scale_of_block = __shfl_sync(kAllLanes, scale, element >> log2_block);
-    add_codes<kBits, V>(staging.codes, element, scale_of_block, values + j * V);
+    add_codes<kBits, V, kFused>(staging.codes, element, scale_of_block, values + j * V);
   }
   __syncwarp();
 }

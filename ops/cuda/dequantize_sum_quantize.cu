@@ -12,7 +12,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 dequantize_sum_quantize_rows(Tiling tiling, int64_t num_sums, Sources sources, Layout out_layout, uint8_t* out_wire) {
   __shared__ Staging staging[kWarps];
   const int log2_block = 31 - __clz(tiling.block);
-  for_my_tile(out_layout, tiling, num_sums, [&](const Tile& tile, int64_t index) {
+  for_my_tile(out_layout, tiling, num_sums, [&](const Tile& tile, uint32_t index) {
     Staging& mine = staging[threadIdx.x / kLanes];
     float values[kPerLane];
     sources.sum_rows<kSumVector>(tile, index, mine, values);

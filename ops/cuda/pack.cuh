@@ -74,8 +74,18 @@ constexpr uint32_t kIntegerBits = 0x4B000000;  // the bits of the float 2^23
 template <int kBits>
 ZEROPP_HD constexpr float code_offset() { return 8388608.0f + (1 << (kBits - 1)); }
 
+// [Note: fused sums] A code has at most 8 bits and a scale has 8, so their product is exact, and a fused multiply-add gives
+// the bits of a product and a sum in one instruction. The exception is a product that overflows: the sum must then be
+// infinite, and a fused one need not be. So tiles with scales from 2^120 on are added without fusing.
+__device__ __forceinline__ bool may_overflow(BFloat16 scale) { return (scale.bits & 0x7FFF) >= 0x7B80; }
+
+template <bool kFused>
+__device__ __forceinline__ float plus_product(float value, float code, float scale) {
+  return kFused ? __fmaf_rn(code, scale, value) : value + code * scale;
+}
+
 // values += V codes * scale.
-template <int kBits, int V>
+template <int kBits, int V, bool kFused>
 __device__ __forceinline__ void add_codes(const uint8_t* codes, int element, float scale, float* values) {
   if constexpr (kBits >= 4) {
     uint32_t bytes[2];  // two words of four biased codes; for INT4, the even and the odd codes
@@ -92,14 +102,14 @@ __device__ __forceinline__ void add_codes(const uint8_t* codes, int element, flo
     for (int i = 0; i < V; ++i) {
       const int word = kBits == 8 ? i / 4 : i % 2, byte = kBits == 8 ? i % 4 : i / 2;
       const uint32_t biased = __byte_perm(bytes[word], kIntegerBits, 0x7540 + byte);
-      values[i] += (float_of(biased) - code_offset<kBits>()) * scale;
+      values[i] = plus_product<kFused>(values[i], float_of(biased) - code_offset<kBits>(), scale);
     }
   } else {
     const uint32_t fields = take_fields<kBits, V>(codes, element) ^ lowest_bits<kBits, V>() << (kBits - 1);
 #pragma unroll
     for (int i = 0; i < V; ++i) {
       const uint32_t biased = (fields >> kBits * i & ((1 << kBits) - 1)) | kIntegerBits;
-      values[i] += (float_of(biased) - code_offset<kBits>()) * scale;
+      values[i] = plus_product<kFused>(values[i], float_of(biased) - code_offset<kBits>(), scale);
     }
   }
 }

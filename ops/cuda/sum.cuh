@@ -26,7 +26,7 @@ struct Sources {
     if (initial) load_rows<V>(initial + index * layout.numel + part.element + tile.first, tile.numel, values);
     else clear(values);
     const TileMemory<const uint8_t> from{wire + index * layout.nbytes, part, tile, log2_block};
-    add_sources<V>(from, num_sources, stride(), layout.raw_dtype, staging, values);
+    add_sources<V, true>(from, num_sources, stride(), layout.raw_dtype, staging, values);
   }
 
   // The same for one element of a part.

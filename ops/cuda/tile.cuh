@@ -58,7 +58,7 @@ __device__ __forceinline__ Tile find_tile(const Layout& layout, const Tiling& ti
 template <class Body>
 __device__ __forceinline__ void for_my_tile(const Layout& layout, const Tiling& tiling, int64_t num_slices, Body body) {
   const int number = blockIdx.x * kWarps + threadIdx.x / kLanes;
-  const int64_t slice = blockIdx.z * static_cast<int64_t>(gridDim.y) + blockIdx.y;
+  const uint32_t slice = blockIdx.z * gridDim.y + blockIdx.y;  // of 32 bits, as registers are scarce
   if (number >= tiling.num_tiles || slice >= num_slices) return;
   const Tile tile = find_tile(layout, tiling, number);
   if (tile.numel) body(tile, slice);

@@ -102,23 +102,44 @@ __device__ __forceinline__ void encode_tile(const float (&values)[kPerLane], con
 
 // values += source 0, then += source 1, and so on. Each source lies `stride` bytes behind the last. As many sources are
 // on their way at once as fit into 64 bytes of codes per lane.
-template <int kBits, int V>
+template <int kBits, int V, bool kFused>
 __device__ __forceinline__ void add_quantized(const TileMemory<const uint8_t>& from, int64_t num_sources, int64_t stride,
                                               Staging& staging, float (&values)[kPerLane]) {
   constexpr int kAtOnce = 4 / kFetches<kBits>;
   // What the part says is read once. (Stores to the staging could change it, as far as the compiler knows.)
   BlockMemory<const uint8_t> blocks = from.blocks(kBits);
-  for (int64_t source = 0; source < num_sources; source += kAtOnce) {
+  for (int left = static_cast<int>(num_sources); left > 0; left -= kAtOnce) {
     FetchedBlocks<kBits> fetched[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (source + i < num_sources) fetched[i] = fetch_blocks<kBits>(blocks);
+      if (i < left) fetched[i] = fetch_blocks<kBits>(blocks);
       blocks.scales += stride;
       blocks.codes += stride;
     }
+    if constexpr (kFused) {
+      bool overflows = false;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        if (i < left) overflows |= may_overflow(fetched[i].scale);
+      }
+      // No model survives such numbers, so the code is short: each source is read once more.
+      if (__ballot_sync(kAllLanes, overflows)) {
+        blocks.scales -= kAtOnce * stride;
+        blocks.codes -= kAtOnce * stride;
+#pragma unroll 1
+        for (int i = 0; i < kAtOnce; ++i) {
+          if (i < left) {
+            add_blocks<kBits, V>(fetch_blocks<kBits>(blocks), blocks.log2_block, staging, values);
+          }
+          blocks.scales += stride;
+          blocks.codes += stride;
+        }
+        continue;
+      }
+    }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      if (source + i < num_sources) add_blocks<kBits, V>(fetched[i], from.log2_block, staging, values);
+      if (i < left) add_blocks<kBits, V, kFused>(fetched[i], from.log2_block, staging, values);
     }
   }
 }
@@ -135,12 +156,12 @@ __device__ __forceinline__ void add_raw(const TileMemory<const uint8_t>& from, i
   });
 }
 
-template <int V>
+template <int V, bool kFused>
 __device__ __forceinline__ void add_sources(const TileMemory<const uint8_t>& from, int64_t num_sources, int64_t stride,
                                             int64_t raw_dtype, Staging& staging, float (&values)[kPerLane]) {
   if (from.part.bits) {
     return with_bits(from.part.bits, [&](auto bits) {
-      add_quantized<decltype(bits)::value, V>(from, num_sources, stride, staging, values);
+      add_quantized<decltype(bits)::value, V, kFused>(from, num_sources, stride, staging, values);
     });
   }
   add_raw<V>(from, num_sources, stride, raw_dtype, values);
@@ -150,7 +171,7 @@ __device__ __forceinline__ void add_sources(const TileMemory<const uint8_t>& fro
 template <int V>
 __device__ __forceinline__ void add_tile(const TileMemory<const uint8_t>& from, int64_t raw_dtype, Staging& staging,
                                          float (&values)[kPerLane]) {
-  add_sources<V>(from, 1, 0, raw_dtype, staging, values);
+  add_sources<V, false>(from, 1, 0, raw_dtype, staging, values);
 }
 
 // Sums start from -0: adding a value to it gives that value, +0 and -0 included.

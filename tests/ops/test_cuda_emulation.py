@@ -101,6 +101,19 @@ def test_gaps_are_left_alone(emulated):
     check(emulated, Case(layout, layout, 1, 1, torch.randn(layout.numel), None, torch.float32, 1.0, 0))
 
 
+@pytest.mark.parametrize("bits", QMAX)
+def test_sums_of_products_that_overflow(emulated, bits):
+    """The product of a code and a scale is infinite there, which a fused multiply-add of the other sign would hide."""
+    torch.manual_seed(bits)
+    layout, slices = WireLayout([Segment(2000, bits)], 32), 6
+    values = (torch.rand(slices, 2000) - 0.5).sign() * 3.4028e38
+    values[1, :1000], values[3] = torch.randn(1000), 1e-3  # most sources of a tile are of usual sizes
+    initial = torch.randn(2000).sign() * 3e38
+    decoded = ops.dequantize(ops.quantize(values.view(-1), layout), layout, dtype=torch.float32)
+    assert decoded.isinf().any() == (bits in (3, 4)), "at these widths the scale of the largest float rounds up"
+    check(emulated, Case(layout, layout, slices, 1, values.view(-1), initial, torch.float32, 0.5, 0))
+
+
 @pytest.mark.parametrize("block", [64, 96])
 def test_a_rotated_sum_in_place(emulated, block):
     """Lanes read each other's elements of `initial`: all of a slice before one of them writes."""

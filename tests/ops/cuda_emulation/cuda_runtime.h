@@ -10,6 +10,7 @@
 // the hardware do what the source says.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
