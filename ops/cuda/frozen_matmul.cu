@@ -26,10 +26,22 @@ constexpr int kTileRows = 16;        // rows of one product of tensor cores
 constexpr int kRowTiles = 2;
 constexpr int kBlockRows = kRowTiles * kTileRows;
 
+// [Note: codes ahead] A warp that loads codes, waits, and multiplies leaves the memory idle while it multiplies. So a warp
+// begins to copy the codes of later steps to shared memory before it multiplies those of this one. Every lane reads back
+// what it copied itself, and no lane waits for another. What a thread block of 8 warps has under way is 3 steps of INT4 or 2
+// of INT8 a warp, 48 or 64 KB, beside the one that it works on. An H100 needs some 20 KB per SM to keep its memory busy.
+//
+// The columns are not split over thread blocks beyond the warps of one. A weight of 4096 rows has 128 thread blocks for the
+// 132 SMs of an H100. One of 1024 rows has 32, and would be read in 0.6 us by all SMs in place of 2.6 us, but its sums would
+// have to meet in a second kernel, which costs as much. (Predicted from rates, not measured.)
+template <int kBits>
+constexpr int kStages = kBits == 4 ? 4 : 3;
+
 // A lane's share of a step: 32 codes of a row.
 template <int kBits>
 struct CodeRun {
-  Words<4> at[kBits / 4];
+  static constexpr int kWords = kBits / 4;  // of 16 bytes
+  Words<4> at[kWords];
 
   // Codes 8 u + p and 8 u + p + 4 as bf16, with p < 4. They lie 16 bits apart (INT4) or a word apart (INT8), so that
   // one instruction takes out both.
@@ -49,13 +61,23 @@ struct CodeRun {
   }
 };
 
+// A warp's codes of one step in shared memory: neighbouring lanes in neighbouring words, so that no two meet in a bank.
 template <int kBits>
-__device__ __forceinline__ CodeRun<kBits> load_run(const uint8_t* from) {
-  CodeRun<kBits> run;
+struct CodeStage {
+  Words<4> at[2 * kRowTiles][CodeRun<kBits>::kWords][kLanes];
+
+  __device__ void begin_load(int run, const uint8_t* from) {
 #pragma unroll
-  for (int i = 0; i < kBits / 4; ++i) run.at[i] = reinterpret_cast<const Words<4>*>(from)[i];
-  return run;
-}
+    for (int i = 0; i < CodeRun<kBits>::kWords; ++i) begin_copy(&at[run][i][lane_index()], from + 16 * i);
+  }
+
+  __device__ CodeRun<kBits> get(int run) const {
+    CodeRun<kBits> codes;
+#pragma unroll
+    for (int i = 0; i < CodeRun<kBits>::kWords; ++i) codes.at[i] = at[run][i][lane_index()];
+    return codes;
+  }
+};
 
 // The high and low bf16 of two inputs.
 struct SplitPair {
@@ -154,37 +176,82 @@ struct Product {
   }
 };
 
+// What a lane reads of the weight: 32 columns in each of kRuns rows of every step.
+template <int kBits>
+struct CodesAhead {
+  static constexpr int kRuns = 2 * kRowTiles, kAhead = kStages<kBits> - 1;
+
+  const Product& product;
+  CodeStage<kBits>* stages;  // of the warp
+  int64_t first_row;         // of the lane
+
+  // Lanes behind the last row repeat it, and store nothing.
+  __device__ int64_t row(int run) const { return min(first_row + 8 * run, product.shape.rows - 1); }
+  __device__ int num_steps() const { return static_cast<int>(product.shape.columns / kStep); }
+
+  // Behind the last step this begins no copies, but a group all the same: groups are counted.
+  __device__ void begin_step(int step, int stage) const {
+    const int64_t column = static_cast<int64_t>(step) * kStep + lane_index() % 4 * 32;
+#pragma unroll
+    for (int i = 0; i < kRuns && step < num_steps(); ++i) {
+      stages[stage].begin_load(i, product.codes + row(i) * product.shape.code_bytes() + column * kBits / 8);
+    }
+    end_copies();
+  }
+
+  __device__ void load_scales(int step, BFloat16 (&scales)[kRuns]) const {
+    const int steps_per_block = static_cast<int>(product.shape.block) / kStep;
+    const int index = ::min(step, num_steps() - 1) / steps_per_block;
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) scales[i] = product.scales[row(i) * product.shape.num_blocks() + index];
+  }
+};
+
+template <int kBits>
+constexpr int kSharedBytes = kMatmulWarps * kStages<kBits> * static_cast<int>(sizeof(CodeStage<kBits>));
+
 template <int kBits, class In, int kTiles>
 __global__ void __launch_bounds__(kMatmulWarps * kLanes, kTiles == 1 ? 2 : 1) multiply_rows(Product product) {
   constexpr int kInputs = kTiles * kTileInputs<In>;
-  __shared__ float partial[kMatmulWarps][kBlockRows][kInputs];
+  using Codes = CodesAhead<kBits>;
+  ZEROPP_LAUNCHED_SHARED(memory);
   const FrozenRows& shape = product.shape;
   const int warp = threadIdx.x / kLanes, group = lane_index() / 4, quad = lane_index() % 4;
   const int64_t first_row = static_cast<int64_t>(blockIdx.x) * kBlockRows;
   const int first_input = blockIdx.y * kInputs, column_input = group / (kIsSplit<In> ? 2 : 1);
-  const int steps_per_block = static_cast<int>(shape.block) / kStep;
   const In* x = static_cast<const In*>(product.x);
+  const Codes codes{product, reinterpret_cast<CodeStage<kBits>*>(memory) + warp * kStages<kBits>, first_row + group};
+#pragma unroll
+  for (int i = 0; i < Codes::kAhead; ++i) codes.begin_step(warp + i * kMatmulWarps, i);
+  BFloat16 scales[Codes::kRuns];
+  codes.load_scales(warp, scales);
   float sums[kRowTiles][kTiles][4] = {};
-  for (int step = warp; step < shape.columns / kStep; step += kMatmulWarps) {
-    const int64_t column = static_cast<int64_t>(step) * kStep + quad * 32;
-    CodeRun<kBits> runs[kRowTiles][2];
+  int stage = 0, free_stage = Codes::kAhead;
+  for (int step = warp; step < codes.num_steps(); step += kMatmulWarps) {
+    codes.begin_step(step + Codes::kAhead * kMatmulWarps, free_stage);
+    free_stage = stage;
     float run_scales[kRowTiles][2];
 #pragma unroll
-    for (int i = 0; i < 2 * kRowTiles; ++i) {
-      // Lanes behind the last row repeat it, and store nothing.
-      const int64_t row = min(first_row + 8 * i + group, shape.rows - 1);
-      runs[i / 2][i % 2] = load_run<kBits>(product.codes + row * shape.code_bytes() + column * kBits / 8);
-      run_scales[i / 2][i % 2] = to_float(product.scales[row * shape.num_blocks() + step / steps_per_block]);
-    }
+    for (int i = 0; i < Codes::kRuns; ++i) run_scales[i / 2][i % 2] = to_float(scales[i]);
+    codes.load_scales(step + kMatmulWarps, scales);
     InputRun inputs[kTiles];
 #pragma unroll
     for (int n = 0; n < kTiles; ++n) {
       const int input = first_input + n * kTileInputs<In> + column_input;
+      const int64_t column = static_cast<int64_t>(step) * kStep + quad * 32;
       inputs[n] = load_inputs(x + input * shape.columns + column, input < product.num_inputs);
     }
+    wait_for_copies<Codes::kAhead>();
 #pragma unroll
-    for (int t = 0; t < kRowTiles; ++t) add_step<kBits, kTiles>(runs[t], run_scales[t], inputs, sums[t]);
+    for (int t = 0; t < kRowTiles; ++t) {
+      const CodeRun<kBits> runs[2] = {codes.stages[stage].get(2 * t), codes.stages[stage].get(2 * t + 1)};
+      add_step<kBits, kTiles>(runs, run_scales[t], inputs, sums[t]);
+    }
+    stage = stage + 1 == kStages<kBits> ? 0 : stage + 1;
   }
+  __syncthreads();  // the memory of all codes is free for the sums
+  auto* partial = reinterpret_cast<float(*)[kBlockRows][kInputs]>(memory);
+  static_assert(kMatmulWarps * sizeof *partial <= kSharedBytes<kBits>);
 #pragma unroll
   for (int i = 0; i < 2 * kRowTiles * kTiles; ++i) {
     const int n = i / (2 * kRowTiles), half = i % (2 * kRowTiles);  // of the rows of a tile: g or g + 8
@@ -235,7 +302,7 @@ int launch_rows(const Product& product, void* stream) {
   const dim3 grid(static_cast<unsigned>(ceil_div(product.shape.rows, kBlockRows)),
                   static_cast<unsigned>(ceil_div(product.num_inputs, inputs)));
   const auto kernel = is_narrow ? multiply_rows<kBits, In, 1> : multiply_rows<kBits, In, kWide>;
-  return launch(kernel, grid, kMatmulWarps * kLanes, stream, product);
+  return launch_with_shared(kSharedBytes<kBits>, kernel, grid, kMatmulWarps * kLanes, stream, product);
 }
 
 }  // namespace zeropp

@@ -50,14 +50,25 @@ int for_dtype(int64_t dtype, const Launch& launch) {
   return launch(Float16{});
 }
 
-// Launches a kernel. Returns a ZeroppStatus.
+// Launches a kernel with so many bytes of shared memory beside what it declares. Returns a ZeroppStatus.
 template <class... Parameters, class... Arguments>
-int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, Arguments... arguments) {
+int launch_with_shared(int shared_bytes, void (*kernel)(Parameters...), dim3 grid, int threads, void* stream,
+                       Arguments... arguments) {
   cudaLaunchConfig_t config = {};
+  config.dynamicSmemBytes = shared_bytes;
+  if (shared_bytes > 48 << 10) {  // more has to be asked for, on each device
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return status_of(error);
+  }
   config.gridDim = grid;
   config.blockDim = dim3(threads);
   config.stream = static_cast<cudaStream_t>(stream);
   return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...));
+}
+
+template <class... Parameters, class... Arguments>
+int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, Arguments... arguments) {
+  return launch_with_shared(0, kernel, grid, threads, stream, arguments...);
 }
 
 // Launches a warp for each tile of a slice, along x. Slices lie along y and, if they are too many for it, z.

@@ -55,6 +55,25 @@ __device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
   return difference;
 }
 
+// Begins to copy 16 bytes to shared memory, past the L1 cache. Copies form groups: those up to a call of `end_copies`. The
+// lane that began a copy may read it behind `wait_for_copies<n>`, which waits for all groups but the last n.
+__device__ __forceinline__ void begin_copy(void* shared, const void* global) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
+               :
+               : "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(global)
+               : "memory");
+}
+
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+
+template <int n>
+__device__ __forceinline__ void wait_for_copies() {
+  asm volatile("cp.async.wait_group %0;" : : "n"(n) : "memory");
+}
+
+// Shared memory whose size the launch says.
+#define ZEROPP_LAUNCHED_SHARED(name) extern __shared__ __align__(16) uint8_t name[]
+
 }  // namespace zeropp
 }  // namespace
 #endif

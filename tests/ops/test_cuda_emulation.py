@@ -6,8 +6,10 @@ ptxas, or of speed. ZEROPP_EMULATED_CASES raises the number of cases (default: s
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -207,7 +209,8 @@ def emulated_matmul(emulated, x, codes, scales, format, bias=None):
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("num_inputs", [1, 3, 4, 5, 8, 9, 17, 32])
 @pytest.mark.parametrize(
-    ("rows", "columns", "block"), [(5, 128, 128), (33, 1280, 128), (64, 2304, 256), (40, 1024, 512)]
+    ("rows", "columns", "block"),
+    [(5, 128, 128), (33, 1280, 128), (64, 2304, 256), (40, 1024, 512), (17, 8320, 128)],
 )
 def test_matmul_by_tensor_cores_is_near_the_exact_product(emulated, bits, num_inputs, rows, columns, block):
     """Within the bound that [Note: tensor cores for a few rows] states, of sum |x w|, and one rounding to the dtype."""
@@ -286,7 +289,7 @@ DIVERGENT = """
 #include <cuda_runtime.h>
 __global__ void kernel() { if (threadIdx.x < 31) __syncwarp(); }
 extern "C" __attribute__((visibility("default"))) void run() {
-  cudaLaunchConfig_t config = {1, 32, nullptr};
+  cudaLaunchConfig_t config = {1, 32, 0, nullptr};
   cudaLaunchKernelEx(&config, kernel);
 }
 """
@@ -299,3 +302,20 @@ def test_a_lane_that_misses_a_meeting_is_found(tmp_path: Path):
     code = f"import ctypes; ctypes.CDLL({str(target)!r}).run()"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.returncode != 0 and "some lanes of a warp never come to a meeting" in run.stderr
+
+
+def test_a_copy_that_is_not_waited_for_is_found(emulated, tmp_path: Path):
+    """Each step waits for one group of copies less than it needs: it reads codes that have not arrived."""
+    wait, text = "wait_for_copies<Codes::kAhead>()", (cuda_emulation.SOURCES / "frozen_matmul.cu").read_text()
+    assert text.count(wait) == 1
+    text = text.replace(wait, "wait_for_copies<Codes::kAhead + 1>()")
+    text = re.sub(r'#include "(.+)"', lambda found: f'#include "{(cuda_emulation.SOURCES / found[1]).resolve()}"', text)
+    source, target = tmp_path / "hasty.cu", tmp_path / "hasty.so"
+    source.write_text(text)
+    cuda_emulation.build([source], target)
+    hasty = ops.CompiledKernels(ctypes.CDLL(str(target)), "cuda")
+    format = FrozenFormat(4, 128)
+    codes, scales = frozen_format.pack(frozen_weight(32, 4096, 0), format)
+    x = torch.randn(1, 4096)
+    right, wrong = (emulated_matmul(kernels, x, codes, scales, format) for kernels in (emulated, hasty))
+    assert not torch.equal(right, wrong)

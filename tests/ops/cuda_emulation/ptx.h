@@ -4,6 +4,8 @@
 
 #include <cuda_runtime.h>
 
+#include <vector>
+
 #include "../../../ops/format.h"
 
 namespace {
@@ -68,6 +70,39 @@ inline uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) { return (a & b) ^ c
 inline uint32_t subtract_pair(uint32_t a, uint32_t b) {
   return round_pair(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1), BFloat16{});
 }
+
+// Copies that a lane has begun, in groups. They land as late as they may: when they are waited for. Until then the shared memory
+// holds a pattern, so a lane that reads too early reads garbage.
+struct Copy {
+  void* to;
+  const void* from;
+};
+
+inline std::vector<std::vector<Copy>>& copies_of_lane() {
+  static std::vector<std::vector<Copy>> of_lanes[1024];
+  auto& groups = of_lanes[threadIdx.x];
+  if (groups.empty()) groups.emplace_back();
+  return groups;
+}
+
+inline void begin_copy(void* shared, const void* global) {
+  memset(shared, 0xA5, 16);
+  copies_of_lane().back().push_back({shared, global});
+}
+
+inline void end_copies() { copies_of_lane().emplace_back(); }
+
+template <int n>
+inline void wait_for_copies() {
+  auto& groups = copies_of_lane();
+  const size_t open = 1;  // the group that has not ended is not waited for
+  while (groups.size() > n + open) {
+    for (const Copy& copy : groups.front()) memcpy(copy.to, copy.from, 16);
+    groups.erase(groups.begin());
+  }
+}
+
+#define ZEROPP_LAUNCHED_SHARED(name) alignas(16) static uint8_t name[227 << 10]
 
 }  // namespace zeropp
 }  // namespace
