@@ -103,15 +103,20 @@ class _Maker:
 
     def trained(self, unit: UnitShape) -> UnitWork:
         if self._leaves_gathers:
+            crossing: tuple[Stage, ...] = ()
             first = again = self._ring(unit.params, None)
         else:
             crossing, landed = self._crossing(unit.params), self._node_gather(unit.params)
             first = crossing + landed
             again = landed if self._keeps_secondary else first
         # Without a secondary shard nothing can be started ahead: a gather runs both hops when FSDP2 asks for it.
-        ahead = (
-            2 if self._is_gloo and self._keeps_secondary and self._config.overlap and not self._leaves_gathers else 0
-        )
+        ahead = 0
+        if self._keeps_secondary and self._config.overlap and not self._leaves_gathers:
+            # On CPU a hop that was started ahead ends when its unit is needed, on accelerators before.
+            ahead = min(2, len(crossing)) if self._is_gloo else len(crossing)
+        reduce_last = self._reduce(unit.params, last=True)
+        behind = 2 if self._config.overlap and not self._is_gloo and self._reduce_cross.group_size > 1 else 0
+        beside = len(reduce_last) - behind
         return UnitWork(
             unit.name,
             self._job.forward_s(unit),
@@ -120,9 +125,10 @@ class _Maker:
             gather_forward=again,
             gather_backward=again if unit.reshards else (),
             reduce=self._reduce(unit.params, last=False),
-            reduce_last=self._reduce(unit.params, last=True),
+            reduce_last=reduce_last[:beside],
+            all_reduce_last=reduce_last[beside:],
             copies=(self._stages.copy_weights(unit),),
-            ahead=min(ahead, len(first)),
+            ahead=ahead,
         )
 
     def deepspeed(self, unit: UnitShape, quantizes_backward: bool) -> UnitWork:

@@ -12,9 +12,9 @@ The lines in brackets name what ``torch/distributed/fsdp/_fully_shard/_fsdp_para
 DeepSpeed prefetches no more than a bucket of ``stage3_prefetch_bucket_size`` elements, which is less than one block of a large
 model. The gathers of such units come right before their computation (``UnitWork.prefetches``).
 
-This package is simulated with both hops and its kernels inside the gather or reduction that FSDP2 calls, on FSDP2's streams.
-That is ``overlap=False``. By default cross hops run on streams beside node hops (fsdp/beside.py), so its steps are somewhat
-shorter than predicted here: ``scripts/results/timeline.md`` has both.
+This package runs cross hops on streams beside those of node hops (fsdp/beside.py). Those of gathers have their own, and are
+called one unit ahead [``GathersAhead.reach``]. Those of reductions run where HSDP's all-reduces do. With ``overlap=False`` both hops
+run inside the gather or reduction that FSDP2 calls.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from hf_zeropp.estimate.program import Program
 from hf_zeropp.estimate.unit_work import UnitWork
 
-MAIN, GATHER, REDUCE, ALL_REDUCE = "compute", "gathers", "reductions", "all-reduces"
+MAIN, GATHER, CROSS, REDUCE, ALL_REDUCE = "compute", "gathers", "cross hops of gathers", "reductions", "all-reduces"
 
 
 def stream_step(units: Sequence[UnitWork], micro_steps: int, optimizer_s: float) -> Program:
@@ -53,14 +53,24 @@ def stream_tokens(units: Sequence[UnitWork]) -> Program:
 class _StreamOrder:
     def __init__(self, units: Sequence[UnitWork]) -> None:
         self._units = units
+        self._due = [unit for unit in units if unit.ahead]
         self.program = Program()
         self.reductions: list[int] = []
 
     def forward(self, *, is_first: bool) -> None:
         copied: list[int | None] = [None, None]  # when the last two units were copied out
+        crossed: list[int | None] = []  # when the units that are due were brought up to date
+        gathered: int | None = None
+        num_reached = 0
         for unit in self._units:
-            stages = unit.gather_first if is_first else unit.gather_forward
-            gathered = self.program.add_all(_stream(unit), stages, unit.name, after=[copied[-2]])
+            waits, stages = [copied[-2]], unit.gather_forward
+            if is_first:
+                if unit.ahead:
+                    num_reached += 1
+                    crossed += [self._cross(due, gathered) for due in self._due[len(crossed) : num_reached + 1]]
+                    waits.append(crossed[num_reached - 1])
+                stages = unit.gather_first[unit.ahead :]
+            gathered = self.program.add_all(_stream(unit), stages, unit.name, after=waits)
             copied.append(self._copy_out(unit, gathered))
             # Without a copy the computation itself says that the stream has come this far.
             done = self.program.compute(MAIN, "forward", unit.forward_s, unit.name, after=[gathered])
@@ -82,6 +92,9 @@ class _StreamOrder:
             if stages := unit.reduce_last if is_last else unit.reduce:
                 reduced = self._reduce(unit, stages, done, reduced, is_last)
         self.program.micro_step_ends.append(done)
+
+    def _cross(self, unit: UnitWork, gathered: int | None) -> int | None:
+        return self.program.add_all(CROSS, unit.gather_first[: unit.ahead], unit.name, after=[gathered])
 
     def _gather_again(self, unit: UnitWork, copied: int | None) -> int | None:
         return self.program.add_all(_stream(unit), unit.gather_backward, unit.name, after=[copied])

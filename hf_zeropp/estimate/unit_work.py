@@ -26,10 +26,11 @@ class UnitWork:
         gather_backward: stages in backward passes; empty where the unit was not resharded.
         reduce: stages of its reduction in all micro-steps but the last.
         reduce_last: stages in the last micro-step.
-        all_reduce_last: stages that follow on a stream of their own (HSDP).
+        all_reduce_last: stages that follow on a stream of their own (HSDP, and this package's cross hops on accelerators).
         copies: stages between a gather and the computation, on the compute stream (FSDP2's copy-out).
         prefetches: whether its gathers run while the unit before it computes, on accelerators.
-        ahead: how many of the first stages of ``gather_first`` are started for all units when the forward pass begins.
+        ahead: how many of the first stages of ``gather_first`` run before FSDP2 asks for the gather: on CPU for all units when
+            the forward pass begins, on accelerators on a stream of their own, one unit ahead.
     """
 
     name: str
