@@ -116,6 +116,10 @@ class TwoHopGather:
         ops.quantize(shard, layouts.kept, out=wire)
         return Flight(secondary.own, hop.all_gather(secondary.own, wire), sent=(wire,))
 
+    # [Note: segments where they lie]
+    # On CPU the masters of several parameters lie apart, and are encoded where they lie: joining them would copy the shard. What
+    # a segment is encoded to depends on no other segment, so the bytes are those of the joined shard.
+
     def start_delta(self, shards: Sequence[torch.Tensor], layouts: GatherLayouts, secondary: Secondary) -> DeltaFlight:
         """Start the cross hop with a delta: this rank's masters, less its slice of the secondary shard.
 
@@ -132,10 +136,7 @@ class TwoHopGather:
         wire = self._buffers.take(layouts.delta.nbytes, own_slice.device)
         if len(shards) == 1:
             ops.quantize_difference(shards[0], own_slice, layouts.kept, layouts.delta, out=wire)
-        else:
-            # On CPU the masters of several parameters lie apart, and are encoded where they lie: joining them would
-            # copy the shard. What a segment is encoded to depends on no other segment, so the bytes are those of the
-            # joined shard.
+        else:  # [Note: segments where they lie]
             for shard, (kept, base), (here, delta) in zip(shards, layouts.kept.alone, layouts.delta.alone, strict=True):
                 ops.quantize_difference(shard, own_slice[kept], base, delta, out=wire[here])
         # Deltas arrive beside the secondary shard, which other ranks of the node may still read meanwhile.
@@ -159,12 +160,24 @@ class TwoHopGather:
         self._buffers.give(wire)
         return same
 
-    def encode_changes(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary) -> Changes:
-        """Encode how this rank's shard [S] differs from its slice of ``secondary``, word by word, without sending anything."""
+    def encode_changes(self, shards: Sequence[torch.Tensor], layouts: GatherLayouts, secondary: Secondary) -> Changes:
+        """Encode how this rank's weights differ from its slice of ``secondary``, word by word, without sending anything.
+
+        Args:
+            shards: the shard [S] in fp32, bf16 or fp16, as one tensor or as the segments of the slice one by one.
+            layouts: wire layouts of one slice. ``kept`` is unquantized.
+            secondary: a secondary shard that holds older weights.
+        """
         assert layouts.sends_changes
-        words = self._buffers.take(layouts.kept.nbytes, shard.device)
-        ops.quantize(shard, layouts.kept, out=words)  # unquantized: this lays the shard out as the slice is
-        changes = changed_words.encode(words, self._own_slice(secondary), self._buffers)
+        own_slice = self._own_slice(secondary)
+        words = self._buffers.take(layouts.kept.nbytes, own_slice.device)
+        # Nothing is quantized here: this casts the shard, and lays it out as the slice is.
+        if len(shards) == 1:
+            ops.quantize(shards[0], layouts.kept, out=words)
+        else:  # [Note: segments where they lie]
+            for shard, (here, layout) in zip(shards, layouts.kept.alone, strict=True):
+                ops.quantize(shard, layout, out=words[here])
+        changes = changed_words.encode(words, own_slice, self._buffers)
         self._buffers.give(words)
         return changes
 

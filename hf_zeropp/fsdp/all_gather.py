@@ -177,7 +177,7 @@ class ZeroPPAllGather(WeightGather):
             # too: other ranks of its node may not, and all of them must meet at the node's barriers in one order.
             self._land_flight()
         if kept is not None and self._tries_changes(kept, layouts):
-            self._changes = self.hops.encode_changes(self.unit.flat_shard(dtype), layouts, kept.secondary)
+            self._changes = self.hops.encode_changes(self.unit.shards_to_encode(dtype), layouts, kept.secondary)
             # The hop may start later in the pass. What is written until then was not encoded, and is a new change.
             self.freshness.taken()
         return self._changes
@@ -285,7 +285,7 @@ class ZeroPPAllGather(WeightGather):
             return None
         if changes is None:  # nothing was encoded ahead: FSDP2 made the shard, and this unit exchanges its sizes alone
             assert shard is not None
-            changes = self.hops.encode_changes(shard, layouts, kept.secondary)
+            changes = self.hops.encode_changes([shard], layouts, kept.secondary)
             self.hops.exchange_sizes([changes])
         kept.num_changes += 1
         kept.changes_bytes += changes.size.nbytes
@@ -302,7 +302,7 @@ class ZeroPPAllGather(WeightGather):
         assert layouts.delta is not None
         # The delta is taken from the fp32 masters and not from the shard in the compute dtype, whose rounding would hide
         # small updates.
-        kept.flight = self.hops.start_delta(self.unit.master_shards(), layouts, kept.secondary)
+        kept.flight = self.hops.start_delta(self.unit.shards_to_encode(torch.float32), layouts, kept.secondary)
         if layouts.sends_changes:
             kept.num_changes += kept.num_deltas > 0  # the first of a row was counted where words were encoded
             kept.changes_bytes += layouts.delta.nbytes

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
 from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
+from hf_zeropp.ops.format import FLOAT_DTYPES
 
 __all__ = [
     "AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "find_units"
@@ -243,13 +244,14 @@ class Unit:
         torch._foreach_copy_(flat.split([shard.numel() for shard in shards]), shards)
         return flat
 
-    def master_shards(self) -> list[torch.Tensor]:
-        """Return the padded shards of all parameters as they are kept, or joined in fp32. Plain shards only."""
+    def shards_to_encode(self, dtype: torch.dtype) -> list[torch.Tensor]:
+        """Return the padded shards of all parameters one by one, as they are kept, or the flat shard. Plain shards only."""
         # On accelerators a kernel launch for each parameter would cost more than the copy that joins them. On CPU a call
         # costs little and a copy of the whole shard does not.
-        if devices.has_streams(self.device_type):
-            return [self.flat_shard(torch.float32)]
-        return [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
+        shards = [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
+        if devices.has_streams(self.device_type) or any(shard.dtype not in FLOAT_DTYPES for shard in shards):
+            return [self.flat_shard(dtype)]
+        return shards
 
     def set_all_gather(self, comm: AllGather) -> None:
         """Let FSDP2 gather the unit through ``comm``."""

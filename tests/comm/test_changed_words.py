@@ -42,7 +42,7 @@ def check(case: Case, rank: int) -> None:
         for step in range(3):
             moving = changed(moving, rank, step)
             units = list(zip((moving, still), copies[:2], strict=True))
-            changes = [gather.encode_changes(shard, layouts, copy) for shard, copy in units]
+            changes = [gather.encode_changes([shard], layouts, copy) for shard, copy in units]
             gather.exchange_sizes(changes)
             world.poison()
             flights = [gather.start_changes(one) for one in changes]
@@ -72,7 +72,7 @@ def damaged(rank: int) -> None:
     copy = gather.new_secondary(layouts.kept, torch.device("cpu"))
     shard = case.values(rank, 1)
     gather.land(gather.start(shard, layouts, copy), layouts, copy)
-    changes = gather.encode_changes(changed(shard, 1, 0), layouts, copy)
+    changes = gather.encode_changes([changed(shard, 1, 0)], layouts, copy)
     gather.exchange_sizes([changes])
     if rank == 1:
         changes.wire[:2] = 0x5A
