@@ -188,8 +188,10 @@ class _Maker:
             encode = HALF_BYTES * layouts.kept.numel + layouts.kept.nbytes
             return self._stages.kernel("encode", encode), cross_hop
         if changes is not None:
-            # The shard is laid out as the copy is, and read again beside the copy. Words are written where they changed.
-            encode = HALF_BYTES * layouts.kept.numel + 3 * layouts.kept.nbytes + changes
+            # The shard is laid out as the copy is (on CPU from the masters at once), and read again beside the copy. Words are
+            # written where they changed.
+            read = MASTER_BYTES if self._is_gloo else HALF_BYTES
+            encode = read * layouts.kept.numel + 3 * layouts.kept.nbytes + changes
             applied = peers.group_size * (2 * changes)
             return self._stages.kernel("encode", encode), cross_hop, self._stages.kernel("apply changes", applied)
         assert layouts.delta is not None

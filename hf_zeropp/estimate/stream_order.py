@@ -13,8 +13,8 @@ DeepSpeed prefetches no more than a bucket of ``stage3_prefetch_bucket_size`` el
 model. The gathers of such units come right before their computation (``UnitWork.prefetches``).
 
 This package runs cross hops on streams beside those of node hops (fsdp/beside.py). Those of gathers have their own, and are
-called one unit ahead [``GathersAhead.reach``]. Those of reductions run where HSDP's all-reduces do. With ``overlap=False`` both hops
-run inside the gather or reduction that FSDP2 calls.
+called one unit ahead [``GathersAhead.reach``]. Those of reductions run where HSDP's all-reduces do. With ``overlap=False`` both
+hops run inside the gather or reduction that FSDP2 calls.
 """
 
 from __future__ import annotations
