@@ -4,7 +4,8 @@ This package starts hops early and finishes them late (``fsdp/overlap.py``):
 
 - When a forward pass begins, all stale units are encoded, and their cross hops are started. Each ends when its unit is needed.
 - A unit's reduction has three stages, each one unit behind the one before it: encode and start the node hop; sum, encode and
-  start the cross hop; finish. At most ``MAX_CROSSING`` cross hops are under way.
+  start the cross hop; finish. At most ``MAX_CROSSING`` cross hops are under way when the next reduction starts. With one rank per
+  node there is no node hop, and the cross hop starts at once.
 
 gloo moves bytes in threads of its own, in the order in which hops were started. These threads take time of the processor.
 """
@@ -96,7 +97,11 @@ class _Pipeline:
             self._arrive()
 
     def submit(self, unit: str, stages: Sequence[Stage]) -> None:
-        self._in_node.append((unit, *self._run(unit, list(stages), None, NODE)))
+        hops = [stage for stage in stages if stage.kind == WIRE]
+        if hops and hops[0].traffic.cross_node:
+            self._crossing.append((unit, *self._run(unit, list(stages), None, CROSS)))
+        else:
+            self._in_node.append((unit, *self._run(unit, list(stages), None, NODE)))
 
     def drain(self) -> None:
         self._leave_node()

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 import torch.nn as nn
 
 from hf_zeropp.comm.agreement import Agreement, Answer, Channel, Statement
-from hf_zeropp.fsdp.all_gather import encode_ahead
+from hf_zeropp.fsdp.all_gather import due_gathers, encode_ahead, start_ahead
 from hf_zeropp.fsdp.backward import current_backward, require_backward
 from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import WeightGather
@@ -172,16 +172,15 @@ class Decisions:
                 gather.agree(Change(change))
         # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
         # wait for a node that generates no more.
-        asked_gathers = [gather for gather, asked in zip(self._gathers, asks, strict=True) if asked]
+        due = due_gathers([gather for gather, asked in zip(self._gathers, asks, strict=True) if asked])
         if self._beside is not None:
             with self._beside.gathers.queue():
-                due = encode_ahead(asked_gathers)
+                encode_ahead(due)
             self._beside.gathers.expect(due)
             if moment == Moment.GENERATE:
                 self._beside.gathers.finish()
         elif self._starts_ahead or moment == Moment.GENERATE:
-            for gather in encode_ahead(asked_gathers):
-                gather.start_ahead()
+            start_ahead(due)
 
     # Gradients.
 

@@ -8,6 +8,8 @@ A unit's reduction is cut into three stages. Each is one unit behind the one bef
 
     unit k:    encode, start node hop | (backward of k-1) | sum, requantize, start cross hop | (...) | decode, add to .grad
 
+With one rank per node there is no node hop, and the cross hop starts at once.
+
 FSDP2 must be given an output at once. It gets zeros, and ``.grad`` is marked as pending until the result is added to it, at
 the end of the backward pass at the latest (pending.py).
 
@@ -26,6 +28,10 @@ MAX_CROSSING = 3
 
 class Reduction(Protocol):
     """One unit's reduction, of which the node hop was started."""
+
+    @property
+    def has_node_hop(self) -> bool:
+        """Whether anything moves within the node. All reductions of a model give the same answer."""
 
     def leave_node(self) -> bool:
         """Finish the node hop. Return whether a cross hop was started, which ``arrive`` must finish."""
@@ -56,6 +62,8 @@ class ReducePipeline:
     def submit(self, reduction: Reduction) -> None:
         """Take a reduction whose node hop was started."""
         self._in_node.append(reduction)
+        if not reduction.has_node_hop:
+            self._leave_node()
 
     def drain(self) -> None:
         """Finish everything, also what a backward pass that raised has left."""

@@ -395,6 +395,11 @@ class UnitReduction:
         self._comm = comm
         self._crosses = crosses
 
+    @property
+    def has_node_hop(self) -> bool:
+        """Whether anything moves within the node."""
+        return self._comm.hops.node_hop.size > 1
+
     def start(self, full: torch.Tensor) -> None:
         """Start the node hop of the flat gradient [W * S]."""
         self.flights = self._comm.hops.start(full, self.form.layouts)

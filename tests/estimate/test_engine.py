@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -11,6 +13,7 @@ from hf_zeropp.estimate.engine import Span, Task, simulate
 from hf_zeropp.estimate.stages import COMPUTE, KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage
 from hf_zeropp.estimate.stream_order import stream_step
 from hf_zeropp.estimate.unit_work import UnitWork
+from hf_zeropp.traffic import Bytes
 
 
 def task(stream: str, seconds: float, resource: str = "r", latency: float = 0.0, after: tuple[int, ...] = ()) -> Task:
@@ -106,6 +109,10 @@ def test_two_units_of_this_package_on_cpu() -> None:
     assert (ends["forward 0"], ends["forward 1"]) == pytest.approx((3.5, 5.5))
     assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((7.5, 10))
     assert ends["optimizer"] == pytest.approx(15.5)
+    # With one rank per node the cross hop starts at once: from 8 to 10, and from 10.5 to 12.5.
+    across = dataclasses.replace(cross, traffic=Bytes(cross_node=1))
+    units = [UnitWork(name, 1, 2, first, reduce_last=(kernel, across, kernel), ahead=2) for name in ("0", "1")]
+    assert last(blocking_step(units, 1, 0.5, overlaps=True).tasks) == pytest.approx(13.5)
 
 
 @st.composite

@@ -10,6 +10,7 @@ import io
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
+from hf_zeropp.fsdp import all_gather
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 
 NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
@@ -263,13 +265,22 @@ def when_all_words_change_it_sends_whole_blocks(rank: int) -> None:
 
 
 def one_exchange_of_sizes(rank: int) -> None:
-    """The sizes of all units that are due cross together, once per step."""
+    """The sizes of all units that are due cross together, once per step; those of large models once per part."""
     model = shard(make_lm(depth=6), POLICIES["bf16"])
     handle = apply_zeropp(model, EXACT)
+    sizes = [gather.copy_bytes() for gather in handle.gathers]
+    assert len(set(sizes[1:])) == 1 and sizes[0] < 2 * sizes[1]
     list(steps(model, handle, rank, 1))
-    handle.traffic.reset()
-    list(steps(model, handle, rank, 3))
-    assert calls(handle, GATHER_CROSS) == 3 * (1 + len(handle.gathers))
+    for bytes_at_once, num_parts in ((sum(sizes), 1), (sizes[0] + 2 * sizes[1], 3), (1, len(sizes))):
+        handle.traffic.reset()
+        with mock.patch.object(all_gather, "BYTES_AT_ONCE", bytes_at_once):
+            list(steps(model, handle, rank, 3))
+        assert calls(handle, GATHER_CROSS) == 3 * (num_parts + len(sizes))
+
+
+def part_by_part(rank: int) -> None:
+    with mock.patch.object(all_gather, "BYTES_AT_ONCE", 1):
+        assert is_exact(edited, rank)
 
 
 SCENARIOS = Scenarios(
@@ -285,6 +296,7 @@ SCENARIOS = Scenarios(
         the_prediction_is_what_was_measured,
         when_all_words_change_it_sends_whole_blocks,
         one_exchange_of_sizes,
+        part_by_part,
     ],
     env={"ZEROPP_CHECK": "1"},
 )
