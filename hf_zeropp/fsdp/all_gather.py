@@ -7,8 +7,10 @@ decisions.py how ranks agree on it. On CPU the cross hop is started for all stal
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,9 +32,9 @@ from hf_zeropp.traffic import Bytes, Traffic
 MANY_SURPRISES = 3
 """Resyncs in a row that no optimizer and no call explains: more than that is worth a warning."""
 
-BYTES_AT_ONCE = 1 << 24
-"""Bytes of a rank's weights, in 16 bits, that are compared before the first of their changed words are sent, on CPU. A core takes
-some 5 ms for them, which is worth the wait for another exchange of sizes."""
+BYTES_WORTH_CUTTING = 1 << 25
+"""Bytes of a rank's weights, as its secondary shard keeps them, that take a core some 20 ms to encode. From there on that is
+worth another exchange of sizes: [Note: the first quarter]."""
 
 DELTAS_IN_A_ROW = 32
 """``qwz_mode="auto"``: deltas after which a unit sends changed words again, to see how many there are by now."""
@@ -400,20 +402,24 @@ def encode_ahead(due: Sequence[ZeroPPAllGather]) -> None:
 
 
 def start_ahead(due: Sequence[ZeroPPAllGather]) -> None:
-    """Start cross hops on CPU, for some units at a time: their words travel while those of the next ones are encoded."""
+    """Start cross hops on CPU: [Note: the first quarter]."""
     for part in _parts(due):
         encode_ahead(part)
         for gather in part:
             gather.start_ahead()
 
 
-def _parts(due: Sequence[ZeroPPAllGather]) -> Iterator[list[ZeroPPAllGather]]:
-    """Cut units, in their order, into parts of ``BYTES_AT_ONCE`` of a rank's words or more. The last one may have less."""
-    part: list[ZeroPPAllGather] = []
-    for gather in due:
-        part.append(gather)
-        if sum(one.copy_bytes() for one in part) >= BYTES_AT_ONCE:
-            yield part
-            part = []
-    if part:
-        yield part
+# [Note: the first quarter]
+# The link would idle while all units are encoded. In a large model the first quarter of the weights is therefore encoded
+# alone, and its changed words travel while the rest is encoded. The sizes of the rest wait behind those words, and the
+# forward pass waits for the sizes. So this part is one that at some 200 Mbit/s has about arrived when the rest is encoded,
+# and there are only two parts.
+
+
+def _parts(due: Sequence[ZeroPPAllGather]) -> list[Sequence[ZeroPPAllGather]]:
+    """Cut units, in their order, into those that are sent first and the others. On every rank they are the same."""
+    ends = list(itertools.accumulate(gather.copy_bytes() for gather in due))
+    if not ends or ends[-1] < BYTES_WORTH_CUTTING:
+        return [due]
+    count = 1 + bisect.bisect_left(ends, ends[-1] / 4)
+    return [due[:count], due[count:]]

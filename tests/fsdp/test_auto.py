@@ -186,9 +186,9 @@ def other_ways_of_the_same_choice(rank: int) -> None:
         assert Job(rank, AUTO | settings).train(rates) == expected, settings
 
 
-def part_by_part(rank: int) -> None:
+def a_quarter_first(rank: int) -> None:
     """Some units are under way when others land flights of the pass before."""
-    with mock.patch.object(all_gather, "BYTES_AT_ONCE", 1):
+    with mock.patch.object(all_gather, "BYTES_WORTH_CUTTING", 1):
         cross_groups_choose_for_themselves(rank)
         skipped_units_land_in_one_order(rank)
 
@@ -205,7 +205,7 @@ SCENARIOS = Scenarios(
         skipped_units_land_in_one_order,
         a_checkpoint_resumes_bit_for_bit,
         other_ways_of_the_same_choice,
-        part_by_part,
+        a_quarter_first,
     ],
     env={"ZEROPP_CHECK": "1"},
 )
