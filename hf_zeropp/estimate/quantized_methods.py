@@ -116,7 +116,7 @@ class _Maker:
             ahead = min(2, len(crossing)) if self._is_gloo else len(crossing)
         reduce_last = self._reduce(unit.params, last=True)
         behind = 2 if self._config.overlap and not self._is_gloo and self._reduce_cross.group_size > 1 else 0
-        beside = len(reduce_last) - behind
+        split = len(reduce_last) - behind
         return UnitWork(
             unit.name,
             self._job.forward_s(unit),
@@ -125,8 +125,8 @@ class _Maker:
             gather_forward=again,
             gather_backward=again if unit.reshards else (),
             reduce=self._reduce(unit.params, last=False),
-            reduce_last=reduce_last[:beside],
-            all_reduce_last=reduce_last[beside:],
+            reduce_last=reduce_last[:split],
+            all_reduce_last=reduce_last[split:],
             copies=(self._stages.copy_weights(unit),),
             ahead=ahead,
         )
