@@ -18,6 +18,7 @@ from toy import POLICIES, backward, full_weights, gathered_weights, make_lm, sha
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.fsdp import all_gather
 from hf_zeropp.fsdp.all_gather import DELTAS_IN_A_ROW
+from hf_zeropp.fsdp.predictions import changed_words_bytes
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 
 NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
@@ -86,6 +87,32 @@ def many_changes_are_sent_as_deltas(rank: int) -> None:
     of_sizes = 8 * len(auto.handle.gathers)
     assert auto.crossed() == delta.crossed() + of_sizes
     assert not auto.is_exact() and auto.error() == delta.error() < 0.01
+
+
+def words_of(job: Job) -> torch.Tensor:
+    return torch.cat([param.to_local().bfloat16().view(torch.int16).flatten() for param in job.model.parameters()])
+
+
+def the_estimate_is_what_is_sent(rank: int) -> None:
+    """Bound: 0.2, since the estimate takes one share for all units, and the steps of trained models (``changed_words_bytes``).
+
+    Beside it 24 bytes for each unit and step: its table, and padding to the rank with the most changes.
+    """
+    for rate in (FEW, 30 * FEW, MANY):
+        job = Job(rank, AUTO)
+        job.train([rate] * 3)
+        before = words_of(job)
+        job.crossed()
+        job.train([rate])  # sends the step before
+        share = (words_of(job) != before).double().mean().item()
+        job.train([rate])
+        expected = 0
+        for gather in job.handle.gathers:
+            num_bytes = changed_words_bytes(gather.layouts(torch.bfloat16), share)
+            assert num_bytes is not None
+            expected += 2 * gather.hops.cross_hop.peers.bytes_of(num_bytes).cross_node
+        room = 2 * 24 * len(job.handle.gathers)
+        assert 0.95 * expected <= job.crossed() <= 1.2 * expected + room, (rate, share)
 
 
 def it_comes_back(rank: int) -> None:
@@ -198,6 +225,7 @@ SCENARIOS = Scenarios(
     [
         few_changes_are_sent_exactly,
         many_changes_are_sent_as_deltas,
+        the_estimate_is_what_is_sent,
         it_comes_back,
         it_stays_with_deltas,
         an_edit_ends_a_row,
