@@ -24,7 +24,8 @@ from collections.abc import Sequence
 from hf_zeropp.estimate.program import Program
 from hf_zeropp.estimate.unit_work import UnitWork
 
-MAIN, GATHER, CROSS, REDUCE, ALL_REDUCE = "compute", "gathers", "cross hops of gathers", "reductions", "all-reduces"
+MAIN, GATHER, CROSS, REDUCE = "compute", "gathers", "cross hops of gathers", "reductions"
+ALL_REDUCE = "all-reduces, or cross hops of reductions"
 
 
 def stream_step(units: Sequence[UnitWork], micro_steps: int, optimizer_s: float) -> Program:

@@ -20,6 +20,7 @@ from hf_zeropp.estimate.methods import fsdp2, ours, paper_methods
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, program_of, step_time, step_times
+from hf_zeropp.estimate.stream_order import ALL_REDUCE, CROSS, GATHER, MAIN, REDUCE
 from hf_zeropp.estimate.trace import NOTE, trace
 
 CONFIGS = {
@@ -197,13 +198,13 @@ def test_trace_is_what_perfetto_opens() -> None:
     assert content["otherData"]["note"] == NOTE and "simulated" in content["traceEvents"][0]["args"]["name"]
     events = content["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X"}
-    named = {event["tid"] for event in events if event["name"] == "thread_name"}
+    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
     ended: dict[int, float] = {}
     for event in (event for event in events if event["ph"] == "X"):
         assert event["tid"] in named and event["dur"] >= 0 and isinstance(event["name"], str)
         assert event["ts"] >= ended.get(event["tid"], 0) - 1e-3  # events of one row do not overlap
         ended[event["tid"]] = event["ts"] + event["dur"]
-    assert len(named) == 3  # compute, gathers, reductions
+    assert set(named.values()) == {MAIN, GATHER, CROSS, REDUCE, ALL_REDUCE}
 
 
 @pytest.mark.parametrize("method", ["nothing", "", "fsdp2"])
