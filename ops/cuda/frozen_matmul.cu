@@ -176,7 +176,8 @@ struct Product {
   }
 };
 
-// What a lane reads of the weight: 32 columns in each of kRuns rows of every step.
+// The codes and scales that one lane needs. A step takes 128 columns of the weight, and a lane multiplies 32 of them, in
+// each of kRuns rows that lie 8 apart. Codes are copied kAhead steps before they are used, scales are read one before.
 template <int kBits>
 struct CodesAhead {
   static constexpr int kRuns = 2 * kRowTiles, kAhead = kStages<kBits> - 1;

@@ -28,7 +28,8 @@ from hf_zeropp.estimate.stream_order import stream_step  # noqa: E402
 from hf_zeropp.estimate.unit_work import UnitWork  # noqa: E402
 
 LAYERS = 6
-WORLD, PER_NODE = 16, 8
+PER_NODE = model_timeline.RANKS_PER_NODE
+WORLD = model_timeline.NODES * PER_NODE
 
 
 @functools.cache
@@ -51,9 +52,8 @@ def model() -> ModelShape:
 def predicted(network: str, tokens: int, settings: dict[str, Any]) -> float:
     """Return the seconds of a step that ``hf-zeropp estimate`` predicts."""
     cluster = gpu_cluster(find_gpu("h100"), WORLD, PER_NODE, parse_rate(network))
-    return step_time(
-        Job(model(), Setup(WORLD, PER_NODE, config=ZeroPPConfig.resolve(settings)), cluster, tokens), SETTINGS
-    ).step_s
+    setup = Setup(WORLD, PER_NODE, config=ZeroPPConfig.resolve(settings))
+    return step_time(Job(model(), setup, cluster, tokens), SETTINGS).step_s
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -44,9 +44,13 @@ class ConvergenceRun:
         self.accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin)
         set_seed(seed)
         model = self._build_model(seed)
-        # ``fused`` is what the Trainer chooses by default.
-        settings_of_adamw = {"lr": recipe.learning_rate, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": True}
-        optimizer = torch.optim.AdamW(model.parameters(), **settings_of_adamw)
+        optimizer = torch.optim.AdamW(
+            model.parameters(),
+            lr=recipe.learning_rate,
+            betas=(0.9, 0.95),
+            weight_decay=0.1,
+            fused=True,  # the Trainer's default
+        )
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate_at)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.schedule = schedule
