@@ -10,7 +10,6 @@ tests/fsdp/test_units.py fails when one of the names below moves.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -427,17 +426,3 @@ def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
 def without_compile_wrapper(model: nn.Module) -> nn.Module:
     """The module that ``torch.compile(model)`` wraps, or the model itself."""
     return getattr(model, "_orig_mod", model)
-
-
-def on_first_use(model: nn.Module, action: Callable[[], object]) -> None:
-    """Run ``action`` once, before the first forward of the model or of any of its submodules."""
-    # A global pre-hook runs ahead of FSDP2's own, and it also sees calls that bypass the root, such as ``generate`` on a
-    # PEFT model. It outlives the model if that is never used, so it holds the modules weakly.
-    members = weakref.WeakSet(model.modules())
-
-    def before_forward(module: nn.Module, args: Any) -> None:
-        if without_compile_wrapper(module) in members:
-            handle.remove()
-            action()
-
-    handle = nn.modules.module.register_module_forward_pre_hook(before_forward)

@@ -44,7 +44,7 @@ from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.comm.nccl import order_launches
 from hf_zeropp.compat import check_seams
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.units import on_first_use
+from hf_zeropp.fsdp.first_use import on_first_use
 from hf_zeropp.generation import install_generate
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.accelerate_frozen import patch_prepare, prepare_frozen

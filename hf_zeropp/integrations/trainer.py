@@ -45,7 +45,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from hf_zeropp.apply import ZeroPPHandle
 from hf_zeropp.compat import check_seams
-from hf_zeropp.fsdp.units import find_sharded_modules, on_first_use
+from hf_zeropp.fsdp.first_use import on_first_use
+from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_all_or_none, let_stock_plugin_count_on_cpu, use_plugin
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog

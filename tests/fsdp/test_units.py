@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import gc
 import inspect
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,8 +19,9 @@ from toy import POLICIES, backward, make_lm, shard, tokens_of
 
 from hf_zeropp.fsdp import units
 from hf_zeropp.fsdp.backward import current_backward, queue_after_backward
+from hf_zeropp.fsdp.first_use import on_first_use
 from hf_zeropp.fsdp.freshness import WeightStamp
-from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units, on_first_use
+from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
 
 
 class RecordingGather(DefaultAllGather):
@@ -268,6 +271,35 @@ def test_first_use_of_a_model_or_of_a_part_of_it(call):
         used(torch.ones(1, 2))
     assert calls[0] == "used", "runs ahead of the model's own hooks"
     assert calls.count("used") == 1
+
+
+def test_a_model_that_is_never_used_is_not_kept():
+    hooks = nn.modules.module._global_forward_pre_hooks
+    model, before = Outer(), len(hooks)
+    kept = weakref.ref(model)
+    on_first_use(model, lambda model=model: model.train())
+    part = model.inner
+    del model
+    gc.collect()
+    assert kept() is not None, "a part of it may be used yet"
+    del part
+    gc.collect()
+    assert kept() is None
+    Outer()(torch.ones(1, 2))
+    assert len(hooks) == before
+
+
+def test_a_model_that_was_used_goes_without_the_garbage_collector():
+    model = Outer()
+    kept = weakref.ref(model)
+    on_first_use(model, lambda model=model: model.train())
+    model(torch.ones(1, 2))
+    gc.disable()
+    try:
+        del model
+        assert kept() is None
+    finally:
+        gc.enable()
 
 
 def test_compiled_models_are_looked_through():

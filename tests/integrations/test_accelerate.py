@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
+import weakref
 
 import pytest
 import torch
@@ -77,6 +79,14 @@ def applied_at_the_first_forward(rank: int) -> None:
     with torch.no_grad():
         model(batch_of(rank, 0))
     assert get_handle(model).traffic.cross_node_bytes > 0
+
+
+def a_model_that_is_never_used_is_not_kept(rank: int) -> None:
+    accelerator = new_accelerator()
+    kept = weakref.ref(prepared(accelerator)[0])
+    accelerator.free_memory()
+    gc.collect()
+    assert kept() is None
 
 
 def accumulation_sends_once(rank: int) -> None:
@@ -256,6 +266,7 @@ WORKS = Scenarios(
         false_is_stock,
         units_are_the_transformer_blocks,
         applied_at_the_first_forward,
+        a_model_that_is_never_used_is_not_kept,
         accumulation_sends_once,
         counted_is_predicted,
         accumulation_keeps_partials,
