@@ -37,7 +37,7 @@ from hf_zeropp.fsdp.residual_state import load_residuals, save_residuals, state_
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
 from hf_zeropp.ops.format import FLOAT_DTYPES
-from hf_zeropp.plan import Plan, agree, log_inactive, require_process_group
+from hf_zeropp.plan import Plan, agree, check_all_served, log_inactive, require_process_group
 from hf_zeropp.traffic import (
     GATHER_CROSS,
     GATHER_FROZEN,
@@ -78,9 +78,11 @@ def apply_zeropp(
 
     Raises:
         ValueError: on every rank, if on any rank the model is not sharded over the whole world, the settings do not
-            fit the world, or ranks differ in settings or in their models.
+            fit the world, ranks differ in settings or in their models, or modules were sharded after an earlier call.
     """
     if (handle := get_handle(model)) is not None:
+        if handle.is_active:
+            check_all_served(model, [*handle.gathers, *handle.fsdp2_gathers])
         return handle.check_same_config(ZeroPPConfig.resolve(config))
     require_process_group()
     # ``torch.compile`` wraps the model in a module of its own. The handle is kept on the module inside, so that a call
@@ -131,7 +133,7 @@ class ZeroPPHandle:
         self.frozen_units = [unit for unit in units if unit not in self.units]
         self.traffic = _new_traffic(model, self.units, self.frozen_units, plan.ranks_per_node, self.topology.num_nodes)
         self.gathers: list[ZeroPPAllGather] = []
-        self.fsdp2_gathers: list[CommObject] = []
+        self.fsdp2_gathers: list[CountedAllGather | CountedWeightGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
         # On backends with streams FSDP2 overlaps collectives with compute, and ``beside`` overlaps the two hops.
         self._overlaps = config.overlap and not devices.has_streams(self.topology.mesh.device_type)

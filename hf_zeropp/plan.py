@@ -26,7 +26,7 @@ from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import wants_check
-from hf_zeropp.fsdp.units import Unit, find_units
+from hf_zeropp.fsdp.units import AllGather, Unit, find_units
 from hf_zeropp.switch import is_enabled
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,7 @@ class Plan:
         settings: the settings, as sorted pairs of name and value.
         ranks_per_node: ranks of each node of the world.
         ranks: those over which the model is sharded, in order: the world, or this rank's shard group.
+        holders: those that hold a part of the same parameters, sorted: ``ranks``, and with tensor parallelism more.
         shard_ranks_per_node: how many of them each node has, N.
         hpz_size: ranks that share one secondary copy; None where none is kept.
         is_enabled: False with ``ZEROPP_ENABLED=0``.
@@ -74,6 +75,7 @@ class Plan:
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
     ranks: tuple[int, ...]
+    holders: tuple[int, ...]
     shard_ranks_per_node: int
     hpz_size: int | None
     is_enabled: bool
@@ -91,6 +93,24 @@ def require_process_group() -> None:
         raise RuntimeError(
             "apply_zeropp needs a process group. Start with `accelerate launch` or `torchrun`, and call "
             "torch.distributed.init_process_group (Accelerate does) before sharding the model."
+        )
+
+
+def check_all_served(model: nn.Module, comms: Sequence[AllGather]) -> None:
+    """Check that a model with a handle has no unit that the handle does not serve.
+
+    Args:
+        model: the model.
+        comms: the handle's gathers.
+
+    Raises:
+        ValueError: a module was sharded after the handle was made.
+    """
+    others = [unit.name for unit in find_units(model) if unit.all_gather not in comms]
+    if others:
+        raise ValueError(
+            f"Units {', '.join(others)} were sharded after apply_zeropp, and it does not serve them (seen on rank "
+            f"{dist.get_rank()}). Build the whole model first, shard it, and call apply_zeropp once."
         )
 
 
@@ -167,7 +187,25 @@ def _shard_groups(plans: Sequence[Plan]) -> ShardGroups:
     # differ (stages of a pipeline).
     firsts = {ranks[0]: _shape_of(plans[ranks[0]]) for ranks in groups}
     _check_same_plan(firsts, _Shape)
+    _check_no_replicas([plans[ranks[0]] for ranks in groups])
     return groups
+
+
+def _check_no_replicas(plans: Sequence[Plan]) -> None:
+    """Raise a ValueError if two shard groups hold the same parameters, each for itself. ``plans`` has one of each group."""
+    # Stages of a pipeline differ in their parameters. Groups beside tensor parallelism hold parts of the same ones.
+    seen: dict[tuple[UnitPlan, ...], Plan] = {}
+    for plan in plans:
+        first = seen.setdefault(plan.units, plan)
+        if not plan.is_enabled or set(plan.ranks) <= set(first.holders):
+            continue
+        raise ValueError(
+            f"The model is sharded over ranks {list(first.ranks)}, and the same parameters once more over ranks "
+            f"{list(plan.ranks)}: these are replicas (HSDP), whose gradients ZeRO++ does not average, so they would drift "
+            "apart. Call fully_shard with a 1-D mesh over all ranks (with Accelerate or Transformers leave "
+            "dp_replicate_size at 1), and apply_zeropp without a mesh. If they are stages of a pipeline, give their modules "
+            "different names."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +255,7 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
         settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
         ranks_per_node=ranks_per_node,
         ranks=ranks,
+        holders=tuple(sorted(set(ranks).union(*map(_holders_of, units)))),
         shard_ranks_per_node=shard_ranks_per_node,
         hpz_size=hpz_size,
         is_enabled=is_enabled(),
@@ -227,6 +266,10 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
 
 def _ranks_of(unit: Unit) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(unit.shard_group))
+
+
+def _holders_of(unit: Unit) -> set[int]:
+    return {rank for param in unit.params for rank in param.device_mesh.mesh.flatten().tolist()}
 
 
 def _ranks_of_model(units: Sequence[Unit], ranks_per_node: int, mesh: DeviceMesh | None) -> tuple[int, ...]:

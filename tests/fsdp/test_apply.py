@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness import Scenarios, expect_errors, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from toy import EXACT, POLICIES, backward, full_gradients, make_lm, shard, tokens_of
+from toy import EXACT, POLICIES, Block, backward, full_gradients, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.apply import ZeroPPHandle
@@ -53,6 +53,16 @@ def applied_below_or_above(rank: int) -> None:
     apply_zeropp(model, NODES)
     with pytest.raises(ValueError, match="already runs ZeRO\\+\\+ through another apply_zeropp call"):
         apply_zeropp(model.blocks[0], NODES)
+
+
+def applied_again_with_a_block_more(rank: int) -> None:
+    """A block that was sharded after the first call is named; FSDP2's gather would serve it without a word otherwise."""
+    model = make_lm()
+    shard(model)
+    apply_zeropp(model, NODES)
+    model.blocks.append(fully_shard(Block()))
+    with pytest.raises(ValueError, match="Units blocks.2 were sharded after apply_zeropp"):
+        apply_zeropp(model, NODES)
 
 
 def applied_after_training_began(rank: int) -> None:
@@ -143,6 +153,7 @@ WORKS = Scenarios(
     [
         applied_twice,
         applied_below_or_above,
+        applied_again_with_a_block_more,
         applied_after_training_began,
         two_models,
         models_are_freed,
@@ -163,10 +174,10 @@ def test_apply(scenario):
 # Mistakes. In one start of the ranks, one after the other: each must raise on every rank, and leave the next possible.
 
 
-def attempt(model, config=None) -> str:
+def attempt(model, config=None, mesh=None) -> str:
     """The error's text, or what handle there is instead."""
     try:
-        handle: ZeroPPHandle = apply_zeropp(model, config)
+        handle: ZeroPPHandle = apply_zeropp(model, config, mesh=mesh)
     except Exception as error:  # noqa: BLE001 - what it is is the test
         return f"{type(error).__name__}: {error}"
     return f"no error: {handle.config}"
@@ -184,6 +195,12 @@ def model_on_part_of_the_world_across_nodes():
 
 def model_with_hsdp():
     return shard(make_lm(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def attempt_with_replicas() -> str:
+    """Two nodes shard the model across them twice: ranks 0 and 2, and ranks 1 and 3."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))["shard"]
+    return attempt(shard(make_lm(), mesh=mesh), NODES, mesh)
 
 
 def model_with_one_unit_resharded_to_a_part():
@@ -223,6 +240,7 @@ def run_mistakes(rank: int, file: str) -> dict[str, str]:
         "part of the world": attempt(model_on_part_of_the_world(), NODES),
         "part across nodes": attempt(model_on_part_of_the_world_across_nodes(), NODES),
         "hsdp": attempt(model_with_hsdp(), NODES),
+        "replicas": attempt_with_replicas(),
         "resharded to a part": attempt(model_with_one_unit_resharded_to_a_part(), NODES),
         "unknown setting": attempt(plain, {"qwz_bit": 8}),
         "bad value": attempt(plain, {"qwz_bits": 3}),
@@ -258,6 +276,10 @@ def mistakes(tmp_path_factory) -> list[dict[str, str]]:
         ("part of the world", ["sharded over ranks", "expected all 4 ranks", "1-D mesh"]),
         ("part across nodes", ["sharded over ranks", "expected all 4 ranks", "1-D mesh"]),
         ("hsdp", ["HSDP", "1-D mesh over all ranks"]),
+        (
+            "replicas",
+            ["over ranks [0, 2]", "once more over ranks [1, 3]", "replicas (HSDP)", "1-D mesh over all ranks"],
+        ),
         ("resharded to a part", ["unit blocks.1", "reshard_after_forward=<int>", "hpz_size"]),
         ("unknown setting", ["Unknown", "qwz_bit'", "Did you mean 'qwz_bits'"]),
         ("bad value", ["qwz_bits (with qwz_mode 'values') must be one of (8, 4, None), got 3"]),
