@@ -2,7 +2,7 @@
 
 ``run_ranks(function, world_size, *args)`` calls ``function(rank, *args)`` on every rank and returns the results in
 rank order. The function must be defined at module level, because it travels by name. A rank that raises, dies or hangs
-fails the test with the tracebacks of all ranks.
+fails the test with the tracebacks of all ranks, that of the first failure first.
 
 ``started_ranks`` does not wait: the test stops, resumes or kills ranks while they run, and collects their results later.
 ``Scenarios`` runs many short tests in one start of the ranks.
@@ -21,7 +21,6 @@ import signal
 import socket
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
 from typing import Any, NamedTuple
@@ -43,6 +42,7 @@ PRELOAD = [
 ]
 LIMIT_S = 120.0
 GRACE_S = 20.0  # time for the other ranks to notice and report, after one has failed
+SCENARIO_GRACE_S = 5.0  # the same between scenarios, where what the other ranks say is seldom of interest
 
 # A plain fork would copy pytest's own process in the middle of its work: PyTorch's threads would be missing in the copy, and
 # locks that they hold would stay locked. The server has done nothing but import.
@@ -67,7 +67,7 @@ class RankError(AssertionError):
 
     Args:
         report: the tracebacks.
-        errors: the failures, in the order in which they were noticed.
+        errors: the failures, the first one first. Those behind it are often its consequences.
         results: what the other ranks returned, by rank.
     """
 
@@ -164,25 +164,24 @@ def expect_errors(function: Callable[..., Any], world_size: int, *args: Any, **k
 
 
 def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
-    """Call ``check(case)`` for every case and fail once, naming all cases that failed.
+    """Call ``check(case)`` for every case, up to the first that fails, and name that one.
 
-    Ranks use it to go through many cases in one run. In ``check``, assertions must come after the collectives of the
-    case: a rank that fails goes on with the next case, and so do its peers, which must not wait for it in this one.
+    Ranks use it to go through many cases in one run. No case runs behind one that failed: the peers of the rank that failed
+    may be in a collective of this case or of the next. The end of the rank releases them.
     """
-    failures = []
-    for case in cases:
+    every = list(cases)
+    for number, case in enumerate(every, start=1):
         try:
             check(case)
         except AssertionError as error:
-            failures.append(f"{case}: {error}")
-    assert not failures, f"{len(failures)} cases failed:\n" + "\n".join(failures[:20])
+            raise AssertionError(f"case {number} of {len(every)}, {case}: {error}") from error
 
 
 class Scenarios:
     """Many short tests in one start of the ranks.
 
-    A scenario is a function ``(rank, *args)`` of a module. All scenarios run one after the other in the same processes,
-    each in a try block of its own; ``check(name)`` fails if that one raised, and returns its results.
+    A scenario is a function ``(rank, *args)`` of a module. All scenarios run one after the other in the same processes, up
+    to the first that raises on a rank; ``check(name)`` returns the results of that name, or fails.
 
         SCENARIOS = Scenarios(4, [freezing, clipping])
 
@@ -190,7 +189,10 @@ class Scenarios:
         def test_features(scenario):
             SCENARIOS.check(scenario)
 
-    A scenario that raises on some ranks only, between collectives, makes the following ones fail as well.
+    Each rank tells the test how each scenario ended, and a rank on which one raised ends with it: otherwise its next
+    collectives would meet those that its peers still wait in. Its end closes its connections, which releases the peers in
+    gloo, and the test ends those that wait for something else. What the peers raise then is shown behind the first cause,
+    and scenarios that did not end on all ranks fail with the name of the one that did raise.
 
     Args:
         world_size: number of ranks.
@@ -204,7 +206,7 @@ class Scenarios:
         self.functions = {function.__name__: function for function in functions}
         self._args = args
         self._kwargs = kwargs
-        self._outcomes: list[dict[str, _Outcome]] | None = None
+        self._ran: _Ran | None = None
 
     def parametrize(self, test: Callable[..., None]) -> Callable[..., None]:
         """Decorate a test with a parameter ``scenario``, which takes the name of every scenario."""
@@ -213,35 +215,55 @@ class Scenarios:
         return pytest.mark.parametrize("scenario", list(self.functions))(test)
 
     def check(self, name: str) -> list[Any]:
-        """Fail if a scenario raised on a rank, otherwise return its results in rank order.
+        """Return a scenario's results in rank order. Fail if it raised on a rank, or did not run to its end on all ranks.
 
         The first call runs all scenarios.
         """
-        if self._outcomes is None:
-            functions = list(self.functions.values())
-            self._outcomes = run_ranks(_run_scenarios, self.world_size, functions, *self._args, **self._kwargs)
-        outcomes = [rank_outcomes[name] for rank_outcomes in self._outcomes]
-        failed = [rank for rank, outcome in enumerate(outcomes) if outcome.trace]
-        traces = sorted({outcome.trace for outcome in outcomes if outcome.trace})
-        assert not failed, f"{name} failed on ranks {failed}:\n" + "\n".join(traces)
-        return [outcome.result for outcome in outcomes]
+        self._ran = self._ran or self._run()
+        results, failures = self._ran
+        if len(results[name]) == self.world_size:
+            return [results[name][rank] for rank in range(self.world_size)]
+        rank, raised = failures[0]
+        # The first scenario that the rank did not end is the one in which it raised or died.
+        failed = next(other for other in self.functions if rank not in results[other])
+        cause = f"{failed} failed on rank {rank}: {raised.kind}: {raised.message}"
+        assert name == failed, f"{name} did not run to its end on all ranks: {cause}"
+        consequences = f"\nthen on other ranks:\n{_report(failures[1:])}" if failures[1:] else ""
+        raise AssertionError(f"{name} failed first on rank {rank}:\n{_report(failures[:1])}{consequences}")
+
+    def _run(self) -> _Ran:
+        options = dict(self._kwargs)
+        limit_s = options.pop("limit_s", LIMIT_S)
+        functions = list(self.functions.values())
+        error: RankError | None = None
+        with started_ranks(_run_scenarios, self.world_size, functions, *self._args, **options) as ranks:
+            try:
+                ranks.collect(limit_s, SCENARIO_GRACE_S)
+            except RankError as raised:
+                error = raised
+            told = {rank.rank: rank.announced for rank in ranks}
+        results = {
+            name: {rank: texts[_ENDED + name] for rank, texts in told.items() if _ENDED + name in texts}
+            for name in self.functions
+        }
+        if error is not None and all(error.errors[0].rank in ended for ended in results.values()):
+            raise error  # the rank failed behind its last scenario
+        return _Ran(results, ranks.failures())
 
 
-class _Outcome(NamedTuple):
-    """The end of a scenario on one rank: its result, or a traceback."""
+class _Ran(NamedTuple):
+    """How all scenarios ended: the results by name and rank, and what ranks raised, the first failure first."""
 
-    result: Any = None
-    trace: str = ""
+    results: dict[str, dict[int, Any]]
+    failures: list[tuple[int, Raised]]
 
 
-def _run_scenarios(rank: int, functions: list[Callable[..., Any]], *args: Any) -> dict[str, _Outcome]:
-    outcomes = {}
+_ENDED = "scenario ended: "
+
+
+def _run_scenarios(rank: int, functions: list[Callable[..., Any]], *args: Any) -> None:
     for function in functions:
-        try:
-            outcomes[function.__name__] = _Outcome(result=function(rank, *args))
-        except Exception:  # noqa: BLE001 - the test shows it
-            outcomes[function.__name__] = _Outcome(trace=traceback.format_exc())
-    return outcomes
+        announce(_ENDED + function.__name__, function(rank, *args))
 
 
 def free_port() -> int:
@@ -264,12 +286,13 @@ class StartedRank:
     Attributes:
         rank: the rank.
         process: its process.
+        announced: what it has announced so far: the texts, and the values with them.
     """
 
     def __init__(self, job: Job, rank: int) -> None:
         self.rank = rank
         self._receiver, sender = _context.Pipe(duplex=False)
-        self._announced: set[str] = set()
+        self.announced: dict[str, Any] = {}
         self._end: Result | Raised | None = None
         self.process = _context.Process(target=rank_main, args=(sender, job, rank), daemon=True)
         self.process.start()
@@ -300,7 +323,7 @@ class StartedRank:
             AssertionError: it ended before, or did not do so in time.
         """
         deadline = time.monotonic() + limit_s
-        while text not in self._announced:
+        while text not in self.announced:
             assert self._end is None, f"rank {self.rank} ended without announcing {text!r}: {self._end}"
             is_ready = self._receiver.poll(max(0.0, deadline - time.monotonic()))
             assert is_ready, f"rank {self.rank} did not announce {text!r} within {limit_s:.0f} s"
@@ -319,9 +342,9 @@ class StartedRank:
             message = pickle.loads(self._receiver.recv_bytes())
         except (EOFError, ConnectionResetError):
             self.process.join(60)  # a busy machine may take long to end a process that was killed
-            message = Raised("ProcessDied", f"exit code {self.process.exitcode}", "")
+            message = Raised("ProcessDied", f"exit code {self.process.exitcode}", "", time.monotonic())
         if isinstance(message, Announcement):
-            self._announced.add(message.text)
+            self.announced[message.text] = message.value
         else:
             self._end = message
 
@@ -361,7 +384,7 @@ class StartedRanks:
             ready = wait(list(running), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 for rank in running.values():
-                    rank._end = Raised("TimeoutError", f"no result after {limit_s:.0f} s", "")
+                    rank._end = Raised("TimeoutError", f"no result after {limit_s:.0f} s", "", time.monotonic())
             for receiver in ready:
                 rank = running[receiver]
                 rank._read()
@@ -380,8 +403,16 @@ class StartedRanks:
             rank.process.kill()  # in case it hangs at its exit
             rank._receiver.close()
 
-    def _results(self) -> list[Any]:
+    def failures(self) -> list[tuple[int, Raised]]:
+        """Return the ranks that failed and how, the first one first.
+
+        A rank that died did so before its death was noticed, and for no fault of the others: it comes before those that raised.
+        """
         failures = [(rank.rank, rank._end) for rank in self if isinstance(rank._end, Raised)]
+        return sorted(failures, key=lambda failure: (failure[1].kind != "ProcessDied", failure[1].at_s))
+
+    def _results(self) -> list[Any]:
+        failures = self.failures()
         results = {rank.rank: rank._end.value for rank in self if isinstance(rank._end, Result)}
         if failures:
             errors = [Failure(rank, raised.kind, raised.message) for rank, raised in failures]
@@ -391,9 +422,9 @@ class StartedRanks:
 
 def _report(failures: list[tuple[int, Raised]]) -> str:
     """Return each distinct traceback once, with the ranks from which it came."""
-    ranks_of: dict[Raised, list[int]] = {}
+    ranks_of: dict[tuple[str, str, str], list[int]] = {}
     for rank, raised in failures:
-        ranks_of.setdefault(raised, []).append(rank)
+        ranks_of.setdefault((raised.kind, raised.message, raised.trace), []).append(rank)
     return "\n".join(
-        f"[ranks {ranks}] {raised.kind}: {raised.message}\n{raised.trace}" for raised, ranks in ranks_of.items()
+        f"[ranks {sorted(ranks)}] {kind}: {message}\n{trace}" for (kind, message, trace), ranks in ranks_of.items()
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
@@ -34,9 +35,10 @@ class Job(NamedTuple):
 
 
 class Announcement(NamedTuple):
-    """A message of a rank that goes on."""
+    """A message of a rank that goes on: a text that tests wait for, and what it has to say about it."""
 
     text: str
+    value: Any = None
 
 
 class Result(NamedTuple):
@@ -46,21 +48,27 @@ class Result(NamedTuple):
 
 
 class Raised(NamedTuple):
-    """The last message of a rank whose function raised, or what the test notes about one that died or hung."""
+    """The last message of a rank whose function raised, or what the test notes about one that died or hung.
+
+    Attributes:
+        at_s: when, on the clock that all processes of a machine share (``time.monotonic``). Ranks that fail since another
+            one failed do so later.
+    """
 
     kind: str
     message: str
     trace: str
+    at_s: float
 
 
 _to_test: Connection | None = None
 """In a rank, the connection to the test."""
 
 
-def announce(text: str) -> None:
+def announce(text: str, value: Any = None) -> None:
     """Tell the test how far this rank is. Ranks call it; the test calls ``StartedRank.wait_for`` with the same text."""
     assert _to_test is not None, "announce() was called outside of a rank"
-    _to_test.send_bytes(pickle.dumps(Announcement(text)))
+    _to_test.send_bytes(pickle.dumps(Announcement(text, value)))
 
 
 def rank_main(sender: Connection, job: Job, rank: int) -> None:
@@ -72,7 +80,7 @@ def rank_main(sender: Connection, job: Job, rank: int) -> None:
         # ``sender.send`` would pass tensors as shared memory, which ends with this process. Plain pickle copies them.
         message = pickle.dumps(Result(_call(job, rank)))
     except BaseException as error:  # noqa: BLE001 - the test shows it
-        message = pickle.dumps(Raised(type(error).__name__, str(error), traceback.format_exc()))
+        message = pickle.dumps(Raised(type(error).__name__, str(error), traceback.format_exc(), time.monotonic()))
     sender.send_bytes(message)
     sender.close()
 
