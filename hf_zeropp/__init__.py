@@ -22,9 +22,9 @@ from hf_zeropp.generation import generation_mode
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
 
 if TYPE_CHECKING:
-    from hf_zeropp.integrations.publishing import publish_weights
-    from hf_zeropp.integrations.quantizer import ZeroPPQuantConfig
+    from hf_zeropp.integrations.lora.quantizer import ZeroPPQuantConfig
     from hf_zeropp.integrations.trainer import ZeroPPCallback
+    from hf_zeropp.rollouts.publish import publish_weights
 
 __version__ = "0.1.0"
 
@@ -45,8 +45,8 @@ __all__ = [
 # They import parts of Transformers that take seconds: they are imported when somebody asks for them.
 _LAZY = {
     "ZeroPPCallback": "hf_zeropp.integrations.trainer",
-    "ZeroPPQuantConfig": "hf_zeropp.integrations.quantizer",
-    "publish_weights": "hf_zeropp.integrations.publishing",
+    "ZeroPPQuantConfig": "hf_zeropp.integrations.lora.quantizer",
+    "publish_weights": "hf_zeropp.rollouts.publish",
 }
 
 

@@ -112,7 +112,7 @@ def run_export(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: there is nothing to export, or it cannot be written there.
     """
-    from hf_zeropp.integrations.export import export
+    from hf_zeropp.integrations.lora.export import export
 
     try:
         folder = export(

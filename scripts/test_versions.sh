@@ -16,7 +16,7 @@ SUBSET=(
     tests/test_compat.py tests/test_config.py tests/ops/test_operators.py tests/ops/test_eager.py tests/frozen
     tests/fsdp/test_apply.py tests/fsdp/test_accumulation.py tests/fsdp/test_pending_model.py tests/fsdp/test_happens_before.py
     tests/integrations/test_accelerate.py tests/integrations/test_quantizer.py tests/integrations/test_trainer.py
-    tests/integrations/test_trainer_checkpoints.py tests/test_generation.py tests/integrations/test_publishing.py
+    tests/integrations/test_trainer_checkpoints.py tests/test_generation.py tests/rollouts/test_publishing.py
 )
 
 python_of() {

@@ -28,4 +28,4 @@ if [ -z "${HF_ZEROPP_VLLM_PYTHON:-}" ]; then
 fi
 
 "$PYTHON" -m pytest -q tests/test_compat.py -k vllm
-exec "$PYTHON" -m pytest -q -m vllm tests/integrations "$@"
+exec "$PYTHON" -m pytest -q -m vllm tests/integrations tests/rollouts "$@"

@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig
-from hf_zeropp.integrations.export import export
+from hf_zeropp.integrations.lora.export import export
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 

@@ -51,9 +51,6 @@ from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_all_or_none, l
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
 from hf_zeropp.integrations.trainer_resume import patch_trainer
-from hf_zeropp.integrations.trl_async import let_syncs_use_transfers
-from hf_zeropp.integrations.trl_server import send_updates_to_server
-from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
 
 logger = logging.getLogger(__name__)
 
@@ -163,11 +160,10 @@ class ZeroPPCallback(TrainerCallback):
 
     def _take_part(self, args: TrainingArguments, plugin: ZeroPPPlugin) -> None:
         self._args, self._plugin = args, plugin
-        if self._active_plugin is not None:
-            publish_to_vllm(args)  # before TRL builds an engine
-            send_updates_to_server(args, self._update_folder, self._update_place)
-            if type(args).__name__ == "AsyncGRPOConfig":  # on all ranks, also where only some made an UpdateTransfer
-                let_syncs_use_transfers()
+        if self._active_plugin is not None and feeds_engine(args):
+            from hf_zeropp.rollouts.callback import take_over_syncs
+
+            take_over_syncs(args, self._update_folder, self._update_place)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
@@ -211,7 +207,9 @@ class ZeroPPCallback(TrainerCallback):
         if self._log is None:
             return
         self._log.step_ends()
-        if self._log.trained.traffic.steps == 1 and state.is_world_process_zero:
+        if feeds_engine(args) and self._log.trained.traffic.steps == 1 and state.is_world_process_zero:
+            from hf_zeropp.rollouts.trl_sync import warn_if_unused
+
             warn_if_unused(args, model)
         syncs_every = getattr(args, "ref_model_sync_steps", 0) if getattr(args, "sync_ref_model", False) else 0
         if syncs_every and state.global_step % syncs_every == 0:
@@ -324,6 +322,12 @@ def _wants_zeropp(args: TrainingArguments) -> bool | None:
     # A path is left unread: the Trainer itself has read it if it uses FSDP at all.
     settings = args.fsdp_config.get("zeropp") if isinstance(args.fsdp_config, dict) else None
     return None if settings is None else settings is not False
+
+
+def feeds_engine(args: TrainingArguments) -> bool:
+    """Return whether the Trainer sends weights to an inference engine."""
+    # Trainers without the flag that know a server (TRL's AsyncGRPOTrainer) use it always.
+    return getattr(args, "use_vllm", hasattr(args, "vllm_server_base_url"))
 
 
 def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:

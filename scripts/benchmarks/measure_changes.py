@@ -31,8 +31,8 @@ from rich.console import Console
 from rich.progress import track
 
 from hf_zeropp import ops
-from hf_zeropp.updates import UpdateReceiver, UpdateSender
-from hf_zeropp.updates.log import checksum
+from hf_zeropp.rollouts.versions import UpdateReceiver, UpdateSender
+from hf_zeropp.rollouts.versions.log import checksum
 
 WARM_UP = 10
 """Steps that are not counted: AdamW's first ones are larger."""

@@ -9,7 +9,7 @@ import threading
 import torch
 from harness import free_port
 
-from hf_zeropp.updates import UpdateReceiver
+from hf_zeropp.rollouts.versions import UpdateReceiver
 
 
 class Engine:

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, cli
-from hf_zeropp.integrations.export import export
+from hf_zeropp.integrations.lora.export import export
 
 ADAPTERS = {
     "lora": {},

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from expected import ALL
 
 from hf_zeropp.frozen.merging import PublishedWeight, merged_weights
-from hf_zeropp.integrations.publishing import _converted_model, _read
 from hf_zeropp.integrations.wrap_policy import block_names
+from hf_zeropp.rollouts.publish import _converted_model, _read
 
 
 def by_block(model: PreTrainedModel) -> dict[nn.Module | None, list[PublishedWeight]]:

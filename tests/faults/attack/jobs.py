@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Trainer
 from attack.fault import Fault
 from attack.strike import Blow, Watch, watch_training
 from hf_zeropp import ZeroPPQuantConfig
-from hf_zeropp.integrations.export import export
+from hf_zeropp.integrations.lora.export import export
 
 SETTINGS = {
     "values": TWO_NODES,

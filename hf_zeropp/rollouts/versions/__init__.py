@@ -14,7 +14,7 @@ Reading order: ``log.py`` (the files of a version, and which of them a receiver 
 ``source.py``.
 """
 
-from hf_zeropp.updates.receiver import UpdateReceiver
-from hf_zeropp.updates.sender import UpdateSender
+from hf_zeropp.rollouts.versions.receiver import UpdateReceiver
+from hf_zeropp.rollouts.versions.sender import UpdateSender
 
 __all__ = ["UpdateReceiver", "UpdateSender"]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hf_zeropp.files import file_in
-from hf_zeropp.updates.log import DamagedUpdateError
+from hf_zeropp.rollouts.versions.log import DamagedUpdateError
 
 Read = Callable[[str, int], bytes]
 """Reads the file of a name, of at most so many bytes. Raises DamagedUpdateError where that is not possible."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_zeropp.files import make_readable, read_text, written_at_once
 from hf_zeropp.ops import encode_changes
-from hf_zeropp.updates.log import LIST, MAX_LIST_BYTES, FileMetadata, Log, LogFile, checksum
+from hf_zeropp.rollouts.versions.log import LIST, MAX_LIST_BYTES, FileMetadata, Log, LogFile, checksum
 
 logger = logging.getLogger(__name__)
 

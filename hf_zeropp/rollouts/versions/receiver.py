@@ -12,8 +12,16 @@ from safetensors.torch import load
 from torch import Tensor
 
 from hf_zeropp.ops import apply_changes
-from hf_zeropp.updates.log import LIST, MAX_LIST_BYTES, DamagedUpdateError, FileMetadata, Log, LogFile, checksum
-from hf_zeropp.updates.source import reader_of
+from hf_zeropp.rollouts.versions.log import (
+    LIST,
+    MAX_LIST_BYTES,
+    DamagedUpdateError,
+    FileMetadata,
+    Log,
+    LogFile,
+    checksum,
+)
+from hf_zeropp.rollouts.versions.source import reader_of
 
 logger = logging.getLogger(__name__)
 

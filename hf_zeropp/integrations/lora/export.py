@@ -26,8 +26,8 @@ from tqdm.auto import tqdm
 
 from hf_zeropp.files import MAX_JSON_BYTES, file_in, make_readable, read_json, written_at_once
 from hf_zeropp.frozen.modules import CODES, SCALES
-from hf_zeropp.integrations.base_checkpoint import BaseCheckpoint, tied_names
-from hf_zeropp.integrations.stored_tensors import INDEX, WEIGHT_DTYPES, WEIGHTS, tensors_in_files
+from hf_zeropp.integrations.lora.base_checkpoint import BaseCheckpoint, tied_names
+from hf_zeropp.integrations.lora.stored_tensors import INDEX, WEIGHT_DTYPES, WEIGHTS, tensors_in_files
 from hf_zeropp.sizes import parse_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"

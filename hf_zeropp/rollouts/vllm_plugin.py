@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from hf_zeropp.integrations.vllm_cpu import keep_weights_loadable
+from hf_zeropp.rollouts.vllm_cpu import keep_weights_loadable
 
 BACKEND = "hf_zeropp"
 
@@ -17,7 +17,7 @@ def register() -> None:
     """Register the backend."""
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
-    WeightTransferEngineFactory.register_engine(BACKEND, "hf_zeropp.integrations.vllm_updates", "UpdateEngine")
+    WeightTransferEngineFactory.register_engine(BACKEND, "hf_zeropp.rollouts.vllm_transfer", "UpdateEngine")
     keep_weights_loadable(_is_in_use)
 
 

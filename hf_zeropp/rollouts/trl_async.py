@@ -20,8 +20,8 @@ import torch.nn as nn
 
 from hf_zeropp.compat import TESTED, is_at_least, version_of
 from hf_zeropp.generation import find_handle
-from hf_zeropp.integrations.server_updates import NamedWeights, ServerUpdates, from_rank_0
-from hf_zeropp.integrations.trl_vllm import count_as_published
+from hf_zeropp.rollouts.server_updates import NamedWeights, ServerUpdates, from_rank_0
+from hf_zeropp.rollouts.trl_sync import count_as_published
 
 _PATCHED = "_zeropp_sends_updates"
 

@@ -28,7 +28,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
-from hf_zeropp.updates import UpdateReceiver
+from hf_zeropp.rollouts.versions import UpdateReceiver
 
 
 @dataclasses.dataclass

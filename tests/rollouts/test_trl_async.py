@@ -1,7 +1,7 @@
 """TRL's own ``_sync_weight`` of AsyncGRPOTrainer on 4 ranks (2 nodes), and servers that take versions over HTTP.
 
 The trainer itself computes with kernels for GPUs, so it is not run. Servers are stand-ins (helpers/update_servers.py);
-test_vllm_updates.py loads versions into vLLM itself.
+test_vllm_transfer.py loads versions into vLLM itself.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from update_servers import Server, wrong_in
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-from hf_zeropp.integrations import server_updates, trl_async, trl_vllm
-from hf_zeropp.integrations.trl_async import UpdateTransfer
+from hf_zeropp.rollouts import server_updates, trl_async, trl_sync
+from hf_zeropp.rollouts.trl_async import UpdateTransfer
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
 LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -248,6 +248,6 @@ def test_what_is_no_server_is_refused(tmp_path, monkeypatch):
 
 def test_a_model_that_was_published_so_is_not_warned_of(caplog):
     model = torch.nn.Linear(2, 2)
-    trl_vllm.count_as_published(model)
-    trl_vllm.warn_if_unused(SimpleNamespace(vllm_server_base_url=""), model)
+    trl_sync.count_as_published(model)
+    trl_sync.warn_if_unused(SimpleNamespace(vllm_server_base_url=""), model)
     assert caplog.text == ""

@@ -5,7 +5,7 @@
     if error := from_rank_0(updates.take_error()): ...                                              # on all ranks
 
 A sync has two parts that never mix: collectives, in which nobody talks to a server, and then requests, while the other ranks
-wait. A server pauses only for its own part, the loading (``vllm_updates.py``), and answers until then.
+wait. A server pauses only for its own part, the loading (``vllm_transfer.py``), and answers until then.
 
 [Note: errors of rank 0] Rank 0 alone writes and sends. If it raised there, the others would wait for it in their next
 collective until the process group's timeout. So its error is kept, it goes through the rest of the sync, and all ranks raise.
@@ -31,7 +31,7 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils import broadcast_object_list
 
-from hf_zeropp.updates import UpdateSender
+from hf_zeropp.rollouts.versions import UpdateSender
 
 logger = logging.getLogger(__name__)
 

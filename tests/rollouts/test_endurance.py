@@ -22,8 +22,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zeropp.updates import UpdateReceiver, UpdateSender, sender
-from hf_zeropp.updates.log import LIST, DamagedUpdateError, checksum
+from hf_zeropp.rollouts.versions import UpdateReceiver, UpdateSender, sender
+from hf_zeropp.rollouts.versions.log import LIST, DamagedUpdateError, checksum
 
 NUM_STEPS = 200
 SIZE = 40_000
@@ -92,7 +92,7 @@ def server(url: str, report: str) -> None:
     out = open(report, "a", buffering=1)
     complaints = logging.Handler()
     complaints.emit = lambda record: out.write(f"complains {record.getMessage()}\n")
-    logging.getLogger("hf_zeropp.updates").addHandler(complaints)
+    logging.getLogger("hf_zeropp.rollouts.versions").addHandler(complaints)
     receiver = UpdateReceiver(url)
     while True:
         try:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_zeropp.files import read_json
 from hf_zeropp.frozen.modules import CODES, SCALES
-from hf_zeropp.integrations.stored_tensors import WEIGHT_DTYPES, check_packed, tensors_in_folder
+from hf_zeropp.integrations.lora.stored_tensors import WEIGHT_DTYPES, check_packed, tensors_in_folder
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM
 from trl.generation import vllm_client, vllm_generation
 from update_servers import Server, wrong_in
 
-from hf_zeropp.integrations import trl_server
-from hf_zeropp.integrations.trl_server import send_updates_to_server
-from hf_zeropp.integrations.trl_vllm import publish_to_vllm
+from hf_zeropp.rollouts import trl_server
+from hf_zeropp.rollouts.trl_server import send_updates_to_server
+from hf_zeropp.rollouts.trl_sync import publish_to_vllm
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
 LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}

@@ -14,8 +14,8 @@ from harness import run_ranks
 from rollout_runs import prompts, save_model, tokenizer
 from transformers import AutoModelForCausalLM
 
-from hf_zeropp.updates import UpdateSender
-from hf_zeropp.updates.log import DamagedUpdateError
+from hf_zeropp.rollouts.versions import UpdateSender
+from hf_zeropp.rollouts.versions.log import DamagedUpdateError
 
 pytestmark = pytest.mark.vllm
 

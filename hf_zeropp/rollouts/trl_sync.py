@@ -31,8 +31,8 @@ from transformers import TrainingArguments
 from hf_zeropp.compat import TESTED, version_of
 from hf_zeropp.fsdp.units import without_compile_wrapper
 from hf_zeropp.generation import find_handle
-from hf_zeropp.integrations.publishing import publish_weights
-from hf_zeropp.integrations.vllm_cpu import keep_weights_loadable
+from hf_zeropp.rollouts.publish import publish_weights
+from hf_zeropp.rollouts.vllm_cpu import keep_weights_loadable
 
 logger = logging.getLogger(__name__)
 
@@ -70,14 +70,12 @@ def publish_to_vllm(args: TrainingArguments) -> None:
 
 
 def warn_if_unused(args: TrainingArguments, model: nn.Module) -> None:
-    """Warn if a Trainer that generates with vLLM has not fed it through this module by the end of its first step."""
-    # Trainers without the flag that know a server (AsyncGRPOTrainer) use it always.
-    uses_vllm = getattr(args, "use_vllm", hasattr(args, "vllm_server_base_url"))
-    if uses_vllm and without_compile_wrapper(model) not in _published:
+    """Warn if a Trainer that feeds an engine has not fed it through this module by the end of its first step."""
+    if without_compile_wrapper(model) not in _published:
         logger.warning(
             "%s uses vLLM, and no weights went there through ZeRO++ in the first step. Trainers with a sync of their own (TRL's "
-            "AsyncGRPOTrainer and OnlineDPOTrainer) gather every weight over all nodes. hf_zeropp.updates sends a server the "
-            "weights that changed: AsyncGRPOTrainer(weight_transfer=UpdateTransfer(...)) from hf_zeropp.integrations.trl_async.",
+            "AsyncGRPOTrainer and OnlineDPOTrainer) gather every weight over all nodes. AsyncGRPOTrainer can send a server the "
+            "weights that changed instead: weight_transfer=UpdateTransfer(...) from hf_zeropp.rollouts.trl_async.",
             type(args).__name__,
         )
 

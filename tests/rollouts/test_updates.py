@@ -16,8 +16,8 @@ from frozen_runs import prepare, reset_accelerate, tiny_llama, tokens
 from harness import run_ranks
 
 from hf_zeropp import publish_weights
-from hf_zeropp.updates import UpdateReceiver, UpdateSender, log
-from hf_zeropp.updates.log import LIST, DamagedUpdateError, Log
+from hf_zeropp.rollouts.versions import UpdateReceiver, UpdateSender, log
+from hf_zeropp.rollouts.versions.log import LIST, DamagedUpdateError, Log
 
 Weights = dict[str, torch.Tensor]
 

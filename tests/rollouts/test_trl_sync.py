@@ -30,7 +30,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_zeropp import ZeroPPCallback
 from hf_zeropp.integrations.step_log import CROSS_NODE, ROLLOUT_CROSS_NODE, ROLLOUT_INTRA_NODE
-from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
+from hf_zeropp.integrations.trainer import feeds_engine
+from hf_zeropp.rollouts.trl_sync import count_as_published, publish_to_vllm, warn_if_unused
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
 LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
@@ -204,11 +205,18 @@ def test_a_trl_without_the_seam_is_refused(monkeypatch):
         publish_to_vllm(SimpleNamespace(use_vllm=True))
 
 
+SERVER = {"vllm_server_base_url": ""}
+
+
 def test_a_trainer_with_a_sync_of_its_own_is_warned_of(caplog):
     model = torch.nn.Linear(2, 2)
-    for args, warned in (({}, 0), ({"use_vllm": False}, 0), ({"use_vllm": True}, 1), ({"vllm_server_base_url": ""}, 2)):
-        warn_if_unused(SimpleNamespace(**args), model)
-        assert caplog.text.count("gather every weight over all nodes") == warned, args
+    for args, is_warned in (({}, False), ({"use_vllm": False}, False), ({"use_vllm": True}, True), (SERVER, True)):
+        assert feeds_engine(SimpleNamespace(**args)) == is_warned, args
+    warn_if_unused(SimpleNamespace(**SERVER), model)
+    assert caplog.text.count("gather every weight over all nodes") == 1
+    count_as_published(model)
+    warn_if_unused(SimpleNamespace(**SERVER), model)
+    assert caplog.text.count("gather every weight over all nodes") == 1
 
 
 def test_nothing_is_imported_without_use_vllm():
@@ -216,8 +224,9 @@ def test_nothing_is_imported_without_use_vllm():
 import sys
 from transformers import TrainingArguments
 from hf_zeropp import ZeroPPCallback
-from hf_zeropp.integrations.trl_vllm import publish_to_vllm, warn_if_unused
-ZeroPPCallback(), publish_to_vllm(TrainingArguments(use_cpu=True))
-assert not {"trl", "vllm"} & sys.modules.keys()
+from hf_zeropp.integrations.trainer import feeds_engine
+ZeroPPCallback()
+assert not feeds_engine(TrainingArguments(use_cpu=True))
+assert not {"trl", "vllm", "hf_zeropp.rollouts"} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", script], check=True)

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
-from hf_zeropp.integrations.server_updates import ServerUpdates, from_rank_0
-from hf_zeropp.integrations.vllm_plugin import BACKEND
+from hf_zeropp.rollouts.server_updates import ServerUpdates, from_rank_0
+from hf_zeropp.rollouts.vllm_plugin import BACKEND
 
 logger = logging.getLogger(__name__)
 
