@@ -16,7 +16,8 @@ hundred MB are expected with NCCL's defaults. Nobody has measured it here.
 Every rank issues them in the same order. But streams may start them in another one, and NCCL documents that communicators
 which wait for each other's kernels can block each other then. From version 2.26 on NCCL makes kernels of all communicators of
 a device start in the order of the calls, if it is asked to (``NCCL_LAUNCH_ORDER_IMPLICIT=1``). It reads the variable when the
-first communicator is made.
+first communicator is made. The variable is therefore set when the package is imported, which most scripts do before they make a
+process group, with whatever launcher they are started.
 """
 
 from __future__ import annotations
@@ -34,10 +35,18 @@ FIRST_VERSION = (2, 26)
 logger = logging.getLogger(__name__)
 
 
+_came_late = False
+"""Whether a process group existed already when the variable was set."""
+
+
 def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Ask NCCL for one order, unless the variable is set already or process groups exist, which makes it too late."""
-    if not (dist.is_available() and dist.is_initialized()):
-        environ.setdefault(VARIABLE, "1")
+    """Ask NCCL for one order, unless the variable is set already."""
+    global _came_late
+    if VARIABLE in environ:
+        return
+    environ[VARIABLE] = "1"
+    # The group may have no communicator yet: PyTorch makes it with the first collective. So it is set all the same.
+    _came_late = dist.is_available() and dist.is_initialized()
 
 
 def warn_of_any_order(device_type: str, environ: MutableMapping[str, str] = os.environ) -> None:
@@ -52,12 +61,13 @@ def warn_of_any_order(device_type: str, environ: MutableMapping[str, str] = os.e
             _dotted(version),
             _dotted(FIRST_VERSION),
         )
-    elif environ.get(VARIABLE) != "1":
+    elif environ.get(VARIABLE) != "1" or _came_late:
+        found = "was set after the process group was made" if _came_late else f"is {environ.get(VARIABLE, 'not set')}"
         logger.warning(
-            "NCCL may start collectives of a node and across nodes in any order, which can block both: %s is %s. Set it to 1 "
-            "before the script starts (hf-zeropp launch does), or make the ZeroPPPlugin before the process group.",
+            "NCCL may start collectives of a node and across nodes in any order, which can block both: %s %s. Set it to 1 "
+            "before the script starts (hf-zeropp launch does), or import hf_zeropp before the process group is made.",
             VARIABLE,
-            environ.get(VARIABLE, "not set"),
+            found,
         )
 
 

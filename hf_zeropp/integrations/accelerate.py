@@ -41,7 +41,6 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
-from hf_zeropp.comm.nccl import order_launches
 from hf_zeropp.compat import check_seams
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.first_use import on_first_use
@@ -178,7 +177,6 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         if self.zeropp is not False:
             self.zeropp = ZeroPPConfig.resolve(self.zeropp)
         self._require_fsdp2()
-        order_launches()  # most scripts make the plugin first, and Accelerate then the process group
         patch_accelerator_state()
         patch_prepare()
         patch_checkpoints(accelerate.accelerator)

@@ -20,7 +20,6 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 
-from hf_zeropp.comm.nccl import order_launches
 from hf_zeropp.config import ENV_CONFIG_FILE, ZeroPPConfig
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
 from hf_zeropp.integrations.launch_checks import BLOCK, check_job, check_keys, check_script
@@ -94,7 +93,6 @@ def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
     check_script(args)
     if is_enabled():
         check_job(args, file, config)
-    order_launches()
     _run_through_the_package(args)
     return args
 

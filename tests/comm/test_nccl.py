@@ -88,7 +88,17 @@ def test_no_cpu_tensor_goes_to_a_group_for_gpus(tmp_path):
         assert all("CUDA" in error or "NVIDIA" in error for error in errors.values()), errors
 
 
+def variable_of_a_fresh_process(rank: int) -> str | None:
+    return os.environ.get(nccl.VARIABLE)
+
+
+def test_importing_the_package_asks_for_the_order():
+    """No plugin is made, and no launcher of this package is there: as with the Trainer's callback behind torchrun."""
+    assert run_ranks(variable_of_a_fresh_process, 1, init=False) == ["1"]
+
+
 def test_the_order_is_asked_for_in_time(monkeypatch):
+    monkeypatch.setattr(nccl, "_came_late", False)
     environ = {}
     nccl.order_launches(environ)
     assert environ == {nccl.VARIABLE: "1"}
@@ -96,9 +106,24 @@ def test_the_order_is_asked_for_in_time(monkeypatch):
     nccl.order_launches(chosen)
     assert chosen == {nccl.VARIABLE: "0"}
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    nccl.order_launches({nccl.VARIABLE: "1"})
+    assert not nccl._came_late
     late = {}
     nccl.order_launches(late)
-    assert late == {}
+    assert late == {nccl.VARIABLE: "1"} and nccl._came_late
+
+
+@pytest.mark.parametrize("came_late", [True, False])
+def test_an_order_that_came_too_late_is_told(caplog, monkeypatch, came_late):
+    monkeypatch.setattr(nccl, "_came_late", came_late)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 1))
+    with caplog.at_level(logging.WARNING):
+        nccl.warn_of_any_order("cuda", {nccl.VARIABLE: "1"})
+        nccl.warn_of_any_order("cpu", {nccl.VARIABLE: "1"})
+    told = [record.getMessage() for record in caplog.records]
+    assert ["was set after the process group was made" in message for message in told] == [True] * came_late
 
 
 @pytest.mark.parametrize(
