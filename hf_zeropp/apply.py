@@ -35,7 +35,7 @@ from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.reduce_scatter import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.residual_state import load_residuals, save_residuals, state_file
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
-from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
+from hf_zeropp.fsdp.units import Unit, find_units, on_backward, without_compile_wrapper
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.plan import Plan, agree, check_all_served, log_inactive, require_process_group
 from hf_zeropp.traffic import (
@@ -155,6 +155,7 @@ class ZeroPPHandle:
             self._decisions = self._install_reduces(gathers, buffers)
             # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
             hook_forwards(model, self._decisions)
+            on_backward(model, self._decisions.enter_backward)
             self._follow_weights(model)
             self._warn_of_fallbacks()
         for unit in self.frozen_units:  # within the node

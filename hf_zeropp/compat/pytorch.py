@@ -113,6 +113,16 @@ PYTORCH: tuple[Seam, ...] = (
         is_silent=True,
     ),
     Seam(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        # As above: a replacement that is set on the state is called because FSDP2 looks the method up at each call.
+        names=("_register_root_post_backward_final_callback",),
+        used_by=("fsdp.units",),
+        why="Ours stands in its place, to end a backward pass where FSDP2 ends it.",
+        if_moved="Under reentrant activation checkpointing gradients cross nodes several times, and are rounded each time.",
+        relation=Relation.READS,
+        is_silent=True,
+    ),
+    Seam(
         owner=f"{_GROUP}:FSDPParamGroup",
         # It is read with a default of False, which is right for torch 2.12 and earlier. In later versions a renamed one
         # would read as False too, and the positions of gradients in the flat buffer would be wrong.

@@ -28,7 +28,7 @@ import torch.nn as nn
 
 from hf_zeropp.comm.agreement import Agreement, Answer, Channel, Statement
 from hf_zeropp.fsdp.all_gather import due_gathers, encode_ahead, start_ahead
-from hf_zeropp.fsdp.backward import current_backward, require_backward
+from hf_zeropp.fsdp.backward import Backward, current_backward, require_backward
 from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.freshness import Change
@@ -99,6 +99,7 @@ class Decisions:
         self._beside = beside
         self._agreement = Agreement(channel)
         self._micro_step_answer: Answer | None = None
+        self._backward = Backward(self._end_backward)
         self._num_forwards = 0  # under way, one inside the other
         self._is_generating = False
         for gather in self._gathers:
@@ -184,12 +185,17 @@ class Decisions:
 
     # Gradients.
 
+    def enter_backward(self) -> None:
+        """Note that a backward pass has reached one of the model's units."""
+        self._backward.enter()
+
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
         require_backward()
         if reduce is self._first_trainable():
             self._traffic.micro_steps += 1
-        if self._micro_steps.enter_backward():
+        if self._backward.begins_to_reduce():
+            self._micro_steps.enter_backward()
             self._traffic.begin_backward()
             # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
             # progress would reduce wires of different sizes.
@@ -202,7 +208,6 @@ class Decisions:
             # The answer is not waited for here. It has until the first node hop ends, so the exchange costs no time
             # in backward.
             self._micro_step_answer = self._ask_debts(Moment.BACKWARD, action, detail=int(is_last) + 2 * int(quantizes))
-        self._micro_steps.call_at_end(self._end_backward)
 
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step."""

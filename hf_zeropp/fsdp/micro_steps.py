@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_zeropp.fsdp.backward import current_backward, queue_after_backward
 from hf_zeropp.fsdp.error_feedback import LossScale
 
 
@@ -33,8 +32,6 @@ class MicroSteps:
         self.is_last_now = True
         self.loss_scale = LossScale()
         self.ask_loss_scale: Callable[[], float] = lambda: 1.0
-        self._backward = -1
-        self._awaits_end = False
 
     def set_quantizes(self, quantizes: bool, *, is_accumulating: bool) -> None:
         """Quantize gradients from the next step on, or no longer; at once if nothing is accumulated."""
@@ -47,36 +44,8 @@ class MicroSteps:
         if not is_accumulating:
             self.quantizes = self._wants_quantizes
 
-    def enter_backward(self) -> bool:
-        """Return whether the backward pass under way is another one than at the last call."""
-        # A comm object is not told when a backward pass begins. The first reduction in it finds a new number of
-        # autograd's.
-        is_new = self._backward != current_backward()
-        if is_new:
-            self._backward = current_backward()
-            # A backward pass that raised never ran its callbacks. Its flag would keep this pass from asking for its
-            # own end.
-            self._awaits_end = False
-            # Asked once and kept: all units of a pass must take the same way, even if the answer changes while it
-            # runs.
-            self.is_last_now = self.ask_is_last()
-            self.loss_scale.value = self.ask_loss_scale()
-        return is_new
-
-    def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Call ``callback`` once when the backward pass under way has ended, after all that FSDP2 does in it.
-
-        FSDP2 reduces a root unit in a callback of its own, at the end of the backward pass, and a model may hold several
-        roots. A reduction that starts after ``callback`` ran asks for another call, so the last call comes after the last
-        reduction.
-        """
-        if self._awaits_end:
-            return
-        self._awaits_end = True
-
-        def at_end() -> None:
-            # The flag falls before the call, so that a reduction of a later root asks for another one.
-            self._awaits_end = False
-            callback()
-
-        queue_after_backward(at_end)
+    def enter_backward(self) -> None:
+        """Ask about the backward pass that has begun to reduce gradients."""
+        # Asked once and kept: all units of a pass must take the same way, even if the answer changes while it runs.
+        self.is_last_now = self.ask_is_last()
+        self.loss_scale.value = self.ask_loss_scale()

@@ -426,3 +426,21 @@ def _param_groups(state: FSDPState) -> list[FSDPParamGroup]:
 def without_compile_wrapper(model: nn.Module) -> nn.Module:
     """The module that ``torch.compile(model)`` wraps, or the model itself."""
     return getattr(model, "_orig_mod", model)
+
+
+def on_backward(model: nn.Module, action: Callable[[], None]) -> None:
+    """Run ``action`` wherever a backward pass enters a unit, behind FSDP2's call that queues its final callback."""
+    for state in {module._get_fsdp_state() for _, module in _fsdp_modules(model)}:
+        _extend_registration(state, action)
+
+
+def _extend_registration(state: FSDPState, action: Callable[[], None]) -> None:
+    # FSDP2 looks the method up at each call. Only the first call of a pass queues a callback.
+    original = state._register_root_post_backward_final_callback
+
+    @functools.wraps(original)
+    def register() -> None:
+        original()
+        action()
+
+    state._register_root_post_backward_final_callback = register  # type: ignore[method-assign]

@@ -105,6 +105,16 @@ class Expected:
         self.grads[name] = (self.grads[name] or 0.0) + CONTRIBUTION[name]
 
 
+class CountedDecisions(Decisions):
+    """Counts how often a backward pass ends."""
+
+    num_ends = 0
+
+    def _end_backward(self) -> None:
+        self.num_ends += 1
+        super()._end_backward()
+
+
 class Raised(Exception):
     """A backward pass that raises on purpose."""
 
@@ -123,7 +133,7 @@ class Model:
         self.micro_steps = MicroSteps(quantizes=False)
         self.pipeline = ReducePipeline() if overlap else None
         gathers = [NoGather(unit, AlwaysFresh()) for unit in self.units]
-        self.decisions = Decisions(
+        self.decisions = CountedDecisions(
             gathers, self.micro_steps, self.pipeline, traffic, Channel(world), starts_ahead=False
         )
         hops = TwoHopReduce(Hop("node", world, traffic), Hop("cross", world, traffic), WireBuffers())
@@ -135,14 +145,6 @@ class Model:
             for unit in self.units
         ]
         self.decisions.reduces = self.reduces
-        self.num_ends = 0
-        end_backward = self.decisions._end_backward
-
-        def count_and_end() -> None:
-            self.num_ends += 1
-            end_backward()
-
-        self.decisions._end_backward = count_and_end
 
     # FSDP2's part.
 
@@ -176,7 +178,7 @@ class Model:
         self.decisions.enter_forward(Entrance(0, "the model", frozenset()))
         self.decisions.leave_forward()
         self.micro_steps.ask_is_last = lambda: last
-        num_ends = self.num_ends
+        num_ends = self.decisions.num_ends
         try:
             Backward.apply(
                 torch.zeros(1, requires_grad=True), lambda: self._reduce(used, raises_behind)
@@ -184,7 +186,7 @@ class Model:
         except Raised:
             return
         has_reduced = any(unit.with_gradient for unit in self.units)
-        assert self.num_ends - num_ends == has_reduced, "the end of a backward pass comes once"
+        assert self.decisions.num_ends - num_ends == has_reduced, "the end of a backward pass comes once"
 
     def _reduce(self, used: tuple[tuple[str, ...], ...], raises_behind: int) -> None:
         for index, names in enumerate(used):
