@@ -67,7 +67,7 @@ def apply_zeropp(
     Args:
         model: sharded by ``fully_shard`` over the whole world (Accelerate's FSDP2 and Transformers'
             ``distributed_config`` do so), or over a part of it beside other parallelism.
-        config: the settings, a mapping or file of them, or None for the environment.
+        config: the settings, a mapping or file of them, a preset's name, or None for the environment.
         mesh: the 1-D mesh that ``fully_shard`` got, where other parallelism divides the world (pipeline stages). Tensor
             parallelism is noticed without it. All ranks of the world make their call at the same time, with meshes of one size.
 

@@ -12,15 +12,15 @@ says when to change which setting, and how to add one.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
+from hf_zeropp.other_names import DEEPSPEED_BLOCK, hint, nearest, translate_deepspeed
 from hf_zeropp.setting_checks import (
     Check,
     flag,
@@ -38,6 +38,8 @@ ENV_PREFIX = "ZEROPP_"
 ENV_CONFIG_FILE = "ZEROPP_CONFIG_FILE"
 ENV_CHECK = "ZEROPP_CHECK"
 ENV_ENABLED = "ZEROPP_ENABLED"
+BLOCK = "zeropp_config"
+"""The key under which a file of another program (Accelerate's) holds our settings."""
 ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"})
 """Variables with our prefix that are no fields of the config."""
 
@@ -241,14 +243,12 @@ class ZeroPPConfig:
         valid = ("preset", *field_names())
         for key in settings:
             if key not in valid:
-                raise ValueError(
-                    f"Unknown ZeRO++ setting {key!r}.{_nearest(str(key), valid)} Valid: {', '.join(valid)}."
-                )
+                raise ValueError(f"Unknown ZeRO++ setting {key!r}.{hint(str(key), valid)} Valid: {', '.join(valid)}.")
         settings = dict(settings)
         preset = settings.pop("preset", "balanced")
         if not isinstance(preset, str) or preset not in PRESETS:
             raise ValueError(
-                f"preset must be one of {', '.join(PRESETS)}, got {preset!r}.{_nearest(str(preset), PRESETS)}"
+                f"preset must be one of {', '.join(PRESETS)}, got {preset!r}.{nearest(str(preset), PRESETS)}"
             )
         # Settings beside a preset go over it, wherever the preset stands in the file.
         return cls(**{**PRESETS[preset], **settings})
@@ -260,10 +260,10 @@ class ZeroPPConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ZeroPPConfig:
-        """Read the file that ``ZEROPP_CONFIG_FILE`` names, then let ``ZEROPP_<FIELD>`` variables override it."""
+        """Read the file (or preset) that ``ZEROPP_CONFIG_FILE`` names, then let ``ZEROPP_<FIELD>`` variables override it."""
         environ = os.environ if environ is None else environ
-        path = environ.get(ENV_CONFIG_FILE)
-        settings = _read_settings(Path(path)) if path else {}
+        name = environ.get(ENV_CONFIG_FILE)
+        settings = _read_named(name) if name else {}
         return cls.from_dict({**settings, **_env_settings(environ)})
 
     @classmethod
@@ -274,18 +274,21 @@ class ZeroPPConfig:
             settings: the content of a DeepSpeed file. Its ``zero_optimization`` block must say stage 3.
 
         Raises:
-            ValueError: another stage, or a ZeRO++ key that has no translation; the message says what to set instead.
+            ValueError: another stage, a ZeRO++ key that has no translation, or none that turns ZeRO++ on; the message says what
+                to set instead.
         """
-        return cls.from_dict(_translate_deepspeed(settings))
+        return cls.from_dict(translate_deepspeed(settings))
 
     @classmethod
     def resolve(cls, settings: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None) -> ZeroPPConfig:
-        """Accept what users pass: a config, a mapping, a file path, or None (the environment)."""
+        """Accept what users pass: a config, a mapping, a preset's name, a file's path, or None (the environment)."""
         if isinstance(settings, ZeroPPConfig):
             return settings
         if settings is None:
             return cls.from_env()
-        if isinstance(settings, (str, os.PathLike)):
+        if isinstance(settings, str):
+            return cls.from_dict(_read_named(settings))
+        if isinstance(settings, os.PathLike):
             return cls.from_file(settings)
         return cls.from_dict(settings)
 
@@ -307,6 +310,34 @@ def _log_experimental(name: str) -> None:
     )
 
 
+def check_unindented(file: Mapping[str, Any], path: str) -> None:
+    """Raise if a setting stands at the top level of a file whose settings belong under ``zeropp_config:``.
+
+    Raises:
+        ValueError: there is such a setting, which nothing would read.
+    """
+    names = ("preset", *field_names())
+    for key in file:
+        if key in names or nearest(str(key), names, cutoff=0.8):
+            raise ValueError(
+                f"{key!r} stands at the top level of {path!r}, where it has no effect: settings of ZeRO++ belong under "
+                f"`{BLOCK}:`. Indent it below that line."
+            )
+
+
+def _read_named(name: str) -> dict[str, Any]:
+    """Return the settings of the preset, or else of the file, that is called so. ``./balanced`` is a file in any case."""
+    if name in PRESETS:
+        return {"preset": name}
+    # A path with a folder or a suffix is meant to be a file.
+    if os.path.basename(name) == name and not Path(name).suffix and not Path(name).exists():
+        raise ValueError(
+            f"{name!r} is neither a preset ({', '.join(PRESETS)}) nor a ZeRO++ config file.{nearest(name, PRESETS)} Check the "
+            "name, or the path."
+        )
+    return _read_settings(Path(name))
+
+
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, MAX_SETTINGS_BYTES)
@@ -318,90 +349,44 @@ def _read_settings(path: Path) -> dict[str, Any]:
         raise ValueError(f"The ZeRO++ config file {str(path)!r} is no valid YAML or JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"The ZeRO++ config file {str(path)!r} must hold `key: value` lines, got: {settings!r}")
-    if "zero_optimization" in settings:
-        return _translate_deepspeed(settings)
-    block = settings.get("zeropp_config", settings)
+    if DEEPSPEED_BLOCK in settings:
+        if BLOCK in settings:
+            raise ValueError(f"{str(path)!r} holds both `{DEEPSPEED_BLOCK}:` and `{BLOCK}:`. Remove one of them.")
+        return translate_deepspeed(settings)
+    if BLOCK not in settings:
+        return settings
+    check_unindented(settings, str(path))
+    block = settings[BLOCK]
+    if isinstance(block, str) and block in PRESETS:
+        return {"preset": block}
     if block is not None and not isinstance(block, dict):
-        raise ValueError(f"zeropp_config in {str(path)!r} must be a mapping of settings, got: {block!r}")
+        raise ValueError(f"{BLOCK} in {str(path)!r} must be a mapping of settings or a preset's name, got: {block!r}")
     return block or {}  # `zeropp_config:` with nothing under it means the defaults
 
 
 def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
     settings = {}
-    valid = [ENV_PREFIX + name.upper() for name in ("preset", *field_names())]
+    valid = ("preset", *field_names())
     for key, text in environ.items():
         if not key.startswith(ENV_PREFIX) or key in ENV_OTHER:
             continue
+        name = key.removeprefix(ENV_PREFIX).lower()
         # A misspelt variable would otherwise leave its setting at the default, and nobody would notice.
-        if key not in valid:
-            raise ValueError(f"Unknown environment variable {key}.{_nearest(key, valid)}")
+        if name not in valid or key != key.upper():
+            raise ValueError(f"Unknown environment variable {key}.{hint(name, valid, _variable_of)}")
         try:
-            settings[key.removeprefix(ENV_PREFIX).lower()] = _parse_env_value(text)
+            settings[name] = _parse_env_value(text)
         except ValueError as error:
             raise ValueError(f"The environment variable {key}={text!r} is no valid YAML value: {error}") from error
     return settings
 
 
+def _variable_of(setting: str) -> str:
+    return ENV_PREFIX + setting.upper()
+
+
 def _parse_env_value(text: str) -> Any:
     return None if text.strip().lower() in ("none", "null", "") else parse_settings(text)
-
-
-_DEEPSPEED_KEYS = ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients")
-_DEEPSPEED_REMEDIES = {
-    "zero_quantized_nontrainable_weights": (
-        "Frozen weights are stored in 8 or 4 bits by another setting: remove the key and set frozen_bits=8 "
-        "(ZEROPP_FROZEN_BITS=8 goes over a DeepSpeed file)."
-    ),
-    "zeropp_loco_param": (
-        "LoCo's error feedback has settings of its own: remove the key and set qgz_error_feedback to 1 - err_beta and "
-        "qgz_reset_steps to reset_T (ZEROPP_QGZ_ERROR_FEEDBACK and ZEROPP_QGZ_RESET_STEPS go over a DeepSpeed file)."
-    ),
-}
-_DEEPSPEED_MARKS = ("zeropp", "quanti", "hpz")
-"""A key of ``zero_optimization`` that contains one of these is about ZeRO++. It is translated or refused, never dropped."""
-
-
-def _translate_deepspeed(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our settings for a DeepSpeed configuration. DeepSpeed's qgZ uses INT4 in both hops."""
-    zero = settings.get("zero_optimization", {})
-    if not isinstance(zero, Mapping):
-        raise ValueError(f"zero_optimization in the DeepSpeed file must be a mapping, got {zero!r}.")
-    if zero.get("stage") != 3:
-        raise ValueError(f"ZeRO++ builds on ZeRO stage 3, the DeepSpeed file says stage {zero.get('stage')!r}.")
-    _refuse_untranslated(zero)
-    # Keys that are missing mean what they mean in DeepSpeed, where every part of ZeRO++ is off by default.
-    quantizes_weights = zero.get("zero_quantized_weights", False)
-    quantizes_gradients = zero.get("zero_quantized_gradients", False)
-    hpz_size = zero.get("zero_hpz_partition_size", 1)
-    flag("zero_quantized_weights", quantizes_weights)
-    flag("zero_quantized_gradients", quantizes_gradients)
-    positive_int_or()("zero_hpz_partition_size", hpz_size)
-    return {
-        "qwz_bits": 8 if quantizes_weights else None,
-        "hpz_size": hpz_size if hpz_size > 1 else None,
-        "qgz_bits": 4 if quantizes_gradients else None,
-        "qgz_intra_bits": 4 if quantizes_gradients else None,
-    }
-
-
-def _refuse_untranslated(zero: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` for a ZeRO++ key of DeepSpeed's that no setting of ours stands for."""
-    for key, value in zero.items():
-        if key in _DEEPSPEED_KEYS or not any(mark in str(key) for mark in _DEEPSPEED_MARKS):
-            continue
-        if key not in _DEEPSPEED_REMEDIES:
-            raise ValueError(
-                f"Unknown ZeRO++ key {key!r} in the DeepSpeed file.{_nearest(str(key), _DEEPSPEED_KEYS)} Translated: "
-                f"{', '.join(_DEEPSPEED_KEYS)}. Remove it, or write a zeropp_config: block in its place."
-            )
-        if value is not None and value is not False:  # off, as DeepSpeed has it by default
-            raise ValueError(f"DeepSpeed's {key}={value!r} is not translated. {_DEEPSPEED_REMEDIES[key]}")
-
-
-def _nearest(key: str, valid: Iterable[str]) -> str:
-    folded = {name.lower(): name for name in valid}
-    matches = difflib.get_close_matches(key.lower(), folded, n=1, cutoff=0.4)
-    return f" Did you mean {folded[matches[0]]!r}?" if matches else ""
 
 
 _CHECKS: dict[str, Check] = {

@@ -191,8 +191,8 @@ def test_a_deepspeed_file_is_translated(tmp_path) -> None:
     path.write_text(json.dumps({"train_batch_size": 8, "zero_optimization": zero}))
     expected = ZeroPPConfig(qwz_bits=8, hpz_size=8, qgz_bits=4, qgz_intra_bits=4)
     assert ZeroPPConfig.from_file(path) == expected
-    plain = ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 3}})
-    assert plain == ZeroPPConfig(qwz_bits=None, hpz_size=None, qgz_bits=None, qgz_intra_bits=None)
+    one = ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}})
+    assert one == ZeroPPConfig(qwz_bits=None, hpz_size=8, qgz_bits=None, qgz_intra_bits=None)
     with pytest.raises(ValueError, match="stage 2"):
         ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 2}})
 
@@ -207,6 +207,7 @@ def test_a_deepspeed_file_is_translated(tmp_path) -> None:
         ({"zero_quantized_weight": True}, ["Did you mean 'zero_quantized_weights'"]),
         ({"zeropp_new_thing": None}, ["'zeropp_new_thing'", "Translated: zero_quantized_weights"]),
         ({"zero_quantized_gradients": {"enabled": True, "num_bits": 8}}, ["zero_quantized_gradients must be true or"]),
+        ({"zero_quantized_weights": False, "zero_hpz_partition_size": 1}, ["no part of ZeRO++", "ZEROPP_ENABLED=0"]),
         ({"zero_hpz_partition_size": "8"}, ["zero_hpz_partition_size must be a positive int, got '8'"]),
     ],
     ids=str,
@@ -216,6 +217,22 @@ def test_deepspeed_keys_without_translation_are_refused_with_a_remedy(keys: dict
         ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 3, **keys}})
     for word in words:
         assert word in str(error.value)
+
+
+def test_a_presets_name_stands_for_its_settings(tmp_path, monkeypatch) -> None:
+    """A name does where a mapping or a file does; a path with a folder or a suffix is a file in any case."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "exact").write_text("qgz_bits: 8")
+    (tmp_path / "exact.yaml").write_text("zeropp_config: half_model")
+    (tmp_path / "mine").write_text("qgz_bits: 3")
+    exact = ZeroPPConfig.preset("exact")
+    assert ZeroPPConfig.resolve("exact") == exact
+    assert ZeroPPConfig.from_env({"ZEROPP_CONFIG_FILE": "exact"}) == exact
+    assert ZeroPPConfig.from_env({"ZEROPP_CONFIG_FILE": "exact", "ZEROPP_QGZ_BITS": "8"}).qgz_bits == 8
+    for path in ("./exact", tmp_path / "exact", Path("exact")):
+        assert ZeroPPConfig.resolve(path) == ZeroPPConfig(qgz_bits=8)
+    assert ZeroPPConfig.resolve("exact.yaml") == ZeroPPConfig.preset("half_model")
+    assert ZeroPPConfig.resolve("mine") == ZeroPPConfig(qgz_bits=3)
 
 
 def test_other_deepspeed_keys_and_features_that_are_off_are_no_error() -> None:

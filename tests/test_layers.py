@@ -18,6 +18,7 @@ PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 LAYERS = [
     "files",
     "setting_checks",
+    "other_names",
     "config",
     "switch",
     "sizes",

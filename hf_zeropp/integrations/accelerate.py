@@ -61,8 +61,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     and wrapping by transformer block as defaults, and one more:
 
     Args:
-        zeropp: a ZeroPPConfig, a mapping of its fields, a YAML/JSON file, or None (``ZEROPP_CONFIG_FILE`` and
-            ``ZEROPP_<FIELD>`` variables, else the defaults). False leaves FSDP2's communication as it is: the same
+        zeropp: a ZeroPPConfig, a mapping of its fields, a preset's name, a YAML/JSON file, or None (``ZEROPP_CONFIG_FILE``
+            and ``ZEROPP_<FIELD>`` variables, else the defaults). False leaves FSDP2's communication as it is: the same
             script then measures the difference. ``ZEROPP_ENABLED=0`` does the same from outside.
 
     Raises:

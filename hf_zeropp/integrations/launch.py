@@ -20,9 +20,9 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 
-from hf_zeropp.config import ENV_CONFIG_FILE, ZeroPPConfig
+from hf_zeropp.config import BLOCK, ENV_CONFIG_FILE, ZeroPPConfig
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
-from hf_zeropp.integrations.launch_checks import BLOCK, check_job, check_keys, check_script
+from hf_zeropp.integrations.launch_checks import check_job, check_keys, check_script
 from hf_zeropp.switch import is_enabled
 
 RUNNER = "hf_zeropp.run"
@@ -114,10 +114,10 @@ def _read_launch_config(path: str) -> dict[str, Any]:
 
 
 def _export_zeropp(path: str, file: dict[str, Any], folder: str) -> None:
-    """Take the ``zeropp_config:`` block out of a file and export it: a mapping of settings, or the path of a file of them.
+    """Take the ``zeropp_config:`` block out of a file and export it: settings, a preset's name, or a file's path.
 
     Raises:
-        ValueError: the block is neither, its settings are wrong, or settings are given in another place too.
+        ValueError: the block is none of these, its settings are wrong, or settings are given in another place too.
     """
     if BLOCK not in file:
         return

@@ -13,10 +13,7 @@ import sys
 from typing import Any
 
 from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
-from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig
-
-BLOCK = "zeropp_config"
-"""The key of an Accelerate config file that holds our settings."""
+from hf_zeropp.config import BLOCK, ENV_ENABLED, ZeroPPConfig, check_unindented
 
 _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 """Values of ``distributed_type`` under which no script shards with FSDP2."""
@@ -25,7 +22,7 @@ _ONE_PROCESS = ("NO", "MULTI_CPU")
 
 
 def check_keys(path: str, file: dict[str, Any]) -> None:
-    """Raise if a key of a config file is a misspelt ``zeropp_config``.
+    """Raise if a key of a config file is a misspelt ``zeropp_config``, or belongs below that.
 
     Accelerate names unknown keys too, but as a whole, and not what was meant.
 
@@ -37,6 +34,7 @@ def check_keys(path: str, file: dict[str, Any]) -> None:
         is_close = any(word in name for word in ("zeropp", "zero_pp", "zero++", "zero-pp"))
         if key != BLOCK and (is_close or difflib.get_close_matches(name, [BLOCK], cutoff=0.8)):
             raise ValueError(f"unknown key {key!r} in {path!r}. Did you mean `{BLOCK}:`?")
+    check_unindented(file, path)
 
 
 def check_script(args: argparse.Namespace) -> None:

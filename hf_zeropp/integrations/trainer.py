@@ -62,8 +62,8 @@ _callbacks: weakref.WeakSet[ZeroPPCallback] = weakref.WeakSet()
 class ZeroPPCallback(TrainerCallback):
     """Run a Trainer's model under ZeRO++.
 
-    The settings stand in ``fsdp_config["zeropp"]``: a mapping of ZeroPPConfig's fields, a YAML/JSON file of them, True
-    (or nothing) for the environment (``ZEROPP_CONFIG_FILE``, ``ZEROPP_<FIELD>``), or False for stock FSDP2. Models
+    The settings stand in ``fsdp_config["zeropp"]``: a mapping of ZeroPPConfig's fields, a preset's name, a YAML/JSON file,
+    True (or nothing) for the environment (``ZEROPP_CONFIG_FILE``, ``ZEROPP_<FIELD>``), or False for stock FSDP2. Models
     that Transformers sharded at load (``DistributedConfig(fsdp_size=...)``) need no ``fsdp=True``.
 
     The callback logs ``zeropp/cross_node_gb_per_step`` and other figures (step_log.py) through all of the Trainer's trackers,
