@@ -12,9 +12,6 @@ that are due in one all-gather of 8 bytes a unit, and pad each unit's wires to t
     exchange_sizes    once for all of them
     start_changes     for every unit: the cross hop; ``land`` then applies the words
 
-On a CPU the first quarter of a large model goes through these stages before the rest. Its words travel while the rest is encoded
-(``fsdp/all_gather.py``).
-
 [Note: the host waits once] On a device with streams the host reads the sizes between the first stage and the last. It waits for
 the optimizer and for the encoding then, once a step, and the device idles until the host has launched the next kernels. Without
 the wait, buffers would have to be chosen from sizes of earlier steps, with a margin. That margin is padding, which crosses the

@@ -143,23 +143,6 @@ class TwoHopGather:
         received = self._buffers.take(self.cross_hop.size * layouts.delta.nbytes, own_slice.device)
         return DeltaFlight(received, self.cross_hop.all_gather(received, wire), sent=(wire,))
 
-    def holds(self, shard: torch.Tensor, layouts: GatherLayouts, secondary: Secondary, flight: Flight | None) -> bool:
-        """Return whether encoding this rank's shard [S] now gives the bytes that were last sent. No collective.
-
-        Args:
-            shard: this rank's shard, in the dtype in which it was sent.
-            layouts: the layouts with which it was sent.
-            secondary: the secondary shard.
-            flight: the cross hop that brings it up to date, while that is under way.
-        """
-        wire = self._buffers.take(layouts.kept.nbytes, shard.device)
-        ops.quantize(shard, layouts.kept, out=wire)
-        # A hop that was waited for has nothing in ``sent``, and has arrived, even if an error came behind.
-        sent = flight.sent[0] if flight is not None and flight.sent else self._own_slice(secondary)
-        same = torch.equal(wire, sent)
-        self._buffers.give(wire)
-        return same
-
     def encode_changes(self, shards: Sequence[torch.Tensor], layouts: GatherLayouts, secondary: Secondary) -> Changes:
         """Encode how this rank's weights differ from its slice of ``secondary``, word by word, without sending anything.
 

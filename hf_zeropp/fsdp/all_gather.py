@@ -7,15 +7,12 @@ decisions.py how ranks agree on it. On CPU the cross hop is started for all stal
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from hf_zeropp import devices
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Changes, GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ZeroPPConfig
@@ -31,10 +28,6 @@ from hf_zeropp.traffic import Bytes, Traffic
 
 MANY_SURPRISES = 3
 """Resyncs in a row that no optimizer and no call explains: more than that is worth a warning."""
-
-BYTES_WORTH_CUTTING = 1 << 25
-"""Bytes of a rank's weights, as its secondary shard keeps them, that take a core some 20 ms to encode. From there on that is
-worth another exchange of sizes: [Note: the first quarter]."""
 
 DELTAS_IN_A_ROW = 32
 """``qwz_mode="auto"``: deltas after which a unit sends changed words again, to see how many there are by now."""
@@ -205,10 +198,6 @@ class ZeroPPAllGather(WeightGather):
         """Return the bytes that this rank holds between gathers for hpZ."""
         return 0 if self._kept is None else self._kept.secondary.own.numel()
 
-    def copy_bytes(self) -> int:
-        """Return the bytes of this rank's slice as a secondary shard keeps it."""
-        return self.layouts(self.unit.param_dtype).kept.nbytes
-
     def layouts(self, dtype: torch.dtype) -> GatherLayouts:
         """Return the wire layouts for gathering the unit in ``dtype``, with its parameters frozen as they are now."""
         key = (dtype, self.unit.trains)
@@ -241,16 +230,6 @@ class ZeroPPAllGather(WeightGather):
             return None
         return round(self._kept.changes_bytes / self._kept.num_changes)
 
-    def _comparison(self, kept: Copy) -> Callable[[], bool] | None:
-        """Return a function that compares this rank's weights with the copy; None where that says nothing or costs too much."""
-        layouts, unit = kept.layouts, self.unit
-        # A delta is taken from the masters, which the copy only rounds, and changed words under way are no whole words. On an
-        # accelerator the host would wait.
-        if not layouts.replaces_copies or devices.has_streams(unit.device_type) or not unit.has_plain_shards:
-            return None
-        dtype = layouts.kept.raw_dtype  # in which FSDP2 gathered
-        return lambda: self.hops.holds(unit.flat_shard(dtype), layouts, kept.secondary, kept.flight)
-
     def _up_to_date(self, shard: torch.Tensor) -> Copy:
         """Return the secondary shard, brought up to date if that is due, with this stream ordered behind its arrival."""
         kept = self._kept
@@ -279,7 +258,7 @@ class ZeroPPAllGather(WeightGather):
         self._kept = kept
         # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
         # a write in between is a new change.
-        self._took_weights(self._comparison(kept), noted=was_encoded)
+        self._took_weights(noted=was_encoded)
         return kept
 
     def _land_flight(self) -> None:
@@ -402,24 +381,7 @@ def encode_ahead(due: Sequence[ZeroPPAllGather]) -> None:
 
 
 def start_ahead(due: Sequence[ZeroPPAllGather]) -> None:
-    """Start cross hops on CPU: [Note: the first quarter]."""
-    for part in _parts(due):
-        encode_ahead(part)
-        for gather in part:
-            gather.start_ahead()
-
-
-# [Note: the first quarter]
-# The link would idle while all units are encoded. In a large model the first quarter of the weights is therefore encoded
-# alone, and its changed words travel while the rest is encoded. The sizes of the rest wait behind those words, and the
-# forward pass waits for the sizes. So this part is one that at some 200 Mbit/s has about arrived when the rest is encoded,
-# and there are only two parts.
-
-
-def _parts(due: Sequence[ZeroPPAllGather]) -> list[Sequence[ZeroPPAllGather]]:
-    """Cut units, in their order, into those that are sent first and the others. On every rank they are the same."""
-    ends = list(itertools.accumulate(gather.copy_bytes() for gather in due))
-    if not ends or ends[-1] < BYTES_WORTH_CUTTING:
-        return [due]
-    count = 1 + bisect.bisect_left(ends, ends[-1] / 4)
-    return [due[:count], due[count:]]
+    """Start cross hops on CPU."""
+    encode_ahead(due)
+    for gather in due:
+        gather.start_ahead()

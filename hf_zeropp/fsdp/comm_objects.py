@@ -77,15 +77,12 @@ class WeightGather(CommObject, AllGather):
         if self.unit.is_unsharded and (self.due != Change.NONE or self._unsharded_from != self._num_copies):
             self.unit.reshard()
 
-    def _took_weights(self, still_holds: Callable[[], bool] | None = None, *, noted: bool = False) -> None:
-        """Note that the weights are being gathered, as they are now, or as they were when freshness ``noted`` them.
-
-        ``still_holds`` is explained at ``Freshness.taken``.
-        """
+    def _took_weights(self, *, noted: bool = False) -> None:
+        """Note that the weights are being gathered, as they are now, or as they were when freshness ``noted`` them."""
         # Both are cleared by what was really gathered. An agreement alone clears nothing, since a pass may skip the
         # unit.
         if not noted:
-            self.freshness.taken(still_holds)
+            self.freshness.taken()
         self.due = Change.NONE
         self._num_copies += 1
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -27,9 +26,7 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 # 2. *the content*: a 64-bit hash of this rank's shard, 1/W of the unit, at memory speed (xxh3 reads 20 MB in 0.8 ms on
 #    one core of an AVX-512 machine). It notices every other write: ``.data``, ``numpy()``, raw pointers,
 #    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way.
-#    Where whole weights are kept (``qwz_mode="values"`` with hpZ), the hash is taken only if somebody asked the last time: with
-#    one micro-step per step nobody asks, because the mark answers. If somebody asks all the same, the shard is encoded once
-#    more and compared with what was sent. A write that does not change those bytes is then no change;
+#    It is taken with every gather across nodes, and after a step where deltas may be sent;
 # 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or somebody called
 #    ``handle.invalidate()``. A mark makes the hash unnecessary.
 #
@@ -77,21 +74,11 @@ class Freshness:
         # Nothing was gathered yet, so the first gather must send whole weights.
         self._marked = Change.INVALID
         self._is_in_closure_step = False
-        self._still_holds: Callable[[], bool] | None = None
-        self._was_compared = False  # whether somebody asked for the content since the last gather
 
-    def taken(self, still_holds: Callable[[], bool] | None = None) -> None:
-        """Note that the unit's weights, as they are now, were gathered or are being sent.
-
-        Args:
-            still_holds: returns whether the weights are what was gathered, at a higher price than a hash. None where only a
-                hash can tell.
-        """
+    def taken(self) -> None:
+        """Note that the unit's weights, as they are now, were gathered or are being sent."""
         self._marked = Change.NONE
-        self._still_holds = still_holds
-        # Training repeats itself: where somebody asked the last time, somebody will.
-        self._remember(reads_content=self._was_compared or still_holds is None)
-        self._was_compared = False
+        self._remember()
 
     def mark(self, change: Change) -> None:
         """Note a change that somebody told of."""
@@ -120,7 +107,7 @@ class Freshness:
             self._remember()
 
     def change(self) -> Change:
-        """Return what happened to the weights since ``taken``. Asking changes no answer; it may take a hash for the next one."""
+        """Return what happened to the weights since ``taken``. Asking changes nothing."""
         if self._marked >= Change.EDITED:
             return self._marked
         # The two answers that need no hash come first: reading the shards is the cost of this method.
@@ -139,23 +126,14 @@ class Freshness:
 
     def _is_as_remembered(self) -> bool:
         assert self._stamp is not None
-        self._was_compared = True
         # The content tells all that a stamp tells, and that equal values were written. Reading both would cost time.
         if self._digest is not None:
             return self._digest == self._content.digest()
-        # A stamp that moved ends the question, since the weights may have another dtype now.
-        if not self._stamp.matches(self._unit.params):
-            return False
-        if self._still_holds is None:
-            return True
-        if not self._still_holds():
-            return False
-        self._remember()  # the next question compares hashes, which costs less
-        return True
+        return self._stamp.matches(self._unit.params)
 
-    def _remember(self, *, reads_content: bool = True) -> None:
+    def _remember(self) -> None:
         self._stamp = WeightStamp.of(self._unit.params)
-        self._digest = self._content.digest() if reads_content else None
+        self._digest = self._content.digest()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from harness import Scenarios, expect_errors, run_ranks
 from toy import POLICIES, backward, full_weights, gathered_weights, make_lm, shard
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.fsdp import all_gather
 from hf_zeropp.fsdp.all_gather import DELTAS_IN_A_ROW
 from hf_zeropp.fsdp.predictions import changed_words_bytes
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
@@ -213,13 +211,6 @@ def other_ways_of_the_same_choice(rank: int) -> None:
         assert Job(rank, AUTO | settings).train(rates) == expected, settings
 
 
-def a_quarter_first(rank: int) -> None:
-    """Some units are under way when others land flights of the pass before."""
-    with mock.patch.object(all_gather, "BYTES_WORTH_CUTTING", 1):
-        cross_groups_choose_for_themselves(rank)
-        skipped_units_land_in_one_order(rank)
-
-
 SCENARIOS = Scenarios(
     4,
     [
@@ -233,7 +224,6 @@ SCENARIOS = Scenarios(
         skipped_units_land_in_one_order,
         a_checkpoint_resumes_bit_for_bit,
         other_ways_of_the_same_choice,
-        a_quarter_first,
     ],
     env={"ZEROPP_CHECK": "1"},
 )

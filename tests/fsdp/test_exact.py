@@ -10,7 +10,6 @@ import io
 import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
-from hf_zeropp.fsdp import all_gather
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 
 NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
@@ -265,21 +263,13 @@ def when_all_words_change_it_sends_whole_blocks(rank: int) -> None:
 
 
 def one_exchange_of_sizes(rank: int) -> None:
-    """The sizes of all units that are due cross together, once per step. In a large model those of a quarter cross before."""
+    """The sizes of all units that are due cross together, once per step."""
     model = shard(make_lm(depth=6), POLICIES["bf16"])
     handle = apply_zeropp(model, EXACT)
-    num_bytes = sum(gather.copy_bytes() for gather in handle.gathers)
     list(steps(model, handle, rank, 1))
-    for worth_cutting, num_parts in ((num_bytes + 1, 1), (num_bytes, 2)):
-        handle.traffic.reset()
-        with mock.patch.object(all_gather, "BYTES_WORTH_CUTTING", worth_cutting):
-            list(steps(model, handle, rank, 3))
-        assert calls(handle, GATHER_CROSS) == 3 * (num_parts + len(handle.gathers))
-
-
-def a_quarter_first(rank: int) -> None:
-    with mock.patch.object(all_gather, "BYTES_WORTH_CUTTING", 1):
-        assert is_exact(edited, rank)
+    handle.traffic.reset()
+    list(steps(model, handle, rank, 3))
+    assert calls(handle, GATHER_CROSS) == 3 * (1 + len(handle.gathers))
 
 
 SCENARIOS = Scenarios(
@@ -295,7 +285,6 @@ SCENARIOS = Scenarios(
         the_prediction_is_what_was_measured,
         when_all_words_change_it_sends_whole_blocks,
         one_exchange_of_sizes,
-        a_quarter_first,
     ],
     env={"ZEROPP_CHECK": "1"},
 )

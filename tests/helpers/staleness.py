@@ -14,7 +14,6 @@ import torch
 from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.comm.two_hops import TwoHopGather
 from hf_zeropp.fsdp import freshness
 from hf_zeropp.fsdp.freshness import WeightStamp
 from hf_zeropp.fsdp.units import Unit
@@ -55,14 +54,8 @@ def without_stamps() -> contextlib.AbstractContextManager:
     return mock.patch.object(WeightStamp, "matches", lambda self, params: True)
 
 
-@contextlib.contextmanager
-def without_content():
-    """Shards are neither hashed nor compared with the copy."""
-    with (
-        mock.patch.object(freshness.ShardContent, "digest", lambda content: None),
-        mock.patch.object(TwoHopGather, "holds", lambda *args: True),
-    ):
-        yield
+def without_content() -> contextlib.AbstractContextManager:
+    return mock.patch.object(freshness.ShardContent, "digest", lambda content: None)
 
 
 @contextlib.contextmanager
