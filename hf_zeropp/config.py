@@ -26,7 +26,6 @@ from hf_zeropp.setting_checks import (
     flag,
     fraction,
     int_between,
-    multiple_between,
     one_of,
     positive_int_or,
     weight_or_word,
@@ -43,12 +42,6 @@ BLOCK = "zeropp_config"
 ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"})
 """Variables with our prefix that are no fields of the config."""
 
-MIN_BLOCK = 32
-"""Elements. One rotation (``qgz_hadamard``) mixes as many, so a block holds at least one whole rotation."""
-MAX_BLOCK = 4096
-"""Elements. A block must fit a core's first-level cache, and the registers of a CUDA thread block."""
-BLOCK_MULTIPLE = 32
-"""Blocks are cut into whole rotations, and codes of every width fill whole bytes in them."""
 MAX_CHUNKS = 64
 
 DEFAULT_BITS = 8
@@ -73,6 +66,19 @@ EXPERIMENTAL = frozenset({"qgz_chunks", "qgz_hadamard", "qgz_error_feedback", "q
 """Settings that are tested for correctness but have shown no gain in loss or step time yet. They may change or go."""
 
 
+REMOVED: dict[str, str] = {
+    "qwz_resync_steps": (
+        "deltas need no resync, because each one includes what the last one rounded away. "
+        "handle.invalidate() sends whole weights at the next forward pass."
+    ),
+    "weight_block": "256 weights share one scale, always. frozen_bits keeps a block of its own in each packed checkpoint.",
+    "grad_block": "128 gradients share one scale, always. qgz_bits=8 is more exact.",
+    "delta_block": "128 differences share one scale, always. qwz_bits=8 is more exact.",
+}
+"""Settings of earlier versions, each with a sentence that says what takes its place. What was learned of most of them stands in
+``scripts/results/what_did_not_pay.md``."""
+
+
 @dataclasses.dataclass(frozen=True)
 class ZeroPPConfig:
     """Settings of ZeRO++ for one model. A config is checked when it is made and cannot change afterwards.
@@ -86,8 +92,6 @@ class ZeroPPConfig:
         qwz_bits: bits per weight in a gather: 8, 4 or None (the compute dtype, unquantized). Deltas take 8, 4, 3 or 2.
             ``"exact"`` quantizes nothing, and turns the default into None. ``"auto"`` takes 4, 3 or 2 for its deltas; 8,
             the default of other modes, becomes 4.
-        qwz_resync_steps: number of deltas after which the weights themselves are sent. With None they are sent only where
-            a delta cannot serve: at the start, at checkpoints, and after weights were loaded or edited.
         hpz_size: number of ranks that share one copy of the weights, each holding a secondary shard of it: ``"node"`` (the
             ranks of a node), an int, or None (no copy is kept, and every gather crosses the nodes).
         hpz_bits: bits per weight of the secondary shard that deltas are added to: None (the compute dtype) or 8. Without
@@ -113,9 +117,6 @@ class ZeroPPConfig:
             are FSDP2's own.
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.
-        weight_block: number of weights that share one scale; a multiple of 32 up to 4096.
-        grad_block: number of gradients that share one scale; a multiple of 32 up to 4096.
-        delta_block: number of differences that share one scale; a multiple of 32 up to 4096.
         overlap: start collectives early and finish them late on backends without streams (gloo); run cross hops beside node
             hops on those with streams. Results are the same bit for bit; False shows what each collective costs.
         shared_memory: let the CPU ranks of one machine read each other's secondary shards instead of gathering them.
@@ -129,7 +130,6 @@ class ZeroPPConfig:
 
     qwz_mode: Literal["values", "delta", "exact", "auto"] = "values"
     qwz_bits: int | None = DEFAULT_BITS
-    qwz_resync_steps: int | None = None
     hpz_size: int | Literal["node"] | None = "node"
     hpz_bits: int | None = None
     qgz_bits: int | None = 4
@@ -141,9 +141,6 @@ class ZeroPPConfig:
     qgz_reset_steps: int | None = None
     qgz_accumulator: Literal["float32", "bfloat16"] = "float32"
     frozen_bits: int | None = None
-    weight_block: int = 256
-    grad_block: int = 128
-    delta_block: int = 128
     overlap: bool = True
     shared_memory: bool = True
     ranks_per_node: int | Literal["auto"] = "auto"
@@ -170,10 +167,10 @@ class ZeroPPConfig:
                 f"qwz_mode={self.qwz_mode!r} sends how weights differ from the copy that every node keeps, but hpz_size=None "
                 'keeps none. Set hpz_size="node", or qwz_mode="values".'
             )
-        if self.qwz_mode != "delta" and (self.hpz_bits, self.qwz_resync_steps) != (None, None):
+        if self.qwz_mode != "delta" and self.hpz_bits is not None:
             raise ValueError(
-                'hpz_bits and qwz_resync_steps are for qwz_mode="delta". "auto" keeps copies in 16 bits, and ends rows of deltas '
-                'by itself; in other modes nothing adds up. Set qwz_mode="delta", or leave both at None.'
+                'hpz_bits is for qwz_mode="delta". "auto" keeps copies in 16 bits, and in other modes nothing adds up. '
+                'Set qwz_mode="delta", or leave it at None.'
             )
 
     def _check_gradients(self) -> None:
@@ -242,6 +239,7 @@ class ZeroPPConfig:
             raise TypeError(f"ZeRO++ settings must be a mapping, got {type(settings).__name__}: {settings!r}")
         valid = ("preset", *field_names())
         for key in settings:
+            _refuse_removed(key)
             if key not in valid:
                 raise ValueError(f"Unknown ZeRO++ setting {key!r}.{hint(str(key), valid)} Valid: {', '.join(valid)}.")
         settings = dict(settings)
@@ -371,6 +369,7 @@ def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
         if not key.startswith(ENV_PREFIX) or key in ENV_OTHER:
             continue
         name = key.removeprefix(ENV_PREFIX).lower()
+        _refuse_removed(name, named=key)
         # A misspelt variable would otherwise leave its setting at the default, and nobody would notice.
         if name not in valid or key != key.upper():
             raise ValueError(f"Unknown environment variable {key}.{hint(name, valid, _variable_of)}")
@@ -389,9 +388,14 @@ def _parse_env_value(text: str) -> Any:
     return None if text.strip().lower() in ("none", "null", "") else parse_settings(text)
 
 
+def _refuse_removed(key: object, *, named: str = "") -> None:
+    """Raise ``ValueError`` for a setting that earlier versions had. ``named`` is how the source names it."""
+    if isinstance(key, str) and key in REMOVED:
+        raise ValueError(f"{named or key} was removed: {REMOVED[key]} Remove it.")
+
+
 _CHECKS: dict[str, Check] = {
     "qwz_mode": one_of(*WEIGHT_MODES),  # first: the bits of weights depend on it
-    "qwz_resync_steps": positive_int_or(None),
     "hpz_size": positive_int_or("node", None),
     "hpz_bits": one_of(8, None),
     "qgz_bits": one_of(4, 8, 3, None),
@@ -403,9 +407,6 @@ _CHECKS: dict[str, Check] = {
     "qgz_reset_steps": positive_int_or(None),
     "qgz_accumulator": one_of("float32", "bfloat16"),
     "frozen_bits": one_of(8, 4, None),
-    "weight_block": multiple_between(BLOCK_MULTIPLE, MIN_BLOCK, MAX_BLOCK),
-    "grad_block": multiple_between(BLOCK_MULTIPLE, MIN_BLOCK, MAX_BLOCK),
-    "delta_block": multiple_between(BLOCK_MULTIPLE, MIN_BLOCK, MAX_BLOCK),
     "overlap": flag,
     "shared_memory": flag,
     "ranks_per_node": positive_int_or("auto"),

@@ -42,16 +42,6 @@ def int_between(least: int, most: int) -> Check:
     return check
 
 
-def multiple_between(factor: int, least: int, most: int) -> Check:
-    """Allow multiples of ``factor`` from ``least`` to ``most``."""
-
-    def check(name: str, value: Any) -> None:
-        if not _is_int(value) or not least <= value <= most or value % factor:
-            raise ValueError(f"{name} must be a multiple of {factor} from {least} to {most}, got {value!r}.")
-
-    return check
-
-
 def flag(name: str, value: Any) -> None:
     """Allow True and False."""
     if not isinstance(value, bool):

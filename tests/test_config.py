@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from hf_zeropp import ZeroPPConfig
 from hf_zeropp import config as config_module
-from hf_zeropp.config import EXPERIMENTAL, MAX_BLOCK, PRESETS, WEIGHT_BITS, field_names
-from hf_zeropp.ops.format import MAX_BLOCK as FORMAT_MAX_BLOCK
+from hf_zeropp.config import EXPERIMENTAL, PRESETS, REMOVED, WEIGHT_BITS, field_names
 from hf_zeropp.ops.format import QMAX
 
 ROOT = Path(__file__).parent.parent
@@ -29,7 +28,6 @@ def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:
 
 
 def test_the_config_allows_what_the_format_can_do() -> None:
-    assert MAX_BLOCK <= FORMAT_MAX_BLOCK
     for bits in QMAX:
         ZeroPPConfig(qwz_mode="delta", qwz_bits=bits)
     for bits in (8, 4):
@@ -72,10 +70,6 @@ def test_error_feedback_takes_words_and_weights(tmp_path) -> None:
         ({"hpz_size": "nodes"}, ["hpz_size", "nodes", "node"]),
         ({"ranks_per_node": -1}, ["ranks_per_node", "-1", "auto"]),
         ({"ranks_per_node": None}, ["ranks_per_node", "None", "auto"]),
-        ({"weight_block": 100}, ["weight_block", "100", "multiple of 32"]),
-        ({"weight_block": 8192}, ["weight_block", "8192", str(MAX_BLOCK)]),
-        ({"grad_block": 0}, ["grad_block", "0"]),
-        ({"grad_block": 64.0}, ["grad_block", "64.0"]),
         ({"qgz_until": 1.5}, ["qgz_until", "1.5", "from 0 to 1"]),
         ({"overlap": "yes"}, ["overlap", "'yes'"]),
         ({"qwz_mode": "deltas"}, ["qwz_mode", "'deltas'", "values", "delta"]),
@@ -85,9 +79,6 @@ def test_error_feedback_takes_words_and_weights(tmp_path) -> None:
         ({"qwz_mode": "exact", "hpz_size": None}, ["hpz_size", "node"]),
         ({"qwz_mode": "exact", "qwz_bits": 4}, ["qwz_bits (with qwz_mode 'exact')", "None", "4"]),
         ({"hpz_bits": 8}, ["hpz_bits", "delta"]),
-        ({"qwz_resync_steps": 100}, ["qwz_resync_steps", "delta"]),
-        ({"qwz_mode": "delta", "qwz_resync_steps": 0}, ["qwz_resync_steps", "0", "positive"]),
-        ({"delta_block": 100}, ["delta_block", "100"]),
         ({"qgz_hadamard": 1}, ["qgz_hadamard", "1"]),
         ({"qgz_hadamard": True, "qgz_intra_bits": None}, ["qgz_hadamard", "qgz_intra_bits", "None"]),
         ({"qgz_error_feedback": "on"}, ["qgz_error_feedback", "'on'", "full"]),
@@ -110,11 +101,27 @@ def test_bad_values_name_the_setting_what_came_and_what_is_valid(settings: dict,
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
-    [("qwz_bit", "qwz_bits"), ("hpz", "hpz_size"), ("grad_blocks", "grad_block"), ("QGZ_bits", "qgz_bits")],
+    [("qwz_bit", "qwz_bits"), ("hpz", "hpz_size"), ("frozenbits", "frozen_bits"), ("QGZ_bits", "qgz_bits")],
 )
 def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"{key}.*Did you mean '{nearest}'"):
         ZeroPPConfig.from_dict({key: 8})
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_setting_says_so_and_what_to_do_from_every_source(name: str, tmp_path: Path) -> None:
+    assert name not in field_names()
+    path = tmp_path / "z.yaml"
+    path.write_text(f"{name}: 1\n")
+    sources = {
+        name: [lambda: ZeroPPConfig.from_dict({name: 1}), lambda: ZeroPPConfig.from_file(path)],
+        f"ZEROPP_{name.upper()}": [lambda: ZeroPPConfig.from_env({f"ZEROPP_{name.upper()}": "1"})],
+    }
+    for said, makers in sources.items():
+        for make in makers:
+            with pytest.raises(ValueError) as error:
+                make()
+            assert str(error.value) == f"{said} was removed: {REMOVED[name]} Remove it."
 
 
 def test_settings_survive_a_round_trip_through_a_dict() -> None:
@@ -324,8 +331,6 @@ VALID = st.fixed_dictionaries(
         "qgz_bits": st.sampled_from([4, 8, 3]),
         "qgz_intra_bits": st.sampled_from([8, 4, None]),
         "qgz_until": st.floats(0, 1),
-        "weight_block": st.integers(1, 128).map(lambda blocks: 32 * blocks),
-        "grad_block": st.integers(1, 128).map(lambda blocks: 32 * blocks),
         "ranks_per_node": st.sampled_from(["auto", 1, 4]),
         "overlap": st.booleans(),
     }

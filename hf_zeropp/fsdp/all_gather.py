@@ -314,9 +314,7 @@ class ZeroPPAllGather(WeightGather):
         """
         # Other layouts than the copy's mean another dtype, or parameters frozen or thawed: codes of two forms do not
         # add up.
-        if layouts.delta is None or layouts != kept.layouts or due >= Change.EDITED:
-            return False
-        return self._config.qwz_resync_steps is None or kept.num_deltas < self._config.qwz_resync_steps
+        return layouts.delta is not None and layouts == kept.layouts and due < Change.EDITED
 
     # [Note: changed words or a delta]
     # With ``qwz_mode="auto"`` a unit sends changed words until they take clearly more bytes than a delta. A delta leaves the copy

@@ -12,7 +12,7 @@ import torch
 from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.shards import ParamShard
-from hf_zeropp.ops.format import Segment, WireLayout
+from hf_zeropp.ops.format import DELTA_BLOCK, GRAD_BLOCK, WEIGHT_BLOCK, Segment, WireLayout
 
 FROZEN_WIRE_BITS = 8
 """Bits of frozen weights on the wire, and in the copy, where trainable weights send deltas. Frozen weights cross nodes once
@@ -53,17 +53,15 @@ def gather_layouts(
     # With values there is one layout: what crosses nodes is what is kept. With deltas the copy is kept finer than the
     # wire, because it has to hold the sum of many deltas and not the rounding of one. Changed words need a copy of words.
     if config.sends_changes:
-        delta = (
-            wire_layout(shards, config.qwz_bits, config.delta_block, dtype) if config.sends_deltas and trains else None
-        )
-        return GatherLayouts(wire_layout(shards, None, config.weight_block, dtype), delta, sends_changes=True)
+        delta = wire_layout(shards, config.qwz_bits, DELTA_BLOCK, dtype) if config.sends_deltas and trains else None
+        return GatherLayouts(wire_layout(shards, None, WEIGHT_BLOCK, dtype), delta, sends_changes=True)
     if config.qwz_mode == "values":
-        return GatherLayouts(wire_layout(shards, config.qwz_bits, config.weight_block, dtype))
+        return GatherLayouts(wire_layout(shards, config.qwz_bits, WEIGHT_BLOCK, dtype))
     if not trains:
-        return GatherLayouts(wire_layout(shards, FROZEN_WIRE_BITS, config.weight_block, dtype))
+        return GatherLayouts(wire_layout(shards, FROZEN_WIRE_BITS, WEIGHT_BLOCK, dtype))
     return GatherLayouts(
-        kept=wire_layout(shards, config.hpz_bits, config.weight_block, dtype),
-        delta=wire_layout(shards, config.qwz_bits, config.delta_block, dtype),
+        kept=wire_layout(shards, config.hpz_bits, WEIGHT_BLOCK, dtype),
+        delta=wire_layout(shards, config.qwz_bits, DELTA_BLOCK, dtype),
     )
 
 
@@ -83,8 +81,8 @@ def reduce_layouts(
     keeps_residual = quantizes and config.error_feedback_decay is not None
     # The residual has the blocks of the cross hop, since one kernel encodes a block and keeps what that rounded away.
     return ReduceLayouts(
-        node_hop=wire_layout(shards, node_bits, config.grad_block, dtype),
-        cross_hop=wire_layout(shards, cross_bits, config.grad_block, dtype),
-        residual=wire_layout(shards, RESIDUAL_BITS, config.grad_block, dtype) if keeps_residual else None,
+        node_hop=wire_layout(shards, node_bits, GRAD_BLOCK, dtype),
+        cross_hop=wire_layout(shards, cross_bits, GRAD_BLOCK, dtype),
+        residual=wire_layout(shards, RESIDUAL_BITS, GRAD_BLOCK, dtype) if keeps_residual else None,
         rotates=quantizes and config.qgz_hadamard,
     )

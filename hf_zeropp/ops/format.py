@@ -26,10 +26,26 @@ from typing import NamedTuple
 
 import torch
 
-from hf_zeropp.config import MAX_BLOCK
-
 QMAX = {8: 127, 4: 7, 3: 3, 2: 1}
 """Largest code of each quantized width. Codes are symmetric: -qmax..qmax."""
+
+WEIGHT_BLOCK = 256
+"""Weights that share one scale."""
+
+GRAD_BLOCK = 128
+"""Gradients that share one scale."""
+
+DELTA_BLOCK = 128
+"""Differences of weights that share one scale."""
+
+MIN_BLOCK = 32
+"""Elements. The least block of frozen weights."""
+
+MAX_BLOCK = 4096
+"""Elements. A block must fit a core's first-level cache, and the registers of a CUDA thread block."""
+
+BLOCK_MULTIPLE = 32
+"""Blocks of frozen weights are multiples of it. Codes of every width then fill whole bytes in them."""
 
 # [Note: layouts with gaps]
 #
@@ -138,7 +154,7 @@ class WireLayout:
 
     Args:
         segments: the slice's parameters in order.
-        block: elements that share one scale, 1 to ``MAX_BLOCK``. (``ZeroPPConfig`` allows a subset of these sizes.)
+        block: elements that share one scale, 1 to ``MAX_BLOCK``.
         raw_dtype: dtype in which raw segments travel: fp32, bf16 or fp16.
 
     Attributes:

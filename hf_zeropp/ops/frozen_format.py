@@ -24,10 +24,9 @@ import math
 import torch
 from torch import Tensor
 
-from hf_zeropp import config
 from hf_zeropp.ops import frozen_reference
 from hf_zeropp.ops.checks import check_dtype
-from hf_zeropp.ops.format import FLOAT_DTYPES
+from hf_zeropp.ops.format import BLOCK_MULTIPLE, FLOAT_DTYPES, MAX_BLOCK, MIN_BLOCK
 from hf_zeropp.ops.frozen_reference import MAX_INPUTS
 from hf_zeropp.ops.kernels import compiled_kernels
 from hf_zeropp.ops.operator import Bytes, Filled, Floats, Result, check_size
@@ -38,7 +37,7 @@ DEFAULT_BLOCK = 128
 
 
 def _is_block(block: int) -> bool:
-    return config.MIN_BLOCK <= block <= config.MAX_BLOCK and block % config.BLOCK_MULTIPLE == 0
+    return MIN_BLOCK <= block <= MAX_BLOCK and block % BLOCK_MULTIPLE == 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +62,8 @@ class FrozenFormat:
             )
         if type(self.block) is not int or not _is_block(self.block):
             raise ValueError(
-                f"The block of frozen weights must be a multiple of {config.BLOCK_MULTIPLE} from {config.MIN_BLOCK} to "
-                f"{config.MAX_BLOCK}, got {self.block!r}."
+                f"The block of frozen weights must be a multiple of {BLOCK_MULTIPLE} from {MIN_BLOCK} to "
+                f"{MAX_BLOCK}, got {self.block!r}."
             )
 
     def code_columns(self, columns: int) -> int:

@@ -40,7 +40,7 @@ ZERO_TABLE_1 = {
 }
 SETTINGS = {
     "default": {},
-    "int4 weights": {"qwz_bits": 4, "weight_block": 64},
+    "int4 weights": {"qwz_bits": 4},
     "no secondary": {"hpz_size": None},
     "secondary of one rank": {"hpz_size": 1},
     "secondary of the world": {"hpz_size": 4},

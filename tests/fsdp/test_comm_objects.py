@@ -248,7 +248,7 @@ def test_other_reduce_ops_are_refused_on_the_rank_that_got_them():
 def train_in_chunks(rank: int, num_chunks: int, overlap: bool) -> tuple[list[torch.Tensor], bool]:
     """Three steps of two micro-steps; the weights, and whether the bytes counted are the bytes predicted."""
     model = shard(make_lm())
-    handle = apply_zeropp(model, {"ranks_per_node": 2, "grad_block": 32, "qgz_chunks": num_chunks, "overlap": overlap})
+    handle = apply_zeropp(model, {"ranks_per_node": 2, "qgz_chunks": num_chunks, "overlap": overlap})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         handle.traffic.reset()

@@ -172,16 +172,6 @@ def an_edit_before_an_optimizer_step_resyncs(rank: int) -> None:
     assert is_rounded_master(model)
 
 
-def resync_after_so_many_steps(rank: int) -> None:
-    model, handle = new_model(DELTA | {"qwz_resync_steps": 3})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(9):
-        train(model, optimizer, rank, (step,))
-        assert is_rounded_master(model) == (step % 4 == 3), step
-        model.reshard()
-    assert calls(handle, GATHER_RESYNC) == 3 * len(handle.gathers)  # at the start, and two more
-
-
 def skipped_steps_send_nothing(rank: int) -> None:
     """A loss scaler that skips ``optimizer.step``: the copies stay as they are, and fresh."""
     model, handle = new_model(DELTA)
@@ -279,7 +269,6 @@ SCENARIOS = Scenarios(
         checkpoints_resync_what_deltas_made,
         manual_edits_resync,
         an_edit_before_an_optimizer_step_resyncs,
-        resync_after_so_many_steps,
         skipped_steps_send_nothing,
         settings_change_no_bit,
         every_size_of_a_copy_and_every_dtype,

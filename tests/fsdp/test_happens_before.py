@@ -34,7 +34,7 @@ from hf_zeropp.fsdp import all_gather, beside
 NUM_RANKS, RANKS_PER_NODE = 16, 8
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 FEEDBACK = {"qgz_error_feedback": "full"}
-CHUNKS = {"qgz_chunks": 3, "grad_block": 32}
+CHUNKS = {"qgz_chunks": 3}
 SUMS = {"qgz_accumulator": "bfloat16"}
 
 
@@ -285,7 +285,6 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "values, fp16": functools.partial(steps, "fp16 reduce"),
     "delta": functools.partial(steps, **DELTA),
     "delta, 8-bit copy": functools.partial(steps, **DELTA, hpz_bits=8),
-    "delta, resync": functools.partial(steps, **DELTA, qwz_resync_steps=1),
     "exact": functools.partial(steps, qwz_mode="exact"),
     "error feedback": functools.partial(steps, **FEEDBACK),
     "rotated": functools.partial(steps, qgz_hadamard=True),

@@ -47,7 +47,7 @@ def train(rank: int, folder: str, zeropp: dict, kind: str, resume_from: str | No
 @pytest.mark.parametrize("kind", KINDS)
 def test_trainer_resumes_bit_for_bit(tmp_path, kind):
     """With accumulation, and a residual that is reset on the way: the count of steps goes on too."""
-    zeropp = HALF | {"qgz_reset_steps": 5, "qwz_resync_steps": 3}
+    zeropp = HALF | {"qgz_reset_steps": 5}
     arguments = SAVING | {"gradient_accumulation_steps": 2}
     straight = run_ranks(train, 4, str(tmp_path), zeropp, kind, None, arguments)
     checkpoint = tmp_path / "checkpoint-2"

@@ -94,7 +94,7 @@ def constant(file: str, name: str) -> float:
         ("abi.h", "kOk", 0),
         ("abi.h", "kParallelFailed", next(iter(native._STATUS))),
         ("abi.h", "kCudaError", native._CUDA_ERROR),
-        ("format.h", "kMaxBlock", config.MAX_BLOCK),
+        ("format.h", "kMaxBlock", format.MAX_BLOCK),
         ("format.h", "kCodesAtAByte", format.CODES_AT_A_BYTE),
         ("format.h", "kScaleNaN", format.SCALE_NAN),
         ("format.h", "kScaleMin", format.SCALE_MIN),
@@ -107,7 +107,7 @@ def constant(file: str, name: str) -> float:
         ("frozen_format.h", "kFrozenMax4", format.QMAX[4]),
         ("frozen_format.h", "kNumTrials", len(frozen_reference.TRIALS)),
         ("frozen_format.h", "kFixedOne", frozen_reference.FIXED_ONE),
-        ("cuda/rows.cuh", "kLanes", config.MIN_BLOCK),  # the least block of the kernels on rows is a warp of elements
+        ("cuda/rows.cuh", "kLanes", format.MIN_BLOCK),  # the least block of the kernels on rows is a warp of elements
     ],
 )
 def test_constants_are_the_same(file, name, expected):
@@ -126,10 +126,9 @@ def test_dtype_codes_are_positions():
 
 
 def test_limits_of_settings_are_those_of_the_formats():
-    assert format.MAX_BLOCK == config.MAX_BLOCK
-    for block in (config.MIN_BLOCK, config.MAX_BLOCK):
+    for block in (format.MIN_BLOCK, format.MAX_BLOCK):
         assert frozen_format.FrozenFormat(4, block).block == block
-    assert config.MIN_BLOCK % config.BLOCK_MULTIPLE == config.MIN_BLOCK % format.ROTATION_SLICE == 0
+    assert format.MIN_BLOCK % format.BLOCK_MULTIPLE == format.MIN_BLOCK % format.ROTATION_SLICE == 0
     for bits in frozen_format.FROZEN_BITS:
         assert config.ZeroPPConfig(frozen_bits=bits).frozen_bits == bits
 

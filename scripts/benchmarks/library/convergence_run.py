@@ -33,7 +33,7 @@ class ConvergenceRun:
 
     def __init__(self, variant: str, seed: int, recipe: Recipe, train_file: str, validation_file: str) -> None:
         if variant == "unblocked":
-            _allow_any_block()
+            _share_one_scale()
         settings = self.variants[variant]
         self.recipe = recipe
         self.plugin = ZeroPPPlugin(
@@ -127,11 +127,11 @@ def _sequences(tokens: np.ndarray, recipe: Recipe) -> torch.Tensor:
     return torch.from_numpy(tokens[:wanted].astype(np.int64)).view(-1, recipe.seq_len)
 
 
-def _allow_any_block() -> None:
-    """Let this process use larger blocks than the package allows, with the reference kernels, which take any block."""
-    import hf_zeropp.config
-    import hf_zeropp.ops.format
+def _share_one_scale() -> None:
+    """Let all weights of a shard share one scale, and all gradients, with the reference kernels, which take any block."""
     from hf_zeropp import ops
+    from hf_zeropp.fsdp import layouts
+    from hf_zeropp.ops import format
 
-    hf_zeropp.ops.format.MAX_BLOCK = hf_zeropp.config.MAX_BLOCK = WHOLE_SHARD
+    format.MAX_BLOCK = layouts.WEIGHT_BLOCK = layouts.GRAD_BLOCK = WHOLE_SHARD
     ops.set_kernels("reference")

@@ -89,7 +89,7 @@ LOSS_VARIANTS: dict[str, dict[str, Any] | None] = {
     "qgz": OFF | {"qgz_bits": 4, "qgz_intra_bits": 8},
     "all": {},
     "all, qgz_until 0.5": {"qgz_until": 0.5},
-    "unblocked": {"weight_block": WHOLE_SHARD, "grad_block": WHOLE_SHARD},
+    "unblocked": {},  # ``convergence_run.py`` changes the blocks
 }
 """Settings in ``bench_convergence.py`` by the variant's name; None is FSDP2's own communication."""
 

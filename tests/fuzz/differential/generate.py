@@ -301,12 +301,10 @@ def _settings(rng: random.Random, world: int, ranks_per_node: int) -> dict[str, 
         settings |= {"qwz_mode": "delta", "qwz_bits": 8}
         if settings["hpz_size"] is None or settings["hpz_size"] == world > ranks_per_node:
             settings["hpz_size"] = "node"
-        if rng.random() < 0.3:
-            settings["qwz_resync_steps"] = 2
     keeps_copies = settings["hpz_size"] is not None and not settings["hpz_size"] == world > ranks_per_node
     # Nothing is rounded here either. Drawn last, so that older seeds keep the rest of their programs.
     if way == "exact" and keeps_copies and rng.random() < 0.35:
         settings["qwz_mode"] = "exact"
-    if way == "delta" and "qwz_resync_steps" not in settings and rng.random() < 0.4:
+    if way == "delta" and rng.random() < 0.4:
         settings |= {"qwz_mode": "auto", "qwz_bits": 4}
     return settings
