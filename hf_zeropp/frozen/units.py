@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.topology import broadcast_from_rank_0
 from hf_zeropp.frozen.adapters import adapter_modules, entrances
+from hf_zeropp.frozen.merging_dense import merge_whole
 from hf_zeropp.frozen.modules import CODES, Packed, Place
 from hf_zeropp.frozen.storage import as_floats, fsdp2_needs_floats
 
@@ -92,6 +93,7 @@ def shard_frozen(
     check_no_trainable(model, node_mesh)
     # The model holds them and not their owners, because a module may go through its children in its forward.
     model.add_module(_OPENINGS, openings)
+    merge_whole(model)
 
 
 def is_sharded(model: nn.Module) -> bool:
