@@ -24,6 +24,7 @@ from hf_zeropp.comm.hosts import Host, check_hosts, this_host
 from hf_zeropp.comm.topology import ShardGroups, Topology, count_on_each_node, detect_ranks_per_node, resolve_hpz_size
 from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.first_use import is_running
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import wants_check
 from hf_zeropp.fsdp.units import AllGather, Unit, find_units
@@ -153,20 +154,42 @@ def agree(
     except Exception as exception:  # whatever it is, the other ranks must hear of it, or they would wait for ever
         error = f"{type(exception).__name__}: {exception}"
     # Plans are pickled. They hold words and numbers and no tensors, which would be copied to and from an accelerator.
-    outcomes: list[tuple[Plan | None, str | None, Host]] = [(None, None, this_host())] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (plan, error, this_host()))
+    outcomes: list[tuple[Plan | None, str | None, Host, bool]] = [
+        (None, None, this_host(), False)
+    ] * dist.get_world_size()
+    dist.all_gather_object(outcomes, (plan, error, this_host(), is_running()))
     plans = []
-    for rank, (rank_plan, rank_error, _) in enumerate(outcomes):
+    for rank, (rank_plan, rank_error, *_) in enumerate(outcomes):
         if rank_plan is None:
             raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
         plans.append(rank_plan)
+    _check_same_place([is_first_use for *_, is_first_use in outcomes])
     # Every rank has all plans and compares them in the same order, so every rank raises the same error or none.
     shard_groups = _shard_groups(plans)
     for ranks in shard_groups:
         _check_same_plan({rank: plans[rank] for rank in ranks})
     if plans[0].is_enabled:
-        check_hosts([host for *_, host in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"])
+        check_hosts(
+            [host for _, _, host, _ in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"]
+        )
     return plans[dist.get_rank()], shard_groups
+
+
+def _check_same_place(are_first_uses: Sequence[bool]) -> None:
+    """Raise if some ranks came here by a call of the user's, and others by a first forward pass, which asks by itself.
+
+    Raises:
+        ValueError: that is so. The hooks of the former already see that forward pass, and those of the latter the next one.
+    """
+    if len(set(are_first_uses)) > 1:
+        forward, call = (
+            [rank for rank, is_first in enumerate(are_first_uses) if is_first is it] for it in (True, False)
+        )
+        raise ValueError(
+            f"All ranks must bring a model under ZeRO++ at the same place: ranks {call} do so by a call (handle_of, "
+            f"apply_zeropp, generate), ranks {forward} in their first forward pass. Make that call on all ranks. After the "
+            "first forward pass, one rank may call handle_of alone."
+        )
 
 
 def _shard_groups(plans: Sequence[Plan]) -> ShardGroups:

@@ -13,13 +13,25 @@ from hf_zeropp.fsdp.units import without_compile_wrapper
 _FIRST_USES = "_zeropp_first_uses"
 """The attribute of a module that holds what waits for the first use of the models it is in."""
 
+_num_running = 0  # actions under way
+
+
+def is_running() -> bool:
+    """Return whether the caller runs inside of such an action."""
+    return _num_running > 0
+
 
 def on_first_use(model: nn.Module, action: Callable[[], object]) -> None:
     """Run ``action`` once, before the first forward of the model or of any of its submodules."""
     members = weakref.WeakSet(model.modules())
 
     def run() -> None:
-        action()
+        global _num_running
+        _num_running += 1
+        try:
+            action()
+        finally:
+            _num_running -= 1
 
     # The action refers to the model. So the modules hold it, and the hook below, which outlives a model that is never
     # used, holds it weakly. It lives as long as any module of the model: a rank must not lose it when its garbage

@@ -39,11 +39,13 @@ import torch.distributed as dist
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FSDPModule
 
 from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
 from hf_zeropp.compat import check_seams
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.first_use import on_first_use
+from hf_zeropp.fsdp.units import without_compile_wrapper
 from hf_zeropp.generation import install_generate
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.accelerate_frozen import patch_prepare, prepare_frozen
@@ -118,10 +120,24 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
 
         Accelerate calls this just before it shards ``model``: see [Note: Accelerate's order of calls].
         """
+        # Accelerate keeps a model that Transformers sharded at load as it is. Its blocks have other classes by now
+        # (``FSDPLlamaDecoderLayer``), and Accelerate's own method would not find them.
+        if not isinstance(without_compile_wrapper(model), FSDPModule):
+            self._choose_blocks(model)
         if self.zeropp_config is None:
-            super().set_auto_wrap_policy(model)
             return
-        if self._finds_blocks:
+        # Accelerate calls this twice per ``prepare``. All that follows may be repeated: frozen weights that are sharded
+        # are passed over, and two armed hooks find the same handle.
+        device = PartialState().device
+        assert device is not None  # it is set with the process group
+        prepare_frozen(self, self.zeropp_config, model, device.type)
+        _reduce_on_every_micro_step()
+        on_first_use(model, lambda: self.handle_of(model))
+        install_generate(model, lambda: self.handle_of(model))
+
+    def _choose_blocks(self, model: nn.Module) -> None:
+        """Choose the modules that Accelerate is going to shard as units of their own."""
+        if self.zeropp_config is not None and self._finds_blocks:
             self.transformer_cls_names_to_wrap = block_names(model)
             if not self.transformer_cls_names_to_wrap and PartialState().is_main_process:
                 logger.warning(
@@ -131,14 +147,6 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
                     getattr(model, "_no_split_modules", None),
                 )
         super().set_auto_wrap_policy(model)
-        # Accelerate calls this twice per ``prepare``. All that follows may be repeated: frozen weights that are sharded
-        # are passed over, and two armed hooks find the same handle.
-        device = PartialState().device
-        assert device is not None  # it is set with the process group
-        prepare_frozen(self, self.zeropp_config, model, device.type)
-        _reduce_on_every_micro_step()
-        on_first_use(model, lambda: self.handle_of(model))
-        install_generate(model, lambda: self.handle_of(model))
 
     def apply(self, model: nn.Module) -> ZeroPPHandle:
         """Apply ZeRO++ to a sharded model, once, and let its accumulation follow Accelerate's.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
+from accelerate_runs import handle_of, new_accelerator, train
 from harness import run_ranks
 from torch.distributed.fsdp import FSDPModule
 from trainer_runs import (
@@ -129,6 +132,29 @@ def test_model_sharded_at_load(tmp_path, micro_steps):
     cross_node_bytes, steps, fsdp2_gathers = ours[2]
     assert (steps, fsdp2_gathers) == (6, 0)
     assert 0 < cross_node_bytes
+
+
+def train_by_accelerate(rank: int, saved: str) -> dict[str, list[float]]:
+    """Train a model that was sharded at load through Accelerate, with ZeRO++ and on stock FSDP2, in two ways."""
+    found = {}
+    kinds = {"ours": (TWO_NODES, "1"), "exact": (TWO_NODES | UNQUANTIZED, "1"), "off": (TWO_NODES, "0")}
+    for name, (zeropp, switch) in {"stock": (False, "1"), **kinds}.items():
+        with mock.patch.dict("os.environ", {"ZEROPP_ENABLED": switch}):
+            accelerator = new_accelerator(zeropp)
+        model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(fsdp_size=4))
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        found[name] = train(accelerator, model, optimizer, rank, range(3))
+        assert (handle_of(accelerator, model) is None) == (name in ("stock", "off"))
+    return found
+
+
+def test_model_sharded_at_load_through_accelerate(tmp_path):
+    saved = str(tmp_path / "model")
+    tiny_model().save_pretrained(saved)
+    found = run_ranks(train_by_accelerate, 4, saved, init=False)[0]
+    assert found["off"] == found["stock"]
+    assert found["exact"] == pytest.approx(found["stock"], rel=1e-5)
+    assert found["ours"] == pytest.approx(found["stock"], rel=0.01) and found["ours"] != found["stock"]
 
 
 def train_compiled(rank: int, folder: str, zeropp):

@@ -79,6 +79,15 @@ def frozen_on_some_ranks(rank: int) -> None:
     Accelerator(cpu=True, fsdp_plugin=ZeroPPPlugin(zeropp=NODES)).prepare(model, optimizer)
 
 
+def handle_on_one_rank(rank: int) -> None:
+    model = tiny_model()
+    accelerator = Accelerator(cpu=True, fsdp_plugin=ZeroPPPlugin(zeropp=NODES))
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if rank == 0:
+        accelerator.state.fsdp_plugin.handle_of(model)
+    model(input_ids=tokens_of(rank))
+
+
 def step_while_generating(rank: int) -> None:
     model = applied(shard(make_lm()))
     model(tokens_of(rank)).sum().backward()
@@ -185,6 +194,11 @@ RANKS = [
         "frozen weights through Accelerate",
         lambda rank: in_new_state(lambda: frozen_on_some_ranks(rank)),
         *("ranks [2, 3] have frozen ones", "ranks [0, 1] have none", "on all ranks"),
+    ),
+    differ(
+        "a handle that rank 0 asks for before the first forward pass",
+        lambda rank: in_new_state(lambda: handle_on_one_rank(rank)),
+        *("ranks [0] do so by a call (handle_of", "ranks [1, 2, 3] in their first forward pass", "on all ranks"),
     ),
     differ("versions", with_version, "versions", "2.99", "rank 1"),
     differ("the switch in apply_zeropp", lambda rank: switched(rank, lambda: applied(shard(make_lm()))), "is_enabled"),
