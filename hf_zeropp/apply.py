@@ -28,14 +28,14 @@ from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather, CountedWeightGather, UnitWarnings, WeightGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.freshness import Freshness
-from hf_zeropp.fsdp.hooks import hook_forwards, hook_loading, listen_to_optimizers
+from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.reduce_scatter import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.residual_state import load_residuals, save_residuals, state_file
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
-from hf_zeropp.fsdp.units import Unit, find_units, on_backward, without_compile_wrapper
+from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.plan import Plan, agree, check_all_served, log_inactive, require_process_group
 from hf_zeropp.traffic import (
@@ -154,8 +154,7 @@ class ZeroPPHandle:
         if self.units:
             self._decisions = self._install_reduces(gathers, buffers)
             # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
-            hook_forwards(model, self._decisions)
-            on_backward(model, self._decisions.enter_backward)
+            hook_passes(model, self._decisions)
             self._follow_weights(model)
             self._warn_of_fallbacks()
         for unit in self.frozen_units:  # within the node
@@ -412,7 +411,7 @@ class ZeroPPHandle:
                 )
             # This is collective, and for all gradients of the model: the step reads ``.grad`` as it is, and a step on
             # gradients without the micro-steps that wait in partial sums would lose them in silence.
-            self._decisions.deliver()
+            self._decisions.before_optimizer_step()
         for gather in self._weight_gathers:
             if gather.unit.has_param_of(held):
                 # A write up to now was no optimizer's. With deltas that matters: after a step a delta is enough,

@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -77,6 +77,12 @@ class GathersAhead:
         # Other ranks may have used them. The cross hops that ran must be the same on all ranks.
         self._start(len(self._due))
 
+    def wait_before_writes(self) -> None:
+        """Let the current stream wait until all weights that cross are read: an optimizer is about to write to them."""
+        # Gathers wait for the cross hops of units that a pass uses. Nothing else waits for those of the others.
+        if self._stream is not None:
+            torch.accelerator.current_stream().wait_stream(self._stream)
+
     def _start(self, count: int) -> None:
         if self._num_started < min(count, len(self._due)):
             with self.queue():
@@ -85,33 +91,56 @@ class GathersAhead:
                     gather.start_ahead()
 
 
+class _Held(NamedTuple):
+    """Memory of a reduction whose cross hop runs on one stream, while the stream that the memory belongs to goes on.
+
+    Attributes:
+        owner: FSDP2's stream of reductions, to which the memory returns.
+        stream: FSDP2's stream for all-reduces, on which it is still used.
+        tensors: the memory.
+    """
+
+    owner: torch.Stream
+    stream: torch.Stream
+    tensors: Sequence[torch.Tensor]
+
+
 class ReductionsBehind:
     """Memory of reductions whose cross hop runs on FSDP2's stream for all-reduces, while their stream goes on.
 
     The memory belongs to the stream of reductions, where the next one would get it at once. It is held until that stream has
-    waited for the cross hop.
+    waited for the cross hop. Roots have streams of their own, so the memory's own stream waits, whichever root comes next.
     """
 
     def __init__(self) -> None:
-        self._held: deque[tuple[torch.Event, Sequence[torch.Tensor]]] = deque()
-        self._last: Sequence[torch.Tensor] = ()
+        self._held: deque[tuple[torch.Event, _Held]] = deque()
+        self._last: _Held | None = None
+        self._owner: torch.Stream | None = None
 
     def make_room(self) -> None:
-        """Wait, on the stream of reductions, for all cross hops but those that may go on."""
+        """Let cross hops but those that may go on end before the reduction that comes now on the current stream."""
+        self._owner = torch.accelerator.current_stream()
         while len(self._held) >= MAX_WAITING:
-            torch.accelerator.current_stream().wait_event(self._held.popleft()[0])
+            event, held = self._held.popleft()
+            held.owner.wait_event(event)
 
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the memory of a reduction, whose cross hop is about to be waited for on the current stream."""
-        # What FSDP2 did with the output of the last reduction is on this stream by now.
-        if self._last:
-            self._held.append((torch.accelerator.current_stream().record_event(), self._last))
-        self._last = tensors
+        assert self._owner is not None
+        # What FSDP2 did with the output of the last reduction is on its stream by now.
+        if self._last is not None:
+            self._held.append((self._last.stream.record_event(), self._last))
+        self._last = _Held(self._owner, torch.accelerator.current_stream(), tensors)
 
-    def clear(self) -> None:
-        """Forget everything: the backward pass is over, and whatever comes on the stream of reductions is behind it."""
+    def finish(self) -> None:
+        """Give all memory back, behind the cross hops that use it: the backward pass is over."""
+        # FSDP2 need not have waited for them: it does not in a pass that is not the last (``set_is_last_backward(False)``).
+        for event, held in self._held:
+            held.owner.wait_event(event)
+        if self._last is not None:
+            self._last.owner.wait_stream(self._last.stream)
         self._held.clear()
-        self._last = ()
+        self._last = None
 
 
 class HopsBeside:

@@ -226,6 +226,12 @@ class Decisions:
         for reduce in self.reduces:
             reduce.deliver()
 
+    def before_optimizer_step(self) -> None:
+        """Complete all gradients of the model, and let nothing read the weights that the step writes to."""
+        self.deliver()
+        if self._beside is not None:
+            self._beside.gathers.wait_before_writes()
+
     def _end_backward(self) -> None:
         self.confirm_micro_step()
         self._finish_reductions()
@@ -235,7 +241,7 @@ class Decisions:
             if self._micro_steps.is_last_now or not reduce.owes:
                 reduce.deliver()
         if self._beside is not None:
-            self._beside.reductions.clear()
+            self._beside.reductions.finish()
 
     def _finish_reductions(self) -> None:
         """Finish the reductions under way, also those that a backward pass left when it raised.

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
+from hf_zeropp.fsdp.units import on_backward
 
 
 class StepListener(Protocol):
@@ -58,11 +59,12 @@ def _install_optimizer_hooks() -> None:
     register_optimizer_step_post_hook(after_step)
 
 
-def hook_forwards(model: nn.Module, decisions: Decisions) -> None:
-    """Let ``decisions`` know of forward passes of the model and of its units.
+def hook_passes(model: nn.Module, decisions: Decisions) -> None:
+    """Let ``decisions`` know of forward and backward passes of the model and of its units.
 
-    The hooks run ahead of FSDP2's own, which gather: those were registered when the model was sharded.
+    Hooks on forward passes run ahead of FSDP2's own, which gather: those were registered when the model was sharded.
     """
+    on_backward(model, decisions.enter_backward)
 
     def is_hooked(module: nn.Module) -> bool:
         return module is model or isinstance(module, FSDPModule)

@@ -121,9 +121,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
-        self._crossing = None  # a pass that raised may have left one
-        # The first reduction of a backward pass asks all ranks. The answer is waited for before any hop is.
-        self._coordinator.reduction_begins(self)
+        self._begin()
         parts = self.unit.reduced_shards()
         self.without_gradient = tuple([one.shard.name for one in parts if not one.has_gradient])
         if input_tensor.dtype not in FLOAT_DTYPES:
@@ -154,10 +152,15 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self._run(reduction, full, output_tensor, crosses)
         return None
 
-    def _run(self, reduction: UnitReduction, full: torch.Tensor, output: torch.Tensor, crosses: bool) -> None:
-        self._coordinator.confirm_micro_step()
+    def _begin(self) -> None:
+        self._crossing = None  # a pass that raised may have left one
+        # The first reduction of a backward pass asks all ranks. The answer is waited for before any hop is.
+        self._coordinator.reduction_begins(self)
         if self._behind is not None:
             self._behind.make_room()
+
+    def _run(self, reduction: UnitReduction, full: torch.Tensor, output: torch.Tensor, crosses: bool) -> None:
+        self._coordinator.confirm_micro_step()
         reduction.start(full)
         if not crosses:
             self.keep_sums(reduction.flights, reduction.form)

@@ -23,13 +23,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from toy import EXACT, POLICIES, TinyLM, loss_of, loss_without_head, make_lm, shard, tokens_of
+from toy import EXACT, HIDDEN, POLICIES, TinyLM, loss_of, loss_without_head, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode, quantize_frozen
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
-from hf_zeropp.fsdp import all_gather, beside
+from hf_zeropp.fsdp import all_gather, backward, beside
 
 NUM_RANKS, RANKS_PER_NODE = 16, 8
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
@@ -95,6 +95,16 @@ def skipped_layers() -> None:
         train.step(2)
 
 
+def decay_of_a_skipped_layer(**settings: Any) -> None:
+    """An optimizer changes weights of the last layer, which the pass did not use, since their gradients are zeros."""
+    train = training(**settings)
+    for path in ([0, 1, 2], [0, 1], [0, 1]):
+        train.model.path = path
+        loss_of(train.model, tokens_of(0)).backward()
+        train.optimizer.step()
+        train.optimizer.zero_grad(set_to_none=False)
+
+
 def a_head_without_gradients() -> None:
     train = training()
     train.step(1, loss_without_head)
@@ -104,6 +114,59 @@ def a_head_without_gradients() -> None:
 def activation_checkpointing() -> None:
     train = training(prepare=lambda model: [checkpoint(block) for block in model.blocks])
     train.step(2)
+    train.step()
+
+
+def reentrant_checkpointing() -> None:
+    """Around the calls of units: FSDP2's hooks run in nested backward passes."""
+    train = training()
+    train.model.call = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
+    train.step(2)
+    train.step()
+
+
+def roots_in_one_pass(loss: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor], counts: tuple[int, ...]) -> None:
+    """Train three models, which FSDP2 knows as roots with streams of their own, with one loss. They are used one by one first."""
+    roots = nn.ModuleList(make_lm(depth=2) for _ in range(3))
+    for root in roots:
+        shard(root, POLICIES["bf16"])
+    handle = apply(roots)
+    optimizer = torch.optim.AdamW(roots.parameters())
+    with torch.no_grad():
+        for root in roots:
+            root(tokens_of(0))
+    for micro_steps in counts:
+        for micro_step in range(micro_steps):
+            handle.set_last_micro_step(micro_step == micro_steps - 1)
+            loss(roots, tokens_of(0, micro_step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def one_loss_over_roots() -> None:
+    """Each root is reduced when the pass through all of them has ended."""
+    roots_in_one_pass(lambda roots, tokens: torch.stack([loss_of(root, tokens) for root in roots]).sum(), (2, 1))
+
+
+def roots_that_take_turns() -> None:
+    """The reductions of one root stand between those of another one."""
+
+    def loss(roots: nn.ModuleList, tokens: torch.Tensor) -> torch.Tensor:
+        x = torch.zeros(2, 5, HIDDEN, requires_grad=True)
+        for index in range(2):
+            for root in roots:
+                x = root.blocks[index](x)
+        return x.square().mean()
+
+    roots_in_one_pass(loss, (2, 1))
+
+
+def passes_that_are_not_the_last() -> None:
+    """FSDP2 does not wait for reductions at their end."""
+    train = training()
+    for is_last in (False, False, True):
+        train.model.set_is_last_backward(is_last)
+        loss_of(train.model, tokens_of(0)).backward()
     train.step()
 
 
@@ -305,10 +368,14 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "generation, delta": functools.partial(generation, **DELTA),
     "generation, exact": functools.partial(generation, qwz_mode="exact"),
     "dense LoRA": functools.partial(packed_lora, None),
+    "decay of a skipped layer, delta": functools.partial(decay_of_a_skipped_layer, **DELTA),
+    "decay of a skipped layer, exact": functools.partial(decay_of_a_skipped_layer, qwz_mode="exact"),
 } | {
     way.__name__.replace("_", " "): way
     for way in (
         *(skipped_layers, a_head_without_gradients, activation_checkpointing, prefetching, unshard_by_hand),
+        decay_of_a_skipped_layer,
+        *(reentrant_checkpointing, one_loss_over_roots, roots_that_take_turns, passes_that_are_not_the_last),
         *(unsharding_asynchronously, evaluation, no_sync, optimizer_in_backward, two_models, looks_at_gradients),
         *(
             stays_unsharded,
@@ -388,6 +455,42 @@ def queue_at_once(ahead: beside.GathersAhead) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def ends_of_nested_passes() -> Iterator[None]:
+    """A backward pass ends with the pass of autograd in which it reduces first, and forgets what is under way there."""
+    with mock.patch.object(backward.Backward, "enter", lambda passes: None), forgotten_memory():
+        yield
+
+
+def forgotten_memory() -> Any:
+    """The end of a backward pass takes for granted that FSDP2 has waited."""
+    return mock.patch.object(beside.ReductionsBehind, "finish", beside.ReductionsBehind.__init__)
+
+
+@contextlib.contextmanager
+def end_of_the_first_root() -> Iterator[None]:
+    """A backward pass ends behind the callback of the root that it entered first, and forgets what is under way there."""
+
+    def end(one: backward._Pass) -> None:
+        one.has_ended = True
+        one._at_end()
+
+    with mock.patch.object(backward._Pass, "__call__", end), forgotten_memory():
+        yield
+
+
+def make_room_without_a_wait(behind: beside.ReductionsBehind) -> None:
+    behind._owner = torch.accelerator.current_stream()
+    behind._held.clear()
+
+
+def make_room_for_the_current_stream(behind: beside.ReductionsBehind) -> None:
+    """The stream that comes next waits for a cross hop, whosever memory it has."""
+    behind._owner = torch.accelerator.current_stream()
+    while behind._held:
+        behind._owner.wait_event(behind._held.popleft()[0])
+
+
 STOCK_WITH_HOOKS = "stock FSDP2, hooks on all-reduces"
 CHUNKED = CONFIGURATIONS["chunks"]
 FAULTS = {
@@ -422,8 +525,13 @@ FAULTS = {
         steps,
         ("_foreach_add", "_foreach_copy_"),
     ),
+    "no wait of the optimizer for cross hops": Fault(
+        lambda: mock.patch.object(beside.GathersAhead, "wait_before_writes", lambda ahead: None),
+        decay_of_a_skipped_layer,
+        ("_foreach_copy_", "write on default stream: aten._foreach_mul_"),
+    ),
     "no wait of reductions for cross hops": Fault(
-        lambda: mock.patch.object(beside.ReductionsBehind, "make_room", lambda behind: behind._held.clear()),
+        lambda: mock.patch.object(beside.ReductionsBehind, "make_room", make_room_without_a_wait),
         steps,
         ("FSDP2's all_reduce_stream", "FSDP2's reduce_scatter_stream"),
         is_reuse=True,
@@ -431,6 +539,30 @@ FAULTS = {
     "the memory of cross hops is not held": Fault(
         lambda: mock.patch.object(beside.ReductionsBehind, "hold", lambda behind, tensors: None),
         steps,
+        ("dequantize_sum_out", "FSDP2's reduce_scatter_stream"),
+        is_reuse=True,
+    ),
+    "nested passes end the backward pass": Fault(
+        ends_of_nested_passes,
+        reentrant_checkpointing,
+        ("dequantize_sum_out", "FSDP2's reduce_scatter_stream"),
+        is_reuse=True,
+    ),
+    "a pass that is not the last forgets its memory": Fault(
+        forgotten_memory,
+        passes_that_are_not_the_last,
+        ("dequantize_sum_out", "FSDP2's reduce_scatter_stream"),
+        is_reuse=True,
+    ),
+    "another root's stream waits for memory": Fault(
+        lambda: mock.patch.object(beside.ReductionsBehind, "make_room", make_room_for_the_current_stream),
+        roots_that_take_turns,
+        ("dequantize_sum_out", "FSDP2's reduce_scatter_stream"),
+        is_reuse=True,
+    ),
+    "the end of the first root ends the backward pass": Fault(
+        end_of_the_first_root,
+        one_loss_over_roots,
         ("dequantize_sum_out", "FSDP2's reduce_scatter_stream"),
         is_reuse=True,
     ),
