@@ -6,7 +6,6 @@ One process stands for 2 nodes of 8 ranks. ``tests/helpers/happens_before`` says
 from __future__ import annotations
 
 import contextlib
-import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -14,28 +13,29 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.nn as nn
-from frozen_runs import tiny_llama, with_adapter
 from happens_before import Checker, checked_world
 from harness import run_ranks
-from torch.distributed._composable import checkpoint
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
-from toy import EXACT, HIDDEN, POLICIES, TinyLM, loss_of, loss_without_head, make_lm, shard, tokens_of
+from ways_through_steps import (
+    CONFIGURATIONS,
+    RANKS_PER_NODE,
+    decay_of_a_skipped_layer,
+    hooks_on_all_reduces,
+    one_loss_over_roots,
+    passes_that_are_not_the_last,
+    reentrant_checkpointing,
+    roots_that_take_turns,
+    secondary_shards_of_two_streams,
+    steps,
+    training,
+)
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode, quantize_frozen
 from hf_zeropp.comm.hop import Flight
-from hf_zeropp.comm.topology import get_topology
-from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 from hf_zeropp.fsdp import all_gather, backward, beside
 
-NUM_RANKS, RANKS_PER_NODE = 16, 8
-DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
-FEEDBACK = {"qgz_error_feedback": "full"}
-CHUNKS = {"qgz_chunks": 3}
-SUMS = {"qgz_accumulator": "bfloat16"}
+NUM_RANKS = 2 * RANKS_PER_NODE
 
 
 class Outcome(NamedTuple):
@@ -48,347 +48,6 @@ class Outcome(NamedTuple):
 
 def outcome_of_checker(checker: Checker, start_s: float) -> Outcome:
     return Outcome([str(race) for race in checker.races], checker.num_accesses, time.process_time() - start_s)
-
-
-class Training(NamedTuple):
-    """A model under ZeRO++, and its optimizer."""
-
-    model: TinyLM
-    handle: ZeroPPHandle
-    optimizer: torch.optim.Optimizer
-
-    def step(self, micro_steps: int = 1, loss: Callable[..., torch.Tensor] = loss_of) -> None:
-        for micro_step in range(micro_steps):
-            self.handle.set_last_micro_step(micro_step == micro_steps - 1)
-            # A loss is not read: the host would wait for the GPU, and hide races.
-            loss(self.model, tokens_of(0, micro_step)).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def apply(model: nn.Module, **settings: Any) -> ZeroPPHandle:
-    return apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings)
-
-
-def training(policy: str = "bf16", prepare: Callable[[TinyLM], Any] = lambda model: None, **settings: Any) -> Training:
-    model = make_lm(depth=3)
-    prepare(model)
-    shard(model, POLICIES[policy])
-    handle = apply(model, **settings)
-    return Training(model, handle, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
-
-
-def steps(policy: str = "bf16", counts: tuple[int, ...] = (1, 2, 1), **settings: Any) -> None:
-    """Run steps of one micro-step and of two, or of other ``counts``."""
-    train = training(policy, **settings)
-    for micro_steps in counts:
-        train.step(micro_steps)
-
-
-# ------------------------------------------------------------------------------------------------- ways through a step
-
-
-def skipped_layers() -> None:
-    train = training()
-    for path in ([0, 2], [1], [0, 1, 2, 1]):
-        train.model.path = path
-        train.step(2)
-
-
-def decay_of_a_skipped_layer(**settings: Any) -> None:
-    """An optimizer changes weights of the last layer, which the pass did not use, since their gradients are zeros."""
-    train = training(**settings)
-    for path in ([0, 1, 2], [0, 1], [0, 1]):
-        train.model.path = path
-        loss_of(train.model, tokens_of(0)).backward()
-        train.optimizer.step()
-        train.optimizer.zero_grad(set_to_none=False)
-
-
-def a_head_without_gradients() -> None:
-    train = training()
-    train.step(1, loss_without_head)
-    train.step(2, loss_without_head)
-
-
-def activation_checkpointing() -> None:
-    train = training(prepare=lambda model: [checkpoint(block) for block in model.blocks])
-    train.step(2)
-    train.step()
-
-
-def reentrant_checkpointing() -> None:
-    """Around the calls of units: FSDP2's hooks run in nested backward passes."""
-    train = training()
-    train.model.call = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=True)
-    train.step(2)
-    train.step()
-
-
-def roots_in_one_pass(loss: Callable[[nn.ModuleList, torch.Tensor], torch.Tensor], counts: tuple[int, ...]) -> None:
-    """Train three models, which FSDP2 knows as roots with streams of their own, with one loss. They are used one by one first."""
-    roots = nn.ModuleList(make_lm(depth=2) for _ in range(3))
-    for root in roots:
-        shard(root, POLICIES["bf16"])
-    handle = apply(roots)
-    optimizer = torch.optim.AdamW(roots.parameters())
-    with torch.no_grad():
-        for root in roots:
-            root(tokens_of(0))
-    for micro_steps in counts:
-        for micro_step in range(micro_steps):
-            handle.set_last_micro_step(micro_step == micro_steps - 1)
-            loss(roots, tokens_of(0, micro_step)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def one_loss_over_roots() -> None:
-    """Each root is reduced when the pass through all of them has ended."""
-    roots_in_one_pass(lambda roots, tokens: torch.stack([loss_of(root, tokens) for root in roots]).sum(), (2, 1))
-
-
-def roots_that_take_turns() -> None:
-    """The reductions of one root stand between those of another one."""
-
-    def loss(roots: nn.ModuleList, tokens: torch.Tensor) -> torch.Tensor:
-        x = torch.zeros(2, 5, HIDDEN, requires_grad=True)
-        for index in range(2):
-            for root in roots:
-                x = root.blocks[index](x)
-        return x.square().mean()
-
-    roots_in_one_pass(loss, (2, 1))
-
-
-def passes_that_are_not_the_last() -> None:
-    """FSDP2 does not wait for reductions at their end."""
-    train = training()
-    for is_last in (False, False, True):
-        train.model.set_is_last_backward(is_last)
-        loss_of(train.model, tokens_of(0)).backward()
-    train.step()
-
-
-def prefetching() -> None:
-    train = training()
-    first, second, third = train.model.blocks
-    first.set_modules_to_forward_prefetch([second, third])
-    third.set_modules_to_backward_prefetch([second, first])
-    train.step(2)
-    train.step()
-
-
-def unshard_by_hand() -> None:
-    train = training()
-    train.step()
-    for block in train.model.blocks:
-        block.unshard()
-    train.step()
-    handles = [block.unshard(async_op=True) for block in train.model.blocks]
-    for handle in handles:
-        handle.wait()
-    train.step()
-
-
-def unsharding_asynchronously() -> None:
-    train = training()
-    train.model._set_unshard_async_op(True)
-    train.step(2)
-    train.step()
-
-
-def secondary_shards_of_two_streams() -> None:
-    """Weights cross on the caller's stream, and are decoded on FSDP2's."""
-    train = training()
-    for step in range(2):
-        train.step()
-        side = torch.cpu.Stream()
-        side.wait_stream(torch.cpu.current_stream())
-        with torch.no_grad(), torch.cpu.stream(side), train.handle.generating():
-            pass
-        with torch.no_grad():
-            train.model(tokens_of(0, step))
-
-
-def generation(**settings: Any) -> None:
-    train = training(**settings)
-    for memory_budget in (None, "1MB"):
-        train.step()
-        with torch.no_grad(), generation_mode(train.model, memory_budget):
-            for step in range(3):
-                train.model(tokens_of(0, step))
-    train.step()
-
-
-def evaluation() -> None:
-    train = training()
-    for mode in (torch.no_grad, torch.inference_mode):
-        with mode():
-            train.model(tokens_of(0))
-        loss_of(train.model, tokens_of(0)).backward()
-        with mode():
-            train.model(tokens_of(0, 1))
-        train.step()
-
-
-def no_sync() -> None:
-    train = training()
-    for _ in range(2):
-        train.model.set_requires_gradient_sync(False)
-        loss_of(train.model, tokens_of(0)).backward()
-        train.model.set_requires_gradient_sync(True)
-        train.step()
-
-
-def optimizer_in_backward() -> None:
-    train = training()
-    for param in train.model.parameters():
-        optimizer = torch.optim.SGD([param], lr=1e-2)
-
-        def step(param: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
-            optimizer.step()
-            optimizer.zero_grad()
-
-        param.register_post_accumulate_grad_hook(step)
-    for step in range(3):
-        loss_of(train.model, tokens_of(0, step)).backward()
-
-
-def two_models() -> None:
-    actor, critic = training(**DELTA), training()
-    for _ in range(2):
-        actor.step(2)
-        with torch.no_grad():
-            critic.model(tokens_of(0))
-        critic.step()
-
-
-def looks_at_gradients(**settings: Any) -> None:
-    train = training(**settings)
-    for _ in range(2):
-        train.handle.set_last_micro_step(False)
-        loss_of(train.model, tokens_of(0)).backward()
-        nn.utils.clip_grad_norm_(train.model.parameters(), 1.0)
-        train.step()
-
-
-def stays_unsharded() -> None:
-    model = make_lm(depth=3)
-    shard(model, POLICIES["bf16"], reshard_after_forward=False)
-    handle = apply(model)
-    Training(model, handle, torch.optim.AdamW(model.parameters())).step(2)
-    Training(model, handle, torch.optim.AdamW(model.parameters())).step()
-
-
-def two_reduce_inputs() -> None:
-    train = training()
-    if hasattr(train.model, "set_reduce_scatter_max_input_buffers"):  # since torch 2.13
-        train.model.set_reduce_scatter_max_input_buffers(2)
-    train.step(2)
-    train.step()
-
-
-def gradient_hooks() -> None:
-    train = training()
-    for param in train.model.blocks[1].parameters():
-        param.register_post_accumulate_grad_hook(lambda param: param.grad.mul_(1.0))
-    train.step(2)
-    train.step()
-
-
-def loaded_weights() -> None:
-    train = training(**DELTA)
-    train.step()
-    train.model.load_state_dict(train.model.state_dict())
-    train.handle.invalidate()
-    train.step()
-
-
-def packed_lora(bits: int | None = 4) -> None:
-    model = with_adapter(tiny_llama())
-    if bits is not None:
-        quantize_frozen(model, bits)
-    layers = model.base_model.model.model.layers
-    shard_frozen(model, layers, get_topology(RANKS_PER_NODE, "cpu").mesh["node"])
-    for module in (*layers, model):
-        fully_shard(module, ignored_params=set(frozen_parameters(model)))
-    handle = apply(model)
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad])
-    for step in range(2):
-        for micro_step in range(2):
-            handle.set_last_micro_step(micro_step == 1)
-            model(input_ids=tokens_of(step, micro_step), labels=tokens_of(step, micro_step)).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def mixed_dtypes() -> None:
-    """FSDP2 gathers a unit of several dtypes itself."""
-    train = training("fp32", prepare=lambda model: model.blocks[1].up.bfloat16().requires_grad_(False))
-    with torch.autocast("cpu", torch.bfloat16):
-        train.step(2)
-
-
-def hooks_on_all_reduces(handle_of: Callable[[nn.Module], Any] | None = None) -> None:
-    """Run a step of two micro-steps, with FSDP2's hook that runs on its stream for all-reduces."""
-    model = make_lm(depth=3)
-    shard(model, POLICIES["bf16"])
-    for block in model.blocks:
-        block.set_all_reduce_hook(lambda gradient: gradient.mul_(1.0))
-    (handle_of or apply)(model)
-    for step in range(2):
-        loss_of(model, tokens_of(0, step)).backward()
-
-
-CONFIGURATIONS: dict[str, Callable[[], None]] = {
-    "values": steps,
-    "values, fp32": functools.partial(steps, "fp32"),
-    "values, gradients in 16 bits": functools.partial(steps, "bf16 reduce"),
-    "values, fp16": functools.partial(steps, "fp16 reduce"),
-    "delta": functools.partial(steps, **DELTA),
-    "delta, 8-bit copy": functools.partial(steps, **DELTA, hpz_bits=8),
-    "exact": functools.partial(steps, qwz_mode="exact"),
-    "error feedback": functools.partial(steps, **FEEDBACK),
-    "rotated": functools.partial(steps, qgz_hadamard=True),
-    "chunks": functools.partial(steps, **CHUNKS),
-    "chunks, error feedback": functools.partial(steps, **CHUNKS, **FEEDBACK),
-    "no secondary shard": functools.partial(steps, hpz_size=None),
-    "a copy on 4 ranks": functools.partial(steps, hpz_size=4),
-    "a copy on 8 ranks, nodes of 4": functools.partial(steps, hpz_size=8, ranks_per_node=4),
-    "nodes of one rank": functools.partial(steps, ranks_per_node=1),
-    "nodes of one rank, error feedback": functools.partial(steps, ranks_per_node=1, **FEEDBACK),
-    "sums in bf16": functools.partial(steps, counts=(3, 1), **SUMS),
-    "sums in bf16, chunks, error feedback": functools.partial(steps, **SUMS, **CHUNKS, **FEEDBACK),
-    "looks at gradients, sums in bf16": functools.partial(looks_at_gradients, **SUMS),
-    "nothing quantized": functools.partial(steps, **EXACT),
-    "hops on one stream": functools.partial(steps, overlap=False),
-    "hops on one stream, exact": functools.partial(steps, overlap=False, qwz_mode="exact"),
-    "generation": generation,
-    "generation, delta": functools.partial(generation, **DELTA),
-    "generation, exact": functools.partial(generation, qwz_mode="exact"),
-    "dense LoRA": functools.partial(packed_lora, None),
-    "decay of a skipped layer, delta": functools.partial(decay_of_a_skipped_layer, **DELTA),
-    "decay of a skipped layer, exact": functools.partial(decay_of_a_skipped_layer, qwz_mode="exact"),
-} | {
-    way.__name__.replace("_", " "): way
-    for way in (
-        *(skipped_layers, a_head_without_gradients, activation_checkpointing, prefetching, unshard_by_hand),
-        decay_of_a_skipped_layer,
-        *(reentrant_checkpointing, one_loss_over_roots, roots_that_take_turns, passes_that_are_not_the_last),
-        *(unsharding_asynchronously, evaluation, no_sync, optimizer_in_backward, two_models, looks_at_gradients),
-        *(
-            stays_unsharded,
-            two_reduce_inputs,
-            secondary_shards_of_two_streams,
-            loaded_weights,
-            packed_lora,
-            mixed_dtypes,
-            hooks_on_all_reduces,
-            gradient_hooks,
-        ),
-    )
-}
 
 
 # ---------------------------------------------------------------------------------------------------------------- faults

@@ -8,9 +8,10 @@ import torch
 import torch.nn as nn
 from happens_before import checked, fake_world
 from harness import run_ranks
-from test_happens_before import Outcome, Training, apply, outcome_of_checker
+from test_happens_before import Outcome, outcome_of_checker
 from torch.distributed.fsdp import fully_shard
 from toy import POLICIES
+from ways_through_steps import Training, apply
 
 LAYERS_70B, PARAMS_OF_A_LAYER = 80, 13
 
