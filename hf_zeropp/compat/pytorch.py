@@ -64,6 +64,13 @@ PYTORCH: tuple[Seam, ...] = (
         since=(2, 12),
     ),
     Seam(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        names=("_lazy_init",),
+        used_by=("fsdp.units",),
+        why="FSDP2 takes over parameters that were replaced there; ranks must agree on the new ones.",
+        if_moved=ON_USE,
+    ),
+    Seam(
         owner="torch.distributed.fsdp:FSDPModule",
         names=("_get_fsdp_state",),
         used_by=("fsdp.units",),
@@ -95,6 +102,7 @@ PYTORCH: tuple[Seam, ...] = (
                 "_reduce_scatter_process_group",
                 "post_backward",
             ),
+            *("lazy_init", "_reset_sharded_params"),
         ),
         used_by=("fsdp.units",),
         why="What a unit consists of, how it is gathered and reduced, and in which state it is.",

@@ -33,8 +33,9 @@ DELTAS_IN_A_ROW = 32
 """``qwz_mode="auto"``: deltas after which a unit sends changed words again, to see how many there are by now."""
 
 MIXED_DTYPES = (
-    "These units mix dtypes (or hold one that is no float of 16 or 32 bits), so FSDP2 gathers their weights, unquantized and "
-    "across nodes: %s. Give their parameters one dtype, or set mixed_precision (without param_dtype_override_fn)."
+    "These units mix dtypes, or hold one that is no float of 16 or 32 bits, or tensors that make the input of their gather "
+    "themselves (fsdp_pre_all_gather, as torchao's), so FSDP2 gathers their weights, unquantized and across nodes: %s. Give their "
+    "parameters one dtype, or set mixed_precision (without param_dtype_override_fn), or make such tensors units of their own."
 )
 _NOT_ASYNC = (
     "unshard(async_op=True) of these units gathers them before it returns, and overlaps with nothing: %s. Leave prefetching to "
@@ -129,7 +130,7 @@ class ZeroPPAllGather(WeightGather):
         self.ensure_agreed()
         if async_op:
             self._warnings.warn(_NOT_ASYNC, [self.unit])
-        if input_tensor.dtype not in FLOAT_DTYPES:
+        if self.unit.param_dtype not in FLOAT_DTYPES:
             self._took_weights()
             # FSDP2's own gather reads the shards as they are now, so it counts as a copy that was just taken.
             self._unsharded_from = self._num_copies

@@ -95,6 +95,7 @@ class CountedAllGather(CommObject, AllGather):
         self.name = name
         self._traffic = traffic
         self._fsdp2 = DefaultAllGather()
+        self._shard_bytes: int | None = None
 
     def __call__(
         self,
@@ -104,6 +105,7 @@ class CountedAllGather(CommObject, AllGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather as FSDP2 does: output [W * S] <- every rank's input [S], in rank order."""
+        self._shard_bytes = input_tensor.nbytes
         self._traffic.record(self.name, self._peers().bytes_in_ring(input_tensor.nbytes))
         with self._traffic.timer.measure(input_tensor.device):
             return self._fsdp2(output_tensor, input_tensor, group, async_op)
@@ -113,7 +115,9 @@ class CountedAllGather(CommObject, AllGather):
         if self.unit.shard_group.size() == 1:
             return {}
         gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards_after_forward)
-        return {self.name: self._peers().bytes_in_ring(self.unit.shard_bytes()).times(gathers)}
+        # Before a first gather a tensor that makes the gather's input itself counts with its own size.
+        num_bytes = self.unit.shard_bytes() if self._shard_bytes is None else self._shard_bytes
+        return {self.name: self._peers().bytes_in_ring(num_bytes).times(gathers)}
 
     def _peers(self) -> Peers:
         return Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)

@@ -157,6 +157,10 @@ class Decisions:
             self._agree_on_weights(Moment.GATHER, [True] * len(self._gathers), "unshard parameters")
 
     def _agree_on_weights(self, moment: Moment, asks: Sequence[bool], action: str, *, detail: int = 0) -> None:
+        # Cross hops start before FSDP2 itself comes to these units.
+        for gather, asked in zip(self._gathers, asks, strict=True):
+            if asked:
+                gather.unit.initialize()
         # Reading the content is the cost of a question. A unit that is not asked about keeps its state for the next
         # one.
         changes = [

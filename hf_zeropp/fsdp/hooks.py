@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
-from hf_zeropp.fsdp.units import on_backward
+from hf_zeropp.fsdp.units import initialize_root, on_backward
 
 
 class StepListener(Protocol):
@@ -96,6 +96,9 @@ def _entering(decisions: Decisions, entrance: Entrance) -> Callable[[nn.Module, 
     # An agreement must run at every call and its result decides what follows, so a compiler must not trace it.
     @torch.compiler.disable
     def before_forward(module: nn.Module, args: Any) -> None:
+        # FSDP2's hook would do this next. It takes over parameters that were replaced, which ranks agree on here, and names
+        # those that are on the meta device still by their full names.
+        initialize_root(module)
         decisions.enter_forward(entrance)
 
     return before_forward

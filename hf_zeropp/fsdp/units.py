@@ -159,9 +159,14 @@ class Unit:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """The dtype in which weights are gathered (uint8 when parameters of several dtypes are mixed)."""
+        """The dtype in which weights are gathered: uint8 where dtypes are mixed, or tensors make their gather's input themselves."""
         dtypes = set(map(_gather_dtype, self._group.fsdp_params))
-        return dtypes.pop() if len(dtypes) == 1 else torch.uint8
+        return dtypes.pop() if len(dtypes) == 1 and not self._has_extensions else torch.uint8
+
+    @property
+    def _has_extensions(self) -> bool:
+        """Whether a parameter is a tensor subclass that makes the input of its gather itself, of any size and dtypes."""
+        return any(map(_is_extension, self._group.fsdp_params))
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -202,6 +207,15 @@ class Unit:
         """Whether backward gathers from other shards than forward, in another group (``reshard_after_forward=<int>``)."""
         return self._group._use_post_forward_mesh
 
+    def initialize(self) -> None:
+        """Let FSDP2 take over parameters that were replaced since ``fully_shard``, as it does before a unit's first gather.
+
+        Raises:
+            RuntimeError: parameters are on the meta device still.
+        """
+        if not self._group._reset_sharded_params:
+            self._group.lazy_init()
+
     @property
     def is_unsharded(self) -> bool:
         """Whether the unit's parameters are gathered now."""
@@ -230,10 +244,7 @@ class Unit:
     @property
     def has_plain_shards(self) -> bool:
         """Whether the flat shard is the parameters' data on the compute device, cast (no extension, no offload)."""
-        return not any(
-            fsdp_param.offload_to_cpu or hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
-            for fsdp_param in self._group.fsdp_params
-        )
+        return not self._has_extensions and not any(param.offload_to_cpu for param in self._group.fsdp_params)
 
     def flat_shard(self, dtype: torch.dtype) -> torch.Tensor:
         """Return what FSDP2 would hand to a gather: the padded shards of all parameters, cast and joined. Plain shards only."""
@@ -288,16 +299,14 @@ class Unit:
 
         None where that memory is not the parameters' own (tensor subclasses that make their gather input themselves).
         """
-        params = self._group.fsdp_params
-        if any(hasattr(param._sharded_local_tensor, "fsdp_pre_all_gather") for param in params):
-            return None
-        return [param._sharded_param_data for param in params]
+        return None if self._has_extensions else [param._sharded_param_data for param in self._group.fsdp_params]
 
     def describe_params(self) -> list[str]:
         """Return name, full shape, dtype and training of each parameter, in words."""
         return [
             f"{shard.name} {tuple(param.shape)} in {param.dtype}{'' if param.requires_grad else ', frozen'}"
             f"{'' if grad_dtype in (None, param.dtype) else f', its gradient in {grad_dtype}'}"
+            f"{', with a gather of its own' if hasattr(local_tensor_of(param), 'fsdp_pre_all_gather') else ''}"
             for shard, param, grad_dtype in zip(
                 self.param_shards(), self.params, map(_grad_dtype, self._group.fsdp_params), strict=True
             )
@@ -335,6 +344,10 @@ def _shard_of(fsdp_param: FSDPParam) -> ParamShard:
         numel=fsdp_param.sharded_size.numel(),
         ndim=fsdp_param.sharded_param.ndim,
     )
+
+
+def _is_extension(fsdp_param: FSDPParam) -> bool:
+    return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
 
 
 def _gather_dtype(fsdp_param: FSDPParam) -> torch.dtype:
@@ -403,6 +416,12 @@ def find_units(model: nn.Module) -> list[Unit]:
             )
         units.extend(Unit(name or "(root)", module, group) for group in groups)
     return units
+
+
+def initialize_root(module: nn.Module) -> None:
+    """Let FSDP2 do what it does before a root's first forward pass, if ``module`` is sharded and about to run one."""
+    if isinstance(module, FSDPModule):
+        module._get_fsdp_state()._lazy_init()
 
 
 def find_sharded_modules() -> list[FSDPModule]:

@@ -1,0 +1,125 @@
+"""Parameters may be replaced between ``fully_shard`` and the first use of a model: FSDP2 takes them over then.
+
+Ranks agree on weights, and cross hops start, before FSDP2 itself comes to a unit. The oracle is stock FSDP2.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+from harness import Scenarios
+from toy import EXACT, backward, gathered_weights, make_lm, shard, tokens_of
+
+from hf_zeropp import apply_zeropp, generation_mode
+
+UNQUANTIZED = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
+CHANGED_WORDS = UNQUANTIZED | {"qwz_mode": "exact"}
+REPLACED = ("norm.weight", "blocks.0.up.weight", "blocks.1.down.bias")
+
+
+def replace_parameters(model: nn.Module) -> None:
+    """Put new parameters in the place of some, in the root's unit and in blocks, with seven times their values."""
+    for name in REPLACED:
+        module_name, _, leaf = name.rpartition(".")
+        module = model.get_submodule(module_name)
+        setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach() * 7))
+
+
+def losses_of(model: nn.Module, rank: int, steps: int = 3) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for step in range(steps):
+        losses.append(backward(model, rank, step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def stock_losses(rank: int) -> list[float]:
+    model = shard(make_lm())
+    replace_parameters(model)
+    return losses_of(model, rank)
+
+
+class Wrapper(nn.Module):
+    """A container that is not sharded itself."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens)
+
+
+def replaced_before_the_first_forward(rank: int) -> None:
+    expected = stock_losses(rank)
+    for settings in (UNQUANTIZED, CHANGED_WORDS, UNQUANTIZED | {"overlap": False}):
+        for wrap in (lambda model: model, Wrapper):
+            model = shard(make_lm())
+            apply_zeropp(wrap(model), settings)
+            replace_parameters(model)
+            assert losses_of(model, rank) == pytest.approx(expected, rel=1e-6), settings
+
+
+def replaced_in_a_container_that_is_entered(rank: int) -> None:
+    expected = stock_losses(rank)
+    wrapper = Wrapper(shard(make_lm()))
+    apply_zeropp(wrapper, UNQUANTIZED)
+    replace_parameters(wrapper.model)
+    assert losses_of(wrapper, rank) == pytest.approx(expected, rel=1e-6)
+
+
+def replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
+    """``unshard()`` initializes its own unit alone, but all units agree then, and their cross hops start."""
+    model, reference = shard(make_lm()), make_lm()
+    apply_zeropp(model, UNQUANTIZED)
+    replace_parameters(model)
+    replace_parameters(reference)
+    expected = dict(reference.named_parameters())
+    for name, weight in gathered_weights(model).items():
+        assert torch.equal(weight, expected[name]), name
+
+
+def replaced_before_generation(rank: int) -> None:
+    model, reference = shard(make_lm()), make_lm()
+    apply_zeropp(model, UNQUANTIZED)
+    replace_parameters(model)
+    replace_parameters(reference)
+    with torch.no_grad(), generation_mode(model):
+        assert torch.equal(model(tokens_of(rank)), reference(tokens_of(rank)))
+
+
+def on_meta_still(rank: int) -> None:
+    """The error is FSDP2's own, which lists the parameters and says what to do."""
+    with torch.device("meta"):
+        model = make_lm()
+    stock = shard(copy.deepcopy(model))
+    shard(model)
+    apply_zeropp(model, UNQUANTIZED)
+    errors = []
+    for one in (stock, model):
+        with pytest.raises(RuntimeError, match="materialized from meta device") as caught:
+            one(tokens_of(rank))
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1] and "embed.weight" in errors[0]
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        replaced_before_the_first_forward,
+        replaced_in_a_container_that_is_entered,
+        replaced_before_weights_are_gathered_by_hand,
+        replaced_before_generation,
+        on_meta_still,
+    ],
+)
+
+
+@SCENARIOS.parametrize
+def test_first_forward(scenario):
+    SCENARIOS.check(scenario)
