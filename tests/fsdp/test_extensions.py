@@ -1,0 +1,201 @@
+"""Tensor subclasses that make the input of their gather themselves (``fsdp_pre_all_gather``) stay with FSDP2's gather.
+
+What they gather has sizes, dtypes and a meaning of its own. The oracle is stock FSDP2 with the same tensors.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+from harness import run_ranks
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.fsdp import fully_shard
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
+from hf_zeropp.traffic import FSDP2_GATHER, GATHER_CROSS, GATHER_RESYNC
+
+NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
+SETTINGS = {
+    "values": NODES,
+    "exact": NODES | {"qwz_mode": "exact"},
+    "no copies": NODES | {"hpz_size": None},
+    "unquantized": NODES | {"qwz_bits": None},
+}
+aten = torch.ops.aten
+
+
+class TwoParts(torch.Tensor):
+    """An fp32 tensor that is gathered as two bf16 tensors: itself rounded, and what that left out."""
+
+    @staticmethod
+    def __new__(cls, data: torch.Tensor) -> TwoParts:
+        return torch.Tensor._make_wrapper_subclass(
+            cls, data.shape, data.stride(), data.storage_offset(), dtype=data.dtype, device=data.device
+        )
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        unwrapped = pytree.tree_map_only(cls, lambda tensor: tensor._data, (args, kwargs or {}))
+        out = func(*unwrapped[0], **unwrapped[1])
+        if func in (aten.copy_.default, aten.add_.Tensor, aten.mul_.Tensor):
+            return args[0]
+        return pytree.tree_map_only(torch.Tensor, cls, out)
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_data"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], meta: None, outer_size: Any, outer_stride: Any
+    ) -> TwoParts:
+        return TwoParts(inner["_data"])
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        rounded = self._data.bfloat16()
+        return (rounded, (self._data - rounded).bfloat16()), None
+
+    def fsdp_post_all_gather(
+        self, outputs: tuple[torch.Tensor, ...], metadata: Any, param_dtype: Any, *, out: Any = None
+    ):
+        rounded, rest = outputs
+        if out is not None:
+            with torch.no_grad(), _unsafe_preserve_version_counter(out):
+                out.copy_(rounded.float() + rest.float())
+            return None
+        whole = rounded.float() + rest.float()
+        return whole, (rounded, rest, whole)
+
+
+class Block(nn.Module):
+    """A residual block with one matrix in parts, and a plain one in a unit of its own."""
+
+    def __init__(self, size: int, bias: bool = False) -> None:
+        super().__init__()
+        self.parts = nn.Linear(size, size, bias=bias)
+        self.plain = nn.Linear(size, size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.plain(F.gelu(self.parts(x)))
+
+
+def model_in_parts() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block(20) for _ in range(2)])
+    for block in model:
+        block.parts.weight = nn.Parameter(TwoParts(block.parts.weight.detach()))
+        fully_shard(block.plain)
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def model_in_float8() -> nn.Module:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    torch.manual_seed(0)
+    # gloo does not gather float8 tensors. With a bias beside them FSDP2 gathers both as bytes.
+    model = nn.Sequential(*[Block(32, bias=True) for _ in range(2)])
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda module, name: name.endswith("parts"))
+    for block in model:
+        fully_shard(block.plain)
+        fully_shard(block)
+    return fully_shard(model)
+
+
+class Adapted(nn.Module):
+    """A frozen NF4 matrix with LoRA beside it."""
+
+    def __init__(self) -> None:
+        from torchao.quantization import to_nf4
+
+        super().__init__()
+        self.base = nn.Parameter(to_nf4(torch.randn(256, 256) / 16), requires_grad=False)
+        self.a = nn.Linear(256, 8, bias=False)
+        self.b = nn.Linear(8, 256, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.linear(x, self.base) + self.b(self.a(x))
+
+
+def model_in_nf4() -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Adapted() for _ in range(2)])
+    for block in model:
+        fully_shard([block.a, block.b])
+        fully_shard(block)
+    return fully_shard(model)
+
+
+def train(model: nn.Module, width: int, rank: int, handle: ZeroPPHandle | None = None) -> list[float]:
+    """Return the losses of three steps of two micro-steps, and of an evaluation."""
+    optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(3):
+        for micro_step in range(2):
+            if handle is not None:
+                handle.set_last_micro_step(micro_step == 1)
+            loss = (model(torch.randn(3, width, generator=generator)) - 1).square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        losses.append(model(torch.ones(1, width)).square().mean().item())
+    return losses
+
+
+def beside_stock(rank: int, make: Callable[[], nn.Module], width: int, mode: str, units: list[str]) -> str:
+    """Train with ZeRO++ and without; return what was warned of."""
+    expected = train(make(), width, rank)
+    model, logged = make(), []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("hf_zeropp").addHandler(handler)
+    handle = apply_zeropp(model, SETTINGS[mode])
+    losses = train(model, width, rank, handle)
+    # Plain units may be quantized. What the others gather is as exact as stock's.
+    assert losses == pytest.approx(expected, rel=1e-4 if mode in ("exact", "unquantized") else 0.05)
+    handle.traffic.reset()
+    losses = train(model, width, rank, handle)
+    counts = handle.traffic.counts
+    assert counts[FSDP2_GATHER].calls and (counts.get(GATHER_CROSS) or counts[GATHER_RESYNC]).calls
+    by_name = {gather.unit.name: gather for gather in handle.gathers}
+    assert all(by_name[name].secondary_bytes() == 0 and not by_name[name].stays_in_group for name in units)
+    predicted = handle.predict(2)[FSDP2_GATHER]
+    # An evaluation gathers once more than three steps do.
+    assert 3 * predicted.cross_node < counts[FSDP2_GATHER].cross_node < 3.5 * predicted.cross_node
+    with torch.no_grad(), generation_mode(model):
+        assert torch.equal(model(torch.ones(1, width)), model(torch.ones(1, width)))
+    return "\n".join(logged)
+
+
+NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+
+
+@pytest.mark.parametrize("mode", SETTINGS)
+@pytest.mark.parametrize(
+    ("make", "width"),
+    [
+        (model_in_parts, 20),
+        pytest.param(model_in_float8, 32, marks=NEEDS_TORCHAO),
+        pytest.param(model_in_nf4, 256, marks=NEEDS_TORCHAO),
+    ],
+    ids=["two parts", "float8", "nf4"],
+)
+def test_trains_as_stock_and_names_the_units(make, width, mode):
+    rank_0, *_ = run_ranks(beside_stock, 4, make, width, mode, ["0", "1"])
+    assert "fsdp_pre_all_gather" in rank_0 and "0, 1" in rank_0, rank_0
