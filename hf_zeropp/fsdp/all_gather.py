@@ -34,8 +34,8 @@ DELTAS_IN_A_ROW = 32
 
 MIXED_DTYPES = (
     "These units mix dtypes, or hold one that is no float of 16 or 32 bits, or tensors that make the input of their gather "
-    "themselves (fsdp_pre_all_gather, as torchao's), so FSDP2 gathers their weights, unquantized and across nodes: %s. Give their "
-    "parameters one dtype, or set mixed_precision (without param_dtype_override_fn), or make such tensors units of their own."
+    "themselves (fsdp_pre_all_gather, as torchao's), so FSDP2 gathers their weights, unquantized and across nodes: %s. Give "
+    "their parameters one dtype, set mixed_precision (without param_dtype_override_fn), or give such tensors units of their own."
 )
 _NOT_ASYNC = (
     "unshard(async_op=True) of these units gathers them before it returns, and overlaps with nothing: %s. Leave prefetching to "

@@ -159,7 +159,7 @@ class Unit:
 
     @property
     def param_dtype(self) -> torch.dtype:
-        """The dtype in which weights are gathered: uint8 where dtypes are mixed, or tensors make their gather's input themselves."""
+        """The dtype in which weights are gathered (uint8 where dtypes are mixed, or tensors make their gather's input)."""
         dtypes = set(map(_gather_dtype, self._group.fsdp_params))
         return dtypes.pop() if len(dtypes) == 1 and not self._has_extensions else torch.uint8
 
