@@ -27,5 +27,5 @@ if [ -z "${HF_ZEROPP_VLLM_PYTHON:-}" ]; then
     fi
 fi
 
-"$PYTHON" -m pytest -q tests/test_compat.py -k vllm
+"$PYTHON" -m pytest -q tests/style/test_seams.py -k vllm
 exec "$PYTHON" -m pytest -q -m vllm tests/integrations tests/rollouts "$@"

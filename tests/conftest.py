@@ -1,16 +1,35 @@
 import importlib.util
-import os
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+TESTS = Path(__file__).parent
+STYLE = TESTS / "style"
+
 # Test modules import helpers by name, and so do the ranks that helpers/harness.py starts.
-sys.path.insert(0, os.path.join(os.path.dirname(__file__), "helpers"))
+sys.path.insert(0, str(TESTS / "helpers"))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="Also run the tests marked `thorough`.")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave `style/` to scripts/check.sh, which runs once in the suite, unless a command names it."""
+    named = [Path(argument.partition("::")[0]).resolve() for argument in config.args]
+    return True if collection_path == STYLE and not any(path.is_relative_to(STYLE) for path in named) else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `gpu` or `vllm` are skipped where there is none, those marked `long` unless they are asked for, and say so."""
+    """Leave out what takes long, or what the machine cannot run, and say so."""
+    # A command that names files or folders runs all that is in them.
+    runs_the_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+    if runs_the_suite and not config.getoption("--all"):
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        config.hook.pytest_deselected(items=thorough)
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if item.get_closest_marker("vllm") and not has_vllm:

@@ -11,8 +11,8 @@ marked *silent*. ``check_seams`` asserts them at start-up, for the libraries tha
 FSDP2 that are not silent, since all training relies on them: a newer PyTorch is then refused with a remedy when a model is
 sharded, and not by an AttributeError in the first backward pass.
 
-A new seam gets an entry; tests/test_layers.py fails where a private name of another library is used without one. This package
-imports none of these libraries, and nothing else of hf_zeropp.
+A new seam gets an entry; tests/style/test_layers.py fails where a private name of another library is used without one. This
+package imports none of these libraries, and nothing else of hf_zeropp.
 """
 
 from __future__ import annotations

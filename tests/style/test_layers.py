@@ -12,7 +12,7 @@ import pytest
 
 from hf_zeropp.compat import SEAMS, TESTED
 
-PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
+PACKAGE = Path(__file__).parent.parent.parent / "hf_zeropp"
 
 # Each package (or module of the top level) imports only from those that stand above it, and from itself.
 LAYERS = [
