@@ -3,6 +3,7 @@
 ``hf-zeropp launch`` starts every rank with it. Behind another launcher it stands in front of the script:
 
     torchrun --nproc-per-node 4 -m hf_zeropp.run run_clm.py --fsdp full_shard ...
+    ACCELERATE_USE_FSDP=true FSDP_VERSION=2 torchrun --nproc-per-node 4 -m hf_zeropp.run script_of_accelerate.py
     accelerate launch --config_file fsdp.yaml -m hf_zeropp.run -m trl.scripts.sft ...
 
 The script finds the process as Python would have left it: ``__main__``, ``sys.argv`` and ``sys.path[0]`` are its own. It differs

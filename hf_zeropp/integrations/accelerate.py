@@ -228,6 +228,25 @@ def check_all_or_none(plugin: ZeroPPPlugin) -> None:
         )
 
 
+def check_ranks_meet() -> None:
+    """Raise if a launcher started this process as one of several, and Accelerate takes it for the only one.
+
+    Accelerate does so where it finds no accelerator and was not told to use the CPU. Every rank looks at its own process alone,
+    and all of them find the same.
+
+    Raises:
+        ValueError: that is so. Each rank would train by itself and write to the same files.
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1 and PartialState().distributed_type == DistributedType.NO:
+        raise ValueError(
+            f"This process is rank {os.environ.get('RANK', '?')} of {world_size}, but Accelerate takes it for the only one: it "
+            "found no accelerator, and was not told to train on CPU. Each rank would train by itself, and all would write to the "
+            "same files. To train on CPU, export ACCELERATE_USE_CPU=true (with `use_cpu: true` in its config file `hf-zeropp "
+            "launch` does so, and `accelerate launch` does not). Otherwise find out why torch sees no accelerator here."
+        )
+
+
 _stock_plugin_counts_on_cpu = False
 _PATCHED = "_zeropp_counts_plugin"
 
@@ -281,10 +300,12 @@ def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:
     """Make ``plugin`` the active FSDP plugin of the AcceleratorState that exists, on CPU too.
 
     Raises:
-        ValueError: the process was started for another kind of distribution (DeepSpeed, Megatron, TPU).
+        ValueError: the process was started for another kind of distribution (DeepSpeed, Megatron, TPU), or as one of several
+            ranks, each of which Accelerate takes for the only one.
     """
     state = AcceleratorState()
     if state.distributed_type == DistributedType.NO:
+        check_ranks_meet()
         logger.warning(
             "ZeroPPPlugin: this is a single process, there is nothing to shard. Start with `accelerate launch` or "
             "`hf-zeropp launch` for more."

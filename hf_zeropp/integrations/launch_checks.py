@@ -12,6 +12,8 @@ import os
 import sys
 from typing import Any
 
+import torch
+
 from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
 from hf_zeropp.config import BLOCK, ENV_ENABLED, ZeroPPConfig, check_unindented
 
@@ -75,6 +77,7 @@ def check_job(args: argparse.Namespace, file: dict[str, Any], config: ZeroPPConf
     num_machines = _count(args, file, "num_machines") or 1
     if num_processes is None:
         return
+    _check_device(file, num_processes)
     engine = str(file.get("distributed_type", "")).upper()
     if engine in _ONE_PROCESS and num_processes > num_machines and not args.use_fsdp and args.mpirun_hostfile is None:
         raise ValueError(
@@ -112,6 +115,17 @@ def _check_engine(args: argparse.Namespace, file: dict[str, Any]) -> None:
         raise ValueError(
             f"ZeRO++ builds on FSDP2: expected fsdp_version 2, got {version}. Set `fsdp_version: 2` under `fsdp_config:` in the "
             f"config file (or pass --fsdp_version 2), or set {ENV_ENABLED}=0."
+        )
+
+
+def _check_device(file: dict[str, Any], num_processes: int) -> None:
+    """Raise ``ValueError`` if Accelerate will find no device for several ranks: it would train on each rank by itself."""
+    uses_cpu = file.get("use_cpu") or str(os.environ.get("ACCELERATE_USE_CPU")).lower() in ("1", "true", "yes", "on")
+    if num_processes > 1 and not uses_cpu and not torch.accelerator.is_available():
+        raise ValueError(
+            f"expected an accelerator on this machine for the {num_processes} ranks, got none: each rank would train by itself, "
+            "and all would write to the same files. To train on CPU, set `use_cpu: true` in the config file. Otherwise find out "
+            "why torch sees no accelerator here (`hf-zeropp env`)."
         )
 
 

@@ -47,7 +47,13 @@ from hf_zeropp.apply import ZeroPPHandle
 from hf_zeropp.compat import check_seams
 from hf_zeropp.fsdp.first_use import on_first_use
 from hf_zeropp.fsdp.units import find_sharded_modules
-from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_all_or_none, let_stock_plugin_count_on_cpu, use_plugin
+from hf_zeropp.integrations.accelerate import (
+    ZeroPPPlugin,
+    check_all_or_none,
+    check_ranks_meet,
+    let_stock_plugin_count_on_cpu,
+    use_plugin,
+)
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.step_log import StepLog
 from hf_zeropp.integrations.trainer_resume import patch_trainer
@@ -331,11 +337,12 @@ def feeds_engine(args: TrainingArguments) -> bool:
 
 
 def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
-    """Check that the Trainer will shard with FSDP2, or that the model is sharded.
+    """Check that the ranks meet, and that the Trainer will shard with FSDP2 or the model is sharded.
 
     Raises:
-        ValueError: neither holds.
+        ValueError: one of these does not hold.
     """
+    check_ranks_meet()
     state = AcceleratorState()
     if args.deepspeed or state.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError("ZeroPPCallback and DeepSpeed exclude each other: drop `deepspeed`, set `fsdp=True`.")

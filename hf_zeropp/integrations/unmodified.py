@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from hf_zeropp.apply import has_handles
 from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig
 from hf_zeropp.fsdp.units import find_sharded_modules
-from hf_zeropp.integrations.accelerate import ZeroPPPlugin
+from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_ranks_meet
 from hf_zeropp.switch import is_enabled
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,7 @@ def _patch_accelerator() -> None:
         self: Accelerator, *args: Any, fsdp_plugin: FullyShardedDataParallelPlugin | None = None, **kwargs: Any
     ) -> None:
         original(self, *args, fsdp_plugin=_plugin_for(fsdp_plugin), **kwargs)
+        check_ranks_meet()
 
     setattr(initialize, _PATCHED, True)
     Accelerator.__init__ = initialize  # type: ignore[method-assign]
@@ -165,10 +166,18 @@ def check_use() -> None:
 
 
 def _remedy(found: str) -> str:
+    # Accelerate's launcher exports this variable in any case. Behind another launcher nothing reads a file of Accelerate's.
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:
+        shard = "Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config"
+    else:
+        shard = (
+            "This launcher (torchrun) tells Accelerate nothing: export ACCELERATE_USE_FSDP=true and FSDP_VERSION=2, on CPU also "
+            "ACCELERATE_USE_CPU=true"
+        )
     return (
         "no model runs under ZeRO++, though this job was started with it: expected a model that Accelerate or a Trainer shards "
-        f"with FSDP2, got {found}. Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config (or pass --fsdp "
-        f"full_shard to a script of the Trainer's), or call apply_zeropp(model). {ENV_ENABLED}=0 trains without ZeRO++."
+        f"with FSDP2, got {found}. {shard} (or pass --fsdp full_shard to a script of the Trainer's), or call "
+        f"apply_zeropp(model). {ENV_ENABLED}=0 trains without ZeRO++."
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from accelerate.state import AcceleratorState
 from harness import run_ranks
 from test_trl import phrases, tokenizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -82,6 +85,41 @@ def test_a_script_that_never_shards_fails_at_its_end(tmp_path: Path, monkeypatch
     assert "AdamW" in ran.stderr and "no model runs under ZeRO++" in ran.stderr and "call apply_zeropp" in ran.stderr
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert subprocess.run(command, capture_output=True).returncode == 0
+
+
+ALONE = {
+    "plugin": "from accelerate import Accelerator\nfrom hf_zeropp import ZeroPPPlugin\nAccelerator(fsdp_plugin=ZeroPPPlugin())\n",
+    "unmodified": "from accelerate import Accelerator\nAccelerator()\n",
+    "trainer": (
+        "import torch, transformers\nfrom hf_zeropp import ZeroPPCallback\narguments = transformers.TrainingArguments('out')\n"
+        "transformers.Trainer(torch.nn.Linear(4, 1), arguments, callbacks=[ZeroPPCallback()])\n"
+    ),
+}
+
+
+def start_without_device(rank: int, folder: str) -> list[str]:
+    """Run each script in a folder of this rank's, and return what it says."""
+    said = []
+    for name, body in ALONE.items():
+        place = Path(folder) / f"{name}_{rank}"
+        place.mkdir()
+        os.chdir(place)
+        Path("script.py").write_text(f"{body}open('written', 'w')\n")
+        AcceleratorState._reset_state(reset_partial_state=True)
+        sys.argv = ["python", "script.py"]
+        with pytest.raises(ValueError) as error:
+            run.main() if name == "unmodified" else runpy.run_path("script.py")
+        said.append(str(error.value))
+        assert os.listdir() == ["script.py"]
+    return said
+
+
+def test_ranks_that_accelerate_does_not_join_stop_before_they_write(tmp_path: Path) -> None:
+    """There is no device, and nothing says that the CPU is to be used. Each rank would be the main process."""
+    env = {"ACCELERATE_USE_CPU": "false", "CUDA_VISIBLE_DEVICES": ""}
+    for rank, said in enumerate(run_ranks(start_without_device, 2, str(tmp_path), env=env, init=False)):
+        for message in said:
+            assert f"rank {rank} of 2" in message and "export ACCELERATE_USE_CPU=true" in message
 
 
 def save_model_and_data(folder: Path) -> list[str]:

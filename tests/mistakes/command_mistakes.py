@@ -26,14 +26,17 @@ def command(name: str, line: str, *words: str, env: dict[str, str] | None = None
     return Mistake(name, lambda: cli.main(line.split()), words, env or {})
 
 
-def launch(name: str, change: dict[str, Any], *words: str, line: str = "script.py", **env: str) -> Mistake:
+def launch(
+    name: str, change: dict[str, Any], *words: str, line: str = "script.py", has_device: bool = True, **env: str
+) -> Mistake:
     """A launch with the file ``config.yaml``: FSDP2 on four ranks, with some of its keys changed."""
 
     def make() -> None:
         Path("script.py").touch()
         Path("config.yaml").write_text(yaml.safe_dump(FSDP2 | change))
         # A job that starts is a mistake that was not noticed.
-        with mock.patch("hf_zeropp.integrations.launch.launch_command") as started:
+        device = mock.patch("torch.accelerator.is_available", return_value=has_device)
+        with device, mock.patch("hf_zeropp.integrations.launch.launch_command") as started:
             cli.main(["launch", "--config_file", "config.yaml", *line.split()])
         assert not started.called, "a job was started"
 
@@ -67,6 +70,7 @@ COMMANDS = [
     launch("a module that is not there", {}, "no module 'gone.module'", line="-m gone.module"),
     launch("a misspelt command of trl", {}, "no module 'trl.scripts.stf'", line="trl stf"),
     launch("no process", {"num_processes": 0}, "num_processes", "positive int", "got 0", "--num_processes"),
+    launch("no device for the ranks", {"use_cpu": False}, "got none", "4 ranks", "`use_cpu: true`", has_device=False),
     launch("processes in words", {"num_processes": "four"}, "num_processes", "positive int", "got 'four'"),
     launch("processes of a flag", {}, "num_processes", "got -2", line="--num_processes -2 script.py"),
     launch("machines of different sizes", {"num_machines": 3}, "a multiple of num_machines=3", "Change one"),

@@ -113,6 +113,14 @@ JOBS = [
         ZEROPP_QWZ_BITZ="8",
     ),
     job(
+        "ranks without a device under the stock launcher",
+        script("from hf_zeropp import ZeroPPPlugin", "fsdp_plugin=ZeroPPPlugin()"),
+        *("takes it for the only one", "of 2", "export ACCELERATE_USE_CPU=true"),
+        launcher=STOCK,
+        ACCELERATE_USE_CPU="false",
+        CUDA_VISIBLE_DEVICES="",
+    ),
+    job(
         "a variable on one rank",
         script("os.environ['ZEROPP_QGZ_BITS'] = '8' if rank else '4'"),
         *("Ranks must agree on ZeRO++'s settings", "qgz_bits", "rank 1"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -107,6 +108,15 @@ def first_step_of(model: torch.nn.Module, rank: int) -> None:
     steps.check_use()
 
 
+def launched_by(launcher: str, make: Callable[[], object]) -> None:
+    """Make a mistake as a script that this launcher has started: Accelerate's exports its precision, torchrun nothing."""
+    with mock.patch.dict("os.environ"):
+        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
+        if launcher == "accelerate":
+            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        make()
+
+
 def late_callback() -> None:
     trainer = Trainer(tiny_model(), training_arguments("out", None, fsdp=None, fsdp_config=None))
     trainer.add_callback(ZeroPPCallback())
@@ -167,6 +177,16 @@ RANKS = [
         "replicas by hand",
         lambda rank: first_step_of(DistributedDataParallel(make_lm()), rank),
         *("no model runs under ZeRO++", "DistributedDataParallel", "ZEROPP_ENABLED=0"),
+    ),
+    on_ranks(
+        "replicas behind torchrun",
+        lambda rank: launched_by("torchrun", lambda: first_step_of(DistributedDataParallel(make_lm()), rank)),
+        *("no model runs under ZeRO++", "export ACCELERATE_USE_FSDP=true and FSDP_VERSION=2", "ZEROPP_ENABLED=0"),
+    ),
+    on_ranks(
+        "replicas behind Accelerate's launcher",
+        lambda rank: launched_by("accelerate", lambda: first_step_of(DistributedDataParallel(make_lm()), rank)),
+        *("no model runs under ZeRO++", "Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config"),
     ),
     on_ranks(
         "a callback without FSDP",
