@@ -131,6 +131,7 @@ def test_the_threshold_of_malloc_is_set_on_cpu_and_left_to_the_user(
     (tmp_path / "script.py").touch()
     config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "use_cpu": is_cpu})
     monkeypatch.setattr(launcher, "launch_command", lambda args: None)
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # else a job that is not for the CPU is refused
     os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
     os.environ.update(variables)
     cli.main(["launch", "--config_file", config, str(tmp_path / "script.py")])
