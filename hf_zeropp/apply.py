@@ -28,6 +28,7 @@ from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather, CountedWeightGather, UnitWarnings, WeightGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.freshness import Freshness
+from hf_zeropp.fsdp.frozen_gather import FrozenGather, install_frozen_gathers
 from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
@@ -40,7 +41,6 @@ from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.plan import Plan, agree, check_all_served, log_inactive, require_process_group
 from hf_zeropp.traffic import (
     GATHER_CROSS,
-    GATHER_FROZEN,
     GATHER_NODE,
     GATHER_RESYNC,
     REDUCE_CROSS,
@@ -151,14 +151,13 @@ class ZeroPPHandle:
         # buffer for each of them.
         buffers = WireBuffers()
         gathers = self._install_gathers(plan, buffers)
+        self.fsdp2_gathers += install_frozen_gathers(model, self.frozen_units, self.traffic)
         if self.units:
             self._decisions = self._install_reduces(gathers, buffers)
             # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
             hook_passes(model, self._decisions)
             self._follow_weights(model)
             self._warn_of_fallbacks()
-        for unit in self.frozen_units:  # within the node
-            self._count(unit, CountedAllGather(unit, self.traffic, GATHER_FROZEN))
 
     @property
     def is_active(self) -> bool:
@@ -359,7 +358,8 @@ class ZeroPPHandle:
         weakref.finalize(self, channel.close).atexit = False
         # Sizes of changed words are exchanged for all units together, so these are started ahead in any case.
         ahead, steps = self._overlaps or self.config.sends_changes, self._micro_steps
-        decisions = Decisions(gathers, steps, pipeline, self.traffic, channel, self._beside, starts_ahead=ahead)
+        frozen = [gather for gather in self.fsdp2_gathers if isinstance(gather, FrozenGather)]
+        decisions = Decisions(gathers, frozen, steps, pipeline, self.traffic, channel, self._beside, starts_ahead=ahead)
         for unit in self.units:
             comm = ZeroPPReduceScatter(
                 unit, hops, self.config, self.traffic, self._warnings, steps, pipeline, decisions, self._beside

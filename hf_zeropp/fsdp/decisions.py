@@ -32,6 +32,7 @@ from hf_zeropp.fsdp.backward import Backward, current_backward, require_backward
 from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.freshness import Change
+from hf_zeropp.fsdp.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
@@ -68,6 +69,7 @@ class Decisions:
 
     Args:
         gathers: the gathers of all units over the world, in module order.
+        frozen: the gathers of all units over a node.
         micro_steps: where training stands.
         pipeline: reductions under way; None where streams overlap.
         traffic: counts micro-steps.
@@ -82,6 +84,7 @@ class Decisions:
     def __init__(
         self,
         gathers: Sequence[WeightGather],
+        frozen: Sequence[FrozenGather],
         micro_steps: MicroSteps,
         pipeline: ReducePipeline | None,
         traffic: Traffic,
@@ -92,6 +95,7 @@ class Decisions:
     ) -> None:
         self.reduces: list[ZeroPPReduceScatter] = []
         self._gathers = list(gathers)
+        self._frozen = list(frozen)
         self._micro_steps = micro_steps
         self._pipeline = pipeline
         self._traffic = traffic
@@ -168,6 +172,8 @@ class Decisions:
             for gather, asked in zip(self._gathers, asks, strict=True)
         ]
         facts = [_structure_digest(self._structure(index)) for index in range(len(self._gathers))]
+        # A rank on which a frozen weight thaws refuses to gather it, and the others would wait.
+        facts.append(_structure_digest(self._thawed()))
         # The order matters: until the statements were compared, a rank does not know that the others have as many
         # unfinished reductions, and finishing one runs collectives.
         largest = self._ask(moment, detail, facts, changes, self._statement(action, self._describe_structure)).largest()
@@ -291,6 +297,9 @@ class Decisions:
         # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
         return self._gathers[index].unit.structure(), self.reduces[index].without_gradient
 
+    def _thawed(self) -> tuple[str, ...]:
+        return tuple(name for gather in self._frozen for name in gather.thawed())
+
     def _statement(self, action: str, describe: Callable[[int], str]) -> Callable[[], Statement]:
         """Return a function that makes this rank's statement. ``describe`` gives the fact of the unit with an index."""
         under_way = self._num_under_way
@@ -298,6 +307,7 @@ class Decisions:
         def make() -> Statement:
             facts = {f"unit {gather.unit.name}": describe(index) for index, gather in enumerate(self._gathers)}
             facts["the number of reductions that a backward pass left unfinished"] = str(under_way)
+            facts["what was frozen and trains now"] = ", ".join(self._thawed()) or "nothing"
             return Statement(action, facts)
 
         return make

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any, cast
@@ -36,6 +37,8 @@ from hf_zeropp.frozen.units import broadcast_rest, frozen_parameters, is_sharded
 from hf_zeropp.integrations.lora import peft_targets  # noqa: F401 - shows packed experts to PEFT
 from hf_zeropp.integrations.wrap_policy import embeddings_found
 from hf_zeropp.ops.frozen_format import FrozenFormat
+
+logger = logging.getLogger(__name__)
 
 _PATCHED = "_zeropp_drops_frozen"
 
@@ -228,3 +231,10 @@ def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], froze
         )
     for group in optimizer.param_groups:
         group["params"] = [param for param in group["params"] if param.requires_grad or param in adapters]
+    if frozen and (not dist.is_initialized() or dist.get_rank() == 0):
+        logger.warning(
+            "%d frozen parameters (%s, ...) were taken out of the %s. Those that shall train must be trainable before prepare.",
+            len(frozen),
+            names[frozen[0]],
+            type(optimizer).__name__,
+        )

@@ -157,12 +157,15 @@ def test_a_base_quantized_by_another_library_is_refused():
         quantize_frozen(layer, 4)
 
 
-def test_optimizers_lose_frozen_parameters_or_are_refused():
+def test_optimizers_lose_frozen_parameters_or_are_refused(caplog):
     model = with_adapter(tiny_llama())
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="frozen parameters .*if param.requires_grad"):
         drop_frozen(optimizer, [model], frozen_bits=4)
     drop_frozen(optimizer, [model], frozen_bits=None)
+    assert (
+        f"{sum(not param.requires_grad for param in model.parameters())} frozen parameters (base_model." in caplog.text
+    )
     assert {id(param) for param in optimizer.param_groups[0]["params"]} == {id(param) for param in trainable(model)}
     stale = torch.optim.AdamW(model.parameters())
     quantize_frozen(model, 4)

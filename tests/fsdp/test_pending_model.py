@@ -134,7 +134,7 @@ class Model:
         self.pipeline = ReducePipeline() if overlap else None
         gathers = [NoGather(unit, AlwaysFresh()) for unit in self.units]
         self.decisions = CountedDecisions(
-            gathers, self.micro_steps, self.pipeline, traffic, Channel(world), starts_ahead=False
+            gathers, [], self.micro_steps, self.pipeline, traffic, Channel(world), starts_ahead=False
         )
         hops = TwoHopReduce(Hop("node", world, traffic), Hop("cross", world, traffic), WireBuffers())
         config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None)

@@ -1,0 +1,72 @@
+"""The gather of a frozen unit, which lies within a node, and the refusal of weights in it that thaw.
+
+The ranks over which a gradient is averaged are chosen when a model is prepared: the world for what trains then, and nothing for
+what is frozen. A frozen weight that is made trainable later (gradual unfreezing) would get the mean over its node alone, and the
+copies of the nodes would go apart for good. So the next gather of such a weight raises an error.
+Weights that were frozen and are sharded over the world may thaw (``decisions.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from hf_zeropp.fsdp.comm_objects import CountedAllGather
+from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.traffic import GATHER_FROZEN, Traffic
+
+
+class FrozenGather(CountedAllGather):
+    """FSDP2's own gather of a frozen unit within its node.
+
+    Args:
+        unit: the unit.
+        names: of its parameters, in the order of the unit.
+        traffic: counts its bytes.
+    """
+
+    def __init__(self, unit: Unit, names: Sequence[str], traffic: Traffic) -> None:
+        super().__init__(unit, traffic, GATHER_FROZEN)
+        self._names = names
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather as FSDP2 does.
+
+        Raises:
+            ValueError: a weight of the unit was made trainable. Ranks agreed on which before (``decisions.py``).
+        """
+        if thawed := list(self.thawed()):
+            raise ValueError(
+                f"{', '.join(thawed)} was made trainable after the model was prepared (rank {dist.get_rank()}). It was frozen "
+                f"then, and is sharded over the {group.size()} ranks of a node: gradients would be averaged over the node alone, "
+                "and nodes would train different copies. Set requires_grad before `prepare` (or shard_frozen). To unfreeze "
+                "later, save the model, load it anew, set requires_grad, and prepare that."
+            )
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    def thawed(self) -> Iterator[str]:
+        """Iterate over the names of the unit's parameters that are trainable now."""
+        if self.unit.trains:
+            yield from (name for name, param in zip(self._names, self.unit.params, strict=True) if param.requires_grad)
+
+
+def install_frozen_gathers(model: nn.Module, units: Sequence[Unit], traffic: Traffic) -> list[FrozenGather]:
+    """Let FSDP2 gather the frozen units of ``model`` through gathers of this kind, and return them."""
+    # A frozen unit's modules are none of the model's: they do not tell where a parameter is used. Before the first
+    # forward pass the model shows the sharded parameters themselves.
+    found = {id(param): name for name, param in model.named_parameters()}
+    gathers = []
+    for unit in units:
+        shards = zip(unit.params, unit.param_shards(), strict=True)
+        gathers.append(FrozenGather(unit, [found.get(id(param), shard.name) for param, shard in shards], traffic))
+        unit.set_all_gather(gathers[-1])
+    return gathers
