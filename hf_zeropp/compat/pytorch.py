@@ -154,7 +154,7 @@ PYTORCH: tuple[Seam, ...] = (
             ),
             *("_module_info", "_sharded_local_tensor", "_sharded_param_data"),
         ),
-        used_by=("fsdp.units",),
+        used_by=("fsdp.shards", "fsdp.units"),
         why="Name, sizes and memory of a parameter's shard, and its gradient before the reduction.",
         if_moved=ON_USE,
     ),
@@ -172,7 +172,7 @@ PYTORCH: tuple[Seam, ...] = (
         owner=f"{_PARAM}:FSDPParam",
         # It is read with a default, which is right for torch 2.14 and earlier.
         names=("sharded_grad_dtype",),
-        used_by=("fsdp.units",),
+        used_by=("fsdp.shards",),
         why="The dtype in which gradients are reduced where the policy names none.",
         if_moved="Gradients are taken to be reduced in another dtype, and bytes are predicted wrongly.",
         is_silent=True,
@@ -183,7 +183,7 @@ PYTORCH: tuple[Seam, ...] = (
         # It is read with a default, because FSDP2 sets it at the first gather. A name that is gone would look like a
         # parameter that was never gathered.
         names=("_unsharded_param",),
-        used_by=("fsdp.units",),
+        used_by=("fsdp.shards",),
         why="A parameter whose gathered form has no gradient is left out of the flat gradient.",
         if_moved="All parameters count as parameters without a gradient, and theirs are lost.",
         is_silent=True,
@@ -191,7 +191,7 @@ PYTORCH: tuple[Seam, ...] = (
     Seam(
         owner=f"{_PARAM}:FSDPParam",
         names=("fsdp_pre_all_gather",),
-        used_by=("fsdp.units",),
+        used_by=("fsdp.shards", "fsdp.units"),
         why="A tensor that defines this method makes its own input to a gather.",
         if_moved="Deltas are taken of memory that is not what FSDP2 gathers, and the weights drift apart.",
         relation=Relation.READS,

@@ -1,10 +1,12 @@
-"""One parameter of a unit in a flat shard, and in a flat gradient."""
+"""One parameter of a unit in a flat shard, and in a flat gradient, as FSDP2 knows it."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
 
+import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
 
@@ -37,3 +39,53 @@ class ReducedShard(NamedTuple):
     shard: ParamShard
     param: DTensor
     has_gradient: bool
+
+
+def shard_of(fsdp_param: FSDPParam) -> ParamShard:
+    """Describe the parameter's part of a flat shard."""
+    return ParamShard(
+        name=fsdp_param._module_info.param_name,
+        padded_numel=fsdp_param.padded_sharded_param_size.numel(),
+        numel=fsdp_param.sharded_size.numel(),
+        ndim=fsdp_param.sharded_param.ndim,
+    )
+
+
+def is_extension(fsdp_param: FSDPParam) -> bool:
+    """Return whether the parameter is a tensor subclass that makes the input of its gather itself."""
+    return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
+
+
+def gather_dtype_of(fsdp_param: FSDPParam) -> torch.dtype:
+    """Return the dtype in which a parameter is gathered. FSDP2 casts floating-point parameters alone."""
+    dtype = fsdp_param.sharded_param.dtype
+    return (fsdp_param.mp_policy.param_dtype if dtype.is_floating_point else None) or dtype
+
+
+def reduce_dtype_of(fsdp_param: FSDPParam) -> torch.dtype:
+    """Return the dtype in which FSDP2 reduces the gradient of a parameter that is alone in its unit."""
+    policy = fsdp_param.mp_policy
+    computed = policy.param_dtype or fsdp_param.sharded_param.dtype
+    # Up to torch 2.14 FSDP2 reduces a gradient in the dtype in which backward made it.
+    return policy.reduce_dtype or grad_dtype_of(fsdp_param) or computed
+
+
+def grad_dtype_of(fsdp_param: FSDPParam) -> torch.dtype | None:
+    """Return the dtype in which a parameter keeps its gradient: ``grad_dtype``, by default its own, since torch 2.15.
+
+    None takes gradients as backward makes them, as FSDP2 does up to torch 2.14.
+    """
+    return getattr(fsdp_param, "sharded_grad_dtype", None)
+
+
+def gets_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
+    """Return whether FSDP2's next reduction takes a gradient of this parameter. The condition is FSDP2's own.
+
+    ``fills_in``: FSDP2 was told to reduce zeros for parameters without a gradient.
+    """
+    # FSDP2 sets the attribute at a parameter's first gather.
+    unsharded = getattr(fsdp_param, "_unsharded_param", None)
+    if unsharded is None:
+        return False
+    has_own = fsdp_param.unsharded_accumulated_grad is not None or unsharded.grad is not None
+    return has_own or (fills_in and unsharded.requires_grad)

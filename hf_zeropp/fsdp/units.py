@@ -1,4 +1,4 @@
-"""The units of an FSDP2 model: every private name of FSDP2 that this package reads stands in this file.
+"""The units of an FSDP2 model: private names of FSDP2 that this package reads stand in this file and in shards.py.
 
 A unit is one FSDP2 communication group: the parameters of one ``fully_shard`` call, which are gathered and reduced
 together. FSDP2's public hooks (``set_custom_all_gather``, ``set_custom_reduce_scatter``) hand us flat tensors. To cut
@@ -26,13 +26,21 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     _get_gradient_divide_factors,
 )
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
-from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
+from hf_zeropp.fsdp.shards import (
+    ParamShard,
+    ReducedShard,
+    gather_dtype_of,
+    gets_gradient,
+    grad_dtype_of,
+    is_extension,
+    reduce_dtype_of,
+    shard_of,
+)
 from hf_zeropp.ops.format import FLOAT_DTYPES
 
 __all__ = [
@@ -86,7 +94,7 @@ class Unit:
     @functools.cached_property
     def _shards(self) -> tuple[ParamShard, ...]:
         # FSDP2 cuts parameters once, in ``fully_shard``. Parameters that are replaced later must have the same sizes.
-        return tuple(map(_shard_of, self._group.fsdp_params))
+        return tuple(map(shard_of, self._group.fsdp_params))
 
     @property
     def _reduction_order(self) -> Sequence[int]:
@@ -124,7 +132,7 @@ class Unit:
             # FSDP2 leaves parameters without a gradient out of the flat tensor that it reduces, and does not say
             # which. They are noted here, because it takes the gradients off the parameters next.
             fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
-            self._have_gradients = [_has_gradient(param, fills_in) for param in self._group.fsdp_params]
+            self._have_gradients = [gets_gradient(param, fills_in) for param in self._group.fsdp_params]
             before()
             try:
                 original(*args)
@@ -136,7 +144,7 @@ class Unit:
     def shard_bytes(self) -> int:
         """Bytes of the flat shard when dtypes are mixed and FSDP2 gathers it as bytes."""
         return sum(
-            shard.padded_numel * _gather_dtype(fsdp_param).itemsize
+            shard.padded_numel * gather_dtype_of(fsdp_param).itemsize
             for shard, fsdp_param in zip(self.param_shards(), self._group.fsdp_params, strict=True)
         )
 
@@ -160,13 +168,13 @@ class Unit:
     @property
     def param_dtype(self) -> torch.dtype:
         """The dtype in which weights are gathered (uint8 where dtypes are mixed, or tensors make their gather's input)."""
-        dtypes = set(map(_gather_dtype, self._group.fsdp_params))
+        dtypes = set(map(gather_dtype_of, self._group.fsdp_params))
         return dtypes.pop() if len(dtypes) == 1 and not self._has_extensions else torch.uint8
 
     @property
     def _has_extensions(self) -> bool:
         """Whether a parameter is a tensor subclass that makes the input of its gather itself, of any size and dtypes."""
-        return any(map(_is_extension, self._group.fsdp_params))
+        return any(map(is_extension, self._group.fsdp_params))
 
     @property
     def reduce_dtype(self) -> torch.dtype:
@@ -174,7 +182,9 @@ class Unit:
         trainable = [param for param in self._group.fsdp_params if param.sharded_param.requires_grad]
         # Nothing is reduced in a frozen unit, and not every two dtypes of weights can be promoted.
         return (
-            functools.reduce(torch.promote_types, set(map(_reduce_dtype, trainable))) if trainable else self.param_dtype
+            functools.reduce(torch.promote_types, set(map(reduce_dtype_of, trainable)))
+            if trainable
+            else self.param_dtype
         )
 
     @property
@@ -308,7 +318,7 @@ class Unit:
             f"{'' if grad_dtype in (None, param.dtype) else f', its gradient in {grad_dtype}'}"
             f"{', with a gather of its own' if hasattr(local_tensor_of(param), 'fsdp_pre_all_gather') else ''}"
             for shard, param, grad_dtype in zip(
-                self.param_shards(), self.params, map(_grad_dtype, self._group.fsdp_params), strict=True
+                self.param_shards(), self.params, map(grad_dtype_of, self._group.fsdp_params), strict=True
             )
         ]
 
@@ -322,12 +332,12 @@ class Unit:
     @property
     def grad_dtypes(self) -> set[torch.dtype | None]:
         """The dtypes in which trainable parameters keep their gradients; None where FSDP2 takes them as they are."""
-        return {_grad_dtype(param) for param in self._group.fsdp_params if param.sharded_param.requires_grad}
+        return {grad_dtype_of(param) for param in self._group.fsdp_params if param.sharded_param.requires_grad}
 
     def structure(self) -> tuple[object, ...]:
         """Return what chooses collectives and their sizes: facts of each parameter, and "has an all-reduce hook"."""
         # This runs before every forward pass, so it goes through the parameters once.
-        params = ((fsdp_param.sharded_param, _grad_dtype(fsdp_param)) for fsdp_param in self._group.fsdp_params)
+        params = ((fsdp_param.sharded_param, grad_dtype_of(fsdp_param)) for fsdp_param in self._group.fsdp_params)
         return (
             *(
                 (param.requires_grad, param.dtype, grad_dtype, len(param._post_accumulate_grad_hooks or ()) > 0)
@@ -335,54 +345,6 @@ class Unit:
             ),
             self._group._all_reduce_hook is not self._behind,
         )
-
-
-def _shard_of(fsdp_param: FSDPParam) -> ParamShard:
-    return ParamShard(
-        name=fsdp_param._module_info.param_name,
-        padded_numel=fsdp_param.padded_sharded_param_size.numel(),
-        numel=fsdp_param.sharded_size.numel(),
-        ndim=fsdp_param.sharded_param.ndim,
-    )
-
-
-def _is_extension(fsdp_param: FSDPParam) -> bool:
-    return hasattr(fsdp_param._sharded_local_tensor, "fsdp_pre_all_gather")
-
-
-def _gather_dtype(fsdp_param: FSDPParam) -> torch.dtype:
-    """Return the dtype in which a parameter is gathered. FSDP2 casts floating-point parameters alone."""
-    dtype = fsdp_param.sharded_param.dtype
-    return (fsdp_param.mp_policy.param_dtype if dtype.is_floating_point else None) or dtype
-
-
-def _reduce_dtype(fsdp_param: FSDPParam) -> torch.dtype:
-    """Return the dtype in which FSDP2 reduces the gradient of a parameter that is alone in its unit."""
-    policy = fsdp_param.mp_policy
-    computed = policy.param_dtype or fsdp_param.sharded_param.dtype
-    # Up to torch 2.14 FSDP2 reduces a gradient in the dtype in which backward made it.
-    return policy.reduce_dtype or _grad_dtype(fsdp_param) or computed
-
-
-def _grad_dtype(fsdp_param: FSDPParam) -> torch.dtype | None:
-    """Return the dtype in which a parameter keeps its gradient: ``grad_dtype``, by default its own, since torch 2.15.
-
-    None takes gradients as backward makes them, as FSDP2 does up to torch 2.14.
-    """
-    return getattr(fsdp_param, "sharded_grad_dtype", None)
-
-
-def _has_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
-    """Return whether FSDP2's next reduction takes a gradient of this parameter. The condition is FSDP2's own.
-
-    ``fills_in``: FSDP2 was told to reduce zeros for parameters without a gradient.
-    """
-    # FSDP2 sets the attribute at a parameter's first gather.
-    unsharded = getattr(fsdp_param, "_unsharded_param", None)
-    if unsharded is None:
-        return False
-    has_own = fsdp_param.unsharded_accumulated_grad is not None or unsharded.grad is not None
-    return has_own or (fills_in and unsharded.requires_grad)
 
 
 def local_tensor_of(tensor: DTensor) -> torch.Tensor:
