@@ -7,6 +7,7 @@ import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.comm.topology import ShardGroups, get_topology, new_cpu_group
-from hf_zeropp.comm.two_hops import Rounding, TwoHopGather, TwoHopReduce
+from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.all_gather import MIXED_DTYPES, ZeroPPAllGather
@@ -34,7 +35,6 @@ from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.reduce_scatter import NO_WIRE_FORM, ZeroPPReduceScatter
-from hf_zeropp.fsdp.residual_state import load_residuals, save_residuals, state_file
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
 from hf_zeropp.ops.format import FLOAT_DTYPES
@@ -73,8 +73,7 @@ def apply_zeropp(
 
     Returns:
         The handle. A loop of your own calls ``set_last_micro_step`` (accumulation), ``set_progress`` (``qgz_until``),
-        ``set_loss_scale`` (error feedback with fp16), and ``save_state`` and ``load_state`` (exact resume with deltas, error
-        feedback or a 16-bit accumulator); ``traffic`` counts bytes.
+        and ``save_state`` and ``load_state`` beside checkpoints (exact resume with deltas); ``traffic`` counts bytes.
 
     Raises:
         ValueError: on every rank, if on any rank the model is not sharded over the whole world, the settings do not
@@ -141,8 +140,6 @@ class ZeroPPHandle:
         self.shares_memory = False
         self._warnings = UnitWarnings()
         self._micro_steps = MicroSteps(config.quantizes_gradients)
-        self._rounding = Rounding(self.topology.rank) if config.rounds_accumulator else None
-        self._keeps_state = config.rounds_accumulator or config.error_feedback_decay is not None
         self._decisions: Decisions | None = None
         if not self.is_active:
             log_inactive(self.topology, is_enabled=plan.is_enabled)
@@ -191,43 +188,35 @@ class ZeroPPHandle:
 
     def set_progress(self, fraction: float) -> None:
         """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
-        # Partial sums of quantized and of unquantized gradients do not add up (one kind may be rotated). While there
+        # Partial sums of quantized and of unquantized gradients do not add up. While there
         # are any, the change therefore waits for the next step.
         quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
         self._micro_steps.set_quantizes(quantizes, is_accumulating=self.partial_bytes() > 0)
 
-    def set_loss_scale(self, scale: float | Callable[[], float]) -> None:
-        """Tell the factor that losses are multiplied with (fp16), or give a function that tells it.
-
-        Error feedback needs it, because its residual is a residual of gradients with that factor. A GradScaler's function is
-        ``scaler.get_scale``. It is asked once per backward pass; on a GPU the host waits for the answer.
-        """
-        self._micro_steps.ask_loss_scale = scale if callable(scale) else lambda: scale
-
     def save_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
-        """Write this rank's part of what an exact resume needs besides weights and optimizer states.
+        """Let this run go on from a checkpoint as a run that is resumed from it does. Nothing is written to ``folder``.
 
-        Accelerate's and the Trainer's checkpoints do it. Call it on all ranks; ``index`` tells models apart.
+        Accelerate's and the Trainer's checkpoints do it. Call it on all ranks.
         """
         # A resumed run starts from the masters, and sends whole weights first. This run must do the same at its next
         # forward pass, or its secondary shards would keep the rounding of earlier deltas, and the two runs would
         # differ.
         for gather in self.gathers:
             gather.resync()
-        if self._keeps_state:
-            path = state_file(folder, self.topology.rank, index)
-            save_residuals(path, self.reduces, self.topology, self._rounding)
 
     def load_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
-        """Go on from what ``save_state`` wrote; from residuals and random numbers of a new run where that does not fit."""
+        """Go on from a checkpoint whose weights were just loaded. Call it on all ranks; ``index`` tells models apart."""
         # Weights were usually loaded just before. On accelerators a load that writes through pointers moves no
         # version counter.
         self.invalidate()
-        path = state_file(folder, self.topology.rank, index)
-        if self._keeps_state:
-            load_residuals(path, self.reduces, self.topology, self._rounding)
-        elif path.exists() and self.topology.rank == 0:  # one rank says it for all: each has a file of its own
-            logger.warning("The residuals in %s are left out, because error feedback is off.", path.parent)
+        # Earlier versions wrote one file per rank: residuals of error feedback, and a count of random numbers.
+        path = Path(folder, f"zeropp_{index}_rank_{self.topology.rank}.safetensors")
+        if self.topology.rank == 0 and path.exists():  # one rank says it for all
+            logger.warning(
+                "%s holds residuals of error feedback, which this version does not have: they are left out, and the first "
+                "steps differ a little from those of the run that saved them. The files zeropp_* can be deleted.",
+                path.parent,
+            )
 
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""
@@ -272,10 +261,6 @@ class ZeroPPHandle:
     def secondary_bytes(self) -> int:
         """Bytes this rank holds in secondary shards."""
         return sum(gather.secondary_bytes() for gather in self.gathers)
-
-    def residual_bytes(self) -> int:
-        """Bytes this rank holds for error feedback."""
-        return sum(reduce.residual.nbytes() for reduce in self.reduces)
 
     def partial_bytes(self) -> int:
         """Bytes this rank holds in accumulated partial gradients."""
@@ -345,11 +330,10 @@ class ZeroPPHandle:
         return TwoHopGather(cross, node, buffers, memory, resync)
 
     def _install_reduces(self, gathers: list[WeightGather], buffers: WireBuffers) -> Decisions:
-        is_async = self._overlaps or self.config.qgz_chunks > 1  # chunks overlap with each other on any backend
-        node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=is_async)
-        is_async |= self._beside is not None  # FSDP2 goes on before the hop has ended
+        node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=self._overlaps)
+        is_async = self._overlaps or self._beside is not None  # FSDP2 goes on before the hop has ended
         cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=is_async)
-        hops = TwoHopReduce(node, cross, buffers, self.config.qgz_chunks, self._rounding)
+        hops = TwoHopReduce(node, cross, buffers, getattr(torch, self.config.qgz_accumulator))
         # On streams FSDP2 overlaps reductions by itself. On gloo a collective blocks the only thread.
         pipeline = ReducePipeline() if self._overlaps else None
         # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
@@ -421,10 +405,7 @@ class ZeroPPHandle:
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
         held = _params_of(optimizer)
-        stepped = [reduce for reduce in self.reduces if reduce.unit.has_param_of(held)]
-        for reduce in stepped:
-            reduce.residual.after_optimizer_step()
-        if stepped:  # an optimizer of another model does not count
+        if any(reduce.unit.has_param_of(held) for reduce in self.reduces):  # one of another model does not count
             self.traffic.end_optimizer_step()
         for gather in self._weight_gathers:
             if gather.unit.has_param_of(held):

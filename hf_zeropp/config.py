@@ -12,26 +12,20 @@ says when to change which setting, and how to add one.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
-from hf_zeropp.other_names import DEEPSPEED_BLOCK, hint, nearest, translate_deepspeed
+from hf_zeropp.other_names import DEEPSPEED_BLOCK, REMOVED, hint, nearest, translate_deepspeed
 from hf_zeropp.setting_checks import (
     Check,
     flag,
     fraction,
-    int_between,
     one_of,
     positive_int_or,
-    weight_or_word,
 )
-
-logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "ZEROPP_"
 ENV_CONFIG_FILE = "ZEROPP_CONFIG_FILE"
@@ -41,8 +35,6 @@ BLOCK = "zeropp_config"
 """The key under which a file of another program (Accelerate's) holds our settings."""
 ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"})
 """Variables with our prefix that are no fields of the config."""
-
-MAX_CHUNKS = 64
 
 DEFAULT_BITS = 8
 WEIGHT_MODES = ("values", "delta", "exact", "auto")
@@ -61,22 +53,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "pcie": {"ranks_per_node": 1, "hpz_size": None},
 }
 """Settings under a name. ``scripts/results/half_model.md`` holds what they cost in loss and save in bytes."""
-
-EXPERIMENTAL = frozenset({"qgz_chunks", "qgz_hadamard", "qgz_error_feedback", "qgz_reset_steps"})
-"""Settings that are tested for correctness but have shown no gain in loss or step time yet. They may change or go."""
-
-
-REMOVED: dict[str, str] = {
-    "qwz_resync_steps": (
-        "deltas need no resync, because each one includes what the last one rounded away. "
-        "handle.invalidate() sends whole weights at the next forward pass."
-    ),
-    "weight_block": "256 weights share one scale, always. frozen_bits keeps a block of its own in each packed checkpoint.",
-    "grad_block": "128 gradients share one scale, always. qgz_bits=8 is more exact.",
-    "delta_block": "128 differences share one scale, always. qwz_bits=8 is more exact.",
-}
-"""Settings of earlier versions, each with a sentence that says what takes its place. What was learned of most of them stands in
-``scripts/results/what_did_not_pay.md``."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,19 +78,10 @@ class ZeroPPConfig:
         qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper trains the
             first part with qgZ and the rest without). The Trainer callback reports progress; other loops call
             ``handle.set_progress``.
-        qgz_chunks: number of pieces, 1 to 64, in which a unit's gradients are reduced. One piece crosses the nodes while
-            the next is exchanged within the node (paper section 4.1.2). Results are the same bit for bit. Experimental.
-        qgz_hadamard: rotate every 32 gradients by a Hadamard matrix before they are quantized and back afterwards, which
-            spreads a large gradient over its neighbours instead of coarsening their scale. Experimental.
-        qgz_error_feedback: ``"full"`` keeps what quantization across nodes rounded away in a residual (1/N of the model in
-            INT8 per rank) and adds it to the next step's gradients. A number in (0, 1] keeps a moving average in which
-            the newest error has this weight (LoCo, arXiv 2407.04480). ``"off"`` keeps none. Experimental.
-        qgz_reset_steps: number of optimizer steps after which the residual starts again at zero; None for never.
-            Experimental.
         qgz_accumulator: dtype in which a node keeps the gradient sums of micro-steps that are not the last: ``"float32"``, or
-            ``"bfloat16"``, which takes half of the memory. Sums are taken in fp32 all the same, and rounded at random, up or down
-            with the probabilities that keep the mean. It has no effect without accumulation, and with one node, where gradients
-            are FSDP2's own.
+            ``"bfloat16"``, which takes half of the memory. Sums are taken in fp32 all the same, and rounded to nearest: a sum
+            stops growing once what is added is under 1/256 of it, so take fp32 from some 64 micro-steps on. It has no effect
+            without accumulation, and with one node, where gradients are FSDP2's own.
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.
         overlap: start collectives early and finish them late on backends without streams (gloo); run cross hops beside node
@@ -135,10 +102,6 @@ class ZeroPPConfig:
     qgz_bits: int | None = 4
     qgz_intra_bits: int | None = 8
     qgz_until: float = 1.0
-    qgz_chunks: int = 1
-    qgz_hadamard: bool = False
-    qgz_error_feedback: float | Literal["off", "full"] = "off"
-    qgz_reset_steps: int | None = None
     qgz_accumulator: Literal["float32", "bfloat16"] = "float32"
     frozen_bits: int | None = None
     overlap: bool = True
@@ -146,8 +109,6 @@ class ZeroPPConfig:
     ranks_per_node: int | Literal["auto"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.qgz_error_feedback is False:  # YAML reads an unquoted `off` as false
-            object.__setattr__(self, "qgz_error_feedback", "off")
         # Each value is checked alone first. The rules below compare values, and may rely on each being of its type.
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
@@ -156,9 +117,6 @@ class ZeroPPConfig:
         one_of(*WEIGHT_BITS[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
         self._check_weights()
         self._check_gradients()
-        for field in dataclasses.fields(self):
-            if field.name in EXPERIMENTAL and getattr(self, field.name) != field.default:
-                _log_experimental(field.name)
 
     def _check_weights(self) -> None:
         """Raise ``ValueError`` where settings of the weights contradict each other."""
@@ -180,29 +138,6 @@ class ZeroPPConfig:
                 f"qgz_until={self.qgz_until} says when to stop quantizing gradients, but qgz_bits and "
                 "qgz_intra_bits are both None, so they never are. Set qgz_bits, or leave qgz_until at 1.0."
             )
-        if self.qgz_hadamard and None in (self.qgz_bits, self.qgz_intra_bits):
-            raise ValueError(
-                "qgz_hadamard rotates gradients for their quantization, in both hops: expected qgz_bits and "
-                f"qgz_intra_bits, got {self.qgz_bits} and {self.qgz_intra_bits}. Set both, or qgz_hadamard=False."
-            )
-        if self.error_feedback_decay is not None and self.qgz_bits is None:
-            raise ValueError(
-                "qgz_error_feedback returns what quantization across nodes leaves out, but qgz_bits=None leaves nothing "
-                'out. Set qgz_bits, or qgz_error_feedback="off".'
-            )
-        if self.qgz_reset_steps is not None and self.error_feedback_decay is None:
-            raise ValueError("qgz_reset_steps is for qgz_error_feedback, which is off. Set one, or leave the other.")
-
-    @property
-    def error_feedback_decay(self) -> float | None:
-        """The weight of the newest error in the residual: 1.0 for ``"full"``, None where no residual is kept."""
-        words = {"off": None, "full": 1.0}
-        return words[self.qgz_error_feedback] if isinstance(self.qgz_error_feedback, str) else self.qgz_error_feedback
-
-    @property
-    def rounds_accumulator(self) -> bool:
-        """Whether the gradient sums of micro-steps are kept in bf16, rounded at random."""
-        return self.qgz_accumulator == "bfloat16"
 
     @property
     def sends_deltas(self) -> bool:
@@ -300,14 +235,6 @@ def field_names() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(ZeroPPConfig))
 
 
-@functools.cache
-def _log_experimental(name: str) -> None:
-    """Log once per process and setting that it is experimental."""
-    logger.info(
-        "%s is experimental: it is tested, but has shown no gain in loss or step time yet, and may change.", name
-    )
-
-
 def check_unindented(file: Mapping[str, Any], path: str) -> None:
     """Raise if a setting stands at the top level of a file whose settings belong under ``zeropp_config:``.
 
@@ -401,10 +328,6 @@ _CHECKS: dict[str, Check] = {
     "qgz_bits": one_of(4, 8, 3, None),
     "qgz_intra_bits": one_of(4, 8, None),
     "qgz_until": fraction,
-    "qgz_chunks": int_between(1, MAX_CHUNKS),
-    "qgz_hadamard": flag,
-    "qgz_error_feedback": weight_or_word("off", "full"),
-    "qgz_reset_steps": positive_int_or(None),
     "qgz_accumulator": one_of("float32", "bfloat16"),
     "frozen_bits": one_of(8, 4, None),
     "overlap": flag,

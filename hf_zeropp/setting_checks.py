@@ -32,16 +32,6 @@ def positive_int_or(*words: Any) -> Check:
     return check
 
 
-def int_between(least: int, most: int) -> Check:
-    """Allow integers from ``least`` to ``most``."""
-
-    def check(name: str, value: Any) -> None:
-        if not _is_int(value) or not least <= value <= most:
-            raise ValueError(f"{name} must be an integer from {least} to {most}, got {value!r}.")
-
-    return check
-
-
 def flag(name: str, value: Any) -> None:
     """Allow True and False."""
     if not isinstance(value, bool):
@@ -52,17 +42,6 @@ def fraction(name: str, value: Any) -> None:
     """Allow numbers from 0 to 1."""
     if not _is_number(value) or not 0 <= value <= 1:
         raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}.")
-
-
-def weight_or_word(*words: str) -> Check:
-    """Allow numbers over 0 and up to 1, and ``words``."""
-
-    def check(name: str, value: Any) -> None:
-        if value not in words and not (_is_number(value) and 0 < value <= 1):
-            allowed = ", ".join(f'"{word}"' for word in words)
-            raise ValueError(f"{name} must be {allowed} or a number over 0 and up to 1, got {value!r}.")
-
-    return check
 
 
 def _is_int(value: Any) -> bool:

@@ -4,7 +4,6 @@ import ast
 import dataclasses
 import inspect
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 
 from hf_zeropp import ZeroPPConfig
 from hf_zeropp import config as config_module
-from hf_zeropp.config import EXPERIMENTAL, PRESETS, REMOVED, WEIGHT_BITS, field_names
+from hf_zeropp.config import PRESETS, WEIGHT_BITS, field_names
 from hf_zeropp.ops.format import QMAX
+from hf_zeropp.other_names import REMOVED
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "hf_zeropp" / "README.md"
@@ -51,14 +51,6 @@ def test_presets_are_defaults_with_a_name() -> None:
         ZeroPPConfig.preset("mintraffic")
 
 
-def test_error_feedback_takes_words_and_weights(tmp_path) -> None:
-    decays = {"off": None, False: None, "full": 1.0, 1.0: 1.0, 0.25: 0.25}
-    for value, decay in decays.items():
-        assert ZeroPPConfig(qgz_error_feedback=value).error_feedback_decay == decay
-    (tmp_path / "z.yaml").write_text("qgz_error_feedback: off\n")  # YAML reads a false
-    assert ZeroPPConfig.from_file(tmp_path / "z.yaml").qgz_error_feedback == "off"
-
-
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
@@ -79,15 +71,8 @@ def test_error_feedback_takes_words_and_weights(tmp_path) -> None:
         ({"qwz_mode": "exact", "hpz_size": None}, ["hpz_size", "node"]),
         ({"qwz_mode": "exact", "qwz_bits": 4}, ["qwz_bits (with qwz_mode 'exact')", "None", "4"]),
         ({"hpz_bits": 8}, ["hpz_bits", "delta"]),
-        ({"qgz_hadamard": 1}, ["qgz_hadamard", "1"]),
-        ({"qgz_hadamard": True, "qgz_intra_bits": None}, ["qgz_hadamard", "qgz_intra_bits", "None"]),
-        ({"qgz_error_feedback": "on"}, ["qgz_error_feedback", "'on'", "full"]),
-        ({"qgz_error_feedback": True}, ["qgz_error_feedback", "True"]),
-        ({"qgz_error_feedback": 1.5}, ["qgz_error_feedback", "1.5"]),
-        ({"qgz_error_feedback": "full", "qgz_bits": None}, ["qgz_error_feedback", "qgz_bits=None"]),
         ({"qgz_accumulator": "float16"}, ["qgz_accumulator", "float32", "bfloat16", "'float16'"]),
         ({"qgz_accumulator": None}, ["qgz_accumulator", "float32", "bfloat16", "None"]),
-        ({"qgz_reset_steps": 100}, ["qgz_reset_steps", "qgz_error_feedback"]),
         ({"qgz_until": 0.5, "qgz_bits": None, "qgz_intra_bits": None}, ["qgz_until", "qgz_bits", "None"]),
     ],
     ids=str,
@@ -207,8 +192,11 @@ def test_a_deepspeed_file_is_translated(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}, ["qgz_error_feedback to 1 - err_beta", "reset_T"]),
-        ({"zeropp_loco_param": {}}, ["zeropp_loco_param", "qgz_error_feedback"]),
+        (
+            {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
+            ["zeropp_loco_param", "error feedback was removed"],
+        ),
+        ({"zeropp_loco_param": {}}, ["zeropp_loco_param", "Remove the key"]),
         ({"zero_quantized_nontrainable_weights": True}, ["frozen_bits=8", "ZEROPP_FROZEN_BITS"]),
         ({"zero_quantised_hpz": 2}, ["Unknown ZeRO++ key 'zero_quantised_hpz'"]),
         ({"zero_quantized_weight": True}, ["Did you mean 'zero_quantized_weights'"]),
@@ -258,31 +246,17 @@ def test_the_remedies_for_deepspeed_keys_work(tmp_path) -> None:
     environ = {
         "ZEROPP_CONFIG_FILE": str(path),
         "ZEROPP_FROZEN_BITS": "8",
-        "ZEROPP_QGZ_ERROR_FEEDBACK": "0.2",
-        "ZEROPP_QGZ_RESET_STEPS": "1024",
     }
     config = ZeroPPConfig.from_env(environ)
-    assert (config.frozen_bits, config.error_feedback_decay, config.qgz_reset_steps) == (8, 0.2, 1024)
-
-
-def test_experimental_settings_are_logged_once(caplog) -> None:
-    config_module._log_experimental.cache_clear()
-    with caplog.at_level(logging.INFO, logger="hf_zeropp.config"):
-        ZeroPPConfig()
-        assert not caplog.records
-        for _ in range(2):
-            ZeroPPConfig(qgz_error_feedback="full", qgz_reset_steps=10)
-    assert [record.args[0] for record in caplog.records] == ["qgz_error_feedback", "qgz_reset_steps"]
+    assert (config.frozen_bits, config.qgz_bits) == (8, 4)
 
 
 def test_every_setting_is_checked_and_documented() -> None:
     assert {*config_module._CHECKS, "qwz_bits"} == set(field_names())
-    assert EXPERIMENTAL < set(field_names())
     # Without the indentation of the class, which Python 3.13 leaves out by itself.
     arguments = inspect.cleandoc(ZeroPPConfig.__doc__).split("Args:")[1].split("Raises:")[0]
     described = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", arguments, re.MULTILINE)
     assert [name for name, _ in described] == list(field_names())
-    assert {name for name, text in described if "Experimental." in text} == EXPERIMENTAL
 
 
 def table_of_settings(path: Path) -> dict[str, list[str]]:
@@ -301,7 +275,6 @@ def test_the_guide_lists_exactly_the_settings_with_their_defaults() -> None:
     defaults = {name: ast.literal_eval(default.strip("`")) for name, (_, default, _) in rows.items()}
     assert defaults == ZeroPPConfig().to_dict()
     assert list(rows) == list(field_names())
-    assert {name for name, (_, _, text) in rows.items() if text.startswith("Experimental.")} == EXPERIMENTAL
 
 
 def test_the_guide_names_values_that_are_allowed() -> None:

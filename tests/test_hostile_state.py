@@ -1,4 +1,4 @@
-"""Settings, residuals, shared memory and compiled libraries that an enemy or an accident put there are refused.
+"""Settings, shared memory and compiled libraries that an enemy or an accident put there are refused.
 
 Checkpoints are attacked in test_hostile_files.py.
 """
@@ -6,29 +6,19 @@ Checkpoints are attacked in test_hostile_files.py.
 from __future__ import annotations
 
 import ast
-import json
-import logging
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import hf_zeropp
-from hf_zeropp import ZeroPPConfig, ops
+from hf_zeropp import ZeroPPConfig
 from hf_zeropp.comm import node_memory
-from hf_zeropp.fsdp.error_feedback import LossScale, Residual
-from hf_zeropp.fsdp.residual_state import load_residuals, save_residuals, state_file
 from hf_zeropp.integrations.launch import launch
 from hf_zeropp.ops import native
-from hf_zeropp.ops.format import Segment, WireLayout
 
 PACKAGE = Path(__file__).parent.parent / "hf_zeropp"
 
@@ -62,129 +52,6 @@ def test_hostile_settings_are_refused_in_few_words(tmp_path, monkeypatch, attack
         return
     with pytest.raises(SystemExit, match="cannot read the config file"):  # Accelerate's file, with our block in it
         launch(["--config_file", str(tmp_path / name), "train.py"])
-
-
-# ---- Residuals of error feedback: a file that cannot be trusted starts them at zero, with a log line.
-
-LAYOUT = WireLayout([Segment(256, 8)], 128, torch.float32)
-NUM_NODES = 2
-TOPOLOGY = SimpleNamespace(world_size=4, ranks_per_node=2)
-UNIT = "layers.0"
-KEY = f"{UNIT}:0"
-
-
-def make_reduce() -> SimpleNamespace:
-    """Stand in for a comm object of reductions, with a residual of ones."""
-    residual = Residual(ZeroPPConfig(qgz_error_feedback="full"), LossScale())
-    wire = ops.quantize(torch.ones(NUM_NODES * 256), LAYOUT)
-    residual.restore([wire], {"kinds": [LAYOUT.spec], "scale": 1.0, "num_steps": 3}, torch.device("cpu"))
-    unit = SimpleNamespace(name=UNIT, trainable=True, device_type="cpu")
-    hops = SimpleNamespace(cross_hop=SimpleNamespace(size=NUM_NODES))
-    return SimpleNamespace(residual=residual, unit=unit, hops=hops)
-
-
-def rewrite(path: Path, new: Callable[[torch.Tensor], torch.Tensor] = lambda wire: wire, **changes) -> None:
-    """Store another wire, and other entries of the metadata: of the unit, or ``file`` and ``world`` of the whole."""
-    with safe_open(path, "pt") as file:
-        state = json.loads(file.metadata()["zeropp"])
-    for name, value in changes.items():
-        (state if name in state else state["units"][UNIT])[name] = value
-    save_file({KEY: new(load_file(path)[KEY]).contiguous()}, path, metadata={"zeropp": json.dumps(state)})
-
-
-def set_metadata(text: str) -> Callable[[Path], None]:
-    return lambda path: save_file(load_file(path), path, metadata={"zeropp": text})
-
-
-def link_out(path: Path) -> None:
-    path.rename(path.parent.parent / "elsewhere.safetensors")
-    path.symlink_to(path.parent.parent / "elsewhere.safetensors")
-
-
-def become_a_pipe(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
-
-
-def damage_scales(wire: torch.Tensor) -> torch.Tensor:
-    wire[: LAYOUT.parts[0].codes] = 255
-    return wire
-
-
-RESIDUALS = {
-    "cut off": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "cannot be read .* is cut off"),
-    "no safetensors": (lambda path: path.write_bytes(b"\x80\x04K\x01."), "cannot be read .* is cut off"),
-    "a link out of the checkpoint": (link_out, "cannot be read .* leads out of its folder"),
-    "a pipe": (become_a_pipe, "cannot be read .* is no regular file"),
-    "of another rank": (lambda path: rewrite(path, file="zeropp_0_rank_1.safetensors"), "was saved under another name"),
-    "of another model": (
-        lambda path: rewrite(path, file="zeropp_1_rank_0.safetensors"),
-        "was saved under another name",
-    ),
-    "no world": (lambda path: rewrite(path, world=[]), "does not say which world"),
-    "a world of words": (lambda path: rewrite(path, world="4x2"), "holds no state of error feedback"),
-    "no metadata": (lambda path: save_file(load_file(path), path), "holds no state of error feedback"),
-    "metadata that are a list": (set_metadata("[]"), "holds no state of error feedback"),
-    "metadata of many levels": (set_metadata("[" * 10**5), "cannot be read"),
-    "a short wire": (lambda path: rewrite(path, lambda wire: wire[:-16]), "its layout has U8"),
-    "a wire of one node": (lambda path: rewrite(path, lambda wire: wire[: len(wire) // 2]), "its layout has U8"),
-    "a wire of floats": (lambda path: rewrite(path, torch.Tensor.float), "is F32 .* its layout has U8"),
-    "scales that are NaN": (lambda path: rewrite(path, damage_scales), "holds values that are not finite"),
-    "a layout that is none": (lambda path: rewrite(path, kinds=["128 evil int8*256"]), "has no layout"),
-    "a layout of negative size": (lambda path: rewrite(path, kinds=["128 float32 int8*-256"]), "cannot be read"),
-    "more layouts than wires": (lambda path: rewrite(path, kinds=[LAYOUT.spec] * 2), "cannot be read"),
-    "layouts that are a number": (lambda path: rewrite(path, kinds=1), "does not say what the residual"),
-    "a loss scale of zero": (lambda path: rewrite(path, scale=0), "has the loss scale 0"),
-    "a loss scale that is NaN": (lambda path: rewrite(path, scale=float("nan")), "has the loss scale nan"),
-    "a loss scale in words": (lambda path: rewrite(path, scale="1"), "has the loss scale '1'"),
-    "a count of roundings in words": (lambda path: rewrite(path, roundings="7"), "it counts '7' roundings"),
-    "a count of roundings below zero": (lambda path: rewrite(path, roundings=-1), "it counts -1 roundings"),
-    "steps in words": (lambda path: rewrite(path, num_steps="3"), "has served '3' steps"),
-}
-
-
-@pytest.mark.parametrize("attack", RESIDUALS)
-def test_a_hostile_residual_starts_at_zero(tmp_path, caplog, attack):
-    damage, match = RESIDUALS[attack]
-    path, reduce = state_file(tmp_path / "checkpoint", 0), make_reduce()
-    save_residuals(path, [reduce], TOPOLOGY)
-    damage(path)
-    with caplog.at_level(logging.WARNING):
-        load_residuals(path, [reduce], TOPOLOGY)
-    assert reduce.residual.nbytes() == 0
-    assert path.name in caplog.text
-    assert re.search(match, caplog.text), caplog.text
-
-
-def test_the_residual_that_is_attacked_is_a_good_one(tmp_path, caplog):
-    path, reduce = state_file(tmp_path / "checkpoint", 0), make_reduce()
-    save_residuals(path, [reduce], TOPOLOGY)
-    rewrite(path)
-    load_residuals(path, [reduce], TOPOLOGY)
-    assert reduce.residual.nbytes() == NUM_NODES * LAYOUT.nbytes and caplog.text == ""
-    assert [file.name for file in path.parent.iterdir()] == [path.name]
-
-
-def test_saving_residuals_follows_no_link(tmp_path):
-    """Somebody who may write to the folder put links where the file, or a part of it, will be written."""
-    victim, path = tmp_path / "victim", state_file(tmp_path, 0)
-    victim.write_text("precious")
-    for place in (path, path.with_suffix(".partial")):
-        place.symlink_to(victim)
-    save_residuals(path, [make_reduce()], TOPOLOGY)
-    assert victim.read_text() == "precious"
-    assert not path.is_symlink() and KEY in load_file(path)
-
-
-def test_saving_residuals_leaves_no_half_of_a_file(tmp_path, monkeypatch):
-    def fail(tensors, path, metadata):
-        Path(path).write_bytes(b"half")
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr("hf_zeropp.fsdp.residual_state.save_file", fail)
-    with pytest.raises(OSError, match="no space"):
-        save_residuals(state_file(tmp_path, 0), [make_reduce()], TOPOLOGY)
-    assert list(tmp_path.iterdir()) == []
 
 
 # ---- Memory that the ranks of a node share.

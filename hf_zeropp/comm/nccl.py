@@ -6,8 +6,7 @@ own (fsdp/beside.py), so these collectives of a rank may run at the same time:
 - a node hop of a gather beside a cross hop of another gather;
 - a node hop of a gather beside a cross hop of a reduction;
 - a cross hop of a gather beside a node hop of a reduction, without secondary shards;
-- a node hop of a reduction beside a cross hop of another reduction;
-- with ``qgz_chunks``, a node hop of one chunk beside a cross hop of another.
+- a node hop of a reduction beside a cross hop of another reduction.
 
 Two collectives of one communicator never run at the same time. More communicators, such as one per stream, would gain nothing in
 the modelled timeline (scripts/results/timeline.md), and each of them costs memory of the GPU for its channels' buffers: some

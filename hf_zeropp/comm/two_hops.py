@@ -20,9 +20,8 @@ What lies between the hops is kept, and that saves more than quantization does:
 
 Once there is a secondary shard, the cross hop need not send weights. It can send a *delta*: how this rank's masters differ from
 its slice of the secondary shard. All ranks that hold a copy of the slice add the delta to it, the sender too, so copies stay
-equal. The next delta is taken against the copy, so it includes whatever this one rounded away. *Error feedback* does the same
-for gradients: what the cross hop of one step rounds away is kept, and added to the sums of the next. Or it can send the 16-bit
-words that changed, and round nothing (``changed_words.py``).
+equal. The next delta is taken against the copy, so it includes whatever this one rounded away. Or it can
+send the 16-bit words that changed, and round nothing (``changed_words.py``).
 
 Slices are in rank order [y, x] in memory and in the order [x, y] on the wire, so that each peer's part is one run of bytes. The
 encode and decode kernels change the order while they write (slice reordering, section 3.3), in no pass of its own.
@@ -35,16 +34,14 @@ in each other's memory, and the node hop of a gather moves no bytes (``node_memo
 
 from hf_zeropp.comm.changed_words import Changes, ChangesFlight
 from hf_zeropp.comm.two_hop_gather import DeltaFlight, GatherLayouts, Secondary, TwoHopGather
-from hf_zeropp.comm.two_hop_reduce import Feedback, ReduceLayouts, Rounding, TwoHopReduce
+from hf_zeropp.comm.two_hop_reduce import ReduceLayouts, TwoHopReduce
 
 __all__ = [
     "Changes",
     "ChangesFlight",
     "DeltaFlight",
-    "Feedback",
     "GatherLayouts",
     "ReduceLayouts",
-    "Rounding",
     "Secondary",
     "TwoHopGather",
     "TwoHopReduce",

@@ -45,7 +45,7 @@ from hf_zeropp.fsdp.predictions import (
 from hf_zeropp.fsdp.shards import ParamShard
 from hf_zeropp.traffic import Bytes, Peers, total
 
-KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "residual", "frozen", "wire buffers")
+KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "frozen", "wire buffers")
 """Kinds of memory, in the order of a report."""
 
 # Weights and gradients of 16 bits, and masters of 32, are the paper's assumption and what bf16 mixed precision gives.
@@ -287,7 +287,6 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
         # Between micro-steps ``.grad`` holds no memory (fsdp/pending.py). In the last one a unit's gradient is made before its
         # partial sums are freed, and the next one's in their room: they are larger, fp32 or bf16, on two nodes or more.
         memory["gradients"] = MASTER_BYTES * max((_trained_numel([unit], setup) for unit in model.units), default=0)
-    memory["residual"] = sum(reduce.residual_bytes() for reduce in reduces)
     # Units use buffers in turn. On accelerators gathers and reductions run on streams of their own, and memory that one stream
     # has freed stays in that stream's pool: the pools add up. On gloo both share one pool, which is smaller.
     pools = [max((user.buffer_bytes() for user in users), default=0) for users in (gathers, reduces)]
@@ -374,29 +373,23 @@ class _UnitReduce:
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
         layouts = reduce_layouts(config, shards, setup.reduce_dtype, quantizes=config.quantizes_gradients)
         self._numel = layouts.node_hop.numel
-        self._chunks = layouts.chunks(config.qgz_chunks)
+        self._layouts = layouts
 
     def accumulator_bytes(self) -> int:
         """Return the bytes of the partial sums between micro-steps: 1/N of the unit in fp32, or bf16."""
         itemsize = getattr(torch, self._setup.config.qgz_accumulator).itemsize
         return itemsize * self._setup.num_nodes * self._numel if self._setup.micro_steps > 1 else 0
 
-    def residual_bytes(self) -> int:
-        """Return the bytes that error feedback keeps: 1/N of the unit in INT8."""
-        # A residual is kept where the cross hop is encoded: one slice for each node.
-        residuals = (chunk.residual for chunk in self._chunks if chunk.residual is not None)
-        return self._setup.num_nodes * sum(residual.nbytes for residual in residuals)
-
     def buffer_bytes(self) -> int:
         """Return the bytes of wire buffers: both hops send and receive, and the node hop carries the whole unit.
 
-        All chunks of a unit start their node hop at once. Partial sums in bf16 are added up in an fp32 copy. The copy is made
+        Partial sums in bf16 are added up in an fp32 copy. The copy is made
         when the node hop has ended, in the room of what was sent, or beyond it.
         """
-        node_hop = sum(chunk.node_hop.nbytes for chunk in self._chunks) if self._setup.ranks_per_node > 1 else 0
-        cross_hop = sum(chunk.cross_hop.nbytes for chunk in self._chunks)
+        node_hop = self._layouts.node_hop.nbytes if self._setup.ranks_per_node > 1 else 0
+        cross_hop = self._layouts.cross_hop.nbytes
         sent = received = self._setup.world_size * node_hop
-        is_rounded = self._setup.config.rounds_accumulator and self._setup.micro_steps > 1
+        is_rounded = self._setup.config.qgz_accumulator == "bfloat16" and self._setup.micro_steps > 1
         copy = torch.float32.itemsize * self._setup.num_nodes * self._numel if is_rounded else 0
         return received + max(sent, copy) + 2 * self._setup.num_nodes * cross_hop
 
@@ -404,7 +397,7 @@ class _UnitReduce:
         """Return what one rank receives in a step."""
         micro_steps = self._setup.micro_steps
         return reduce_bytes(
-            self._chunks, cross_hop=self._cross_hop, node_hop=self._node_hop, micro_steps=micro_steps
+            self._layouts, cross_hop=self._cross_hop, node_hop=self._node_hop, micro_steps=micro_steps
         ).total()
 
 

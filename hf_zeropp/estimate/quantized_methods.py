@@ -240,7 +240,7 @@ class _Maker:
         setup, config = self._setup, self._config
         layouts = reduce_layouts(config, self._shards(params), setup.reduce_dtype, quantizes=config.quantizes_gradients)
         node, cross = self._reduce_node, self._reduce_cross
-        hops = reduce_bytes(layouts.chunks(config.qgz_chunks), cross_hop=cross, node_hop=node, micro_steps=1)
+        hops = reduce_bytes(layouts, cross_hop=cross, node_hop=node, micro_steps=1)
         numel, world, nodes = layouts.node_hop.numel, setup.world_size, self.num_groups
         full = setup.reduce_dtype.itemsize * world * numel
         arrived = world * layouts.node_hop.nbytes if node.group_size > 1 else full
@@ -252,8 +252,7 @@ class _Maker:
         if not last:
             return (*stages, self._stages.kernel("sum", arrived + 2 * partial))
         left = nodes * layouts.cross_hop.nbytes
-        residual = 2 * nodes * layouts.residual.nbytes if layouts.residual is not None else 0
-        stages.append(self._stages.kernel("sum and encode", arrived + partial + left + residual))
+        stages.append(self._stages.kernel("sum and encode", arrived + partial + left))
         if cross.group_size > 1:
             stages.append(self._stages.exchange("cross hop", hops.cross_hop, cross))
         return (*stages, self._stages.kernel("finish", left + setup.reduce_dtype.itemsize * numel))

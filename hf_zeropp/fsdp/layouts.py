@@ -18,9 +18,6 @@ FROZEN_WIRE_BITS = 8
 """Bits of frozen weights on the wire, and in the copy, where trainable weights send deltas. Frozen weights cross nodes once
 and stay as they crossed, so a coarse form would cost accuracy for ever."""
 
-RESIDUAL_BITS = 8
-"""Bits in which error feedback keeps its residual."""
-
 
 def wire_layout(shards: Sequence[ParamShard], bits: int | None, block: int, raw_dtype: torch.dtype) -> WireLayout:
     """Return the layout of a unit's flat shard.
@@ -78,11 +75,7 @@ def reduce_layouts(
     """
     # Both hops change together: partial sums are sums of gradients that were encoded one way.
     node_bits, cross_bits = (config.qgz_intra_bits, config.qgz_bits) if quantizes else (None, None)
-    keeps_residual = quantizes and config.error_feedback_decay is not None
-    # The residual has the blocks of the cross hop, since one kernel encodes a block and keeps what that rounded away.
     return ReduceLayouts(
         node_hop=wire_layout(shards, node_bits, GRAD_BLOCK, dtype),
         cross_hop=wire_layout(shards, cross_bits, GRAD_BLOCK, dtype),
-        residual=wire_layout(shards, RESIDUAL_BITS, GRAD_BLOCK, dtype) if keeps_residual else None,
-        rotates=quantizes and config.qgz_hadamard,
     )

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
 from hf_zeropp.config import ZeroPPConfig
@@ -130,21 +129,21 @@ def changed_words_bytes(layouts: GatherLayouts, share: float) -> int | None:
     return SIZE_BYTES + (changes if layouts.delta is None else min(changes, layouts.delta.nbytes))
 
 
-def reduce_bytes(chunks: Sequence[ReduceLayouts], *, cross_hop: Peers, node_hop: Peers, micro_steps: int) -> HopBytes:
+def reduce_bytes(layouts: ReduceLayouts, *, cross_hop: Peers, node_hop: Peers, micro_steps: int) -> HopBytes:
     """Return what one unit's gradient reductions send in one optimizer step.
 
     Every micro-step reduces within the node; the last one crosses nodes with the sum of all of them.
 
     Args:
-        chunks: wire layouts of the chunks in which one slice of the unit travels (``TwoHopReduce.chunks``).
+        layouts: wire layouts of one slice of the unit.
         cross_hop: peers in the cross hop.
         node_hop: peers in the node hop.
         micro_steps: backward passes per optimizer step.
     """
     # A rank receives from each peer of its node the wires for all Y slices of its cross group. A hop among one rank
     # makes no call, and the table has no line for it.
-    within_node = total(node_hop.bytes_of(cross_hop.group_size * chunk.node_hop.nbytes) for chunk in chunks)
+    within_node = node_hop.bytes_of(cross_hop.group_size * layouts.node_hop.nbytes)
     return HopBytes(
-        cross_hop=total(cross_hop.bytes_of(chunk.cross_hop.nbytes) for chunk in chunks),
+        cross_hop=cross_hop.bytes_of(layouts.cross_hop.nbytes),
         node_hop=within_node.times(micro_steps if node_hop.group_size > 1 else 0),
     )

@@ -13,11 +13,10 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.hop import Flight
-from hf_zeropp.comm.two_hops import Feedback, ReduceLayouts, TwoHopReduce
+from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import CommObject, UnitWarnings, record_event
-from hf_zeropp.fsdp.error_feedback import Residual
 from hf_zeropp.fsdp.gradient_form import Form, Forms, Partial, scale_of
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
@@ -75,7 +74,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     Attributes:
         pending: the gradients that wait for a result.
-        residual: what error feedback keeps.
         without_gradient: names of the trainable parameters that got no gradient in the last reduction.
     """
 
@@ -95,7 +93,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self.hops = hops
         self.pending = PendingGradients(unit, coordinator.deliver)
         self.without_gradient: tuple[str, ...] = ()
-        self.residual = Residual(config, micro_steps.loss_scale)
         self._traffic = traffic
         self._warnings = warnings
         self._micro_steps = micro_steps
@@ -126,7 +123,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self.without_gradient = tuple([one.shard.name for one in parts if not one.has_gradient])
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_unquantized(output_tensor, input_tensor, group, op, async_op)
-        self._forget_unused_residual()
         # FSDP2 of torch 2.15 chooses its dtype from the gradients that there are. Where some are missing, other ranks may have
         # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
         dtype = self.unit.reduce_dtype if self.without_gradient else input_tensor.dtype
@@ -163,11 +159,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._coordinator.confirm_micro_step()
         reduction.start(full)
         if not crosses:
-            self.keep_sums(reduction.flights, reduction.form)
+            self.keep_sums(reduction.flight, reduction.form)
             output.zero_()
             return
         self._adds_zeros = False
-        reduction.flights = self.send_sums(reduction.flights, reduction.form)
+        reduction.flight = self.send_sums(reduction.flight, reduction.form)
         if self._behind is not None and not self.unit.shows_reduced_output:
             self._crossing = reduction
         else:
@@ -177,9 +173,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Finish the cross hop, on FSDP2's stream for all-reduces, which runs behind its stream of reductions."""
         assert self._behind is not None
         reduction, self._crossing = self._crossing, None
-        flights = [] if reduction is None else reduction.flights
+        sent = () if reduction is None else (reduction.flight.received, *reduction.flight.sent)
         # FSDP2 goes on with the output on this stream, also where it is zeros, and drops it as soon as that is queued.
-        self._behind.hold([output, *(memory for flight in flights for memory in (flight.received, *flight.sent))])
+        self._behind.hold([output, *sent])
         if reduction is not None:
             self._finish_into(output, reduction)
 
@@ -225,12 +221,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._drop_unwanted()
         partial, self._partial = self._partial, None
         if partial is not None:
-            layouts = partial.form.layouts
-            feedback = self._feedback(layouts, partial.sums.device)
             if partial.written is not None:
                 torch.accelerator.current_stream().wait_event(partial.written)
-            flights = self.hops.start_across(partial.sums, layouts, feedback)
-            self.add_to_grads(flights, partial.form)
+            self.add_to_grads(self.hops.start_across(partial.sums, partial.form.layouts), partial.form)
         if not self._has_unfinished:
             self.pending.clear()
 
@@ -249,20 +242,19 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._num_under_way += 1
         pipeline.submit(reduction)
 
-    def keep_sums(self, flights: list[Flight], form: Form) -> None:
+    def keep_sums(self, flight: Flight, form: Form) -> None:
         """Finish the node hop of a micro-step that is not the last, and keep the node's sums."""
-        sums = self.hops.accumulate(flights, form.layouts, None if self._partial is None else self._partial.sums)
+        sums = self.hops.accumulate(flight, form.layouts, None if self._partial is None else self._partial.sums)
         self._partial = Partial(sums, form, record_event(sums.device))
 
-    def send_sums(self, flights: list[Flight], form: Form) -> list[Flight]:
+    def send_sums(self, flight: Flight, form: Form) -> Flight:
         """Finish the node hop of the last micro-step, and start the cross hop with all that was accumulated."""
         partial, self._partial = self._partial, None
-        feedback = self._feedback(form.layouts, flights[0].received.device)
-        return self.hops.cross_over(flights, form.layouts, None if partial is None else partial.sums, feedback)
+        return self.hops.cross_over(flight, form.layouts, None if partial is None else partial.sums)
 
-    def add_to_grads(self, flights: list[Flight], form: Form) -> None:
+    def add_to_grads(self, flight: Flight, form: Form) -> None:
         """Finish the cross hop after FSDP2 took zeros for its output, and do what FSDP2 does with an output."""
-        reduced = self._finish(flights, form)
+        reduced = self._finish(flight, form)
         # For fp16 FSDP2 divides its output once more after a reduction. It divided zeros, and not this sum.
         self.unit.divide_after_reduce(reduced)
         self._add(reduced, form, {column.param for column in form.columns})
@@ -292,8 +284,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if not self.unit.trainable:
             return {}
         node, cross = self.hops.node_hop, self.hops.cross_hop
-        chunks = self.hops.chunks(self.layouts(self.unit.reduce_dtype))
-        predicted = reduce_bytes(chunks, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps)
+        layouts = self.layouts(self.unit.reduce_dtype)
+        predicted = reduce_bytes(layouts, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps)
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 
     def _widened(self, part: torch.Tensor, form: Form, world_size: int) -> torch.Tensor:
@@ -313,21 +305,21 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
                 start = end
         return full.view(-1)
 
-    def _finish(self, flights: list[Flight], form: Form) -> torch.Tensor:
+    def _finish(self, flight: Flight, form: Form) -> torch.Tensor:
         layout = form.layouts.cross_hop
-        reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flights[0].received.device)
-        self.hops.finish(flights, form.layouts, reduced, form.scale)
+        reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flight.received.device)
+        self.hops.finish(flight, form.layouts, reduced, form.scale)
         return reduced
 
     def _finish_into(self, output: torch.Tensor, reduction: UnitReduction) -> None:
         """Finish the cross hop. FSDP2 adds ``output`` to the gradients that it reduces; the others are added here."""
-        form, flights = reduction.form, reduction.flights
+        form, flight = reduction.form, reduction.flight
         # FSDP2's output has room only for parameters with a gradient in this micro-step. Others may have a part in
         # the sum, from earlier micro-steps or other ranks, and FSDP2 will not add it.
         if output.numel() == form.layouts.cross_hop.numel and output.dtype == form.layouts.cross_hop.raw_dtype:
-            self.hops.finish(flights, form.layouts, output, form.scale)
+            self.hops.finish(flight, form.layouts, output, form.scale)
             return
-        reduced, start = self._finish(flights, form), 0
+        reduced, start = self._finish(flight, form), 0
         others = set()
         for column, part in zip(form.columns, self.unit.reduced_shards(), strict=True):
             if part.has_gradient:
@@ -351,10 +343,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
                     _wait_for_offloaded_gradients()
                 target += result.to(target)
 
-    def _feedback(self, layouts: ReduceLayouts, device: torch.device) -> list[Feedback] | None:
-        """Return what error feedback adds to the cross hop that begins now."""
-        return self.residual.feedback(self.hops.chunks(layouts), self.hops.cross_hop.size, device)
-
     def _drop_unwanted(self) -> None:
         """Take the contributions to gradients that were zeroed, set to None or replaced out of the partial."""
         if self._partial is None:
@@ -367,11 +355,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         slices = self._partial.sums.view(-1, self._partial.form.layouts.node_hop.numel)
         for column in unwanted:
             column.of(slices).zero_()
-
-    def _forget_unused_residual(self) -> None:
-        """Clear the residual of gradients that were dropped without an optimizer's step: no step is to be corrected."""
-        if self.residual.awaits_step and all(param.grad is None for param in self.unit.trainable):
-            self.residual.drop_if_unused()
 
     def _reduce_unquantized(
         self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
@@ -394,7 +377,7 @@ class UnitReduction:
 
     def __init__(self, comm: ZeroPPReduceScatter, form: Form, crosses: bool) -> None:
         self.form = form
-        self.flights: list[Flight] = []
+        self.flight: Flight  # set by ``start``
         self._comm = comm
         self._crosses = crosses
 
@@ -405,16 +388,16 @@ class UnitReduction:
 
     def start(self, full: torch.Tensor) -> None:
         """Start the node hop of the flat gradient [W * S]."""
-        self.flights = self._comm.hops.start(full, self.form.layouts)
+        self.flight = self._comm.hops.start(full, self.form.layouts)
 
     def leave_node(self) -> bool:
         """Finish the node hop. Return whether the cross hop was started."""
         self._comm.confirm_micro_step()
         if self._crosses:
-            self.flights = self._comm.send_sums(self.flights, self.form)
+            self.flight = self._comm.send_sums(self.flight, self.form)
             return True
         try:
-            self._comm.keep_sums(self.flights, self.form)
+            self._comm.keep_sums(self.flight, self.form)
         finally:
             self._comm.ended()
         return False
@@ -422,7 +405,7 @@ class UnitReduction:
     def arrive(self) -> None:
         """Finish the cross hop and add the result to ``.grad``."""
         try:
-            self._comm.add_to_grads(self.flights, self.form)
+            self._comm.add_to_grads(self.flight, self.form)
         finally:
             self._comm.ended()
 

@@ -162,10 +162,6 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         # It is a function and not a value, because Accelerate changes ``sync_gradients`` on every micro-step, and the
         # reduction reads it in the backward pass.
         handle.set_last_micro_step(lambda: GradientState().sync_gradients)
-        # Error feedback alone needs the loss scale. Without it the scaler is not asked, because on a GPU the host waits
-        # for its answer.
-        if self.scaler is not None and handle.config.error_feedback_decay is not None:
-            handle.set_loss_scale(self.scaler.get_scale)
         return handle
 
     def handle_of(self, model: nn.Module) -> ZeroPPHandle | None:

@@ -1,9 +1,9 @@
-"""Checkpoints of Accelerate (``save_state``) and of the Trainer: a model's ZeRO++ state is saved beside its optimizer's.
+"""Checkpoints of Accelerate (``save_state``) and of the Trainer: a model's handle is told of them.
 
-A resumed run is exact only with the residuals of error feedback (``ZeroPPHandle.save_state``). Accelerate and the Trainer have no
-hook that is told the folder of a checkpoint. But both write and read an FSDP optimizer with one function of Accelerate's,
-whose arguments include the folder and the model. Each of the two modules imported that function under its own name, so it is
-replaced in each of them.
+A resumed run is exact only if the run that saved goes on with whole weights too (``ZeroPPHandle.save_state``). Accelerate and the
+Trainer have no hook that is told the folder of a checkpoint. But both write and read an FSDP optimizer with one function of
+Accelerate's, whose arguments include the folder and the model. Each of the two modules imported that function under its own name,
+so it is replaced in each of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PATCHED = "_zeropp_follows"
 
 
 def patch_checkpoints(module: ModuleType) -> None:
-    """Save and load a model's ZeRO++ state whenever ``module`` saves or loads its optimizer. Repeated calls change nothing.
+    """Tell a model's handle whenever ``module`` saves or loads its optimizer. Repeated calls change nothing.
 
     Args:
         module: ``accelerate.accelerator`` or ``transformers.trainer``.
@@ -39,12 +39,12 @@ def _patch(module: ModuleType, name: str, method: str, folder: str) -> None:
 
     @functools.wraps(original)
     def patched(*args: Any, **kwargs: Any) -> Any:
-        # The original comes first, because it creates the folder that ``save_state`` writes to.
+        # The original comes first, because it may raise.
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
         call.apply_defaults()
         # Only a ZeroPPPlugin has ``handle_of``. It applies ZeRO++ to a model that had no forward yet, as in a resumed
-        # run: there residuals are loaded before the first step, and need reductions to belong to.
+        # run.
         handle_of = getattr(call.arguments["fsdp_plugin"], "handle_of", None)
         handle = handle_of and handle_of(call.arguments["model"])
         if handle is not None:

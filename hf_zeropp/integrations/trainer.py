@@ -356,12 +356,10 @@ def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
 
 
 def _warn_of_inexact_resume(handle: ZeroPPHandle) -> None:
-    has_state = handle.config.sends_deltas or handle.config.error_feedback_decay is not None
-    if has_state and getattr(AcceleratorState(), "fsdp_plugin", None) is None:
+    if handle.config.sends_deltas and getattr(AcceleratorState(), "fsdp_plugin", None) is None:
         logger.warning(
             "This model was sharded at loading, and the Trainer saves its optimizer without Accelerate's FSDP functions: what "
-            "qwz_mode='delta' or 'auto' and qgz_error_feedback keep is not part of its checkpoints, and a resumed run differs a "
-            "little. "
+            "qwz_mode='delta' or 'auto' must do at a checkpoint is not done, and a resumed run differs a little. "
             "Set fsdp=True for checkpoints that resume bit for bit, or call handle.save_state and handle.load_state."
         )
 

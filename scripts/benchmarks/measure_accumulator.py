@@ -33,7 +33,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from hf_zeropp import ops
-from hf_zeropp.comm.two_hops import Rounding
 from hf_zeropp.ops.format import Segment, WireLayout
 
 BLOCK, NODE_BITS, CROSS_BITS = 128, 8, 4
@@ -72,25 +71,12 @@ class Accumulator:
 
 
 class Nearest(Accumulator):
-    """Sums in bf16, rounded to nearest."""
+    """Sums in bf16, as the package rounds them."""
 
-    name, bits = "bfloat16, to nearest", 16
+    name, bits = "bfloat16 (the setting)", 16
 
     def _kept(self, name: str, total: torch.Tensor) -> torch.Tensor:
         return total.bfloat16()
-
-
-class Stochastic(Accumulator):
-    """Sums in bf16, as the package rounds them."""
-
-    name, bits = "bfloat16, at random (the setting)", 16
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._rounding = Rounding(rank=0)
-
-    def _kept(self, name: str, total: torch.Tensor) -> torch.Tensor:
-        return ops.round_stochastic(total.contiguous(), self._rounding.next_seed())
 
 
 class Compensated(Accumulator):
@@ -118,7 +104,7 @@ class Compensated(Accumulator):
         return rounded
 
 
-WAYS: tuple[type[Accumulator], ...] = (Accumulator, Nearest, Stochastic, Compensated)
+WAYS: tuple[type[Accumulator], ...] = (Accumulator, Nearest, Compensated)
 
 
 def through(bits: int, gradients: Gradients) -> Gradients:

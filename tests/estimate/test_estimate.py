@@ -45,10 +45,9 @@ SETTINGS = {
     "secondary of one rank": {"hpz_size": 1},
     "secondary of the world": {"hpz_size": 4},
     "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
-    "half a model": {"qwz_mode": "delta", "qwz_bits": 4, "qgz_hadamard": True, "qgz_error_feedback": "full"},
-    "gradients in chunks": {"qgz_chunks": 4},
+    "half a model": {"qwz_mode": "delta", "qwz_bits": 4},
     "sums in bf16": {"qgz_accumulator": "bfloat16"},
-    "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8, "qgz_error_feedback": 0.5},
+    "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8},
 }
 # A job of which a rank holds a millionth.
 SMALL_SHARDS = ["350M", "--world", "1024", "--trainable", "2M"]
@@ -192,7 +191,6 @@ def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> di
         "parameters": sum(map(local, model.parameters())),
         "optimizer": sum(map(local, states)),
         "secondary": handle.secondary_bytes(),
-        "residual": handle.residual_bytes(),
         "cross_node": handle.traffic.cross_node_bytes_per_step,
         "intra_node": handle.traffic.intra_node_bytes_per_step,
     }

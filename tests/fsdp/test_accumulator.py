@@ -1,4 +1,4 @@
-"""Partial sums in bf16 (``qgz_accumulator``): how far off, unbiased, the same in every run, and half of the memory.
+"""Partial sums in bf16 (``qgz_accumulator``): how far off, the same in every run, and half of the memory.
 
 Two nodes of two ranks. The yardstick is the same accumulation with partial sums in fp32.
 """
@@ -6,14 +6,15 @@ Two nodes of two ranks. The yardstick is the same accumulation with partial sums
 from __future__ import annotations
 
 import dataclasses
-import os
+import logging
+import tempfile
+from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
-from accelerate_runs import distance, new_accelerator, prepared, tiny_llama
-from accelerate_runs import train as train_steps
-from accelerate_runs import weights as weights_of
-from harness import Scenarios, run_ranks
+from accelerate_runs import distance
+from harness import Scenarios
 from torch.distributed.fsdp import CPUOffloadPolicy
 from toy import (
     EXACT,
@@ -28,13 +29,12 @@ from toy import (
 )
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.fsdp.residual_state import state_file
 
 BF16 = {"qgz_accumulator": "bfloat16"}
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 STEPS = (0, 1, 2, 3, 4, 5, 6, 7)
-UNIT = 2.0**-7
-"""An error of stochastic rounding is less than this part of the sum."""
+UNIT = 2.0**-8
+"""An error of rounding to nearest is at most this part of the sum."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,17 +78,13 @@ def every_dtype_is_within_its_bound(rank: int) -> None:
 def other_settings_are_within_their_bound(rank: int) -> None:
     cases = [
         ({"hpz_size": None}, 2, {}),
-        ({"qgz_hadamard": True, "qgz_error_feedback": "full"}, 2, {}),
-        ({"qgz_chunks": 3}, 2, {}),
         ({"ranks_per_node": 1}, 1, {}),
         ({}, 2, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     ]
     for settings, per_node, arguments in cases:
         model = shard(make_lm(), **arguments)
         accumulate(model, apply(model, **settings), rank, STEPS[:4])
-        # A rotation mixes 32 elements, so the largest sum of 32 is what rounding errors are a part of.
-        slack = 6.0 if "qgz_hadamard" in settings else 1.0
-        check_gradients(model, make_lm(), rank, Rounded(8, 4, per_node), steps=STEPS[:4], slack=slack)
+        check_gradients(model, make_lm(), rank, Rounded(8, 4, per_node), steps=STEPS[:4])
 
 
 def the_error_is_that_of_bf16(rank: int) -> None:
@@ -100,47 +96,12 @@ def the_error_is_that_of_bf16(rank: int) -> None:
         assert least <= distance(ours, theirs) <= most, (steps, distance(ours, theirs))
 
 
-def roundings_are_unbiased(rank: int) -> None:
-    """The mean over 16 runs with other random numbers is nearer to the exact gradient, by the root of 16 or nearly."""
-    steps = STEPS[:4]
-    exact = gradients_of(rank, steps, **UNQUANTIZED, qgz_accumulator="float32")
-    model, runs = shard(make_lm()), []
-    handle = apply(model, **UNQUANTIZED)
-    for _ in range(16):  # the count of roundings goes on
-        accumulate(model, handle, rank, steps)
-        runs.append(full_gradients(model))
-        model.zero_grad()
-    mean = {name: torch.stack([run[name] for run in runs]).mean(0) for name in exact}
-    single = sum(distance(run, exact) for run in runs) / len(runs)
-    assert distance(mean, exact) < single / 3, (distance(mean, exact), single)
-
-
 def every_run_and_way_gives_the_same_bits(rank: int) -> None:
     steps = STEPS[:3]
     first = gradients_of(rank, steps)
-    for settings in ({}, {"overlap": False}, {"qgz_chunks": 4}, {"shared_memory": False}):
+    for settings in ({}, {"overlap": False}, {"shared_memory": False}):
         again = gradients_of(rank, steps, **settings)
         assert all(torch.equal(again[name], first[name]) for name in first), settings
-
-
-def ranks_round_with_other_numbers(rank: int) -> None:
-    """Errors of nodes that hold like gradients would add up otherwise."""
-    model = shard(make_lm())
-    seed = apply(model)._rounding.next_seed()
-    seeds = [None] * 4
-    torch.distributed.all_gather_object(seeds, seed)
-    assert len(set(seeds)) == 4
-
-
-def random_numbers_of_the_user_are_left_alone(rank: int) -> None:
-    states = []
-    for kind in ("bfloat16", "float32"):
-        model = shard(make_lm())
-        handle = apply(model, qgz_accumulator=kind)
-        torch.manual_seed(5)
-        accumulate(model, handle, rank)
-        states.append(torch.get_rng_state())
-    assert torch.equal(*states)
 
 
 def half_of_the_bytes_are_held(rank: int) -> None:
@@ -198,19 +159,32 @@ def program_with_drops(rank: int, kind: str) -> tuple[dict[str, torch.Tensor], d
     return look, full_gradients(model)
 
 
+def files_of_earlier_versions_are_named(rank: int) -> None:
+    """They hold residuals, and counts of random numbers, which nothing reads any more."""
+    model = shard(make_lm())
+    handle = apply(model)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(logging.getLogger("hf_zeropp.apply"), "warning") as said:
+        handle.save_state(folder)
+        assert not list(Path(folder).iterdir())
+        handle.load_state(folder)
+        assert not said.called
+        Path(folder, f"zeropp_0_rank_{rank}.safetensors").touch()
+        handle.load_state(folder)
+        assert said.called == (rank == 0)
+        assert rank or "they are left out" in said.call_args[0][0]
+
+
 EVERY = Scenarios(
     4,
     [
         every_dtype_is_within_its_bound,
         other_settings_are_within_their_bound,
         the_error_is_that_of_bf16,
-        roundings_are_unbiased,
         every_run_and_way_gives_the_same_bits,
-        ranks_round_with_other_numbers,
-        random_numbers_of_the_user_are_left_alone,
         half_of_the_bytes_are_held,
         unsynchronized_micro_steps_stay_fsdp2s,
         gradients_dropped_read_and_missing,
+        files_of_earlier_versions_are_named,
     ],
 )
 
@@ -218,30 +192,3 @@ EVERY = Scenarios(
 @pytest.mark.parametrize("scenario", list(EVERY.functions))
 def test_accumulator(scenario):
     EVERY.check(scenario)
-
-
-# ---- Checkpoints.
-
-
-def accelerate_run(rank: int, folder: str, steps: tuple[int, ...], resume: bool):
-    """Trains optimizer steps of three micro-steps; saves after the first two, or begins from what was saved then."""
-    accelerator = new_accelerator({"ranks_per_node": 2} | BF16, mixed_precision="bf16", micro_steps=3)
-    model, optimizer = prepared(accelerator, tiny_llama())
-    if resume:
-        accelerator.load_state(folder)
-        return train_steps(accelerator, model, optimizer, rank, steps), weights_of(model)
-    train_steps(accelerator, model, optimizer, rank, steps[:6])
-    accelerator.save_state(folder)
-    return train_steps(accelerator, model, optimizer, rank, steps[6:]), weights_of(model)
-
-
-def test_a_resumed_run_rounds_as_the_unbroken_one(tmp_path):
-    straight = run_ranks(accelerate_run, 4, str(tmp_path), tuple(range(12)), False, init=False)
-    resumed = run_ranks(accelerate_run, 4, str(tmp_path), tuple(range(6, 12)), True, init=False)
-    for ours, theirs in zip(resumed, straight, strict=True):
-        assert ours[0] == theirs[0]
-        assert all((ours[1][name] == weight).all() for name, weight in theirs[1].items())
-    for rank in range(4):  # so the comparison above can fail
-        os.remove(state_file(tmp_path, rank))
-    others = run_ranks(accelerate_run, 4, str(tmp_path), tuple(range(6, 12)), True, init=False)
-    assert any((others[0][1][name] != weight).any() for name, weight in straight[0][1].items())

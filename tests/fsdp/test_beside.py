@@ -27,8 +27,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "delta": DELTA,
     "exact": {"qwz_mode": "exact"},
     "auto": {"qwz_mode": "auto"},
-    "error feedback": {"qgz_error_feedback": "full"},
-    "chunks": {"qgz_chunks": 3},
     "no secondary shard": {"hpz_size": None},
     "nodes of one rank": {"ranks_per_node": 1, **DELTA},
 }

@@ -243,27 +243,3 @@ def run_unknown_op(rank: int) -> str:
 
 def test_other_reduce_ops_are_refused_on_the_rank_that_got_them():
     assert "rank 1" in run_ranks(run_unknown_op, 2)[1]
-
-
-def train_in_chunks(rank: int, num_chunks: int, overlap: bool) -> tuple[list[torch.Tensor], bool]:
-    """Three steps of two micro-steps; the weights, and whether the bytes counted are the bytes predicted."""
-    model = shard(make_lm())
-    handle = apply_zeropp(model, {"ranks_per_node": 2, "qgz_chunks": num_chunks, "overlap": overlap})
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        handle.traffic.reset()
-        for micro_step in (0, 1):
-            handle.set_last_micro_step(micro_step == 1)
-            backward(model, rank, 2 * step + micro_step)
-        optimizer.step()
-        optimizer.zero_grad()
-    counted = {name: count.cross_node + count.intra_node for name, count in handle.traffic.counts.items()}
-    predicted = {name: count.cross_node + count.intra_node for name, count in handle.predict(micro_steps=2).items()}
-    return list(full_weights(model).values()), counted == predicted
-
-
-def test_reducing_in_chunks_changes_no_bit():
-    expected, _ = run_ranks(train_in_chunks, 4, 1, False)[0]
-    for num_chunks, overlap in ((3, False), (3, True), (64, True)):
-        for weights, is_predicted in run_ranks(train_in_chunks, 4, num_chunks, overlap):
-            assert all(map(torch.equal, weights, expected)) and is_predicted

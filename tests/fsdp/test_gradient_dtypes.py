@@ -51,8 +51,8 @@ def parameters_used_on_some_ranks_only(rank: int) -> None:
 
 
 def counted_is_predicted(rank: int) -> None:
-    """Chunks are cut where the parts of a flat gradient lie, which is not the order in which weights are gathered."""
-    model, handle = mixed_model({"ranks_per_node": 2, "qgz_chunks": 3}, (*HALF, "blocks.0.up.weight"))
+    """The parts of a flat gradient do not lie in the order in which weights are gathered."""
+    model, handle = mixed_model({"ranks_per_node": 2}, (*HALF, "blocks.0.up.weight"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for number in range(2):
         backward(model, rank, number)

@@ -151,11 +151,10 @@ def make_room_for_the_current_stream(behind: beside.ReductionsBehind) -> None:
 
 
 STOCK_WITH_HOOKS = "stock FSDP2, hooks on all-reduces"
-CHUNKED = CONFIGURATIONS["chunks"]
 FAULTS = {
     "no work.wait()": Fault(
         lambda: mock.patch.object(Flight, "land", lambda flight, buffers: flight.received),
-        CHUNKED,
+        steps,
         ("alltoall_base_", "dequantize_sum"),
     ),
     "no wait of the optimizer for gradients": Fault(no_wait_for_reductions, steps, ("dequantize_sum", "_foreach_")),

@@ -2,7 +2,7 @@
 
 Half of the cases are operators: every instruction set against the PyTorch reference, bit for bit. The other half are hops of
 random worlds, node sizes, slices, widths and dtypes: gathers and reductions within the bound of the exact collective, deltas
-and error feedback bit for bit as the reference replays them. The checks are those of tests/ops and tests/comm.
+bit for bit as the reference replays them. The checks are those of tests/ops and tests/comm.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from harness import RankError, each_case, run_ranks  # noqa: E402 - the folders 
 from op_cases import COMPILED, make_case  # noqa: E402
 from op_checks import check_everything  # noqa: E402
 from test_two_hops import check_accumulation, check_gather, check_reduce  # noqa: E402
-from test_two_hops_with_state import check_deltas, check_feedback  # noqa: E402
+from test_two_hops_with_state import check_deltas  # noqa: E402
 from tqdm import tqdm  # noqa: E402
 from two_hops import BITS, DTYPES, Case, node_sizes  # noqa: E402
 
@@ -92,9 +92,6 @@ def _draw_hop(seed: int, world: int) -> tuple[str, tuple]:
     dtype = choose.choice(DTYPES)
     if kind == "deltas":
         return kind, (Case(size, lengths, dtype, choose.choice((8, 4, 3, 2))), choose.choice((None, 8)))
-    if kind == "feedback":
-        bits = choose.choice(((8, 4), (4, 4), (8, 8)))
-        return kind, (Case(size, lengths, dtype, *bits), choose.random() < 0.5, choose.choice((1.0, 0.25)))
     return kind, (Case(size, lengths, dtype, choose.choice(BITS), choose.choice(BITS)),)
 
 
@@ -113,5 +110,4 @@ _CHECKS: dict[str, Callable[..., None]] = {
     "reduce": lambda case, rank: check_reduce(case, rank, {}),
     "accumulation": check_accumulation,
     "deltas": check_deltas,
-    "feedback": check_feedback,
 }

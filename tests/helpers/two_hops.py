@@ -115,9 +115,9 @@ class World:
             TwoHopGather(hop(GATHER_CROSS, "cross", later), hop(GATHER_NODE, "node", False), self.buffers, shared)
             for later, shared in ((False, None), (True, None), (True, memory))
         )
-        self.reduce, self.reduce_async, self.reduce_in_chunks = (
-            TwoHopReduce(hop(REDUCE_NODE, "node", later), hop(REDUCE_CROSS, "cross", later), self.buffers, num_chunks)
-            for later, num_chunks in ((False, 1), (True, 1), (True, 3))
+        self.reduce, self.reduce_async = (
+            TwoHopReduce(hop(REDUCE_NODE, "node", later), hop(REDUCE_CROSS, "cross", later), self.buffers)
+            for later in (False, True)
         )
 
     def poison(self) -> None:

@@ -22,8 +22,6 @@ from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 
 RANKS_PER_NODE = 8
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
-FEEDBACK = {"qgz_error_feedback": "full"}
-CHUNKS = {"qgz_chunks": 3}
 SUMS = {"qgz_accumulator": "bfloat16"}
 
 
@@ -323,17 +321,11 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "delta": functools.partial(steps, **DELTA),
     "delta, 8-bit copy": functools.partial(steps, **DELTA, hpz_bits=8),
     "exact": functools.partial(steps, qwz_mode="exact"),
-    "error feedback": functools.partial(steps, **FEEDBACK),
-    "rotated": functools.partial(steps, qgz_hadamard=True),
-    "chunks": functools.partial(steps, **CHUNKS),
-    "chunks, error feedback": functools.partial(steps, **CHUNKS, **FEEDBACK),
     "no secondary shard": functools.partial(steps, hpz_size=None),
     "a copy on 4 ranks": functools.partial(steps, hpz_size=4),
     "a copy on 8 ranks, nodes of 4": functools.partial(steps, hpz_size=8, ranks_per_node=4),
     "nodes of one rank": functools.partial(steps, ranks_per_node=1),
-    "nodes of one rank, error feedback": functools.partial(steps, ranks_per_node=1, **FEEDBACK),
     "sums in bf16": functools.partial(steps, counts=(3, 1), **SUMS),
-    "sums in bf16, chunks, error feedback": functools.partial(steps, **SUMS, **CHUNKS, **FEEDBACK),
     "looks at gradients, sums in bf16": functools.partial(looks_at_gradients, **SUMS),
     "nothing quantized": functools.partial(steps, **EXACT),
     "hops on one stream": functools.partial(steps, overlap=False),

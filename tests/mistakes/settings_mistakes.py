@@ -44,13 +44,8 @@ SETTINGS = [
     settings("deltas of nothing", "hpz_size=None", 'Set hpz_size="node"', hpz_size=None, **DELTA),
     settings("more than all", "qgz_until", "from 0 to 1", "got 1.5", qgz_until=1.5),
     settings("until what", "Set qgz_bits", qgz_until=0.5, qgz_bits=None, qgz_intra_bits=None),
-    settings("no chunk", "qgz_chunks", "from 1 to 64", "got 0", qgz_chunks=0),
     settings("sums in fp16", "qgz_accumulator", "float32", "bfloat16", "got 'float16'", qgz_accumulator="float16"),
-    settings("rotation of nothing", "qgz_hadamard=False", "got None and 8", qgz_hadamard=True, qgz_bits=None),
-    settings("yes as text", "qgz_hadamard", "true or false", "got 'yes'", qgz_hadamard="yes"),
-    settings("too much feedback", "qgz_error_feedback", '"off", "full"', "got 2", qgz_error_feedback=2),
-    settings("feedback of nothing", "qgz_bits=None", "Set qgz_bits", qgz_error_feedback="full", qgz_bits=None),
-    settings("reset of nothing", "qgz_error_feedback", "Set one", qgz_reset_steps=10),
+    settings("yes as text", "overlap", "true or false", "got 'yes'", overlap="yes"),
     settings("two frozen bits", "frozen_bits", "one of (8, 4, None)", "got 2", frozen_bits=2),
     settings("a setting of an earlier version", "weight_block was removed", "frozen_bits", weight_block=128),
     settings("negative nodes", "ranks_per_node", "positive int or one of ('auto',)", "got -1", ranks_per_node=-1),
@@ -84,6 +79,6 @@ SETTINGS = [
     file(
         "LoCo of DeepSpeed",
         "zero_optimization: {stage: 3, zeropp_loco_param: {err_beta: 0.8}}",
-        *("zeropp_loco_param", "qgz_error_feedback"),
+        *("zeropp_loco_param", "error feedback was removed"),
     ),
 ]

@@ -18,7 +18,7 @@ bf16 reduction, `stock-fp32` the same with fp32 reduction, `hsdp` shards within 
 medians. The floor is `compute` plus the bytes that crossed the link over its rate. M is the model in bf16; link MB are
 those of the busiest node per step, by its interface's counters, headers and acknowledgements included; counted MB are
 our own accounting of payload (and, for `qgz`, of FSDP2's gathers as a ring carries them)."""
-MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", "residual", "peak")
+MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", "peak")
 
 
 def num_parameters(model: dict[str, int]) -> int:
@@ -85,7 +85,7 @@ def memory_grid(study: Study) -> Grid:
     grid = Grid("MB per rank", ("variant", "micro-steps", *MEMORY_KINDS))
     for row in study.rows("memory"):
         if row["variant"] != "compute":
-            kinds = (f"{row.get(kind, 0) / 1e6:.1f}" for kind in MEMORY_KINDS)  # older studies have no residual
+            kinds = (f"{row.get(kind, 0) / 1e6:.1f}" for kind in MEMORY_KINDS)
             grid.rows.append([row["variant"], str(row["accumulation"]), *kinds])
     return grid
 

@@ -174,7 +174,6 @@ class TrainingRun:
             "gradients": sum(_local_bytes(param.grad) for param in params if param.grad is not None),
             "optimizer": sum(_local_bytes(state) for state in states if isinstance(state, torch.Tensor)),
             "secondary": self.handle.secondary_bytes() if self.handle else 0,
-            "residual": self.handle.residual_bytes() if self.handle else 0,
         }
 
 

@@ -16,10 +16,6 @@ OFF = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": N
 PAPER = {"preset": "paper"}
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 DELTA_2 = DELTA | {"qwz_bits": 2}
-FEEDBACK = {"qgz_error_feedback": "full"}
-ROTATED = {"qgz_hadamard": True}
-EXACT_SUMS = ROTATED | FEEDBACK
-"""Settings under which the sum of many steps' gradients comes close to the exact sum."""
 
 LEARNING_RATE = 1e-4
 """The learning rate of AdamW in the studies of step times."""
@@ -60,21 +56,17 @@ VARIANTS = {
         Variant("hpz", OFF | {"hpz_size": "node"}),
         Variant("qgz", OFF | {"qgz_bits": 4, "qgz_intra_bits": 8}),
         Variant("all", {}),
-        # Fewer bits, and the settings that make up for them: see scripts/results/half_model.md.
+        # Fewer bits: see scripts/results/half_model.md.
         Variant("paper", PAPER),
         Variant("half-values", DELTA),
         Variant("exact", {"preset": "exact"}),
         Variant("pcie", {"preset": "pcie"}),
-        Variant("half", DELTA | EXACT_SUMS),
-        Variant("half-hpz-8", DELTA | EXACT_SUMS | {"hpz_bits": 8}),
+        Variant("half-values-hpz-8", DELTA | {"hpz_bits": 8}),
         Variant("three-eighths-values", DELTA_2),
-        Variant("three-eighths", DELTA_2 | EXACT_SUMS),
-        # The default without one of its parts, or with more chunks: see scripts/results/overlap.md.
+        # The default without one of its parts: see scripts/results/overlap.md.
         Variant("blocking", {"overlap": False}),
         Variant("sockets", {"shared_memory": False}),
         Variant("blocking-sockets", {"overlap": False, "shared_memory": False}),
-        *(Variant(f"chunks-{count}", {"qgz_chunks": count}) for count in (2, 4, 8)),
-        *(Variant(f"blocking-chunks-{count}", {"overlap": False, "qgz_chunks": count}) for count in (2, 4, 8)),
         Variant("lora-stock", lora=True),
         Variant("lora-16", {}, lora=True),
         Variant("lora-8", {"frozen_bits": 8}, lora=True),
@@ -98,19 +90,12 @@ HALF_MODEL_VARIANTS: dict[str, dict[str, Any] | None] = {
     "paper": PAPER,
     # One setting changed in the paper's configuration. The first of these is the package's default.
     "int8-inside": PAPER | {"qgz_intra_bits": 8},
-    "hadamard": PAPER | ROTATED,
-    "feedback": PAPER | FEEDBACK,
     "delta-4": PAPER | DELTA,
     "delta-2": PAPER | DELTA_2,
     # Several changed together, all with INT8 gradients inside the node.
-    "int8-feedback": FEEDBACK,
-    "int8-loco": {"qgz_error_feedback": 0.5},
-    "gradients": EXACT_SUMS,
     "half-values": DELTA,
-    "half": EXACT_SUMS | DELTA,
-    "half-hpz-8": EXACT_SUMS | DELTA | {"hpz_bits": 8},
+    "half-values-hpz-8": DELTA | {"hpz_bits": 8},
     "three-eighths-values": DELTA_2,
-    "three-eighths": EXACT_SUMS | DELTA_2,
 }
 """Settings in ``bench_half_model.py`` by the variant's name; None is FSDP2's own communication."""
 

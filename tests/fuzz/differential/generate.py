@@ -291,12 +291,9 @@ def _settings(rng: random.Random, world: int, ranks_per_node: int) -> dict[str, 
     for name, likelihood in (("overlap", 0.3), ("shared_memory", 0.3)):
         if rng.random() < likelihood:
             settings[name] = False
-    if rng.random() < 0.2:
-        settings["qgz_chunks"] = rng.choice([2, 3])
     way = _pick(rng, {"exact": 0.75, "values": 0.1, "delta": 0.15})
     if way == "values":
         settings |= {"qwz_bits": 8, "qgz_bits": 8, "qgz_intra_bits": 8}
-        settings |= rng.choice([{}, {"qgz_hadamard": True}, {"qgz_error_feedback": "full"}])
     if way == "delta":
         settings |= {"qwz_mode": "delta", "qwz_bits": 8}
         if settings["hpz_size"] is None or settings["hpz_size"] == world > ranks_per_node:
