@@ -38,11 +38,10 @@ held out), 2 nodes x 2 ranks, bf16 compute and reduction, AdamW, cosine schedule
 the text, the same for every variant. The model is small and its steps are large ones ({tokens} tokens), so that two runs with
 the same seed part by less than quantization moves them.
 
-`paper` is ZeRO++ as published: INT8 weights, INT4 gradients in both hops. `int8-inside` (the package's default), `hadamard`,
-`feedback`, `delta-4` and `delta-2` change one thing in it. With INT8 inside the node: `int8-feedback` adds error feedback,
-`int8-loco` its moving average (0.5), `gradients` feedback and rotation, `half-values` 4-bit deltas alone (the preset
-`half_model`). `half` is `gradients` with 4-bit deltas, `half-hpz-8` the same with the copy of the weights in INT8;
-`three-eighths-values` (the preset `min_traffic`) and `three-eighths` send 2-bit deltas instead.
+`paper` is ZeRO++ as published: INT8 weights, INT4 gradients in both hops. `int8-inside` (the package's default), `delta-4` and
+`delta-2` change one thing in it. With INT8 inside the node: `half-values` sends 4-bit deltas (the preset `half_model`),
+`half-values-hpz-8` the same with the copy of the weights in INT8, and `three-eighths-values` (the preset `min_traffic`) 2-bit
+deltas.
 
 The errors are Frobenius norms over all matrices, relative, of the same runs. Weights: those a forward computes with,
 against the fp32 masters, at every point of the curve (`stock`: what rounding to bf16 costs). Gradients: the sum of
@@ -141,7 +140,7 @@ def _plot_mean(axis: Any, x: list[int], rows: list[list[float]], color: Any, lab
 
 
 def check_direction(study: Study) -> None:
-    """Check the results of the quick form. In so short a sum, error feedback gains less than in the whole study.
+    """Check the results of the quick form.
 
     Raises:
         SystemExit: the direction of a result is wrong.
