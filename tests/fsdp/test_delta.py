@@ -296,7 +296,7 @@ def test_an_odd_number_of_nodes():
 
 def switching_adapters(rank: int) -> tuple[list[float], bool]:
     """LoRA on a base in 4 bits: each adapter trains in turn, and the one that rests keeps its weights."""
-    settings = DELTA | {"qgz_hadamard": True, "qgz_error_feedback": "full", "frozen_bits": 4}
+    settings = DELTA | {"frozen_bits": 4}
     model = with_adapter(tiny_llama(), ("default", "other"))
     accelerator, _, model, _ = prepare(model, mixed_precision="bf16", **settings)
     errors, rests = [], True

@@ -29,7 +29,7 @@ from hf_zeropp.integrations.lora.export import export
 
 SETTINGS = {
     "values": TWO_NODES,
-    "deltas": TWO_NODES | {"qwz_mode": "delta", "qwz_bits": 4, "qgz_error_feedback": "full"},
+    "deltas": TWO_NODES | {"qwz_mode": "delta", "qwz_bits": 4},
     "packed": TWO_NODES,
 }
 STEPS, SAVE_STEPS = 6, 2
