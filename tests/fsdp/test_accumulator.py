@@ -163,7 +163,10 @@ def files_of_earlier_versions_are_named(rank: int) -> None:
     """They hold residuals, and counts of random numbers, which nothing reads any more."""
     model = shard(make_lm())
     handle = apply(model)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(logging.getLogger("hf_zeropp.apply"), "warning") as said:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(logging.getLogger("hf_zeropp.apply"), "warning") as said,
+    ):
         handle.save_state(folder)
         assert not list(Path(folder).iterdir())
         handle.load_state(folder)
