@@ -4,21 +4,25 @@ Collectives run only if every rank calls the same ones in the same order. A rank
 next (because *its* weights changed, or *it* believes that this is the last micro-step) makes the others wait for ever. So a
 decision that chooses collectives is made in three steps:
 
-1. every rank states what it is about to do, the facts it relies on, and one small number per unit. The first two become a
-   digest of 8 bytes;
+1. every rank states what it has run since the last question, what it is about to do, the facts it relies on, and one small
+   number per unit. All but the numbers become a digest of 8 bytes;
 2. one all-to-all gives the statements of all ranks, some hundred bytes each, to all ranks. It takes one trip over the network.
    An all-reduce of as many bytes takes two for each rank there is, because gloo passes it around a ring;
 3. where digests differ, all ranks see it in the same result. They exchange words and raise the same error. Otherwise
    all of them go on with the largest number of each unit.
 
 The group is one of its own, on the CPU: no other collective can come between, and no accelerator is waited for. Its timeout
-is the world's, so a rank that died or was stopped ends the wait of the others.
+is the world's, so a rank that died or was stopped ends the wait of the others. Who did not answer can be read from the
+statements that have arrived: a digest is not zero, and the memory for it is until then.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
+from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -27,7 +31,15 @@ import xxhash
 
 from hf_zeropp.comm.topology import destroy_group
 
+logger = logging.getLogger(__name__)
+
 DIGEST_BYTES = 8
+
+PATIENCE = timedelta(seconds=60)
+"""How long a rank waits for the others before it logs who has not answered. It goes on waiting until the group's timeout."""
+
+NAMED_DIFFERENCES = 4
+"""Units that an error names, where ranks ran different ones."""
 
 
 class DisagreementError(RuntimeError):
@@ -41,10 +53,12 @@ class Statement:
     Attributes:
         action: a phrase after "is about to", such as "run a forward pass of unit layers.0".
         facts: by subject (a unit), the fact that this rank relies on.
+        ran: what this rank has run since the last question, in its order; in the plural, such as "reductions of unit layers.0".
     """
 
     action: str
     facts: dict[str, str]
+    ran: tuple[str, ...] = ()
 
 
 class Channel:
@@ -100,7 +114,7 @@ class Agreement:
         message = xxhash.xxh3_64_digest(common) + flags
         # Bytes are handled by Python and NumPy, whose calls cost less than those of PyTorch. This runs twice in a micro-step.
         sent = torch.frombuffer(bytearray(message * self._num_ranks), dtype=torch.uint8)
-        received = torch.empty_like(sent)
+        received = torch.zeros_like(sent)  # and not ``empty_like``: ``_silent_ranks``
         work = self._channel.start(received, sent)
         # ``explain`` is kept and not called: words for every unit would cost more than the exchange, and are rarely
         # needed. The buffer that is sent must live until the exchange has ended.
@@ -166,12 +180,39 @@ class Answer:
             # This wait ends in an error if a rank died, and after the group's timeout if a rank runs something else.
             # In both cases the message must tell what this rank was about to do, because the backend's own names only
             # a socket.
-            work.wait()
+            if not self._is_answered_soon(work):
+                logger.warning("%s, and has waited for %s: %s.", self._asker(), PATIENCE, self._describe_silence())
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"Rank {dist.get_rank()} is about to {self._explain().action}, and waited in vain for the other ranks to do "
-                f"the same: one of them ended, hangs, or was stopped ({error}). Look for the first error of the others."
+                f"{self._asker()}, and waited in vain for the other ranks to do the same: {self._describe_silence()}. Look for "
+                f"the first error of the others. Here it ended with: {error}"
             ) from error
+
+    def _is_answered_soon(self, work: dist.Work) -> bool:
+        try:
+            work.wait(PATIENCE)
+        except RuntimeError:
+            if work.is_completed():  # it failed; waiting again would only repeat the error
+                raise
+            return False
+        return True
+
+    def _asker(self) -> str:
+        return f"Rank {dist.get_rank()} is about to {self._explain().action}"
+
+    def _silent_ranks(self) -> list[int]:
+        """Return the ranks whose statement has not arrived, while an exchange is under way or after it failed."""
+        ranks = dist.get_process_group_ranks(self._group)
+        return [ranks[index] for index, row in enumerate(self._received) if not row[:DIGEST_BYTES].any()]
+
+    def _describe_silence(self) -> str:
+        # Every rank sends its statement to each of the others by itself, so one that is missing tells of its sender alone.
+        silent = self._silent_ranks()
+        if not silent:
+            return "all of them are here, but one has ended since"
+        who = f"rank {silent[0]} is" if len(silent) == 1 else f"ranks {silent} are"
+        return f"{who} not there (its data ended before that of the others? it ended, hangs, or was stopped?)"
 
     def _all_statements(self) -> list[Statement]:
         statements: list[Statement] = [Statement("", {})] * self._group.size()
@@ -181,12 +222,19 @@ class Answer:
 
 def describe(statements: list[Statement]) -> str:
     """Return what ranks disagree about, in words. ``statements`` are in rank order."""
+    # What ranks did comes before the facts, which it often explains. An action that differs is the shortest account of all.
     by_action = _ranks_by([statement.action for statement in statements])
     if len(by_action) > 1:
         said = "; ".join(f"{_ranks(ranks)} about to {action}" for action, ranks in by_action.items())
         return (
             f"Ranks are about to run different collectives, which would wait for ever: {said}. Every rank must run the same "
             "forward and backward passes, with the same last micro-step."
+        )
+    if ran := _describe_runs([statement.ran for statement in statements]):
+        return (
+            f"Ranks are about to {statements[0].action}, and ran different units before: {ran}. What they exchanged may be "
+            "mixed, so drop these gradients. A layer may be skipped (LayerDrop, early exit, an expert without tokens) only on "
+            "all ranks alike."
         )
     # The first subject that differs is named. A cause in one unit often makes later units differ as well.
     for subject in dict.fromkeys(subject for statement in statements for subject in statement.facts):
@@ -198,6 +246,26 @@ def describe(statements: list[Statement]) -> str:
                 "use its parameters, on all ranks alike."
             )
     return f"Ranks disagree about {statements[0].action}, though their descriptions are equal: {statements[0].facts}."
+
+
+def _describe_runs(runs: list[tuple[str, ...]]) -> str:
+    """Return how the ranks differ in what they ran, and how often; nothing where they do not."""
+    counts = [Counter(run) for run in runs]
+    differing = [entry for entry in dict.fromkeys(sum(runs, ())) if len({count[entry] for count in counts}) > 1]
+    said = []
+    for entry in differing[:NAMED_DIFFERENCES]:
+        by_count = _ranks_by([str(count[entry]) for count in counts])
+        said.append(
+            f"{entry}: {', '.join(f'{times} on {_ranks(ranks, verb=False)}' for times, ranks in by_count.items())}"
+        )
+    if len(differing) > NAMED_DIFFERENCES:
+        said.append(f"and {len(differing) - NAMED_DIFFERENCES} more differ")
+    if not said and len(set(runs)) > 1:
+        place = next(index for index, entries in enumerate(zip(*runs, strict=True)) if len(set(entries)) > 1)
+        by_entry = _ranks_by([run[place] for run in runs])
+        order = ", ".join(f"{entry} on {_ranks(ranks, verb=False)}" for entry, ranks in by_entry.items())
+        said.append(f"the order differs, first in {order}")
+    return "; ".join(said)
 
 
 def _ranks_by(values: list[str]) -> dict[str, list[int]]:

@@ -71,6 +71,20 @@ PYTORCH: tuple[Seam, ...] = (
         if_moved=ON_USE,
     ),
     Seam(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        names=("_state_ctx",),
+        used_by=("fsdp.units",),
+        why="The state that the units of a model share.",
+        if_moved=ON_USE,
+    ),
+    Seam(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext",
+        names=("post_backward_final_callback_queued",),
+        used_by=("fsdp.units",),
+        why="Whether a backward pass of the model is under way, which uses the weights of the forward pass.",
+        if_moved=ON_USE,
+    ),
+    Seam(
         owner="torch.distributed.fsdp:FSDPModule",
         names=("_get_fsdp_state",),
         used_by=("fsdp.units",),

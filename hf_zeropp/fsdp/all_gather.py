@@ -195,6 +195,13 @@ class ZeroPPAllGather(WeightGather):
         """Whether a gather of a fresh unit stays among the ranks that share a secondary copy."""
         return self._keeps_secondary and self.unit.param_dtype in FLOAT_DTYPES
 
+    @property
+    def is_of_all_ranks(self) -> bool:
+        """Whether a gather now is a collective of all ranks, and not one within a node."""
+        # Cross hops on streams of their own start in one order, whatever units a rank uses.
+        starts_by_itself = self._beside is not None and self.can_start_ahead
+        return not self.stays_in_group or (self.due != Change.NONE and not starts_by_itself)
+
     def secondary_bytes(self) -> int:
         """Return the bytes that this rank holds between gathers for hpZ."""
         return 0 if self._kept is None else self._kept.secondary.own.numel()

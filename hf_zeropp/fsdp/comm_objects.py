@@ -58,6 +58,11 @@ class WeightGather(CommObject, AllGather):
         self._unsharded_from = 0  # the copy from which FSDP2's unsharded parameters were decoded
 
     @property
+    def is_of_all_ranks(self) -> bool:
+        """Whether a gather now is a collective of all ranks, and not one within a node."""
+        return True
+
+    @property
     def is_fresh(self) -> bool:
         """Whether this rank believes that what was gathered last is still the unit's weights."""
         return self.freshness.change() == Change.NONE

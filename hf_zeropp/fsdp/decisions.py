@@ -1,17 +1,19 @@
 """Decisions that all ranks take together: which weights are gathered anew, and when gradients are delivered.
 
-Three moments need an agreement (comm/agreement.py), because each chooses collectives:
+Four moments need an agreement (comm/agreement.py). The first three choose collectives:
 
 - *A forward pass begins.* Every rank states which units' weights changed (freshness.py). A unit is gathered anew if it changed on
-  any rank. The answers hold until the next outermost forward pass: in backward, in activation recomputation, in generation.
+  any rank. The answers hold until that forward pass ends, in generation, and in the backward pass of the same model with its
+  activation recomputation; but no longer than until an optimizer steps, should it step inside a forward pass.
 - *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. The exchange runs while the
   model computes; its answer is needed when the first cross hop is about to start.
 - *Somebody needs gradients that are pending* (pending.py): an optimizer's step, gradient clipping, a look at ``.grad``. Every
   rank states for which units.
+- *The backward pass of the last micro-step ends.* The answer is looked at before an optimizer steps.
 
 With each statement go facts that would make ranks run different collectives later: frozen parameters, dtypes, parameters that got
-a gradient on some ranks only, reductions that a backward pass left when it raised. If ranks differ, all of them raise the same
-error, which names unit and ranks.
+a gradient on some ranks only, reductions that a backward pass left when it raised. And it says what the rank ran since the last
+statement ([Note: what ran]). If ranks differ, all of them raise the same error, which names unit and ranks.
 """
 
 from __future__ import annotations
@@ -21,9 +23,10 @@ import dataclasses
 import enum
 import functools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 import torch.nn as nn
 
 from hf_zeropp.comm.agreement import Agreement, Answer, Channel, Statement
@@ -38,6 +41,14 @@ from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.traffic import Traffic
 
+# [Note: what ran]
+# Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
+# collectives as each other, of equal sizes, and exchange the weights and gradients of different layers. No hop can tell. So each
+# rank notes what it runs: collectives of all ranks, and the modules that a forward pass with gradients enters. So the first
+# question of a backward pass tells of layers that a rank skipped before any gradient is exchanged. What the backward pass itself
+# reduced is compared at its end, in time for the optimizer's step.
+# A gather that stays within a node is not noted. Ranks of other nodes may run others, in generation and without gradients.
+
 
 class Moment(enum.IntEnum):
     """The occasions on which ranks compare what they are about to do."""
@@ -47,6 +58,20 @@ class Moment(enum.IntEnum):
     GENERATE = 3
     BACKWARD = 4
     DELIVER = 5
+    END = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Ran:
+    """Something that a rank ran: [Note: what ran].
+
+    Attributes:
+        code: its number, the same on all ranks.
+        words: it in words, in the plural.
+    """
+
+    code: int
+    words: str
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,6 +87,11 @@ class Entrance:
     index: int
     name: str
     modules: frozenset[nn.Module]
+
+    @functools.cached_property
+    def ran(self) -> Ran:
+        """What is noted of a forward pass through it."""
+        return Ran(4 * self.index, f"forward passes of {self.name}")
 
 
 class Decisions:
@@ -104,32 +134,39 @@ class Decisions:
         self._agreement = Agreement(channel)
         self._micro_step_answer: Answer | None = None
         self._backward = Backward(self._end_backward)
-        self._num_forwards = 0  # under way, one inside the other
+        self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
         self._is_generating = False
-        for gather in self._gathers:
-            gather.ensure_agreed = self._before_gather
+        self._ran: list[Ran] = []  # since the last question
+        for index, gather in enumerate(self._gathers):
+            ran = Ran(4 * index + 1, f"gathers of unit {gather.unit.name}")
+            gather.ensure_agreed = functools.partial(self._before_gather, gather, ran)
 
     # Weights.
 
     def enter_forward(self, entrance: Entrance) -> None:
         """Agree on the weights of the units inside of ``entrance`` if an outermost forward pass begins there."""
-        if entrance.index == 0 and current_backward() == -1:
-            # The model itself runs inside no other forward pass. A count that is left was left by a pass that ended without
-            # its hook: PyTorch calls no forward hook after a KeyboardInterrupt.
-            self._num_forwards = 0
+        # A pass that does not contain this one has ended without its hook: PyTorch calls no forward hook after a
+        # KeyboardInterrupt.
+        while self._entered and not entrance.modules < self._entered[-1].modules:
+            self._entered.pop()
         # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
         # model of a container) would be in vain.
-        if not self._has_answers:
-            asks = [any(module in entrance.modules for module in gather.unit.modules) for gather in self._gathers]
+        inside = (gather for gather in self._gathers if not entrance.modules.isdisjoint(gather.unit.modules))
+        if not self._has_answers(inside):
+            asks = [not entrance.modules.isdisjoint(gather.unit.modules) for gather in self._gathers]
             self._agree_on_weights(
                 Moment.FORWARD, asks, f"run a forward pass of {entrance.name}", detail=entrance.index
             )
-        self._num_forwards += 1
+        self._entered.append(entrance)
+        # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
+        if torch.is_grad_enabled() and current_backward() == -1 and not self._is_generating:
+            self._ran.append(entrance.ran)
 
-    def leave_forward(self) -> None:
+    def leave_forward(self, entrance: Entrance) -> None:
         """Note that a forward pass ended, or raised."""
-        self._num_forwards = max(self._num_forwards - 1, 0)  # a pass may raise before it has entered
-        if self._num_forwards == 0 and self._beside is not None:
+        if entrance in self._entered:  # a pass may raise before it has entered, and a step ends what it runs in
+            del self._entered[self._entered.index(entrance) :]
+        if not self._entered and self._beside is not None:
             self._beside.gathers.finish()
 
     @contextmanager
@@ -149,16 +186,19 @@ class Decisions:
         """Whether weights must not change now."""
         return self._is_generating
 
-    @property
-    def _has_answers(self) -> bool:
-        # Backward and recomputation must use the weights of the forward pass, so they keep its answers and ask
-        # nothing.
-        return self._num_forwards > 0 or self._is_generating or current_backward() != -1
+    def _has_answers(self, gathers: Iterable[WeightGather]) -> bool:
+        if self._entered or self._is_generating:
+            return True
+        # Backward and recomputation must use the weights of the forward pass, so they keep its answers and ask nothing. A
+        # backward pass of another model, which runs this one in a hook, has no answers for it.
+        return current_backward() != -1 and any(gather.unit.is_in_backward for gather in gathers)
 
-    def _before_gather(self) -> None:
+    def _before_gather(self, gather: WeightGather, ran: Ran) -> None:
         """FSDP2 gathers outside of every pass where somebody calls ``unshard()``: agree then as well."""
-        if not self._has_answers:
+        if not self._has_answers([gather]):
             self._agree_on_weights(Moment.GATHER, [True] * len(self._gathers), "unshard parameters")
+        if gather.is_of_all_ranks:
+            self._ran.append(ran)
 
     def _agree_on_weights(self, moment: Moment, asks: Sequence[bool], action: str, *, detail: int = 0) -> None:
         # Cross hops start before FSDP2 itself comes to these units.
@@ -202,6 +242,7 @@ class Decisions:
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
         require_backward()
+        self._ran.append(Ran(4 * self.reduces.index(reduce) + 2, f"reductions of unit {reduce.unit.name}"))
         if reduce is self._first_trainable():
             self._traffic.micro_steps += 1
         if self._backward.begins_to_reduce():
@@ -237,13 +278,27 @@ class Decisions:
             reduce.deliver()
 
     def before_optimizer_step(self) -> None:
-        """Complete all gradients of the model, and let nothing read the weights that the step writes to."""
+        """Complete all gradients of the model, and let nothing read the weights that the step writes to.
+
+        Raises:
+            DisagreementError: on every rank, if ranks did not reduce the same gradients.
+        """
+        self._agreement.settle()
         self.deliver()
+        # The answers about weights end here, also for a forward pass that the optimizer steps in. In backward, where optimizers
+        # may step for one parameter after the other, the rest of the pass keeps its weights: ``_has_answers``.
+        self._entered.clear()
         if self._beside is not None:
             self._beside.gathers.wait_before_writes()
 
     def _end_backward(self) -> None:
         self.confirm_micro_step()
+        if self._micro_steps.is_last_now:
+            # Ranks compare what they reduced. This travels beside the hops that are still under way, and an optimizer's step
+            # looks at the answer. After another micro-step the next forward pass asks, long before a step.
+            facts = [0] * len(self._gathers)
+            statement = self._statement("end a backward pass of the last micro-step", lambda index: "")
+            self._ask(Moment.END, 0, facts, facts, statement)
         self._finish_reductions()
         for reduce in self.reduces:
             # After the last micro-step this also settles units that took no part in it. After another one it only
@@ -286,7 +341,9 @@ class Decisions:
         statement: Callable[[], Statement],
     ) -> Answer:
         # Ranks that left a backward pass at different units would finish different numbers of hops.
-        common = array.array("q", (moment, detail, self._num_under_way, *facts)).tobytes()
+        ran = [one.code for one in self._ran]
+        common = array.array("q", (moment, detail, self._num_under_way, *facts, *ran)).tobytes()
+        self._ran = []
         return self._agreement.ask(common, bytes(flags), statement)
 
     @property
@@ -302,13 +359,13 @@ class Decisions:
 
     def _statement(self, action: str, describe: Callable[[int], str]) -> Callable[[], Statement]:
         """Return a function that makes this rank's statement. ``describe`` gives the fact of the unit with an index."""
-        under_way = self._num_under_way
+        under_way, ran = self._num_under_way, self._ran
 
         def make() -> Statement:
             facts = {f"unit {gather.unit.name}": describe(index) for index, gather in enumerate(self._gathers)}
             facts["the number of reductions that a backward pass left unfinished"] = str(under_way)
             facts["what was frozen and trains now"] = ", ".join(self._thawed()) or "nothing"
-            return Statement(action, facts)
+            return Statement(action, facts, tuple(one.words for one in ran))
 
         return make
 

@@ -74,9 +74,8 @@ def hook_passes(model: nn.Module, decisions: Decisions) -> None:
         inner = frozenset(units.values()).intersection(module.modules())
         entrance = Entrance(index, f"module {name}" if name else f"the model ({type(model).__name__})", inner)
         module.register_forward_pre_hook(_entering(decisions, entrance), prepend=True)
-        # A forward pass that raises has to be left as well, or the next one would count as one within it and agree on
-        # nothing.
-        module.register_forward_hook(_leaving(decisions), always_call=True)
+        # A forward pass that raises has to be left as well, or another one of a unit within it would agree on nothing.
+        module.register_forward_hook(_leaving(decisions, entrance), always_call=True)
 
 
 def hook_loading(model: nn.Module, invalidate: Callable[[], None]) -> None:
@@ -104,9 +103,9 @@ def _entering(decisions: Decisions, entrance: Entrance) -> Callable[[nn.Module, 
     return before_forward
 
 
-def _leaving(decisions: Decisions) -> Callable[[nn.Module, Any, Any], None]:
+def _leaving(decisions: Decisions, entrance: Entrance) -> Callable[[nn.Module, Any, Any], None]:
     @torch.compiler.disable
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
-        decisions.leave_forward()
+        decisions.leave_forward(entrance)
 
     return after_forward

@@ -231,6 +231,11 @@ class Unit:
         """Whether the unit's parameters are gathered now."""
         return self._group.is_unsharded
 
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether FSDP2 has begun a backward pass of the model that the unit belongs to, and not ended it."""
+        return self._module._get_fsdp_state()._state_ctx.post_backward_final_callback_queued
+
     def reshard(self) -> None:
         """Drop the unsharded parameters, so that the next use gathers anew."""
         self._group._to_sharded()

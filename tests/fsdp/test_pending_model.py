@@ -175,8 +175,9 @@ class Model:
 
     def backward(self, *used: tuple[str, ...], last: bool, raises_behind: int = 0) -> None:
         """Run a backward pass of one tuple of parameters per unit, which may raise behind so many units."""
-        self.decisions.enter_forward(Entrance(0, "the model", frozenset()))
-        self.decisions.leave_forward()
+        entrance = Entrance(0, "the model", frozenset())
+        self.decisions.enter_forward(entrance)
+        self.decisions.leave_forward(entrance)
         self.micro_steps.ask_is_last = lambda: last
         num_ends = self.decisions.num_ends
         try:

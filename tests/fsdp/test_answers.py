@@ -1,0 +1,241 @@
+"""Answers about weights end when they should: with a pass that was left, with an optimizer's step, with another model.
+
+Every program runs under stock FSDP2 and under ZeRO++ without quantization, and must compute the same losses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+from harness import Scenarios
+from torch.distributed.fsdp import fully_shard
+from toy import EXACT, Block, loss_of, make_lm, shard, tokens_of
+
+from hf_zeropp import apply_zeropp
+from hf_zeropp.fsdp.decisions import Decisions, Entrance
+
+CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
+
+Program = Callable[[int, Callable[[nn.Module], Any]], list[float]]
+"""A training program: of a rank, and of what prepares a model. It returns losses."""
+
+
+def same_as_stock(rank: int, program: Program, num_losses: int = 4) -> None:
+    """Run ``program`` with stock FSDP2, and with ZeRO++ beside it, at first under ``overlap``."""
+    stock = program(rank, lambda model: None)
+    assert len(set(stock)) == len(stock) == num_losses, "stock's weights do not change, so that nothing is tested"
+    for overlap in (True, False):
+        ours = program(rank, lambda model, overlap=overlap: apply_zeropp(model, CONFIG | {"overlap": overlap}))
+        assert ours == pytest.approx(stock, rel=1e-5)
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+class Left(nn.Module):
+    """It raises once, in the middle of a forward pass."""
+
+    def __init__(self, block: nn.Module, error: type[BaseException]) -> None:
+        super().__init__()
+        self.block = block
+        self.errors = [error()]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.block(x)
+        if self.errors:
+            raise self.errors.pop()
+        return out
+
+
+def train_through(step: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> list[float]:
+    """Take four steps, however often a forward pass is left before."""
+    losses = []
+    while len(losses) < 4:
+        try:
+            loss = step()
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def actor_and_critic(error: type[BaseException]) -> Program:
+    """A container whose own forward never runs. The actor is left in its second block."""
+
+    def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
+        models = nn.ModuleDict({"actor": make_lm(), "critic": make_lm(1)})
+        models["actor"].blocks[1].down = Left(models["actor"].blocks[1].down, error)
+        for model in models.values():
+            shard(model)
+        prepare(models)
+
+        def step() -> torch.Tensor:
+            return sum(loss_of(model, tokens_of(rank)) for model in models.values())
+
+        return train_through(step, sgd(models))
+
+    return program
+
+
+def blocks_by_hand(error: type[BaseException]) -> Program:
+    def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
+        torch.manual_seed(0)
+        blocks = nn.ModuleList(Block() for _ in range(3))
+        blocks[1].down = Left(blocks[1].down, error)
+        for block in blocks:
+            fully_shard(block)
+        prepare(blocks)
+        x = torch.randn(2, 12, generator=torch.Generator().manual_seed(rank))
+
+        def step() -> torch.Tensor:
+            return nn.Sequential(*blocks)(x).square().mean()
+
+        return train_through(step, sgd(blocks))
+
+    return program
+
+
+def actor_left_by_interrupt(rank: int) -> None:
+    same_as_stock(rank, actor_and_critic(KeyboardInterrupt))
+
+
+def actor_left_by_cancellation(rank: int) -> None:
+    same_as_stock(rank, actor_and_critic(asyncio.CancelledError))
+
+
+def blocks_left_by_interrupt(rank: int) -> None:
+    same_as_stock(rank, blocks_by_hand(KeyboardInterrupt))
+
+
+class ManualOptimization(nn.Module):
+    """It trains inside its own forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = shard(make_lm())
+
+    def forward(self, tokens: torch.Tensor, optimizer: torch.optim.Optimizer) -> list[float]:
+        losses = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            loss = loss_of(self.inner, tokens)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+
+def steps_inside_of_a_forward_pass(rank: int) -> None:
+    def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
+        model = ManualOptimization()
+        prepare(model)
+        return model(tokens_of(rank), sgd(model))
+
+    same_as_stock(rank, program)
+
+
+def another_model_in_a_backward_pass(rank: int) -> None:
+    """Its weights have changed since its last forward pass, and only its next agreement can tell."""
+
+    def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
+        outer, inner = shard(make_lm()), shard(make_lm(1))
+        prepare(outer)
+        prepare(inner)
+        optimizer, losses = sgd(inner), []
+
+        def train_inner(gradient: torch.Tensor) -> None:
+            with torch.enable_grad():
+                loss = loss_of(inner, tokens_of(rank))
+                losses.append(loss.item())
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        for _ in range(4):
+            loss = loss_of(outer, tokens_of(rank))
+            loss.register_hook(train_inner)
+            loss.backward()
+        return losses
+
+    same_as_stock(rank, program)
+
+
+def the_other_half_of_a_container_in_a_backward_pass(rank: int) -> None:
+    """Both have one handle, and are two of FSDP2's roots."""
+
+    def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
+        models = nn.ModuleDict({"outer": shard(make_lm()), "inner": shard(make_lm(1))})
+        prepare(models)
+        optimizer, losses = sgd(models["inner"]), []
+
+        def look(gradient: torch.Tensor) -> None:
+            losses.append(loss_of(models["inner"], tokens_of(rank)).item())
+
+        for _ in range(4):
+            loss_of(models["inner"], tokens_of(rank)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            loss = loss_of(models["outer"], tokens_of(rank))
+            loss.register_hook(look)
+            loss.backward()
+        return losses
+
+    same_as_stock(rank, program)
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        actor_left_by_interrupt,
+        actor_left_by_cancellation,
+        blocks_left_by_interrupt,
+        steps_inside_of_a_forward_pass,
+        another_model_in_a_backward_pass,
+        the_other_half_of_a_container_in_a_backward_pass,
+    ],
+)
+
+
+@SCENARIOS.parametrize
+def test_losses_are_those_of_stock(scenario):
+    SCENARIOS.check(scenario)
+
+
+def entrances(model: nn.Module) -> dict[str, Entrance]:
+    named = dict(model.named_modules())
+    return {name: Entrance(0, name, frozenset(module.modules())) for name, module in named.items()}
+
+
+@pytest.mark.parametrize(
+    "left, entered, asks",
+    [
+        (["0"], "0", True),
+        (["0", "0.0"], "0", True),
+        (["0"], "1", True),
+        (["", "0", "0.0"], "0.1", False),  # only the innermost pass is known to have ended
+        ([""], "1", False),
+    ],
+)
+def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
+    """``left`` were entered, one inside of the other. The next one asks anew unless it may lie within one of them."""
+    model = nn.Sequential(nn.Sequential(nn.Identity(), nn.Identity()), nn.Sequential(nn.Identity()))
+    asked, decisions = [], Decisions.__new__(Decisions)
+    vars(decisions).update(_entered=[], _gathers=[], _ran=[], _is_generating=False, _beside=None)
+    decisions._agree_on_weights = lambda *args, **kwargs: asked.append(args[2])  # type: ignore[method-assign]
+    places = entrances(model)
+    for name in left:
+        decisions.enter_forward(places[name])
+    asked.clear()
+    decisions.enter_forward(places[entered])
+    assert bool(asked) == asks
+    decisions.leave_forward(places[entered])
+    decisions.leave_forward(places[entered])  # a pass that was left may be told of twice
