@@ -43,9 +43,7 @@ from hf_zeropp.fsdp.shards import (
 )
 from hf_zeropp.ops.format import FLOAT_DTYPES
 
-__all__ = [
-    "AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "find_units"
-]  # fmt: skip
+__all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "find_units"]
 
 
 class Unit:
