@@ -378,6 +378,8 @@ class Decisions:
         grad_dtypes = sorted(map(str, unit.grad_dtypes - {None, *(param.dtype for param in unit.params)}))
         said += f", some gradients in {', '.join(grad_dtypes)}" if grad_dtypes else ""
         said += ", with hooks on its gradients" if unit.shows_reduced_output else ""
+        factor = unit.gradient_divide_factor
+        said += "" if factor is None else f", gradients divided by {factor}"
         missing = reduce.without_gradient
         return said + (f", no gradient for {', '.join(missing)} in the last backward pass" if missing else "")
 

@@ -44,18 +44,25 @@ class Form:
         layouts: the wire layouts of both hops.
         columns: the parameters in a slice, in order.
         scale: the factor that the reduction applies to the sum over ranks.
+        divisor: by what FSDP2 divides its output after the reduction.
     """
 
     layouts: ReduceLayouts
     columns: tuple[Column, ...]
     scale: float
+    divisor: float
+
+    def divide(self, reduced: torch.Tensor) -> torch.Tensor:
+        """Divide in place as FSDP2 divides its output after the reduction."""
+        return reduced if self.divisor == 1 else reduced.div_(self.divisor)
 
     def adds_up_with(self, other: Form) -> bool:
         """Return whether sums of both forms are sums of the same things."""
         if self is other:
             return True
         has_same_params = [id(one.param) for one in self.columns] == [id(one.param) for one in other.columns]
-        return has_same_params and (self.layouts, self.scale) == (other.layouts, other.scale)
+        own, others = (self.layouts, self.scale, self.divisor), (other.layouts, other.scale, other.divisor)
+        return has_same_params and own == others
 
 
 class Forms:
@@ -71,9 +78,11 @@ class Forms:
         self._last: Form | None = None
         self._last_key: tuple[object, ...] = ()
 
-    def of(self, parts: Sequence[ReducedShard], dtype: torch.dtype, scale: float, *, quantizes: bool) -> Form:
-        """Return the form of a reduction of ``parts`` in ``dtype``, whose op multiplies the sum over ranks by ``scale``."""
-        key = (parts, dtype, scale, quantizes)
+    def of(
+        self, parts: Sequence[ReducedShard], dtype: torch.dtype, scale: float, divisor: float, *, quantizes: bool
+    ) -> Form:
+        """Return the form of a reduction in ``dtype`` of ``parts``: the sum over ranks, times ``scale``, over ``divisor``."""
+        key = (parts, dtype, scale, divisor, quantizes)
         # ``parts`` is compared by identity, because parameters have an equality of their own, element by element.
         if self._last is None or self._last_key[0] is not parts or self._last_key[1:] != key[1:]:
             columns, start = [], 0
@@ -81,7 +90,7 @@ class Forms:
                 columns.append(Column(reduced.param, start, reduced.shard))
                 start += reduced.shard.padded_numel
             layouts = self.layouts(tuple(column.shard for column in columns), dtype, quantizes=quantizes)
-            self._last_key, self._last = key, Form(layouts, tuple(columns), scale)
+            self._last_key, self._last = key, Form(layouts, tuple(columns), scale, divisor)
         return self._last
 
     def layouts(self, shards: tuple[ParamShard, ...], dtype: torch.dtype, *, quantizes: bool) -> ReduceLayouts:

@@ -129,7 +129,9 @@ def changed_words_bytes(layouts: GatherLayouts, share: float) -> int | None:
     return SIZE_BYTES + (changes if layouts.delta is None else min(changes, layouts.delta.nbytes))
 
 
-def reduce_bytes(layouts: ReduceLayouts, *, cross_hop: Peers, node_hop: Peers, micro_steps: int) -> HopBytes:
+def reduce_bytes(
+    layouts: ReduceLayouts, *, cross_hop: Peers, node_hop: Peers, micro_steps: int, crossings: int = 1
+) -> HopBytes:
     """Return what one unit's gradient reductions send in one optimizer step.
 
     Every micro-step reduces within the node; the last one crosses nodes with the sum of all of them.
@@ -139,11 +141,12 @@ def reduce_bytes(layouts: ReduceLayouts, *, cross_hop: Peers, node_hop: Peers, m
         cross_hop: peers in the cross hop.
         node_hop: peers in the node hop.
         micro_steps: backward passes per optimizer step.
+        crossings: how many of them cross nodes. More than one do where hooks look at the unit's gradients.
     """
     # A rank receives from each peer of its node the wires for all Y slices of its cross group. A hop among one rank
     # makes no call, and the table has no line for it.
     within_node = node_hop.bytes_of(cross_hop.group_size * layouts.node_hop.nbytes)
     return HopBytes(
-        cross_hop=cross_hop.bytes_of(layouts.cross_hop.nbytes),
+        cross_hop=cross_hop.bytes_of(layouts.cross_hop.nbytes).times(crossings),
         node_hop=within_node.times(micro_steps if node_hop.group_size > 1 else 0),
     )

@@ -126,10 +126,12 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # FSDP2 of torch 2.15 chooses its dtype from the gradients that there are. Where some are missing, other ranks may have
         # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
         dtype = self.unit.reduce_dtype if self.without_gradient else input_tensor.dtype
-        form = self._forms.of(parts, dtype, scale_of(op, group.size()), quantizes=self._micro_steps.quantizes)
-        # The parameters that train, or their dtype, changed between micro-steps. Sums of another form cannot be added
-        # to, so they cross now. Ranks compared their parameters when the forward pass began, so all of them do it.
+        scale, divisor = scale_of(op, group.size()), self.unit.divisor_after_reduce(dtype)
+        form = self._forms.of(parts, dtype, scale, divisor, quantizes=self._micro_steps.quantizes)
+        # The parameters that train, their dtype, or what gradients are divided by changed between micro-steps. Sums of another
+        # form cannot be added to, so they cross now. Ranks compared all of that when the forward pass began, so all do it.
         if self._partial is not None and not self._partial.form.adds_up_with(form):
+            self._coordinator.confirm_micro_step()
             self.deliver()
         full = self._widened(input_tensor, form, group.size())
         shows_output = self.unit.shows_reduced_output
@@ -255,9 +257,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def add_to_grads(self, flight: Flight, form: Form) -> None:
         """Finish the cross hop after FSDP2 took zeros for its output, and do what FSDP2 does with an output."""
         reduced = self._finish(flight, form)
-        # For fp16 FSDP2 divides its output once more after a reduction. It divided zeros, and not this sum.
-        self.unit.divide_after_reduce(reduced)
-        self._add(reduced, form, {column.param for column in form.columns})
+        # FSDP2 divides its output after a reduction where it asked for sums. It divided zeros, and not this sum.
+        self._add(form.divide(reduced), form, {column.param for column in form.columns})
 
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
@@ -285,7 +286,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             return {}
         node, cross = self.hops.node_hop, self.hops.cross_hop
         layouts = self.layouts(self.unit.reduce_dtype)
-        predicted = reduce_bytes(layouts, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps)
+        # A hook that looks at the unit's gradients lets them cross at every micro-step.
+        crossings = micro_steps if self.unit.shows_reduced_output else 1
+        predicted = reduce_bytes(
+            layouts, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps, crossings=crossings
+        )
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 
     def _widened(self, part: torch.Tensor, form: Form, world_size: int) -> torch.Tensor:
@@ -327,8 +332,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
                 start += column.shard.padded_numel
             else:
                 others.add(column.param)
-        self.unit.divide_after_reduce(reduced)
-        self._add(reduced, form, others)
+        self._add(form.divide(reduced), form, others)
 
     def _add(self, reduced: torch.Tensor, form: Form, params: set[DTensor]) -> None:
         for column in form.columns:

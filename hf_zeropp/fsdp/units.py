@@ -294,18 +294,20 @@ class Unit:
         """The comm object through which FSDP2 reduces the unit's gradients."""
         return self._group._reduce_scatter_comm
 
-    def divide_after_reduce(self, reduced: torch.Tensor) -> torch.Tensor:
-        """Divide by what FSDP2 divides by after a reduction (fp16 only: it splits the mean in two divisions)."""
+    def divisor_after_reduce(self, dtype: torch.dtype) -> float:
+        """Return by what FSDP2 divides after a reduction in ``dtype``: where it asks for sums, and in fp16."""
         # The predivide factor is left out: FSDP2 has applied it to the flat gradient before our reduction got it.
-        _, factor, _, _ = _get_gradient_divide_factors(
-            self._group._reduce_scatter_process_group,
-            None,
-            reduced.dtype,
-            self._group.device.type,
-            self._group.gradient_divide_factor,
-            self._group.force_sum_reduction_for_comms,
+        group = self._group
+        factor, sums = group.gradient_divide_factor, group.force_sum_reduction_for_comms
+        _, divisor, _, _ = _get_gradient_divide_factors(
+            group._reduce_scatter_process_group, None, dtype, group.device.type, factor, sums
         )
-        return reduced if factor is None or factor == 1 else reduced.div_(factor)
+        return 1.0 if divisor is None else float(divisor)
+
+    @property
+    def gradient_divide_factor(self) -> float | None:
+        """By what gradients are divided in place of the number of ranks, if the user has set it."""
+        return self._group.gradient_divide_factor
 
     def shard_memory(self) -> list[torch.Tensor] | None:
         """Return this rank's shards of all parameters, 1-D tensors that own the memory FSDP2 gathers from.
@@ -338,7 +340,7 @@ class Unit:
         return {grad_dtype_of(param) for param in self._group.fsdp_params if param.sharded_param.requires_grad}
 
     def structure(self) -> tuple[object, ...]:
-        """Return what chooses collectives and their sizes: facts of each parameter, and "has an all-reduce hook"."""
+        """Return what chooses collectives: facts of each parameter, an all-reduce hook, by what gradients are divided."""
         # This runs before every forward pass, so it goes through the parameters once.
         params = ((fsdp_param.sharded_param, grad_dtype_of(fsdp_param)) for fsdp_param in self._group.fsdp_params)
         return (
@@ -347,6 +349,8 @@ class Unit:
                 for param, grad_dtype in params
             ),
             self._group._all_reduce_hook is not self._behind,
+            self._group.gradient_divide_factor,
+            self._group.force_sum_reduction_for_comms,
         )
 
 

@@ -6,6 +6,7 @@ Two nodes of two ranks; every scenario with overlapping and with blocking commun
 from __future__ import annotations
 
 import gc
+import itertools
 
 import pytest
 import torch
@@ -16,8 +17,11 @@ from toy import (
     Reduction,
     backward,
     check_gradients,
+    every_gradient,
     full_gradients,
     full_weights,
+    gathered_weights,
+    local_gradients,
     loss_of,
     loss_without_head,
     make_lm,
@@ -262,6 +266,42 @@ def parameters_without_gradient_now_and_then(rank: int, overlap: bool) -> None:
         check_gradients(model, make_lm(), rank, REDUCTION, steps=steps[drop:], loss=losses[drop:])
 
 
+def divide_factors_that_change(rank: int, overlap: bool) -> None:
+    """Between micro-steps: each one's gradients are divided by its own factor, also in fp16, and where only sums are reduced."""
+    factors = (2.0, 16.0, 3.0)
+    for policy, sums, last in itertools.product(("fp32", "fp16 reduce"), (False, True), (True, False)):
+        model = shard(make_lm(), POLICIES[policy])
+        handle = apply(model, overlap, **UNQUANTIZED)
+        for step, factor in enumerate(factors):
+            for module in (model, *model.blocks):
+                module.set_force_sum_reduction_for_comms(sums)
+                module.set_gradient_divide_factor(factor)
+            handle.set_last_micro_step(last and step == 2)
+            backward(model, rank, step)
+        weights, reduced = gathered_weights(model), full_gradients(model)
+        own = [local_gradients(weights, make_lm(), rank, step) for step in range(3)]
+        for name, gradients in every_gradient(own, reduced.keys(), weights).items():
+            expected = sum(gradient.sum(0) / factor for gradient, factor in zip(gradients, factors, strict=True))
+            tolerance = 1e-5 if policy == "fp32" else 1e-2
+            torch.testing.assert_close(reduced[name].double(), expected, rtol=tolerance, atol=tolerance / 10)
+
+
+def predictions_follow_gradient_hooks(rank: int, overlap: bool) -> None:
+    """A unit whose gradients are looked at crosses nodes at every micro-step."""
+    model = shard(make_lm())
+    handle = apply(model, overlap)
+    backward(model, rank)
+    model.blocks[1].up.weight.register_post_accumulate_grad_hook(lambda param: None)
+    handle.traffic.reset()
+    for step in range(3):
+        handle.set_last_micro_step(step == 2)
+        backward(model, rank, step)
+    predicted = handle.predict(3)[REDUCE_CROSS]
+    counted = handle.traffic.counts[REDUCE_CROSS]
+    assert (counted.calls, counted.cross_node) == (predicted.calls, predicted.cross_node)
+    assert counted.calls == 2 + 3
+
+
 def bytes_held_and_sent(rank: int, overlap: bool) -> None:
     """During accumulation: 1/N of every unit in fp32, no gradient alive, sharded or not, no byte of weights across nodes."""
     model = shard(make_lm(depth=3))
@@ -350,6 +390,8 @@ EVERY = [
     a_block_skipped_in_the_last_micro_step,
     a_block_used_twice,
     parameters_without_gradient_now_and_then,
+    divide_factors_that_change,
+    predictions_follow_gradient_hooks,
     bytes_held_and_sent,
     full_gradients_that_fsdp2_keeps,
     progress_turns_quantization_off,

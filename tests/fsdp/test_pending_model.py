@@ -76,8 +76,8 @@ class FakeUnit:
             if param.requires_grad or name in self.with_gradient
         ]
 
-    def divide_after_reduce(self, reduced: torch.Tensor) -> torch.Tensor:
-        return reduced
+    def divisor_after_reduce(self, dtype: torch.dtype) -> float:
+        return 1.0
 
 
 class AlwaysFresh:

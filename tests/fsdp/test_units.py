@@ -95,7 +95,7 @@ def reductions_are_what_units_say(rank: int) -> None:
             shards = unit.param_shards(trainable_only=True)
             assert reduce.dtype == unit.reduce_dtype
             assert reduce.numel == dist.get_world_size() * sum(one.padded_numel for one in shards)
-            reduced = unit.divide_after_reduce(reduce.output)
+            reduced = reduce.output / unit.divisor_after_reduce(reduce.output.dtype)
             param, numel = unit.trainable[0], shards[0].numel
             assert torch.equal(reduced[:numel].float(), param.grad.to_local().flatten().float()), unit.name
 
