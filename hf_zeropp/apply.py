@@ -29,6 +29,7 @@ from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather, CountedWeightGather, UnitWarnings, WeightGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.freshness import Freshness
+from hf_zeropp.fsdp.frozen_copies import compare_frozen
 from hf_zeropp.fsdp.frozen_gather import FrozenGather, install_frozen_gathers
 from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
 from hf_zeropp.fsdp.micro_steps import MicroSteps
@@ -148,7 +149,10 @@ class ZeroPPHandle:
         # buffer for each of them.
         buffers = WireBuffers()
         gathers = self._install_gathers(plan, buffers)
-        self.fsdp2_gathers += install_frozen_gathers(model, self.frozen_units, self.traffic)
+        if self.frozen_units:
+            frozen = install_frozen_gathers(model, self.frozen_units, self.traffic)
+            compare_frozen(model, frozen, self.topology)
+            self.fsdp2_gathers += frozen
         if self.units:
             self._decisions = self._install_reduces(gathers, buffers)
             # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.

@@ -26,11 +26,14 @@ class FrozenGather(CountedAllGather):
         unit: the unit.
         names: of its parameters, in the order of the unit.
         traffic: counts its bytes.
+
+    Attributes:
+        names: as given.
     """
 
     def __init__(self, unit: Unit, names: Sequence[str], traffic: Traffic) -> None:
         super().__init__(unit, traffic, GATHER_FROZEN)
-        self._names = names
+        self.names = names
 
     def __call__(
         self,
@@ -56,7 +59,7 @@ class FrozenGather(CountedAllGather):
     def thawed(self) -> Iterator[str]:
         """Iterate over the names of the unit's parameters that are trainable now."""
         if self.unit.trains:
-            yield from (name for name, param in zip(self._names, self.unit.params, strict=True) if param.requires_grad)
+            yield from (name for name, param in zip(self.names, self.unit.params, strict=True) if param.requires_grad)
 
 
 def install_frozen_gathers(model: nn.Module, units: Sequence[Unit], traffic: Traffic) -> list[FrozenGather]:

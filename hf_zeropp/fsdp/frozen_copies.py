@@ -1,0 +1,85 @@
+"""A comparison of the nodes' copies of frozen weights, once, before they are used.
+
+Each node holds a copy of all frozen weights, and nothing that happens in training makes copies equal that differ. They differ
+where each rank has made a part of them by itself with a seed of its own: the new rows of an embedding that was resized, a head
+that no checkpoint has. A rank's shard of the copy must be equal on all ranks of its cross group. They exchange one hash for each
+unit, and the ranks of a node tell each other what they found, so that all ranks raise the same error.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import xxhash
+
+from hf_zeropp.comm.topology import Topology
+from hf_zeropp.fsdp.first_use import on_first_use
+from hf_zeropp.fsdp.frozen_gather import FrozenGather
+from hf_zeropp.fsdp.units import local_tensor_of
+
+
+def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], topology: Topology) -> None:
+    """Compare the frozen weights of all nodes: now, or before the model's first forward if they are on ``meta``. Collective.
+
+    Raises:
+        ValueError: on all ranks, if they differ.
+    """
+    # Ranks have the same units (plan.py), but may have them on different devices.
+    is_there = not any(param.is_meta for gather in gathers for param in gather.unit.params)
+    if all(_of_ranks(all(_of_ranks(is_there, topology.cross_group)), topology.node_group)):
+        _compare(gathers, topology)
+    else:
+        on_first_use(model, lambda: _compare(gathers, topology))
+
+
+def _compare(gathers: Sequence[FrozenGather], topology: Topology) -> None:
+    digests = [[_digest(local_tensor_of(param)) for param in gather.unit.params] for gather in gathers]
+    found = _of_ranks(_find_difference(gathers, digests, topology.cross_group), topology.node_group)
+    if said := next(filter(None, found), None):
+        raise ValueError(
+            f"Nodes hold different frozen weights: {said}. Nothing makes them equal later. Give all ranks the same seed before "
+            "the model is made and changed (set_seed without device_specific), or let rank 0 send its weights to all "
+            "(cpu_ram_efficient_loading=True), and load weights before ZeRO++ is applied."
+        )
+
+
+def _find_difference(
+    gathers: Sequence[FrozenGather], digests: Sequence[Sequence[bytes]], group: dist.ProcessGroup
+) -> str | None:
+    """Return in words the first parameter in which the ranks of a cross group differ; None if they do not."""
+    of_ranks = _of_ranks([xxhash.xxh3_64_digest(b"".join(of_unit)) for of_unit in digests], group)
+    for index, of_unit in enumerate(zip(*of_ranks, strict=True)):
+        if len(set(of_unit)) > 1:
+            # All ranks of the group have the same hashes here, and ask for those of the same unit's parameters.
+            of_params = zip(*_of_ranks(digests[index], group), strict=True)
+            named = zip(gathers[index].names, of_params, strict=True)
+            name, values = next((name, values) for name, values in named if len(set(values)) > 1)
+            return f"{name} differs between {_ranks_by(values, dist.get_process_group_ranks(group))}"
+    return None
+
+
+def _ranks_by(values: Sequence[bytes], ranks: Sequence[int]) -> str:
+    holders: dict[bytes, list[str]] = defaultdict(list)
+    for value, rank in zip(values, ranks, strict=True):
+        holders[value].append(str(rank))
+    return " and ".join(f"rank{'s' if len(held) > 1 else ''} {', '.join(held)}" for held in holders.values())
+
+
+def _of_ranks(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """Return the values of all ranks of a group, in rank order."""
+    values = [None] * group.size()
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _digest(shard: torch.Tensor) -> bytes:
+    """Return a hash of a shard's bytes."""
+    if shard.is_meta:  # FSDP2 says so in this forward pass
+        return b""
+    data = shard.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return xxhash.xxh3_64_digest(data)  # type: ignore[arg-type]  # arrays are buffers

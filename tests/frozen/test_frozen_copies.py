@@ -1,0 +1,95 @@
+"""Nodes whose copies of frozen weights differ before training begins, on 4 ranks (2 nodes)."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn as nn
+from frozen_runs import UNQUANTIZED, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
+from harness import Scenarios
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from hf_zeropp import apply_zeropp
+from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
+
+EMBEDDING = "base_model.model.model.embed_tokens.weight"
+
+
+def with_new_rows(seed: int) -> nn.Module:
+    model = tiny_llama()
+    torch.manual_seed(seed)
+    model.resize_token_embeddings(103, mean_resizing=False)
+    return with_adapter(model)
+
+
+def new_rows_from_a_seed_per_rank_are_refused(rank: int) -> None:
+    for bits in (None, 4):
+        reset_accelerate()
+        *_, model, _ = prepare(with_new_rows(rank), frozen_bits=bits, **UNQUANTIZED)
+        name = EMBEDDING if bits is None else f"{EMBEDDING}_codes"
+        # The first node's ranks hold the first rows, and its second rank (1) holds the new ones, as rank 3 does.
+        with pytest.raises(ValueError, match=f"{name} differs between rank 1 and rank 3.*cpu_ram_efficient_loading"):
+            model(tokens())
+
+
+def new_rows_of_rank_0_are_those_of_all(rank: int) -> None:
+    reset_accelerate()
+    *_, model, _ = prepare(with_new_rows(rank), ram_efficient=True, **UNQUANTIZED)
+    model(tokens())
+
+
+def a_weight_that_differs_on_one_rank_is_refused_by_all(rank: int) -> None:
+    reset_accelerate()
+    model = with_adapter(tiny_llama())
+    if rank == 2:
+        model.get_parameter("base_model.model.model.norm.weight").data[0] = 7
+    *_, model, _ = prepare(model, **UNQUANTIZED)
+    with pytest.raises(ValueError, match=r"model\.norm\.weight differs between rank 0 and rank 2"):
+        model(tokens())
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen, self.trained = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.trained(self.frozen(x))
+
+
+def weights_on_meta_are_compared_when_they_are_there(rank: int) -> None:
+    node_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cross", "node"))["node"]
+    for differ in (False, True):
+        with torch.device("meta"):
+            model = Pair()
+        model.frozen.requires_grad_(False)
+        shard_frozen(model, [], node_mesh)
+        model = fully_shard(model, ignored_params=set(frozen_parameters(model)))
+        apply_zeropp(model, {"ranks_per_node": 2, **UNQUANTIZED})
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            param.detach().to_local().fill_(rank if differ else 0.5)
+        expects = (
+            pytest.raises(ValueError, match="frozen.weight differs between") if differ else contextlib.nullcontext()
+        )
+        with expects:
+            model(torch.ones(1, 8))
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        new_rows_from_a_seed_per_rank_are_refused,
+        new_rows_of_rank_0_are_those_of_all,
+        a_weight_that_differs_on_one_rank_is_refused_by_all,
+        weights_on_meta_are_compared_when_they_are_there,
+    ],
+)
+
+
+@SCENARIOS.parametrize
+def test_frozen_copies(scenario):
+    SCENARIOS.check(scenario)
