@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zeropp import devices
+from hf_zeropp.announcement import log_active, log_inactive
 from hf_zeropp.comm.agreement import Channel
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop, WireBuffers
@@ -39,7 +40,7 @@ from hf_zeropp.fsdp.reduce_scatter import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
 from hf_zeropp.ops.format import FLOAT_DTYPES
-from hf_zeropp.plan import Plan, agree, check_all_served, log_inactive, require_process_group
+from hf_zeropp.plan import Plan, agree, check_all_served, require_process_group
 from hf_zeropp.traffic import (
     GATHER_CROSS,
     GATHER_NODE,
@@ -159,6 +160,7 @@ class ZeroPPHandle:
             hook_passes(model, self._decisions)
             self._follow_weights(model)
             self._warn_of_fallbacks()
+        log_active(config, self.traffic, self.predict(), num_units=len(units))
 
     @property
     def is_active(self) -> bool:
@@ -228,7 +230,7 @@ class ZeroPPHandle:
             reduce.discard()
 
     def predict(self, micro_steps: int = 1) -> dict[str, Bytes]:
-        """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective. After a first forward."""
+        """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective."""
         counts: dict[str, Bytes] = {}
         # A unit has one comm object per direction: its gather is in the first list or in the third, never in both.
         comms: list[CommObject] = [*self.gathers, *self.reduces, *self.fsdp2_gathers]
@@ -411,6 +413,7 @@ class ZeroPPHandle:
         held = _params_of(optimizer)
         if any(reduce.unit.has_param_of(held) for reduce in self.reduces):  # one of another model does not count
             self.traffic.end_optimizer_step()
+            self._micro_steps.end_step(self.config.qgz_until)
         for gather in self._weight_gathers:
             if gather.unit.has_param_of(held):
                 gather.freshness.after_step()

@@ -225,6 +225,11 @@ class ZeroPPConfig:
             return cls.from_file(settings)
         return cls.from_dict(settings)
 
+    def preset_name(self) -> str | None:
+        """Return the preset that these settings are, on whatever nodes; None if they are none."""
+        nodes = {"ranks_per_node": self.ranks_per_node}
+        return next((name for name, settings in PRESETS.items() if self == ZeroPPConfig(**nodes | settings)), None)
+
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, fit for JSON and for ``from_dict``."""
         return dataclasses.asdict(self)

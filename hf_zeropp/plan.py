@@ -21,7 +21,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zeropp.comm.hosts import Host, check_hosts, this_host
-from hf_zeropp.comm.topology import ShardGroups, Topology, count_on_each_node, detect_ranks_per_node, resolve_hpz_size
+from hf_zeropp.comm.topology import ShardGroups, count_on_each_node, detect_ranks_per_node, resolve_hpz_size
 from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.first_use import is_running
@@ -112,18 +112,6 @@ def check_all_served(model: nn.Module, comms: Sequence[AllGather]) -> None:
         raise ValueError(
             f"Units {', '.join(others)} were sharded after apply_zeropp, and it does not serve them (seen on rank "
             f"{dist.get_rank()}). Build the whole model first, shard it, and call apply_zeropp once."
-        )
-
-
-def log_inactive(topology: Topology, *, is_enabled: bool) -> None:
-    """Say that FSDP2's own collectives stay, and what a user with one node can do. Rank 0 speaks for all."""
-    if not is_enabled or topology.world_size == 1:
-        logger.info("%s: FSDP2's own collectives stay.", "One rank only" if is_enabled else "ZEROPP_ENABLED=0")
-    elif topology.rank == 0:
-        logger.warning(
-            "One node only (%d ranks), and nothing crosses nodes: FSDP2's own collectives stay. If the links between these "
-            'ranks are slow (GPUs without NVLink), preset="pcie" quantizes what they exchange.',
-            topology.world_size,
         )
 
 

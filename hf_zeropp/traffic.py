@@ -201,11 +201,14 @@ class Traffic:
         return self.intra_node_bytes / max(self.steps, 1)
 
     def zero3_bytes_per_step(self) -> float:
-        """Return the cross-node bytes per node and step of ZeRO-3: (2 M + gradients) (Y-1)/Y for each micro-step."""
+        """Return the cross-node bytes per node and step of ZeRO-3, in steps of as many micro-steps as were counted."""
+        return self.zero3_bytes(self.micro_steps / max(self.steps, 1))
+
+    def zero3_bytes(self, micro_steps: float) -> float:
+        """Return the cross-node bytes per node of ``micro_steps`` under ZeRO-3: (2 M + gradients) (Y-1)/Y for each."""
         # ZeRO-3 gathers for the forward and for the backward pass of each micro-step, and reduces in each. Its rings
         # send more than (Y-1)/Y; the least that any algorithm needs is counted, so that the saving is never
         # overstated.
-        micro_steps = self.micro_steps / max(self.steps, 1)
         return (2 * self.model_bytes + self.trainable_bytes) * micro_steps * (self.num_nodes - 1) / self.num_nodes
 
     def table(self, predicted: Mapping[str, Bytes] | None = None) -> Table:

@@ -237,6 +237,15 @@ def test_version(capsys) -> None:
     assert capsys.readouterr().out.startswith("hf-zeropp ")
 
 
+def test_help_of_launch_tells_of_settings(capsys) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["launch", "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert shown.startswith("usage: hf-zeropp launch ")
+    for word in ("ZeRO++", "`zeropp_config:`", "ZEROPP_CONFIG_FILE", "ZEROPP_ENABLED=0", "--num_processes"):
+        assert word in shown
+
+
 @pytest.mark.parametrize("command", [[], ["estimate"], ["env"], ["export"]], ids=lambda command: " ".join(command))
 def test_help_is_in_sentences(capsys, monkeypatch, command: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # one line per option

@@ -39,8 +39,10 @@ def counted_is_predicted(rank: int) -> None:
             policy = POLICIES[list(POLICIES)[index % len(POLICIES)]]
             model = shard(make_lm(), policy)
             handle = apply_zeropp(model, choice | {"ranks_per_node": ranks_per_node})
+            before = handle.predict(micro_steps)  # when FSDP2 does not know its root yet
             steps(model, handle, rank, 2, micro_steps)
             counted, predicted = handle.traffic.counts, times(handle.predict(micro_steps), 2)
+            assert before == handle.predict(micro_steps), (choice, micro_steps, ranks_per_node)
             assert counted == predicted, (choice, micro_steps, ranks_per_node, counted, predicted)
             assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 2 * micro_steps)
 

@@ -65,6 +65,13 @@ PYTORCH: tuple[Seam, ...] = (
     ),
     Seam(
         owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
+        names=("_is_root", "_auto_reshard_after_forward"),
+        used_by=("fsdp.units",),
+        why="Whether FSDP2 will keep its root unit gathered, before a first forward pass has told.",
+        if_moved=ON_USE,
+    ),
+    Seam(
+        owner="torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
         names=("_lazy_init",),
         used_by=("fsdp.units",),
         why="FSDP2 takes over parameters that were replaced there; ranks must agree on the new ones.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SMALL_BYTES = 512
 """Bytes of a message whose time is all latency."""
 
+NUM_MEASUREMENTS = 5
 KERNEL_BLOCK = 256
 KERNEL_BITS = 8
 _RUN = "torchrun --nproc-per-node 4 -m hf_zeropp.cli bench-network"
@@ -116,10 +118,17 @@ class _Benchmark:
 
     def run(self) -> Measured:
         is_gloo = self._device.type == "cpu"
+        _say("the network between nodes", 1)
         cross_latency, cross_rate = self._hop(self._cross)
+        _say("copies", 2)
         copy_rate = self._copy_rate()
+        _say("the links within a node", 3)
         # A node of one rank has no node hop. Then nothing reads these two figures.
         node_latency, node_rate = self._hop(self._node) if self._node.size > 1 else (0.0, copy_rate)
+        _say("the computation of a block", 4)
+        flops = self._flops()
+        _say("quantization", 5)
+        kernel_rate = self._kernel_rate()
         return Measured(
             device=_device_name(self._device),
             backend=str(dist.get_backend(self._cross.group)),
@@ -130,8 +139,8 @@ class _Benchmark:
             network_latency_s=cross_latency,
             within_bytes_per_s=node_rate,
             within_latency_s=node_latency,
-            flops=self._flops(),
-            kernel_bytes_per_s=self._kernel_rate(),
+            flops=flops,
+            kernel_bytes_per_s=kernel_rate,
             copy_bytes_per_s=copy_rate,
             # On loopback nothing but the processor limits gloo.
             wire_bytes_per_s=node_rate if is_gloo and self._node.size > 1 else None,
@@ -202,6 +211,13 @@ class _Benchmark:
     def _finish(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+def _say(measured: str, number: int) -> None:
+    """Say on rank 0 what is measured now. The whole takes minutes on a slow network."""
+    if dist.get_rank() == 0:
+        # Lines, and no bar: launchers hand lines on, and log files keep them. The figures alone go to standard output.
+        print(f"Measuring {measured} ({number} of {NUM_MEASUREMENTS}) ...", file=sys.stderr, flush=True)
 
 
 def _device_name(device: torch.device) -> str:

@@ -6,7 +6,15 @@ is done?).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+
+import torch.distributed as dist
+
+logger = logging.getLogger(__name__)
+
+STEPS_UNTIL_REMINDER = 100
+"""Optimizer steps after which a loop that never told its progress is taken for one that never will."""
 
 
 class MicroSteps:
@@ -26,10 +34,12 @@ class MicroSteps:
         self.quantizes = self._wants_quantizes = quantizes
         self.ask_is_last: Callable[[], bool] = lambda: True
         self.is_last_now = True
+        self._num_steps_without_progress: int | None = 0  # None once progress was told, or asked for
 
     def set_quantizes(self, quantizes: bool, *, is_accumulating: bool) -> None:
         """Quantize gradients from the next step on, or no longer; at once if nothing is accumulated."""
         self._wants_quantizes = quantizes
+        self._num_steps_without_progress = None
         self.begin_step(is_accumulating=is_accumulating)
 
     def begin_step(self, *, is_accumulating: bool) -> None:
@@ -37,6 +47,22 @@ class MicroSteps:
         # Quantized and unquantized gradients do not add up, so a change waits until the partial sums have crossed.
         if not is_accumulating:
             self.quantizes = self._wants_quantizes
+
+    def end_step(self, quantizes_until: float) -> None:
+        """Note an optimizer's step. A loop that should tell its progress and does not is reminded once, on rank 0."""
+        if self._num_steps_without_progress is None:
+            return
+        self._num_steps_without_progress += 1
+        if self._num_steps_without_progress < STEPS_UNTIL_REMINDER:
+            return
+        self._num_steps_without_progress = None
+        if quantizes_until < 1 and dist.get_rank() == 0:
+            logger.warning(
+                "qgz_until=%s ends the quantization of gradients on the way, but in %d steps nothing has told how far training "
+                "is, so it goes on. Call handle.set_progress(step / num_steps) before each step, on all ranks.",
+                quantizes_until,
+                STEPS_UNTIL_REMINDER,
+            )
 
     def enter_backward(self) -> None:
         """Ask about the backward pass that has begun to reduce gradients."""

@@ -208,7 +208,10 @@ class Unit:
     @property
     def reshards_after_forward(self) -> bool:
         """Whether the unit is resharded between forward and backward, and gathered twice."""
-        return self._group._reshard_after_forward
+        # FSDP2 keeps its root gathered unless it was told otherwise, and notes that in the first forward pass.
+        state = self._module._get_fsdp_state()
+        stays_gathered = self.name == ROOT and state._is_root is None and state._auto_reshard_after_forward
+        return self._group._reshard_after_forward and not stays_gathered
 
     @property
     def reshards_to_part_of_the_world(self) -> bool:
@@ -364,6 +367,10 @@ def set_local_tensor(tensor: DTensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local
 
 
+ROOT = "(root)"
+"""The name of the unit of the model itself."""
+
+
 def find_units(model: nn.Module) -> list[Unit]:
     """The model's units in module order, each once (``fully_shard([a, b])`` makes two modules with one state).
 
@@ -383,7 +390,7 @@ def find_units(model: nn.Module) -> list[Unit]:
                 f"The module {name!r} was sharded into {len(groups)} communication groups (a shard_placement_fn that "
                 "names meshes); ZeRO++ needs one per fully_shard call. Call fully_shard on the submodules instead."
             )
-        units.extend(Unit(name or "(root)", module, group) for group in groups)
+        units.extend(Unit(name or ROOT, module, group) for group in groups)
     return units
 
 

@@ -27,6 +27,14 @@ from hf_zeropp.switch import is_enabled
 
 RUNNER = "hf_zeropp.run"
 
+DESCRIPTION = (
+    "Run a script under ZeRO++ on FSDP2. The script needs no change: every model that Accelerate or a Trainer shards runs under "
+    "ZeRO++, with the settings in the `zeropp_config:` block of the config file (a mapping, or the name of a preset such as "
+    "`balanced`), or in ZEROPP_CONFIG_FILE and ZEROPP_<SETTING> variables, else with the defaults. ZEROPP_ENABLED=0 runs the "
+    "same job on stock FSDP2. `hf-zeropp env` shows the settings in force. All flags are those of `accelerate launch`. The "
+    "script may also be `-m` and a module, or a command of TRL such as `trl sft`."
+)
+
 MMAP_THRESHOLD = 2**20
 """Bytes from which memory of CPU ranks goes back to the system when it is freed.
 
@@ -79,6 +87,7 @@ def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
         ValueError: something in them is wrong.
     """
     parser = launch_command_parser()
+    parser.prog, parser.description = "hf-zeropp launch", DESCRIPTION
     args = parser.parse_args(flags)
     file = {}
     if (path := _config_file(args)) is not None:

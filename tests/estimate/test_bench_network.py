@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
@@ -24,14 +26,18 @@ def launch(*flags: str) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False)
 
 
-def bench_network(rank: int, path: str) -> None:
-    cli.main(["bench-network", "--output", path, "--ranks-per-node", "2", *SMALL])
+def bench_network(rank: int, path: str) -> list[str]:
+    with contextlib.redirect_stderr(io.StringIO()) as progress:
+        cli.main(["bench-network", "--output", path, "--ranks-per-node", "2", *SMALL])
+    return [line for line in progress.getvalue().splitlines() if line.startswith("Measuring ")]
 
 
 def test_two_nodes_of_two_ranks_are_measured(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """The ranks are real gloo processes with a launcher's variables, and the command itself makes the process group."""
     path = tmp_path / "cluster.yaml"
-    run_ranks(bench_network, 4, str(path), init=False)
+    said, *others = run_ranks(bench_network, 4, str(path), init=False)
+    assert [f"({number} of 5)" in line for number, line in enumerate(said, 1)] == [True] * 5
+    assert others == [[], [], []]
     check_measured(path)
     # The file is what ``estimate`` takes.
     cli.main(["estimate", "20M", "--world", "4", "--ranks-per-node", "2", "--cluster", str(path), "--recommend"])

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import os
 import weakref
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
@@ -19,6 +22,7 @@ from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.apply import ZeroPPHandle
 from hf_zeropp.compat import MovedNameError
 from hf_zeropp.fsdp.comm_objects import CountedWeightGather
+from hf_zeropp.fsdp.micro_steps import STEPS_UNTIL_REMINDER
 from hf_zeropp.fsdp.units import find_units
 
 NODES = {"ranks_per_node": 2}
@@ -148,10 +152,68 @@ def settings_from_the_environment(rank: int) -> None:
     assert (handle.config.qwz_bits, handle.topology.ranks_per_node) == (4, 2)
 
 
+def logged_by(action: Callable[[], object]) -> str:
+    """What a script that configures no logging sees."""
+    with contextlib.redirect_stderr(io.StringIO()) as shown:
+        action()
+    return shown.getvalue()
+
+
+def says_that_it_is_on(rank: int) -> None:
+    """Rank 0 says so in one line, with the bytes that a step then takes."""
+    kinds = {"preset 'balanced'": {}, "preset 'half_model'": {"preset": "half_model"}, "no preset": {"qgz_bits": 8}}
+    for words, settings in kinds.items():
+        model = shard(make_lm())
+        line = logged_by(lambda model=model, settings=settings: apply_zeropp(model, NODES | settings))
+        if rank:
+            assert line == ""
+            continue
+        assert (
+            line.startswith("ZeRO++ is on: 2 nodes x 2 ranks, ")
+            and f"{words}, 3 units" in line
+            and line.count("\n") == 1
+        )
+        zero3 = get_handle(model).traffic.zero3_bytes(1)
+        assert f"take {zero3 / 1e6:.3g} MB or more" in line
+    assert logged_by(lambda: apply_zeropp(shard(make_lm()), NODES | {"preset": "exact"})).count("at most") == (
+        rank == 0
+    )
+
+
+def the_bytes_that_it_says_are_counted(rank: int) -> None:
+    for settings in ({}, {"hpz_size": None}, {"qgz_bits": 8}):
+        model = shard(make_lm())
+        line = logged_by(lambda model=model, settings=settings: apply_zeropp(model, NODES | settings))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, rank)
+        optimizer.step()
+        expected = f"expected to receive {get_handle(model).traffic.cross_node_bytes / 1e6:.3g} MB from other nodes"
+        assert rank or expected in line, (expected, line)
+
+
+def a_loop_without_progress_is_reminded(rank: int) -> None:
+    for tells_progress in (False, True):
+        model = shard(make_lm())
+        handle = apply_zeropp(model, NODES | {"qgz_until": 0.5})
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if tells_progress:
+            handle.set_progress(0.0)
+        backward(model, rank)
+
+        def train(optimizer=optimizer) -> None:
+            for _ in range(STEPS_UNTIL_REMINDER + 1):
+                optimizer.step()
+
+        assert logged_by(train).count("Call handle.set_progress") == (rank == 0 and not tells_progress)
+
+
 WORKS = Scenarios(
     4,
     [
         applied_twice,
+        says_that_it_is_on,
+        the_bytes_that_it_says_are_counted,
+        a_loop_without_progress_is_reminded,
         applied_below_or_above,
         applied_again_with_a_block_more,
         applied_after_training_began,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import hf_zeropp
 from hf_zeropp.compat import SEAMS, TESTED
 
 PACKAGE = Path(__file__).parent.parent.parent / "hf_zeropp"
@@ -31,6 +32,7 @@ LAYERS = [
     "frozen",
     "estimate",
     "plan",
+    "announcement",
     "apply",
     "generation",
     "integrations",
@@ -216,3 +218,9 @@ def test_the_scan_can_fail():
     assert private_attributes(tree) == {"_newer", "_newest"}
     assert "torch._new" in imported_modules(tree)
     assert not {"_new", "_newer", "_newest"} & known_names("frozen.weight")
+
+
+def test_the_package_lists_its_public_names():
+    """Those that are imported late as well, and no names that it imports for itself."""
+    names = [name for name in dir(hf_zeropp) if not name.startswith("__")]
+    assert names == sorted(hf_zeropp.__all__)
