@@ -28,7 +28,8 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 #    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way.
 #    It is taken with every gather across nodes, and after a step where deltas may be sent;
 # 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or somebody called
-#    ``handle.invalidate()``. A mark makes the hash unnecessary.
+#    ``handle.invalidate()``. A mark makes the hash unnecessary. Where no content can be read, an optimizer's mark is set before
+#    the step as well: a step that raised shows by it.
 #
 # No rank acts on its own answer. Before every forward pass the ranks exchange their answers for all units, and each unit
 # is gathered anew if it changed on *any* rank (decisions.py). A change made on one rank alone is then a gather more, not
@@ -74,10 +75,13 @@ class Freshness:
         # Nothing was gathered yet, so the first gather must send whole weights.
         self._marked = Change.INVALID
         self._is_in_closure_step = False
+        self._under_step = Change.NONE
 
     def taken(self) -> None:
         """Note that the unit's weights, as they are now, were gathered or are being sent."""
         self._marked = Change.NONE
+        if not self._is_in_closure_step:
+            self._under_step = Change.NONE
         self._remember()
 
     def mark(self, change: Change) -> None:
@@ -95,10 +99,14 @@ class Freshness:
         # Without a closure no forward pass runs inside of the step. One that runs before ``after_step`` then shows that the
         # step raised, and what it wrote until then counts as an edit.
         self._is_in_closure_step = has_closure
+        # A step that raises half-way runs nothing behind it. Where no content can be read, the mark must stand by then.
+        if self._digest is None:
+            self._under_step = Change.STEPPED if has_closure else Change.EDITED
 
     def after_step(self) -> None:
-        """Note that the step ended. It does not come after a step that raised; the content shows what that one wrote."""
+        """Note that the step ended. It does not come after a step that raised: the content, or a mark, tells of that one."""
         self._is_in_closure_step = False
+        self._under_step = Change.NONE
         self.mark(Change.STEPPED)
         # Without deltas the mark is answer enough: every change means whole weights, so there is nothing to compare
         # later. With deltas, the content after the step shows whether somebody else wrote between the step and the
@@ -108,16 +116,17 @@ class Freshness:
 
     def change(self) -> Change:
         """Return what happened to the weights since ``taken``. Asking changes nothing."""
-        if self._marked >= Change.EDITED:
-            return self._marked
+        marked = max(self._marked, self._under_step)
+        if marked >= Change.EDITED:
+            return marked
         # The two answers that need no hash come first: reading the shards is the cost of this method.
-        if self._marked == Change.STEPPED and not self._checks_steps:
+        if marked == Change.STEPPED and not self._checks_steps:
             return Change.STEPPED
         if not self._is_as_remembered():
             # Optimizers with a closure (LBFGS) run forward passes between updates of one step. Weights that changed
             # there were changed by the optimizer.
-            return max(self._marked, Change.STEPPED if self._is_in_closure_step else Change.EDITED)
-        return self._marked
+            return max(marked, Change.STEPPED if self._is_in_closure_step else Change.EDITED)
+        return marked
 
     def _change_by_stamp(self) -> Change:
         if self._stamp is None or self._is_in_closure_step or self._stamp.matches(self._unit.params):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
+from hf_zeropp import devices
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
@@ -51,7 +52,8 @@ class Coordinator(Protocol):
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step.
 
-        Called before this rank waits for a hop: a rank that runs another pass would make it wait for ever.
+        Called before the host waits for a hop: a rank that runs another pass would make it wait for ever. On an accelerator
+        no hop makes it wait.
         """
 
     def deliver(self) -> None:
@@ -158,7 +160,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self._behind.make_room()
 
     def _run(self, reduction: UnitReduction, full: torch.Tensor, output: torch.Tensor, crosses: bool) -> None:
-        self._coordinator.confirm_micro_step()
+        if not devices.has_streams(full.device):
+            self._coordinator.confirm_micro_step()
         reduction.start(full)
         if not crosses:
             self.keep_sums(reduction.flight, reduction.form)
@@ -396,15 +399,19 @@ class UnitReduction:
 
     def leave_node(self) -> bool:
         """Finish the node hop. Return whether the cross hop was started."""
-        self._comm.confirm_micro_step()
-        if self._crosses:
-            self.flight = self._comm.send_sums(self.flight, self.form)
-            return True
+        is_crossing = False
         try:
-            self._comm.keep_sums(self.flight, self.form)
+            self._comm.confirm_micro_step()
+            if self._crosses:
+                self.flight = self._comm.send_sums(self.flight, self.form)
+                is_crossing = True
+            else:
+                self._comm.keep_sums(self.flight, self.form)
         finally:
-            self._comm.ended()
-        return False
+            # One that raised has left the pipeline as well, and must not count as under way for ever.
+            if not is_crossing:
+                self._comm.ended()
+        return is_crossing
 
     def arrive(self) -> None:
         """Finish the cross hop and add the result to ``.grad``."""

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from harness import RankError, announce, expect_errors, started_ranks
+from happens_before import checked_world
+from harness import RankError, announce, expect_errors, run_ranks, started_ranks
 from toy import EXACT, backward, loss_of, make_lm, shard, tokens_of
+from ways_through_steps import RANKS_PER_NODE, training
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.comm.agreement import Statement, describe
+from hf_zeropp.comm.agreement import Agreement, Answer, DisagreementError, Statement, describe
 from hf_zeropp.fsdp.hooks import listen_to_optimizers
+from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 
 TIMEOUT_S = 6.0
 
@@ -140,6 +146,47 @@ def test_a_stopped_rank_ends_all_others_within_the_timeout(settings):
         others = [ranks[0], ranks[1], ranks[2]]
         assert all(rank.has_ended(within_s=4 * TIMEOUT_S) for rank in others)
         assert time.monotonic() - began < 4 * TIMEOUT_S
+
+
+def events_of_a_step(rank: int, micro_steps: int) -> str:
+    """Train with the ways for GPUs. Return a warm step: what is asked (a), waited for on the host (w), reduced (r), stepped (s)."""
+    events: list[str] = []
+
+    def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: events.append(event) or call(*args, **kwargs)
+
+    with (
+        checked_world(2 * RANKS_PER_NODE),
+        mock.patch.object(Agreement, "ask", noting("a", Agreement.ask)),
+        mock.patch.object(Answer, "_wait_for", noting("w", Answer._wait_for)),
+        mock.patch.object(ZeroPPReduceScatter, "__call__", noting("r", ZeroPPReduceScatter.__call__)),
+        mock.patch.object(ZeroPPHandle, "after_optimizer_step", noting("s", ZeroPPHandle.after_optimizer_step)),
+    ):
+        train = training()
+        train.step(micro_steps)
+        events.clear()
+        train.step(micro_steps)
+    return "".join(events)
+
+
+def test_on_gpus_an_answer_is_waited_for_where_it_has_arrived():
+    """Only a forward pass needs its answer at once. That of a backward pass is looked at a unit later, that of its end in the step."""
+    assert run_ranks(events_of_a_step, 1, 1, init=False) == ["aw" + "rarwrr" + "aws"]
+    assert run_ranks(events_of_a_step, 1, 2, init=False) == ["aw" + "rarwrr" + "aw" + "rarwrr" + "aws"]
+
+
+def disagreed_in_a_reduction(rank: int) -> tuple[int, int]:
+    """With one rank per node the answer is needed in the first reduction, before its cross hop starts."""
+    model, handle = new_model(ranks_per_node=1)
+    handle.set_last_micro_step(rank != 2)
+    with pytest.raises(DisagreementError):
+        backward(model, rank)
+    return sum(reduce._num_under_way for reduce in handle.reduces), handle._decisions._num_under_way
+
+
+def test_a_reduction_that_ranks_disagree_about_is_under_way_no_longer():
+    """Or every later look at a gradient would wait for its result."""
+    assert run_ranks(disagreed_in_a_reduction, 4) == [(0, 0)] * 4
 
 
 def test_differences_are_described():

@@ -266,7 +266,18 @@ def step_that_raises_and_is_caught(rank: int) -> None:
         with contextlib.suppress(MemoryError):
             step(model, RaisesHalfWay, rank)
 
-    check(rank, change, without_content)
+    check(rank, change, without_content, without_optimizer_hook)
+
+
+def step_that_raises_on_an_accelerator(rank: int) -> None:
+    """No content is read there, and this step moves no version."""
+
+    def change(model, handle) -> None:
+        with contextlib.suppress(MemoryError):
+            step(model, RaisesHalfWay, rank)
+
+    with without_content():
+        check(rank, change, without_optimizer_hook)
 
 
 def parameters_frozen_between_backward_and_step(rank: int) -> None:
@@ -463,6 +474,7 @@ SCENARIOS = Scenarios(
         writes_that_move_no_counter,
         invalidate_where_content_cannot_be_read,
         step_that_raises_and_is_caught,
+        step_that_raises_on_an_accelerator,
         parameters_frozen_between_backward_and_step,
         edit_on_one_rank,
         invalidate_on_one_rank,

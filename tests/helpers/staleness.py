@@ -66,7 +66,8 @@ def without_versions():
 
 
 def without_optimizer_hook() -> contextlib.AbstractContextManager:
-    return mock.patch.object(freshness.Freshness, "after_step", lambda self: None)
+    nothing = {"before_step": lambda self, has_closure: None, "after_step": lambda self: None}
+    return mock.patch.multiple(freshness.Freshness, **nothing)
 
 
 def without_invalidation() -> contextlib.AbstractContextManager:
