@@ -149,7 +149,7 @@ def test_a_stopped_rank_ends_all_others_within_the_timeout(settings):
 
 
 def events_of_a_step(rank: int, micro_steps: int) -> str:
-    """Train with the ways for GPUs. Return a warm step: what is asked (a), waited for on the host (w), reduced (r), stepped (s)."""
+    """Return what a warm step does on GPUs: it asks (a), waits for an answer (w), reduces a unit (r), and has stepped (s)."""
     events: list[str] = []
 
     def noting(event: str, call: Callable[..., Any]) -> Callable[..., Any]:
@@ -170,7 +170,7 @@ def events_of_a_step(rank: int, micro_steps: int) -> str:
 
 
 def test_on_gpus_an_answer_is_waited_for_where_it_has_arrived():
-    """Only a forward pass needs its answer at once. That of a backward pass is looked at a unit later, that of its end in the step."""
+    """Only a forward pass needs its answer at once. A backward pass looks at its own a unit later, and at the last in the step."""
     assert run_ranks(events_of_a_step, 1, 1, init=False) == ["aw" + "rarwrr" + "aws"]
     assert run_ranks(events_of_a_step, 1, 2, init=False) == ["aw" + "rarwrr" + "aw" + "rarwrr" + "aws"]
 
