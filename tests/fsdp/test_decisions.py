@@ -170,7 +170,7 @@ def events_of_a_step(rank: int, micro_steps: int) -> str:
 
 
 def test_on_gpus_an_answer_is_waited_for_where_it_has_arrived():
-    """Only a forward pass needs its answer at once. A backward pass looks at its own a unit later, and at the last in the step."""
+    """Only a forward pass needs its answer at once. A backward pass looks at its own one unit later, a step at the last."""
     assert run_ranks(events_of_a_step, 1, 1, init=False) == ["aw" + "rarwrr" + "aws"]
     assert run_ranks(events_of_a_step, 1, 2, init=False) == ["aw" + "rarwrr" + "aw" + "rarwrr" + "aws"]
 
