@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import weakref
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -154,22 +156,26 @@ class WeightStamp:
     local tensor inside. Writes through ``.data``, raw pointers, ``torch._foreach_*`` or collectives move nothing.
     """
 
-    # The references are strong: a weak one makes ``model.to()`` fail (``torch.utils.swap_tensors`` refuses tensors with
-    # weak references), and an id may be taken again by the successor of a freed tensor.
-    tensors: tuple[torch.Tensor, ...]
-    versions: tuple[int, ...]
+    # An id may be taken again by the successor of a freed tensor, so there are references. Those to parameters are strong:
+    # a weak one makes ``model.to()`` fail (``torch.utils.swap_tensors`` refuses tensors with weak references). Those to local
+    # tensors are weak, or ``model.cpu()`` would leave the old shards in the memory of the GPU.
+    params: tuple[DTensor, ...]
+    local_tensors: tuple[weakref.ref[torch.Tensor], ...]
+    versions: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, params: list[DTensor]) -> WeightStamp:
+    def of(cls, params: Sequence[DTensor]) -> WeightStamp:
         """Take the stamp of ``params`` as they are now."""
-        tensors = tuple(tensor for param in params for tensor in (param, local_tensor_of(param)))
-        return cls(tensors, tuple(tensor._version for tensor in tensors))
+        local_tensors = [local_tensor_of(param) for param in params]
+        versions = tuple((param._version, local._version) for param, local in zip(params, local_tensors, strict=True))
+        return cls(tuple(params), tuple(map(weakref.ref, local_tensors)), versions)
 
-    def matches(self, params: list[DTensor]) -> bool:
+    def matches(self, params: Sequence[DTensor]) -> bool:
         """Return whether ``params`` are the same tensors at the same versions."""
-        now = WeightStamp.of(params)
-        same_tensors = all(ours is theirs for ours, theirs in zip(self.tensors, now.tensors, strict=True))
-        return same_tensors and self.versions == now.versions
+        same_params = all(ours is theirs for ours, theirs in zip(self.params, params, strict=True))
+        local_tensors = zip(self.local_tensors, map(local_tensor_of, params), strict=True)
+        same_tensors = same_params and all(ours() is theirs for ours, theirs in local_tensors)
+        return same_tensors and self.versions == WeightStamp.of(params).versions
 
 
 class ShardContent:

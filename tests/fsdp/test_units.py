@@ -172,6 +172,17 @@ def stamps_move_with(rank: int) -> dict[str, bool]:
     return noticed
 
 
+def stamps_hold_no_shards(rank: int) -> None:
+    """After a conversion, as ``model.cpu()`` on a GPU, the memory of the old shards is free."""
+    model = shard(make_lm())
+    params = find_units(model)[1].params
+    stamp = WeightStamp.of(params)
+    old = [weakref.ref(param._local_tensor) for param in params]
+    model.to(torch.float64)
+    assert [ref() for ref in old] == [None] * len(params)
+    assert not stamp.matches(params)
+
+
 def backward_passes_have_numbers(rank: int) -> None:
     """And callbacks queued inside run at the end, behind FSDP2's: the gradients of all units are there."""
     model = shard(make_lm())
@@ -212,12 +223,16 @@ SCENARIOS = Scenarios(
         shown_reductions,
     ],
 )
-STAMPS = Scenarios(4, [stamps_move_with])
+STAMPS = Scenarios(4, [stamps_move_with, stamps_hold_no_shards])
 
 
 @SCENARIOS.parametrize
 def test_units(scenario):
     SCENARIOS.check(scenario)
+
+
+def test_a_stamp_holds_no_shards():
+    STAMPS.check("stamps_hold_no_shards")
 
 
 def test_what_a_stamp_notices():
