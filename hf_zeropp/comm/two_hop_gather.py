@@ -176,6 +176,21 @@ class TwoHopGather:
         """Start the cross hop with changed words, whose sizes were exchanged."""
         return changed_words.start(changes, self.cross_hop, self._buffers)
 
+    def expected_slice(self, shard: torch.Tensor, layouts: GatherLayouts, base: Secondary | None) -> torch.Tensor:
+        """Return the bytes that this rank's slice has once ``shard`` [S] has crossed. It sends nothing, and serves checks.
+
+        Args:
+            shard: this rank's shard.
+            layouts: wire layouts of one slice.
+            base: the secondary shard to which a delta is added. None where whole weights or changed words cross.
+        """
+        if base is None:
+            return ops.quantize(shard, layouts.kept)
+        assert layouts.delta is not None
+        own_slice = self._own_slice(base)
+        delta = ops.quantize_difference(shard, own_slice, layouts.kept, layouts.delta)
+        return ops.dequantize_update(delta, layouts.delta, own_slice, layouts.kept)
+
     def land(self, flight: Flight, layouts: GatherLayouts, secondary: Secondary) -> None:
         """Finish the cross hop: wait, add what changed, and see that the secondary shards of the whole node can be read."""
         received = flight.land(self._buffers)

@@ -21,7 +21,7 @@ from hf_zeropp.fsdp.comm_objects import CountedAllGather, UnitWarnings, WeightGa
 from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.layouts import gather_layouts
 from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
-from hf_zeropp.fsdp.secondary_check import SecondaryCheck
+from hf_zeropp.fsdp.secondary_check import CheckedUnit, SecondaryCheck
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import Bytes, Traffic
@@ -85,7 +85,7 @@ class ZeroPPAllGather(WeightGather):
         keeps_secondary: whether hpZ is on. Otherwise every gather runs both hops.
         lands_at_once: whether a cross hop that is started ahead is also finished at once (on accelerators, where streams
             overlap by themselves), instead of when the unit is needed.
-        check: compares secondary shards across nodes; None where nobody asked for it.
+        check: compares secondary shards with the masters; None where nobody asked for it.
         beside: where cross hops run on streams beside node hops; None on CPU.
     """
 
@@ -108,7 +108,7 @@ class ZeroPPAllGather(WeightGather):
         self._warnings = warnings
         self._keeps_secondary = keeps_secondary
         self._lands_at_once = lands_at_once
-        self._check = check
+        self._check = None if check is None else CheckedUnit(check, unit, hops)
         self._beside = beside
         self._fsdp2 = CountedAllGather(unit, traffic)
         # The key is dtype and whether the unit trains. Both may change during a run: a conversion, or a unit that
@@ -156,6 +156,12 @@ class ZeroPPAllGather(WeightGather):
         if self._kept is not None:
             self._kept.num_surprises = 0
 
+    def agree(self, change: Change) -> None:
+        """Take note of the change that all ranks agreed on."""
+        super().agree(change)
+        if self._check is not None:
+            self._check.agreed(is_fresh=self.due == Change.NONE)
+
     def resync(self) -> None:
         """Gather whole weights at the next forward pass, where deltas brought the secondary shard to what it is."""
         if self._kept is not None and self._kept.layouts.delta is not None:
@@ -178,6 +184,7 @@ class ZeroPPAllGather(WeightGather):
             self._land_flight()
         if kept is not None and self._tries_changes(kept, layouts):
             self._changes = self.hops.encode_changes(self.unit.shards_to_encode(dtype), layouts, kept.secondary)
+            self._note_encoded(layouts)
             # The hop may start later in the pass. What is written until then was not encoded, and is a new change.
             self.freshness.taken()
         return self._changes
@@ -283,6 +290,7 @@ class ZeroPPAllGather(WeightGather):
         if changes is None:  # nothing was encoded ahead: FSDP2 made the shard, and this unit exchanges its sizes alone
             assert shard is not None
             changes = self.hops.encode_changes([shard], layouts, kept.secondary)
+            self._note_encoded(layouts)
             self.hops.exchange_sizes([changes])
         kept.num_changes += 1
         kept.changes_bytes += changes.size.nbytes
@@ -300,6 +308,7 @@ class ZeroPPAllGather(WeightGather):
         # The delta is taken from the fp32 masters and not from the shard in the compute dtype, whose rounding would hide
         # small updates.
         kept.flight = self.hops.start_delta(self.unit.shards_to_encode(torch.float32), layouts, kept.secondary)
+        self._note_encoded(layouts, kept.secondary)
         if layouts.sends_changes:
             kept.num_changes += kept.num_deltas > 0  # the first of a row was counted where words were encoded
             kept.changes_bytes += layouts.delta.nbytes
@@ -313,7 +322,12 @@ class ZeroPPAllGather(WeightGather):
             kept = Copy(self.hops.new_secondary(layouts.kept, shard.device), layouts)
         kept.layouts, kept.num_deltas = layouts, 0
         kept.flight = self.hops.start(shard, layouts, kept.secondary)
+        self._note_encoded(layouts)
         return kept
+
+    def _note_encoded(self, layouts: GatherLayouts, base: Secondary | None = None) -> None:
+        if self._check is not None:
+            self._check.encoded(layouts.kept.raw_dtype, layouts, base)
 
     def _delta_is_enough(self, kept: Copy, layouts: GatherLayouts, due: Change) -> bool:
         """Return whether a delta brings the copy up to date. See [Note: when a delta is enough] in freshness.py.
@@ -361,10 +375,9 @@ class ZeroPPAllGather(WeightGather):
         assert kept.flight is not None
         self.hops.land(kept.flight, kept.layouts, kept.secondary)
         kept.flight = None
-        # The copies are compared after the landing, when all of them should be equal, and before anybody decodes
-        # them.
+        # The copies are compared after the landing, when all of them should be equal, and before they are decoded.
         if self._check is not None:
-            self._check.same_copies(self.unit.name, kept.secondary.own)
+            self._check.landed(kept.secondary)
         kept.arrived = record_event(kept.secondary.own.device)
 
     def _gather_unquantized(

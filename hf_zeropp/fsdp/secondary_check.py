@@ -1,8 +1,15 @@
-"""``ZEROPP_CHECK=1``: a debugging aid that compares the nodes' copies of the weights after every update.
+"""``ZEROPP_CHECK=1``: a debugging aid that compares the nodes' copies of the weights with the masters.
 
-Training on secondary shards that differ between nodes raises no error and gives bad results; with deltas, a difference stays
-once it is there. Every rank sends the checksum of its copy to all ranks, so all of them stop if two differ. The comparison
-costs a host synchronization per unit, so it is off by default.
+Training on secondary shards that differ from the masters raises no error and gives bad results; with deltas, a difference between
+nodes stays once it is there. Two things are compared, for each unit:
+
+- *after every update*, all copies of a rank's slice with what the masters of that rank give, bit for bit. Copies that equal each
+  other may all be old. The rank encodes its masters once more for it, read from the parameters and not from FSDP2's views of
+  them. A delta is applied to the rank's own slice once more;
+- *when ranks agree that a copy is fresh*, the masters with those that it was made of.
+
+Every rank sends checksums to all ranks, so all of them stop if two differ. The comparisons cost host synchronizations and two
+exchanges per unit, so they are off by default.
 """
 
 from __future__ import annotations
@@ -10,13 +17,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
+from hf_zeropp.comm.two_hops import GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
+from hf_zeropp.fsdp.units import Unit
 
 logger = logging.getLogger(__name__)
 
@@ -58,26 +67,58 @@ class SecondaryCheck:
             )
         return None
 
-    def same_copies(self, unit: str, secondary: torch.Tensor) -> None:
-        """Compare the copies of ``unit``.
+    def same_as_masters(self, unit: str, copies: torch.Tensor, expected: torch.Tensor) -> None:
+        """Compare the copies of ``unit`` with the masters.
+
+        Args:
+            unit: its name.
+            copies: this rank's secondary shard, uint8 [Y, B].
+            expected: the bytes that the masters of this rank give, uint8 [B].
 
         Raises:
-            RuntimeError: on every rank, if two copies differ.
+            RuntimeError: on every rank, if a rank holds other bytes than the masters of their rank give.
         """
-        sums = self._of_all_ranks(checksum(secondary))
-        ranks = dist.get_process_group_ranks(self._group)
-        for index, value in enumerate(sums):
-            # Rank x of every group of ``hpz_size`` ranks holds the same slices. The first group is what the others
-            # are compared with; every rank compares everything, so all of them raise at the same place.
-            first = index % self._hpz_size
-            if value != sums[first]:
-                self._stop(
-                    f"{ENV_CHECK}: the secondary shards of unit {unit} differ: rank {ranks[first]} holds {sums[first]:#x}, "
-                    f"rank {ranks[index]} {value:#x} (seen on rank {dist.get_rank()}). Weights were changed on one of them "
-                    "alone, or bytes were damaged on the way: call handle.invalidate() on all ranks, and look for the cause."
-                )
+        sums = self._of_all_ranks(torch.stack([checksum(wire) for wire in (*copies, expected)]))
+        if faults := list(self._faults(sums)):
+            self._stop(
+                f"{ENV_CHECK}: the secondary shards of unit {unit} differ from the masters: {'; '.join(faults[:4])} (seen on "
+                f"rank {dist.get_rank()}). Weights were changed on one of them alone, encoded too early or too late, or "
+                "damaged on the way: call handle.invalidate() on all ranks, and look for the cause."
+            )
 
-    def _of_all_ranks(self, own: torch.Tensor) -> list[int]:
+    def unchanged(self, unit: str, has_changed: torch.Tensor) -> None:
+        """Compare whether the masters of ``unit`` have changed on any rank, though all ranks take its copies for fresh.
+
+        Args:
+            unit: its name.
+            has_changed: int64 [1]: 1 if they have, on this rank.
+
+        Raises:
+            RuntimeError: on every rank, if they have.
+        """
+        ranks = dist.get_process_group_ranks(self._group)
+        changed = [rank for rank, [flag] in zip(ranks, self._of_all_ranks(has_changed), strict=True) if flag]
+        if changed:
+            self._stop(
+                f"{ENV_CHECK}: the weights of unit {unit} have changed on {_words_of(changed)} since they were gathered, and "
+                f"were taken for fresh (seen on rank {dist.get_rank()}). Call handle.invalidate() after writes that move no "
+                "version counter."
+            )
+
+    def _faults(self, sums: Sequence[Sequence[int]]) -> Iterator[str]:
+        """Say which ranks hold wrong copies of whose slices. ``sums`` are, for each rank, of its copies and of its masters."""
+        ranks = dist.get_process_group_ranks(self._group)
+        for owner, (*_, expected) in enumerate(sums):
+            # Rank x of every group of ``hpz_size`` ranks holds the slices of all ranks x, in the order of these groups.
+            node, place = divmod(owner, self._hpz_size)
+            holders = range(place, len(sums), self._hpz_size)
+            wrong = [ranks[holder] for holder in holders if sums[holder][node] != expected]
+            if len(wrong) == len(holders):
+                yield f"rank {ranks[owner]} sent other weights than its masters hold, to {_words_of(wrong)}"
+            elif wrong:
+                yield f"of rank {ranks[owner]}'s weights, {_words_of(wrong)} {'hold' if wrong[1:] else 'holds'} others"
+
+    def _of_all_ranks(self, own: torch.Tensor) -> list[list[int]]:
         values = [torch.empty_like(own) for _ in range(self._group.size())]
         dist.all_gather(values, own, group=self._group)
         return torch.stack(values).tolist()
@@ -87,6 +128,49 @@ class SecondaryCheck:
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=self._group)
         raise RuntimeError(message)
+
+
+class CheckedUnit:
+    """The check of one unit.
+
+    Args:
+        check: of the model.
+        unit: the unit.
+        hops: its gather in two hops.
+    """
+
+    def __init__(self, check: SecondaryCheck, unit: Unit, hops: TwoHopGather) -> None:
+        self._check = check
+        self._unit = unit
+        self._hops = hops
+        self._dtype = torch.float32
+        self._expected: torch.Tensor | None = None
+        self._taken: torch.Tensor | None = None
+
+    def encoded(self, dtype: torch.dtype, layouts: GatherLayouts, base: Secondary | None = None) -> None:
+        """Note what the masters give, which were encoded just now in ``dtype``: as a delta to ``base``, or as they are."""
+        masters = self._unit.masters(dtype if base is None else torch.float32)
+        self._dtype, self._expected = dtype, self._hops.expected_slice(masters, layouts, base)
+        self._taken = self._sum_of_masters()
+
+    def landed(self, secondary: Secondary) -> None:
+        """Compare all copies of the unit, which were brought up to date. Collective."""
+        assert self._expected is not None
+        self._check.same_as_masters(self._unit.name, secondary.own.view(self._hops.cross_hop.size, -1), self._expected)
+
+    def agreed(self, *, is_fresh: bool) -> None:
+        """Compare the masters with those that were encoded, if ranks agreed that their copies are fresh. Collective."""
+        has_changed = torch.zeros(1, dtype=torch.int64, device=self._unit.device_type)
+        if is_fresh and self._taken is not None:
+            has_changed += self._sum_of_masters() != self._taken
+        self._check.unchanged(self._unit.name, has_changed)
+
+    def _sum_of_masters(self) -> torch.Tensor:
+        return checksum(self._unit.masters(self._dtype).view(torch.uint8))
+
+
+def _words_of(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def checksum(wire: torch.Tensor) -> torch.Tensor:

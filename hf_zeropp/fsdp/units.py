@@ -279,6 +279,15 @@ class Unit:
             return [self.flat_shard(dtype)]
         return shards
 
+    def masters(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return what ``flat_shard`` returns, read from the parameters themselves. For checks."""
+        flat = torch.zeros(sum(shard.padded_numel for shard in self._shards), dtype=dtype, device=self._group.device)
+        places = flat.split([shard.padded_numel for shard in self._shards])
+        for place, param in zip(places, self.params, strict=True):
+            local = local_tensor_of(param).detach().reshape(-1)
+            place[: local.numel()].copy_(local)
+        return flat
+
     def set_all_gather(self, comm: AllGather) -> None:
         """Let FSDP2 gather the unit through ``comm``."""
         self._module.set_custom_all_gather(comm)

@@ -1,0 +1,130 @@
+"""``ZEROPP_CHECK=1`` compares copies with the masters in every mode, and names the rank that is wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn as nn
+from harness import expect_errors, run_ranks
+from staleness import without_versions
+from torch.distributed.fsdp import CPUOffloadPolicy
+from toy import POLICIES, backward, make_lm, shard, tokens_of
+
+from hf_zeropp import apply_zeropp
+from hf_zeropp.fsdp.freshness import Freshness
+from hf_zeropp.fsdp.units import Unit
+
+CHECK = {"ZEROPP_CHECK": "1"}
+NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
+MODES = {
+    "values": NODES,
+    "unquantized": NODES | {"qwz_bits": None},
+    "delta": NODES | {"qwz_mode": "delta", "qwz_bits": 4},
+    "delta on INT8": NODES | {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8},
+    "exact": NODES | {"qwz_mode": "exact"},
+    "auto": NODES | {"qwz_mode": "auto"},
+    "copies on one rank": NODES | {"hpz_size": 1},
+    "through sockets": NODES | {"shared_memory": False},
+}
+UNIT = "blocks.1"
+
+
+@contextmanager
+def yesterdays_shard() -> Iterator[None]:
+    """Encode the weights of a unit as they were at the call before."""
+
+    def late(original: Callable) -> Callable:
+        calls = []
+
+        def encoded(unit: Unit, dtype: torch.dtype) -> Any:
+            if unit.name != UNIT:
+                return original(unit, dtype)
+            calls.append(copy.deepcopy(original(unit, dtype)))
+            return calls[-2 if calls[1:] else -1]
+
+        return encoded
+
+    with (
+        mock.patch.object(Unit, "flat_shard", late(Unit.flat_shard)),
+        mock.patch.object(Unit, "shards_to_encode", late(Unit.shards_to_encode)),
+    ):
+        yield
+
+
+def steps(model: nn.Module, rank: int, count: int = 3) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(count):
+        backward(model, rank, step)
+        optimizer.step()
+        optimizer.zero_grad()
+    model(tokens_of(rank))
+
+
+def trained(rank: int, settings: dict) -> None:
+    """Masters in fp32, offloaded ones, and uneven shards, of which some are empty: nothing differs."""
+    for kwargs in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        if kwargs and settings.get("qwz_mode") in ("delta", "auto"):
+            continue  # deltas are refused there
+        model = shard(make_lm(), POLICIES["bf16"], **kwargs)
+        apply_zeropp(model, settings)
+        steps(model, rank)
+        with torch.no_grad():
+            model.blocks[0].up.weight.mul_(2)
+            model(tokens_of(rank))
+
+
+def one_rank_encodes_old_weights(rank: int, settings: dict) -> None:
+    model = shard(make_lm(), POLICIES["bf16"])
+    apply_zeropp(model, settings)
+    with yesterdays_shard() if rank == 1 else nullcontext():
+        steps(model, rank)
+
+
+def write_that_is_missed(rank: int, settings: dict) -> None:
+    """On a GPU nothing tells of a write through ``.data``. Here what would tell is taken away."""
+    model = shard(make_lm(), POLICIES["bf16"])
+    apply_zeropp(model, settings)
+    with without_versions():
+        model(tokens_of(rank))
+        if rank == 2:
+            model.blocks[1].up.weight.data.mul_(2)
+        model(tokens_of(rank))
+
+
+def step_that_is_missed(rank: int, settings: dict) -> None:
+    """All ranks take old copies for fresh, so nothing crosses that could be compared on arrival."""
+    model = shard(make_lm(), POLICIES["bf16"])
+    apply_zeropp(model, settings)
+    with without_versions(), mock.patch.object(Freshness, "after_step", lambda self: None):
+        steps(model, rank)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_right_copies_pass(mode):
+    run_ranks(trained, 4, MODES[mode], env=CHECK)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_rank_that_encodes_old_weights_is_named(mode):
+    run_ranks(one_rank_encodes_old_weights, 4, MODES[mode])  # without the check nothing tells
+    holders = "ranks 0, 1, 2, 3" if mode == "copies on one rank" else "ranks 1, 3"
+    for error in expect_errors(one_rank_encodes_old_weights, 4, MODES[mode], env=CHECK):
+        assert f"of unit {UNIT} differ from the masters" in error, error
+        assert f"rank 1 sent other weights than its masters hold, to {holders} (seen" in error, error
+
+
+@pytest.mark.parametrize("mode", ["values", "delta", "exact"])
+def test_a_write_that_is_missed_is_named(mode):
+    for error in expect_errors(write_that_is_missed, 4, MODES[mode], env=CHECK):
+        assert f"the weights of unit {UNIT} have changed on rank 2 since they were gathered" in error, error
+
+
+def test_a_step_that_is_missed_is_named():
+    for error in expect_errors(step_that_is_missed, 4, MODES["values"], env=CHECK):
+        assert "have changed on ranks 0, 1, 2, 3 since they were gathered" in error, error
