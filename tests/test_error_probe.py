@@ -1,4 +1,4 @@
-"""The probe of ``bench_half_model.py``: it measures the errors it names, and does not change the training it measures."""
+"""The probe of ``bench_convergence.py --errors``: it measures errors, and does not change the training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from library.error_probe import GradientProbe, weight_error  # noqa: E402
 
 WORLD = 4
 STEPS = 5
-LOW_BITS = {"qwz_mode": "delta", "qwz_bits": 2}
+LOW_BITS = {"qwz_mode": "delta", "qwz_bits": 2, "qgz_bits": 3}
 
 
 def train(rank: int, settings: dict, probes: bool) -> dict:
@@ -38,7 +38,7 @@ def train(rank: int, settings: dict, probes: bool) -> dict:
     if probe is None:
         return {"losses": losses}
     backward(model, rank, STEPS)
-    return {"losses": losses, "sums": probe.errors(), "scaled": probe.scaled_error(), "weights": weight_error(model)}
+    return {"losses": losses, "sums": probe.errors(), "weights": weight_error(model)}
 
 
 @pytest.mark.parametrize("settings", [{}, LOW_BITS], ids=["default", "low bits"])
@@ -49,13 +49,12 @@ def test_a_probe_changes_nothing(settings: dict) -> None:
 
 def test_exact_reductions_have_no_error_and_gathers_that_of_bf16() -> None:
     for rank in run_ranks(train, WORLD, EXACT, True):
-        assert max(*rank["sums"], rank["scaled"]) < 1e-6
+        assert max(rank["sums"]) < 1e-6
         assert 1e-4 < rank["weights"] < 2.0**-8
 
 
-def test_quantization_shows_and_more_bits_show_less() -> None:
-    four, eight = (run_ranks(train, WORLD, {"qgz_bits": bits}, True)[0] for bits in (4, 8))
-    assert len(four["sums"]) == STEPS
-    assert four["sums"][0] > 0.01
-    assert eight["sums"][-1] < 0.7 * four["sums"][-1]
-    assert four["weights"] > 2 * 2.0**-9
+def test_quantization_shows() -> None:
+    default, narrow = (run_ranks(train, WORLD, {"qgz_bits": bits}, True)[0] for bits in (4, 2))
+    assert len(default["sums"]) == STEPS
+    assert 0.01 < default["sums"][0] < narrow["sums"][0] / 2
+    assert default["weights"] > 2 * 2.0**-9

@@ -13,22 +13,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import statistics
 import sys
-import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench_fine_tuning import SERVED, make_checkpoint
+from library.checkpoint import SERVED, checkpoint_of
 from library.cluster import Cluster, Ranks
-from library.cluster_report import num_parameters
-from library.loss_study import TokenFiles, loss_parser, write_tokens
-from library.measurement import Round, busiest_link_bytes, largest_counted_bytes, step_seconds
-from library.network import speed
-from library.pages import Grid, pyplot, report
-from library.sandbox import enter_sandbox
-from library.study import Study, command_line, new_console, parse, progress_bar, rank_environment, require, shape_of
-from library.variants import FINE_TUNING_VARIANTS, ConstantRecipe, Recipe
+from library.links import start_all
+from library.loss_study import loss_parser
+from library.pages import Grid, report
+from library.plots import log_ticks, model_text, over_rates, panels, save
+from library.rounds import cell_of, measure_in_turns
+from library.study import Study, parse, rank_environment, require, shape_of, study_of
+from library.variants import FINE_TUNING_VARIANTS, ConstantRecipe, ModelShape, Recipe, shown
 from rich.progress import Progress
 
 QUICK = {
@@ -52,7 +50,7 @@ FIXED = ("recipe", "pretraining", "warm_up", "nodes", "ranks_per_node")
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
-    parser = loss_parser(__doc__, "exact_steps.json", list(FINE_TUNING_VARIANTS))
+    parser = loss_parser(__doc__, "exact_steps.json", FINE_TUNING_VARIANTS)
     parser.set_defaults(hidden_size=512, layers=6, steps=12, batch_size=1, learning_rate=1e-3)
     parser.add_argument("--rates", nargs="+", type=float, default=[1e-6, 1e-5, 1e-4], help="of AdamW, constant")
     parser.add_argument("--links", nargs="+", default=["unlimited", "1gbit", "200mbit", "100mbit"])
@@ -66,7 +64,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parse(parser, QUICK, argv)
 
 
-def run_study(args: argparse.Namespace, study: Study, recipe: Recipe, progress: Progress) -> None:
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return the settings of the checkpoint, and of all runs but for the learning rate."""
+    return Recipe(shape_of(args), args.pretraining, args.batch_size, args.seq_len, learning_rate=args.learning_rate)
+
+
+def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
     """Make the checkpoint, and measure every rate, link and variant that the study lacks."""
     missing = {
         rate: [(link, name) for link in args.links for name in args.variants if not _find(study, rate, link, name)]
@@ -75,61 +78,32 @@ def run_study(args: argparse.Namespace, study: Study, recipe: Recipe, progress: 
     if not any(missing.values()):
         return
     task = progress.add_task("training the checkpoint", total=sum(map(len, missing.values())))
+    recipe = recipe_of(args)
     with (
-        tempfile.TemporaryDirectory(dir="/run") as folder,  # the sandbox's own
         Cluster(args.nodes, args.ranks_per_node, rank_environment(threads=1)) as cluster,
+        checkpoint_of(cluster, recipe, args.pretraining) as checkpoint,
     ):
-        files = write_tokens(Path(folder), args.vocab_size)
-        cluster.set_link()
-        checkpoint = make_checkpoint(cluster, recipe, args, files, Path(folder))
         for rate, cells in missing.items():
             at_rate = ConstantRecipe(**vars(recipe) | {"learning_rate": rate})
+
+            @contextlib.contextmanager
+            def start(cluster: Cluster, name: str, recipe: Recipe = at_rate) -> Iterator[Ranks]:
+                with cluster.start(SERVED, name, 1000, recipe, *checkpoint) as ranks:
+                    ranks.call("measure", args.warm_up)
+                    yield ranks
+
             with contextlib.ExitStack() as stack:
-                names = dict.fromkeys(name for _, name in cells)
-                runs = {
-                    name: stack.enter_context(_start(cluster, name, at_rate, files, checkpoint, args)) for name in names
-                }
+                runs = start_all(stack, cluster, (name for _, name in cells), start)
                 for link in dict.fromkeys(link for link, _ in cells):
                     progress.update(task, description=f"{link}, learning rate {rate:g}")
                     cluster.set_link(link)
                     group = {name: runs[name] for at, name in cells if at == link}
-                    for name, cell in _measure(group, args).items():
+                    found = measure_in_turns(group, steps=args.steps, seconds=args.seconds, rounds=args.rounds)
+                    for name, rounds in found.items():
+                        cell = cell_of(rounds, args.ranks_per_node)
                         study.add("cells", {"rate": rate, "link": link, "variant": name, **cell})
                     progress.advance(task, len(group))
                 cluster.set_link()
-
-
-@contextlib.contextmanager
-def _start(
-    cluster: Cluster, name: str, recipe: Recipe, files: TokenFiles, checkpoint: str, args: argparse.Namespace
-) -> Any:
-    with cluster.start(SERVED, name, 1000, recipe, *files, checkpoint) as ranks:
-        ranks.call("measure", args.warm_up)
-        yield ranks
-
-
-def _measure(runs: dict[str, Ranks], args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Measure variants in turns at the link that is set, behind one step of each that shows how many steps there is time for."""
-    first = {name: step_seconds(ranks.call("measure", 1))[0] for name, ranks in runs.items()}
-    left = {name: max(3, min(args.steps, int(args.seconds / seconds))) for name, seconds in first.items()}
-    rounds: dict[str, list[Round]] = {name: [] for name in runs}
-    for rounds_left in range(args.rounds, 0, -1):
-        for name, ranks in runs.items():
-            if steps := -(-left[name] // rounds_left):
-                rounds[name].append(ranks.call("measure", steps))
-                left[name] -= steps
-    return {name: _cell(found, args) for name, found in rounds.items()}
-
-
-def _cell(rounds: list[Round], args: argparse.Namespace) -> dict[str, Any]:
-    seconds = [second for ranks in rounds for second in step_seconds(ranks)]
-    counted = largest_counted_bytes(rounds, args.ranks_per_node)
-    return {
-        "step_s": statistics.median(seconds),
-        "steps_s": [round(second, 5) for second in seconds],
-        "link_bytes": busiest_link_bytes(rounds, args.ranks_per_node) / len(seconds),
-        "counted_bytes": counted / len(seconds) if counted else None,
-    }
 
 
 def _find(study: Study, rate: float, link: str, variant: str) -> dict[str, Any] | None:
@@ -141,7 +115,7 @@ def step_grid(study: Study, rate: float, link: str) -> Grid:
     columns = ("variant", "step s", "min-max", "x stock", "x half_model", "link MB", "of M", "counted, of M")
     grid = Grid(f"learning rate {rate:g}, {link}", columns)
     nodes = study.conditions["nodes"]
-    whole = 2 * num_parameters(study.conditions["recipe"]["shape"]) * (nodes - 1) / nodes
+    whole = 2 * ModelShape(**study.conditions["recipe"]["shape"]).num_parameters * (nodes - 1) / nodes
     rivals = [_find(study, rate, link, name) for name in ("stock", "half_model")]
     for cell in study.rows("cells"):
         if cell["rate"] == rate and cell["link"] == link:
@@ -149,29 +123,29 @@ def step_grid(study: Study, rate: float, link: str) -> Grid:
             times = [f"{cell['step_s']:.3f}", f"{min(cell['steps_s']):.2f}-{max(cell['steps_s']):.2f}"]
             sent, counted = cell["link_bytes"], cell["counted_bytes"]
             shares = [f"{sent / whole:.4f}", f"{counted / whole:.4f}" if counted else ""]
-            grid.rows.append([cell["variant"], *times, *faster, f"{sent / 1e6:.2f}", *shares])
+            grid.rows.append([shown(cell["variant"]), *times, *faster, f"{sent / 1e6:.2f}", *shares])
     return grid
 
 
 def plot(study: Study, path: Path) -> None:
-    """Draw step rates over the link, as ratios to half_model, one panel per learning rate."""
-    rates = sorted({cell["rate"] for cell in study.rows("cells")})
-    figure, axes = pyplot().subplots(1, len(rates), figsize=(4.5 * len(rates), 4), squeeze=False)
-    for axis, rate in zip(axes[0], rates, strict=True):
-        links = sorted({cell["link"] for cell in study.rows("cells")}, key=speed)
-        for name in dict.fromkeys(cell["variant"] for cell in study.rows("cells")):
-            pairs = [(_find(study, rate, link, name), _find(study, rate, link, "half_model")) for link in links]
-            points = [(i, rival["step_s"] / own["step_s"]) for i, (own, rival) in enumerate(pairs) if own and rival]
-            if points and name != "stock":
-                axis.plot(*zip(*points, strict=True), marker="o", label=name)
-        axis.set_xticks(range(len(links)), links)
-        axis.set(
-            title=f"learning rate {rate:g}", xlabel="link between nodes", ylabel="steps per second, half_model = 1"
-        )
-        axis.grid(alpha=0.3)
-    axes[0][-1].legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    """Draw step rates over the link, as ratios to half_model, one panel per learning rate. Stock is on the page alone."""
+    cells = [cell for cell in study.rows("cells") if cell["variant"] != "stock"]
+    rates = sorted({cell["rate"] for cell in cells})
+    nodes = f"{study.conditions['nodes']} nodes x {study.conditions['ranks_per_node']} ranks"
+    model = model_text(study.conditions["recipe"]["shape"])
+    title = f"Fine-tuning: steps per second beside half_model (= 1)\n{model}, {nodes}, one micro-step per step"
+    figure, axes = panels(len(rates), title, width=4, sharey=True)
+    for axis, rate in zip(axes, rates, strict=True):
+
+        def ratio(name: str, link: str, rate: float = rate) -> float | None:
+            own, rival = (_find(study, rate, link, each) for each in (name, "half_model"))
+            return rival["step_s"] / own["step_s"] if own and rival else None
+
+        over_rates(axis, [cell["link"] for cell in cells], [cell["variant"] for cell in cells], ratio)
+        axis.set_title(f"learning rate {rate:g}", fontsize=9)
+        log_ticks(axis, (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8))
+    axes[0].set_ylabel("steps per second, half_model = 1")
+    save(figure, path)
 
 
 def check_direction(study: Study) -> None:
@@ -190,24 +164,12 @@ def check_direction(study: Study) -> None:
 
 
 def main() -> None:
-    """Run the study in the sandbox, and report it."""
+    """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    enter_sandbox()
-    recipe = Recipe(shape_of(args), args.pretraining, args.batch_size, args.seq_len, learning_rate=args.learning_rate)
-    conditions = {
-        "command": command_line(__file__),
-        "recipe": dataclasses.asdict(recipe),
-        "pretraining": args.pretraining,
-        "warm_up": args.warm_up,
-        "nodes": args.nodes,
-        "ranks_per_node": args.ranks_per_node,
-    }
-    study = Study(args.output, conditions, FIXED, fresh=args.fresh)
-    with progress_bar(new_console()) as progress:
-        run_study(args, study, recipe, progress)
-    intro = INTRO.format(millions=num_parameters(study.conditions["recipe"]["shape"]) / 1e6)
-    grids = [step_grid(study, rate, link) for rate in args.rates for link in args.links]
-    report(args, study, TITLE, intro, grids, plot)
+    conditions = {"recipe": dataclasses.asdict(recipe_of(args)), **{key: getattr(args, key) for key in FIXED[1:]}}
+    study = study_of(args, __file__, conditions, FIXED, run_study)
+    intro = INTRO.format(millions=ModelShape(**study.conditions["recipe"]["shape"]).num_parameters / 1e6)
+    report(study, TITLE, intro, [step_grid(study, rate, link) for rate in args.rates for link in args.links], plot)
     if args.quick:
         check_direction(study)
 

@@ -13,20 +13,20 @@ from __future__ import annotations
 import argparse
 import ast
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-from library.pages import Grid, pyplot, report
-from library.study import ROOT, Study, command_line, make_parser, new_console, parse, progress_bar, rank_environment
-from library.variants import FINE_TUNING_VARIANTS
+from library.launches import CONFIG, launch
+from library.pages import Grid, report
+from library.plots import panels, save
+from library.study import ROOT, Study, make_parser, study_of
+from library.variants import LOSS_VARIANTS, shown
+from rich.progress import Progress
 
 CROSS_NODE = "zeropp/cross_node_gb_per_step"
-SETTINGS = {name: FINE_TUNING_VARIANTS[name] for name in ("stock", "balanced", "half_model", "min_traffic", "exact")}
+SETTINGS = {name: LOSS_VARIANTS[name] for name in ("stock", "balanced", "half_model", "min_traffic", "exact")}
 
 
 class Task(NamedTuple):
@@ -64,34 +64,18 @@ mean reward for GRPO) are those of the last part of the run."""
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
-    parser = make_parser(__doc__, "examples.json")
+    parser = make_parser(__doc__, "examples.json", has_model=False)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--variants", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--pretraining", type=int, default=150, help="steps of the SFT example before the checkpoint")
-    return parse(parser, {"tasks": ["SFT at 1e-05"], "variants": ["stock", "exact"], "pretraining": 4}, argv)
+    return parser.parse_args(argv)
 
 
-def launch(script: str, flags: list[str], settings: dict[str, Any] | None, folder: Path) -> list[dict[str, Any]]:
+def run_example(script: str, flags: list[str], settings: dict[str, Any] | None, folder: Path) -> list[dict[str, Any]]:
     """Run an example, and return the Trainer's logs, and behind them the bytes of 3 M that its table shows."""
-    config = "cpu_lora_2_nodes_x_2_ranks.yaml" if script == "grpo_lora.py" else "cpu_2_nodes_x_2_ranks.yaml"
-    accelerate = yaml.safe_load((ROOT / "examples/configs" / config).read_text())
-    kept = {key: accelerate["zeropp_config"][key] for key in ("frozen_bits",) if key in accelerate["zeropp_config"]}
-    accelerate["zeropp_config"] = {"ranks_per_node": 2, **kept, **(settings or {})}
-    path = folder / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(accelerate))
-    program = [sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", str(path)]
-    environment = os.environ | rank_environment(1) | ({"ZEROPP_ENABLED": "0"} if settings is None else {})
-    ended = subprocess.run(
-        [*program, str(ROOT / "examples" / script), *flags, "--disable_tqdm", "true"],
-        env=environment | {"COLUMNS": "200"},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if ended.returncode:
-        raise RuntimeError(f"{script} {flags} with {settings} ended with {ended.returncode}:\n{ended.stderr[-4000:]}")
-    lines = ended.stdout.splitlines()
+    config = "cpu_lora_2_nodes_x_2_ranks.yaml" if script == "grpo_lora.py" else CONFIG
+    command = [str(ROOT / "examples" / script), *flags, "--disable_tqdm", "true"]
+    lines = launch(command, settings, folder, config=config).splitlines()
     logs = [ast.literal_eval(line) for line in lines if line.startswith("{'") and "'grad_norm'" in line]
     whole = [line.split("│")[4] for line in lines if line.startswith("│ ZeRO-3")]
     return [
@@ -112,7 +96,7 @@ def row_of(task: Task, logs: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def run_study(args: argparse.Namespace, study: Study) -> None:
+def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
     """Make the checkpoints, and run every task and variant that the study lacks."""
     wanted = [
         (task, name)
@@ -122,7 +106,7 @@ def run_study(args: argparse.Namespace, study: Study) -> None:
     ]
     if not wanted:
         return
-    with progress_bar(new_console()) as progress, tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         paths = {"sft": folder / "sft", "lines": folder / "lines", "fsdp": folder / "fsdp.json"}
         zeropp = {"reshard_after_forward": True, "state_dict_type": "FULL_STATE_DICT", "zeropp": True}
@@ -130,17 +114,16 @@ def run_study(args: argparse.Namespace, study: Study) -> None:
         bar = progress.add_task("making the checkpoint", total=len(wanted))
         if any(TASKS[task].script != "grpo_lora.py" for task, _ in wanted):
             flags = f"--fsdp --fsdp_config {paths['fsdp']} --max_steps {args.pretraining} --output_dir {paths['sft']}"
-            launch("sft_trl.py", flags.split(), None, folder)
+            run_example("sft_trl.py", flags.split(), None, folder)
         for task, name in wanted:
             progress.update(bar, description=f"{task}, {name}")
-            out = folder / "out"
-            flags = [*TASKS[task].flags.format(**paths).split(), "--output_dir", str(out)]
-            logs = launch(TASKS[task].script, flags, SETTINGS[name], folder)
+            flags = [*TASKS[task].flags.format(**paths).split(), "--output_dir", str(folder / "out")]
+            logs = run_example(TASKS[task].script, flags, SETTINGS[name], folder)
             study.add("runs", {"task": task, "variant": name, **row_of(TASKS[task], logs)})
             progress.advance(bar)
 
 
-def result_grid(study: Study, args: argparse.Namespace) -> Grid:
+def result_grid(study: Study) -> Grid:
     """Make the table of bytes, losses and progress by task and variant."""
     columns = ("task", "variant", "of M in a step", "first part → last", "loss", "progress", "in the first part")
     grid = Grid("Bytes across nodes, loss and progress", columns)
@@ -150,7 +133,7 @@ def result_grid(study: Study, args: argparse.Namespace) -> Grid:
             [f"{sum(shares[1:]) / len(shares[1:]):.3f}", f"{shares[1]:.3f} → {shares[-1]:.3f}"] if shares else ["3", ""]
         )
         grid.rows.append(
-            [run["task"], run["variant"], *sent, *(f"{run[key]:.4f}" for key in ("loss", "progress", "began"))]
+            [run["task"], shown(run["variant"]), *sent, *(f"{run[key]:.4f}" for key in ("loss", "progress", "began"))]
         )
     return grid
 
@@ -158,26 +141,26 @@ def result_grid(study: Study, args: argparse.Namespace) -> Grid:
 def plot(study: Study, path: Path) -> None:
     """Draw the bytes of each task over the parts of its run, one line per variant."""
     tasks = list(dict.fromkeys(run["task"] for run in study.rows("runs")))
-    figure, axes = pyplot().subplots(1, len(tasks), figsize=(3.2 * len(tasks), 3.2), squeeze=False, sharey=True)
-    for axis, task in zip(axes[0], tasks, strict=True):
+    title = "Bytes across nodes in a step, of M\nthe scripts in examples, 2 nodes x 2 ranks, one micro-step per step"
+    figure, axes = panels(len(tasks), title, width=3, height=3, sharey=True)
+    for axis, task in zip(axes, tasks, strict=True):
         for run in study.rows("runs"):
             if run["task"] == task and run["shares"]:
-                axis.plot(range(2, len(run["shares"]) + 1), run["shares"][1:], marker=".", label=run["variant"])
-        axis.set(title=task, xlabel="part of the run")
-        axis.grid(alpha=0.3)
-    axes[0][0].set_ylabel("bytes across nodes in a step, of M")
-    axes[0][0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+                parts, color = range(2, len(run["shares"]) + 1), f"C{list(SETTINGS).index(run['variant'])}"
+                axis.plot(parts, run["shares"][1:], color=color, marker=".", label=shown(run["variant"]))
+        axis.set_title(f"{task.replace(' at ', ', learning rate ')}", fontsize=9)
+        axis.set_xlabel("part of the run")
+    axes[0].set_ylabel("bytes across nodes in a step, of M")
+    save(figure, path)
 
 
 def main() -> None:
     """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    conditions = {"command": command_line(__file__), "pretraining": args.pretraining}
-    study = Study(args.output, conditions, ("pretraining",), fresh=args.fresh)
-    run_study(args, study)
-    report(args, study, TITLE, INTRO.format(pretraining=args.pretraining), [result_grid(study, args)], plot)
+    conditions = {"pretraining": args.pretraining}
+    study = study_of(args, __file__, conditions, tuple(conditions), run_study, on_cluster=False)
+    intro = INTRO.format(pretraining=study.conditions["pretraining"])
+    report(study, TITLE, intro, [result_grid(study)], plot)
 
 
 if __name__ == "__main__":

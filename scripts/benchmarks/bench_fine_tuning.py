@@ -12,18 +12,18 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from library.checkpoint import SERVED, checkpoint_of
 from library.cluster import Cluster, Ranks
-from library.loss_study import TokenFiles, loss_parser, write_tokens
-from library.pages import Grid, pyplot, report
-from library.sandbox import enter_sandbox
-from library.study import Study, command_line, new_console, parse, progress_bar, rank_environment, require, shape_of
-from library.variants import FINE_TUNING_VARIANTS, ConstantRecipe, Recipe
+from library.loss_study import loss_parser
+from library.pages import Grid, report
+from library.plots import colors_of, model_text, panels, pyplot, save
+from library.study import Study, parse, rank_environment, require, shape_of, study_of
+from library.variants import FINE_TUNING_VARIANTS, ConstantRecipe, Recipe, shown
+from rich.progress import Progress
 
-SERVED = "library.fine_tuning_run:FineTuningRun"
 QUICK = {
     "variants": ["stock", "exact"],
     "rates": [1e-5, 1e-4],
@@ -47,45 +47,37 @@ FIXED = ("recipe", "pretraining", "pretraining_rate")
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
-    parser = loss_parser(__doc__, "fine_tuning.json", list(FINE_TUNING_VARIANTS))
+    parser = loss_parser(__doc__, "fine_tuning.json", FINE_TUNING_VARIANTS)
     parser.set_defaults(steps=150, points=10, seeds=[0])
     parser.add_argument("--rates", nargs="+", type=float, default=[1e-6, 1e-5, 1e-4, 1e-3], help="of AdamW, constant")
     parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
     return parse(parser, QUICK, argv)
 
 
-def run_all(args: argparse.Namespace, study: Study, recipe: Recipe) -> None:
+def recipe_of(args: argparse.Namespace) -> Recipe:
+    """Return the settings of the checkpoint, and of all runs but for the learning rate."""
+    return Recipe(shape_of(args), args.steps, args.batch_size, learning_rate=args.learning_rate)
+
+
+def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
     """Make the checkpoint, and run every variant at every rate that the study lacks."""
     wanted = [(rate, variant, seed) for seed in args.seeds for rate in args.rates for variant in args.variants]
     missing = [key for key in wanted if _find(study, *key) is None]
     if not missing:
         return
+    task = progress.add_task("training the checkpoint", total=len(missing) * args.points)
+    recipe = recipe_of(args)
     with (
-        progress_bar(new_console()) as progress,
-        tempfile.TemporaryDirectory(dir="/run") as folder,  # the sandbox's own
         Cluster(2, 2, rank_environment(threads=1)) as cluster,
+        checkpoint_of(cluster, recipe, args.pretraining) as checkpoint,
     ):
-        task = progress.add_task("training the checkpoint", total=len(missing) * args.points)
-        files = write_tokens(Path(folder), args.vocab_size)
-        cluster.set_link()
-        checkpoint = make_checkpoint(cluster, recipe, args, files, Path(folder))
         for rate, variant, seed in missing:
             progress.update(task, description=f"{variant} at {rate:g}")
-            at_rate = ConstantRecipe(**vars(recipe) | {"learning_rate": rate, "steps": args.steps})
+            at_rate = ConstantRecipe(**vars(recipe) | {"learning_rate": rate})
             # Another seed than the checkpoint's, so that a run does not see the checkpoint's batches again.
-            with cluster.start(SERVED, variant, seed + 1000, at_rate, *files, checkpoint) as ranks:
+            with cluster.start(SERVED, variant, seed + 1000, at_rate, *checkpoint) as ranks:
                 row = train(ranks, args.steps, args.points, lambda: progress.advance(task))
             study.add("runs", {"rate": rate, "variant": variant, "seed": seed, **row})
-
-
-def make_checkpoint(cluster: Cluster, recipe: Recipe, args: argparse.Namespace, files: TokenFiles, folder: Path) -> str:
-    """Train from scratch under stock FSDP2 with the recipe's schedule, and return the path of the weights."""
-    path = str(folder / "checkpoint.pt")
-    from_scratch = dataclasses.replace(recipe, steps=args.pretraining)
-    with cluster.start(SERVED, "stock", 0, from_scratch, *files) as ranks:
-        ranks.call("train", args.pretraining)
-        ranks.call("save", path)
-    return path
 
 
 def train(ranks: Ranks, steps: int, points: int, advance: Any) -> dict[str, Any]:
@@ -131,7 +123,7 @@ def result_grid(study: Study) -> Grid:
     for run in sorted(study.rows("runs"), key=lambda run: run["rate"]):
         stock, share = _find(study, run["rate"], "stock", run["seed"]), progress_share(study, run)
         sent = (2.0, 1.0) if run["weights"] is None else (run["weights"], run["gradients"])
-        row = [f"{run['rate']:g}", run["variant"], *(f"{figure:.4f}" for figure in sent), f"{sum(sent):.3f}"]
+        row = [f"{run['rate']:g}", shown(run["variant"]), *(f"{figure:.4f}" for figure in sent), f"{sum(sent):.3f}"]
         row += [f"{run['start']:.4f}", f"{run['final']:.4f}"]
         row += ["" if stock is None else f"{100 * (run['final'] / stock['final'] - 1):+.3f} %"]
         grid.rows.append([*row, "" if share is None else f"{100 * share:.1f} %"])
@@ -152,30 +144,28 @@ def density_grid(study: Study) -> Grid:
 
 
 def plot(study: Study, path: Path) -> None:
-    """Draw the density of exact's units over steps, and the bytes of each variant over the learning rate."""
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(11, 4))
-    styles = ("-", "--", "-.", ":")
-    for index, rate in enumerate(rates_of(study)):
+    """Draw the density of exact's units over steps, one panel per learning rate, and the bytes of each variant."""
+    recipe, rates = study.conditions["recipe"], rates_of(study)
+    conditions = f"{model_text(recipe['shape'])}, 2 nodes x 2 ranks, one micro-step per step"
+    title = f"Fine-tuning: share of bf16 weights that change in a step (exact), and bytes across nodes\n{conditions}"
+    figure, (totals, *densities) = panels(len(rates) // 2 + 1, title, rows=2, width=4, height=3.2)
+    for axis, rate in zip(densities, rates, strict=False):
         run = _find(study, rate, "exact")
-        for place, (unit, shares) in enumerate(run["curve"]["density"].items() if run else ()):
-            style = styles[index % len(styles)]
-            left.plot(
-                run["curve"]["step"], shares, style, color=f"C{place}", linewidth=1, label=None if index else unit
-            )
-    left.set(
-        xlabel="step (one line style per learning rate, the lowest below)", ylabel="weights that change", yscale="log"
-    )
-    for index, variant in enumerate(dict.fromkeys(run["variant"] for run in study.rows("runs"))):
-        runs = [run for rate in rates_of(study) if (run := _find(study, rate, variant)) and run["weights"] is not None]
+        units = list(run["curve"]["density"].items()) if run else []
+        for place, (unit, shares) in enumerate(units):
+            color = pyplot().cm.viridis(place / len(units))
+            axis.plot(run["curve"]["step"], shares, color=color, linewidth=1, label=unit)
+        axis.set(xlabel="step", yscale="log", ylim=(1e-3, 1), title=f"exact, learning rate {rate:g}")
+        axis.set_ylabel("share of weights that change")
+    for variant, color in colors_of(run["variant"] for run in study.rows("runs")).items():
+        runs = [run for rate in rates if (run := _find(study, rate, variant)) and run["weights"] is not None]
         if runs:
-            totals = [run["weights"] + run["gradients"] for run in runs]
-            right.plot([run["rate"] for run in runs], totals, color=f"C{index}", marker="o", label=variant)
-    right.set(xlabel="learning rate", ylabel="bytes across nodes in a step, of M", xscale="log")
-    for axis in (left, right):
-        axis.grid(alpha=0.3)
-        axis.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+            sent = [run["weights"] + run["gradients"] for run in runs]
+            totals.plot([run["rate"] for run in runs], sent, color=color, marker="o", label=shown(variant))
+    totals.set(
+        xlabel="learning rate", ylabel="bytes across nodes in a step, of M", xscale="log", title="bytes of all variants"
+    )
+    save(figure, path)
 
 
 def check_direction(study: Study) -> None:
@@ -201,19 +191,15 @@ def check_direction(study: Study) -> None:
 
 
 def main() -> None:
-    """Run the study in the sandbox, and report it."""
+    """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    enter_sandbox()
-    recipe = Recipe(shape_of(args), args.steps, args.batch_size, learning_rate=args.learning_rate)
     conditions = {
-        "command": command_line(__file__),
-        "recipe": dataclasses.asdict(recipe) | {"learning_rate": "see the table", "warmup": 0},
+        "recipe": dataclasses.asdict(recipe_of(args)) | {"learning_rate": "see the table", "warmup": 0},
         "pretraining": f"{args.pretraining} steps",
         "pretraining_rate": f"{args.learning_rate:g} at its highest, cosine to a tenth",
     }
-    study = Study(args.output, conditions, FIXED, fresh=args.fresh)
-    run_all(args, study, recipe)
-    report(args, study, TITLE, INTRO, [result_grid(study), density_grid(study)], plot)
+    study = study_of(args, __file__, conditions, FIXED, run_study)
+    report(study, TITLE, INTRO, [result_grid(study), density_grid(study)], plot)
     if args.quick:
         check_direction(study)
 

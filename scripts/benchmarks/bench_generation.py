@@ -1,7 +1,7 @@
 """Tokens per second of a sharded model on the emulated cluster: stock FSDP2, HSDP, and this package.
 
     python scripts/benchmarks/bench_generation.py                              the whole study
-    python scripts/benchmarks/bench_generation.py --rates 200mbit --variants stock all
+    python scripts/benchmarks/bench_generation.py --rates 200mbit --variants stock balanced
 
 Tokens are decoded greedily, with a key-value cache. Every rank generates for prompts of its own, so every token needs all
 weights on every rank. Stock FSDP2 gathers them across nodes for each token; with hpZ they cross once for as long as they
@@ -19,95 +19,67 @@ from pathlib import Path
 from typing import Any
 
 from library.cluster import Cluster, Ranks
-from library.cluster_report import num_parameters
-from library.measurement import busiest_link_bytes, step_seconds
+from library.links import Key, measure_cells
 from library.network import speed
-from library.pages import Grid, plot_over_rates, report
-from library.sandbox import enter_sandbox
-from library.study import (
-    Study,
-    command_line,
-    make_parser,
-    new_console,
-    parse,
-    progress_bar,
-    rank_environment,
-    require,
-    shape_of,
-)
-from library.variants import VARIANTS
+from library.pages import Grid, report
+from library.plots import cells_figure, save
+from library.rounds import busiest_link_bytes, step_seconds
+from library.study import Study, add_cluster_flags, make_parser, parse, require, shape_of, study_of
+from library.variants import VARIANTS, ModelShape, shown
 from rich.progress import Progress
 
-VARIANT_NAMES = ["compute", "stock", "hsdp", "hpz", "all", "lora-stock", "lora-16", "lora-8", "lora-4"]
+VARIANT_NAMES = ["compute", "stock", "hsdp", "hpz", "balanced", "lora-stock", "lora-16", "lora-8", "lora-4"]
 QUICK = {
     "rates": ["100mbit"],
-    "variants": ["stock", "all", "lora-stock", "lora-4"],
+    "variants": ["stock", "balanced", "lora-stock", "lora-4"],
     "tokens": 4,
     "hidden_size": 256,
     "layers": 4,
 }
 TITLE = "Generation on an emulated cluster"
 INTRO = """Greedy tokens from a Llama with random weights, sharded over all ranks, each with prompts of its own; nodes
-are network namespaces of one machine. `stock` is Accelerate's FSDP2, `hsdp` shards within the node, `hpz` keeps a
-16-bit secondary shard and `all` an 8-bit one; `compute` runs without any collective. The `lora` variants put LoRA adapters
-(rank 8, all linear layers) on a frozen bf16 base: `lora-stock` under Accelerate's FSDP2, the others with the base sharded
-within the node and stored in 16, 8 or 4 bits. Seconds are medians per token; the prompt is not in them. Each ratio is to
-stock FSDP2 on the same model. Bytes are those of the busiest node, by its interface's counters."""
+are network namespaces of one machine. *Stock FSDP2* is Accelerate's, *HSDP* shards within the node, *hpZ alone* keeps a
+16-bit secondary shard and *balanced* an 8-bit one; *no communication* runs without any collective. The *LoRA* variants put
+adapters (rank 8, all linear layers) on a frozen bf16 base: under Accelerate's FSDP2, or with the base sharded within the node
+and stored in 16, 8 or 4 bits. Seconds are medians per token; the prompt is not in them. Each ratio is to stock FSDP2 on the same
+model. Bytes are those of the busiest node, by its interface's counters."""
 FIXED = ("nodes", "ranks_per_node", "model", "batch_size", "prompt_len")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
     parser = make_parser(__doc__, "generation.json")
-    parser.add_argument("--rates", nargs="+", default=["unlimited", "1gbit", "200mbit", "100mbit"])
+    add_cluster_flags(parser, ["unlimited", "1gbit", "200mbit", "100mbit"], batch_size=1)
     parser.add_argument("--variants", nargs="+", default=VARIANT_NAMES, choices=VARIANT_NAMES)
-    parser.add_argument("--nodes", type=int, default=2)
-    parser.add_argument("--ranks-per-node", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=16, help="generated per prompt, after one that is not timed")
-    parser.add_argument("--batch-size", type=int, default=1, help="prompts per rank")
     parser.add_argument("--prompt-len", type=int, default=32)
     return parse(parser, QUICK, argv)
 
 
 def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
     """Measure every rate and variant that the study lacks."""
-    wanted = [(rate, name) for rate in args.rates for name in args.variants]
-    missing = [(rate, name) for rate, name in wanted if study.find("cells", rate=rate, variant=name) is None]
-    if not missing:
-        return
-    task = progress.add_task("starting", total=len(missing))
-    environment = rank_environment(threads=1)
-    with Cluster(args.nodes, args.ranks_per_node, environment) as cluster, contextlib.ExitStack() as stack:
-        names = dict.fromkeys(name for _, name in missing)
-        runs = {name: stack.enter_context(_start(cluster, name, args)) for name in names}
-        for rate, name in missing:
-            progress.update(task, description=f"{name}, {rate}")
-            cluster.set_link(rate)
-            study.add("cells", {"rate": rate, "variant": name, **_measure(runs[name], args)})
-            progress.advance(task)
 
+    def start(cluster: Cluster, name: str) -> contextlib.AbstractContextManager[Ranks]:
+        served = "library.generation_run:GenerationRun"
+        return cluster.start(served, VARIANTS[name], shape_of(args), args.batch_size, args.prompt_len)
 
-def _start(cluster: Cluster, name: str, args: argparse.Namespace) -> contextlib.AbstractContextManager[Ranks]:
-    served = "library.generation_run:GenerationRun"
-    return cluster.start(served, VARIANTS[name], shape_of(args), args.batch_size, args.prompt_len)
+    def measure(ranks: Ranks, key: Key) -> dict[str, Any]:
+        # The weights of a new model cross the network once in every variant, for the token that is not measured. The first of
+        # the measured tokens includes the prompt, and is not in the median.
+        ranks.call("generate", 1)
+        measurements = ranks.call("generate", args.tokens)
+        seconds = step_seconds(measurements)
+        token_s = statistics.median(seconds[1:] or seconds)
+        return {
+            "token_s": token_s,
+            "prompt_s": seconds[0],
+            "tokens_per_s": args.batch_size * len(measurements) / token_s,
+            "link_bytes_per_token": busiest_link_bytes([measurements], args.ranks_per_node) / len(seconds),
+        }
 
-
-def _measure(ranks: Ranks, args: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds and bytes per token.
-
-    One token is generated first and not measured: the weights of a new model cross the network once in every variant.
-    The first of the measured tokens includes the prompt, and is not in the median.
-    """
-    ranks.call("generate", 1)
-    measurements = ranks.call("generate", args.tokens)
-    seconds = step_seconds(measurements)
-    token_s = statistics.median(seconds[1:] or seconds)
-    return {
-        "token_s": token_s,
-        "prompt_s": seconds[0],
-        "tokens_per_s": args.batch_size * len(measurements) / token_s,
-        "link_bytes_per_token": busiest_link_bytes([measurements], args.ranks_per_node) / len(seconds),
-    }
+    keys = [{"rate": rate, "variant": name} for rate in args.rates for name in args.variants]
+    nodes = args.nodes, args.ranks_per_node
+    measure_cells(study, progress, nodes, keys, lambda key: key["variant"], start, measure)
 
 
 def stock_of(variant: str) -> str:
@@ -119,26 +91,27 @@ def token_grid(study: Study, rate: str) -> Grid:
     """Make the table of one rate, with a row per variant."""
     columns = ("variant", "s per token", "tokens/s, all ranks", "x stock", "link MB per token", "in M")
     grid = Grid(f"generation, {rate}", columns)
+    model_bytes = 2 * ModelShape(**study.conditions["model"]).num_parameters
     for cell in (cell for cell in study.rows("cells") if cell["rate"] == rate):
         stock = study.find("cells", rate=rate, variant=stock_of(cell["variant"]))
         sent = cell["link_bytes_per_token"]
         row = [
-            cell["variant"],
+            shown(cell["variant"]),
             f"{cell['token_s']:.4f}",
             f"{cell['tokens_per_s']:.2f}",
             f"{stock['token_s'] / cell['token_s']:.2f}" if stock else "",
             f"{sent / 1e6:.3f}",
-            f"{sent / (2 * num_parameters(study.conditions['model'])):.3f}",
+            f"{sent / model_bytes:.3f}",
         ]
         grid.rows.append(row)
     return grid
 
 
-def plot_tokens(study: Study, path: Path) -> None:
+def plot(study: Study, path: Path) -> None:
     """Draw tokens per second over the link's rate, one line per variant."""
-    plot_over_rates(
-        study, path, "variant", lambda cell: cell["tokens_per_s"], "tokens per second, all ranks", yscale="log"
-    )
+    label = "tokens per second, all ranks"
+    figure = cells_figure(study, "Generation", "variant", lambda cell: cell["tokens_per_s"], label, yscale="log")
+    save(figure, path)
 
 
 def check_direction(study: Study, args: argparse.Namespace) -> None:
@@ -149,7 +122,7 @@ def check_direction(study: Study, args: argparse.Namespace) -> None:
     """
     rate = min(args.rates, key=speed)
     claims = {}
-    for name in ("all", "lora-4"):
+    for name in ("balanced", "lora-4"):
         ours, stock = (study.find("cells", rate=rate, variant=variant) for variant in (name, stock_of(name)))
         sent, stock_sent = ours["link_bytes_per_token"], stock["link_bytes_per_token"]
         claims[f"{name} generates faster than stock at {rate}"] = ours["token_s"] < stock["token_s"]
@@ -158,15 +131,12 @@ def check_direction(study: Study, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Run the study in the sandbox, and report it."""
+    """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    enter_sandbox()
     conditions = {key: getattr(args, key) for key in FIXED if key != "model"}
-    conditions |= {"command": command_line(__file__), "model": dataclasses.asdict(shape_of(args))}
-    study = Study(args.output, conditions, FIXED, fresh=args.fresh)
-    with progress_bar(new_console()) as progress:
-        run_study(args, study, progress)
-    report(args, study, TITLE, INTRO, [token_grid(study, rate) for rate in args.rates], plot_tokens)
+    conditions |= {"model": dataclasses.asdict(shape_of(args))}
+    study = study_of(args, __file__, conditions, FIXED, run_study)
+    report(study, TITLE, INTRO, [token_grid(study, rate) for rate in args.rates], plot)
     if args.quick:
         check_direction(study, args)
 

@@ -5,90 +5,39 @@
     python scripts/benchmarks/bench_ops.py --device cuda --output scripts/results/ops_cuda.md
 
 The yardstick is a copy: an operator that reads and writes b bytes is compared with moving b / 2 bytes from one buffer to
-another. Copy and operator take turns within one loop, so that both meet the same machine; before each, the caches are
-filled with other data. Medians are compared, and the result is their ratio, which holds where seconds do not. Outputs go
-into buffers that exist already, as in training. ``library/cuda_op_timing.py`` does the same on a GPU.
+another, on the same device. On a GPU sizes go from 1 MB to 2 GB.
 """
 
+from __future__ import annotations
+
 import argparse
-import ctypes
+import datetime
 import json
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from library.op_cases import BLOCKS, DENSITIES, Case, change_cases, codec_cases, frozen_cases, sum_cases, wire_cases
+from library.op_clocks import Clock, CpuClock, CudaClock, median_seconds
+from library.pages import Grid, show, write_page
+from library.plots import panels, save
+from library.study import command_line, versions
 
 from hf_zeropp import ops
-from hf_zeropp.ops import changes_format, changes_reference, reference, rounding
-from hf_zeropp.ops.format import Segment, WireLayout
 
-BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}  # elements that share a scale, by the bits of a code
-DENSITIES = {
-    0.005: 0.12,
-    0.01: 0.12,
-    0.05: 0.17,
-    0.1: 0.2,
-    0.28: 0.23,
-}  # of changed words: those that move by more than one unit
-NUM_SOURCES = 4
-OTHER_BYTES = 128 << 20
-"""Bytes that are written before every measurement: more than the part of the last-level cache that one thread can use."""
-
-
-class Case(NamedTuple):
-    """An operator with its buffers.
-
-    Attributes:
-        name: in the table.
-        nbytes: bytes that a call reads and writes.
-        run: calls the operator.
-        reference: calls the PyTorch code that defines it.
-        compiled: calls the same code after ``torch.compile``; None where it is not timed.
-    """
-
-    name: str
-    nbytes: int
-    run: Callable[[], object]
-    reference: Callable[[], object]
-    compiled: Callable[[], object] | None
-
-
-class Timing(NamedTuple):
-    """Median seconds of an operator and of the copy beside it."""
-
-    seconds: float
-    copy_seconds: float
-
-
-def main() -> None:
-    """Time the operators of the command line, and show them."""
-    arguments = parse_args(sys.argv[1:])
-    if arguments.device == "cuda":
-        from library import cuda_op_timing
-
-        cuda_op_timing.run(arguments)
-        return
-    torch.set_num_threads(arguments.threads)
-    families = [*(lambda bits=bits: cases(bits, arguments.numel) for bits in BLOCKS)]
-    families += [lambda density=density: change_cases(density, arguments.numel) for density in DENSITIES]
-    families.append(lambda: rounding_cases(arguments.numel))
-    rows = []
-    for family in families:
-        for case in family():
-            if arguments.only in case.name:
-                rows.append(measure(case, arguments))
-    report = {"conditions": conditions(arguments), "rows": rows}
-    if arguments.json:
-        print(json.dumps(report, indent=2))
-    else:
-        show(report)
+FULL = (8, 4)  # bits that are measured at all sizes, on a GPU
+MEGABYTE = 1 << 20
+SIZES = tuple(MEGABYTE << i for i in range(0, 12))  # bytes of fp32 values: 1 MB .. 2 GB
+SOME_SIZES = SIZES[::5]
+DECODE_SHAPES = ((4096, 4096), (11008, 4096), (28672, 8192))  # rows, columns
+COLUMNS = ("operator", "MB", "ms", "GB/s", "copy GB/s", "of copy", "x eager", "x compile")
+INTRO = (
+    "Bytes read and written per second, beside a copy of as many bytes in the same run; and how many times as long as our "
+    "kernel PyTorch code took."
+)
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -107,245 +56,60 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def cases(bits: int, numel: int) -> list[Case]:
-    """Return every operator, for one width of codes and slices of ``numel`` elements."""
-    layout = WireLayout([Segment(numel, bits)], BLOCKS[bits])
-    return [
-        *(case for dtype in (torch.float32, torch.bfloat16) for case in codec_cases(layout, bits, dtype)),
-        *sum_cases(layout, bits),
-        *delta_cases(layout, bits),
-        *feedback_cases(layout, bits),
-    ]
+def cpu_cases(numel: int) -> Iterator[Case]:
+    """Yield every operator at one size."""
+    for bits in BLOCKS:
+        yield from wire_cases(bits, numel, "cpu")
+    for density in DENSITIES:
+        yield from change_cases(density, numel, "cpu")
 
 
-def codec_cases(layout: WireLayout, bits: int, dtype: torch.dtype) -> list[Case]:
-    """Return encoding and decoding of a slice."""
-    values = torch.randn(layout.numel).to(dtype)
-    wire, output = ops.quantize(values, layout), torch.empty_like(values)
-    nbytes, label = values.nbytes + wire.nbytes, f"INT{bits} {str(dtype).removeprefix('torch.')}"
-    torch.compiler.reset()  # otherwise the recompile limit makes later cases run uncompiled
-    compiled_quantize, compiled_dequantize = torch.compile(reference.quantize), torch.compile(reference.dequantize)
-    return [
-        Case(
-            f"quantize {label}",
-            nbytes,
-            lambda: ops.quantize(values, layout, out=wire),
-            lambda: reference.quantize(values, layout),
-            lambda: compiled_quantize(values, layout),
-        ),
-        Case(
-            f"quantize {label}, rotated",
-            nbytes,
-            lambda: ops.quantize(values, layout, rotate=True, out=wire),
-            lambda: reference.quantize(values, layout, rotate=True),
-            None,
-        ),
-        Case(
-            f"dequantize {label}",
-            nbytes,
-            lambda: ops.dequantize(wire, layout, dtype=dtype, out=output),
-            lambda: reference.dequantize(wire, layout, dtype),
-            lambda: compiled_dequantize(wire, layout, dtype),
-        ),
-    ]
+def cuda_cases() -> Iterator[Case]:
+    """Yield the operators of the default settings at every size, and all at some sizes."""
+    for bits in FULL:
+        for size in SIZES:
+            for dtype in (torch.bfloat16, torch.float32):
+                yield from codec_cases(bits, dtype, size // dtype.itemsize, "cuda")
+            yield from sum_cases(bits, size // 4, "cuda")
+        for shape in DECODE_SHAPES:
+            yield from frozen_cases(bits, *shape, "cuda")
+    for bits in BLOCKS:
+        for size in SOME_SIZES:
+            known = ("quantize INT", "dequantize INT", "dequantize_sum") if bits in FULL else ("nothing",)
+            yield from (case for case in wire_cases(bits, size // 4, "cuda") if not case.name.startswith(known))
 
 
-def sum_cases(layout: WireLayout, bits: int) -> list[Case]:
-    """Return the steps of a reduction that decode: sum four ranks' wires, add the sum to another, or encode it."""
-    wires = ops.quantize(torch.randn(NUM_SOURCES, layout.numel), layout)
-    total = torch.zeros(1, layout.numel)
-    wire = torch.empty(layout.nbytes, dtype=torch.uint8)
-    n = NUM_SOURCES
-    return [
-        Case(
-            f"dequantize_sum INT{bits}, {n} sources",
-            wires.nbytes + total.nbytes,
-            lambda: ops.dequantize_sum(wires, layout, num_sources=n, out=total),
-            lambda: reference.dequantize_sum(wires, layout, n),
-            None,
-        ),
-        Case(
-            f"dequantize_sum INT{bits}, {n} sources, accumulated",
-            wires.nbytes + 2 * total.nbytes,
-            lambda: ops.dequantize_sum(wires, layout, num_sources=n, initial=total, scale=0.5, out=total),
-            lambda: reference.dequantize_sum(wires, layout, n, total, 0.5),
-            None,
-        ),
-        Case(
-            f"dequantize_sum_quantize INT{bits}, {n} sources",
-            wires.nbytes + wire.nbytes,
-            lambda: ops.dequantize_sum_quantize(wires, layout, layout, num_sources=n, out=wire),
-            lambda: reference.dequantize_sum_quantize(wires, layout, layout, n),
-            None,
-        ),
-    ]
-
-
-def rounding_cases(numel: int) -> list[Case]:
-    """Return the rounding of partial sums to bf16, at random."""
-    sums, rounded = torch.randn(numel), torch.empty(numel, dtype=torch.bfloat16)
-    return [
-        Case(
-            "round_stochastic",
-            sums.nbytes + rounded.nbytes,
-            lambda: ops.round_stochastic(sums, 7, out=rounded),
-            lambda: rounding.reference(sums, 7),
-            None,
-        )
-    ]
-
-
-def delta_cases(layout: WireLayout, bits: int) -> list[Case]:
-    """Return the two ends of a delta: encode the change of fp32 masters, and add it to a bf16 copy of the weights."""
-    base_layout = WireLayout([Segment(layout.numel, None)], layout.block)
-    values = torch.randn(layout.numel)
-    base = ops.quantize(values + 0.01 * torch.randn(layout.numel), base_layout)
-    wire = ops.quantize_difference(values, base, base_layout, layout)
-    return [
-        Case(
-            f"quantize_difference INT{bits}, base bf16",
-            values.nbytes + base.nbytes + wire.nbytes,
-            lambda: ops.quantize_difference(values, base, base_layout, layout, out=wire),
-            lambda: reference.quantize_difference(values, base, base_layout, layout),
-            None,
-        ),
-        Case(
-            f"dequantize_update INT{bits}, base bf16 in place",
-            wire.nbytes + 2 * base.nbytes,
-            lambda: ops.dequantize_update(wire, layout, base, base_layout, out=base),
-            lambda: reference.dequantize_update(wire, layout, base, base_layout),
-            None,
-        ),
-    ]
-
-
-def feedback_cases(layout: WireLayout, bits: int) -> list[Case]:
-    """Return the encodings of a reduction with error feedback: of a gradient, and of the sum of four ranks' wires."""
-    residual_layout = WireLayout([Segment(layout.numel, 8)], layout.block)
-    residual = torch.zeros(residual_layout.nbytes, dtype=torch.uint8)
-    gradient = torch.randn(1, layout.numel)
-    wires = ops.quantize(torch.randn(NUM_SOURCES, layout.numel), layout)
-    wire = torch.empty(layout.nbytes, dtype=torch.uint8)
-
-    def case(name: str, source: torch.Tensor, arguments: tuple) -> Case:
-        # The arguments are the reference's: wire, three layouts, number of sources, initial, rotate, decay, rescale.
-        return Case(
-            f"quantize_with_feedback INT{bits}, {name}",
-            source.nbytes + 2 * residual.nbytes + wire.nbytes,
-            lambda: torch.ops.zeropp.quantize_with_feedback_out(*with_specs(arguments), residual, wire),
-            lambda: reference.quantize_with_feedback(*arguments, residual),
-            None,
-        )
-
-    layouts = (layout, layout, residual_layout)
-    return [
-        case("of values", gradient, (None, *layouts, 0, gradient, False, 1.0, 1.0)),
-        case("of values, rotated", gradient, (None, *layouts, 0, gradient, True, 1.0, 1.0)),
-        case(f"{NUM_SOURCES} sources", wires, (wires, *layouts, NUM_SOURCES, None, False, 1.0, 1.0)),
-    ]
-
-
-def change_cases(density: float, numel: int) -> list[Case]:
-    """Return the two ends of the wire of changed words. The bytes are those of the two shards that a memcpy would move."""
-    old = torch.randn(numel).mul_(0.02).bfloat16()
-    far = torch.where(torch.rand(numel) < DENSITIES[density], torch.randint(2, 12, (numel,)), 1)
-    step = far * (torch.randint(0, 2, (numel,)) * 2 - 1) * (torch.rand(numel) < density)
-    new = (old.view(torch.int16) + step.to(torch.int16)).view(torch.bfloat16)
-    buffers = changes_format.changes_buffers(old.nbytes, 1, old.device)
-    sizes, wire = ops.encode_changes(new, old, out=buffers)
-    offsets, base, old_bytes, new_bytes = torch.zeros_like(sizes), old.clone(), *map(as_bytes, (old, new))
-    label = f"{density:.1%} of words, {int(sizes[0]) / int((step != 0).sum()):.2f} B each"
-    # ``base`` moves on with every call. That takes as long as the first time, since steps are added modulo 2^16.
-    return [
-        Case(
-            f"encode_changes, {label}",
-            2 * old.nbytes,
-            lambda: ops.encode_changes(new, old, out=buffers),
-            lambda: changes_reference.encode_changes(new_bytes, old_bytes, 1),
-            None,
-        ),
-        Case(
-            f"apply_changes, {label}",
-            2 * old.nbytes,
-            lambda: ops.apply_changes(wire, sizes, base, offsets),
-            lambda: changes_reference.apply_changes(wire.view(-1), offsets, sizes, as_bytes(base)),
-            None,
-        ),
-    ]
-
-
-def as_bytes(words: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, flat."""
-    return words.view(torch.uint8)
-
-
-def with_specs(arguments: tuple) -> list:
-    """Return the arguments with layouts in the form in which registered operators take them."""
-    return [argument.spec if isinstance(argument, WireLayout) else argument for argument in arguments]
-
-
-def measure(case: Case, arguments: argparse.Namespace) -> dict:
+def measure(case: Case, clock: Clock, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time an operator, the copy and the PyTorch code, and return a row of the table."""
-    timing = interleaved(case.run, copier(case.nbytes // 2, arguments), arguments)
+    timing = clock.beside_copy(case, arguments.repeats)
     row = {
         "operator": case.name,
+        "bytes": case.size,
         "milliseconds": 1e3 * timing.seconds,
         "gigabytes_per_second": case.nbytes / timing.seconds / 1e9,
         "copy_gigabytes_per_second": case.nbytes / timing.copy_seconds / 1e9,
         "of_copy": timing.copy_seconds / timing.seconds,
     }
-    if arguments.baselines:
-        row["eager"] = median_seconds(case.reference, repeats=3) / timing.seconds
-        if case.compiled:
-            row["compile"] = median_seconds(case.compiled, repeats=7) / timing.seconds
+    if arguments.baselines and case.eager is not None:
+        eager = case.eager()
+        row["eager"] = median_seconds(clock, eager, repeats=3) / timing.seconds
+        if case.can_compile:
+            torch.compiler.reset()  # otherwise the recompile limit makes later cases run uncompiled
+            row["compile"] = median_seconds(clock, torch.compile(eager), repeats=7) / timing.seconds
     return row
 
 
-def copier(nbytes: int, arguments: argparse.Namespace) -> Callable[[], object]:
-    """Return a call that copies ``nbytes`` bytes: with C's ``memmove`` on one thread, with PyTorch on several."""
-    source = torch.ones(nbytes, dtype=torch.uint8)
-    target = torch.zeros_like(source)
-    if arguments.threads == 1:
-        # ``memmove`` gets addresses only; the default arguments keep the tensors.
-        return lambda source=source, target=target: ctypes.memmove(target.data_ptr(), source.data_ptr(), nbytes)
-    return lambda: target.copy_(source)
-
-
-def interleaved(run: Callable, copy: Callable, arguments: argparse.Namespace) -> Timing:
-    """Time an operator and a copy in turns, each with nothing of its data in a cache."""
-    other = torch.ones(OTHER_BYTES, dtype=torch.uint8)
-
-    def cold_seconds(function: Callable) -> float:
-        other.add_(1)  # takes the place of all other data in the caches
-        return seconds(function)
-
-    pairs = [(cold_seconds(copy), cold_seconds(run)) for _ in range(arguments.repeats + 1)][1:]
-    copies, runs = zip(*pairs, strict=True)
-    return Timing(statistics.median(runs), statistics.median(copies))
-
-
-def median_seconds(run: Callable, repeats: int) -> float:
-    """Return the median over ``repeats`` calls, after one that does not count."""
-    return statistics.median([seconds(run) for _ in range(repeats + 1)][1:])
-
-
-def seconds(run: Callable) -> float:
-    """Return the duration of a call."""
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
-def conditions(arguments: argparse.Namespace) -> dict:
+def conditions(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the machine, the versions and the settings under which the rows were measured."""
-    return {
-        "processor": processor(),
-        "kernels": ops.kernel_info().cpu,
-        "threads": arguments.threads,
-        "numel": arguments.numel,
-        "repeats": arguments.repeats,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
+    found = {"command": command_line(__file__), "versions": versions(), "date": datetime.date.today().isoformat()}
+    if arguments.device == "cpu":
+        settings = {"threads": arguments.threads, "numel": arguments.numel}
+        return found | settings | {"processor": processor(), "kernels": ops.kernel_info().cpu}
+    properties, reason = torch.cuda.get_device_properties(0), ops.kernel_info().cuda_reason
+    return found | {
+        "device": f"{properties.name}, {properties.multi_processor_count} multiprocessors",
+        "cuda": torch.version.cuda,
+        "kernels": "compiled" if reason is None else f"reference: {reason}",
     }
 
 
@@ -360,23 +124,57 @@ def processor() -> str:
     return f"{fields.get('model name')}, family {fields.get('cpu family')}, model {fields.get('model')}"
 
 
-def show(report: dict) -> None:
-    """Print conditions and rows as a table."""
-    console = Console(width=110)
-    console.print(", ".join(f"{key} {value}" for key, value in report["conditions"].items()))
-    table = Table()
-    for column in ("operator", "ms", "GB/s", "copy GB/s", "of copy", "x eager", "x compile"):
-        table.add_column(column, justify="left" if column == "operator" else "right")
-    for row in report["rows"]:
-        table.add_row(
-            row["operator"],
-            f"{row['milliseconds']:.2f}",
-            f"{row['gigabytes_per_second']:.1f}",
-            f"{row['copy_gigabytes_per_second']:.1f}",
-            f"{row['of_copy']:.2f}",
-            *(f"{row[key]:.1f}" if key in row else "" for key in ("eager", "compile")),
-        )
-    console.print(table)
+def grid_of(rows: list[dict[str, Any]], title: str) -> Grid:
+    """Make the table of all operators."""
+    grid = Grid(title, COLUMNS)
+    for row in rows:
+        speeds = (f"{row[f'{key}gigabytes_per_second']:.1f}" for key in ("", "copy_"))
+        rivals = (f"{row[key]:.1f}" if key in row else "" for key in ("eager", "compile"))
+        cells = [row["operator"], f"{row['bytes'] / MEGABYTE:.0f}", f"{row['milliseconds']:.2f}", *speeds]
+        grid.rows.append([*cells, f"{row['of_copy']:.2f}", *rivals])
+    return grid
+
+
+def plot(rows: list[dict[str, Any]], device: str, path: Path) -> None:
+    """Draw the fraction of a copy's bandwidth over the size, for the operators that were measured at all sizes."""
+    figure, (axis,) = panels(1, f"Operators beside a copy within the device\n{device}", width=7)
+    for name in dict.fromkeys(row["operator"] for row in rows):
+        points = [(row["bytes"] / MEGABYTE, row["of_copy"]) for row in rows if row["operator"] == name]
+        if len(points) > len(SOME_SIZES):
+            axis.plot(*zip(*points, strict=True), marker=".", label=name)
+    axis.set(xscale="log", xlabel="values, MB", ylabel="of the bandwidth of a copy", ylim=(0, 1.15))
+    save(figure, path)
+
+
+def main() -> None:
+    """Time the operators of the command line, and show them.
+
+    Raises:
+        SystemExit: PyTorch sees no GPU where one was asked for.
+    """
+    arguments = parse_args(sys.argv[1:])
+    is_cuda = arguments.device == "cuda"
+    if is_cuda and not torch.cuda.is_available():
+        raise SystemExit("bench_ops: --device cuda needs a GPU that PyTorch sees; found none")
+    torch.set_num_threads(arguments.threads)
+    clock: Clock = CudaClock() if is_cuda else CpuClock(arguments.threads)
+    rows = []
+    for case in cuda_cases() if is_cuda else cpu_cases(arguments.numel):
+        if arguments.only in case.name:
+            rows.append(measure(case, clock, arguments))
+        if is_cuda:
+            torch.cuda.empty_cache()
+    facts = conditions(arguments)
+    grid = grid_of(rows, f"operators against a copy, on {arguments.device}")
+    if arguments.json:
+        print(json.dumps({"conditions": facts, "rows": rows}, indent=2))
+    else:
+        show([grid], ", ".join(f"{key} {value}" for key, value in facts.items()))
+    if arguments.output:
+        picture = arguments.output.with_suffix(".png")
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        plot(rows, facts.get("device", facts.get("processor", "")), picture)
+        write_page(arguments.output, "Kernels against a copy", facts, INTRO, [grid], picture)
 
 
 if __name__ == "__main__":

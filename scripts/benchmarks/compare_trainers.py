@@ -10,18 +10,15 @@ than the seeds make them differ?
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import NamedTuple
 
+from library.launches import launch
+from library.pages import Grid, show
 from library.study import ROOT
-from rich.console import Console
-from rich.table import Table
 
-LAUNCH = [sys.executable, "-m", "hf_zeropp.cli", "launch"]
-CONFIG = ROOT / "examples/configs/cpu_2_nodes_x_2_ranks.yaml"
 SCRIPT = ROOT / "examples/train_trainer.py"
 VARIANTS = {
     "stock FSDP2": False,
@@ -59,7 +56,7 @@ def main() -> None:
     """Run all variants with all seeds, and show and keep their losses."""
     args = parse_args(sys.argv[1:])
     runs = {name: [run(args, name, seed) for seed in args.seeds] for name in VARIANTS}
-    Console().print(summary(runs))
+    show([summary(runs)])
     if args.results:
         settings = {key: value for key, value in vars(args).items() if key != "results"}
         rows = {name: [curves._asdict() for curves in seeds] for name, seeds in runs.items()}
@@ -67,11 +64,7 @@ def main() -> None:
 
 
 def run(args: argparse.Namespace, variant: str, seed: int) -> Curves:
-    """Start the example in processes of its own, and return its losses.
-
-    Raises:
-        SystemExit: the example failed; the message holds the end of its output.
-    """
+    """Start the example in processes of its own, and return its losses."""
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder) / "fsdp.json"
         settings.write_text(json.dumps({"zeropp": VARIANTS[variant]}))
@@ -86,35 +79,28 @@ def run(args: argparse.Namespace, variant: str, seed: int) -> Curves:
             "seq_len": args.seq_len,
             "disable_tqdm": True,
         }
-        command = [*LAUNCH, "--config_file", str(CONFIG), str(SCRIPT), "--fsdp"]
-        command += [text for key, value in flags.items() for text in (f"--{key}", str(value))]
-        finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-        if finished.returncode:
-            raise SystemExit(f"{variant}, seed {seed} failed:\n{finished.stderr[-4000:]}")
+        texts = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
+        launch([str(SCRIPT), "--fsdp", *texts], {}, Path(folder))
         history = json.loads((Path(folder) / "trainer_state.json").read_text())["log_history"]
     print(f"{variant}, seed {seed}: done", file=sys.stderr)
     return Curves(*([entry[key] for entry in history if key in entry] for key in Curves._fields))
 
 
-def summary(runs: dict[str, list[Curves]]) -> Table:
-    """Make the table of a study.
-
-    Args:
-        runs: by the variant's name, one run per seed, in the same order for all.
-    """
-    table = Table(title="loss, mean over seeds ± standard deviation")
-    for column in ("", "validation, end", "training, last tenth", f"largest difference in {EARLY} steps"):
-        table.add_column(column, justify="left" if not column else "right")
-    stock = runs["stock FSDP2"]
+def summary(runs: dict[str, list[Curves]]) -> Grid:
+    """Make the table of a study, from the runs by the variant's name, one per seed, in the same order for all."""
+    columns = ("variant", "validation, end", "training, last tenth", f"largest difference in {EARLY} steps")
+    grid = Grid("loss, mean over seeds ± standard deviation", columns)
     for name, seeds in runs.items():
         last = len(seeds[0].loss) // 10 or 1
-        table.add_row(
+        pairs = zip(seeds, runs["stock FSDP2"], strict=True)
+        row = [
             name,
             mean_and_deviation([curves.eval_loss[-1] for curves in seeds]),
             mean_and_deviation([statistics.mean(curves.loss[-last:]) for curves in seeds]),
-            f"{max(early_difference(ours, theirs) for ours, theirs in zip(seeds, stock, strict=True)):.2%}",
-        )
-    return table
+            f"{max(early_difference(ours, theirs) for ours, theirs in pairs):.2%}",
+        ]
+        grid.rows.append(row)
+    return grid
 
 
 def early_difference(ours: Curves, theirs: Curves) -> float:

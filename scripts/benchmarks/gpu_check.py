@@ -6,7 +6,7 @@ cannot run here is skipped, and the summary says why. The stages:
 - *environment*: versions, kernels, driver, GPUs and how they are connected;
 - *tests*: ``pytest -m gpu``: bits of the CUDA kernels against the CPU's, compute-sanitizer, host synchronization, memory growth;
 - *streams*: the training tests again under PyTorch's stream sanitizer (``TORCH_CUDA_SANITIZER=1``);
-- *operators*: each operator beside a copy of as many bytes, and beside DeepSpeed's and torchao's kernels where installed;
+- *operators*: each operator beside a copy of as many bytes, and beside PyTorch code;
 - *training*: four gloo ranks on one GPU for 50 steps, beside stock FSDP2;
 - *nccl*: the same with one rank per GPU over NCCL, with a trace of one step. It needs two GPUs.
 """

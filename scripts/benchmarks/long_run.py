@@ -28,8 +28,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from accelerate import Accelerator
-from library.pages import Grid, pyplot, report
-from library.study import RESULTS, Study, command_line, new_console, progress_bar, require
+from library.pages import Grid, report
+from library.plots import panels, save
+from library.study import Study, make_parser, require, study_of
 from rich.progress import Progress
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,12 +73,9 @@ losses, tokens and weights."""
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__, "long_run.json", has_model=False)
     parser.add_argument("--steps", type=int, default=5000)
     parser.add_argument("--every", type=int, default=100, help="steps between two samples, and between generations")
-    parser.add_argument("--output", type=Path, default=RESULTS / "long_run.json")
-    parser.add_argument("--fresh", action="store_true", help="make both runs again")
-    parser.add_argument("--plot", type=Path, help="write the plot to this file too")
     return parser.parse_args(argv)
 
 
@@ -199,19 +197,21 @@ def runs_grid(study: Study) -> Grid:
     return grid
 
 
-def plot_holdings(study: Study, path: Path) -> None:
+def plot(study: Study, path: Path) -> None:
     """Draw private memory, descriptors and threads of all ranks over steps."""
-    figure, axes = pyplot().subplots(1, 3, figsize=(10, 3))
+    title = (
+        "What a rank holds in a long run\na tiny Llama, 2 nodes x 2 ranks, default settings, generation at every sample"
+    )
+    figure, axes = panels(3, title, width=3.4, height=3)
     for axis, measure in zip(axes, ("private", "descriptors", "threads"), strict=True):
         for run, style in zip(RUNS, ("-", "--"), strict=True):
             for rank in range(WORLD_SIZE):
+                label = f"rank {rank}, {run} run"
                 steps = _values(study, run, rank, "step")
-                axis.plot(steps, _values(study, run, rank, measure), style, color=f"C{rank}", linewidth=1)
-        axis.set(xlabel="step", title=MEASURES[measure])
+                axis.plot(steps, _values(study, run, rank, measure), style, color=f"C{rank}", linewidth=1, label=label)
+        axis.set(xlabel="step", ylabel=MEASURES[measure])
         axis.set_ylim(bottom=0)
-        axis.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
+    save(figure, path)
 
 
 def check(study: Study) -> None:
@@ -232,16 +232,13 @@ def main() -> None:
     os.environ |= {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ["LOCAL_WORLD_SIZE"] = str(WORLD_SIZE)
     conditions: dict[str, Any] = {
-        "command": command_line(__file__),
         "steps": args.steps,
         "samples_and_generations_every": f"{args.every} steps",
         "model": SHAPE,
         "batch": f"1 x {SEQ_LEN} tokens per rank",
     }
-    study = Study(args.output, conditions, FIXED, fresh=args.fresh)
-    with progress_bar(new_console()) as progress:
-        run_study(args, study, progress)
-    report(args, study, TITLE, INTRO, [runs_grid(study), holdings_grid(study)], plot_holdings)
+    study = study_of(args, __file__, conditions, FIXED, run_study, on_cluster=False)
+    report(study, TITLE, INTRO, [runs_grid(study), holdings_grid(study)], plot)
     check(study)
 
 

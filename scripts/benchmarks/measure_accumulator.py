@@ -3,34 +3,24 @@
     python scripts/benchmarks/measure_accumulator.py
 
 One process trains a small Llama on the source text of Python's standard library, with bf16 compute and fp32 masters, as one rank
-of a node sees it: each micro-step's gradient is encoded in INT8 and decoded, as the node hop does, and added up in four ways.
+of a node sees it: each micro-step's gradient is encoded in INT8 and decoded, as the node hop does, and added up in float32,
+the yardstick, and in bfloat16, rounded to nearest.
 
-- float32, the yardstick;
-- bfloat16, rounded to nearest;
-- bfloat16, rounded at random by the package's operator (``qgz_accumulator="bfloat16"``);
-- bfloat16, compensated (Kahan): what was rounded away is kept in a second bf16 number, 32 bits in all.
-
-First the same gradients are added up in all ways, after 8, 64 and 512 micro-steps, and compared. Then training goes on from the
-checkpoint once for each way that saves memory, with the same batches, and with INT4 for the sums, as the cross hop sends them. A
-run in float32 whose weights were moved by one part in ten million shows how far runs part by themselves. Nothing is timed.
+First the same gradients are added up in both ways, after 8, 64 and 512 micro-steps, and compared. Then training goes on from the
+checkpoint once for each way, with the same batches, and with INT4 for the sums, as the cross hop sends them. A run
+in float32 whose weights were moved by one part in ten million shows how far runs part by themselves. Nothing is timed.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import statistics
 import sys
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from library.pages import Grid
-from library.training_run import build_model
-from library.variants import ModelShape
-from measure_changes import Text, step
-from rich.console import Console
-from rich.progress import Progress
+from library.small_training import Pretrained, Text, adamw, add_flags, backward, update
 
 from hf_zeropp import ops
 from hf_zeropp.ops.format import Segment, WireLayout
@@ -45,66 +35,27 @@ Gradients = dict[str, torch.Tensor]
 
 
 class Accumulator:
-    """Sums in float32; subclasses keep them otherwise."""
+    """Sums of gradients, kept in a dtype between micro-steps.
 
-    name, bits = "float32", 32
+    Args:
+        dtype: of the sums.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._sums: Gradients = {}
 
     def add(self, gradients: Gradients) -> None:
         """Add the gradients of one micro-step."""
-        for name, gradient in gradients.items():
-            self._sums[name] = self._kept(name, gradient.float() + self._fp32(name, gradient))
+        self._sums = {name: total.to(self._dtype) for name, total in self._totals(gradients).items()}
 
     def last(self, gradients: Gradients) -> Gradients:
         """Return the sums with the gradients of the last micro-step, which are not rounded any more. Forget them."""
-        sums = {name: gradient.float() + self._fp32(name, gradient) for name, gradient in gradients.items()}
-        self._sums = {}
-        return sums
+        totals, self._sums = self._totals(gradients), {}
+        return totals
 
-    def _fp32(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        return self._sums[name].float() if name in self._sums else torch.zeros_like(like, dtype=torch.float32)
-
-    def _kept(self, name: str, total: torch.Tensor) -> torch.Tensor:
-        return total
-
-
-class Nearest(Accumulator):
-    """Sums in bf16, as the package rounds them."""
-
-    name, bits = "bfloat16 (the setting)", 16
-
-    def _kept(self, name: str, total: torch.Tensor) -> torch.Tensor:
-        return total.bfloat16()
-
-
-class Compensated(Accumulator):
-    """Sums in bf16, with what rounding left out beside them, in bf16 as well."""
-
-    name, bits = "bfloat16, compensated", 32
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._left_out: Gradients = {}
-
-    def last(self, gradients: Gradients) -> Gradients:
-        """As above."""
-        sums = super().last(gradients)
-        self._left_out = {}
-        return sums
-
-    def _fp32(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        left_out = self._left_out.get(name)
-        return super()._fp32(name, like) + (0.0 if left_out is None else left_out.float())
-
-    def _kept(self, name: str, total: torch.Tensor) -> torch.Tensor:
-        rounded = total.bfloat16()
-        self._left_out[name] = (total - rounded.float()).bfloat16()
-        return rounded
-
-
-WAYS: tuple[type[Accumulator], ...] = (Accumulator, Nearest, Compensated)
+    def _totals(self, gradients: Gradients) -> Gradients:
+        return {name: gradient.float() + self._sums.get(name, 0.0) for name, gradient in gradients.items()}
 
 
 def through(bits: int, gradients: Gradients) -> Gradients:
@@ -121,10 +72,7 @@ def through(bits: int, gradients: Gradients) -> Gradients:
 
 def micro_step(model: torch.nn.Module, text: Text) -> Gradients:
     """Return the gradients of one batch, as they arrive from the node hop."""
-    tokens = text.batch(BATCH, LENGTH)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
+    backward(model, text.batch(BATCH, LENGTH))
     gradients = {name: param.grad.bfloat16() for name, param in model.named_parameters() if param.grad is not None}
     model.zero_grad()
     return through(NODE_BITS, gradients)
@@ -147,80 +95,59 @@ class Error(NamedTuple):
         return cls((off / square) ** 0.5, sum(float(left @ right) for left, right in pairs) / square - 1)
 
 
-def errors(model: torch.nn.Module, text: Text, micro_steps: int, repeats: int) -> Iterator[tuple[str, int, Error]]:
-    """Yield the way, its bits and its error, and the same of INT4 for the exact sums."""
-    found: dict[tuple[str, int], list[Error]] = {}
+def error_grid(model: torch.nn.Module, text: Text, micro_steps: int, repeats: int) -> Grid:
+    """Add up the same gradients in both ways, and return the table of errors, and of those of INT4 for the exact sums."""
+    found: dict[str, list[Error]] = {"bfloat16, to nearest": [], "for comparison: INT4 across nodes": []}
     for _ in range(repeats):
-        ways = [way() for way in WAYS]
+        exact_sums, rounded_sums = Accumulator(torch.float32), Accumulator(torch.bfloat16)
         for _ in range(micro_steps - 1):
             gradients = micro_step(model, text)
-            for way in ways:
-                way.add(gradients)
+            exact_sums.add(gradients)
+            rounded_sums.add(gradients)
         gradients = micro_step(model, text)
-        exact, *others = [way.last(gradients) for way in ways]
-        for way, sums in zip(ways[1:], others, strict=True):
-            found.setdefault((way.name, way.bits), []).append(Error.of(sums, exact))
-        found.setdefault(("for comparison: INT4 across nodes", 4), []).append(
-            Error.of(through(CROSS_BITS, exact), exact)
-        )
-    for (name, bits), of_way in found.items():
-        yield name, bits, Error(*map(statistics.mean, zip(*of_way, strict=True)))
+        exact = exact_sums.last(gradients)
+        for errors, ours in zip(
+            found.values(), (rounded_sums.last(gradients), through(CROSS_BITS, exact)), strict=True
+        ):
+            errors.append(Error.of(ours, exact))
+    grid = Grid(f"error of the sums of {micro_steps} micro-steps", ("sums", "relative error", "along the gradient"))
+    for name, errors in found.items():
+        mean = Error(*map(statistics.mean, zip(*errors, strict=True)))
+        grid.rows.append([name, f"{mean.relative:.2e}", f"{mean.along:+.1e}"])
+    return grid
 
 
-@torch.no_grad()
-def held_out_loss(model: torch.nn.Module, batches: list[torch.Tensor]) -> float:
-    """Return the mean loss."""
-    return statistics.mean(model(input_ids=batch, labels=batch).loss.item() for batch in batches)
+def train(
+    pretrained: Pretrained, sums: Accumulator, rate: float, micro_steps: int, steps: int, nudge: float
+) -> list[float]:
+    """Return the held-out loss at four points of a run from the checkpoint."""
+    model, text, losses = pretrained.restore(nudge), pretrained.text.fork(), []
+    optimizer = adamw(model, rate)
+    for index in range(steps):
+        for _ in range(micro_steps - 1):
+            sums.add(micro_step(model, text))
+        totals = through(CROSS_BITS, sums.last(micro_step(model, text)))
+        for name, param in model.named_parameters():
+            param.grad = totals[name] / micro_steps
+        update(model, optimizer)
+        if (index + 1) % (steps // 4) == 0:
+            losses.append(pretrained.held_out_loss())
+    return losses
 
 
-@dataclasses.dataclass
-class Job:
-    """What all training runs share."""
-
-    model: torch.nn.Module
-    checkpoint: Gradients
-    batches: Text
-    held_out: list[torch.Tensor]
-    rate: float
-
-    def train(self, way: Accumulator, micro_steps: int, steps: int, nudge: float = 0.0) -> list[float]:
-        """Return the held-out loss at four points of a run from the checkpoint."""
-        self.model.load_state_dict(
-            {
-                name: value * (1 + nudge) if value.is_floating_point() else value
-                for name, value in self.checkpoint.items()
-            }
-        )
-        optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.rate, weight_decay=0.01)
-        text, losses = self.batches.fork(), []
-        for index in range(steps):
-            for _ in range(micro_steps - 1):
-                way.add(micro_step(self.model, text))
-            sums = through(CROSS_BITS, way.last(micro_step(self.model, text)))
-            for name, param in self.model.named_parameters():
-                param.grad = sums[name] / micro_steps
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            if (index + 1) % (steps // 4) == 0:
-                losses.append(held_out_loss(self.model, self.held_out))
-        return losses
-
-
-def loss_grid(job: Job, micro_steps: int, steps: int, progress: Progress) -> Grid:
-    """Train in all ways, and return the table."""
+def loss_grid(pretrained: Pretrained, rate: float, micro_steps: int, steps: int) -> Grid:
+    """Train in both ways, and return the table."""
     points = [steps // 4 * quarter for quarter in (1, 2, 3, 4)]
-    grid = Grid(
-        f"held-out loss, {micro_steps} micro-steps to a step",
-        ("sums", *(f"step {point}" for point in points), "at the end"),
+    columns = ("sums", *(f"step {point}" for point in points), "at the end")
+    grid = Grid(f"held-out loss, {micro_steps} micro-steps to a step", columns)
+    runs = (
+        ("float32", torch.float32, 0.0),
+        ("float32, other by 1e-7 at the start", torch.float32, NUDGE),
+        ("bfloat16, to nearest", torch.bfloat16, 0.0),
     )
-    runs: list[tuple[str, Accumulator, float]] = [
-        (way.name, way(), 0.0) for way in WAYS if way.bits == 16 or way is Accumulator
-    ]
-    runs.insert(1, ("float32, other by 1e-7 at the start", Accumulator(), NUDGE))
     exact: list[float] = []
-    for name, way, nudge in progress.track(runs, description=f"{micro_steps} micro-steps"):
-        losses = job.train(way, micro_steps, steps, nudge)
+    for name, dtype, nudge in runs:
+        losses = train(pretrained, Accumulator(dtype), rate, micro_steps, steps, nudge)
         exact = exact or losses
         grid.rows.append([name, *(f"{loss:.4f}" for loss in losses), f"{losses[-1] - exact[-1]:+.4f}"])
     return grid
@@ -229,10 +156,8 @@ def loss_grid(job: Job, micro_steps: int, steps: int, progress: Progress) -> Gri
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden-size", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=2)
+    add_flags(parser, hidden_size=128, layers=2, pretraining=200)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate behind the checkpoint")
-    parser.add_argument("--pretraining", type=int, default=200, help="steps before the checkpoint")
     parser.add_argument(
         "--sums", type=int, nargs="*", default=[8, 64, 512], help="micro-steps of sums that are compared"
     )
@@ -247,26 +172,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def main() -> None:
     """Train, measure, and print the tables in Markdown."""
     args = parse_args(sys.argv[1:])
-    torch.manual_seed(0)
-    shape = ModelShape(args.hidden_size, args.hidden_size * 11 // 4, args.layers, args.hidden_size // 32, 2048)
-    model = build_model(shape)
-    text = Text(vocab_size=shape.vocab_size)
-    held_out = [text.batch() for _ in range(NUM_HELD_OUT)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    with Progress(console=Console(stderr=True)) as progress:
-        for _ in progress.track(range(args.pretraining), description="pretraining"):
-            step(model, optimizer, text)
-        checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
-        job = Job(model, checkpoint, text.fork(), held_out, args.rate)
-        columns = ("sums", "bits", "relative error", "along the gradient")
-        for micro_steps in args.sums:
-            grid = Grid(f"error of the sums of {micro_steps} micro-steps", columns)
-            for name, bits, error in errors(model, job.batches.fork(), micro_steps, args.repeats):
-                grid.rows.append([name, str(bits), f"{error.relative:.2e}", f"{error.along:+.1e}"])
-            print(grid.markdown() + "\n", flush=True)
-        for micro_steps, steps in zip(args.micro_steps, args.steps, strict=True):
-            print(loss_grid(job, micro_steps, steps, progress).markdown() + "\n", flush=True)
-    print(f"{sum(param.numel() for param in model.parameters()) / 1e6:.1f} M parameters")
+    pretrained = Pretrained(args, vocab_size=2048, num_held_out=NUM_HELD_OUT, head_size=32)
+    for micro_steps in args.sums:
+        grid = error_grid(pretrained.model, pretrained.text.fork(), micro_steps, args.repeats)
+        print(grid.markdown() + "\n", flush=True)
+    for micro_steps, steps in zip(args.micro_steps, args.steps, strict=True):
+        print(loss_grid(pretrained, args.rate, micro_steps, steps).markdown() + "\n", flush=True)
+    print(f"{sum(param.numel() for param in pretrained.model.parameters()) / 1e6:.1f} M parameters")
 
 
 if __name__ == "__main__":

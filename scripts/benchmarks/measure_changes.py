@@ -14,21 +14,14 @@ A second table is about servers elsewhere: at the rates of RLHF every step becom
 from __future__ import annotations
 
 import argparse
-import copy
 import statistics
 import sys
 import tempfile
-from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from library.loss_study import write_tokens
 from library.pages import Grid
-from library.training_run import build_model
-from library.variants import ModelShape
-from rich.console import Console
-from rich.progress import track
+from library.small_training import Pretrained, Text, adamw, add_flags, train_step
 
 from hf_zeropp import ops
 from hf_zeropp.rollouts.versions import UpdateReceiver, UpdateSender
@@ -83,41 +76,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3], help="of AdamW")
     parser.add_argument("--update-rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5], help="for servers")
     parser.add_argument("--updates", type=int, default=200, help="versions at each; the first ten are not counted")
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
+    add_flags(parser, hidden_size=256, layers=4, pretraining=400)
     parser.add_argument("--steps", type=int, default=30, help="at each rate; the first ten are not counted")
     return parser.parse_args(argv)
-
-
-class Text:
-    """Random windows of the training text."""
-
-    def __init__(self, vocab_size: int) -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            self._tokens = np.load(write_tokens(Path(folder), vocab_size).train)
-        self._random = np.random.default_rng(0)
-
-    def fork(self) -> Text:
-        """Return the same text, whose batches are those that come next here."""
-        return copy.deepcopy(self)
-
-    def batch(self, batch_size: int = 8, length: int = 128) -> torch.Tensor:
-        """Return tokens [batch_size, length]."""
-        starts = self._random.integers(len(self._tokens) - length, size=batch_size)
-        return torch.from_numpy(np.stack([self._tokens[start : start + length] for start in starts]).astype(np.int64))
-
-
-def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, text: Text) -> float:
-    """Train one step with bf16 compute, and return the loss."""
-    tokens = text.batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
 
 
 def words_of(model: torch.nn.Module) -> torch.Tensor:
@@ -137,10 +98,10 @@ def change(before: torch.Tensor, after: torch.Tensor) -> Change:
 
 def changes_at(model: torch.nn.Module, text: Text, rate: float, num_steps: int) -> list[Change]:
     """Train at ``rate`` and return the change of each step that is counted."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    optimizer = adamw(model, rate)
     found, before = [], words_of(model)
     for _ in range(num_steps):
-        step(model, optimizer, text)
+        train_step(model, optimizer, text)
         after = words_of(model)
         found.append(change(before, after))
         before = after
@@ -163,13 +124,13 @@ def updates_at(
     Raises:
         RuntimeError: the receiver's weights are not those that were sent last.
     """
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+    optimizer = adamw(model, rate)
     sender, receiver, found, before = UpdateSender(folder), UpdateReceiver(folder), [], words_of(model)
     sender.publish(weights_of(model).items())
     receiver.update()
     whole = sender.log.files[0].num_bytes
     for _ in range(num_steps):
-        step(model, optimizer, text)
+        train_step(model, optimizer, text)
         after = words_of(model)
         version = sender.publish(weights_of(model).items())
         receiver.update()
@@ -204,24 +165,14 @@ def row_of(rate: float, changes: list[Change]) -> list[str]:
 def main() -> None:
     """Train, measure, and print both tables in Markdown."""
     args = parse_args(sys.argv[1:])
-    console = Console(stderr=True)
-    text = Text(vocab_size=4096)
-    shape = ModelShape(args.hidden_size, args.hidden_size * 11 // 4, args.layers, args.hidden_size // 64, 4096)
-    model = build_model(shape)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.pretraining, eta_min=1e-4)
-    loss = float("nan")
-    for _ in track(range(args.pretraining), "pretraining", console=console):
-        loss = step(model, optimizer, text)
-        schedule.step()
-    behind = f"after {args.pretraining} steps of pretraining (loss {loss:.2f})"
+    pretrained = Pretrained(args, vocab_size=4096, decays=True)
+    text = pretrained.text
+    behind = f"after {args.pretraining} steps of pretraining (loss {pretrained.loss:.2f})"
     grid, servers = Grid(f"Changed words {behind}", COLUMNS), Grid(f"Updates of servers {behind}", UPDATE_COLUMNS)
-    checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
-    for rate in track(args.rates, "learning rates", console=console):
-        model.load_state_dict(checkpoint)
-        grid.rows.append(row_of(rate, changes_at(model, text, rate, args.steps)))
-    for rate in track(args.update_rates, "updates of servers", console=console):
-        model.load_state_dict(checkpoint)
+    for rate in args.rates:
+        grid.rows.append(row_of(rate, changes_at(pretrained.restore(), text, rate, args.steps)))
+    for rate in args.update_rates:
+        model = pretrained.restore()
         with tempfile.TemporaryDirectory() as folder:
             updates, whole = updates_at(model, text.fork(), rate, args.updates, folder)
         servers.rows.append(update_row(rate, updates, whole, words_of(model).numel()))

@@ -22,14 +22,10 @@ from typing import NamedTuple
 
 import torch
 from library.pages import Grid
-from library.training_run import build_model
-from library.variants import ModelShape
-from measure_changes import Text, step
-from rich.console import Console
-from rich.progress import Progress
+from library.small_training import Pretrained, Text, adamw, add_flags, backward, update
 
 from hf_zeropp import ops
-from hf_zeropp.ops.blocks import rotate_slices, to_blocks, unpack_codes
+from hf_zeropp.ops.blocks import to_blocks, unpack_codes
 from hf_zeropp.ops.format import Segment, WireLayout
 
 NUM_NODES = 2
@@ -45,35 +41,20 @@ class Form:
     Attributes:
         bits: of a code; None for gradients that are not quantized. They count as bf16, in which they could be reduced.
         block: elements that share one scale.
-        feedback: whether what quantization leaves out is added to the gradients of the next step.
-        rotates: whether every 32 elements are rotated first.
     """
 
     bits: int | None
     block: int = 128
-    feedback: bool = False
-    rotates: bool = False
 
     @property
     def name(self) -> str:
         """The name of the form in the table."""
         if self.bits is None:
             return "unquantized"
-        extras = [", error feedback"] * self.feedback + [", rotated"] * self.rotates
-        return f"{self.bits} bits, blocks of {self.block}{''.join(extras)}"
+        return f"{self.bits} bits, blocks of {self.block}"
 
 
-FORMS = (
-    Form(None),
-    Form(4),
-    Form(4, feedback=True, rotates=True),
-    Form(3),
-    Form(3, feedback=True),
-    Form(3, feedback=True, rotates=True),
-    Form(2, 64),
-    Form(2, 64, feedback=True),
-    Form(2, 64, feedback=True, rotates=True),
-)
+FORMS = (Form(None), Form(4), Form(3), Form(2, 64))
 
 
 class Sizes(NamedTuple):
@@ -84,29 +65,15 @@ class Sizes(NamedTuple):
     zero_blocks: float
 
 
-class Node:
-    """One node's part: it encodes gradients, and keeps what the codes leave out."""
-
-    def __init__(self, form: Form) -> None:
-        self._form = form
-        self._residuals: dict[str, torch.Tensor] = {}
-
-    def send(self, name: str, gradient: torch.Tensor) -> tuple[torch.Tensor, Sizes]:
-        """Return what the other nodes decode, in the gradient's shape, and the bits it took."""
-        form, flat = self._form, gradient.flatten().float()
-        if form.bits is None or gradient.ndim == 1:  # as the package does: vectors travel unquantized
-            return gradient, Sizes(16 * flat.numel(), 16 * flat.numel(), 0.0)
-        if form.feedback:
-            flat = flat + self._residuals.get(name, 0.0)
-        layout = WireLayout([Segment(flat.numel(), form.bits)], form.block)
-        # Encoded rotated, and decoded without a rotation back: what arrives is rotated here, by the same operator.
-        wire = ops.quantize(flat, layout, rotate=form.rotates)
-        decoded = ops.dequantize(wire, layout, dtype=torch.float32)
-        if form.rotates:
-            decoded = rotate_slices(torch.nn.functional.pad(decoded, (0, -flat.numel() % 32)))[: flat.numel()]
-        if form.feedback:
-            self._residuals[name] = flat - decoded
-        return decoded.view_as(gradient), sizes_of(wire, layout, gradient)
+def send(form: Form, gradient: torch.Tensor) -> tuple[torch.Tensor, Sizes]:
+    """Return what the other nodes decode, in the gradient's shape, and the bits it took."""
+    flat = gradient.flatten().float()
+    if form.bits is None or gradient.ndim == 1:  # as the package does: vectors travel unquantized
+        return gradient, Sizes(16 * flat.numel(), 16 * flat.numel(), 0.0)
+    layout = WireLayout([Segment(flat.numel(), form.bits)], form.block)
+    wire = ops.quantize(flat, layout)
+    decoded = ops.dequantize(wire, layout, dtype=torch.float32)
+    return decoded.view_as(gradient), sizes_of(wire, layout, gradient)
 
 
 def sizes_of(wire: torch.Tensor, layout: WireLayout, values: torch.Tensor) -> Sizes:
@@ -136,13 +103,13 @@ class Step(NamedTuple):
     zero_blocks: float
 
 
-def reduce_step(model: torch.nn.Module, nodes: list[Node], text: Text) -> Step:
+def reduce_step(model: torch.nn.Module, form: Form, text: Text) -> Step:
     """Compute the gradients of one batch a node, and leave in ``.grad`` what the nodes agree on."""
-    of_nodes = [dict(gradients(model, text)) for _ in nodes]
+    of_nodes = [dict(gradients(model, text)) for _ in range(NUM_NODES)]
     wire = coded = off = exact_square = 0.0
     zero_blocks = []
     for name, param in model.named_parameters():
-        sent = [node.send(name, own[name]) for node, own in zip(nodes, of_nodes, strict=True)]
+        sent = [send(form, own[name]) for own in of_nodes]
         exact = torch.stack([own[name] for own in of_nodes]).mean(0)
         param.grad = torch.stack([decoded for decoded, _ in sent]).mean(0)
         off += float((param.grad - exact).double().square().sum())
@@ -157,29 +124,18 @@ def reduce_step(model: torch.nn.Module, nodes: list[Node], text: Text) -> Step:
 
 def gradients(model: torch.nn.Module, text: Text) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the gradients of one batch by name."""
-    tokens = text.batch()
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
+    backward(model, text.batch())
     for name, param in model.named_parameters():
         assert param.grad is not None
         yield name, param.grad
         param.grad = None
 
 
-@torch.no_grad()
-def held_out_loss(model: torch.nn.Module, batches: list[torch.Tensor]) -> float:
-    """Return the mean loss."""
-    return statistics.mean(model(input_ids=batch, labels=batch).loss.item() for batch in batches)
-
-
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--hidden-size", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
+    add_flags(parser, hidden_size=256, layers=4, pretraining=300)
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate behind the checkpoint")
-    parser.add_argument("--pretraining", type=int, default=300, help="steps before the checkpoint")
     parser.add_argument("--steps", type=int, default=100, help="for each form")
     parser.add_argument("--forms", type=int, nargs="+", default=list(range(len(FORMS))), help="of FORMS, by index")
     return parser.parse_args(argv)
@@ -188,33 +144,20 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def main() -> None:
     """Train, measure, and print the table in Markdown."""
     args = parse_args(sys.argv[1:])
-    shape = ModelShape(args.hidden_size, args.hidden_size * 11 // 4, args.layers, args.hidden_size // 64, 4096)
-    model = build_model(shape)
-    text = Text(vocab_size=shape.vocab_size)
-    held_out = [text.batch() for _ in range(NUM_HELD_OUT)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
-    with Progress(console=Console(stderr=True)) as progress:
-        for _ in progress.track(range(args.pretraining), description="pretraining"):
-            step(model, optimizer, text)
-        checkpoint = {name: value.clone() for name, value in model.state_dict().items()}
-        batches = text.fork()
-        grid = Grid(f"After {args.steps} steps from a checkpoint", COLUMNS)
-        exact = float("nan")
-        for form in [FORMS[index] for index in args.forms]:
-            model.load_state_dict(checkpoint)
-            optimizer = torch.optim.AdamW(model.parameters(), lr=args.rate, weight_decay=0.01)
-            nodes, own_text, found = [Node(form) for _ in range(NUM_NODES)], batches.fork(), []
-            for _ in progress.track(range(args.steps), description=form.name):
-                found.append(reduce_step(model, nodes, own_text))
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-            mean = Step(*map(statistics.mean, zip(*found, strict=True)))
-            loss = held_out_loss(model, held_out)
-            exact = loss if form.bits is None else exact
-            grid.rows.append(
-                [form.name, f"{mean.wire / 16:.3f}", f"{mean.coded / 16:.3f}", f"{mean.error:.3f}", f"{loss:.4f}",
-                 f"{loss - exact:+.4f}"]
-            )  # fmt: skip
+    pretrained = Pretrained(args, vocab_size=4096, num_held_out=NUM_HELD_OUT)
+    grid = Grid(f"After {args.steps} steps from a checkpoint", COLUMNS)
+    exact = float("nan")
+    for form in [FORMS[index] for index in args.forms]:
+        model, text = pretrained.restore(), pretrained.text.fork()
+        optimizer, found = adamw(model, args.rate), []
+        for _ in range(args.steps):
+            found.append(reduce_step(model, form, text))
+            update(model, optimizer)
+        mean = Step(*map(statistics.mean, zip(*found, strict=True)))
+        loss = pretrained.held_out_loss()
+        exact = loss if form.bits is None else exact
+        figures = [f"{mean.wire / 16:.3f}", f"{mean.coded / 16:.3f}", f"{mean.error:.3f}", f"{loss:.4f}"]
+        grid.rows.append([form.name, *figures, f"{loss - exact:+.4f}"])
     print(grid.markdown())
     print(f"\nBlocks of the embedding that are zero in every element: {mean.zero_blocks:.0%}.")
 

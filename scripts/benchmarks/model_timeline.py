@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
-from library.pages import Grid, pyplot, write_page
+from library.pages import Grid, write_page
+from library.plots import panels, save
 from library.recorded_step import Recording, Scale, Step, last_step, tasks_of
 from library.study import RESULTS, command_line, versions
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -51,6 +52,13 @@ METHODS: dict[str, dict[str, Any]] = {
 ONE_STREAM, BESIDE = "one stream", "beside"
 CODES = {ONE_STREAM: {"overlap": False}, BESIDE: {}}
 """Where cross hops run: behind node hops on the streams on which FSDP2 calls them, or on streams beside those."""
+
+SHOWN_CODES = {
+    STOCK: STOCK,
+    ONE_STREAM: "balanced, cross hops on the streams of node hops",
+    BESIDE: "balanced, cross hops on streams of their own (the default)",
+}
+"""Titles of the plot's panels."""
 
 OWN_GROUPS, TWO_INPUTS = "own groups", "two inputs"
 """What could be added: communicators of their own for gathers and reductions, two reductions whose input FSDP2 keeps."""
@@ -126,6 +134,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "timeline.json", help="JSON; the page and plot lie beside it"
     )
+    parser.add_argument("--from-file", action="store_true", help="model nothing: draw the plot of --output anew")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model")
     return parser.parse_args(argv)
 
@@ -246,22 +255,30 @@ def drawing_of(step: Step) -> dict[str, list[list[float]]]:
 
 
 def plot(drawings: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
-    """Draw the lanes of each step, over its own length."""
-    figure, axes = pyplot().subplots(len(drawings), figsize=(11, 2 * len(drawings)), squeeze=False)
-    for axis, (code, lanes) in zip(axes[:, 0], drawings.items(), strict=True):
+    """Draw the lanes of each step. All steps have the same axis of time."""
+    title = (
+        "Modelled, not measured: what one GPU's streams do in a step of a 7B model\n"
+        f"{NODES} nodes of {RANKS_PER_NODE} H100, {DRAWN_NETWORK} per node, {DRAWN_TOKENS} tokens per GPU, one micro-step"
+    )
+    figure, axes = panels(1, title, rows=len(drawings), width=9, height=1.7, sharex=True)
+    for axis, (code, lanes) in zip(axes, drawings.items(), strict=True):
         for height, (name, spans) in enumerate(reversed(lanes.items())):
-            axis.broken_barh([(start, end - start) for start, end in spans], (height + 0.1, 0.8), label=name)
-        axis.set_yticks([height + 0.5 for height in range(len(lanes))], list(reversed(lanes)), fontsize=7)
-        axis.set_xlim(0, max(end for spans in lanes.values() for _, end in spans))
-        axis.set_title(f"{code}: {DRAWN_TOKENS} tokens per GPU, {DRAWN_NETWORK}", fontsize=8)
-    axes[-1, 0].set_xlabel("ms, each step over its own length")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+            bars = [(start, end - start) for start, end in spans]
+            axis.broken_barh(bars, (height + 0.1, 0.8), color=f"C{height}", label=name)
+        axis.set_yticks([])
+        axis.set_title(SHOWN_CODES[code], fontsize=9)
+    axes[-1].set_xlabel("ms")
+    axes[-1].set_xlim(left=0)
+    save(figure, path)
 
 
 def main() -> None:
     """Record, simulate, and write the JSON file, the plot and the page."""
     args = parse_args(sys.argv[1:])
+    picture = args.output.with_suffix(".png")
+    if args.from_file:
+        plot(json.loads(args.output.read_text())["drawings"], picture)
+        return
     stock = record(None, args.layers)
     rows = rows_of(STOCK, STOCK, stock)
     drawings = {STOCK: drawing_of(step_of(stock, DRAWN_NETWORK, DRAWN_TOKENS))}
@@ -277,7 +294,6 @@ def main() -> None:
     conditions = {"command": command_line(__file__), "versions": versions()}
     content = {"conditions": conditions, "rows": [row._asdict() for row in rows], "drawings": drawings}
     args.output.write_text(json.dumps(content) + "\n")
-    picture = args.output.with_suffix(".png")
     plot(drawings, picture)
     grids = [*(grid_of(rows, network) for network in NETWORKS), additions_grid(rows)]
     write_page(args.output.with_suffix(".md"), TITLE, conditions, INTRO, grids, picture)

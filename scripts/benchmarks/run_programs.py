@@ -11,19 +11,15 @@ prints at the end.
 
 import argparse
 import json
-import os
 import random
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-import yaml
-from library.pages import Grid
-from library.study import ROOT, rank_environment
-from rich.console import Console
+from library.launches import launch
+from library.pages import Grid, show
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
@@ -101,28 +97,14 @@ def command_of(program: str | Path, folder: Path) -> list[str]:
     return ["trl", program, *flags]
 
 
-def launch(program: str | Path, settings: dict[str, object] | None, folder: Path) -> tuple[list[float], str]:
+def run_program(program: str | Path, settings: dict[str, object] | None, folder: Path) -> tuple[list[float], str]:
     """Run a program, and return its losses and all that it printed."""
-    accelerate = yaml.safe_load((ROOT / "examples/configs/cpu_2_nodes_x_2_ranks.yaml").read_text())
-    config, out = folder / "accelerate.yaml", Path(tempfile.mkdtemp(dir=folder))
-    accelerate["fsdp_config"]["fsdp_state_dict_type"] = "FULL_STATE_DICT"  # for save_only_model
-    accelerate |= {"mixed_precision": "no", "zeropp_config": {"ranks_per_node": 2, **(settings or {})}}
-    config.write_text(yaml.safe_dump(accelerate))
-    environment = rank_environment(1) | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder), "PYTHONPATH": str(folder)}
-    if settings is None:
-        environment["ZEROPP_ENABLED"] = "0"
-    launcher = [sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", str(config)]
-    result = subprocess.run(
-        [*launcher, *command_of(program, folder), "--output_dir", str(out)],
-        env=os.environ | environment,
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    printed = result.stdout + result.stderr
-    if result.returncode:
-        raise RuntimeError(f"{program} with {settings} ended with {result.returncode}:\n{printed[-6000:]}")
+    out = Path(tempfile.mkdtemp(dir=folder))
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder), "PYTHONPATH": str(folder)}
+    command = [*command_of(program, folder), "--output_dir", str(out)]
+    # The last one is for ``save_only_model``.
+    changes = {"mixed_precision": "no", "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"}}
+    printed = launch(command, settings, folder, changes=changes, environment=environment)
     state = json.loads((out / f"checkpoint-{STEPS}/trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry], printed
 
@@ -137,7 +119,7 @@ def row_of(program: str | Path, folder: Path) -> list[str]:
     """Run a program in all variants, and return its row of the table."""
     losses, printed = {}, ""
     for name, settings in VARIANTS.items():
-        losses[name], printed = launch(program, settings, folder)
+        losses[name], printed = run_program(program, settings, folder)
         print(program, name, losses[name], *bytes_of(printed), flush=True)
 
     def gap(name: str) -> str:
@@ -159,8 +141,7 @@ def main(argv: Sequence[str] = ()) -> None:
         make_inputs(Path(name))
         for program in [*args.script, *args.programs]:
             grid.rows.append(row_of(program, Path(name)))
-    Console(width=160).print(grid.rich())
-    print(grid.markdown())
+    show([grid], markdown=True)
 
 
 if __name__ == "__main__":

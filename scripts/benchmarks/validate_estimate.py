@@ -34,6 +34,7 @@ from library.paper_rows import (
     tflops,
 )
 from library.study import RESULTS, command_line, versions
+from library.variants import current_name
 
 from hf_zeropp.config import PRESETS
 from hf_zeropp.estimate.comparison import Row as ComparisonRow
@@ -44,7 +45,6 @@ MEDIAN_LIMIT, LARGEST_LIMIT, PAPER_LIMIT = 0.10, 0.25, 0.10
 NAMED = ("cluster", "half_model_cluster", "generation")
 """Studies whose errors are held to the limits. ``overlap`` stands beside them."""
 
-PRESET_OF = {"all": "balanced", "paper": "paper", "half-values": "half_model", "three-eighths-values": "min_traffic"}
 TECHNIQUE_GPUS = 128
 TECHNIQUES_PUBLISHED = {LOW: ("1.3 to 1.4", "2.26"), HIGH: ("1.13 to 1.16", "1.3")}
 SCALING = (64, 128, 256, 384)
@@ -62,6 +62,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "estimate.json", help="JSON; the page and plot lie beside it"
     )
+    parser.add_argument("--from-file", action="store_true", help="predict nothing: draw the plot of --output anew")
     return parser.parse_args(argv)
 
 
@@ -97,7 +98,7 @@ def error_grid(rows: list[Row]) -> Grid:
     )
     for study, variant in dict.fromkeys((row.study, row.variant) for row in rows):
         errors = [row.error for row in rows if (row.study, row.variant) == (study, variant)]
-        label = f"{study}, {variant}{' (fitted)' if variant in ('stock', 'lora-stock') else ''}"
+        label = f"{study}, {current_name(variant)}{' (fitted)' if variant in ('stock', 'lora-stock') else ''}"
         middle = statistics.median(map(abs, errors))
         grid.rows.append([label, str(len(errors)), f"{middle:.1%}", f"{min(errors):+.1%}", f"{max(errors):+.1%}"])
     return grid
@@ -108,7 +109,7 @@ def row_grid(rows: list[Row], study: str) -> Grid:
     grid = Grid(f"{study}.json, every row", ("link, micro-steps, variant", "measured s", "predicted s", "error"))
     for row in (row for row in rows if row.study == study):
         steps = f"{row.micro_steps} micro-steps" if row.micro_steps else "one token"
-        name = f"{row.rate}, {steps}, {row.variant}{' (fitted)' if row.is_fitted else ''}"
+        name = f"{row.rate}, {steps}, {current_name(row.variant)}{' (fitted)' if row.is_fitted else ''}"
         grid.rows.append([name, f"{row.measured:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"])
     return grid
 
@@ -118,7 +119,9 @@ def fastest_grid(rows: list[Row]) -> Grid:
     columns = ("study, link, micro-steps", "fastest predicted", "fastest measured", "the choice costs")
     grid = Grid("which variant is the fastest", columns)
     for study, rate, micro_steps, predicted, measured, cost in fastest_claims(rows):
-        grid.rows.append([f"{study}, {rate}, {micro_steps}", _preset(predicted), _preset(measured), f"{cost:.1%}"])
+        grid.rows.append(
+            [f"{study}, {rate}, {micro_steps}", current_name(predicted), current_name(measured), f"{cost:.1%}"]
+        )
     return grid
 
 
@@ -143,10 +146,6 @@ def fit_grid(studies: list[OwnStudy]) -> Grid:
         shares = ", ".join(f"{rate} {share:.2f}" for rate, share in study.link_shares.items())
         grid.rows.append([study.name, f"{study.wire_rate / 1e6:.0f}", shares])
     return grid
-
-
-def _preset(variant: str) -> str:
-    return f"{variant} ({PRESET_OF[variant]})" if variant in PRESET_OF else variant
 
 
 # ------------------------------------------------------------------------------------------------------------ the paper
@@ -260,6 +259,11 @@ def content_of(rows: list[Row], results: list[PaperResult], claims: list[Any], a
 def main() -> None:
     """Predict everything, and write the JSON file, the plot and the page."""
     args = parse_args(sys.argv[1:])
+    plot = args.output.with_suffix(".png")
+    if args.from_file:
+        rows_ahead = json.loads(args.output.read_text())["ahead"]
+        plot_ahead([Ahead(**{key: value for key, value in row.items() if key != "gain"}) for row in rows_ahead], plot)
+        return
     studies = own_studies(RESULTS)
     rows = [row for study in studies for row in study.rows()]
     parameters = {model: fit_model(model) for model in ("18B", "138B")}
@@ -268,7 +272,6 @@ def main() -> None:
     conditions = {"command": command_line(__file__), "versions": versions()}
     content = {"conditions": conditions, **content_of(rows, results, claims, ahead)}
     args.output.write_text(json.dumps(content, indent=1) + "\n")
-    plot = args.output.with_suffix(".png")
     plot_ahead(ahead, plot)
     every_row = [row_grid(rows, study.name) for study in studies]
     grids = [error_grid(rows), fastest_grid(rows), preset_grid(studies[0]), fit_grid(studies), *every_row]

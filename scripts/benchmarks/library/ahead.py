@@ -14,7 +14,8 @@ from hf_zeropp.estimate.gpus import GPUS
 from hf_zeropp.estimate.job import Job
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.setup import Setup
-from library.pages import Grid, pyplot
+from library.pages import Grid
+from library.plots import log_ticks, panels, pyplot, save
 
 MODELS = ("7B", "70B", "405B")
 WORLDS = (8, 16, 64, 256, 1024)
@@ -78,29 +79,31 @@ def ahead_grids(rows: list[Ahead]) -> Iterator[Grid]:
 
 
 def plot_ahead(rows: list[Ahead], path: Path) -> None:
-    """Draw the gain over the rate of the network, one panel per model."""
-    plt = pyplot()
-    figure, panels = plt.subplots(1, len(MODELS), figsize=(15, 4.2), sharey=True)
-    for panel, model in zip(panels, MODELS, strict=True):
+    """Draw the gain over the rate of the network, one panel per model and accumulation, one line per number of GPUs."""
+    title = (
+        "Predicted, not measured: how many times faster than the best of "
+        f"{', '.join(STOCK)} that fits\nH100, {RANKS_PER_NODE} on a node, {TOKENS} tokens per GPU and micro-step"
+    )
+    figure, axes = panels(len(MODELS), title, rows=len(ACCUMULATIONS), sharey=True, height=3)
+    cases = [(model, micro_steps) for micro_steps in ACCUMULATIONS for model in MODELS]
+    for axis, (model, micro_steps) in zip(axes, cases, strict=True):
         for world in WORLDS:
-            for micro_steps, line in zip(ACCUMULATIONS, ("-", "--"), strict=True):
-                points = [(gbit, _find(rows, model, world, micro_steps, gbit).gain) for gbit in GBITS]
-                shown = [(gbit, gain) for gbit, gain in points if gain is not None]
-                if shown:
-                    color = plt.cm.viridis(WORLDS.index(world) / len(WORLDS))
-                    panel.plot(
-                        *zip(*shown, strict=True),
-                        line,
-                        color=color,
-                        marker=".",
-                        label=f"{world} GPUs, A = {micro_steps}",
-                    )
-        panel.axhline(1, color="gray", linewidth=0.8)
-        panel.set(title=f"{model} (predicted)", xlabel="network per node, Gbit/s", xscale="log", yscale="log")
-        panel.legend(fontsize=7)
-    panels[0].set_ylabel("x faster than the best of " + ", ".join(STOCK))
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+            gains = [_find(rows, model, world, micro_steps, gbit).gain for gbit in GBITS]
+            shown = [(place, gain) for place, gain in enumerate(gains) if gain is not None]
+            if shown and world > RANKS_PER_NODE:
+                color = pyplot().cm.viridis(WORLDS.index(world) / len(WORLDS))
+                axis.plot(*zip(*shown, strict=True), color=color, marker=".", label=f"{world} GPUs")
+        if not axis.lines:
+            axis.text(0.5, 0.6, "no rival fits", transform=axis.transAxes, ha="center")
+        axis.axhline(1, color="gray", linewidth=0.8)
+        axis.set_title(f"{model}, {micro_steps} micro-step{'s' if micro_steps > 1 else ''} per step", fontsize=9)
+        axis.set_xticks(range(len(GBITS)), [_network(gbit) for gbit in GBITS], fontsize=7)
+        log_ticks(axis, (0.5, 1, 2, 4, 8, 16, 32))
+    for axis in axes[:: len(MODELS)]:
+        axis.set_ylabel("x faster")
+    for axis in axes[-len(MODELS) :]:
+        axis.set_xlabel("network of a node")
+    save(figure, path)
 
 
 def _ahead(name: str, world_size: int, micro_steps: int, gbit: int) -> Ahead:

@@ -70,16 +70,6 @@ class GradientProbe:
         """Return the relative error of the summed gradients after each step. All ranks must call it."""
         return _relative(torch.stack(self._squares)).tolist()
 
-    def scaled_error(self) -> float:
-        """Return the error of the last sums with every element scaled as AdamW scales it. All ranks must call it.
-
-        Each element is divided by the root mean square of its own gradients over all steps, so that small elements
-        of a matrix count as much as large ones. The mean square is that of exact and reduced gradients together.
-        With the exact ones alone, noise in an element whose exact gradients are nearly zero would count without bound;
-        with the reduced ones alone, so would an element whose gradients are lost on the way.
-        """
-        return _relative(torch.stack([recorder.scaled() for recorder in self._recorders]).sum(0)).item()
-
 
 def _relative(squares: torch.Tensor) -> torch.Tensor:
     """Sum [..., 2], the squares of error and reference, over ranks, and return the relative errors [...]."""
@@ -99,7 +89,7 @@ class _Recorder(ReduceScatter):
         self._fsdp2 = DefaultReduceScatter()
         numel = sum(shard.padded_numel for shard in unit.param_shards(trainable_only=True))
         self._latest = torch.empty(0)
-        self._exact, self._reduced, self._power = torch.zeros(3, numel, dtype=torch.float64)
+        self._exact, self._reduced = torch.zeros(2, numel, dtype=torch.float64)
         unit.set_reduce_scatter(self)
 
     def allocate(self, size, *, dtype, device):
@@ -119,16 +109,11 @@ class _Recorder(ReduceScatter):
             exact, reduced = self._latest[place].double(), param.grad.to_local().flatten().double()
             self._exact[place] += exact
             self._reduced[place] += reduced
-            self._power[place] += exact.square() + reduced.square()
         return self._squares()
 
-    def scaled(self) -> torch.Tensor:
-        """Return the squares of the sums with scaled elements. Elements that were always zero stay zero."""
-        return self._squares(torch.where(self._power > 0, self._power.rsqrt(), 0.0))
-
-    def _squares(self, weight: torch.Tensor | float = 1.0) -> torch.Tensor:
-        error, exact = (self._reduced - self._exact) * weight, self._exact * weight
-        return torch.stack([error.square().sum(), exact.square().sum()])
+    def _squares(self) -> torch.Tensor:
+        error = self._reduced - self._exact
+        return torch.stack([error.square().sum(), self._exact.square().sum()])
 
     def _matrices(self) -> Iterator[tuple[DTensor, slice]]:
         """Yield the unit's trainable matrices, each with its place in the flat shard."""

@@ -1,9 +1,8 @@
-"""One rank's run in ``bench_fine_tuning.py``: a model that goes on from a checkpoint, with bytes and changed weights."""
+"""One rank's run in the studies of fine-tuning: a model that goes on from a checkpoint, with bytes and changed weights."""
 
 from __future__ import annotations
 
 import re
-import time
 from typing import Any
 
 import torch
@@ -11,27 +10,24 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, REDUCE_CROSS
-from library.convergence_run import ConvergenceRun
-from library.measurement import Measurement
-from library.timed_steps import timed
-from library.variants import FINE_TUNING_VARIANTS, Recipe
+from library.rounds import Measurement, timed_steps
+from library.text_run import TextRun
+from library.variants import Recipe
 
 ROOT_UNIT = "embeddings and head"
 
 
-class FineTuningRun(ConvergenceRun):
+class FineTuningRun(TextRun):
     """A run that begins from a checkpoint, or makes one.
 
     Args:
-        variant: a key of ``variants``.
+        variant: a key of ``LOSS_VARIANTS``.
         seed: sets the order of the text, and without a checkpoint the weights.
         recipe: the settings that all runs share.
         train_file: tokens to train on, a ``.npy`` file of integers.
         validation_file: tokens on which the loss is measured.
         checkpoint: a file that ``save`` wrote; None begins from random weights.
     """
-
-    variants = FINE_TUNING_VARIANTS
 
     def __init__(
         self,
@@ -60,15 +56,7 @@ class FineTuningRun(ConvergenceRun):
 
     def measure(self, steps: int) -> Measurement:
         """Time ``steps`` more steps one by one, and count their bytes. Changed weights are not looked for."""
-
-        def train(ends: list[float]) -> float:
-            loss = float("nan")
-            for _ in range(steps):
-                loss = super(FineTuningRun, self)._train_step().item()
-                ends.append(time.monotonic())
-            return loss
-
-        return timed(train, self.handle)
+        return timed_steps(lambda: super(FineTuningRun, self)._train_step().item(), steps, self.handle)
 
     def density(self) -> dict[str, float]:
         """Return the share of bf16 weights that changed in a step, by unit: the mean over the last ``train``."""
@@ -103,8 +91,6 @@ class FineTuningRun(ConvergenceRun):
             unit = _unit_of(name)
             self._changed[unit] = self._changed.get(unit, 0) + int((words != before[name]).sum())
             self._seen[unit] = self._seen.get(unit, 0) + words.numel()
-        if self.handle and self.step == 1:
-            self.handle.traffic.reset()  # the first step sends whole weights
         return loss
 
     def _words(self) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import time
 import torch
 from torch.distributed.fsdp import register_fsdp_forward_method
 
-from library.measurement import Measurement
+from library.rounds import Measurement, timed
 from library.training_run import TrainingRun
 from library.variants import ModelShape, Variant
 
@@ -46,7 +46,7 @@ class GenerationRun(TrainingRun):
             )
             return float("nan")
 
-        return self._measured(generate)
+        return timed(generate, self.handle)
 
 
 class _Clock:

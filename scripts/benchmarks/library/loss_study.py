@@ -18,8 +18,10 @@ from rich.progress import Progress, TaskID
 
 from library.cluster import Cluster, Ranks
 from library.pages import Grid
-from library.study import Study, make_parser, new_console, progress_bar, rank_environment
-from library.variants import Recipe
+from library.study import Study, make_parser, rank_environment
+from library.variants import Recipe, shown
+
+SERVED = "library.text_run:TextRun"
 
 
 def loss_parser(description: str, default_output: str, variants: Sequence[str]) -> argparse.ArgumentParser:
@@ -75,8 +77,9 @@ def write_tokens(folder: Path, vocab_size: int) -> TokenFiles:
 def run_study(
     args: argparse.Namespace,
     study: Study,
+    progress: Progress,
+    *,
     recipe: Recipe,
-    served: str = "library.convergence_run:ConvergenceRun",
 ) -> None:
     """Run every variant with every seed that the study lacks, on 2 nodes x 2 ranks at full network speed.
 
@@ -85,15 +88,14 @@ def run_study(
     Args:
         args: the command line.
         study: takes one row of kind ``runs`` per variant and seed.
+        progress: shows how far it is.
         recipe: the settings that all runs share.
-        served: the class that a rank runs, as ``module:name``.
     """
     wanted = [(variant, seed) for seed in args.seeds for variant in args.variants]
     missing = [(variant, seed) for variant, seed in wanted if study.find("runs", variant=variant, seed=seed) is None]
     if not missing:
         return
     with (
-        progress_bar(new_console()) as progress,
         tempfile.TemporaryDirectory(dir="/run") as folder,  # the sandbox's own
         Cluster(2, 2, rank_environment(threads=1)) as cluster,
     ):
@@ -102,7 +104,7 @@ def run_study(
         cluster.set_link()
         for variant, seed in missing:
             progress.update(task, description=f"{variant}, seed {seed}")
-            with cluster.start(served, variant, seed, recipe, *files) as ranks:
+            with cluster.start(SERVED, variant, seed, recipe, *files) as ranks:
                 study.add("runs", {"variant": variant, "seed": seed, **_train(ranks, args, progress, task)})
 
 
@@ -148,22 +150,21 @@ def difference(study: Study, variant: str, rival: str = "stock") -> float | None
     return statistics.mean(pairs) if pairs else None
 
 
-def loss_grid(study: Study, args: argparse.Namespace, rivals: Sequence[str] = ("stock",)) -> Grid:
+def loss_grid(study: Study, rivals: Sequence[str]) -> Grid:
     """Make the table of final validation losses by variant, and of their distance to each rival's."""
     columns = ("variant", "mean", "std over seeds", "min-max", "seeds", *(f"to {name}, same seed" for name in rivals))
-    grid = Grid(f"validation loss after {args.steps} steps", columns)
-    for variant in args.variants:
+    grid = Grid(f"validation loss after {study.conditions['recipe']['steps']} steps", columns)
+    for variant in variants_of(study):
         losses = list(losses_of(study, variant).values())
-        if losses:
-            row = [
-                variant,
-                f"{statistics.mean(losses):.4f}",
-                f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "",
-                f"{min(losses):.4f}-{max(losses):.4f}",
-                str(len(losses)),
-                *(_percent(difference(study, variant, rival)) for rival in rivals),
-            ]
-            grid.rows.append(row)
+        row = [
+            shown(variant),
+            f"{statistics.mean(losses):.4f}",
+            f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else "",
+            f"{min(losses):.4f}-{max(losses):.4f}",
+            str(len(losses)),
+            *(_percent(difference(study, variant, rival)) for rival in rivals),
+        ]
+        grid.rows.append(row)
     return grid
 
 
@@ -175,7 +176,7 @@ def plot_losses(axis: Any, study: Study, variant: str, color: str) -> None:
     """Draw a variant's validation loss over steps, the mean over seeds."""
     curves = [run["curve"] for run in runs_of(study, variant)]
     losses = [statistics.mean(point) for point in zip(*(curve["validation"] for curve in curves), strict=True)]
-    axis.plot(curves[0]["step"], losses, color=color, label=variant, linewidth=1)
+    axis.plot(curves[0]["step"], losses, color=color, label=shown(variant), linewidth=1)
 
 
 def plot_change(axis: Any, study: Study, variant: str, color: Any) -> None:
@@ -188,5 +189,5 @@ def plot_change(axis: Any, study: Study, variant: str, color: Any) -> None:
             changes.append(100 * (np.divide(run["curve"]["validation"], stock["curve"]["validation"]) - 1))
             steps = run["curve"]["step"]
     if changes:
-        axis.plot(steps, np.mean(changes, axis=0), color=color, label=variant, linewidth=1)
+        axis.plot(steps, np.mean(changes, axis=0), color=color, label=shown(variant), linewidth=1)
         axis.fill_between(steps, np.min(changes, 0), np.max(changes, 0), color=color, alpha=0.15)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.table import Table
 
-from library.network import speed
 from library.study import Study, new_console
 
 BY_HAND = "<!-- Below this line the page is written by hand, and kept when the study runs again. -->"
@@ -45,34 +43,31 @@ class Grid:
         return "\n".join([*lines, *map(_row, self.rows)])
 
 
-def report(
-    args: argparse.Namespace,
-    study: Study,
-    title: str,
-    intro: str,
-    grids: Sequence[Grid],
-    plot: Callable[[Study, Path], None],
-) -> None:
+def report(study: Study, title: str, intro: str, grids: Sequence[Grid], plot: Callable[[Study, Path], None]) -> None:
     """Show a study's tables, and write its plot and its page beside its JSON file, where it has one.
 
     Args:
-        args: the command line; ``--plot`` names a further file for the plot.
         study: rows and conditions.
         title: of the page.
         intro: first paragraph of the page.
         grids: tables.
         plot: draws the study into a file.
     """
-    console = new_console()
-    console.print(headline(study.conditions))
-    for grid in grids:
-        console.print(grid.rich())
-    if args.plot:
-        plot(study, args.plot)
+    show(grids, headline(study.conditions))
     if study.path:
         picture = study.path.with_suffix(".png")
         plot(study, picture)
         write_page(study.path.with_suffix(".md"), title, study.conditions, intro, grids, picture)
+
+
+def show(grids: Iterable[Grid], heading: str = "", *, markdown: bool = False) -> None:
+    """Print tables for the terminal, and with ``markdown`` once more as a page that is written by hand takes them."""
+    console = new_console()
+    console.print(heading)
+    for grid in grids:
+        console.print(grid.rich())
+        if markdown:
+            print(grid.markdown())
 
 
 def headline(conditions: dict[str, Any]) -> str:
@@ -111,16 +106,6 @@ def write_page(
     path.write_text("\n\n".join(parts) + f"\n\n{BY_HAND}{kept}")
 
 
-def pyplot() -> Any:
-    """Import ``matplotlib.pyplot`` for writing files, on machines without a display too."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
 def _row(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
@@ -129,30 +114,3 @@ def _plain(value: Any) -> str:
     if not isinstance(value, dict):
         return str(value)
     return ", ".join(f"{key.replace('_', ' ')} {_plain(part)}" for key, part in value.items())
-
-
-def plot_over_rates(
-    study: Study, path: Path, name: str, value: Callable[[dict[str, Any]], float], label: str, yscale: str = "linear"
-) -> None:
-    """Draw a figure of each of a study's cells over the link's rate, one line per name; those of LoRA are dashed.
-
-    Args:
-        study: its cells have a rate and a name.
-        path: of the plot.
-        name: the key of the name.
-        value: the figure of a cell.
-        label: of the figure's axis.
-        yscale: of the figure's axis.
-    """
-    figure, axis = pyplot().subplots(figsize=(5.5, 4))
-    rates = sorted({cell["rate"] for cell in study.rows("cells")}, key=speed)
-    for line in dict.fromkeys(cell[name] for cell in study.rows("cells")):
-        cells = [study.find("cells", **{"rate": rate, name: line}) for rate in rates]
-        style = "--" if line.startswith("lora") else "-"
-        axis.plot([cell and value(cell) for cell in cells], style, marker="o", label=line)
-    axis.set_xticks(range(len(rates)), rates)
-    axis.set(xlabel="link between nodes", ylabel=label, yscale=yscale)
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=8, ncols=2)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)

@@ -26,16 +26,12 @@ KERNELS = {
     "dequantize": "decode",
     "dequantize_sum": "sum",
     "dequantize_sum_quantize": "sum and encode",
-    "quantize_with_feedback": "sum and encode",
     "quantize_difference": "encode",
     "dequantize_update": "update",
 }
 """The phase of each operator in ``hf_zeropp.ops``."""
 
-CONTENT = "content of shards"
-AGREEMENT = "agreement"
 EXCHANGE = "exchange of statements"
-STARTING = "gather, starting"
 WAITING = "waiting for peers"
 COMPUTE = "computation"
 
@@ -49,8 +45,6 @@ class Event:
         start: when the call began.
         end: when it returned.
         exclusive: its duration without that of the phases inside it.
-        processor: the processor time that its thread took, without that of the phases inside it. What the backend's own threads
-            take is not in it.
         started: for a collective, when this rank started it. Waiting for an asynchronous one is an event of its own,
             which begins later.
         group: for a collective, the ranks of its group.
@@ -62,7 +56,6 @@ class Event:
     start: float = 0.0
     end: float = 0.0
     exclusive: float = 0.0
-    processor: float = 0.0
     started: float = 0.0
     group: tuple[int, ...] | None = None
     index: int = 0
@@ -84,6 +77,7 @@ class Profile:
 
     def __enter__(self) -> Profile:
         from hf_zeropp import ops
+        from hf_zeropp.comm.agreement import Channel
         from hf_zeropp.comm.hop import Hop
 
         for name, phase in KERNELS.items():
@@ -91,13 +85,13 @@ class Profile:
         self._wrap(Hop, "all_gather", _hop_event)
         self._wrap(Hop, "all_to_all", _hop_event)
         self._wrap(Hop, "barrier", _barrier_event)
-        self._wrap_agreement()
+        self._wrap(Channel, "start", lambda channel, *buffers: _group_event(EXCHANGE)(group=channel.group))
         self._wrap_fsdp2()
-        self._begin, self._begin_processor = time.monotonic(), time.process_time()
+        self._begin = time.monotonic()
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._end, self._end_processor = time.monotonic(), time.process_time()
+        self._end = time.monotonic()
         # In reverse, so that a function that was wrapped twice is itself again.
         for undo in reversed(self._undo):
             undo()
@@ -111,25 +105,8 @@ class Profile:
         return {
             "steps": steps,
             "wall": self._end - self._begin,
-            "processor": self._end_processor - self._begin_processor,
             "events": [dataclasses.asdict(event) for event in self.events],
         }
-
-    def _wrap_agreement(self) -> None:
-        from hf_zeropp.comm.agreement import Channel
-        from hf_zeropp.comm.two_hops import TwoHopGather
-        from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
-        from hf_zeropp.fsdp.decisions import Decisions
-        from hf_zeropp.fsdp.freshness import ShardContent
-
-        self._wrap(ShardContent, "digest", _plain_event(CONTENT))
-        self._wrap(TwoHopGather, "holds", _plain_event(CONTENT))
-        # Private names, since the seconds between the questions of a rank and its all-reduce belong to no public one.
-        for name in ("_agree_on_weights", "_ask_debts", "confirm_micro_step"):
-            self._wrap(Decisions, name, _plain_event(AGREEMENT))
-        self._wrap(Channel, "start", lambda channel, *buffers: _group_event(EXCHANGE)(group=channel.group))
-        # A forward pass starts the cross hops of stale units right behind the answer, within the same function.
-        self._wrap(ZeroPPAllGather, "start_ahead", _plain_event(STARTING))
 
     def _wrap_fsdp2(self) -> None:
         import torch
@@ -169,23 +146,19 @@ class Profile:
 
     def _run(self, event: Event, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call the function, and note it as the event."""
-        # One entry for each phase that is open in this thread: the seconds and the processor time that its inner phases took.
+        # One entry for each phase that is open in this thread: the seconds that its inner phases took.
         # Autograd runs hooks of the backward pass in a thread of its own, where other phases are open.
         stack = self._local.__dict__.setdefault("stack", [])
         event.thread = "main" if threading.current_thread() is threading.main_thread() else "backward"
-        stack.append([0.0, 0.0])
-        event.start, began = time.monotonic(), time.thread_time()
+        stack.append(0.0)
+        event.start = time.monotonic()
         try:
             return function(*args, **kwargs)
         finally:
-            processor = time.thread_time() - began
             event.end = time.monotonic()
-            inner_seconds, inner_processor = stack.pop()
-            event.exclusive = event.end - event.start - inner_seconds
-            event.processor = processor - inner_processor
+            event.exclusive = event.end - event.start - stack.pop()
             if stack:
-                stack[-1][0] += event.end - event.start
-                stack[-1][1] += processor
+                stack[-1] += event.end - event.start
             self.events.append(event)
 
 
@@ -256,20 +229,6 @@ def phase_seconds(summaries: list[dict[str, Any]]) -> dict[str, float]:
         totals[COMPUTE][rank] = summary["wall"] - sum(event.exclusive for event in rank_events)
     steps = summaries[0]["steps"]
     return {phase: statistics.mean(seconds) / steps for phase, seconds in totals.items()}
-
-
-def processor_seconds(summaries: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the processor time per step by phase, the mean over ranks. Their sum is that of the whole process.
-
-    Args:
-        summaries: as for ``phase_seconds``.
-    """
-    totals: Counter[str] = Counter()
-    for summary in summaries:
-        for event in summary["events"]:
-            totals[event["phase"]] += event["processor"]
-        totals[COMPUTE] += summary["processor"] - sum(event["processor"] for event in summary["events"])
-    return {phase: seconds / len(summaries) / summaries[0]["steps"] for phase, seconds in totals.items()}
 
 
 def _last_starts(events: list[list[Event]]) -> dict[tuple[tuple[int, ...], int], float]:

@@ -8,7 +8,7 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from library.variants import ModelShape
+from library.sandbox import enter_sandbox
+from library.variants import ModelShape, current_name
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "scripts" / "results"
@@ -24,21 +25,27 @@ PACKAGES = ("torch", "accelerate", "transformers")
 """Packages whose versions stand on every page."""
 
 
-def make_parser(description: str, default_output: str) -> argparse.ArgumentParser:
-    """Make a parser with the flags that all studies on the emulated cluster have.
+def make_parser(description: str, default_output: str, *, has_model: bool = True) -> argparse.ArgumentParser:
+    """Make a parser with the flags that all studies have.
 
     Args:
         description: the study's module docstring.
         default_output: name of the JSON file in ``scripts/results``.
+        has_model: whether the study makes a Llama of given sizes, and has a quick form.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a small form under 2 minutes that checks the direction")
     parser.add_argument("--output", type=Path, default=RESULTS / default_output, help="JSON, continued if it exists")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
-    parser.add_argument("--plot", type=Path, help="write the plot to this file too")
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument(
+        "--from-file", action="store_true", help="measure nothing: write page and plot of the file --output anew"
+    )
+    if has_model:
+        parser.add_argument(
+            "--quick", action="store_true", help="a small form under 2 minutes that checks the direction"
+        )
+        parser.add_argument("--hidden-size", type=int, default=512)
+        parser.add_argument("--layers", type=int, default=6)
+        parser.add_argument("--vocab-size", type=int, default=2048)
     return parser
 
 
@@ -53,6 +60,14 @@ def parse(parser: argparse.ArgumentParser, quick: dict[str, Any], argv: list[str
     if "--quick" in argv:
         parser.set_defaults(output=None, **quick)
     return parser.parse_args(argv)
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser, rates: list[str], batch_size: int) -> None:
+    """Add the flags of studies that measure on links of several rates, with their defaults."""
+    parser.add_argument("--rates", nargs="+", default=rates, help="of each link, both ways: 200mbit, 1gbit, unlimited")
+    parser.add_argument("--nodes", type=int, default=2)
+    parser.add_argument("--ranks-per-node", type=int, default=2)
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="sequences per rank and micro-step")
 
 
 def shape_of(args: argparse.Namespace) -> ModelShape:
@@ -76,12 +91,29 @@ class Study:
         SystemExit: the file holds rows that were measured under other conditions.
     """
 
-    def __init__(self, path: Path | None, conditions: dict[str, Any], fixed: Iterable[str], *, fresh: bool) -> None:
+    def __init__(
+        self, path: Path | None, conditions: dict[str, Any], fixed: Iterable[str] = (), *, fresh: bool = False
+    ) -> None:
         self.path = path
         self.conditions = conditions | {"versions": versions(), "kernels": kernels(), "cores": os.cpu_count()}
         self._rows: dict[str, list[dict[str, Any]]] = {}
         if path and path.exists() and not fresh:
             self._continue(json.loads(path.read_text()), [*fixed, "versions", "kernels"])
+
+    @classmethod
+    def from_file(cls, path: Path, command: str) -> Study:
+        """Return a study that exists, on whatever machine and with whatever versions it was measured.
+
+        Args:
+            path: the file, which is not written.
+            command: that writes the page.
+        """
+        study = cls(None, {})
+        study.path = path
+        study._rows = json.loads(path.read_text())
+        study.conditions = study._rows.pop("conditions") | {"command": command}
+        study._rename()
+        return study
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
         """Return all rows of a kind, in the order in which they were added."""
@@ -111,6 +143,44 @@ class Study:
                 "Give another --output, or --fresh to replace it."
             )
         self._rows = before
+        self._rename()
+
+    def _rename(self) -> None:
+        for row in (row for rows in self._rows.values() for row in rows):
+            row |= {key: current_name(row[key]) for key in ("variant", "case") if key in row}
+
+
+Measure = Callable[[argparse.Namespace, Study, Progress], None]
+
+
+def study_of(
+    args: argparse.Namespace,
+    script: str,
+    conditions: dict[str, Any],
+    fixed: Iterable[str],
+    measure: Measure,
+    *,
+    on_cluster: bool = True,
+) -> Study:
+    """Return a study with all rows that its command line asks for, after measuring those that its file lacks.
+
+    Args:
+        args: the command line.
+        script: ``__file__`` of the study.
+        conditions: of ``Study``, without the command.
+        fixed: of ``Study``.
+        measure: adds the rows that the study lacks.
+        on_cluster: whether it needs the emulated cluster, and so the sandbox.
+    """
+    command = command_line(script)
+    if args.from_file:
+        return Study.from_file(args.output, command)
+    if on_cluster:
+        enter_sandbox()
+    study = Study(args.output, {"command": command, **conditions}, fixed, fresh=args.fresh)
+    with progress_bar(new_console()) as progress:
+        measure(args, study, progress)
+    return study
 
 
 def require(claims: dict[str, bool]) -> None:
@@ -132,7 +202,8 @@ def command_line(script: str) -> str:
     Args:
         script: ``__file__`` of the study.
     """
-    words = (Path(word).name if os.sep in word else word for word in sys.argv[1:])
+    given = (word for word in sys.argv[1:] if word != "--from-file")
+    words = (Path(word).name if os.sep in word else word for word in given)
     return " ".join([f"python scripts/benchmarks/{Path(script).name}", *map(shlex.quote, words)])
 
 
@@ -151,7 +222,7 @@ def kernels() -> str:
 
 def new_console() -> Console:
     """Make a console as wide as the terminal, and wide enough for every table where there is none."""
-    return Console(width=None if sys.stdout.isatty() else 132)
+    return Console(width=None if sys.stdout.isatty() else 160)
 
 
 def progress_bar(console: Console) -> Progress:

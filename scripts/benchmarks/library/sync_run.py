@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp import publish_weights
-from library.measurement import Measurement
-from library.timed_steps import timed
+from library.rounds import Measurement, timed_steps
 from library.training_run import TrainingRun
 
 Way = Literal["none", "publish_weights", "full_tensor"]
@@ -45,19 +44,16 @@ class SyncRun(TrainingRun):
         """Train ``num_steps`` steps, and feed the engine behind each of them in one way, or not at all."""
         sync_s: list[float] = []
 
-        def train(ends: list[float]) -> float:
-            loss = float("nan")
-            for _ in range(num_steps):
-                loss = self._step(1)
-                begin = time.monotonic()
-                if way != "none":
-                    self._load(self._weights(way))
-                    dist.barrier()
-                sync_s.append(time.monotonic() - begin)
-                ends.append(time.monotonic())
+        def step() -> float:
+            loss = self._step(1)
+            begin = time.monotonic()
+            if way != "none":
+                self._load(self._weights(way))
+                dist.barrier()
+            sync_s.append(time.monotonic() - begin)
             return loss
 
-        return Synced(timed(train, self.handle), sync_s)
+        return Synced(timed_steps(step, num_steps, self.handle), sync_s)
 
     def _weights(self, way: Way) -> NamedWeights:
         return publish_weights(self.model) if way == "publish_weights" else self._as_trl_gathers()

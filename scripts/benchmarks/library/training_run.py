@@ -6,12 +6,9 @@ in a user's script: the stock variants are Accelerate's own FSDP2, with its ``no
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import os
-import random
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -25,11 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.fsdp.units import AllGather, ReduceScatter, find_units
-from library.measurement import Measurement
 from library.profiling import Profile
-from library.timed_steps import timed
+from library.rounds import Measurement, timed_steps
 from library.variants import LEARNING_RATE, ModelShape, Variant
-from library.without_agreement import without_agreement
 
 
 def build_model(shape: ModelShape, seed: int = 0) -> torch.nn.Module:
@@ -79,15 +74,7 @@ class TrainingRun:
 
     def measure(self, steps: int, micro_steps: int) -> Measurement:
         """Time ``steps`` steps of ``micro_steps`` micro-steps one by one, and count the bytes of them all."""
-
-        def train(ends: list[float]) -> float:
-            loss = float("nan")
-            for _ in range(steps):
-                loss = self._step(micro_steps)
-                ends.append(time.monotonic())
-            return loss
-
-        return timed(train, self.handle)
+        return timed_steps(lambda: self._step(micro_steps), steps, self.handle)
 
     def memory(self, micro_steps: int) -> dict[str, int]:
         """Run one step, and return the bytes that this rank holds by kind, as they are before the optimizer step.
@@ -114,30 +101,6 @@ class TrainingRun:
             for _ in range(steps):
                 self._step(micro_steps)
         return profile.summary(steps)
-
-    def pairs(self, pairs: int, micro_steps: int, seed: int = 0) -> list[tuple[float, float]]:
-        """Time ``pairs`` pairs of steps. In one step of a pair ranks agree, in the other each decides alone.
-
-        Args:
-            pairs: their number, after one that is not counted.
-            micro_steps: per step.
-            seed: of the order within each pair, the same on all ranks.
-
-        Returns:
-            The seconds of both steps of each pair, the one with agreement first.
-        """
-        order = random.Random(seed)
-        timed = []
-        for _ in range(pairs + 1):
-            seconds = {}
-            for agrees in order.sample((True, False), 2):
-                with contextlib.nullcontext() if agrees else without_agreement():
-                    dist.barrier()
-                    begin = time.monotonic()
-                    self._step(micro_steps)
-                    seconds[agrees] = time.monotonic() - begin
-            timed.append((seconds[True], seconds[False]))
-        return timed[1:]
 
     def _step(
         self,

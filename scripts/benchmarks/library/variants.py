@@ -13,15 +13,48 @@ from typing import Any
 OFF = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": None}
 """Settings with everything off, to which a variant adds the one technique that it shows."""
 
+QWZ, HPZ, QGZ = OFF | {"qwz_bits": 8}, OFF | {"hpz_size": "node"}, OFF | {"qgz_bits": 4, "qgz_intra_bits": 8}
 PAPER = {"preset": "paper"}
-DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
-DELTA_2 = DELTA | {"qwz_bits": 2}
+PRESETS = {name: {"preset": name} for name in ("balanced", "half_model", "min_traffic", "exact", "pcie", "paper")}
+"""Settings of each preset, by its name in README.md."""
 
 LEARNING_RATE = 1e-4
 """The learning rate of AdamW in the studies of step times."""
 
-WHOLE_SHARD = 1 << 17
-"""A block that holds a rank's whole shard of any parameter in the loss studies, so that each shard has one scale."""
+RENAMED = {
+    "all": "balanced",
+    "int8-inside": "balanced",
+    "half-values": "half_model",
+    "three-eighths-values": "min_traffic",
+}
+"""Today's names of variants that files of earlier studies call otherwise."""
+
+SHOWN = {
+    "compute": "no communication",
+    "stock": "stock FSDP2",
+    "stock-fp32": "stock FSDP2, fp32 reduction",
+    "hsdp": "HSDP",
+    "qwz": "qwZ alone",
+    "hpz": "hpZ alone",
+    "qgz": "qgZ alone",
+    "blocking": "balanced without overlap",
+    "sockets": "balanced without shared memory",
+    "blocking-sockets": "balanced without both",
+    "unblocked": "one scale per shard",
+    "delta-4": "paper, 4-bit deltas",
+    "delta-2": "paper, 2-bit deltas",
+    "lora-stock": "LoRA, stock FSDP2",
+    "lora-16": "LoRA, 16-bit base",
+    "lora-8": "LoRA, 8-bit base",
+    "lora-4": "LoRA, 4-bit base",
+}
+"""Names in tables and plots, where they differ from those on the command line."""
+
+
+def current_name(name: str) -> str:
+    """Return today's name of a variant in a file. What follows a comma, such as a setting that differs, stays."""
+    variant, comma, rest = name.partition(", ")
+    return RENAMED.get(variant, variant) + comma + rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,17 +85,10 @@ VARIANTS = {
         Variant("stock"),
         Variant("stock-fp32", fp32_reduce=True),
         Variant("hsdp", hsdp=True),
-        Variant("qwz", OFF | {"qwz_bits": 8}),
-        Variant("hpz", OFF | {"hpz_size": "node"}),
-        Variant("qgz", OFF | {"qgz_bits": 4, "qgz_intra_bits": 8}),
-        Variant("all", {}),
-        # Fewer bits: see scripts/results/half_model.md.
-        Variant("paper", PAPER),
-        Variant("half-values", DELTA),
-        Variant("exact", {"preset": "exact"}),
-        Variant("pcie", {"preset": "pcie"}),
-        Variant("half-values-hpz-8", DELTA | {"hpz_bits": 8}),
-        Variant("three-eighths-values", DELTA_2),
+        Variant("qwz", QWZ),
+        Variant("hpz", HPZ),
+        Variant("qgz", QGZ),
+        *(Variant(name, settings) for name, settings in PRESETS.items()),
         # The default without one of its parts: see scripts/results/overlap.md.
         Variant("blocking", {"overlap": False}),
         Variant("sockets", {"shared_memory": False}),
@@ -76,36 +102,34 @@ VARIANTS = {
 
 LOSS_VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
-    "qwz": OFF | {"qwz_bits": 8},
-    "hpz": OFF | {"hpz_size": "node"},
-    "qgz": OFF | {"qgz_bits": 4, "qgz_intra_bits": 8},
-    "all": {},
-    "all, qgz_until 0.5": {"qgz_until": 0.5},
-    "unblocked": {},  # ``convergence_run.py`` changes the blocks
-}
-"""Settings in ``bench_convergence.py`` by the variant's name; None is FSDP2's own communication."""
-
-HALF_MODEL_VARIANTS: dict[str, dict[str, Any] | None] = {
-    "stock": None,
-    "paper": PAPER,
-    # One setting changed in the paper's configuration. The first of these is the package's default.
-    "int8-inside": PAPER | {"qgz_intra_bits": 8},
-    "delta-4": PAPER | DELTA,
-    "delta-2": PAPER | DELTA_2,
-    # Several changed together, all with INT8 gradients inside the node.
-    "half-values": DELTA,
-    "half-values-hpz-8": DELTA | {"hpz_bits": 8},
-    "three-eighths-values": DELTA_2,
-}
-"""Settings in ``bench_half_model.py`` by the variant's name; None is FSDP2's own communication."""
-
-FINE_TUNING_VARIANTS: dict[str, dict[str, Any] | None] = {
-    "stock": None,
-    **{preset: {"preset": preset} for preset in ("balanced", "half_model", "min_traffic", "exact")},
+    "qwz": QWZ,
+    "hpz": HPZ,
+    "qgz": QGZ,
+    **PRESETS,
+    "balanced, qgz_until 0.5": {"qgz_until": 0.5},
+    "unblocked": {},  # ``text_run.py`` changes the blocks
+    # One setting changed in the paper's configuration.
+    "delta-4": PAPER | {"qwz_mode": "delta", "qwz_bits": 4},
+    "delta-2": PAPER | {"qwz_mode": "delta", "qwz_bits": 2},
     "exact, 3-bit gradients": {"preset": "exact", "qgz_bits": 3},
     "auto": {"qwz_mode": "auto"},
 }
-"""Settings in ``bench_fine_tuning.py`` by the variant's name; None is FSDP2's own communication."""
+"""Settings in the studies on text by the variant's name; None is FSDP2's own communication."""
+
+FINE_TUNING_VARIANTS = ("stock", "balanced", "half_model", "min_traffic", "exact", "exact, 3-bit gradients", "auto")
+"""The variants that the studies of fine-tuning compare."""
+
+
+def shown(name: str) -> str:
+    """Return the name of a variant in tables and plots. One whose settings are gone is marked."""
+    variant, comma, rest = name.partition(", ")
+    label = SHOWN.get(variant, variant) + comma + rest
+    return label if exists(name) else f"{label} (removed since)"
+
+
+def exists(name: str) -> bool:
+    """Return whether a variant can still run: files of earlier studies have some whose settings are gone."""
+    return any(known in VARIANTS or known in LOSS_VARIANTS for known in (name, name.partition(", ")[0]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +141,13 @@ class ModelShape:
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
     vocab_size: int = 2048
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of weights, embeddings and norms included."""
+        hidden = self.hidden_size
+        block = 4 * hidden**2 + 3 * hidden * self.intermediate_size + 2 * hidden
+        return self.num_hidden_layers * block + 2 * self.vocab_size * hidden + hidden
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,12 +186,9 @@ class ProbedRecipe(Recipe):
 
     Attributes:
         probe_steps: the number of last steps in which gradients are compared with exactly reduced ones.
-        repeat: train and validate on the same sequences at every step. Gradients are then free of the noise of a random
-            text, and show the errors of communication alone.
     """
 
     probe_steps: int = 100
-    repeat: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

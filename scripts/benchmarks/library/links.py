@@ -1,0 +1,57 @@
+"""Cells of a study, one for each link and variant, measured on ranks that exist side by side.
+
+The ranks of all variants exist at the same time, so that variants can take turns. Ranks that are not being measured wait for
+a message, and take no processor time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rich.progress import Progress
+
+from library.cluster import Cluster, Ranks
+from library.study import Study, rank_environment
+
+Key = dict[str, Any]
+Start = Callable[[Cluster, str], contextlib.AbstractContextManager[Ranks]]
+
+
+def start_all(stack: contextlib.ExitStack, cluster: Cluster, names: Iterable[str], start: Start) -> dict[str, Ranks]:
+    """Start the ranks of each variant once, by name. They end with the stack."""
+    return {name: stack.enter_context(start(cluster, name)) for name in dict.fromkeys(names)}
+
+
+def measure_cells(
+    study: Study,
+    progress: Progress,
+    nodes: tuple[int, int],
+    keys: Iterable[Key],
+    variant_of: Callable[[Key], str],
+    start: Start,
+    measure: Callable[[Ranks, Key], dict[str, Any]],
+) -> None:
+    """Measure the cells that a study lacks, one after the other.
+
+    Args:
+        study: takes a row of kind ``cells`` per key.
+        progress: shows how far it is.
+        nodes: their number, and the ranks of each.
+        keys: of all cells. ``rate`` is that of the link.
+        variant_of: returns the name of the variant whose ranks a key needs.
+        start: starts the ranks of a variant.
+        measure: returns the row behind its key.
+    """
+    missing = [key for key in keys if study.find("cells", **key) is None]
+    if not missing:
+        return
+    task = progress.add_task("starting", total=len(missing))
+    with Cluster(*nodes, rank_environment(threads=1)) as cluster, contextlib.ExitStack() as stack:
+        runs = start_all(stack, cluster, map(variant_of, missing), start)
+        for key in missing:
+            progress.update(task, description=", ".join(map(str, key.values())))
+            cluster.set_link(key["rate"])
+            study.add("cells", key | measure(runs[variant_of(key)], key))
+            progress.advance(task)

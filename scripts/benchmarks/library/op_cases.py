@@ -1,0 +1,205 @@
+"""The operators of ``hf_zeropp.ops`` with buffers of a given size, on a device, and the PyTorch code that defines them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from hf_zeropp import ops
+from hf_zeropp.ops import changes_format, changes_reference, frozen_format, reference
+from hf_zeropp.ops.format import Segment, WireLayout
+from hf_zeropp.ops.frozen_format import FrozenFormat
+
+Action = Callable[[], object]
+Maker = Callable[[], Action]
+
+BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}
+"""Elements that share a scale, by the bits of a code."""
+
+NUM_SOURCES = 4
+DENSITIES = {0.005: 0.12, 0.01: 0.12, 0.05: 0.17, 0.1: 0.2, 0.28: 0.23}
+"""Shares of words that change, and of those the share that moves by more than one unit."""
+
+
+class Case(NamedTuple):
+    """An operator at one size.
+
+    Attributes:
+        name: in the table.
+        size: bytes of the values, for the table.
+        nbytes: bytes that a call reads and writes.
+        make: returns a call on buffers of its own, which exist already, as in training.
+        eager: returns a call of the PyTorch code that defines the operator; None where that is not timed.
+        can_compile: whether the same code is timed after ``torch.compile``.
+    """
+
+    name: str
+    size: int
+    nbytes: int
+    make: Maker
+    eager: Maker | None = None
+    can_compile: bool = False
+
+
+def wire_cases(bits: int, numel: int, device: str) -> Iterator[Case]:
+    """Yield every operator on wires, for one width of codes and slices of ``numel`` elements."""
+    for dtype in (torch.float32, torch.bfloat16):
+        yield from codec_cases(bits, dtype, numel, device)
+    yield from sum_cases(bits, numel, device)
+    yield from delta_cases(bits, numel, device)
+
+
+def codec_cases(bits: int, dtype: torch.dtype, numel: int, device: str) -> Iterator[Case]:
+    """Yield encoding and decoding of a slice."""
+    layout = WireLayout([Segment(numel, bits)], BLOCKS[bits])
+    size, label = numel * dtype.itemsize, f"INT{bits} {str(dtype).removeprefix('torch.')}"
+
+    def values() -> torch.Tensor:
+        return torch.randn(numel, device=device).to(dtype)
+
+    def quantize() -> Action:
+        one, wire = values(), torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        return lambda: ops.quantize(one, layout, out=wire)
+
+    def dequantize() -> Action:
+        wire, out = ops.quantize(values(), layout), torch.empty(numel, dtype=dtype, device=device)
+        return lambda: ops.dequantize(wire, layout, dtype=dtype, out=out)
+
+    def eager_quantize() -> Action:
+        one = values()
+        return lambda: reference.quantize(one, layout)
+
+    def eager_dequantize() -> Action:
+        wire = ops.quantize(values(), layout)
+        return lambda: reference.dequantize(wire, layout, dtype)
+
+    yield Case(f"quantize {label}", size, size + layout.nbytes, quantize, eager_quantize, can_compile=True)
+    yield Case(f"dequantize {label}", size, size + layout.nbytes, dequantize, eager_dequantize, can_compile=True)
+
+
+def sum_cases(bits: int, numel: int, device: str) -> Iterator[Case]:
+    """Yield the steps of a reduction that decode: sum four ranks' wires, add the sum to another, or encode it."""
+    layout, n = WireLayout([Segment(numel, bits)], BLOCKS[bits]), NUM_SOURCES
+    size, read = 4 * numel, NUM_SOURCES * layout.nbytes
+
+    def wires() -> torch.Tensor:
+        return ops.quantize(torch.randn(numel, device=device), layout).repeat(n)
+
+    def dequantize_sum(accumulates: bool) -> Maker:
+        def make() -> Action:
+            sources, total = wires(), torch.zeros(1, numel, device=device)
+            earlier = {"initial": total, "scale": 0.5} if accumulates else {}
+            return lambda: ops.dequantize_sum(sources, layout, num_sources=n, out=total, **earlier)
+
+        return make
+
+    def eager_sum() -> Action:
+        sources = wires()
+        return lambda: reference.dequantize_sum(sources, layout, n)
+
+    def dequantize_sum_quantize() -> Action:
+        sources, wire = wires(), torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        return lambda: ops.dequantize_sum_quantize(sources, layout, layout, num_sources=n, out=wire)
+
+    def eager_sum_quantize() -> Action:
+        sources = wires()
+        return lambda: reference.dequantize_sum_quantize(sources, layout, layout, n)
+
+    name = f"dequantize_sum INT{bits}, {n} sources"
+    yield Case(name, size, read + size, dequantize_sum(accumulates=False), eager_sum)
+    yield Case(f"{name}, accumulated", size, read + 2 * size, dequantize_sum(accumulates=True), eager_sum)
+    name = f"dequantize_sum_quantize INT{bits}, {n} sources"
+    yield Case(name, size, read + layout.nbytes, dequantize_sum_quantize, eager_sum_quantize)
+
+
+def delta_cases(bits: int, numel: int, device: str) -> Iterator[Case]:
+    """Yield the two ends of a delta: encode the change of fp32 masters, and add it to a bf16 copy of the weights."""
+    layout = WireLayout([Segment(numel, bits)], BLOCKS[bits])
+    base_layout = WireLayout([Segment(numel, None)], BLOCKS[bits])
+
+    def values_and_base() -> tuple[torch.Tensor, torch.Tensor]:
+        values = torch.randn(numel, device=device)
+        return values, ops.quantize(values + 0.01 * torch.randn(numel, device=device), base_layout)
+
+    def quantize_difference() -> Action:
+        values, base = values_and_base()
+        wire = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        return lambda: ops.quantize_difference(values, base, base_layout, layout, out=wire)
+
+    def eager_difference() -> Action:
+        values, base = values_and_base()
+        return lambda: reference.quantize_difference(values, base, base_layout, layout)
+
+    def dequantize_update() -> Action:
+        values, base = values_and_base()
+        wire = ops.quantize_difference(values, base, base_layout, layout)
+        return lambda: ops.dequantize_update(wire, layout, base, base_layout, out=base)
+
+    def eager_update() -> Action:
+        values, base = values_and_base()
+        wire = ops.quantize_difference(values, base, base_layout, layout)
+        return lambda: reference.dequantize_update(wire, layout, base, base_layout)
+
+    size, copy = 4 * numel, base_layout.nbytes
+    name = f"quantize_difference INT{bits}, base bf16"
+    yield Case(name, size, size + copy + layout.nbytes, quantize_difference, eager_difference)
+    name = f"dequantize_update INT{bits}, base bf16 in place"
+    yield Case(name, size, 2 * copy + layout.nbytes, dequantize_update, eager_update)
+
+
+def change_cases(density: float, numel: int, device: str) -> Iterator[Case]:
+    """Yield the two ends of the wire of changed words. The bytes are those of the two shards that a memcpy would move."""
+    old = torch.randn(numel, device=device).mul_(0.02).bfloat16()
+    far = torch.where(torch.rand(numel) < DENSITIES[density], torch.randint(2, 12, (numel,)), 1)
+    step = far * (torch.randint(0, 2, (numel,)) * 2 - 1) * (torch.rand(numel) < density)
+    new = (old.view(torch.int16) + step.to(torch.int16).to(device)).view(torch.bfloat16)
+    buffers = changes_format.changes_buffers(old.nbytes, 1, old.device)
+    sizes, wire = ops.encode_changes(new, old, out=buffers)
+    offsets, base = torch.zeros_like(sizes), old.clone()
+    old_bytes, new_bytes, base_bytes = (words.view(torch.uint8) for words in (old, new, base))
+    label = f"{density:.1%} of words, {int(sizes[0]) / int((step != 0).sum()):.2f} B each"
+
+    def encode() -> Action:
+        return lambda: ops.encode_changes(new, old, out=buffers)
+
+    def eager_encode() -> Action:
+        return lambda: changes_reference.encode_changes(new_bytes, old_bytes, 1)
+
+    def apply() -> Action:
+        # ``base`` moves on with every call. That takes as long as the first time, since steps are added modulo 2^16.
+        return lambda: ops.apply_changes(wire, sizes, base, offsets)
+
+    def eager_apply() -> Action:
+        return lambda: changes_reference.apply_changes(wire.view(-1), offsets, sizes, base_bytes)
+
+    yield Case(f"encode_changes, {label}", old.nbytes, 2 * old.nbytes, encode, eager_encode)
+    yield Case(f"apply_changes, {label}", old.nbytes, 2 * old.nbytes, apply, eager_apply)
+
+
+def frozen_cases(bits: int, rows: int, columns: int, device: str) -> Iterator[Case]:
+    """Yield decoding of a frozen weight, and its product with a few rows of activations."""
+    format, dense = FrozenFormat(bits), rows * columns * 2
+    packed = format.nbytes((rows, columns))
+
+    def weight() -> tuple[torch.Tensor, torch.Tensor]:
+        return frozen_format.pack(torch.randn(rows, columns, device=device, dtype=torch.bfloat16), format)
+
+    def unpack() -> Action:
+        codes, scales = weight()
+        out = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
+        return lambda: frozen_format.unpack(codes, scales, columns, format, torch.bfloat16, out)
+
+    def matmul(num_inputs: int) -> Maker:
+        def make() -> Action:
+            codes, scales = weight()
+            x = torch.randn(num_inputs, columns, device=device, dtype=torch.bfloat16)
+            return lambda: frozen_format.matmul(x, codes, scales, columns, format)
+
+        return make
+
+    yield Case(f"frozen unpack INT{bits} {rows} x {columns}", packed, packed + dense, unpack)
+    for num_inputs in (1, 8, 32):
+        name = f"frozen matmul INT{bits} {rows} x {columns}, {num_inputs} rows of x"
+        yield Case(name, packed, packed, matmul(num_inputs))

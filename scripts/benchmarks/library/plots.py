@@ -1,0 +1,129 @@
+"""Plots of studies: a title with the conditions, one legend beside the panels, the same colour for a variant in all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from library.network import speed
+from library.study import Study
+from library.variants import ModelShape, exists, shown
+
+
+def pyplot() -> Any:
+    """Import ``matplotlib.pyplot`` for writing files, on machines without a display too."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def panels(
+    columns: int, title: str, *, rows: int = 1, width: float = 4.5, height: float = 3.8, **options: Any
+) -> tuple[Any, list[Any]]:
+    """Return a figure with panels in a grid, and the panels, row by row.
+
+    Args:
+        columns: panels side by side.
+        title: what is shown, and in a second line the conditions: model, ranks, link, micro-steps.
+        rows: of panels.
+        width: of a panel, in inches. The legend takes more, beside them.
+        height: of a panel.
+        options: of ``pyplot.subplots``.
+    """
+    size = width * columns + 2.5, height * rows + 0.5
+    figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained", **options)
+    figure.suptitle(title, fontsize=10)
+    for axis in axes.flat:
+        axis.grid(alpha=0.3)
+    return figure, list(axes.flat)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a figure with one legend of all panels, at their right, where it covers no line."""
+    labels: dict[str, Any] = {}
+    for axis in figure.axes:
+        if not axis.has_data():
+            axis.set_axis_off()  # a grid may have more places than panels
+        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
+            labels.setdefault(label, handle)
+    if labels:
+        figure.legend(labels.values(), labels.keys(), loc="outside right center", fontsize=8)
+    figure.savefig(path, dpi=120)
+    pyplot().close(figure)
+
+
+def model_text(shape: dict[str, int]) -> str:
+    """Return how titles name a Llama, from the fields of its ``ModelShape``."""
+    return f"Llama, {ModelShape(**shape).num_parameters / 1e6:.1f} M parameters"
+
+
+def cluster_text(conditions: dict[str, Any]) -> str:
+    """Return the part of a title that the studies on the emulated cluster share: model, nodes, ranks, batch."""
+    nodes = f"{conditions['nodes']} nodes x {conditions['ranks_per_node']} ranks"
+    return f"{model_text(conditions['model'])}, {nodes}, emulated cluster"
+
+
+def colors_of(names: Iterable[str]) -> dict[str, Any]:
+    """Return a colour for each variant that still exists, in the order of the names: stock FSDP2 is black."""
+    known = [name for name in dict.fromkeys(names) if exists(name)]
+    palette = pyplot().cm.tab10
+    return {name: "black" if name == "stock" else palette(place % 10) for place, name in enumerate(known)}
+
+
+def over_rates(
+    axis: Any, rates: Iterable[str], names: Iterable[str], value: Callable[[str, str], float | None]
+) -> None:
+    """Draw a figure over the rate of the link, one line per variant; those of LoRA are dashed.
+
+    Args:
+        axis: the panel.
+        rates: of links, in any order.
+        names: of variants. Those whose settings are gone are left out.
+        value: of a variant's name and a rate; None leaves the point out.
+    """
+    ordered = sorted(set(rates), key=speed)
+    for name, color in colors_of(names).items():
+        points = [(place, found) for place, rate in enumerate(ordered) if (found := value(name, rate)) is not None]
+        if points:
+            style = "--" if name.startswith("lora") else "-"
+            axis.plot(*zip(*points, strict=True), style, color=color, marker="o", label=shown(name))
+    axis.set_xticks(range(len(ordered)), ordered)
+    axis.set_xlabel("link between nodes")
+
+
+def log_ticks(axis: Any, values: Sequence[float]) -> None:
+    """Give a logarithmic axis of ratios ticks at these values, as plain numbers."""
+    axis.set_yscale("log")
+    low, high = axis.get_ylim()
+    chosen = [value for value in values if low <= value <= high]
+    axis.set_yticks(chosen, [f"{value:g}" for value in chosen])
+    axis.minorticks_off()
+
+
+def cells_figure(
+    study: Study, title: str, key: str, value: Callable[[dict[str, Any]], float], label: str, yscale: str = "linear"
+) -> Any:
+    """Return a figure of one panel with a figure of each of a study's cells over the link's rate, one line per name.
+
+    Args:
+        study: its cells have a rate and a name.
+        title: of the figure; the conditions are added.
+        key: of the name in a cell.
+        value: the figure of a cell.
+        label: of the figure's axis.
+        yscale: of the figure's axis.
+    """
+    figure, (axis,) = panels(1, f"{title}\n{cluster_text(study.conditions)}", width=6)
+
+    def found(name: str, rate: str) -> float | None:
+        cell = study.find("cells", **{"rate": rate, key: name})
+        return None if cell is None else value(cell)
+
+    cells = study.rows("cells")
+    over_rates(axis, [cell["rate"] for cell in cells], [cell[key] for cell in cells], found)
+    axis.set(ylabel=label, yscale=yscale)
+    return figure
