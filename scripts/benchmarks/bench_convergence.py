@@ -174,11 +174,12 @@ def main() -> None:
     study = study_of(args, __file__, {"recipe": dataclasses.asdict(recipe)}, FIXED, measure)
     found = study.conditions["recipe"]
     intro = INTRO.format(tokens=4 * found["batch_size"] * found["seq_len"])
-    grids = [loss_grid(study, ("stock", "paper") if "probe_steps" in found else ("stock",))]
+    title, grids = TITLE, [loss_grid(study, ("stock", "paper") if "probe_steps" in found else ("stock",))]
     if "probe_steps" in found:
+        title += ", and in errors of weights and gradients"
         intro += ERRORS.format(probe_steps=found["probe_steps"])
         grids.append(error_grid(study))
-    report(study, TITLE, intro, grids, plot)
+    report(study, title, intro, grids, plot)
     if args.quick:
         check_direction(study)
 

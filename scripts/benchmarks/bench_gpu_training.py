@@ -25,20 +25,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from library.pages import Grid
-from rich.console import Console
+from library.pages import Grid, show
+from library.training_run import build_model
+from library.variants import OFF, PRESETS, ModelShape
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
 VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
-    "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
-    "balanced": {"preset": "balanced"},
-    "half_model": {"preset": "half_model"},
+    "unquantized": OFF | {"hpz_size": "node"},
+    "balanced": PRESETS["balanced"],
+    "half_model": PRESETS["half_model"],
 }
 GLOO_RANKS = 4
 VOCAB = 4096
@@ -116,15 +117,8 @@ def rank_main(rank: int, world: int, job: Job) -> None:
 
 def make_model(device: torch.device, job: Job) -> LlamaForCausalLM:
     """Return a model with the same weights on every rank, sharded over the world."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=job.hidden,
-        intermediate_size=job.hidden * 11 // 4,
-        num_hidden_layers=job.layers,
-        num_attention_heads=job.hidden // 64,
-    )
-    model = LlamaForCausalLM(config).to(device)
+    shape = ModelShape(job.hidden, job.hidden * 11 // 4, job.layers, job.hidden // 64, VOCAB)
+    model = build_model(shape).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for layer in model.model.layers:
@@ -229,7 +223,7 @@ def main() -> int:
     saved = json.loads((output / "rank0.json").read_text())
     figures = {name: Figures(**one) for name, one in saved.items()}
     grid = grid_of(figures, f"{world} {args.backend} ranks on {args.device}, {args.steps} steps, medians of rank 0")
-    Console(width=110).print(grid.rich())
+    show([grid])
     (output / "training.md").write_text(f"# Training beside stock FSDP2\n\n{grid.markdown()}\n")
     for name, one in figures.items():
         if one.error is not None:

@@ -32,8 +32,7 @@ from library.host_time import (
     Side,
     fake_world,
 )
-from library.pages import Grid
-from rich.console import Console
+from library.pages import Grid, show
 
 # On GPUs FSDP2's streams overlap reductions with compute, and this package starts nothing ahead: `overlap` is off.
 SETTINGS = {
@@ -110,8 +109,7 @@ def main() -> None:
     torch.set_num_threads(1)  # a hand-over to another thread would cost more than the kernels
     with fake_world(args.nodes * args.ranks_per_node):
         grid = grid_of(measure(args), args.units)
-    Console(width=160).print(grid.rich())
-    print(grid.markdown())
+    show([grid], markdown=True)
 
 
 if __name__ == "__main__":

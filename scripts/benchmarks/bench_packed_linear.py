@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from library.pages import Grid
-from rich.console import Console
+from library.pages import Grid, show
 from torch import nn
 
 from hf_zeropp import ops, quantize_frozen
@@ -102,11 +101,7 @@ def main() -> None:
     """Time the layers, and print the table for the terminal and for a page."""
     args = parse_args(sys.argv[1:])
     torch.set_num_threads(args.threads)
-    grid = measure(args)
-    console = Console(width=120)
-    console.print(grid.rich())
-    console.print(f"PyTorch {torch.__version__}, {platform.machine()}")
-    print(grid.markdown())
+    show([measure(args)], f"PyTorch {torch.__version__}, {platform.machine()}", markdown=True)
 
 
 if __name__ == "__main__":

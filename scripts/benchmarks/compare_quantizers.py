@@ -24,10 +24,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from library.pages import Grid, headline
+from library.pages import Grid, headline, show
 from library.study import RESULTS, ROOT, Study
 from peft import LoraConfig, get_peft_model
-from rich.console import Console
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -332,11 +331,7 @@ def main() -> None:
     measure_quality(study, model, code[:NUM_HELD_OUT])
     measure_lora(study, args, model, comments)
     title = f"{model.num_parameters() / 1e6:.1f} M parameters, {LENGTH} bytes of Python"
-    console = Console(width=120)
-    console.print(headline(study.conditions))
-    for grid in (quality_grid(study, title), lora_grid(study)):
-        console.print(grid.rich())
-        print(grid.markdown())
+    show([quality_grid(study, title), lora_grid(study)], headline(study.conditions), markdown=True)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ happens-before checker (``tests/helpers/happens_before``), and simulated with gi
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -60,8 +59,6 @@ SHOWN_CODES = {
 }
 """Titles of the plot's panels."""
 
-OWN_GROUPS, TWO_INPUTS = "own groups", "two inputs"
-"""What could be added: communicators of their own for gathers and reductions, two reductions whose input FSDP2 keeps."""
 TITLE = "The modelled timeline of a 7B step"
 INTRO = """Streams, events and collectives of one rank of 2 nodes of 8 H100, in a model of Llama-2-7B's shape (32 layers).
 **Nothing was measured.** The order is recorded from the code that runs, on FSDP2's own streams under the happens-before checker,
@@ -108,14 +105,13 @@ class Row(NamedTuple):
     """One simulated step.
 
     Attributes:
-        code: ``STOCK``, or one of ``CODES`` or of what could be added.
+        code: ``STOCK``, or one of ``CODES``.
         method: of ``METHODS``.
         network: rate of a node.
         tokens: of a rank.
         step_ms: the whole step.
         forward_ms: its forward pass.
         idle_share: the share of the step in which nothing crosses nodes.
-        free_ms: the same step where collectives of different communicators start in any order.
     """
 
     code: str
@@ -125,7 +121,6 @@ class Row(NamedTuple):
     step_ms: float
     forward_ms: float
     idle_share: float
-    free_ms: float
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -139,13 +134,12 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def record(settings: dict[str, Any] | None, layers: int = LAYERS, num_inputs: int = 1) -> Recording:
+def record(settings: dict[str, Any] | None, layers: int = LAYERS) -> Recording:
     """Return the streams of some optimizer steps under settings; of stock FSDP2 with None.
 
     Args:
         settings: of this package.
         layers: of the model.
-        num_inputs: inputs of reductions that FSDP2 keeps at one time.
 
     Raises:
         RuntimeError: two streams touched the same memory unordered.
@@ -156,8 +150,6 @@ def record(settings: dict[str, Any] | None, layers: int = LAYERS, num_inputs: in
         for module in (*model.layers, model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
         with checked(host_groups, recording.observe) as checker:
-            if num_inputs > 1:  # since torch 2.13
-                model.set_reduce_scatter_max_input_buffers(num_inputs)
             if settings is not None:
                 apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings).set_last_micro_step(True)
             _train(model, recording)
@@ -177,11 +169,11 @@ def _train(model: nn.Module, recording: Recording) -> None:
         recording.end_step()
 
 
-def step_of(recording: Recording, network: str, tokens: int, *, orders_launches: bool = True) -> Step:
+def step_of(recording: Recording, network: str, tokens: int) -> Step:
     """Return a recorded step at the true sizes."""
     cluster = gpu_cluster(find_gpu("h100"), NODES * RANKS_PER_NODE, RANKS_PER_NODE, parse_rate(network))
     scale = Scale(SHRINK**2, tokens / RECORDED_TOKENS)
-    return last_step(recording, tasks_of(recording, cluster, scale, orders_launches=orders_launches))
+    return last_step(recording, tasks_of(recording, cluster, scale))
 
 
 def rows_of(code: str, method: str, recording: Recording) -> list[Row]:
@@ -190,10 +182,9 @@ def rows_of(code: str, method: str, recording: Recording) -> list[Row]:
     for network in NETWORKS:
         for tokens in TOKENS:
             step = step_of(recording, network, tokens)
-            free = step_of(recording, network, tokens, orders_launches=False)
-            times = (step.seconds, step.forward_end - step.start, free.seconds)
-            step_ms, forward_ms, free_ms = (round(1e3 * seconds, 1) for seconds in times)
-            rows.append(Row(code, method, network, tokens, step_ms, forward_ms, round(step.idle_share, 4), free_ms))
+            times = (step.seconds, step.forward_end - step.start)
+            step_ms, forward_ms = (round(1e3 * seconds, 1) for seconds in times)
+            rows.append(Row(code, method, network, tokens, step_ms, forward_ms, round(step.idle_share, 4)))
     return rows
 
 
@@ -209,29 +200,6 @@ def grid_of(rows: list[Row], network: str) -> Grid:
             idle = [f"{row.idle_share:.0%}" for row in (one, beside)]
             grid.rows.append([f"{tokens}, {method}", *times, f"{beside.step_ms / one.step_ms:.3f}", *idle])
     return grid
-
-
-def additions_grid(rows: list[Row]) -> Grid:
-    """Return the table of what could be added, and of what the order of calls costs, with the default settings."""
-    columns = ["network, tokens per GPU", BESIDE, OWN_GROUPS, TWO_INPUTS, "collectives start in any order"]
-    grid = Grid("what would not pay: the step in ms, with the default settings", columns)
-    found = {(row.code, row.network, row.tokens): row for row in rows if row.method == "default"}
-    for network in NETWORKS:
-        for tokens in TOKENS:
-            own = [found[code, network, tokens] for code in (BESIDE, OWN_GROUPS, TWO_INPUTS)]
-            cells = [f"{row.step_ms:.1f}" for row in own]
-            grid.rows.append([f"{network}, {tokens}", *cells, f"{own[0].free_ms:.1f}"])
-    return grid
-
-
-def with_own_groups(recording: Recording) -> Recording:
-    """Return a recording whose gathers and reductions have communicators of their own."""
-    split = Recording(RANKS_PER_NODE)
-    split.steps = recording.steps
-    for work in recording.works:
-        name = work.communicator and f"{work.communicator} {work.name}"
-        split.works.append(dataclasses.replace(work, communicator=name))
-    return split
 
 
 DRAWN_NETWORK, DRAWN_TOKENS = "100gbit", 4096
@@ -288,14 +256,11 @@ def main() -> None:
             rows += rows_of(code, method, recording)
             if method == "default":
                 drawings[code] = drawing_of(step_of(recording, DRAWN_NETWORK, DRAWN_TOKENS))
-                if code == BESIDE:
-                    rows += rows_of(OWN_GROUPS, method, with_own_groups(recording))
-    rows += rows_of(TWO_INPUTS, "default", record({}, args.layers, num_inputs=2))
     conditions = {"command": command_line(__file__), "versions": versions()}
     content = {"conditions": conditions, "rows": [row._asdict() for row in rows], "drawings": drawings}
     args.output.write_text(json.dumps(content) + "\n")
     plot(drawings, picture)
-    grids = [*(grid_of(rows, network) for network in NETWORKS), additions_grid(rows)]
+    grids = [*(grid_of(rows, network) for network in NETWORKS)]
     write_page(args.output.with_suffix(".md"), TITLE, conditions, INTRO, grids, picture)
     for row in rows:
         print(*row)
