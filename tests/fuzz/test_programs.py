@@ -22,6 +22,13 @@ OF_FOLDER = {
     "zeroed_while_micro_steps_wait": {"pending and zeroed", "pending and part dropped"},
     "refrozen_while_micro_steps_wait": {"pending and refrozen"},
     "one_rank": {"optimizer on one rank", "step skipped on one rank", "edit on one rank"},
+    "skipped_on_one_rank": {"skipped on one rank"},
+    "replaced_before_the_first_pass": {"replaced before the first pass"},
+    "from_meta": {"from meta"},
+    "thawed": {"thawed"},
+    "reentrant": {"reentrant"},
+    "extension": {"extension"},
+    "one_loss_of_two_roots": {"one loss of two roots"},
     "right_from_the_start": set(),
 }
 

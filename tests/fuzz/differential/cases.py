@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-BLOCK_KINDS = ("mlp", "bare", "nested", "tied", "unused")
+BLOCK_KINDS = ("mlp", "bare", "nested", "tied", "unused", "doubled", "parts")
 OPTIMIZER_KINDS = (
     "sgd",
     "sgd_foreach",
@@ -52,6 +52,7 @@ OPERATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "no_sync": {"data": 0, "which": None, "count": 1, "marks_last": False},
         "abort": {"data": 0, "which": None},
         "train_with_steps_inside": {"data": 0, "which": None},
+        "train_apart": {"data": 0, "model": 0, "rank": 0, "block": 0, "other": None},
         "set_last": {"last": True},
         "zero_grad": {"optimizer": None, "keep": False},
         "discard": {},
@@ -65,6 +66,7 @@ OPERATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "step_of_another_module": {"rank": 0},
         "freeze": {"param": 0, "count": 1},
         "unfreeze": {"param": 0, "count": 1},
+        "replace": {"param": 0, "count": 1, "factor": 1.5},
         "edit": {"route": "in_place", "param": 0, "count": 1, "factor": 1.5},
         "edit_on_one_rank": {"route": "in_place", "param": 0, "rank": 0, "factor": 1.5},
         "save": {},
@@ -85,6 +87,7 @@ class BlockSpec:
         unit: whether ``fully_shard`` is called on it.
         reshards: its ``reshard_after_forward``.
         recomputes: whether its activations are computed again in the backward pass.
+        reentrant: whether the call of it, FSDP2's hooks and all, runs inside reentrant checkpointing.
         frozen: indices of its parameters that do not train from the start.
     """
 
@@ -93,6 +96,7 @@ class BlockSpec:
     unit: bool = True
     reshards: bool = True
     recomputes: bool = False
+    reentrant: bool = False
     frozen: tuple[int, ...] = ()
 
 
@@ -106,12 +110,17 @@ class ModelSpec:
             and nothing is left to the root), or "none".
         policy: its mixed precision, a key of ``networks.MP_POLICIES``.
         root_reshards: ``reshard_after_forward`` of the root; None leaves it to FSDP2.
+        meta: how a model without tied parameters, which is sharded on the meta device, gets memory behind that: "to_empty", or
+            "replaced" by other parameters. "": it has memory from the start.
+        frozen_units: under ZeRO++, what does not train from the start is sharded over the node, as the plugin does it.
     """
 
     width: int = 5
     ends: str = "both"
     policy: str = "fp32"
     root_reshards: bool | None = None
+    meta: str = ""
+    frozen_units: bool = False
     blocks: tuple[BlockSpec, ...] = ()
 
 
@@ -149,16 +158,23 @@ class Case:
 
     Attributes:
         joined: two models lie in one unsharded container, which ``apply_zeropp`` is called with.
+        chained: the output of the first model goes into the second one, and the loss is that of both.
         settings: what ``apply_zeropp`` is given besides ``ranks_per_node``, over settings that quantize nothing.
     """
 
     world: int = 2
     ranks_per_node: int = 1
     joined: bool = False
+    chained: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
     models: tuple[ModelSpec, ...] = (ModelSpec(),)
     optimizers: tuple[OptimizerSpec, ...] = (OptimizerSpec(),)
     operations: tuple[Operation, ...] = ()
+
+    @property
+    def has_nodes(self) -> bool:
+        """Whether there is more than one node. With one FSDP2's own collectives stay."""
+        return self.ranks_per_node < self.world
 
     @property
     def is_exact(self) -> bool:
@@ -174,7 +190,7 @@ class Case:
         for model in self.models:
             lines.append(_call("model", **_differing(model, skip=("blocks",))))
             lines += [_call("block", **_differing(block)) for block in model.blocks]
-        lines += ["joined()"] * self.joined
+        lines += ["joined()"] * self.joined + ["chained()"] * self.chained
         lines += [_call("optimizer", **_differing(optimizer)) for optimizer in self.optimizers]
         lines += [_call(operation.name, **dict(operation.args)) for operation in self.operations]
         return "\n".join(lines)
@@ -197,8 +213,8 @@ def _add_call(fields: dict[str, Any], name: str, args: dict[str, Any]) -> None:
         fields |= {"world": args["size"], "ranks_per_node": args["ranks_per_node"]}
     elif name == "settings":
         fields["settings"] = tuple(sorted(args.items()))
-    elif name == "joined":
-        fields["joined"] = True
+    elif name in ("joined", "chained"):
+        fields[name] = True
     elif name == "model":
         fields["models"].append(ModelSpec(**args))
     elif name == "block":

@@ -44,7 +44,7 @@ class Difference:
 
     Attributes:
         operation: index in the case.
-        what: "loss", "grad 0.first.weight", "weight ...", or "norm".
+        what: "loss", "grad 0.first.weight", "weight ...", "norm", or "silence" where an error is right.
         share: the difference, as a multiple of the tolerance.
     """
 

@@ -24,6 +24,7 @@ from differential.cases import (
     Operation,
     OptimizerSpec,
 )
+from differential.extension import EXTENSION_KINDS
 from differential.hazards import Walk
 
 WORLDS = (2, 4, 2, 3, 2, 4, 2, 6, 2, 4, 3, 2, 4, 2, 3, 8)
@@ -43,12 +44,14 @@ def generate(seed: int, without: Collection[str] = NEVER) -> Case:
         [size for size in range(1, world + 1) if world % size == 0 and (size < world or rng.random() < 0.1)]
     )
     policy = _pick(rng, {"fp32": 0.76, "bf16": 0.12, "bf16 reduce": 0.06, "fp16 reduce": 0.06})
-    models = tuple(_model(rng, policy) for _ in range(_pick(rng, {1: 0.75, 2: 0.25})))
+    models = tuple(_model(rng, policy, without) for _ in range(_pick(rng, {1: 0.75, 2: 0.25})))
     joined = len(models) == 2 and rng.random() < 0.5 and "models in one container" not in without
+    chained = len(models) == 2 and rng.random() < 0.4 and "one loss of two roots" not in without
     case = Case(
         world=world,
         ranks_per_node=ranks_per_node,
         joined=joined,
+        chained=chained,
         settings=tuple(sorted(_settings(rng, world, ranks_per_node).items())),
         models=models,
         optimizers=_optimizers(rng),
@@ -73,6 +76,8 @@ class Program:
         self._data = 0
 
     def write(self) -> tuple[Operation, ...]:
+        if self._rng.random() < 0.08:
+            self._add_random("replace")
         for _ in range(_pick(self._rng, {1: 0.4, 2: 0.4, 3: 0.2})):
             self._round()
         self._end()
@@ -100,11 +105,20 @@ class Program:
             self._interject()
         if rng.random() < 0.85:
             self._add_random("zero_grad")
+        if any(model.frozen_units for model in self._case.models) and rng.random() < 0.4:
+            self._add("unfreeze", count=99)  # all at once
         if rng.random() < 0.3:
             self._interject()
 
     def _micro_step(self) -> None:
-        kinds = {"train": 0.85, "forward": 0.06, "no_sync": 0.04, "abort": 0.03, "train_with_steps_inside": 0.02}
+        kinds = {
+            "train": 0.82,
+            "forward": 0.06,
+            "no_sync": 0.04,
+            "abort": 0.03,
+            "train_with_steps_inside": 0.02,
+            "train_apart": 0.03,
+        }
         self._add_random(_pick(self._rng, kinds))
 
     def _interject(self) -> None:
@@ -213,6 +227,13 @@ class Program:
         yield "param", self._rng.randrange(16)
         yield "count", _pick(self._rng, {1: 0.5, 4: 0.3, 99: 0.2})
 
+    def _train_apart(self) -> Iterator[tuple[str, Any]]:
+        yield "data", self._next_data()
+        yield "model", self._rng.randrange(2)
+        yield "rank", self._rng.randrange(self._case.world)
+        yield "block", self._rng.randrange(3)
+        yield "other", self._rng.choice([None, *range(3)])
+
     def _edit(self) -> Iterator[tuple[str, Any]]:
         yield from self._params()
         yield "route", self._rng.choice(LOUD_ROUTES + SILENT_ROUTES)
@@ -231,6 +252,7 @@ _ARGUMENTS: dict[str, Any] = {
     "no_sync": Program._no_sync,
     "abort": Program._batch,
     "train_with_steps_inside": Program._batch,
+    "train_apart": Program._train_apart,
     "set_last": lambda program: [("last", program._rng.random() < 0.5)],
     "zero_grad": Program._zero_grad,
     "clip": lambda program: [("foreach", program._rng.choice([None, True, False]))],
@@ -240,6 +262,7 @@ _ARGUMENTS: dict[str, Any] = {
     "step_of_another_module": lambda program: [("rank", program._rng.randrange(program._case.world))],
     "freeze": Program._params,
     "unfreeze": Program._params,
+    "replace": Program._params,
     "edit": Program._edit,
     "edit_on_one_rank": Program._edit_on_one_rank,
     "load": lambda program: [("route", _pick(program._rng, dict(zip(LOAD_ROUTES, (0.6, 0.2, 0.1, 0.1), strict=True))))],
@@ -250,26 +273,37 @@ def _pick(rng: random.Random, likelihoods: dict[Any, float]) -> Any:
     return rng.choices(list(likelihoods), list(likelihoods.values()))[0]
 
 
-def _model(rng: random.Random, policy: str) -> ModelSpec:
+def _model(rng: random.Random, policy: str, without: Collection[str]) -> ModelSpec:
     ends = _pick(rng, {"both": 0.5, "tied": 0.18, "none": 0.18, "unit": 0.14})
     num_blocks = rng.randint(1 if ends == "none" else 0, 3)
+    start = _pick(rng, {"": 0.82, "to_empty": 0.03, "replaced": 0.05, "frozen units": 0.1})
+    blocks = [_block(rng, ends, without) for _ in range(num_blocks)]
+    if rng.random() < 0.35:
+        blocks = blocks[:1] * num_blocks  # as in a transformer: ranks that take one for another send equal sizes
+    if start == "frozen units" and blocks:
+        blocks[-1] = dataclasses.replace(blocks[-1], frozen=tuple(range(8)))
     return ModelSpec(
         width=rng.choice([3, 5, 8]),
         ends=ends,
         policy=policy,
         root_reshards=_pick(rng, {None: 0.7, True: 0.2, False: 0.1}),
-        blocks=tuple(_block(rng) for _ in range(num_blocks)),
+        meta=start if start in ("to_empty", "replaced") and "from meta" not in without else "",
+        frozen_units=start == "frozen units",
+        blocks=tuple(blocks),
     )
 
 
-def _block(rng: random.Random) -> BlockSpec:
+def _block(rng: random.Random, ends: str, without: Collection[str]) -> BlockSpec:
     frozen = _pick(rng, {(): 0.8, (0,): 0.1, tuple(range(8)): 0.1})
+    kinds = [kind for kind in BLOCK_KINDS if kind not in EXTENSION_KINDS or "extension" not in without]
     return BlockSpec(
-        kind=rng.choice(BLOCK_KINDS),
+        kind=rng.choice(kinds),
         inner=rng.choice([1, 2, 9]),
         unit=rng.random() < 0.85,
         reshards=rng.random() < 0.75,
         recomputes=rng.random() < 0.12,
+        # Without a matrix in front of the blocks, the input of the first one has no gradient.
+        reentrant=rng.random() < 0.08 and ends != "none" and "reentrant" not in without,
         frozen=frozen,
     )
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import dataclasses
 
 from differential.cases import LOUD_ROUTES, Case, Operation
-from differential.networks import used_and_trainable
+from differential.extension import EXTENSION_KINDS
+from differential.networks import blocks_that_are_units, parameter_names, used_and_trainable
 
 HAZARDS = {
     "pending at step": "an optimizer steps while micro-steps wait for a last one that did not come",
@@ -28,11 +29,23 @@ HAZARDS = {
     "step skipped on one rank": "one rank skips an optimizer step",
     "edit on one rank": "one rank changes its shard of a weight",
     "models in one container": "two sharded models in one unsharded container",
+    "one loss of two roots": "the output of one sharded model goes into another, and one backward pass runs through both",
+    "reentrant": "reentrant checkpointing around the call of a unit",
+    "extension": "a parameter gathers itself (fsdp_pre_all_gather)",
+    "from meta": "a model is sharded on the meta device",
+    "replaced before the first pass": "parameters are replaced by others after a model is sharded",
+    "thawed": "frozen weights that ZeRO++ has sharded over the node begin to train",
+    "skipped on one rank": "one rank skips a unit that the others train, and a step or a forward pass follows",
 }
 STOCK_IS_WRONG = ("frozen while unsharded", "trained late")
 """Hazards that FSDP2 itself does not stand, and for which the package makes no promise."""
 BETTER_THAN_STOCK = frozenset({"changed while unsharded"})
 """Hazards that FSDP2 itself does not stand, and the package does."""
+
+MUST_RAISE = frozenset({"skipped on one rank"})
+"""Hazards that must end in an error on all ranks: there are no right numbers."""
+MAY_RAISE = frozenset({"thawed"})
+"""Hazards that may end in an error on all ranks: right numbers are as good."""
 
 CURED_BY_INVALIDATE = frozenset(
     {
@@ -54,9 +67,10 @@ _FORWARDS = {
     "no_sync",
     "abort",
     "train_with_steps_inside",
+    "train_apart",
     "step_with_closure",
 }
-_BACKWARDS = {"train", "no_sync", "abort", "train_with_steps_inside", "step_with_closure"}
+_BACKWARDS = {"train", "train_apart", "no_sync", "abort", "train_with_steps_inside", "step_with_closure"}
 _STEPS = {"step", "step_with_closure", "step_on_all_but_one", "step_that_raises"}
 
 
@@ -71,6 +85,7 @@ class Walk:
         froze_with_grads: whether ``requires_grad`` changed while there were.
         unsharded: the models with units that a forward without backward left unsharded.
         changes: hazards that take effect at the next forward.
+        is_apart: whether one rank has skipped a unit.
         trainable: indices of the parameters that train and are used, as ``freeze`` counts them.
         frozen_at_start: indices of those that did not at the first forward; None before it.
         found: the hazards so far.
@@ -81,6 +96,7 @@ class Walk:
     pending: set[int] = dataclasses.field(default_factory=set)
     has_grads: bool = False
     froze_with_grads: bool = False
+    is_apart: bool = False
     unsharded: set[int] = dataclasses.field(default_factory=set)
     changes: set[str] = dataclasses.field(default_factory=set)
     trainable: set[int] = dataclasses.field(default_factory=set)
@@ -90,8 +106,7 @@ class Walk:
     @classmethod
     def start(cls, case: Case) -> Walk:
         trainable = {index for index, (is_used, trains) in enumerate(_flags(case)) if is_used and trains}
-        found = {"models in one container"} if case.joined else set()
-        return cls(case, trainable=trainable, found=found)
+        return cls(case, trainable=trainable, found={name for name, is_there in _in_models(case).items() if is_there})
 
     def copy(self) -> Walk:
         sets = {name: set(value) for name, value in vars(self).items() if isinstance(value, set)}
@@ -100,6 +115,8 @@ class Walk:
     def _used(self, args: dict) -> set[int]:
         """The models that an operation runs."""
         every = set(range(len(self.case.models)))
+        if "model" in args:
+            return {args["model"] % len(every)}
         return every if args.get("which") is None else {args["which"] % len(every)}
 
     def _surely_trains(self, args: dict) -> bool:
@@ -122,6 +139,9 @@ class Walk:
             self.found |= self.changes
             self.changes.clear()
             self.unsharded |= self._used(args)
+        if name == "train_apart" and self._skips(args):
+            self.is_apart = True
+            self.changes.add("skipped on one rank")
         if name in _BACKWARDS:
             self._backward(name, args)
         if name in _STEPS:
@@ -130,6 +150,8 @@ class Walk:
             self._write(name, args)
         if name in ("freeze", "unfreeze"):
             self._refreeze(name, args)
+        if name == "replace" and self.frozen_at_start is None:
+            self.found.add("replaced before the first pass")
         if name in ("zero_grad", "discard"):
             self._zero_grad(name, args)
         if name == "set_last":
@@ -159,7 +181,19 @@ class Walk:
         elif is_sure:  # one handle serves both models of a container, and delivers all that waits
             self.pending -= set(range(len(self.case.models))) if self.case.joined else self._used(args)
 
+    def _skips(self, args: dict) -> bool:
+        """Whether one rank skips a block: see ``sides.Side.train_apart``."""
+        which = args["model"] % len(self.case.models)
+        units = blocks_that_are_units(self.case.models[which])
+        if not units or not self.is_last or not self.case.has_nodes:
+            return False
+        prefix = f"blocks.{units[args['block'] % len(units)]}."
+        start = sum(len(used_and_trainable(model)) for model in self.case.models[:which])
+        names = enumerate(parameter_names(self.case.models[which]), start)
+        return any(index in self.trainable for index, name in names if name.startswith(prefix))
+
     def _step(self, name: str) -> None:
+        self.found |= self.changes & MUST_RAISE
         if self.pending:
             self.found.add("pending at step")
         if name == "step_that_raises" and self.has_grads:
@@ -190,6 +224,8 @@ class Walk:
         if name == "unfreeze" and is_mixed and self.frozen_at_start and chosen & self.frozen_at_start:
             self.found.add("trained late")
         self.trainable = self.trainable - chosen if name == "freeze" else self.trainable | chosen
+        if name == "unfreeze" and chosen & _on_node(self.case):
+            self.changes.add("thawed")
         if self.pending:
             self.found.add("pending and refrozen")
         self.froze_with_grads = self.froze_with_grads or self.has_grads
@@ -211,6 +247,55 @@ class Walk:
 
 def _flags(case: Case) -> list[tuple[bool, bool]]:
     return [flag for model in case.models for flag in used_and_trainable(model)]
+
+
+def _in_models(case: Case) -> dict[str, bool]:
+    """Return which hazards there are whatever a program does."""
+    blocks = [block for model in case.models for block in model.blocks]
+    return {
+        "models in one container": case.joined,
+        "one loss of two roots": case.chained,
+        "reentrant": any(block.reentrant and block.unit for block in blocks),
+        "extension": any(block.kind in EXTENSION_KINDS for block in blocks),
+        "from meta": any(bool(model.meta) for model in case.models),
+    }
+
+
+def _on_node(case: Case) -> set[int]:
+    """Return the indices of the parameters that ZeRO++ shards over the node."""
+    owners = [model for model in case.models for _ in used_and_trainable(model)]
+    pairs = enumerate(zip(owners, _flags(case), strict=True))
+    return {index for index, (model, (_, trains)) in pairs if model.frozen_units and case.has_nodes and not trains}
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """An error on all ranks that is right.
+
+    Attributes:
+        first: the operation in which it may be raised at the earliest.
+        last: the one in which it must have been raised.
+        is_due: whether silence is wrong.
+    """
+
+    first: int
+    last: int
+    is_due: bool
+
+
+def refusal(case: Case) -> Refusal | None:
+    """Return when an error on all ranks is right; None where it never is."""
+    walk, first, last = Walk.start(case), None, len(case.operations) - 1
+    for index, operation in enumerate(case.operations):
+        walk.take(operation)
+        if first is None and (walk.is_apart or walk.found & MAY_RAISE):
+            first = index
+        if walk.found & MUST_RAISE:
+            last = index
+            break
+    if first is None or not walk.found & (MUST_RAISE | MAY_RAISE):
+        return None
+    return Refusal(first, last, bool(walk.found & MUST_RAISE))
 
 
 def hazards(case: Case) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -11,7 +11,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from differential.cases import BlockSpec, ModelSpec
+from differential.cases import BlockSpec, Case, ModelSpec
+from differential.extension import EXTENSION_KINDS, Extension
+from hf_zeropp.comm.topology import get_topology
+from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 
 MP_POLICIES = {
     "fp32": MixedPrecisionPolicy(),
@@ -80,6 +83,7 @@ class Unused(Mlp):
 
 
 BLOCKS: dict[str, type[nn.Module]] = {"mlp": Mlp, "bare": Bare, "nested": Nested, "tied": Tied, "unused": Unused}
+BLOCKS |= dict.fromkeys(EXTENSION_KINDS, Mlp)  # see ``shard``
 
 
 class Net(nn.Module):
@@ -93,24 +97,53 @@ class Net(nn.Module):
         self.last = nn.Linear(spec.width, spec.width, bias=False) if has_ends else nn.Identity()
         if spec.ends == "tied":
             self.last.weight = self.first.weight
+        self.reentrant = [block.reentrant for block in spec.blocks]
+        self.checkpoints = False  # set where the model is sharded
 
     def forward(self, x: torch.Tensor, path: Sequence[int] | None = None) -> torch.Tensor:
         x = self.first(x)
         for index in range(len(self.blocks)) if path is None or not len(self.blocks) else path:
-            x = self.blocks[index % len(self.blocks)](x)
+            x = self._block(index % len(self.blocks), x)
         return self.last(x)
+
+    def _block(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        block = self.blocks[index]
+        if not self.reentrant[index]:
+            return block(x)
+        if self.checkpoints:
+            return checkpoint(block, x, use_reentrant=True)
+        # Reentrant checkpointing gives no gradients where its input has none.
+        return block(x) if x.requires_grad else block(x).detach()
 
 
 class Container(nn.Module):
     """An unsharded module around two models. Its output is a list of theirs."""
 
-    def __init__(self, nets: Sequence[Net]) -> None:
+    def __init__(self, nets: Sequence[Net], chained: bool) -> None:
         super().__init__()
         self.nets = nn.ModuleList(nets)
+        self.chained = chained
 
     def forward(self, inputs: Sequence[torch.Tensor | None], path: Sequence[int] | None = None) -> list[torch.Tensor]:
         """Run each model that has an input."""
-        return [net(x, path) for net, x in zip(self.nets, inputs, strict=True) if x is not None]
+        return run_models([functools.partial(net, path=path) for net in self.nets], inputs, self.chained)
+
+
+def run_models(
+    models: Sequence[Callable[[torch.Tensor], torch.Tensor]], inputs: Sequence[torch.Tensor | None], chained: bool
+) -> list[torch.Tensor]:
+    """Run each model that has an input; ``chained``, the mean of what one gives is added to what the next one gets."""
+    outputs: list[torch.Tensor] = []
+    for model, x in zip(models, inputs, strict=True):
+        if x is not None:
+            outputs.append(model(x + outputs[-1].float().mean() if chained and outputs else x))
+    return outputs
+
+
+def rows_of(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """The rows of a full tensor that FSDP2 gives to ``rank``: none where there are too few."""
+    chunks = torch.chunk(tensor, world)
+    return chunks[rank] if rank < len(chunks) else tensor[:0]
 
 
 def build(spec: ModelSpec, seed: int) -> Net:
@@ -127,21 +160,78 @@ def used_and_trainable(spec: ModelSpec) -> tuple[tuple[bool, bool], ...]:
     return tuple((not name.endswith("idle"), param.requires_grad) for name, param in net.named_parameters())
 
 
-def shard(net: Net, spec: ModelSpec, mesh: DeviceMesh) -> Net:
-    """Call ``fully_shard`` as the specification says, inner modules first; and recompute activations where it says so."""
-    policy = MP_POLICIES[spec.policy]
+@functools.cache
+def parameter_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the names of the parameters, in the order of ``used_and_trainable``."""
+    return tuple(name for name, _ in build(spec, 0).named_parameters())
+
+
+def blocks_that_are_units(spec: ModelSpec) -> list[int]:
+    return [index for index, block in enumerate(spec.blocks) if block.unit]
+
+
+def shard(net: Net, spec: ModelSpec, case: Case, mesh: DeviceMesh, *, frozen_units: bool) -> Net:
+    """Call ``fully_shard`` as the specification says, inner modules first; and recompute activations where it says so.
+
+    Args:
+        frozen_units: whether frozen parameters are sharded over the node first.
+    """
+    net.checkpoints = True
+    if starts_on_meta(net, spec):
+        net = net.to("meta")
+    else:  # an extension must have values
+        _make_extensions(net, spec)
+    settings = {"mesh": mesh, "mp_policy": MP_POLICIES[spec.policy]}
+    units = [net.blocks[index] for index in blocks_that_are_units(spec)]
+    if frozen_units:
+        node_mesh = get_topology(case.ranks_per_node, "cpu").mesh["node"]
+        shard_frozen(net, units, node_mesh, param_dtype=MP_POLICIES[spec.policy].param_dtype)
+        settings["ignored_params"] = set(frozen_parameters(net))
     for block, block_spec in zip(net.blocks, spec.blocks, strict=True):
         if block_spec.recomputes:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if not block_spec.unit:
             continue
-        settings = {"mesh": mesh, "mp_policy": policy, "reshard_after_forward": block_spec.reshards}
         if block_spec.kind == "nested":
-            fully_shard(block.child, **settings)
-        fully_shard(block, **settings)
+            fully_shard(block.child, reshard_after_forward=block_spec.reshards, **settings)
+        fully_shard(block, reshard_after_forward=block_spec.reshards, **settings)
     if spec.ends == "unit":
-        fully_shard([net.first, net.last], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return fully_shard(net, mesh=mesh, mp_policy=policy, reshard_after_forward=spec.root_reshards)
+        fully_shard([net.first, net.last], reshard_after_forward=False, **settings)
+    fully_shard(net, reshard_after_forward=spec.root_reshards, **settings)
+    return net
+
+
+def starts_on_meta(net: Net, spec: ModelSpec) -> bool:
+    """Whether the model is sharded on the meta device. ``to_empty`` would part tied parameters, so none of those is."""
+    return bool(spec.meta) and len(list(net.parameters())) == len(list(net.named_parameters(remove_duplicate=False)))
+
+
+def leave_meta(net: Net, way: str, whole: Net, mesh: DeviceMesh) -> None:
+    """Give a sharded model on the meta device memory, and the values of the whole model."""
+    if way == "to_empty":
+        net.to_empty(device="cpu")
+    values = dict(whole.named_parameters())
+    for name, param in list(net.named_parameters()):
+        if way == "replaced":
+            new = nn.Parameter(torch.empty_like(param.detach(), device="cpu"), requires_grad=param.requires_grad)
+            put(net, name, new)
+            param = new
+        param.detach().to_local().copy_(rows_of(values[name].detach(), mesh.get_local_rank(), mesh.size()))
+
+
+def put(net: Net, name: str, param: nn.Parameter) -> None:
+    """Put a parameter in the place of another one."""
+    module, _, attribute = name.rpartition(".")
+    setattr(net.get_submodule(module), attribute, param)
+
+
+def _make_extensions(net: Net, spec: ModelSpec) -> None:
+    """Let one weight of a block gather itself."""
+    for block, block_spec in zip(net.blocks, spec.blocks, strict=True):
+        if block_spec.kind in EXTENSION_KINDS:
+            weight = block.up.weight
+            extension = Extension(weight.detach(), block_spec.kind)
+            block.up.weight = nn.Parameter(extension, requires_grad=weight.requires_grad)
 
 
 def _build_block(spec: BlockSpec, width: int) -> nn.Module:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from differential.cases import OptimizerSpec
+from differential.extension import local
 
 # AdamW divides by sqrt(v) + eps: with a large eps, gradients that differ by rounding give updates that differ by little.
 _ADAMW: dict[str, Any] = {"lr": 0.03, "eps": 1e-2, "weight_decay": 0.01}
@@ -53,7 +53,7 @@ class WritesMemory(WritesData):
     """Writes into the storage from outside of torch, as fused kernels that are called through ctypes do."""
 
     def update(self, param: torch.Tensor, lr: float) -> None:
-        memory, grad = (_local(tensor).detach().numpy() for tensor in (param, param.grad))
+        memory, grad = (local(tensor).numpy() for tensor in (param, param.grad))
         np.subtract(memory, lr * grad, out=memory)
 
 
@@ -70,7 +70,3 @@ class RaisesHalfway(torch.optim.Optimizer):
         if half:
             torch._foreach_add_(half, [param.grad for param in half], alpha=-self.param_groups[0]["lr"])
         raise ArithmeticError("an optimizer that fails halfway")
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -92,6 +92,13 @@ class DiesOnOneRank(Ours):
         return super().read_grads()
 
 
+class NoErrorWhereOneIsDue(Ours):
+    """Ranks that skip different layers train on as if nothing were wrong."""
+
+    def train_apart(self, data: int, model: int, rank: int, block: int, other: int | None) -> Observation:
+        return self.train(data, model % len(self.nets), None, 1, 1, False)
+
+
 class _Wrapped(AllGather):
     """A gather whose output is spoiled behind it."""
 
@@ -164,6 +171,7 @@ PLANTS: dict[str, type[Ours]] = {
         Hangs,
         RaisesOnOneRank,
         DiesOnOneRank,
+        NoErrorWhereOneIsDue,
         StaleGather,
         SwappedRanks,
     )

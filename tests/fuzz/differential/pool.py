@@ -22,11 +22,13 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from differential.compare import Difference
+from differential.hazards import Refusal, refusal
 from differential.rank import BETWEEN_CASES, SIDES, Job, Report, main
 
 # The fork server imports these once. Without the last three every rank would import them in its first case, which takes a
 # second of processor time each.
 PRELOAD = ["differential.rank", "torch._dynamo", "torch._inductor", "fsspec.core"]
+NOT_OF_STOCK = ("raises CrossedTwiceError",)
 VALUES = ("loss", "grad", "weight", "norm")
 START_S = 120.0
 SAMPLE_S = 0.25
@@ -43,7 +45,7 @@ class Symptom:
     """A failure of one side.
 
     Attributes:
-        kind: "loss", "grad", "weight" or "norm" (it differs from the oracle), "raises" and a type, "dies", "hang".
+        kind: "loss", "grad", "weight" or "norm" (it differs from the oracle), "raises" and a type, "dies", "hang", "silence".
         detail: for a person; it does not take part in comparisons of symptoms.
     """
 
@@ -84,6 +86,10 @@ class World:
     def run(self, job: Job) -> Outcome:
         """Run a case on all ranks. Where our side fails and stock was not run, or could not be, it runs alone behind it."""
         outcome = self._run(job)
+        awaited = refusal(job.case)
+        # Stock mixes gradients or hangs where an error is due, and it has no cross hops: neither excuses our side.
+        if (awaited is not None and awaited.is_due) or (outcome.ours is not None and outcome.ours.kind in NOT_OF_STOCK):
+            return outcome
         if outcome.ours is None or ("stock" in job.sides and outcome.ours.kind in VALUES):
             return outcome
         stock = self._run(dataclasses.replace(job, sides=("plain", "stock"), plant=None))
@@ -110,6 +116,9 @@ class World:
         reports = self._collect()
         if all(report is not None and report.error is None for report in reports):
             return Outcome(_symptom(reports, "ours"), _symptom(reports, "stock"))
+        if _all_refuse(reports, refusal(job.case)):
+            self.stop()
+            return Outcome()
         side, symptom = self._what_broke(reports)
         self.stop()
         return Outcome(**{"oracle" if side == "plain" else side: symptom})
@@ -183,6 +192,18 @@ class World:
             ours = [f"{os.path.basename(path)}:{line} {name}" for path, line, name in frames if "zeropp" in path]
             stacks[rank] = " < ".join(ours[:6]) or "?"
         return stacks
+
+
+def _all_refuse(reports: list[Report | None], awaited: Refusal | None) -> bool:
+    """Whether every rank raised where an error is right, and at least one of them with more than a lost connection."""
+    if awaited is None:
+        return False
+    errors = [report for report in reports if report is not None and report.error is not None and report.stood]
+    places = [report.stood for report in errors]
+    is_right = all(side == "ours" and awaited.first <= index <= awaited.last for side, index in places if side)
+    return (
+        len(errors) == len(reports) and is_right and any(not _OF_PEERS.search(str(each.error_kind)) for each in errors)
+    )
 
 
 def _wakings(pid: int) -> str | None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,16 +16,23 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from differential.cases import Case
-from differential.networks import Net, build, shard
+from differential.cases import Case, ModelSpec
+from differential.extension import local
+from differential.networks import Net, build, leave_meta, rows_of, run_models, shard, starts_on_meta
 from differential.sides import Observation, Side, step_and_drop
 from hf_zeropp import apply_zeropp, generation_mode
+from hf_zeropp.apply import ZeroPPHandle
+from hf_zeropp.traffic import REDUCE_CROSS, Bytes
 
 UNQUANTIZED = {"qwz_bits": None, "hpz_size": "node", "qgz_bits": None, "qgz_intra_bits": None}
 
 
 class Aborted(Exception):
     """Raised inside a backward pass, in place of an error such as running out of memory."""
+
+
+class CrossedTwiceError(Exception):
+    """Gradients crossed nodes more often than predicted. Their numbers may be right all the same."""
 
 
 class Stock(Side):
@@ -65,7 +74,8 @@ class Stock(Side):
 
     def edit_on_one_rank(self, route: str, param: int, rank: int, factor: float) -> Observation:
         if self.rank == rank % self.case.world:
-            ROUTES[route]([self.params[name] for name in self._chosen(param, 1)], factor)
+            names = [name for name in self._chosen(param, 1) if name not in self.on_node]
+            ROUTES[route]([self.params[name] for name in names], factor)
         return self.weights()
 
     def load(self, route: str) -> Observation:
@@ -90,16 +100,26 @@ class Stock(Side):
             net.load_state_dict(state)
 
     def _build_nets(self) -> list[Net]:
-        return [shard(build(spec, seed), spec, self.mesh) for seed, spec in enumerate(self.case.models)]
+        return [self._shard(build(spec, seed), spec) for seed, spec in enumerate(self.case.models)]
+
+    def _shard(self, net: Net, spec: ModelSpec) -> Net:
+        return shard(net, spec, self.case, self.mesh, frozen_units=False)
+
+    def _finish_models(self) -> None:
+        for seed, (net, spec) in enumerate(zip(self.nets, self.case.models, strict=True)):
+            if starts_on_meta(net, spec):
+                leave_meta(net, spec.meta, build(spec, seed), self.mesh)
 
     def _outputs(self, inputs: list[torch.Tensor | None], path: Sequence[int] | None) -> list[torch.Tensor]:
         if self.container is not None:
             return self.container(inputs, path)
-        return [net(x, path) for net, x in zip(self.nets, inputs, strict=True) if x is not None]
+        return run_models([functools.partial(net, path=path) for net in self.nets], inputs, self.case.chained)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(tensor, DTensor), type(tensor)
-        return tensor.detach().to_local()
+        if tensor.device_mesh.size() == self.case.world:
+            return local(tensor)
+        return rows_of(tensor.detach().full_tensor(), self.rank, self.case.world)  # sharded over the node
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -125,9 +145,36 @@ class Ours(Stock):
     """FSDP2 with ``apply_zeropp``."""
 
     def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
+        self.handles: list[ZeroPPHandle] = []
         super().__init__(case, rank, folder, mesh)
-        settings = UNQUANTIZED | dict(case.settings) | {"ranks_per_node": case.ranks_per_node}
+        self._apply()  # behind the optimizers, as Accelerate does it
+
+    def _finish_models(self) -> None:
+        if any(spec.meta for spec in self.case.models):
+            self._apply()  # a model on meta has no optimizer yet
+        super()._finish_models()
+
+    def _apply(self) -> None:
+        settings = UNQUANTIZED | dict(self.case.settings) | {"ranks_per_node": self.case.ranks_per_node}
         self.handles = [apply_zeropp(model, settings) for model in self._models()]
+
+    def _shard(self, net: Net, spec: ModelSpec) -> Net:
+        return shard(net, spec, self.case, self.mesh, frozen_units=spec.frozen_units and self.case.has_nodes)
+
+    def train(
+        self, data: int, which: int | None, path: Sequence[int] | None, forwards: int, backwards: int, input_grad: bool
+    ) -> Observation:
+        """Gradients must not cross nodes more often than predicted, which their numbers would not show."""
+        before = self._num_crossings()
+        seen = super().train(data, which, path, forwards, backwards, input_grad)
+        crossings = self._num_crossings() - before
+        expected = sum(handle.predict().get(REDUCE_CROSS, Bytes()).calls for handle in self.handles)
+        if path is None and forwards == backwards == 1 and crossings > expected:
+            raise CrossedTwiceError(f"{crossings} reductions crossed nodes in one backward pass, expected {expected}")
+        return seen
+
+    def _num_crossings(self) -> int:
+        return sum(handle.traffic.counts.get(REDUCE_CROSS, Bytes()).calls for handle in self.handles)
 
     def generate(self, data: int, which: int | None, times: int, budget: int) -> Observation:
         with contextlib.ExitStack() as stack:
@@ -138,7 +185,7 @@ class Ours(Stock):
     def set_last(self, last: bool) -> Observation:
         for handle in self.handles:
             handle.set_last_micro_step(last)
-        return {}
+        return super().set_last(last)
 
     def discard(self) -> None:
         for handle in self.handles:
@@ -177,13 +224,17 @@ def _each(change: Callable[[torch.Tensor, float], object]) -> Route:
 
 
 def _multiply_memory(param: torch.Tensor, factor: float) -> None:
-    memory = param.detach().to_local().numpy()
+    memory = local(param).numpy()
     np.multiply(memory, factor, out=memory)
 
 
 @torch.no_grad()
 def _multiply_foreach(params: list[torch.Tensor], factor: float) -> None:
-    torch._foreach_mul_(params, factor)
+    of_meshes = defaultdict(list)
+    for param in params:
+        of_meshes[param.device_mesh].append(param)
+    for together in of_meshes.values():
+        torch._foreach_mul_(together, factor)
 
 
 ROUTES: dict[str, Route] = {

@@ -10,6 +10,7 @@ while a unit is unsharded and its module shows other tensors.
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -19,16 +20,21 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from differential.cases import STATELESS, Case
-from differential.networks import MP_POLICIES, Container, Net, build
+from differential.networks import (
+    MP_POLICIES,
+    Container,
+    Net,
+    blocks_that_are_units,
+    build,
+    parameter_names,
+    put,
+    rows_of,
+    run_models,
+    used_and_trainable,
+)
 from differential.optimizers import RaisesHalfway, make_optimizer
 
 Observation = dict[str, Any]
-
-
-def rows_of(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """The rows of a full tensor that FSDP2 gives to ``rank``: none where there are too few."""
-    chunks = torch.chunk(tensor, world)
-    return chunks[rank] if rank < len(chunks) else tensor[:0]
 
 
 class Side(ABC):
@@ -39,6 +45,7 @@ class Side(ABC):
 
     Attributes:
         params: the parameters by name, as an optimizer holds them.
+        on_node: the names of those that ZeRO++ shards over the node.
     """
 
     def __init__(self, case: Case, rank: int, folder: str) -> None:
@@ -46,6 +53,8 @@ class Side(ABC):
         self.rank = rank
         self.folder = folder
         self.nets = self._build_nets()
+        self.container = Container(self.nets, case.chained) if case.joined else None
+        self._finish_models()
         self.params: dict[str, torch.Tensor] = {}
         self._first_name: dict[str, str] = {}  # of every name, for tied parameters the first
         for index, net in enumerate(self.nets):
@@ -53,7 +62,14 @@ class Side(ABC):
                 first = next((known for known, other in self.params.items() if other is param), f"{index}.{name}")
                 self._first_name[f"{index}.{name}"] = first
                 self.params[first] = param
-        self.container = Container(self.nets) if case.joined else None
+        self.on_node = {
+            f"{index}.{name}"
+            for index, spec in enumerate(case.models)
+            for name, (_, trains) in zip(parameter_names(spec), used_and_trainable(spec), strict=True)
+            if spec.frozen_units and case.has_nodes and not trains
+        }
+        self._has_run = False
+        self._is_last = True
         self.optimizers = [make_optimizer(spec, list(self.params.values())) for spec in case.optimizers]
         self._saved = {name: self._clone(param) for name, param in self.params.items()}
 
@@ -100,6 +116,25 @@ class Side(ABC):
         self._backward_with_steps(loss)
         return {"loss": loss.item(), **self.weights()}
 
+    def train_apart(self, data: int, model: int, rank: int, block: int, other: int | None) -> Observation:
+        """A micro-step of one model in which one rank skips a block that the others run and train.
+
+        The others skip the block ``other``, if that is another one, so that all ranks run as many.
+
+        It is a plain one where there is no such block, where gradients wait (they may not cross ranks), or on one node.
+        """
+        which = model % len(self.nets)
+        units = blocks_that_are_units(self.case.models[which])
+        path = list(range(len(self.nets[which].blocks)))
+        if units and self._is_last and self.case.has_nodes:
+            block = units[block % len(units)]
+            trains = (param.requires_grad for name, param in self.params.items() if is_used_in(name, which, block))
+            of_others = {units[other % len(units)]} - {block} if other is not None else set()
+            skipped = {block} if self.rank == rank % self.case.world else of_others
+            if any(trains):
+                path = [index for index in path if index not in skipped]
+        return self.train(data, which, path, 1, 1, False)
+
     @abstractmethod
     def abort(self, data: int, which: int | None) -> Observation:
         """A backward pass that raises halfway on all ranks, and what FSDP2 documents for the time after."""
@@ -108,6 +143,7 @@ class Side(ABC):
 
     def set_last(self, last: bool) -> Observation:
         """Tell ZeRO++ whether the coming micro-steps end an accumulation. Elsewhere it means nothing."""
+        self._is_last = last
         return {}
 
     def zero_grad(self, optimizer: int | None, keep: bool) -> None:
@@ -181,6 +217,21 @@ class Side(ABC):
         for name in self._chosen(param, count):
             self.params[name].requires_grad_(True)
 
+    def replace(self, param: int, count: int, factor: float) -> Observation:
+        """Put new parameters in the places of old ones, as loops do before training begins. Later it does nothing."""
+        if self._has_run:
+            return {}
+        for name in self._chosen(param, count):
+            old = self.params[name]
+            new = nn.Parameter(self._clone(old).mul_(factor), requires_grad=old.requires_grad)
+            self.params[name] = new
+            for place in (place for place, first in self._first_name.items() if first == name):
+                index, _, path = place.partition(".")
+                put(self.nets[int(index)], path, new)
+            for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+                group["params"] = [new if each is old else each for each in group["params"]]
+        return self.weights()
+
     @abstractmethod
     def edit(self, route: str, param: int, count: int, factor: float) -> Observation:
         """Multiply some parameters, through ``route``."""
@@ -219,6 +270,9 @@ class Side(ABC):
     @abstractmethod
     def _build_nets(self) -> list[Net]: ...
 
+    def _finish_models(self) -> None:  # noqa: B027 - the oracle has nothing to do
+        """Do what follows before anything holds the parameters."""
+
     @abstractmethod
     def _outputs(self, inputs: list[torch.Tensor | None], path: Sequence[int] | None) -> list[torch.Tensor]:
         """The outputs of the models that have an input."""
@@ -249,6 +303,7 @@ class Side(ABC):
         self, data: int, which: int | None, path: Sequence[int] | None = None, input_grad: bool = False
     ) -> torch.Tensor:
         """The sum of the models' losses for a batch that depends on ``data`` and on the rank."""
+        self._has_run = True
         inputs, targets = [], []
         for index, spec in enumerate(self.case.models):
             generator = torch.Generator().manual_seed(10_000 * data + 100 * index + self.rank)
@@ -316,7 +371,8 @@ class Plain(Side):
 
     def edit_on_one_rank(self, route: str, param: int, rank: int, factor: float) -> Observation:
         (name,) = self._chosen(param, 1)
-        self._rows_of_rank(self.params[name], rank).mul_(factor)
+        if name not in self.on_node:
+            self._rows_of_rank(self.params[name], rank).mul_(factor)
         return self.weights()
 
     def load(self, route: str) -> Observation:
@@ -327,8 +383,9 @@ class Plain(Side):
         return [build(spec, seed) for seed, spec in enumerate(self.case.models)]
 
     def _outputs(self, inputs: list[torch.Tensor | None], path: Sequence[int] | None) -> list[torch.Tensor]:
-        runs = zip(self.nets, self.case.models, inputs, strict=True)
-        return [_run(net, spec.policy, x, path) for net, spec, x in runs if x is not None]
+        nets = zip(self.nets, self.case.models, strict=True)
+        models = [functools.partial(_run, net, spec.policy, path) for net, spec in nets]
+        return run_models(models, inputs, self.case.chained)
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._rows_of_rank(tensor, self.rank)
@@ -384,7 +441,12 @@ class Plain(Side):
             self.scales[name] += scale
 
 
-def _run(net: Net, policy: str, x: torch.Tensor, path: Sequence[int] | None) -> torch.Tensor:
+def is_used_in(name: str, which: int, block: int) -> bool:
+    """Whether a parameter of this name belongs to that block, and every forward pass through the block uses it."""
+    return name.startswith(f"{which}.blocks.{block}.") and not name.endswith("idle")
+
+
+def _run(net: Net, policy: str, path: Sequence[int] | None, x: torch.Tensor) -> torch.Tensor:
     dtype = MP_POLICIES[policy].param_dtype
     if dtype is None:
         return net(x, path)
