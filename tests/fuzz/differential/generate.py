@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from differential.cases import (
@@ -52,7 +52,7 @@ def generate(seed: int, without: Collection[str] = NEVER) -> Case:
         ranks_per_node=ranks_per_node,
         joined=joined,
         chained=chained,
-        settings=tuple(sorted(_settings(rng, world, ranks_per_node).items())),
+        settings=tuple(sorted(_fitting(_settings(rng, world, ranks_per_node), models).items())),
         models=models,
         optimizers=_optimizers(rng),
     )
@@ -288,7 +288,8 @@ def _model(rng: random.Random, policy: str, without: Collection[str]) -> ModelSp
         policy=policy,
         root_reshards=_pick(rng, {None: 0.7, True: 0.2, False: 0.1}),
         meta=start if start in ("to_empty", "replaced") and "from meta" not in without else "",
-        frozen_units=start == "frozen units",
+        # FSDP2 cannot gather an extension over one rank, which a node may have.
+        frozen_units=start == "frozen units" and not any(block.kind in EXTENSION_KINDS for block in blocks),
         blocks=tuple(blocks),
     )
 
@@ -306,6 +307,14 @@ def _block(rng: random.Random, ends: str, without: Collection[str]) -> BlockSpec
         reentrant=rng.random() < 0.08 and ends != "none" and "reentrant" not in without,
         frozen=frozen,
     )
+
+
+def _fitting(settings: dict[str, Any], models: Sequence[ModelSpec]) -> dict[str, Any]:
+    """Leave out deltas where a parameter gathers itself: they are refused there."""
+    has_extension = any(block.kind in EXTENSION_KINDS for model in models for block in model.blocks)
+    if has_extension and settings.get("qwz_mode") in ("delta", "auto"):
+        return {name: value for name, value in settings.items() if name not in ("qwz_mode", "qwz_bits")}
+    return settings
 
 
 def _optimizers(rng: random.Random) -> tuple[OptimizerSpec, ...]:
