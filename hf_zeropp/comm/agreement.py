@@ -121,6 +121,14 @@ class Agreement:
         self._pending = Answer(self._channel.group, work, sent, received.numpy().reshape(self._num_ranks, -1), explain)
         return self._pending
 
+    def largest(self, values: bytes) -> bytes:
+        """Return the largest of each byte over all ranks, at once. Collective, with as many bytes on all ranks."""
+        self.settle()
+        sent = torch.frombuffer(bytearray(values * self._num_ranks), dtype=torch.uint8)
+        received = torch.empty_like(sent)
+        self._channel.start(received, sent).wait()
+        return received.numpy().reshape(self._num_ranks, -1).max(axis=0).tobytes()
+
     def settle(self) -> None:
         """Wait for an exchange that was asked and not looked at yet, so that exchanges keep one order on all ranks."""
         pending, self._pending = self._pending, None

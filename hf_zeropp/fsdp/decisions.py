@@ -9,11 +9,12 @@ Four moments need an agreement (comm/agreement.py). The first three choose colle
   model computes; its answer is needed when the first cross hop is about to start.
 - *Somebody needs gradients that are pending* (pending.py): an optimizer's step, gradient clipping, a look at ``.grad``. Every
   rank states for which units.
-- *The backward pass of the last micro-step ends.* The answer is looked at before an optimizer steps.
+- *The backward pass of the last micro-step ends.* Every rank states in which units other gradients are missing than before. A
+  gradient that exists on any rank then exists on all (withheld.py).
 
-With each statement go facts that would make ranks run different collectives later: frozen parameters, dtypes, parameters that got
-a gradient on some ranks only, reductions that a backward pass left when it raised. And it says what the rank ran since the last
-statement ([Note: what ran]). If ranks differ, all of them raise the same error, which names unit and ranks.
+With each statement go facts that would make ranks run different collectives later: frozen parameters, dtypes, reductions that a
+backward pass left when it raised. And it says what the rank ran since the last statement ([Note: what ran]). If ranks differ, all
+of them raise the same error, which names unit and ranks.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from hf_zeropp.fsdp.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.withheld import give_everywhere
 from hf_zeropp.traffic import Traffic
 
 # [Note: what ran]
@@ -274,8 +276,11 @@ class Decisions:
         # what they owe, the question of one meets another question of the others, and all of them raise.
         if any(reduce.owes for reduce in self.reduces):
             action = "complete accumulated gradients for a look at them or for an optimizer's step"
-            self._ask_debts(Moment.DELIVER, action).confirm()
+            changed = self._ask_debts(Moment.DELIVER, action, flags=self._changed_gradients()).largest()
             self._finish_reductions()
+            for reduce in self.reduces:
+                reduce.deliver()
+            self._give_withheld(changed)
         for reduce in self.reduces:
             reduce.deliver()
 
@@ -295,20 +300,29 @@ class Decisions:
 
     def _end_backward(self) -> None:
         self.confirm_micro_step()
+        answer = None
         if self._micro_steps.is_last_now:
-            # Ranks compare what they reduced. This travels beside the hops that are still under way, and an optimizer's step
-            # looks at the answer. After another micro-step the next forward pass asks, long before a step.
+            # Ranks compare what they reduced, and which gradients exist. This travels beside the hops that are still under way.
+            # After another micro-step the next forward pass asks, long before a step.
             facts = [0] * len(self._gathers)
             statement = self._statement("end a backward pass of the last micro-step", lambda index: "")
-            self._ask(Moment.END, 0, facts, facts, statement)
+            answer = self._ask(Moment.END, 0, facts, self._changed_gradients(), statement)
         self._finish_reductions()
         for reduce in self.reduces:
             # After the last micro-step this also settles units that took no part in it. After another one it only
             # takes the wrappers off gradients that are complete; what is owed stays for the next micro-step.
             if self._micro_steps.is_last_now or not reduce.owes:
                 reduce.deliver()
+        if answer is not None:
+            self._give_withheld(answer.largest())
         if self._beside is not None:
             self._beside.reductions.finish()
+
+    def _changed_gradients(self) -> list[int]:
+        return [int(reduce.withheld.has_changed()) for reduce in self.reduces]
+
+    def _give_withheld(self, changed: bytes) -> None:
+        give_everywhere([reduce.withheld for reduce in self.reduces], changed, self._agreement)
 
     def _finish_reductions(self) -> None:
         """Finish the reductions under way, also those that a backward pass left when it raised.
@@ -327,12 +341,12 @@ class Decisions:
 
     # Statements.
 
-    def _ask_debts(self, moment: Moment, action: str, *, detail: int = 0) -> Answer:
+    def _ask_debts(self, moment: Moment, action: str, *, detail: int = 0, flags: Sequence[int] = ()) -> Answer:
         # The debts are read once, for the bytes and for the words: an answer is waited for later, when this pass has
         # changed them.
         owes = [reduce.owes for reduce in self.reduces]
         statement = self._statement(action, lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients")
-        return self._ask(moment, detail, list(map(int, owes)), [Change.NONE] * len(self._gathers), statement)
+        return self._ask(moment, detail, list(map(int, owes)), flags or [0] * len(self._gathers), statement)
 
     def _ask(
         self,
@@ -354,7 +368,7 @@ class Decisions:
 
     def _structure(self, index: int) -> tuple[object, ...]:
         # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
-        return self._gathers[index].unit.structure(), self.reduces[index].without_gradient
+        return self._gathers[index].unit.structure()
 
     def _thawed(self) -> tuple[str, ...]:
         return tuple(name for gather in self._frozen for name in gather.thawed())
@@ -372,7 +386,7 @@ class Decisions:
         return make
 
     def _describe_structure(self, index: int) -> str:
-        unit, reduce = self._gathers[index].unit, self.reduces[index]
+        unit = self._gathers[index].unit
         shards = zip(unit.param_shards(), unit.params, strict=True)
         frozen = [shard.name for shard, param in shards if not param.requires_grad]
         dtypes = sorted({str(param.dtype) for param in unit.params})
@@ -381,9 +395,7 @@ class Decisions:
         said += f", some gradients in {', '.join(grad_dtypes)}" if grad_dtypes else ""
         said += ", with hooks on its gradients" if unit.shows_reduced_output else ""
         factor = unit.gradient_divide_factor
-        said += "" if factor is None else f", gradients divided by {factor}"
-        missing = reduce.without_gradient
-        return said + (f", no gradient for {', '.join(missing)} in the last backward pass" if missing else "")
+        return said + ("" if factor is None else f", gradients divided by {factor}")
 
 
 # Structures rarely change, and a digest for each unit is needed at every forward pass. It is no ``hash``: Python

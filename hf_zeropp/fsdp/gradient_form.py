@@ -108,12 +108,14 @@ class Partial:
     Attributes:
         sums: fp32 [Y, S]; bf16 with ``qgz_accumulator="bfloat16"``.
         form: how they travel.
+        others: the parameters that got no gradient on this rank so far. Their sums come from other ranks.
         written: recorded when they were written, on FSDP2's reduce-scatter stream. The next reduction runs on that stream too;
             a delivery for an optimizer's step runs on another one, and waits for it. None on CPU.
     """
 
     sums: torch.Tensor
     form: Form
+    others: frozenset[DTensor]
     written: torch.Event | None
 
 

@@ -24,6 +24,7 @@ from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.pending import PendingGradients
 from hf_zeropp.fsdp.predictions import reduce_bytes
 from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
+from hf_zeropp.fsdp.withheld import WithheldGradients
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic
 
@@ -76,7 +77,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     Attributes:
         pending: the gradients that wait for a result.
-        without_gradient: names of the trainable parameters that got no gradient in the last reduction.
+        withheld: what was reduced for parameters without a gradient on this rank.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self.unit = unit
         self.hops = hops
         self.pending = PendingGradients(unit, coordinator.deliver)
-        self.without_gradient: tuple[str, ...] = ()
+        self.withheld = WithheldGradients(unit)
         self._traffic = traffic
         self._warnings = warnings
         self._micro_steps = micro_steps
@@ -122,12 +123,13 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
         self._begin()
         parts = self.unit.reduced_shards()
-        self.without_gradient = tuple([one.shard.name for one in parts if not one.has_gradient])
+        missing = frozenset([one.param for one in parts if not one.has_gradient])
+        self.withheld.is_complete = not missing
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_unquantized(output_tensor, input_tensor, group, op, async_op)
         # FSDP2 of torch 2.15 chooses its dtype from the gradients that there are. Where some are missing, other ranks may have
         # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
-        dtype = self.unit.reduce_dtype if self.without_gradient else input_tensor.dtype
+        dtype = self.unit.reduce_dtype if missing else input_tensor.dtype
         scale, divisor = scale_of(op, group.size()), self.unit.divisor_after_reduce(dtype)
         form = self._forms.of(parts, dtype, scale, divisor, quantizes=self._micro_steps.quantizes)
         # The parameters that train, their dtype, or what gradients are divided by changed between micro-steps. Sums of another
@@ -144,7 +146,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
         # This line can go when torch 2.15, whose FSDP2 keeps it itself, is the oldest version.
         self._shown_output = output_tensor if shows_output else None
-        reduction = UnitReduction(self, form, crosses)
+        reduction = UnitReduction(self, form, missing, crosses)
         if self._pipeline is not None and not shows_output:
             self._submit(reduction, full, self._pipeline)
             output_tensor.zero_()
@@ -164,11 +166,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self._coordinator.confirm_micro_step()
         reduction.start(full)
         if not crosses:
-            self.keep_sums(reduction.flight, reduction.form)
+            self.keep_sums(reduction)
             output.zero_()
             return
         self._adds_zeros = False
-        reduction.flight = self.send_sums(reduction.flight, reduction.form)
+        self.send_sums(reduction)
         if self._behind is not None and not self.unit.shows_reduced_output:
             self._crossing = reduction
         else:
@@ -190,6 +192,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """FSDP2 is about to add to ``.grad``: give it plain tensors, and forget contributions to gradients that are gone."""
         self.pending.make_way(frozenset(one.param for one in self.unit.reduced_shards() if one.has_gradient))
         self._drop_unwanted()
+        self.withheld.forget_unwanted()
         self._adds_zeros = True
 
     def after_post_backward(self) -> None:
@@ -228,7 +231,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if partial is not None:
             if partial.written is not None:
                 torch.accelerator.current_stream().wait_event(partial.written)
-            self.add_to_grads(self.hops.start_across(partial.sums, partial.form.layouts), partial.form)
+            flight = self.hops.start_across(partial.sums, partial.form.layouts)
+            self.add_to_grads(flight, partial.form, partial.others)
         if not self._has_unfinished:
             self.pending.clear()
 
@@ -247,21 +251,28 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._num_under_way += 1
         pipeline.submit(reduction)
 
-    def keep_sums(self, flight: Flight, form: Form) -> None:
+    def keep_sums(self, reduction: UnitReduction) -> None:
         """Finish the node hop of a micro-step that is not the last, and keep the node's sums."""
-        sums = self.hops.accumulate(flight, form.layouts, None if self._partial is None else self._partial.sums)
-        self._partial = Partial(sums, form, record_event(sums.device))
+        others, earlier = self._others_of(reduction), None if self._partial is None else self._partial.sums
+        sums = self.hops.accumulate(reduction.flight, reduction.form.layouts, earlier)
+        self._partial = Partial(sums, reduction.form, others, record_event(sums.device))
 
-    def send_sums(self, flight: Flight, form: Form) -> Flight:
+    def send_sums(self, reduction: UnitReduction) -> None:
         """Finish the node hop of the last micro-step, and start the cross hop with all that was accumulated."""
+        reduction.others = self._others_of(reduction)
         partial, self._partial = self._partial, None
-        return self.hops.cross_over(flight, form.layouts, None if partial is None else partial.sums)
+        sums = None if partial is None else partial.sums
+        reduction.flight = self.hops.cross_over(reduction.flight, reduction.form.layouts, sums)
 
-    def add_to_grads(self, flight: Flight, form: Form) -> None:
+    def _others_of(self, reduction: UnitReduction) -> frozenset[DTensor]:
+        """Return the parameters without a gradient on this rank in the reduction, and in what was accumulated before it."""
+        return reduction.others if self._partial is None else reduction.others & self._partial.others
+
+    def add_to_grads(self, flight: Flight, form: Form, others: frozenset[DTensor]) -> None:
         """Finish the cross hop after FSDP2 took zeros for its output, and do what FSDP2 does with an output."""
         reduced = self._finish(flight, form)
         # FSDP2 divides its output after a reduction where it asked for sums. It divided zeros, and not this sum.
-        self._add(form.divide(reduced), form, {column.param for column in form.columns})
+        self._add(form.divide(reduced), form, {column.param for column in form.columns}, others)
 
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
@@ -328,27 +339,30 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self.hops.finish(flight, form.layouts, output, form.scale)
             return
         reduced, start = self._finish(flight, form), 0
-        others = set()
+        absent = set()
         for column, part in zip(form.columns, self.unit.reduced_shards(), strict=True):
             if part.has_gradient:
                 output[start : start + column.shard.padded_numel].copy_(column.of(reduced))
                 start += column.shard.padded_numel
             else:
-                others.add(column.param)
-        self._add(form.divide(reduced), form, others)
+                absent.add(column.param)
+        self._add(form.divide(reduced), form, absent, reduction.others)
 
-    def _add(self, reduced: torch.Tensor, form: Form, params: set[DTensor]) -> None:
+    def _add(self, reduced: torch.Tensor, form: Form, params: set[DTensor], others: frozenset[DTensor]) -> None:
         for column in form.columns:
-            grad = column.param.grad
-            # A parameter without ``.grad`` here got no gradient on this rank, or its gradient was cleared since.
-            # FSDP2 leaves the first at None, and the second must not come back.
-            if column.param in params and isinstance(grad, DTensor) and self.pending.waits(column.param):
-                target = self.pending.plain_of(column.param)
-                # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
-                result = column.of(reduced)[: column.shard.numel].view(target.shape)
+            param = column.param
+            if param not in params:
+                continue
+            # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
+            result = column.of(reduced)[: column.shard.numel]
+            if isinstance(param.grad, DTensor) and self.pending.waits(param):
+                target = self.pending.plain_of(param)
                 if target.device != result.device:
                     _wait_for_offloaded_gradients()
-                target += result.to(target)
+                target += result.view(target.shape).to(target)
+            elif param in others:
+                self.withheld.keep(param, result)
+            # Otherwise the gradient was cleared since, and must not come back.
 
     def _drop_unwanted(self) -> None:
         """Take the contributions to gradients that were zeroed, set to None or replaced out of the partial."""
@@ -361,7 +375,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             return
         slices = self._partial.sums.view(-1, self._partial.form.layouts.node_hop.numel)
         for column in unwanted:
-            column.of(slices).zero_()
+            if column.param not in self._partial.others:
+                column.of(slices).zero_()
 
     def _reduce_unquantized(
         self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
@@ -379,11 +394,13 @@ class UnitReduction:
     Args:
         comm: the unit's comm object.
         form: how its gradients travel.
+        missing: the parameters without a gradient on this rank.
         crosses: whether the cross hop follows the node hop: on the last micro-step.
     """
 
-    def __init__(self, comm: ZeroPPReduceScatter, form: Form, crosses: bool) -> None:
+    def __init__(self, comm: ZeroPPReduceScatter, form: Form, missing: frozenset[DTensor], crosses: bool) -> None:
         self.form = form
+        self.others = missing  # and later, without those that got one in an earlier micro-step
         self.flight: Flight  # set by ``start``
         self._comm = comm
         self._crosses = crosses
@@ -403,10 +420,10 @@ class UnitReduction:
         try:
             self._comm.confirm_micro_step()
             if self._crosses:
-                self.flight = self._comm.send_sums(self.flight, self.form)
+                self._comm.send_sums(self)
                 is_crossing = True
             else:
-                self._comm.keep_sums(self.flight, self.form)
+                self._comm.keep_sums(self)
         finally:
             # One that raised has left the pipeline as well, and must not count as under way for ever.
             if not is_crossing:
@@ -416,7 +433,7 @@ class UnitReduction:
     def arrive(self) -> None:
         """Finish the cross hop and add the result to ``.grad``."""
         try:
-            self._comm.add_to_grads(self.flight, self.form)
+            self._comm.add_to_grads(self.flight, self.form, self.others)
         finally:
             self._comm.ended()
 

@@ -314,7 +314,7 @@ class Unit:
         _, divisor, _, _ = _get_gradient_divide_factors(
             group._reduce_scatter_process_group, None, dtype, group.device.type, factor, sums
         )
-        return 1.0 if divisor is None else float(divisor)
+        return 1.0 if divisor is None else divisor
 
     @property
     def gradient_divide_factor(self) -> float | None:

@@ -1,0 +1,216 @@
+"""Parameters that get a gradient on some ranks only: experts as modules, of which every rank uses others.
+
+Two nodes of two ranks; every scenario with overlapping and with blocking communication. The oracle is an unsharded model, whose
+gradients are the mean over ranks, with zeros where a rank has none.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness import Scenarios
+from torch.distributed.fsdp import fully_shard
+from toy import EXACT, full, full_gradients, full_weights
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp
+
+UNQUANTIZED = EXACT | {"hpz_size": "node"}
+NUM_EXPERTS, WIDTH = 6, 12
+
+
+class Experts(nn.Module):
+    """A layer that adds up the outputs of the experts that it is told to use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(WIDTH, WIDTH)
+        self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_EXPERTS))
+        self.used: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.shared(x) + sum(self.experts[index](x).tanh() for index in self.used)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Experts() for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for layer in self.layers:
+            layer.used = used
+            x = x + layer(x)
+        return self.head(x)
+
+
+def make() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def sharded(overlap: bool, **settings) -> tuple[Model, ZeroPPHandle]:
+    model = make()
+    for module in (*model.layers, model):
+        fully_shard(module)
+    return model, apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap} | UNQUANTIZED | settings)
+
+
+def used_by(rank: int, step: int) -> list[int]:
+    """Return the experts that a rank uses: one of its own, one that changes, and never the last."""
+    return sorted({rank, (rank + step) % (NUM_EXPERTS - 1)})
+
+
+def loss_of(model: nn.Module, rank: int, step: int, used: list[int]) -> torch.Tensor:
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x, used).square().mean()
+
+
+class Oracle:
+    """The unsharded model on this rank, with the gradients of all ranks."""
+
+    def __init__(self, rank: int) -> None:
+        self.model, self.rank = make(), rank
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+
+    def backward(self, step: int, used: list[int]) -> None:
+        before = {name: param.grad for name, param in self.model.named_parameters()}
+        self.model.zero_grad()
+        loss_of(self.model, self.rank, step, used).backward()
+        for name, param in self.model.named_parameters():
+            exists = torch.tensor(float(param.grad is not None))
+            dist.all_reduce(exists)
+            mean = torch.zeros_like(param) if param.grad is None else param.grad
+            dist.all_reduce(mean, dist.ReduceOp.AVG)
+            earlier = before[name]
+            param.grad = (mean if earlier is None else earlier + mean) if exists else earlier
+
+
+def check_gradients(model: nn.Module, oracle: Oracle) -> None:
+    ours = full_gradients(model)
+    expected = {name: param.grad for name, param in oracle.model.named_parameters() if param.grad is not None}
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def clipped_steps(rank: int, overlap: bool) -> None:
+    """AdamW steps behind a clipping of norms, as the unsharded model takes them."""
+    (model, _), oracle = sharded(overlap), Oracle(rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        loss_of(model, rank, step, used_by(rank, step)).backward()
+        oracle.backward(step, used_by(rank, step))
+        check_gradients(model, oracle)
+        norms = [nn.utils.clip_grad_norm_(one.parameters(), 0.1) for one in (model, oracle.model)]
+        torch.testing.assert_close(full(norms[0]), norms[1], rtol=1e-4, atol=1e-6)
+        for one in (optimizer, oracle.optimizer):
+            one.step()
+            one.zero_grad()
+    for name, weight in full_weights(model).items():
+        torch.testing.assert_close(weight, oracle.model.get_parameter(name).detach(), rtol=1e-3, atol=1e-5, msg=name)
+
+
+def accumulated(rank: int, overlap: bool) -> None:
+    """A gradient of rank 0 in one micro-step, of rank 1 in the next one, and of both in two."""
+    for uses in (((0,), (1,)), ((0, 1), (1,), (1, 2)), ((3,), (), (3,))):
+        for zeroes in (True, False):
+            (model, handle), oracle = sharded(overlap), Oracle(rank)
+            for repetition in range(2):
+                for step, ranks in enumerate(uses):
+                    handle.set_last_micro_step(step == len(uses) - 1)
+                    used = [4] if rank in ranks else [rank % 3]
+                    loss_of(model, rank, 10 * repetition + step, used).backward()
+                    oracle.backward(10 * repetition + step, used)
+                check_gradients(model, oracle)
+                if zeroes:
+                    model.zero_grad()
+                    oracle.model.zero_grad()
+
+
+def a_look_between_micro_steps(rank: int, overlap: bool) -> None:
+    """The last micro-step never comes, or comes behind a look."""
+    for last in (True, False):
+        (model, handle), oracle = sharded(overlap), Oracle(rank)
+        for step in range(3):
+            handle.set_last_micro_step(last and step == 2)
+            loss_of(model, rank, step, used_by(rank, step)).backward()
+            oracle.backward(step, used_by(rank, step))
+            if step == 1:
+                check_gradients(model, oracle)
+        check_gradients(model, oracle)
+
+
+def gradients_cleared_between_micro_steps(rank: int, overlap: bool) -> None:
+    """What other ranks contributed before does not come back."""
+    (model, handle), oracle = sharded(overlap), Oracle(rank)
+    for step in range(3):
+        handle.set_last_micro_step(step == 2)
+        if step == 1:
+            model.zero_grad()
+        loss_of(model, rank, step, used_by(rank, step)).backward()
+        if step > 0:
+            oracle.backward(step, used_by(rank, step))
+    check_gradients(model, oracle)
+
+
+def hooks_on_gradients(rank: int, overlap: bool) -> None:
+    """Units with hooks cross nodes at every micro-step."""
+    (model, handle), oracle = sharded(overlap), Oracle(rank)
+    for param in model.layers[1].parameters():
+        param.register_post_accumulate_grad_hook(lambda param: None)
+    for step in range(3):
+        handle.set_last_micro_step(step == 2)
+        loss_of(model, rank, step, used_by(rank, step)).backward()
+        oracle.backward(step, used_by(rank, step))
+    check_gradients(model, oracle)
+
+
+def exchanges(rank: int, overlap: bool) -> None:
+    """Ranks tell each other of missing gradients where they change, and not where none, or the same, are missing."""
+    model, handle = sharded(overlap)
+    agreement, calls = handle._decisions._agreement, []
+    largest = agreement.largest
+    agreement.largest = lambda values: calls.append(len(values)) or largest(values)
+
+    def step(used: list[int]) -> int:
+        calls.clear()
+        loss_of(model, rank, 0, used).backward()
+        model.zero_grad()
+        return len(calls)
+
+    assert [step(list(range(NUM_EXPERTS))) for _ in range(2)] == [0, 0]
+    assert [step([rank]) for _ in range(3)] == [1, 0, 0]
+    assert [step([0]) for _ in range(3)] == [1, 0, 0]
+
+
+def quantized(rank: int, overlap: bool) -> None:
+    """With the default settings gradients exist on all ranks, and are near the mean."""
+    (model, _), oracle = sharded(overlap, qgz_bits=8, qgz_intra_bits=8), Oracle(rank)
+    loss_of(model, rank, 0, used_by(rank, 0)).backward()
+    oracle.backward(0, used_by(rank, 0))
+    ours = full_gradients(model)
+    for name, param in oracle.model.named_parameters():
+        assert (name in ours) == (param.grad is not None), name
+        if param.grad is not None:
+            torch.testing.assert_close(ours[name], param.grad, rtol=0, atol=0.02 * param.grad.abs().max().item() + 1e-7)
+
+
+SCENARIOS = [
+    clipped_steps,
+    accumulated,
+    a_look_between_micro_steps,
+    gradients_cleared_between_micro_steps,
+    hooks_on_gradients,
+    exchanges,
+    quantized,
+]
+WAYS = {"overlap": Scenarios(4, SCENARIOS, True), "blocking": Scenarios(4, SCENARIOS, False)}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+def test_gradients_of_experts(scenario, way):
+    WAYS[way].check(scenario)
