@@ -298,8 +298,12 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Return the bytes of one optimizer step of ``micro_steps`` backward passes."""
         if not self.unit.trainable:
             return {}
-        node, cross = self.hops.node_hop, self.hops.cross_hop
-        layouts = self.layouts(self.unit.reduce_dtype)
+        dtype, node, cross = self.unit.reduce_dtype, self.hops.node_hop, self.hops.cross_hop
+        if dtype not in FLOAT_DTYPES:  # FSDP2 reduces it
+            output = sum(shard.padded_numel for shard in self.unit.param_shards(trainable_only=True)) * dtype.itemsize
+            peers = Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
+            return {FSDP2_REDUCE: peers.bytes_of(output).times(micro_steps)}
+        layouts = self.layouts(dtype)
         # A hook that looks at the unit's gradients lets them cross at every micro-step.
         crossings = micro_steps if self.unit.shows_reduced_output else 1
         predicted = reduce_bytes(

@@ -37,6 +37,7 @@ from toy import (
 )
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp.traffic import FSDP2_REDUCE
 
 REDUCTION = Reduction(node_bits=8, cross_bits=4, ranks_per_node=2)
 
@@ -272,6 +273,8 @@ def double_precision_is_fsdp2s_own(rank: int, overlap: bool) -> None:
         handle.set_last_micro_step(step == 1)
         backward(model, rank, step)
     check_gradients(model, reference, rank, Reduction(None, None, 2, torch.float64), steps=(0, 1))
+    counted, predicted = handle.traffic.counts[FSDP2_REDUCE], handle.predict(2)[FSDP2_REDUCE]
+    assert (counted.calls, counted.cross_node) == (predicted.calls, predicted.cross_node)
 
 
 def backward_that_raised(rank: int, overlap: bool) -> None:
