@@ -220,6 +220,9 @@ class Decisions:
         # unfinished reductions, and finishing one runs collectives.
         largest = self._ask(moment, detail, facts, changes, self._statement(action, self._describe_structure)).largest()
         self._finish_reductions()
+        for frozen in self._frozen:
+            if frozen.unit.shard_group.size() == 1:  # FSDP2 calls no gather there that could refuse
+                frozen.refuse_thawed()
         for gather, asked, change in zip(self._gathers, asks, largest, strict=True):
             if asked:
                 gather.agree(Change(change))

@@ -47,14 +47,23 @@ class FrozenGather(CountedAllGather):
         Raises:
             ValueError: a weight of the unit was made trainable. Ranks agreed on which before (``decisions.py``).
         """
+        self.refuse_thawed()
+        return super().__call__(output_tensor, input_tensor, group, async_op)
+
+    def refuse_thawed(self) -> None:
+        """Assert that no weight of the unit was made trainable.
+
+        Raises:
+            ValueError: one was.
+        """
         if thawed := list(self.thawed()):
+            size = self.unit.shard_group.size()
             raise ValueError(
                 f"{', '.join(thawed)} was made trainable after the model was prepared (rank {dist.get_rank()}). It was frozen "
-                f"then, and is sharded over the {group.size()} ranks of a node: gradients would be averaged over the node alone, "
+                f"then, and is sharded over the ranks of a node ({size}): gradients would be averaged over the node alone, "
                 "and nodes would train different copies. Set requires_grad before `prepare` (or shard_frozen). To unfreeze "
                 "later, save the model, load it anew, set requires_grad, and prepare that."
             )
-        return super().__call__(output_tensor, input_tensor, group, async_op)
 
     def thawed(self) -> Iterator[str]:
         """Iterate over the names of the unit's parameters that are trainable now."""

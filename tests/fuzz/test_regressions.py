@@ -14,9 +14,7 @@ from differential.rank import Job
 
 FOLDER = Path(__file__).parent / "regressions"
 # What is wrong still, and why. The marks are strict: they go when the package is right.
-STILL_WRONG: dict[str, str] = {
-    "thawed/on_nodes_of_one_rank": "FSDP2 gathers nothing over one rank, so the gather that refuses a thawed weight does not run",
-}
+STILL_WRONG: dict[str, str] = {}
 
 
 def programs() -> list:
