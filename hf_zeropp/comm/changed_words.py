@@ -43,12 +43,16 @@ class Changes:
         sizes: the sizes of all ranks of the cross group in group order, int64 [Y], where the wire lies. None until ranks have
             exchanged them.
         row_bytes: the largest of them.
+        failed: what ``apply`` returned at the crossing before; None where that cannot have failed.
+        failed_on: the ranks, in group order, on which it has failed. Known with the sizes.
     """
 
     wire: torch.Tensor
     size: torch.Tensor
     sizes: torch.Tensor | None = None
     row_bytes: int = 0
+    failed: torch.Tensor | None = None
+    failed_on: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass
@@ -86,13 +90,24 @@ def encode(words: torch.Tensor, base: torch.Tensor, buffers: WireBuffers) -> Cha
 
 def exchange_sizes(changes: Sequence[Changes], hop: Hop, buffers: WireBuffers) -> None:
     """Tell each rank of ``hop`` the sizes of all wires. ``changes`` are those of the same units on every rank, in one order."""
-    own = torch.cat([change.size for change in changes])
+    own = torch.cat([_flagged(change) for change in changes])
     received = own.new_empty(hop.size * own.numel())
     # A blocking hop: nothing can be sent before the sizes are known.
     Flight(received, hop.all_gather(received.view(torch.uint8), own.view(torch.uint8))).land(buffers)
     by_unit = received.view(hop.size, -1).t().contiguous()
-    for change, sizes, largest in zip(changes, by_unit, by_unit.amax(1).tolist(), strict=True):
-        change.sizes, change.row_bytes = sizes, largest
+    flags = by_unit < 0
+    by_unit = torch.where(flags, ~by_unit, by_unit)
+    # One tensor is read, as the host waits for it.
+    told = torch.stack([by_unit, flags.long()]).tolist()
+    for change, sizes, numbers, failed in zip(changes, by_unit, *told, strict=True):
+        change.sizes, change.row_bytes = sizes, max(numbers)
+        change.failed_on = tuple(rank for rank, flag in enumerate(failed) if flag)
+
+
+def _flagged(change: Changes) -> torch.Tensor:
+    """Return the size, as its complement (which is negative) if words of the crossing before were not applied here."""
+    # A GPU finds a damaged wire when the host has gone on. This exchange is the next occasion on which the host waits anyway.
+    return change.size if change.failed is None else torch.where(change.failed.any(), ~change.size, change.size)
 
 
 def start(changes: Changes, hop: Hop, buffers: WireBuffers) -> ChangesFlight:
@@ -108,8 +123,11 @@ def start(changes: Changes, hop: Hop, buffers: WireBuffers) -> ChangesFlight:
     return ChangesFlight(received, hop.all_gather(received, wire[:row_bytes]), (wire,), changes)
 
 
-def apply(flight: ChangesFlight, copies: torch.Tensor, buffers: WireBuffers) -> None:
+def apply(flight: ChangesFlight, copies: torch.Tensor, buffers: WireBuffers) -> torch.Tensor:
     """Bring ``copies``, uint8, the slices of the cross group in group order, up to date with what a landed hop received.
+
+    Returns:
+        int64 [Y]: 0 for a slice that is up to date. Others are damaged, and the ranks hear of it with the next sizes.
 
     Raises:
         ValueError: a wire is damaged (on a CPU, where looking costs nothing).
@@ -118,5 +136,6 @@ def apply(flight: ChangesFlight, copies: torch.Tensor, buffers: WireBuffers) -> 
     sizes = flight.changes.sizes
     offsets = torch.arange(sizes.numel(), device=sizes.device) * flight.changes.row_bytes
     # Every rank of the cross group applies the same bytes to the same slice, the sender included, so copies stay equal.
-    ops.apply_changes(flight.received, sizes, copies, offsets)
+    failed = ops.apply_changes(flight.received, sizes, copies, offsets)
     buffers.give(flight.received)
+    return failed

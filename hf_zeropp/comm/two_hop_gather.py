@@ -44,10 +44,12 @@ class Secondary:
         own: the slices of this rank's cross group in node order, uint8 [Y * B].
         shared: the secondary shards of all ranks of the node, uint8 [N * Y * B], in memory that they share. ``own`` is a
             part of it. None where the ranks share no memory.
+        failed: what ``changed_words.apply`` returned at the last crossing. None after whole weights.
     """
 
     own: torch.Tensor
     shared: torch.Tensor | None = None
+    failed: torch.Tensor | None = None
 
 
 class DeltaFlight(Flight):
@@ -114,6 +116,7 @@ class TwoHopGather:
         hop = self.cross_hop if layouts.replaces_copies else self.resync_hop
         wire = self._buffers.take(layouts.kept.nbytes, shard.device)
         ops.quantize(shard, layouts.kept, out=wire)
+        secondary.failed = None
         return Flight(secondary.own, hop.all_gather(secondary.own, wire), sent=(wire,))
 
     # [Note: segments where they lie]
@@ -161,6 +164,7 @@ class TwoHopGather:
             for shard, (here, layout) in zip(shards, layouts.kept.alone, strict=True):
                 ops.quantize(shard, layout, out=words[here])
         changes = changed_words.encode(words, own_slice, self._buffers)
+        changes.failed = secondary.failed
         self._buffers.give(words)
         return changes
 
@@ -196,7 +200,7 @@ class TwoHopGather:
         received = flight.land(self._buffers)
         if isinstance(flight, ChangesFlight):
             self._wait_for_node(secondary)  # as with deltas
-            changed_words.apply(flight, secondary.own, self._buffers)
+            secondary.failed = changed_words.apply(flight, secondary.own, self._buffers)
         if isinstance(flight, DeltaFlight):
             assert layouts.delta is not None
             # Deltas are added in place, so a slower rank of the node must have read the last weights before (as in

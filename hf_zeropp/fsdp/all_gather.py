@@ -8,6 +8,7 @@ decisions.py how ranks agree on it. On CPU the cross hop is started for all stal
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -25,6 +26,8 @@ from hf_zeropp.fsdp.secondary_check import CheckedUnit, SecondaryCheck
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import Bytes, Traffic
+
+logger = logging.getLogger(__name__)
 
 MANY_SURPRISES = 3
 """Resyncs in a row that no optimizer and no call explains: more than that is worth a warning."""
@@ -45,6 +48,13 @@ _SURPRISE = (
     "The weights of unit %s keep changing by something that is no step of a torch optimizer (an operation after each step, an "
     "update by hand): whole weights cross each time, four times the bytes of an INT4 delta. Change them in the optimizer's step, "
     "or set qwz_mode='values'."
+)
+
+
+_DAMAGED = (
+    "Changed words of unit %s arrived damaged on ranks %s, which have computed with older weights since the last crossing. "
+    "Whole weights cross now. Bytes are damaged in the network, in memory or by a kernel: go on from an earlier checkpoint, and "
+    "look for the cause."
 )
 
 
@@ -265,7 +275,7 @@ class ZeroPPAllGather(WeightGather):
         kept, was_encoded = self._kept, self._changes is not None
         if kept is not None and (changes := self._changes_to_send(kept, layouts, shard)) is not None:
             self._start_changes(kept, changes)
-        elif kept is not None and self._delta_is_enough(kept, layouts, due):
+        elif kept is not None and self._delta_is_enough(kept, layouts, self.due):
             self._start_delta(kept, layouts)
         else:
             kept = self._start_whole(self.unit.flat_shard(dtype) if shard is None else shard, layouts)
@@ -294,10 +304,23 @@ class ZeroPPAllGather(WeightGather):
             self.hops.exchange_sizes([changes])
         kept.num_changes += 1
         kept.changes_bytes += changes.size.nbytes
+        if changes.failed_on:
+            self._give_up_copy(changes)
+            return None
         if not self._delta_is_better(kept, layouts, changes):
             return changes
         self.hops.drop(changes)
         return None
+
+    def _give_up_copy(self, changes: Changes) -> None:
+        """Let whole weights cross, because ranks of the cross group could not apply the changed words of the last crossing."""
+        # All ranks of the cross group know of it, so all of them do this. Other cross groups need not.
+        group = self.hops.cross_hop.group
+        ranks = dist.get_process_group_ranks(group)
+        if group.rank() == 0:
+            logger.error(_DAMAGED, self.unit.name, ", ".join(str(ranks[index]) for index in changes.failed_on))
+        self.hops.drop(changes)
+        self.due = Change.INVALID
 
     def _start_changes(self, kept: Copy, changes: Changes) -> None:
         kept.flight = self.hops.start_changes(changes)
@@ -373,7 +396,14 @@ class ZeroPPAllGather(WeightGather):
 
     def _land(self, kept: Copy) -> None:
         assert kept.flight is not None
-        self.hops.land(kept.flight, kept.layouts, kept.secondary)
+        try:
+            self.hops.land(kept.flight, kept.layouts, kept.secondary)
+        except ValueError as error:  # a damaged wire, which is found at once on a CPU
+            ranks = dist.get_process_group_ranks(self.hops.cross_hop.group)
+            raise ValueError(
+                f"The weights of unit {self.unit.name} that rank {dist.get_rank()} received from ranks {ranks}, slice by slice, "
+                f"are damaged: {error}. Go on from an earlier checkpoint, and look for what damages bytes."
+            ) from error
         kept.flight = None
         # The copies are compared after the landing, when all of them should be equal, and before they are decoded.
         if self._check is not None:
