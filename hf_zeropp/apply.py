@@ -155,7 +155,7 @@ class ZeroPPHandle:
             compare_frozen(model, frozen, self.topology)
             self.fsdp2_gathers += frozen
         if self.units:
-            self._decisions = self._install_reduces(gathers, buffers)
+            self._decisions = self._install_reduces(plan, gathers, buffers)
             # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
             hook_passes(model, self._decisions)
             self._follow_weights(model)
@@ -335,7 +335,7 @@ class ZeroPPHandle:
         self.shares_memory = memory is not None
         return TwoHopGather(cross, node, buffers, memory, resync)
 
-    def _install_reduces(self, gathers: list[WeightGather], buffers: WireBuffers) -> Decisions:
+    def _install_reduces(self, plan: Plan, gathers: list[WeightGather], buffers: WireBuffers) -> Decisions:
         node = Hop(REDUCE_NODE, self.topology.node_group, self.traffic, is_async=self._overlaps)
         is_async = self._overlaps or self._beside is not None  # FSDP2 goes on before the hop has ended
         cross = Hop(REDUCE_CROSS, self.topology.cross_group, self.traffic, is_async=is_async)
@@ -349,7 +349,17 @@ class ZeroPPHandle:
         # Sizes of changed words are exchanged for all units together, so these are started ahead in any case.
         ahead, steps = self._overlaps or self.config.sends_changes, self._micro_steps
         frozen = [gather for gather in self.fsdp2_gathers if isinstance(gather, FrozenGather)]
-        decisions = Decisions(gathers, frozen, steps, pipeline, self.traffic, channel, self._beside, starts_ahead=ahead)
+        decisions = Decisions(
+            gathers,
+            frozen,
+            steps,
+            pipeline,
+            self.traffic,
+            channel,
+            self._beside,
+            starts_ahead=ahead,
+            checks=plan.checks_secondaries,
+        )
         for unit in self.units:
             comm = ZeroPPReduceScatter(
                 unit, hops, self.config, self.traffic, self._warnings, steps, pipeline, decisions, self._beside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,47 @@ from hf_zeropp.traffic import Peers, TimedWork, Traffic
 
 # torch 2.13 renamed all_gather_into_tensor; both names move one contiguous buffer.
 _all_gather_buffers = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class HopError(RuntimeError):
+    """A hop failed: another rank ended, hangs, or runs another hop. The backend's own error names a socket.
+
+    Args:
+        hop: the name of the hop.
+        group: the ranks that take part.
+        cause: the backend's error.
+
+    Attributes:
+        unit: the name of the unit whose bytes it moves, as soon as an object that knows has passed the error on.
+    """
+
+    def __init__(self, hop: str, group: dist.ProcessGroup, cause: RuntimeError) -> None:
+        super().__init__(hop, group, cause)
+        self.unit: str | None = None
+        self._what = f"the hop {hop!r} of ranks {dist.get_process_group_ranks(group)} failed on rank {dist.get_rank()}"
+        self._cause = cause
+
+    def __str__(self) -> str:
+        of_unit = "" if self.unit is None else f"Unit {self.unit}: "
+        return (
+            f"{of_unit}{self._what}. One of them ended, hangs, or runs something else: look for the first error of the others. "
+            f"Here it ended with: {self._cause}"
+        )
+
+
+class HopWork:
+    """A hop under way. ``wait`` counts as time in collectives, and names the hop where it fails."""
+
+    def __init__(self, work: TimedWork, hop: Hop) -> None:
+        self._work = work
+        self._hop = hop
+
+    def wait(self) -> None:
+        """Wait for the collective."""
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise HopError(self._hop.name, self._hop.group, error) from error
 
 
 class Hop:
@@ -38,26 +80,33 @@ class Hop:
         self.is_async = is_async
         self._traffic = traffic
 
-    def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> TimedWork | None:
+    def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> HopWork | None:
         """Start output [size * B] <- every rank's wire [B], in group order."""
         # A unit may have nothing to send. Sizes are equal on all ranks, so all of them skip the collective.
         if not wire.numel():
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel()))
-        # Time is measured here and in the work's ``wait``: a synchronous collective blocks in the call, an asynchronous
-        # one in the wait.
-        with self._traffic.timer.measure(wire.device):
-            work = _all_gather_buffers(output, wire, group=self.group, async_op=self.is_async)
-        return self._traffic.timer.watch(work, wire.device)
+        return self._run(_all_gather_buffers, output, wire)
 
-    def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> TimedWork | None:
+    def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> HopWork | None:
         """Start output [size * B] <- from each rank, in group order, the part of its wire [size * B] for this rank."""
         if not wire.numel():
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
-        with self._traffic.timer.measure(wire.device):
-            work = dist.all_to_all_single(output, wire, group=self.group, async_op=self.is_async)
-        return self._traffic.timer.watch(work, wire.device)
+        return self._run(dist.all_to_all_single, output, wire)
+
+    def _run(
+        self, collective: Callable[..., dist.Work | None], output: torch.Tensor, wire: torch.Tensor
+    ) -> HopWork | None:
+        # Time is measured here and in the work's ``wait``: a synchronous collective blocks in the call, an asynchronous
+        # one in the wait.
+        try:
+            with self._traffic.timer.measure(wire.device):
+                work = collective(output, wire, group=self.group, async_op=self.is_async)
+        except RuntimeError as error:
+            raise HopError(self.name, self.group, error) from error
+        timed = self._traffic.timer.watch(work, wire.device)
+        return None if timed is None else HopWork(timed, self)
 
     def blocking(self) -> Hop:
         """Return a hop over the same ranks, counted under the same name, whose collectives wait."""
@@ -65,8 +114,11 @@ class Hop:
 
     def barrier(self) -> None:
         """Wait until every rank of the group is here. It stands between uses of memory that the ranks share, on CPU."""
-        with self._traffic.timer.measure(torch.device("cpu")):
-            dist.barrier(group=self.group)
+        try:
+            with self._traffic.timer.measure(torch.device("cpu")):
+                dist.barrier(group=self.group)
+        except RuntimeError as error:
+            raise HopError(self.name, self.group, error) from error
 
     def read_peers(self, wire: torch.Tensor) -> torch.Tensor:
         """Return shared memory [size * B] in place of an all-gather's output, and count as many bytes.
@@ -133,7 +185,7 @@ class Flight:
     """
 
     received: torch.Tensor
-    work: TimedWork | None = None
+    work: HopWork | None = None
     sent: tuple[torch.Tensor, ...] = ()
 
     def land(self, buffers: WireBuffers) -> torch.Tensor:

@@ -18,7 +18,7 @@ from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Changes, GatherLayouts, Secondary, TwoHopGather
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.beside import HopsBeside
-from hf_zeropp.fsdp.comm_objects import CountedAllGather, UnitWarnings, WeightGather, record_event
+from hf_zeropp.fsdp.comm_objects import CountedAllGather, UnitWarnings, WeightGather, names_unit, record_event
 from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.layouts import gather_layouts
 from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
@@ -127,6 +127,7 @@ class ZeroPPAllGather(WeightGather):
         self._kept: Copy | None = None
         self._changes: Changes | None = None  # encoded, and sent when the cross hop starts
 
+    @names_unit
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -184,6 +185,7 @@ class ZeroPPAllGather(WeightGather):
         is_due = self._keeps_secondary and self.due != Change.NONE
         return is_due and self.unit.param_dtype in FLOAT_DTYPES and self.unit.has_plain_shards
 
+    @names_unit
     def encode_ahead(self) -> Changes | None:
         """Encode the changed words that the cross hop will send; None where it sends something else."""
         dtype, kept, self._changes = self.unit.param_dtype, self._kept, None
@@ -199,6 +201,7 @@ class ZeroPPAllGather(WeightGather):
             self.freshness.taken()
         return self._changes
 
+    @names_unit
     def start_ahead(self) -> None:
         """Start the cross hop, behind ``encode_ahead`` and the exchange of sizes."""
         # On an accelerator waiting orders streams and holds up nobody. On CPU the hop is left under way until the unit is

@@ -5,20 +5,42 @@ A *comm object* is what FSDP2 calls in place of a collective, and asks for the m
 
 from __future__ import annotations
 
+import functools
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hf_zeropp import devices
+from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.predictions import gathers_per_step
 from hf_zeropp.fsdp.units import AllGather, DefaultAllGather, Unit
 from hf_zeropp.traffic import FSDP2_GATHER, Bytes, Peers, Traffic
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def names_unit(method: Callable[P, T]) -> Callable[P, T]:
+    """Let an error of a hop that runs in ``method`` name the object's ``unit``."""
+
+    @functools.wraps(method)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return method(*args, **kwargs)
+        except HopError as error:
+            # The innermost object is the one whose hop failed: a unit's reduction also moves the one before it on.
+            if error.unit is None:
+                error.unit = args[0].unit.name  # type: ignore[attr-defined]  # ``self``
+            raise
+
+    return run
 
 
 class CommObject(ABC):
@@ -102,6 +124,7 @@ class CountedAllGather(CommObject, AllGather):
         self._fsdp2 = DefaultAllGather()
         self._shard_bytes: int | None = None
 
+    @names_unit
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -112,8 +135,11 @@ class CountedAllGather(CommObject, AllGather):
         """Gather as FSDP2 does: output [W * S] <- every rank's input [S], in rank order."""
         self._shard_bytes = input_tensor.nbytes
         self._traffic.record(self.name, self._peers().bytes_in_ring(input_tensor.nbytes))
-        with self._traffic.timer.measure(input_tensor.device):
-            return self._fsdp2(output_tensor, input_tensor, group, async_op)
+        try:
+            with self._traffic.timer.measure(input_tensor.device):
+                return self._fsdp2(output_tensor, input_tensor, group, async_op)
+        except RuntimeError as error:
+            raise HopError(self.name, group, error) from error
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Return the bytes of one optimizer step."""

@@ -61,6 +61,7 @@ class Moment(enum.IntEnum):
     BACKWARD = 4
     DELIVER = 5
     END = 6
+    DUE = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +110,8 @@ class Decisions:
         beside: where cross hops run on streams beside node hops; None on CPU.
         starts_ahead: whether cross hops of stale units are started when a forward pass begins. ``beside`` takes them then.
 
+        checks: whether ranks also compare what they made of an answer, in one exchange more (``ZEROPP_CHECK=1``).
+
     Attributes:
         reduces: the reductions of all units over the world, in module order. Set when they are installed.
     """
@@ -124,6 +127,7 @@ class Decisions:
         beside: HopsBeside | None = None,
         *,
         starts_ahead: bool,
+        checks: bool = False,
     ) -> None:
         self.reduces: list[ZeroPPReduceScatter] = []
         self._gathers = list(gathers)
@@ -132,6 +136,7 @@ class Decisions:
         self._pipeline = pipeline
         self._traffic = traffic
         self._starts_ahead = starts_ahead
+        self._checks = checks
         self._beside = beside
         self._agreement = Agreement(channel)
         self._micro_step_answer: Answer | None = None
@@ -226,6 +231,8 @@ class Decisions:
         for gather, asked, change in zip(self._gathers, asks, largest, strict=True):
             if asked:
                 gather.agree(Change(change))
+        if self._checks:
+            self._compare_due()
         # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
         # wait for a node that generates no more.
         due = due_gathers([gather for gather, asked in zip(self._gathers, asks, strict=True) if asked])
@@ -237,6 +244,14 @@ class Decisions:
                 self._beside.gathers.finish()
         elif self._starts_ahead or moment == Moment.GENERATE:
             start_ahead(due)
+
+    def _compare_due(self) -> None:
+        """Compare which units' weights every rank is about to send, before one waits for another that sends nothing."""
+        due = [int(gather.due) for gather in self._gathers]
+        statement = self._statement(
+            "start the hops of stale weights", lambda index: f"due for {Change(due[index]).name}"
+        )
+        self._ask(Moment.DUE, 0, due, [0] * len(due), statement).confirm()
 
     # Gradients.
 

@@ -17,7 +17,7 @@ from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.beside import HopsBeside
-from hf_zeropp.fsdp.comm_objects import CommObject, UnitWarnings, record_event
+from hf_zeropp.fsdp.comm_objects import CommObject, UnitWarnings, names_unit, record_event
 from hf_zeropp.fsdp.gradient_form import Form, Forms, Partial, scale_of
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
@@ -112,6 +112,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._num_under_way = 0  # reductions in the pipeline
         self._shown_output: torch.Tensor | None = None
 
+    @names_unit
     def __call__(
         self,
         output_tensor: torch.Tensor,
@@ -176,6 +177,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         else:
             self._finish_into(output, reduction)
 
+    @names_unit
     def finish_behind(self, output: torch.Tensor) -> None:
         """Finish the cross hop, on FSDP2's stream for all-reduces, which runs behind its stream of reductions."""
         assert self._behind is not None
@@ -223,6 +225,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def _has_unfinished(self) -> bool:
         return self._partial is not None or self._num_under_way > 0
 
+    @names_unit
     def deliver(self) -> None:
         """Run the cross hop for the partial, and complete the gradients. Collective over the cross group."""
         self.pending.release()
@@ -406,6 +409,7 @@ class UnitReduction:
         self.form = form
         self.others = missing  # and later, without those that got one in an earlier micro-step
         self.flight: Flight  # set by ``start``
+        self.unit = comm.unit
         self._comm = comm
         self._crosses = crosses
 
@@ -418,6 +422,7 @@ class UnitReduction:
         """Start the node hop of the flat gradient [W * S]."""
         self.flight = self._comm.hops.start(full, self.form.layouts)
 
+    @names_unit
     def leave_node(self) -> bool:
         """Finish the node hop. Return whether the cross hop was started."""
         is_crossing = False
@@ -434,6 +439,7 @@ class UnitReduction:
                 self._comm.ended()
         return is_crossing
 
+    @names_unit
     def arrive(self) -> None:
         """Finish the cross hop and add the result to ``.grad``."""
         try:

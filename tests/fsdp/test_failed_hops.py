@@ -1,0 +1,126 @@
+"""A hop that fails is named with its unit and its ranks, and so is a rank that does not come."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import RankError, expect_errors, run_ranks, started_ranks
+from toy import EXACT, backward, make_lm, shard
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp.comm import agreement
+from hf_zeropp.comm.hop import Hop
+from hf_zeropp.traffic import GATHER_CROSS, REDUCE_CROSS, REDUCE_NODE
+
+TIMEOUT_S = 6.0
+CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
+
+
+def new_model(**settings: Any) -> tuple[torch.nn.Module, ZeroPPHandle]:
+    model = shard(make_lm())
+    return model, apply_zeropp(model, CONFIG | settings)
+
+
+def errors_of_the_others(function: Callable[..., Any], *args: Any, dead: int, **kwargs: Any) -> dict[int, str]:
+    """Run ``function``, in which rank ``dead`` ends or hangs. Return what the others raised, by rank."""
+    with pytest.raises(RankError) as failure, started_ranks(function, 4, *args, timeout_s=TIMEOUT_S, **kwargs) as ranks:
+        ranks.collect(grace_s=4 * TIMEOUT_S)
+    return {one.rank: f"{one.kind}: {one.message}" for one in failure.value.errors if one.rank != dead}
+
+
+# Hops.
+
+
+def dies_in_a_hop(rank: int, name: str, overlap: bool) -> None:
+    """Rank 3 dies when it is to start the first hop of that name for the second time."""
+    model, _ = new_model(overlap=overlap)
+    run, calls = Hop._run, []
+
+    def dying(hop: Hop, *args: Any) -> Any:
+        if rank == 3 and hop.name == name:
+            calls.append(1)
+            if len(calls) == 2:
+                os._exit(1)
+        return run(hop, *args)
+
+    Hop._run = dying  # type: ignore[method-assign]
+    backward(model, rank)
+    backward(model, rank)
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
+@pytest.mark.parametrize(
+    "name, unit, ranks",
+    [(GATHER_CROSS, "blocks.0", [1, 3]), (REDUCE_CROSS, "blocks.0", [1, 3]), (REDUCE_NODE, "blocks.0", [2, 3])],
+)
+def test_an_error_names_unit_and_hop_and_ranks(name, unit, ranks, overlap):
+    peer = ranks[0]
+    error = errors_of_the_others(dies_in_a_hop, name, overlap, dead=3)[peer]
+    assert error.startswith("HopError"), error
+    assert f"Unit {unit}: the hop {name!r} of ranks {ranks} failed on rank {peer}" in error
+
+
+def ignores_the_agreement(rank: int) -> None:
+    """A planted fault: rank 1 believes that the second block is fresh, whatever the others say."""
+    model, handle = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        backward(model, rank)
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 1:
+            handle.gathers[2].agree = lambda change: None  # type: ignore[method-assign]
+
+
+def test_the_check_names_a_rank_that_goes_its_own_way():
+    for error in expect_errors(ignores_the_agreement, 4, env={"ZEROPP_CHECK": "1"}, timeout_s=TIMEOUT_S):
+        assert "unit blocks.1 differs: ranks [0, 2, 3]: due for STEPPED; rank 1: due for NONE" in error
+
+
+# Agreements.
+
+
+def data_ends_earlier(rank: int, then: str) -> None:
+    """Rank 2 has one batch less than the others."""
+    model, _ = new_model()
+    for _ in range(1 if rank == 2 else 2):
+        backward(model, rank)
+    if rank == 2 and then == "leaves":
+        os._exit(0)
+    dist.barrier()  # of a checkpoint, say
+
+
+@pytest.mark.parametrize("then", ["leaves", "goes on"])
+def test_a_rank_without_data_is_named(then):
+    errors = errors_of_the_others(data_ends_earlier, then, dead=2)
+    for rank in (0, 1, 3):
+        assert f"Rank {rank} is about to run a forward pass of the model (" in errors[rank]
+        assert "its data ended before that of the others?" in errors[rank]
+    # Where the connection breaks, those that came later are not there either.
+    names = "rank 2 is not there" if then == "goes on" else "2"
+    assert all(names in errors[rank] for rank in (0, 1, 3)), errors
+
+
+def waits_long(rank: int) -> list[str]:
+    logged: list[str] = []
+    agreement.logger.warning = lambda message, *args: logged.append(message % args)  # type: ignore[method-assign]
+    agreement.PATIENCE = agreement.PATIENCE / 60
+    model, _ = new_model()
+    backward(model, rank)
+    logged.clear()
+    if rank == 2:
+        time.sleep(3)
+    backward(model, rank)
+    return logged
+
+
+def test_a_long_wait_is_logged_and_goes_on():
+    logged = run_ranks(waits_long, 4)
+    assert all(any("rank 2 is not there" in line for line in logged[rank]) for rank in (0, 1, 3))
+    assert logged[2] == []
