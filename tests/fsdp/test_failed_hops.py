@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from toy import EXACT, backward, make_lm, shard
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm import agreement
 from hf_zeropp.comm.hop import Hop
+from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
+from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.traffic import GATHER_CROSS, REDUCE_CROSS, REDUCE_NODE
 
 TIMEOUT_S = 10.0
@@ -81,7 +84,13 @@ def ignores_the_agreement(rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 1:
-            handle.gathers[2].agree = lambda change: None  # type: ignore[method-assign]
+            gather = handle.gathers[2]
+            gather.agree = functools.partial(agree_and_forget, gather, gather.agree)  # type: ignore[method-assign]
+
+
+def agree_and_forget(gather: ZeroPPAllGather, agree: Callable[[Change], None], change: Change) -> None:
+    agree(change)
+    gather.due = Change.NONE
 
 
 def test_the_check_names_a_rank_that_goes_its_own_way():
