@@ -9,8 +9,8 @@ from differential.campaign import Campaign
 from differential.generate import NEVER
 from differential.hazards import STOCK_IS_WRONG
 
-# Where gathers cross nodes within the pass, ranks that skip layers hang until the group's time-out: see test_regressions.py, which
-# has programs of this kind, right and wrong.
+# Where gathers cross nodes within the pass, ranks that skip layers hang until the group's time-out. Programs of this kind, right
+# and wrong, are in test_regressions.py.
 STILL_WRONG = ("skipped on one rank",)
 SLICE_S = 20.0
 
