@@ -1,4 +1,4 @@
-"""What a user is told when ZeRO++ is applied: that it runs, on which nodes, and what crosses them; or why it does not.
+"""The lines that a user reads when ZeRO++ is applied: that it runs, on which nodes, and what crosses them; or why it does not.
 
 These lines are logged at warning level, though nothing is wrong: it is the level that shows where a script configures no logging,
 which is how Transformers and Accelerate speak to users. A line at info level would be seen by few, and a job that runs on other

@@ -93,7 +93,7 @@ class Entrance:
 
     @functools.cached_property
     def ran(self) -> Ran:
-        """What is noted of a forward pass through it."""
+        """The note of a forward pass through it."""
         return Ran(4 * self.index, f"forward passes of {self.name}")
 
 

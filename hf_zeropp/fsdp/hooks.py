@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
+from hf_zeropp.fsdp.pending import renew_gradients
 from hf_zeropp.fsdp.units import initialize_root, on_backward
 
 
@@ -47,10 +48,19 @@ def _install_optimizer_hooks() -> None:
     def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # ``args`` begins with the optimizer itself.
         has_closure = len(args) > 1 and args[1] is not None or kwargs.get("closure") is not None
+        # The compiler of ``torch.compile(optimizer.step)`` goes through this line, and takes its answer for a constant.
+        tell_before(optimizer, has_closure, torch.compiler.is_compiling())
+
+    # Listeners run collectives, which a compiler must not trace.
+    @torch.compiler.disable
+    def tell_before(optimizer: torch.optim.Optimizer, has_closure: bool, is_compiled: bool) -> None:
         # The list is a copy: a listener may be freed, or a new model prepared, while one of them runs collectives.
         for listener in list(_listeners.values()):
             listener.before_optimizer_step(optimizer, has_closure=has_closure)
+        if is_compiled:
+            renew_gradients(param for group in optimizer.param_groups for param in group["params"])
 
+    @torch.compiler.disable
     def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         for listener in list(_listeners.values()):
             listener.after_optimizer_step(optimizer)

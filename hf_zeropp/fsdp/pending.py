@@ -25,7 +25,7 @@ itself stays the same object, in which the wrapper then stands for the new tenso
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -257,3 +257,17 @@ class PendingGradients:
                 set_local_tensor(param.grad, waiting.plain)
 
         return drop
+
+
+def renew_gradients(params: Iterable[torch.Tensor]) -> None:
+    """Put a new DTensor around the local tensor of every complete gradient, for a compiled optimizer step.
+
+    PyTorch's compiler cannot trace a DTensor whose local tensor was replaced, as it is while a gradient is pending.
+    """
+    for param in params:
+        grad = param.grad
+        if isinstance(grad, DTensor):
+            # A reference to the old one sees the same memory.
+            shape, stride = grad.shape, grad.stride()
+            local = local_tensor_of(grad)
+            param.grad = DTensor.from_local(local, grad.device_mesh, grad.placements, shape=shape, stride=stride)

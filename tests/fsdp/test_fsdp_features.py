@@ -448,6 +448,25 @@ def compiled_model_has_the_handle_of_the_model_inside(rank: int, overlap: bool) 
     assert apply(model, overlap) is handle
 
 
+def compiled_optimizer_steps(rank: int, overlap: bool) -> None:
+    """A compiled step completes gradients that are pending, and computes what an eager step of stock FSDP2 computes."""
+    models = [shard(make_lm()) for _ in range(2)]
+    handle = apply(models[0], overlap, **EXACT)
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    steps = [torch.compile(optimizers[0].step, backend="eager"), optimizers[1].step]
+    for number in range(4):
+        handle.set_last_micro_step(number % 2 == 0)
+        for _ in range(2):
+            for model in models:
+                backward(model, rank)
+        for step, optimizer in zip(steps, optimizers, strict=True):
+            step()
+            optimizer.zero_grad()
+    ours, stock = map(full_weights, models)
+    for name, weight in ours.items():
+        torch.testing.assert_close(weight, stock[name], rtol=0, atol=1e-6)  # sums in another order
+
+
 EAGER = [
     frozen_parameters_mixed_in,
     freezing_between_steps,
@@ -479,7 +498,9 @@ WAYS = {
     ),
     "blocking": Scenarios(4, EAGER, False),
 }
-COMPILED = Scenarios(4, [compiled_blocks, compiled_model_has_the_handle_of_the_model_inside], True)
+COMPILED = Scenarios(
+    4, [compiled_blocks, compiled_model_has_the_handle_of_the_model_inside, compiled_optimizer_steps], True
+)
 
 
 @pytest.mark.parametrize("way", WAYS)
