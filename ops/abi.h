@@ -52,8 +52,7 @@ struct ZeroppPart {
 };
 typedef struct ZeroppPart ZeroppPart;
 
-// `WireLayout` of hf_zeropp/ops/format.py, which decides where everything lies. Segments that do not travel in this
-// wire (gaps) have no part, so kernels neither read nor write their elements.
+// `WireLayout` of hf_zeropp/ops/format.py, which decides where everything lies.
 struct ZeroppLayout {
   const ZeroppPart* parts;
   int64_t num_parts;
@@ -90,7 +89,7 @@ ZEROPP_EXPORT int zeropp_find_devices(int* count);
 
 // Encodes slices. Slice r * C + c of the input becomes slice c * R + r of the wire, with R = slice_rows.
 ZEROPP_KERNEL(quantize)(const void* input, int64_t input_dtype, const ZeroppLayout* layout, int64_t slice_rows,
-                        int64_t rotate, int64_t num_slices, uint8_t* out, void* stream);
+                        int64_t num_slices, uint8_t* out, void* stream);
 
 // Decodes slices, permuted in the same way.
 ZEROPP_KERNEL(dequantize)(const uint8_t* wire, const ZeroppLayout* layout, int64_t dtype, int64_t slice_rows,
@@ -99,8 +98,8 @@ ZEROPP_KERNEL(dequantize)(const uint8_t* wire, const ZeroppLayout* layout, int64
 // out = (initial + sum of the sources) * scale. wire: [num_sources, num_slices, nbytes]; initial: [num_slices, numel]
 // or null.
 ZEROPP_KERNEL(dequantize_sum)(const uint8_t* wire, const ZeroppLayout* layout, int64_t num_sources,
-                              const float* initial, float scale, int64_t dtype, int64_t rotate, int64_t num_slices,
-                              void* out, void* stream);
+                              const float* initial, float scale, int64_t dtype, int64_t num_slices, void* out,
+                              void* stream);
 
 // Encodes initial + sum of the sources.
 ZEROPP_KERNEL(dequantize_sum_quantize)(const uint8_t* wire, const ZeroppLayout* layout, const ZeroppLayout* out_layout,
@@ -115,15 +114,6 @@ ZEROPP_KERNEL(quantize_difference)(const void* input, int64_t input_dtype, const
 // Encodes base + wire as the base is encoded; raw parts of the wire replace the base's. `out` may be `base`.
 ZEROPP_KERNEL(dequantize_update)(const uint8_t* wire, const ZeroppLayout* layout, const uint8_t* base,
                                  const ZeroppLayout* base_layout, int64_t num_slices, uint8_t* out, void* stream);
-
-// Encodes initial + sum of the sources + residual * rescale, and leaves the error of that in the residual.
-ZEROPP_KERNEL(quantize_with_feedback)(const uint8_t* wire, const ZeroppLayout* layout, const ZeroppLayout* out_layout,
-                                      const ZeroppLayout* residual_layout, int64_t num_sources, const float* initial,
-                                      int64_t rotate, float decay, float rescale, uint8_t* residual, int64_t num_slices,
-                                      uint8_t* out, void* stream);
-
-// Rounds fp32 to bf16, up or down at random: hf_zeropp/ops/rounding.py.
-ZEROPP_KERNEL(round_stochastic)(const float* values, int64_t seed, int64_t numel, uint16_t* out, void* stream);
 
 // Encodes how slices differ from their base (changes_format.h). wire: [num_slices, capacity]; sizes: what each row takes
 // of it. starts: [num_slices, blocks], where payloads begin in a row. The tensors but `sizes` may be empty.

@@ -36,11 +36,6 @@ constexpr uint16_t kScaleNaN = 0x7FC0;            // the scale of a block that h
 constexpr uint16_t kScaleMin = (127 - 100) << 7;  // 2^-100: smaller scales are stored as zero
 constexpr uint16_t kScaleMax = 0x7F7F;            // where rounding up would give Inf
 
-// A rotation multiplies slices of 32 elements by the Hadamard matrix, by sums and differences of elements 1, 2, 4, 8
-// and 16 apart, in this order. Then it multiplies by the norm, which makes the matrix its own inverse.
-constexpr int kRotationSlice = 32;
-constexpr float kRotationNorm = 0.17677669529663687f;  // 1 / sqrt(32)
-
 // ---- Integers.
 
 ZEROPP_HD constexpr int64_t min(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -121,19 +116,6 @@ ZEROPP_HD void assign(Float16& to, float value) {
   const uint32_t finite = magnitude < 0x38800000 ? denormal : normal;
   const uint32_t rounded = sign | (magnitude >= 0x477FF000 ? 0x7C00 : finite);  // from 65520 on: Inf
   to.bits = static_cast<uint16_t>(magnitude > kInfBits ? kFloat16NaN : rounded);
-}
-
-// Word `index` of the random numbers of a seed, by SplitMix64: [Note: random bits] in hf_zeropp/ops/rounding.py.
-ZEROPP_HD uint64_t random_word(int64_t seed, int64_t index) {
-  uint64_t word = static_cast<uint64_t>(seed) + 0x9E3779B97F4A7C15u * static_cast<uint64_t>(index + 1);
-  word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9u;
-  word = (word ^ word >> 27) * 0x94D049BB133111EBu;
-  return word ^ word >> 31;
-}
-
-// The bf16 bits of a value, rounded up if its lower half and 16 random bits have a carry.
-ZEROPP_HD uint16_t round_stochastic(float value, uint32_t random) {
-  return static_cast<uint16_t>(value != value ? kBFloat16NaN : (bits_of(value) + random) >> 16);
 }
 
 // ---- Scales.

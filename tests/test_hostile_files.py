@@ -1,7 +1,7 @@
 """Checkpoints that are damaged, cut off, renamed, linked, too large or made by an enemy are refused: which file, and why.
 
 A refusal must come before anything is written or computed. So each attack runs against the function that a user calls, and
-must end in an error that says which file is wrong. Settings, residuals, shared memory and compiled libraries are attacked in
+must end in an error that says which file is wrong. Settings, shared memory and compiled libraries are attacked in
 test_hostile_state.py.
 """
 

@@ -7,10 +7,9 @@ them). The compiled kernels are in ``ops/`` at the top of the repository; ``ops/
 
 from hf_zeropp.ops.changes_format import apply_changes, changes_buffers, encode_changes
 from hf_zeropp.ops.kernels import CompiledKernels, compiled_kernels, kernel_info, set_kernels
-from hf_zeropp.ops.rounding import round_stochastic
 from hf_zeropp.ops.wire import dequantize, quantize
 from hf_zeropp.ops.wire_delta import dequantize_update, quantize_difference
-from hf_zeropp.ops.wire_sum import dequantize_sum, dequantize_sum_quantize, quantize_with_feedback
+from hf_zeropp.ops.wire_sum import dequantize_sum, dequantize_sum_quantize
 
 __all__ = [
     "CompiledKernels",
@@ -25,7 +24,5 @@ __all__ = [
     "kernel_info",
     "quantize",
     "quantize_difference",
-    "quantize_with_feedback",
-    "round_stochastic",
     "set_kernels",
 ]

@@ -1,4 +1,4 @@
-"""The mathematics of one block in plain PyTorch: its scale, its codes, and the rotation of its elements.
+"""The mathematics of one block in plain PyTorch: its scale and its codes.
 
 ``reference.py`` builds the operators of the wire from these functions, and ``frozen_reference.py`` those of frozen weights.
 ``ops/format.h`` states the same mathematics for compiled code.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zeropp.ops.format import CODES_AT_A_BYTE, ROTATION_SLICE, SCALE_MAX, SCALE_MIN, SCALE_NAN
+from hf_zeropp.ops.format import CODES_AT_A_BYTE, SCALE_MAX, SCALE_MIN, SCALE_NAN
 
 # [Note: bitwise agreement]
 #
@@ -39,7 +39,6 @@ from hf_zeropp.ops.format import CODES_AT_A_BYTE, ROTATION_SLICE, SCALE_MAX, SCA
 #   stays open.
 
 _INF_BITS = 0x7F800000
-ROTATION_NORM = ROTATION_SLICE**-0.5
 
 
 def to_blocks(values: Tensor, block: int) -> Tensor:
@@ -88,23 +87,6 @@ def unpack_codes(packed: Tensor, bits: int) -> Tensor:
     # Two's complement: flipping the sign bit and subtracting it again extends it to a whole byte.
     sign = 1 << bits - 1
     return ((codes.flatten(1) ^ sign) - sign).to(torch.int8)
-
-
-def rotate_slices(values: Tensor) -> Tensor:
-    """Multiply each 32-slice of fp32 [..., n] by the orthonormal Hadamard matrix; n is a multiple of 32.
-
-    The matrix is its own inverse. The product is taken as sums and differences of elements 1, 2, 4, 8 and 16 apart, in this
-    order, then one multiplication: the bits depend on it.
-    """
-    shape = values.shape
-    step = 1
-    while step < ROTATION_SLICE:
-        low, high = values.reshape(-1, 2, step).unbind(1)
-        values = torch.stack([low + high, low - high], dim=1)
-        step *= 2
-    # The compiled kernels multiply by an fp32 constant. A tensor rounds the norm to fp32 on every device before the
-    # product.
-    return values.reshape(shape) * torch.tensor(ROTATION_NORM, dtype=torch.float32, device=values.device)
 
 
 def round_to(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zeropp.ops.format import FLOAT_DTYPES, GAP, ROTATION_SLICE, WireLayout
+from hf_zeropp.ops.format import FLOAT_DTYPES, WireLayout
 from hf_zeropp.ops.operator import Filled, Result, check_size
 
 
@@ -59,16 +59,8 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise TypeError(f"expected dtype float32, bfloat16 or float16, got {dtype}: decode to one of them")
 
 
-def check_rotation(layout: WireLayout, rotate: bool) -> None:
-    """Raise if elements are to be rotated and blocks would cut the slices that a rotation mixes."""
-    # Kernels work on tiles of whole blocks, and chunks of a slice are cut between blocks. A 32-slice that lay in two
-    # blocks could be torn apart by either.
-    if rotate and layout.block % ROTATION_SLICE:
-        raise ValueError(f"expected a block that is a multiple of {ROTATION_SLICE} to rotate, got {layout.block}")
-
-
 def check_same_segments(*layouts: WireLayout) -> None:
-    """Raise unless all layouts have the same segments, gaps included: kernels visit their parts side by side."""
+    """Raise unless all layouts have segments of the same sizes: kernels visit their parts side by side."""
     # Parts are matched by position, so an equal number of elements in all is not enough.
     first, *others = layouts
     for other in others:
@@ -78,7 +70,3 @@ def check_same_segments(*layouts: WireLayout) -> None:
                 f"expected layouts with equal segment sizes, got {sizes} and {other_sizes}: build all from the same "
                 "parameters"
             )
-        # Kernels find the same elements in another layout by the index of the part. A gap has no part, so one gap more
-        # in one of the layouts would shift the indices, and kernels would read behind the end of its table.
-        if [segment.bits == GAP for segment in first.segments] != [segment.bits == GAP for segment in other.segments]:
-            raise ValueError(f"expected layouts with the same gaps, got {first.spec!r} and {other.spec!r}")

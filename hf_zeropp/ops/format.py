@@ -47,26 +47,11 @@ MAX_BLOCK = 4096
 BLOCK_MULTIPLE = 32
 """Blocks of frozen weights are multiples of it. Codes of every width then fill whole bytes in them."""
 
-# [Note: layouts with gaps]
-#
-# A slice can travel in several wires, one after the other: ``WireLayout.chunks`` cuts it into chunks, so that one chunk
-# crosses the nodes while the next is still being prepared (``qgz_chunks``). The layout of a chunk describes the *whole*
-# slice. Elements that other chunks carry are segments of zero bits (``GAP``): they take no bytes on this wire, and no
-# part describes them. Kernels visit parts, so encoding a chunk skips them and decoding a chunk leaves them as they are
-# in ``out``. Therefore all chunks of a slice are decoded into one tensor, and each kernel indexes the slice as if it
-# were whole.
-
-GAP = 0
-"""The ``bits`` of a segment that does not travel in this wire: [Note: layouts with gaps]."""
-
 ALIGNMENT = 16
 """Bytes. Every part of a slice, and every slice of a wire buffer, starts at a multiple of it."""
 
 CODES_AT_A_BYTE = 8
 """Runs of this many codes fill whole bytes in every width. Blocks of 3- and 2-bit codes are multiples of it."""
-
-ROTATION_SLICE = 32
-"""Elements that a rotation mixes: it multiplies each such slice of a segment by a Hadamard matrix."""
 
 SCALE_NAN = 0x7FC0
 """bf16 bits stored as the scale of a block that holds a NaN or an Inf. All its elements decode to NaN."""
@@ -120,7 +105,7 @@ class Segment:
 
     Args:
         numel: elements of the parameter that lie in this slice; zero is legal.
-        bits: bits of a code (a key of ``QMAX``), None for a raw segment, or ``GAP``.
+        bits: bits of a code (a key of ``QMAX``), or None for a raw segment.
 
     Raises:
         ValueError: negative ``numel``, or unknown ``bits``.
@@ -132,8 +117,8 @@ class Segment:
     def __post_init__(self) -> None:
         if self.numel < 0:
             raise ValueError(f"Segment: expected numel >= 0, got {self.numel}")
-        if self.bits not in (*QMAX, None, GAP):
-            raise ValueError(f"Segment: expected bits 8, 4, 3, 2, None (raw) or GAP, got {self.bits}")
+        if self.bits not in (*QMAX, None):
+            raise ValueError(f"Segment: expected bits 8, 4, 3, 2 or None (raw), got {self.bits}")
 
 
 class Part(NamedTuple):
@@ -158,8 +143,8 @@ class WireLayout:
         raw_dtype: dtype in which raw segments travel: fp32, bf16 or fp16.
 
     Attributes:
-        parts: one for each segment that is no gap.
-        numel: elements of one slice, those in gaps included.
+        parts: one for each segment.
+        numel: elements of one slice.
         nbytes: bytes of one slice on the wire.
         spec: the layout as text. The registered operators take this text as an argument, because graphs of
             ``torch.compile`` can hold text but no ``WireLayout``.
@@ -183,10 +168,8 @@ class WireLayout:
             raise ValueError(f"WireLayout: expected a block of 1..{MAX_BLOCK} elements, got {block}")
         if raw_dtype not in FLOAT_DTYPES:
             raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {raw_dtype}")
-        # ``_between`` yields empty gaps at the ends of a slice. Without them, layouts of equal bytes are equal, specs
-        # included. Other empty segments stay: callers match segments with parameters by position, and a rank may hold
-        # none of a parameter.
-        segments = tuple(segment for segment in segments if segment.numel or segment.bits != GAP)
+        # Empty segments stay: callers match segments with parameters by position, and a rank may hold none of a parameter.
+        segments = tuple(segments)
         if block % CODES_AT_A_BYTE and any(segment.bits in (3, 2) for segment in segments):
             raise ValueError(f"WireLayout: 3- and 2-bit codes need a block that is a multiple of 8, got {block}")
         parts = tuple(_lay_out(segments, block, raw_dtype.itemsize * 8))
@@ -215,53 +198,10 @@ class WireLayout:
     def alone(self) -> tuple[tuple[slice, WireLayout], ...]:
         """Each segment's bytes in the wire, and a layout that encodes this segment alone to the same bytes.
 
-        Takes a layout without gaps. The bytes are the same because every part begins aligned and no scale depends on
-        another segment.
+        The bytes are the same because every part begins aligned and no scale depends on another segment.
         """
         layouts = (WireLayout([segment], self.block, self.raw_dtype) for segment in self.segments)
         return tuple((slice(part.scales, part.end), layout) for part, layout in zip(self.parts, layouts, strict=True))
-
-    @cached_property
-    def has_gaps(self) -> bool:
-        """Whether other wires carry some elements of the slice: [Note: layouts with gaps]."""
-        return any(segment.bits == GAP for segment in self.segments)
-
-    def chunks(self, count: int) -> tuple[WireLayout, ...]:
-        """Return layouts that carry this slice's elements between them: [Note: layouts with gaps].
-
-        Chunks are cut between blocks, so every element is encoded as in the whole. Layouts with equal segment sizes and
-        equal blocks are cut at the same elements.
-
-        Args:
-            count: chunks of about equal size; fewer are returned where there are fewer blocks.
-        """
-        # A set, since several ideal cuts may lie in one block; cuts at either end would make an empty chunk.
-        bounds = sorted({self._block_bound(self.numel * i // count) for i in range(1, count)} - {0, self.numel})
-        if not bounds:
-            return (self,)
-        pairs = zip([0, *bounds], [*bounds, self.numel], strict=True)
-        return tuple(WireLayout(self._between(start, end), self.block, self.raw_dtype) for start, end in pairs)
-
-    def _block_bound(self, element: int) -> int:
-        """Return the last element at or before ``element`` at which a block starts."""
-        start = 0
-        for segment in self.segments:
-            if element < start + segment.numel:
-                # Blocks are counted from the start of their segment, so bounds are too.
-                return element - (element - start) % self.block
-            start += segment.numel
-        return start
-
-    def _between(self, first: int, end: int) -> Iterator[Segment]:
-        """Yield the segments, with everything outside of the elements first..end turned into gaps."""
-        yield Segment(first, GAP)
-        start = 0
-        for segment in self.segments:
-            numel = min(end, start + segment.numel) - max(first, start)
-            if numel > 0:
-                yield Segment(numel, segment.bits)
-            start += segment.numel
-        yield Segment(self.numel - end, GAP)
 
     def table(self, device: torch.device | str) -> torch.Tensor:
         """Return ``parts`` as an int64 tensor [num_parts, len(Part._fields)] on ``device``, built once per device."""
@@ -276,11 +216,6 @@ class WireLayout:
 def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterator[Part]:
     element = offset = first_block = 0
     for numel, bits in ((segment.numel, segment.bits) for segment in segments):
-        # A gap takes a place among the elements, but neither bytes nor blocks. CUDA kernels number their tiles by
-        # ``first_block``, so blocks are counted as if the parts followed each other.
-        if bits == GAP:
-            element += numel
-            continue
         # Raw elements lie where codes would, behind no scales: ``scale_bytes`` is 0 for their widths.
         codes = offset + scale_bytes(numel, bits or raw_bits, block)
         end = offset + wire_bytes(numel, bits or raw_bits, block)
@@ -290,14 +225,10 @@ def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterat
 
 def _to_spec(segments: tuple[Segment, ...], block: int, raw_dtype: torch.dtype) -> str:
     """Return the block, the raw dtype, then one word per segment: for example "256 bfloat16 int8*4096 raw*64"."""
-    words = (f"{_codec(segment)}*{segment.numel}" for segment in segments)
+    words = (f"{f'int{segment.bits}' if segment.bits else 'raw'}*{segment.numel}" for segment in segments)
     return " ".join([str(block), str(raw_dtype).removeprefix("torch."), *words])
-
-
-def _codec(segment: Segment) -> str:
-    return {None: "raw", GAP: "gap"}.get(segment.bits, f"int{segment.bits}")
 
 
 def _segment_from_spec(word: str) -> Segment:
     codec, numel = word.split("*")
-    return Segment(int(numel), {"raw": None, "gap": GAP}.get(codec) if codec in ("raw", "gap") else int(codec[3:]))
+    return Segment(int(numel), None if codec == "raw" else int(codec[3:]))

@@ -11,7 +11,7 @@ annotations of the arguments say what each one is, and this module spells that o
     ``Int64s`` x           ``Tensor x``               ``const int64_t* x``
     ``WireLayout`` x       ``str x`` (its spec)       ``const ZeroppLayout* x``
     ``torch.dtype`` x      ``ScalarType x``           ``int64_t x``
-    ``int``, ``bool`` x    ``int x``, ``bool x``      ``int64_t x``
+    ``int`` x              ``int x``                  ``int64_t x``
     ``float`` x            ``float x``                ``float x``
 
 ``| None`` makes a tensor optional: ``Tensor? x``, and a null pointer. The C function takes these arguments in the order of the
@@ -54,7 +54,6 @@ _KINDS: dict[Any, Kind] = {
     WireLayout: Kind("str", ("const ZeroppLayout*",)),
     torch.dtype: Kind("ScalarType", ("int64_t",)),
     int: Kind("int", ("int64_t",)),
-    bool: Kind("bool", ("int64_t",)),
     float: Kind("float", ("float",)),
 }
 

@@ -2,10 +2,6 @@
 
 Compiled kernels do the same bit for bit: [Note: bitwise agreement] in ``blocks.py``, which holds the mathematics of a block.
 
-A rotation multiplies each whole 32-slice of a quantized part by the orthonormal Hadamard matrix, which is its own inverse.
-It spreads a large element over its slice before the block's scale is taken. Elements behind a part's last whole slice
-are not rotated.
-
 Slices are permuted on the way, as the two hops of a collective need it (rank order y * N + x against [x, y]). With K = R * C
 slices and ``slice_rows`` R, encode writes slice r * C + c of the input to slice c * R + r of the wire. Decode permutes in the
 same way from wire to output, so decoding with ``slice_rows`` C undoes encoding with R.
@@ -20,21 +16,18 @@ from torch import Tensor
 
 from hf_zeropp.ops.blocks import (
     pack_codes,
-    rotate_slices,
     round_to,
     scale_bits,
     scale_value,
     to_blocks,
     unpack_codes,
 )
-from hf_zeropp.ops.format import QMAX, ROTATION_SLICE, Part, WireLayout, num_blocks
+from hf_zeropp.ops.format import QMAX, Part, WireLayout, num_blocks
 
 
-def quantize(input: Tensor, layout: WireLayout, slice_rows: int = 1, rotate: bool = False) -> Tensor:
+def quantize(input: Tensor, layout: WireLayout, slice_rows: int = 1) -> Tensor:
     """K slices of ``layout.numel`` elements -> uint8 wire [K, layout.nbytes]."""
     slices = _permute(input.reshape(-1, layout.numel), slice_rows)
-    if rotate:
-        slices = _rotate_parts(slices.float(), layout)
     # Zeros, because padding is part of the wire: equal inputs give equal bytes.
     wire = torch.zeros(slices.shape[0], layout.nbytes, dtype=torch.uint8, device=input.device)
     for part in _parts(layout):
@@ -63,13 +56,9 @@ def dequantize_sum(
     initial: Tensor | None = None,
     scale: float = 1.0,
     dtype: torch.dtype = torch.float32,
-    rotate: bool = False,
 ) -> Tensor:
     """uint8 wire [num_sources, P, nbytes] -> [P, numel] in ``dtype``: (initial + sum over sources, in order) * scale."""
     total = _sum(wire, layout, num_sources, initial)
-    # Rotating is linear and its own inverse, so rotating the sum once undoes the rotations of all sources.
-    if rotate:
-        total = _rotate_parts(total, layout)
     return round_to(total if scale == 1.0 else total * scale, dtype)
 
 
@@ -103,60 +92,9 @@ def dequantize_update(wire: Tensor, layout: WireLayout, base: Tensor, base_layou
     return quantize(updated, base_layout)
 
 
-def quantize_with_feedback(
-    wire: Tensor | None,
-    layout: WireLayout,
-    out_layout: WireLayout,
-    residual_layout: WireLayout,
-    num_sources: int,
-    initial: Tensor | None,
-    rotate: bool,
-    decay: float,
-    rescale: float,
-    residual: Tensor,
-) -> Tensor:
-    """Encode sum + residual; the residual becomes the error of that. Returns uint8 wire [P, out_layout.nbytes].
-
-    With t = (initial + sum over sources, rotated if asked) and e the residual times ``rescale``, the wire encodes t + e. With
-    r = (t + e) - the decoded wire, the residual then encodes r, or (1 - decay) e + decay r for a decay other than 1. A
-    residual block that is not finite counts as zero. The residual of raw parts stays as it is.
-    """
-    total = _sum(wire, layout, num_sources, initial)
-    if rotate:
-        total = _rotate_parts(total, out_layout)
-    # The residual is in the domain of the sum that is encoded: rotated, if the sum is.
-    before = _usable_residual(residual, residual_layout, rescale)
-    before = torch.where(_is_quantized(out_layout, total.device), before, 0.0)
-    # Raw parts take the sum itself and not the sum + 0.0, which would turn -0.0 into +0.0.
-    compensated = torch.where(_is_quantized(out_layout, total.device), total + before, total)
-    out = quantize(compensated, out_layout)
-    error = compensated - dequantize(out, out_layout, torch.float32)
-    if decay != 1.0:
-        # In fp32 before the subtraction: kernels receive the decay as a float.
-        newest = torch.tensor(decay, dtype=torch.float32, device=total.device)
-        error = before * (1.0 - newest) + error * newest
-    updated = quantize(error, residual_layout).view(-1, residual_layout.nbytes)
-    # ``kept`` is a view, so the caller's residual changes in place, as the operator's schema says.
-    kept = residual.view(-1, residual_layout.nbytes)
-    # Scales and codes move as bytes, so that neither padding nor the residual of raw parts is touched.
-    for part, out_part in zip(residual_layout.parts, out_layout.parts, strict=True):
-        if part.numel and out_part.bits:
-            kept[:, part.scales : part.end] = updated[:, part.scales : part.end]
-    return out
-
-
-def _usable_residual(residual: Tensor, layout: WireLayout, rescale: float) -> Tensor:
-    """Decode the residual times ``rescale``; NaNs, which a step that overflowed leaves behind, count as zero."""
-    values = dequantize(residual, layout, torch.float32)
-    # Each call adds the residual to its sum and keeps the error of that. One NaN would return in every later step, long
-    # after the loss scaler has skipped the step that overflowed.
-    values = torch.where(values.isnan(), 0.0, values)
-    return values if rescale == 1.0 else values * rescale
-
-
-def _sum(wire: Tensor | None, layout: WireLayout, num_sources: int, initial: Tensor | None) -> Tensor:
+def _sum(wire: Tensor, layout: WireLayout, num_sources: int, initial: Tensor | None) -> Tensor:
     """fp32 [P, numel]: initial + sources, in this order."""
-    sources = iter(() if wire is None else wire.reshape(num_sources, -1))
+    sources = iter(wire.reshape(num_sources, -1))
     # The sum starts from source 0 and not from zeros, since 0.0 + -0.0 is +0.0: a sum of one source keeps its bits.
     if initial is None:
         total = dequantize(next(sources), layout, torch.float32)
@@ -165,16 +103,6 @@ def _sum(wire: Tensor | None, layout: WireLayout, num_sources: int, initial: Ten
     for source in sources:
         total = total + dequantize(source, layout, torch.float32)
     return total
-
-
-def _rotate_parts(values: Tensor, layout: WireLayout) -> Tensor:
-    """fp32 [K, numel], the whole 32-slices of every quantized part rotated."""
-    values = values.clone()
-    for part in _parts(layout):
-        if part.bits:
-            whole = slice(part.element, part.element + part.numel // ROTATION_SLICE * ROTATION_SLICE)
-            values[:, whole] = rotate_slices(values[:, whole])
-    return values
 
 
 def _is_quantized(layout: WireLayout, device: torch.device) -> Tensor:

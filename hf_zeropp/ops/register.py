@@ -66,7 +66,6 @@ def _register(operator: Operator) -> None:
     def run(*arguments: Any) -> Any:
         inputs = _with_layouts(arguments)
         result = operator.check(inputs)
-        _refuse_gaps(operator, inputs, result)
         outs = result.empty()
         _fill(operator, inputs, result, outs)
         return _returned(outs)
@@ -118,16 +117,6 @@ def _with_layouts(arguments: Iterable[Any]) -> list[Any]:
 
 def _returned(outs: tuple[Tensor, ...]) -> Any:
     return outs if len(outs) > 1 else outs[0]
-
-
-def _refuse_gaps(operator: Operator, arguments: Iterable[Any], result: Result) -> None:
-    """Raise where a new tensor would have elements that no kernel writes: [Note: layouts with gaps]."""
-    if result.filled[0].dtype == torch.uint8:
-        return  # kernels write every byte of a wire
-    if any(value.has_gaps for value in arguments if isinstance(value, WireLayout)):
-        raise ValueError(
-            f"{operator.name}: expected `out` for a layout with gaps, whose elements would be arbitrary: pass it"
-        )
 
 
 def _fill(operator: Operator, arguments: Sequence[Any], result: Result, outs: tuple[Tensor, ...]) -> None:

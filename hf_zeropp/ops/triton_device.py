@@ -2,7 +2,7 @@
 
 Triton comes with PyTorch's CUDA wheels and compiles for the GPU at hand, so no toolkit is needed. ``triton_kernels.py`` starts
 these kernels, one launch for each part of a layout. A program computes one *tile* of a part, of one slice: some whole blocks
-where it encodes, some 32-slices where it only decodes. Offsets count from the start of the slice's wire or elements.
+where it encodes, any run of elements where it only decodes. Offsets count from the start of the slice's wire or elements.
 
 [Note: bitwise agreement] in ``blocks.py`` holds here as well. Division is ``div_rn``, because Triton's ``/`` is approximate. The
 host forbids fused multiply-add for every launch. Rounding to integers adds and subtracts 1.5 * 2^23, which rounds half to even.
@@ -13,13 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_zeropp.ops.blocks import ROTATION_NORM
 from hf_zeropp.ops.format import QMAX, SCALE_MAX, SCALE_MIN, SCALE_NAN
 
 _SCALE_MIN = tl.constexpr(SCALE_MIN)
 _SCALE_MAX = tl.constexpr(SCALE_MAX)
 _SCALE_NAN = tl.constexpr(SCALE_NAN)
-_NORM = tl.constexpr(ROTATION_NORM)
 _QMAX_8, _QMAX_4, _QMAX_3, _QMAX_2 = (tl.constexpr(float(QMAX[bits])) for bits in (8, 4, 3, 2))
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all but the sign bit
 _INF_BITS = tl.constexpr(0x7F800000)
@@ -58,22 +56,6 @@ def _codes(values, scale, BITS: tl.constexpr):
     quotient = tl.where(scale > 0, tl.math.div_rn(values, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(values)), 0.0)
     clamped = tl.minimum(tl.maximum(quotient, -_qmax(BITS)), _qmax(BITS))
     return (clamped + _ROUNDER) - _ROUNDER
-
-
-@triton.jit
-def _rotate(values, SIZE: tl.constexpr):
-    """fp32 [SIZE], each 32-slice multiplied by the Hadamard matrix: ``blocks.rotate_slices``."""
-    for power in tl.static_range(5):  # elements 1, 2, 4, 8 and 16 apart
-        pairs = tl.permute(tl.reshape(values, [SIZE >> (power + 1), 2, 1 << power]), (0, 2, 1))
-        low, high = tl.split(pairs)
-        values = tl.reshape(tl.permute(tl.join(low + high, low - high), (0, 2, 1)), [SIZE])
-    return values * _NORM
-
-
-@triton.jit
-def _rotate_whole(values, index, numel, SIZE: tl.constexpr):
-    """Rotate the whole 32-slices of a part; elements behind the last one keep their values."""
-    return tl.where(index < numel // 32 * 32, _rotate(values, SIZE), values)
 
 
 # ---- Memory. ``index`` counts the elements of the part, int64; ``inside`` masks those that the part has.
@@ -170,7 +152,6 @@ def _encode_codes(scales, codes, values, index, inside, BITS: tl.constexpr, BLOC
         tl.store(codes + index, (rounded.to(tl.int32) & 0xFF).to(tl.uint8), mask=inside)
     else:
         _store_packed(codes, rounded.to(tl.int32), index, inside, BITS)
-    return rounded * scale
 
 
 @triton.jit
@@ -188,26 +169,23 @@ def _store_packed(data, codes, index, inside, BITS: tl.constexpr):
 
 @triton.jit
 def _encode(wire, scales, codes, values, index, inside, BITS: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr):
-    """Write fp32 [rows, padded block] to a slice that begins at ``wire``; return the values that it decodes to."""
+    """Write fp32 [rows, padded block] to a slice that begins at ``wire``."""
     if BITS == 0:
         _encode_raw(wire + codes, values, index, inside, RAW)
-        decoded = values
     else:
-        decoded = _encode_codes(wire + scales, wire + codes, values, index, inside, BITS, BLOCK)
-    return decoded
+        _encode_codes(wire + scales, wire + codes, values, index, inside, BITS, BLOCK)
 
 
 @triton.jit
 def _sum(
     initial, wire, scales, codes, source_bytes, index, inside, num_sources,
-    HAS_INITIAL: tl.constexpr, HAS_WIRE: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """fp32 sum of a part: what it starts from, then the sources in their order."""
     # It starts from the first value and not from zero, because 0.0 + -0.0 is 0.0.
     if HAS_INITIAL:
         total = tl.load(initial + index, mask=inside, other=0.0)
-        if HAS_WIRE:
-            total = total + _decode(wire, scales, codes, index, inside, BITS, BLOCK, RAW)
+        total = total + _decode(wire, scales, codes, index, inside, BITS, BLOCK, RAW)
     else:
         total = _decode(wire, scales, codes, index, inside, BITS, BLOCK, RAW)
     for source in range(1, num_sources):
@@ -224,12 +202,6 @@ def _tile_of_blocks(numel, BLOCK: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.c
     return index, (column < BLOCK) & (index < numel)
 
 
-@triton.jit
-def _rotated_tile(values, index, numel, ROWS: tl.constexpr, PADDED: tl.constexpr):
-    flat = _rotate_whole(tl.reshape(values, [ROWS * PADDED]), tl.reshape(index, [ROWS * PADDED]), numel, ROWS * PADDED)
-    return tl.reshape(flat, [ROWS, PADDED])
-
-
 # ---- The kernels. Axis 1 of the grid counts slices. Parameters named O_ are those of the wire that is written. ``input`` of
 # ``encode`` and ``out`` of ``decode`` hold the bits of floats as integers of their size.
 
@@ -239,7 +211,7 @@ def _rotated_tile(values, index, numel, ROWS: tl.constexpr, PADDED: tl.constexpr
 def encode(
     input, out, base, element, numel, slice_numel, rows, columns,
     o_bytes, o_scales, o_codes, b_bytes, b_scales, b_codes,
-    DTYPE: tl.constexpr, ROTATE: tl.constexpr, HAS_BASE: tl.constexpr,
+    DTYPE: tl.constexpr, HAS_BASE: tl.constexpr,
     B_BITS: tl.constexpr, B_BLOCK: tl.constexpr, B_RAW: tl.constexpr,
     O_BITS: tl.constexpr, O_BLOCK: tl.constexpr, O_RAW: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
@@ -249,11 +221,8 @@ def encode(
     values = _from_raw(
         tl.load(input + slice_ * slice_numel + element + index, mask=inside, other=0).to(tl.int32), DTYPE
     )
-    if O_BITS != 0:
-        if HAS_BASE:
-            values = values - _decode(base + slice_ * b_bytes, b_scales, b_codes, index, inside, B_BITS, B_BLOCK, B_RAW)
-        if ROTATE:
-            values = _rotated_tile(values, index, numel, ROWS, PADDED)
+    if HAS_BASE and O_BITS != 0:
+        values = values - _decode(base + slice_ * b_bytes, b_scales, b_codes, index, inside, B_BITS, B_BLOCK, B_RAW)
     to = slice_ % columns * rows + slice_ // columns
     _encode(out + to * o_bytes, o_scales, o_codes, values, index, inside, O_BITS, O_BLOCK, O_RAW)
 
@@ -263,7 +232,7 @@ def encode(
 def decode(
     wire, initial, out, scale, element, numel, slice_numel, rows, columns, num_sources, source_bytes,
     i_bytes, i_scales, i_codes,
-    HAS_INITIAL: tl.constexpr, ROTATE: tl.constexpr, DTYPE: tl.constexpr,
+    HAS_INITIAL: tl.constexpr, DTYPE: tl.constexpr,
     BITS: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """``reference.dequantize`` (one source), and ``reference.dequantize_sum`` (one row of slices)."""
@@ -272,48 +241,30 @@ def decode(
     inside = index < numel
     total = _sum(
         initial + slice_ * slice_numel + element, wire + slice_ * i_bytes, i_scales, i_codes, source_bytes,
-        index, inside, num_sources, HAS_INITIAL, True, BITS, BLOCK, RAW,
+        index, inside, num_sources, HAS_INITIAL, BITS, BLOCK, RAW,
     )  # fmt: skip
-    if ROTATE and BITS != 0:
-        total = _rotate_whole(total, index, numel, TILE)
     words = _to_raw(total * scale, DTYPE)
     to = (slice_ % columns * rows + slice_ // columns) * slice_numel + element
     tl.store(out + to + index, words.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["element", "numel", "slice_numel", "num_sources", "source_bytes", "i_bytes", "i_scales", "i_codes",
-                               "o_bytes", "o_scales", "o_codes", "r_bytes", "r_scales", "r_codes"])  # fmt: skip
+                               "o_bytes", "o_scales", "o_codes"])  # fmt: skip
 def encode_sum(
-    wire, initial, out, residual, newest, earlier, rescale, element, numel, slice_numel, num_sources, source_bytes,
-    i_bytes, i_scales, i_codes, o_bytes, o_scales, o_codes, r_bytes, r_scales, r_codes,
-    HAS_INITIAL: tl.constexpr, HAS_WIRE: tl.constexpr, ROTATE: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
-    IS_DECAYING: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr,
-    O_BITS: tl.constexpr, O_BLOCK: tl.constexpr, O_RAW: tl.constexpr, R_BITS: tl.constexpr, R_RAW: tl.constexpr,
-    PADDED: tl.constexpr, ROWS: tl.constexpr,
+    wire, initial, out, element, numel, slice_numel, num_sources, source_bytes,
+    i_bytes, i_scales, i_codes, o_bytes, o_scales, o_codes,
+    HAS_INITIAL: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr,
+    O_BITS: tl.constexpr, O_BLOCK: tl.constexpr, O_RAW: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """``reference.dequantize_sum_quantize``, and ``reference.quantize_with_feedback`` where there is a residual."""
+    """``reference.dequantize_sum_quantize``."""
     slice_ = tl.program_id(1).to(tl.int64)
     index, inside = _tile_of_blocks(numel, O_BLOCK, PADDED, ROWS)
     total = _sum(
         initial + slice_ * slice_numel + element, wire + slice_ * i_bytes, i_scales, i_codes, source_bytes,
-        index, inside, num_sources, HAS_INITIAL, HAS_WIRE, BITS, BLOCK, RAW,
+        index, inside, num_sources, HAS_INITIAL, BITS, BLOCK, RAW,
     )  # fmt: skip
     total = tl.where(inside, total, 0.0)
-    if ROTATE and O_BITS != 0:
-        total = _rotated_tile(total, index, numel, ROWS, PADDED)
-    out += slice_ * o_bytes
-    if HAS_RESIDUAL and O_BITS != 0:
-        residual += slice_ * r_bytes
-        before = _decode(residual, r_scales, r_codes, index, inside, R_BITS, O_BLOCK, R_RAW)
-        before = tl.where(before == before, before, 0.0) * rescale  # NaNs count as zero
-        total = total + before
-        error = total - _encode(out, o_scales, o_codes, total, index, inside, O_BITS, O_BLOCK, O_RAW)
-        if IS_DECAYING:
-            error = before * earlier + error * newest
-        tl.debug_barrier()  # the residual is overwritten, and other threads have read it by now
-        _encode(residual, r_scales, r_codes, tl.where(inside, error, 0.0), index, inside, R_BITS, O_BLOCK, R_RAW)
-    else:
-        _encode(out, o_scales, o_codes, total, index, inside, O_BITS, O_BLOCK, O_RAW)
+    _encode(out + slice_ * o_bytes, o_scales, o_codes, total, index, inside, O_BITS, O_BLOCK, O_RAW)
 
 
 @triton.jit(do_not_specialize=["numel", "i_bytes", "i_scales", "i_codes", "b_bytes", "b_scales", "b_codes"])

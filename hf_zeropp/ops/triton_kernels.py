@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from hf_zeropp.ops import triton_device
-from hf_zeropp.ops.format import ROTATION_SLICE, Part, Segment, WireLayout
+from hf_zeropp.ops.format import CODES_AT_A_BYTE, Part, Segment, WireLayout
 from hf_zeropp.ops.operator import Operator
 from hf_zeropp.ops.reference import quantize
 from hf_zeropp.ops.reference_kernels import ReferenceKernels
@@ -42,7 +42,7 @@ class _Wire(NamedTuple):
 
 
 class TritonKernels(ReferenceKernels):
-    """The operators of the wire in Triton; others, and blocks that are no multiples of 32, as the reference."""
+    """The operators of the wire in Triton; others, and blocks that are no multiples of 8, as the reference."""
 
     name = "triton"
 
@@ -50,8 +50,8 @@ class TritonKernels(ReferenceKernels):
         """Fill ``outs`` with the result of the operator; see ``CompiledKernels.run``."""
         start = _STARTERS.get(operator.name)
         layouts = [value for value in arguments if isinstance(value, WireLayout)]
-        # Rows of a tile hold whole runs of codes and whole 32-slices. ZeroPPConfig takes no other blocks.
-        if start is None or any(layout.block % ROTATION_SLICE for layout in layouts):
+        # Rows of a tile hold whole runs of codes. The package's own blocks are multiples of 32.
+        if start is None or any(layout.block % CODES_AT_A_BYTE for layout in layouts):
             super().run(operator, arguments, counts, outs)
             return
         given = {argument.name: value for argument, value in zip(operator.arguments, arguments, strict=True)}
@@ -108,7 +108,7 @@ def _encode(given: dict[str, Any], out: Tensor) -> None:
         _launch(
             triton_device.encode, tiles, slices, _bits(input), out, out if base is None else base,
             part.element, part.numel, layout.numel, rows, slices // rows, *wire.offsets, *base_wire.offsets,
-            _DTYPES[input.dtype], given.get("rotate", False), base is not None, *base_wire.constants, *wire.constants, *shape,
+            _DTYPES[input.dtype], base is not None, *base_wire.constants, *wire.constants, *shape,
         )  # fmt: skip
 
 
@@ -123,26 +123,22 @@ def _decode(given: dict[str, Any], out: Tensor) -> None:
             triton_device.decode, triton.cdiv(part.numel, TILE), slices, wire, words if initial is None else initial, words,
             given.get("scale", 1.0), part.element, part.numel, layout.numel, rows, slices // rows,
             sources, slices * layout.nbytes, *one.offsets,
-            initial is not None, given.get("rotate", False), _DTYPES[given["dtype"]], *one.constants, TILE,
+            initial is not None, _DTYPES[given["dtype"]], *one.constants, TILE,
         )  # fmt: skip
 
 
 def _encode_sum(given: dict[str, Any], out: Tensor) -> None:
-    """``dequantize_sum_quantize``, ``quantize_with_feedback``."""
-    wire, initial, residual = given["wire"], given["initial"], given.get("residual")
+    """``dequantize_sum_quantize``."""
+    wire, initial = given["wire"], given["initial"]
     layout, out_layout, sources = given["layout"], given["out_layout"], given["num_sources"]
-    slices, decay = out.numel() // out_layout.nbytes, torch.tensor(given.get("decay", 1.0), dtype=torch.float32)
+    slices = out.numel() // out_layout.nbytes
     out.zero_()  # padding
-    for part, wires in _parts(layout, out_layout, given.get("residual_layout", out_layout)):
-        one, sent, kept = wires
+    for part, (one, sent) in _parts(layout, out_layout):
         tiles, *shape = _blocks(part.numel, out_layout.block)
         _launch(
-            triton_device.encode_sum, tiles, slices, out if wire is None else wire, out if initial is None else initial,
-            out, out if residual is None else residual, decay.item(), (1.0 - decay).item(), given.get("rescale", 1.0),
-            part.element, part.numel, layout.numel, sources, slices * layout.nbytes,
-            *one.offsets, *sent.offsets, *kept.offsets,
-            initial is not None, wire is not None, given.get("rotate", False), residual is not None, decay.item() != 1.0,
-            *one.constants, *sent.constants, kept.constants[0], kept.constants[2], *shape,
+            triton_device.encode_sum, tiles, slices, wire, out if initial is None else initial, out,
+            part.element, part.numel, layout.numel, sources, slices * layout.nbytes, *one.offsets, *sent.offsets,
+            initial is not None, *one.constants, *sent.constants, *shape,
         )  # fmt: skip
 
 
@@ -165,6 +161,5 @@ _STARTERS = {
     "dequantize": _decode,
     "dequantize_sum": _decode,
     "dequantize_sum_quantize": _encode_sum,
-    "quantize_with_feedback": _encode_sum,
     "dequantize_update": _update,
 }

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_zeropp.ops import reference
-from hf_zeropp.ops.checks import check_dtype, check_rotation, count_slices, flat_result
+from hf_zeropp.ops.checks import check_dtype, count_slices, flat_result
 from hf_zeropp.ops.format import WireLayout
 from hf_zeropp.ops.operator import Bytes, Floats, Result
 from hf_zeropp.ops.register import operator
@@ -23,15 +23,12 @@ from hf_zeropp.ops.register import operator
 # Encoding and decoding permute slices while they read and write them anyway. A permutation of its own would copy the
 # unit once more, and it would need a second buffer of its size.
 @operator(reference.quantize, out="uint8_t*")
-def _quantize(input: Floats, layout: WireLayout, slice_rows: int, rotate: bool) -> Result:
-    check_rotation(layout, rotate)
+def _quantize(input: Floats, layout: WireLayout, slice_rows: int) -> Result:
     num_slices = count_slices("input", input, layout.numel, "slice_rows", slice_rows)
     return flat_result(num_slices, layout.nbytes, torch.uint8, input.device)
 
 
-def quantize(
-    input: Tensor, layout: WireLayout, *, slice_rows: int = 1, rotate: bool = False, out: Tensor | None = None
-) -> Tensor:
+def quantize(input: Tensor, layout: WireLayout, *, slice_rows: int = 1, out: Tensor | None = None) -> Tensor:
     """Encode K slices for the wire (qwZ and qgZ, ZeRO++ sections 3.1 and 3.3).
 
     Args:
@@ -39,7 +36,6 @@ def quantize(
         layout: of one slice.
         slice_rows: R of K = R * C. Slice r * C + c of the input becomes slice c * R + r of the wire: rank order
             y * N + x becomes [x, y], as the two hops of a collective need it.
-        rotate: multiply each 32-slice of a quantized part by a Hadamard matrix first. The block must be a multiple of 32.
         out: uint8, K * layout.nbytes bytes, every one of which is written. None for a new tensor.
 
     Returns:
@@ -49,7 +45,7 @@ def quantize(
         TypeError: ``input`` or ``out`` of another dtype.
         ValueError: sizes, devices or strides that do not fit.
     """
-    return _quantize(input, layout, slice_rows, rotate, out=out)
+    return _quantize(input, layout, slice_rows, out=out)
 
 
 @operator(reference.dequantize, out="void*")
@@ -66,7 +62,7 @@ def dequantize(
 
     Args:
         wire: uint8, K * layout.nbytes bytes.
-        layout: of one slice. One with gaps needs ``out``, whose elements in gaps keep their values.
+        layout: of one slice.
         dtype: fp32, bf16 or fp16.
         slice_rows: R of K = R * C. Slice r * C + c of the wire becomes slice c * R + r of the output, so decoding with C
             undoes the order of encoding with R.
@@ -77,6 +73,6 @@ def dequantize(
 
     Raises:
         TypeError: ``wire``, ``dtype`` or ``out`` of another dtype.
-        ValueError: sizes, devices or strides that do not fit, or a layout with gaps without ``out``.
+        ValueError: sizes, devices or strides that do not fit.
     """
     return _dequantize(wire, layout, dtype, slice_rows, out=out)

@@ -70,7 +70,7 @@ void encode_block(const In* __restrict in, int64_t n, BFloat16 stored_scale, int
   for (int64_t i = 0; i < n; ++i) codes[i] = encode(in[i], scale);
 }
 
-// A decoded element replaces the one in memory, is added to it or subtracted from it. Rounding to bf16 needs no test
+// A decoded element replaces the one in memory, or is added to it. Rounding to bf16 needs no test
 // for NaNs here: the only NaN that is ever decoded is the canonical one.
 struct Set {
   static void apply(float& to, float value) { to = value; }
@@ -78,9 +78,6 @@ struct Set {
 };
 struct Add {
   static void apply(float& to, float value) { to += value; }
-};
-struct Subtract {
-  static void apply(float& to, float value) { to -= value; }
 };
 
 template <class Update, class Out>

@@ -1,17 +1,13 @@
 // Encode slices for the wire.
-#include "rotate.h"
 #include "tile.h"
 
 ZEROPP_KERNEL(quantize)(const void* input, int64_t input_dtype, const ZeroppLayout* layout, int64_t slice_rows,
-                        int64_t rotate, int64_t num_slices, uint8_t* out, void*) {
+                        int64_t num_slices, uint8_t* out, void*) {
   using namespace zeropp;
   const int64_t size = item_size(input_dtype);
   return for_each_tile(*layout, num_slices, num_slices * layout->nbytes, [&](const Tile& tile, Worker& worker) {
     const char* from = static_cast<const char*>(input) + (tile.slice * layout->numel + tile.element()) * size;
     uint8_t* slot = out + permuted(tile.slice, num_slices, slice_rows) * layout->nbytes;
-    if (!rotate || tile.part->bits == 0) return worker.encode(from, input_dtype, tile, *layout, slot);
-    alignas(64) float rotated[kMaxTileNumel];
-    rotate_slices(worker.load(from, input_dtype, tile.numel), tile.numel, rotated);
-    worker.encode(rotated, kFloat32, tile, *layout, slot, from);
+    worker.encode(from, input_dtype, tile, *layout, slot);
   });
 }

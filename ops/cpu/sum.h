@@ -1,4 +1,4 @@
-// The sum of several sources, which three kernels share.
+// The sum of several sources, which two kernels share.
 #pragma once
 
 #include "tile.h"
@@ -14,18 +14,12 @@ struct Sources {
   int64_t num_sources;
   int64_t num_sums;
 
-  // The values that the sum of a tile starts from; null if that is source 0.
-  const float* start(const Tile& tile) const {
-    return initial ? initial + tile.slice * layout.numel + tile.element() : nullptr;
-  }
-
-  // initial + source 0 + source 1 + ..., in that order, for a tile of this layout. The sum is in `out`. If there is
-  // nothing to add, it stays in `initial`. The result is the sum's address.
-  const float* sum(const Tile& tile, Worker& worker, float* out) const {
+  // initial + source 0 + source 1 + ..., in that order, for a tile of this layout.
+  void sum(const Tile& tile, Worker& worker, float* out) const {
     const uint8_t* from = wire + tile.slice * layout.nbytes;
     int64_t source = 0;
-    if (const float* first = start(tile)) {
-      if (num_sources == 0) return first;
+    if (initial) {
+      const float* first = initial + tile.slice * layout.numel + tile.element();
       prefetch(first + tile.numel, tile.numel * sizeof *first);
       memcpy(out, first, tile.numel * sizeof *out);
     } else {
@@ -35,7 +29,6 @@ struct Sources {
     for (; source < num_sources; ++source) {
       worker.decode<Add>(from + source * num_sums * layout.nbytes, tile, layout, out);
     }
-    return out;
   }
 };
 

@@ -62,7 +62,7 @@ class Worker {
     }
   }
 
-  // The tile's part of its slice's wire -> fp32 or bf16, set, added or subtracted. A tile that was moved from another
+  // The tile's part of its slice's wire -> fp32 or bf16, set or added. A tile that was moved from another
   // layout may begin and end within this layout's blocks, so the loop below takes one run for each block that it
   // touches.
   template <class Update, class Out>
@@ -88,13 +88,6 @@ class Worker {
       }
 #endif
       decode_block<Update>(codes + at, n, scale, out + at);
-    }
-  }
-
-  // Subtracts from `values` the decoded codes of the tile that was encoded last: what is left is its error.
-  void subtract_encoded(const Tile& tile, const Layout& layout, float* values) const {
-    for (int64_t at = 0, b = 0; at < tile.numel; at += layout.block, ++b) {
-      decode_block<Subtract>(codes_ + at, min(layout.block, tile.numel - at), scales_[b], values + at);
     }
   }
 

@@ -132,18 +132,6 @@ __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], c
   __syncwarp();  // the staging is free again
 }
 
-// Subtracts from `values` the decoded codes that the last `encode_blocks` left in the staging: what remains is its
-// error.
-template <int kBits, int V>
-__device__ __forceinline__ void subtract_encoded(int log2_block, Staging& staging, float (&values)[kPerLane]) {
-#pragma unroll
-  for (int j = 0; j < kPerLane / V; ++j) {
-    const int element = element_of<V>(j);
-    add_codes<kBits, V, false>(staging.codes, element, -staging.divisors[element >> log2_block].scale, values + j * V);
-  }
-  __syncwarp();
-}
-
 // ---- Decode. Fetching and adding are two steps, so that the codes of several sources can be on their way at once.
 
 template <int kBits>

@@ -75,7 +75,6 @@ int launch(void (*kernel)(Parameters...), dim3 grid, int threads, void* stream, 
 template <class... Parameters, class... Arguments>
 int launch_tiles(void (*kernel)(Parameters...), const Tiling& tiling, int64_t num_slices, void* stream,
                  Arguments... arguments) {
-  if (tiling.num_tiles == 0) return kOk;  // all gaps
   const int64_t layers = ceil_div(num_slices, kMaxGridRows), rows = ceil_div(num_slices, layers);
   const dim3 grid(static_cast<unsigned>(ceil_div(tiling.num_tiles, kWarps)), static_cast<unsigned>(rows),
                   static_cast<unsigned>(layers));

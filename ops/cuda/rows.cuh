@@ -76,8 +76,6 @@ __device__ __forceinline__ Words<N> narrow(const float* values) {
   return words;
 }
 
-__device__ __forceinline__ bool is_finite(BFloat16 value) { return (value.bits & 0x7F80) != 0x7F80; }
-
 // ---- A tile, from and to memory. `numel` of its elements exist.
 //
 // [Note: tails] Whole tiles are moved 16 bytes at a time. All others (the last tile of a part) are moved element by

@@ -1,4 +1,4 @@
-// The sum of several sources, which three kernels share.
+// The sum of several sources, which two kernels share.
 #pragma once
 
 #include "elements.cuh"

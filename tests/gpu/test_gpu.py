@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import subprocess
@@ -56,13 +55,6 @@ def test_sanitized_cases(seed):
     check(make_case(seed, ROW_BLOCKS if seed % 2 else OTHER_BLOCKS))
 
 
-@pytest.mark.parametrize("numel", [1, 7, 4096, 5_000_001])
-def test_stochastic_rounding(numel):
-    values = torch.randint(-(2**31), 2**31, (numel + 1,), dtype=torch.int32).view(torch.float32)
-    for placed, on_gpu in ((values[:numel], values.cuda()[:numel]), (values[1:], values.cuda()[1:])):
-        assert same_bits(ops.round_stochastic(on_gpu, -numel).cpu(), ops.round_stochastic(placed, -numel))
-
-
 @pytest.mark.parametrize("seed", range(200))
 def test_changed_words(seed):
     case = make_changes_case(seed, max_words=200_000)
@@ -94,12 +86,9 @@ def test_large_slices(bits, dtype):
     """More elements than one wave of thread blocks holds, the last tile not full."""
     sizes, widths = (9_000_000, 77, 8_000_003), (bits, None, bits)
     layout = WireLayout(map(Segment, sizes, widths), 256, dtype)
-    residual_layout = WireLayout(map(Segment, sizes, (bits and 8, None, bits and 8)), 256, dtype)
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(2 * layout.numel, generator=generator).to(dtype)
-    case = Case(layout, layout, 2, 1, values, None, dtype, 0.5, 0, rotate=True)
-    left_out = torch.randn(layout.numel, generator=generator)
-    check(dataclasses.replace(case, residual_layout=residual_layout, left_out=left_out, decay=0.9))
+    check(Case(layout, layout, 2, 1, values, None, dtype, 0.5, 0))
 
 
 def test_more_slices_than_rows_of_a_grid():
@@ -135,27 +124,6 @@ def test_updates_in_place():
     held = base.cuda()
     ops.dequantize_update(wire.cuda(), layout, held, base_layout, out=held)
     assert torch.equal(held.cpu(), ops.dequantize_update(wire, layout, base, base_layout))
-
-
-def test_feedback_through_the_operator():
-    """With and without what other ranks sent; the residual is changed where it lies."""
-    layout = WireLayout([Segment(70_000, 4), Segment(30, None)], 128)
-    residual_layout = WireLayout([Segment(70_000, 8), Segment(30, None)], 128)
-    total = torch.randn(2, layout.numel)
-    wire = ops.quantize(total, layout)
-    residual = torch.zeros(2 * residual_layout.nbytes, dtype=torch.uint8)
-    on_gpu = residual.cuda()
-    for sent, num_sources in ((None, 0), (wire, 1)):
-        settings = {"num_sources": num_sources, "rotate": True, "decay": 0.5}
-        ours = ops.quantize_with_feedback(
-            *(None if sent is None else sent.cuda(), layout, layout, on_gpu, residual_layout),
-            **settings,
-            initial=total.cuda(),
-        )
-        expected = ops.quantize_with_feedback(
-            sent, layout, layout, residual, residual_layout, **settings, initial=total
-        )
-        assert torch.equal(ours.cpu(), expected) and torch.equal(on_gpu.cpu(), residual)
 
 
 def test_kernels_run_in_the_current_stream_and_the_host_does_not_wait():

@@ -20,10 +20,8 @@ from hf_zeropp import ops
 from hf_zeropp.ops.format import (
     CODES_AT_A_BYTE,
     FLOAT_DTYPES,
-    GAP,
     MAX_BLOCK,
     QMAX,
-    ROTATION_SLICE,
     Segment,
     WireLayout,
 )
@@ -53,12 +51,6 @@ class Case:
         dtype: decoded to.
         scale: factor of a sum.
         offset: elements that tensors lie behind an aligned address.
-        rotate: wherever blocks allow it.
-        residual_layout: for the segments that ``out_layout`` quantizes.
-        left_out: columns slices, the residual to begin with.
-        decay: of the residual.
-        rescale: of the residual.
-        without_wire: the sum of quantize_with_feedback is ``initial`` alone.
     """
 
     layout: WireLayout
@@ -70,21 +62,11 @@ class Case:
     dtype: torch.dtype
     scale: float
     offset: int
-    rotate: bool = False
-    residual_layout: WireLayout | None = None
-    left_out: torch.Tensor | None = None
-    decay: float = 1.0
-    rescale: float = 1.0
-    without_wire: bool = False
-
-    def rotates(self, layout: WireLayout) -> bool:
-        return self.rotate and layout.block % ROTATION_SLICE == 0
 
     def __str__(self) -> str:
         return (
             f"{self.layout.spec!r} -> {self.out_layout.spec!r}, {self.rows} x {self.columns} slices of "
-            f"{self.values.dtype}, to {self.dtype}, offset {self.offset}, initial {self.initial is not None}, rotate "
-            f"{self.rotate}, residual {self.residual_layout}, decay {self.decay}, rescale {self.rescale}"
+            f"{self.values.dtype}, to {self.dtype}, offset {self.offset}, initial {self.initial is not None}"
         )
 
 
@@ -105,38 +87,26 @@ class Call(NamedTuple):
 def calls(case: Case) -> dict[str, Call]:
     """Each operator of the wire, called on the slices of one case."""
     layout, out_layout, rows, columns, initial = case.layout, case.out_layout, case.rows, case.columns, case.initial
-    rotate = case.rotates(layout)
     wire = ops.quantize(case.values, layout)
     base = ops.quantize((case.values.float() * 0.97).to(case.values.dtype), out_layout)
-    can_accumulate = initial is not None and case.dtype == torch.float32 and not layout.has_gaps
-    found = {
-        "quantize": Call((case.values, layout, rows, rotate), layout),
+    can_accumulate = initial is not None and case.dtype == torch.float32
+    return {
+        "quantize": Call((case.values, layout, rows), layout),
         "dequantize": Call((wire, layout, case.dtype, columns), None),
         "dequantize_sum": Call(
-            (wire, layout, rows, initial, case.scale, case.dtype, rotate), None, in_place=3 if can_accumulate else None
+            (wire, layout, rows, initial, case.scale, case.dtype), None, in_place=3 if can_accumulate else None
         ),
         "dequantize_sum_quantize": Call((wire, layout, out_layout, rows, initial), out_layout),
         "quantize_difference": Call((case.values, base, out_layout, layout), layout),
         "dequantize_update": Call((wire, layout, base, out_layout), out_layout, in_place=2),
     }
-    if case.residual_layout is not None:
-        residual = ops.quantize(case.left_out, case.residual_layout)
-        sources = (0, initial) if case.without_wire else (rows, initial)
-        settings = case.rotates(out_layout), case.decay, case.rescale
-        layouts = layout, out_layout, case.residual_layout
-        sent = None if case.without_wire else wire
-        found["quantize_with_feedback"] = Call((sent, *layouts, *sources, *settings, residual), out_layout)
-    return found
 
 
 def make_case(seed: int, blocks: tuple[int, ...] = ROW_BLOCKS + OTHER_BLOCKS, max_numel: int = 2100) -> Case:
     choose = random.Random(seed)
     block, out_block = choose.choice(blocks), choose.choice(blocks)
     numels = make_sizes(block, choose, max_numel)
-    gaps = [choose.random() < 0.1 for _ in numels]
-    if not any(n for n, gap in zip(numels, gaps, strict=True) if not gap):
-        gaps = [False] * len(numels)
-    layout, out_layout = (make_layout(numels, gaps, b, choose) for b in (block, out_block))
+    layout, out_layout = (make_layout(numels, b, choose) for b in (block, out_block))
     rows, columns = choose.choice((1, 1, 2, 3, 5)), choose.choice((1, 1, 2, 3))
     generator = torch.Generator().manual_seed(seed)
     values = make_values(rows * columns * layout.numel, choose, generator).to(choose.choice(FLOAT_DTYPES))
@@ -151,12 +121,6 @@ def make_case(seed: int, blocks: tuple[int, ...] = ROW_BLOCKS + OTHER_BLOCKS, ma
         dtype=choose.choice(FLOAT_DTYPES),
         scale=choose.choice((1.0, 1 / 3, 0.125)),
         offset=choose.choice((0, 0, 0, 1)),
-        rotate=choose.random() < 0.5,
-        residual_layout=make_residual_layout(out_layout, choose),
-        left_out=make_values(columns * layout.numel, choose, generator),
-        decay=choose.choice((1.0, 0.9, 0.3)),
-        rescale=choose.choice((1.0, 0.5, 1 / 3)),
-        without_wire=initial is not None and choose.random() < 0.3,
     )
 
 
@@ -169,17 +133,9 @@ def make_sizes(block: int, choose: random.Random, max_numel: int) -> list[int]:
     return numels
 
 
-def make_layout(numels: list[int], gaps: list[bool], block: int, choose: random.Random) -> WireLayout:
+def make_layout(numels: list[int], block: int, choose: random.Random) -> WireLayout:
     widths = widths_of(block)
-    segments = [Segment(n, GAP if gap else choose.choice(widths)) for n, gap in zip(numels, gaps, strict=True)]
-    return WireLayout(segments, block, choose.choice(FLOAT_DTYPES))
-
-
-def make_residual_layout(layout: WireLayout, choose: random.Random) -> WireLayout:
-    """In blocks of the same size, with some width for each quantized segment."""
-    widths = [bits for bits in widths_of(layout.block) if bits]
-    segments = [Segment(one.numel, choose.choice(widths) if one.bits else one.bits) for one in layout.segments]
-    return WireLayout(segments, layout.block, choose.choice(FLOAT_DTYPES))
+    return WireLayout([Segment(n, choose.choice(widths)) for n in numels], block, choose.choice(FLOAT_DTYPES))
 
 
 def widths_of(block: int) -> tuple[int | None, ...]:

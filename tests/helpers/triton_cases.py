@@ -14,8 +14,8 @@ from op_checks import check_everything
 
 from hf_zeropp.ops.kernels import triton_kernels
 
-# Multiples of 32, powers of two and others; 63 and 1000 fall back to the reference.
-BLOCKS = (32, 64, 96, 128, 160, 256, 512, 2048, 63, 1000)
+# Multiples of 8, powers of two and others; 63 and 100 fall back to the reference.
+BLOCKS = (8, 32, 64, 96, 128, 160, 256, 512, 1000, 2048, 63, 100)
 
 
 def main(first: int, end: int) -> None:

@@ -99,8 +99,6 @@ def constant(file: str, name: str) -> float:
         ("format.h", "kScaleNaN", format.SCALE_NAN),
         ("format.h", "kScaleMin", format.SCALE_MIN),
         ("format.h", "kScaleMax", format.SCALE_MAX),
-        ("format.h", "kRotationSlice", format.ROTATION_SLICE),
-        ("format.h", "kRotationNorm", format.ROTATION_SLICE**-0.5),
         ("frozen_format.h", "kMaxInputs", frozen_reference.MAX_INPUTS),
         ("frozen_format.h", "kMatmulLanes", frozen_reference.LANES),
         ("frozen_format.h", "kFrozenMin4", frozen_reference.MIN_CODE_4),
@@ -128,7 +126,7 @@ def test_dtype_codes_are_positions():
 def test_limits_of_settings_are_those_of_the_formats():
     for block in (format.MIN_BLOCK, format.MAX_BLOCK):
         assert frozen_format.FrozenFormat(4, block).block == block
-    assert format.MIN_BLOCK % format.BLOCK_MULTIPLE == format.MIN_BLOCK % format.ROTATION_SLICE == 0
+    assert format.MIN_BLOCK % format.BLOCK_MULTIPLE == 0
     for bits in frozen_format.FROZEN_BITS:
         assert config.ZeroPPConfig(frozen_bits=bits).frozen_bits == bits
 

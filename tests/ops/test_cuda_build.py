@@ -25,10 +25,9 @@ HOT = {  # kernel: the instructions that must move 16 bytes at a time
     **{
         f"{name}_rows": ("LDG", "STG")
         for name in OPERATORS
-        if not name.startswith("frozen_") and not name.endswith("_changes") and name != "round_stochastic"
+        if not name.startswith("frozen_") and not name.endswith("_changes")
     },
     "unpack_rows": ("LDG", "STG"),
-    "round_eights": ("LDG", "STG"),
     "count_blocks": ("LDG",),
     "write_blocks": ("LDG",),
     "apply_blocks": ("LDG", "STG"),

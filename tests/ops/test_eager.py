@@ -46,7 +46,7 @@ def direct_calls(monkeypatch) -> list[bool]:
 
 def through_the_dispatcher(input: torch.Tensor) -> torch.Tensor:
     out = wire()
-    OPERATOR(input, LAYOUT.spec, 1, False, out)
+    OPERATOR(input, LAYOUT.spec, 1, out)
     return out
 
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from op_cases import widths_of
 
-from hf_zeropp.ops.format import ALIGNMENT, FLOAT_DTYPES, GAP, MAX_BLOCK, Part, Segment, WireLayout, wire_bytes
+from hf_zeropp.ops.format import ALIGNMENT, FLOAT_DTYPES, MAX_BLOCK, Part, Segment, WireLayout, wire_bytes
 
 
 @st.composite
@@ -63,31 +63,6 @@ def test_parts_tile_the_slice(layout):
     assert (layout.numel, layout.nbytes) == (element, offset)
 
 
-@given(LAYOUTS, st.integers(1, 9))
-def test_chunks_carry_every_block_of_the_slice_once(layout, count):
-    chunks = layout.chunks(count)
-    assert 1 <= len(chunks) <= count and all(chunk.numel == layout.numel for chunk in chunks)
-    pieces = [part for chunk in chunks for part in chunk.parts if part.numel]
-    starts = {part.element: part for part in layout.parts if part.numel}
-    element = 0
-    for piece in pieces:
-        whole = starts[max(start for start in starts if start <= piece.element)]
-        assert piece.element == element and piece.bits == whole.bits
-        assert (piece.element - whole.element) % layout.block == 0, "a block was cut"
-        element += piece.numel
-    assert element == layout.numel
-    fewest = layout.numel // count - layout.block
-    assert len(chunks) == 1 or all(sum(part.numel for part in chunk.parts) > fewest for chunk in chunks[:-1])
-
-
-def test_layouts_with_gaps_say_so():
-    whole = WireLayout([Segment(1000, 8)], 32)
-    first, middle, last = whole.chunks(3)
-    assert middle.spec == "32 bfloat16 gap*320 int8*320 gap*360"
-    assert middle.has_gaps and not whole.has_gaps and WireLayout.from_spec(middle.spec) == middle
-    assert WireLayout([Segment(0, GAP), Segment(5, 8)], 32) == WireLayout([Segment(5, 8)], 32)
-
-
 @given(LAYOUTS)
 def test_spec_round_trips(layout):
     assert WireLayout.from_spec(layout.spec) == layout
@@ -122,7 +97,7 @@ def test_layouts_are_immutable():
 
 
 def test_errors_name_what_was_expected():
-    with pytest.raises(ValueError, match="bits 8, 4, 3, 2, None.*got 5"):
+    with pytest.raises(ValueError, match="bits 8, 4, 3, 2 or None.*got 5"):
         Segment(10, 5)
     for bits in (3, 2):
         with pytest.raises(ValueError, match="a block that is a multiple of 8, got 100"):

@@ -77,7 +77,7 @@ def test_errors_of_cuda_come_back_as_exceptions_with_their_text():
     layout = WireLayout([Segment(64, 8)], 64)
     out = torch.empty(layout.nbytes, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=r"zeropp_quantize_cuda: CUDA error \d+, \w+"):
-        kernels.run(OPERATORS["quantize"], [torch.zeros(64), layout, 1, False], (1,), [out])
+        kernels.run(OPERATORS["quantize"], [torch.zeros(64), layout, 1], (1,), [out])
 
 
 @pytest.mark.skipif(native.library_path("cpu") is None, reason="no CPU library in this install")
@@ -85,4 +85,4 @@ def test_a_library_of_older_sources_is_found_out():
     operator = dataclasses.replace(OPERATORS["quantize"], name="quantize_5bit")
     kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")
     with pytest.raises(RuntimeError, match="the compiled library has no zeropp_quantize_5bit_baseline: reinstall"):
-        kernels.run(operator, [torch.zeros(64), WireLayout([Segment(64, 8)], 64), 1, False], (1,), [torch.zeros(1)])
+        kernels.run(operator, [torch.zeros(64), WireLayout([Segment(64, 8)], 64), 1], (1,), [torch.zeros(1)])

@@ -7,20 +7,16 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from hf_zeropp import ops
-from hf_zeropp.ops.format import GAP, Segment, WireLayout
+from hf_zeropp.ops.format import Segment, WireLayout
 
 LAYOUT = WireLayout([Segment(300, 8), Segment(5, None), Segment(0, 8), Segment(33, 4)], 64)
 LARGE = WireLayout([Segment(6_000_001, 8), Segment(7, None), Segment(5_000_001, 4)], 256)  # results bypass the caches
 BASE = WireLayout([Segment(300, None), Segment(5, None), Segment(0, 8), Segment(33, 4)], 32)
-RESIDUAL = WireLayout([Segment(300, 8), Segment(5, None), Segment(0, 8), Segment(33, 8)], 64)
 OTHER = WireLayout([Segment(LAYOUT.numel, 8)], 64)
-WITH_GAP = WireLayout([*LAYOUT.segments[:-1], Segment(33, GAP)], 64)
-BLOCKS_OF_48 = WireLayout(LAYOUT.segments, 48)
 
 VALUES = torch.zeros(4, LAYOUT.numel)
 WIRE = torch.zeros(4 * LAYOUT.nbytes, dtype=torch.uint8)
 HELD = torch.zeros(4 * BASE.nbytes, dtype=torch.uint8)
-LEFT_OUT = torch.zeros(4 * RESIDUAL.nbytes, dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE], ids=["small", "large"])
@@ -54,7 +50,6 @@ def test_empty(restore_kernels):
             assert ops.dequantize_sum(none, layout, num_sources=4).shape == (0, 0)
             assert ops.quantize_difference(torch.empty(0), none, layout, layout).shape == (0,)
             assert ops.dequantize_update(none, layout, none, layout).shape == (0,)
-            assert ops.quantize_with_feedback(none, layout, layout, none, layout, num_sources=2).shape == (0, 0)
         assert ops.quantize(torch.empty(0, 10), WireLayout([Segment(10, 8)], 64)).shape == (0,)
 
 
@@ -70,14 +65,12 @@ HALF_WIRE = WIRE[: 2 * LAYOUT.nbytes]
 @pytest.mark.parametrize(
     ("name", "arguments", "out"),
     [
-        ("quantize", (VALUES, LAYOUT, 2, True), WIRE),
+        ("quantize", (VALUES, LAYOUT, 2), WIRE),
         ("dequantize", (WIRE, LAYOUT, torch.bfloat16, 2), VALUES.bfloat16()),
-        ("dequantize_sum", (WIRE, LAYOUT, 2, SUMS, 0.5, torch.float16, True), SUMS.half()),
+        ("dequantize_sum", (WIRE, LAYOUT, 2, SUMS, 0.5, torch.float16), SUMS.half()),
         ("dequantize_sum_quantize", (WIRE, LAYOUT, LAYOUT, 2, None), HALF_WIRE),
         ("quantize_difference", (VALUES, HELD, BASE, LAYOUT), WIRE),
         ("dequantize_update", (WIRE, LAYOUT, HELD, BASE), HELD),
-        ("quantize_with_feedback", (WIRE, LAYOUT, LAYOUT, RESIDUAL, 1, VALUES, True, 0.9, 0.5, LEFT_OUT), WIRE),
-        ("quantize_with_feedback", (None, LAYOUT, LAYOUT, RESIDUAL, 0, VALUES, False, 1.0, 1.0, LEFT_OUT), WIRE),
     ],
 )
 def test_opcheck(name, arguments, out):
@@ -111,9 +104,6 @@ def test_fake_tensors():
         difference = ops.quantize_difference(values, held, BASE, LAYOUT)
         assert difference.shape == (4 * LAYOUT.nbytes,) and difference.dtype == torch.uint8
         assert ops.dequantize_update(difference, LAYOUT, held, BASE).shape == (4 * BASE.nbytes,)
-        residual = torch.empty(4 * RESIDUAL.nbytes, dtype=torch.uint8)
-        sent = ops.quantize_with_feedback(wire, LAYOUT, LAYOUT, residual, RESIDUAL, num_sources=1)
-        assert sent.shape == (4, LAYOUT.nbytes) and sent.dtype == torch.uint8
         with pytest.raises(ValueError, match="whole slices"):
             ops.quantize(values[:, 1:].contiguous(), LAYOUT)
 
@@ -133,7 +123,6 @@ def check_error(error, match, call):
         (ValueError, "input contiguous.*strides", lambda: ops.quantize(VALUES.t(), LAYOUT)),
         (ValueError, f"slices of {LAYOUT.numel} elements, got 7", lambda: ops.quantize(torch.zeros(7), LAYOUT)),
         (ValueError, "slice_rows.*divides 4 slices, got 3", lambda: ops.quantize(VALUES, LAYOUT, slice_rows=3)),
-        (ValueError, "multiple of 32 to rotate, got 48", lambda: ops.quantize(VALUES, BLOCKS_OF_48, rotate=True)),
         (ValueError, "slice_rows >= 1", lambda: ops.quantize(VALUES, LAYOUT, slice_rows=0)),
         (ValueError, "^quantize: expected out with .* elements", lambda: ops.quantize(VALUES, LAYOUT, out=WIRE[1:])),
         (TypeError, "out of dtype torch.uint8", lambda: ops.quantize(VALUES, LAYOUT, out=WIRE.char())),
@@ -155,13 +144,7 @@ def test_wire_errors_say_expected_got_and_remedy(error, match, call):
         (TypeError, "initial of dtype torch.float32", dict(initial=SUMS.half())),
         (ValueError, f"initial with {2 * LAYOUT.numel} elements", dict(initial=VALUES)),
         (ValueError, "on cpu, got meta", dict(initial=SUMS.to("meta"))),
-        (
-            ValueError,
-            "dequantize_sum: expected a block that is a multiple of 32",
-            dict(layout=BLOCKS_OF_48, rotate=True),
-        ),
         (ValueError, "equal segment sizes, got .*300.* and .338.", dict(out_layout=OTHER)),
-        (ValueError, "with the same gaps", dict(out_layout=WITH_GAP)),
     ],
 )
 def test_sum_errors_say_expected_got_and_remedy(error, match, options):
@@ -186,28 +169,3 @@ def test_sum_errors_say_expected_got_and_remedy(error, match, options):
 )
 def test_delta_errors_say_expected_got_and_remedy(error, match, call):
     check_error(error, match, call)
-
-
-@pytest.mark.parametrize(
-    ("match", "options"),
-    [
-        (r"a decay in \(0, 1\], got 0", dict(decay=0.0)),
-        (r"a decay in \(0, 1\], got 1.5", dict(decay=1.5)),
-        ("a wire, or num_sources=0 and what to start from", dict(wire=None, num_sources=0)),
-        ("a wire, or num_sources=0 and what to start from", dict(wire=None, num_sources=1, initial=VALUES)),
-        ("quantize the parts that out_layout quantizes", dict(out_layout=BASE)),
-        ("blocks of out_layout, 64, got 32", dict(residual_layout=WireLayout(RESIDUAL.segments, 32))),
-        ("residual with .* elements", dict(residual=LEFT_OUT[1:])),
-        (
-            "multiple of 32 to rotate, got 48",
-            dict(out_layout=BLOCKS_OF_48, residual_layout=WireLayout(RESIDUAL.segments, 48), rotate=True),
-        ),
-    ],
-)
-def test_feedback_errors_say_expected_got_and_remedy(match, options):
-    def call(wire=WIRE, out_layout=LAYOUT, residual=LEFT_OUT, residual_layout=RESIDUAL, num_sources=1, **options):
-        ops.quantize_with_feedback(
-            wire, LAYOUT, out_layout, residual, residual_layout, num_sources=num_sources, **options
-        )
-
-    check_error(ValueError, match, lambda: call(**options))

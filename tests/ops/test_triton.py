@@ -69,8 +69,8 @@ def compiled_ptx(name: str, capability: int) -> str:
 
     kernel = getattr(triton_device, name)
     words = "*i16" if name == "decode" else "*u8"
-    types = {"wire": "*u8", "base": "*u8", "residual": "*u8", "initial": "*fp32", "input": "*i16", "out": words}
-    types |= dict.fromkeys(("scale", "newest", "earlier", "rescale"), "fp32") | {"num_sources": "i32"}
+    types = {"wire": "*u8", "base": "*u8", "initial": "*fp32", "input": "*i16", "out": words}
+    types |= {"scale": "fp32", "num_sources": "i32"}
     widths: dict[str, Any] = {
         "BITS": 3,
         "BLOCK": 256,
@@ -83,8 +83,6 @@ def compiled_ptx(name: str, capability: int) -> str:
         "B_BITS": 0,
         "B_BLOCK": 256,
         "B_RAW": tl.bfloat16,
-        "R_BITS": 8,
-        "R_RAW": tl.bfloat16,
         "DTYPE": tl.bfloat16,
     }
     constants = widths | {"PADDED": 128, "ROWS": 8, "TILE": 1024}

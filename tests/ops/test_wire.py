@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from hf_zeropp import ops
-from hf_zeropp.ops.blocks import rotate_slices
-from hf_zeropp.ops.format import FLOAT_DTYPES, GAP, QMAX, ROTATION_SLICE, SCALE_NAN, Segment, WireLayout
+from hf_zeropp.ops.format import FLOAT_DTYPES, QMAX, SCALE_NAN, Segment, WireLayout
 
 
 @pytest.fixture(params=ops.kernel_info().available, autouse=True)
@@ -86,48 +85,3 @@ def test_slice_rows_permute():
     assert torch.equal(wire, ops.quantize(values.transpose(0, 1).contiguous(), layout))
     back = ops.dequantize(wire, layout, dtype=torch.float32, slice_rows=ranks_per_node)
     assert torch.equal(back, ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32))
-
-
-def test_elements_in_gaps_are_never_made_up():
-    layout = WireLayout([Segment(64, 8), Segment(64, GAP)], 32)
-    with pytest.raises(ValueError, match="dequantize: expected `out` for a layout with gaps"):
-        ops.dequantize(ops.quantize(torch.ones(128), layout), layout, dtype=torch.float32)
-
-
-# ---- Rotations.
-
-
-def test_rotating_twice_gives_the_values_back():
-    """The matrix is its own inverse, and each of 5 sums and a product loses half an ulp: of 32 values of norm r, 6 * 2^-24 r.
-
-    Two rotations may be off by 12 * 2^-24 of a slice's norm, and so may any element of it.
-    """
-    values = torch.randn(1000, ROTATION_SLICE) * torch.logspace(-10, 10, 1000)[:, None]
-    twice = rotate_slices(rotate_slices(values))
-    norms = values.double().norm(dim=1, keepdim=True)
-    assert ((twice.double() - values.double()).abs() <= 12 * 2.0**-24 * norms).all()
-    assert torch.allclose(rotate_slices(values).double().norm(dim=1, keepdim=True), norms, rtol=1e-6)
-
-
-def test_rotation_is_the_hadamard_matrix():
-    matrix = torch.ones(1, 1)
-    while len(matrix) < ROTATION_SLICE:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    assert torch.equal(rotate_slices(torch.eye(ROTATION_SLICE)), matrix * torch.tensor(ROTATION_SLICE**-0.5))
-
-
-@pytest.mark.parametrize("bits", [8, 4, 3])  # with 2 bits, errors are as large as values either way
-def test_rotation_spreads_a_large_element(bits):
-    """One element among small ones takes the codes of its whole block; rotated, every element of its slice shares it."""
-    torch.manual_seed(0)
-    values = torch.randn(64, 128)
-    values[:, 5] = 20.0
-    layout = WireLayout([Segment(values.numel(), bits), Segment(8, bits), Segment(40, None)], 128)
-    values = torch.cat([values.flatten(), torch.ones(48)])
-    rotated = ops.quantize(values, layout, rotate=True)
-    back = ops.dequantize_sum(rotated, layout, num_sources=1, rotate=True).flatten()
-    straight = ops.dequantize(ops.quantize(values, layout), layout, dtype=torch.float32)
-    assert (back - values).square().mean() < (straight - values).square().mean() / 2
-    assert torch.equal(back[-48:], straight[-48:]), (
-        "elements behind the last whole slice, and raw parts, are not rotated"
-    )

@@ -85,7 +85,7 @@ def page(verdicts: Sequence[Verdict], command: str, seconds: float) -> str:
 {platform.python_version()}, {versions}. {len(verdicts)} faults in {seconds / 60:.0f} minutes, beside other work on the machine.
 
 Each fault meets a real run: six steps of a tiny Llama under the Trainer in four gloo processes, as two nodes of two ranks, with a
-checkpoint after every second step and one or two of them kept. A third of the runs gathers deltas with error feedback, a third
+checkpoint after every second step and one or two of them kept. A third of the runs gathers deltas, a third
 trains adapters on packed weights. The fault happens at a random call of a point of the program, on a random rank. Then every
 rank must end within {TIMEOUT_S:.0f} s (the timeout of the process group) and {MARGIN_S:.0f} s more, with an error that names
 a cause, or go on to the bits of an unbroken run. (Where the fault comes before the process groups are made, it is
