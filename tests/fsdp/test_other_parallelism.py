@@ -156,7 +156,7 @@ def test_nodes_with_different_numbers_of_ranks_are_refused():
 
 def other_settings(rank: int) -> None:
     model, _ = tensor_parallel_lm()
-    apply_zeropp(model, UNQUANTIZED | {"qgz_until": 0.5 if rank % 2 else 1.0})
+    apply_zeropp(model, UNQUANTIZED | {"overlap": rank % 2 == 0})
 
 
 def test_shard_groups_with_other_settings_are_refused():

@@ -10,6 +10,7 @@ from harness import Scenarios
 from toy import POLICIES, VOCAB, backward, full_gradients, full_weights, loss_of, make_lm, shard, tokens_of
 
 from hf_zeropp import apply_zeropp
+from hf_zeropp.ops.format import GRAD_BLOCK
 
 NODES = {"ranks_per_node": 2}
 INT4 = {"qgz_intra_bits": 4}
@@ -43,14 +44,14 @@ def nan_and_inf_on_one_rank(rank: int, overlap: bool) -> None:
 
 def only_the_block_is_spoiled(rank: int, overlap: bool) -> None:
     """One element of a matrix: its block decodes to NaN, the others of the same matrix stay."""
-    model = shard(make_lm(hidden=64, inner=64))
+    model = shard(make_lm(hidden=2 * GRAD_BLOCK, inner=64))
     apply_zeropp(model, NODES | {"overlap": overlap})
     loss = loss_of(model, tokens_of(rank))
     if rank == 1:  # the unsharded root is at hand
         model.head.weight.register_hook(lambda gradient: gradient.index_put((torch.tensor(0), torch.tensor(40)), NAN))
     loss.backward()
     spoiled = ~full_gradients(model)["head.weight"].isfinite()
-    assert spoiled[0, 32:64].all() and spoiled.sum() == 32
+    assert spoiled[0, :GRAD_BLOCK].all() and spoiled.sum() == GRAD_BLOCK
 
 
 NAN = torch.tensor(float("nan"))
