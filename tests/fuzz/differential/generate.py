@@ -30,8 +30,9 @@ from differential.hazards import Walk
 WORLDS = (2, 4, 2, 3, 2, 4, 2, 6, 2, 4, 3, 2, 4, 2, 3, 8)
 """The world of seed n is ``WORLDS[n % len(WORLDS)]``. Small ones are quick, and most of what goes wrong shows in them."""
 
-NEVER = ("pending at read",)
-"""Hazards that are generated on request only: a gradient that waits is documented to read as zero."""
+NEVER = ("pending at read", "skipped where gathers wait")
+"""Hazards that are generated on request only. A gradient that waits is documented to read as zero. Ranks that wait in a gather
+for one that runs another pass are documented to end after the time-out, as in stock FSDP2, which takes long."""
 
 _TRIES = 12
 

@@ -36,6 +36,7 @@ HAZARDS = {
     "replaced before the first pass": "parameters are replaced by others after a model is sharded",
     "thawed": "frozen weights that ZeRO++ has sharded over the node begin to train",
     "skipped on one rank": "one rank skips a unit that the others train, and a step or a forward pass follows",
+    "skipped where gathers wait": "the same, where the others wait for that rank in a gather within the pass",
 }
 STOCK_IS_WRONG = ("frozen while unsharded", "trained late")
 """Hazards that FSDP2 itself does not stand, and for which the package makes no promise."""
@@ -141,7 +142,7 @@ class Walk:
             self.unsharded |= self._used(args)
         if name == "train_apart" and self._skips(args):
             self.is_apart = True
-            self.changes.add("skipped on one rank")
+            self.changes.add("skipped where gathers wait" if self._gathers_wait() else "skipped on one rank")
         if name in _BACKWARDS:
             self._backward(name, args)
         if name in _STEPS:
@@ -191,6 +192,15 @@ class Walk:
         start = sum(len(used_and_trainable(model)) for model in self.case.models[:which])
         names = enumerate(parameter_names(self.case.models[which]), start)
         return any(index in self.trainable for index, name in names if name.startswith(prefix))
+
+    def _gathers_wait(self) -> bool:
+        """Whether ranks meet in gathers within a pass. They wait there for a rank that runs another one, until the time-out."""
+        settings, models = self.case.settings, self.case.models
+        size = settings.get("hpz_size", "node")
+        keeps_copies = size is not None and size != self.case.world
+        has_extension = any(block.kind in EXTENSION_KINDS for model in models for block in model.blocks)
+        starts_ahead = settings.get("overlap", True) and settings.get("shared_memory", True)
+        return not (keeps_copies and starts_ahead) or has_extension
 
     def _step(self, name: str) -> None:
         self.found |= self.changes & MUST_RAISE
