@@ -19,8 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 def test_texts_are_sentences():
     for seam in SEAMS:
-        for text in (seam.why, seam.if_moved):
-            assert text.endswith(".") and (text[0].isupper() or text[0] == "`"), (seam.owner, text)
+        assert seam.note.endswith(".") and (seam.note[0].isupper() or seam.note[0] == "`"), (seam.owner, seam.note)
 
 
 def test_versions_are_known_for_every_library():
@@ -99,7 +98,7 @@ class Holder:
 
 
 def planted(owner: str, *names: str, relation: Relation = Relation.HAS, user: str = "frozen.weight", **fields) -> Seam:
-    return Seam(owner, names, (user,), "Somebody needs it.", "Weights are wrong.", relation, **fields)
+    return Seam(owner, names, (user,), "A test needs it. If it moved: weights are wrong.", relation, **fields)
 
 
 def here(path: str = "") -> str:
@@ -179,7 +178,7 @@ def test_a_silent_name_that_moved_is_an_error_that_says_everything(monkeypatch, 
     plant(monkeypatch, seam)
     with pytest.raises(MovedNameError) as error:
         check_seams()
-    parts = ["somelib 7.1", seam.names[0], "hf_zeropp.frozen.weight", "Somebody needs it.", "Weights are wrong.", "6.0"]
+    parts = ["somelib 7.1", seam.names[0], "hf_zeropp.frozen.weight", "A test needs it.", "weights are wrong.", "6.0"]
     assert all(part in str(error.value) for part in parts), str(error.value)
 
 

@@ -115,7 +115,7 @@ def _message(seam: Seam, missing: list[str]) -> str:
     users = " and ".join(f"hf_zeropp.{module}" for module in seam.used_by)
     return (
         f"{seam.library} {version_of(seam.library)} does not fit this version of hf-zeropp: {what}, and {users} relies on it. "
-        f"{seam.why} Without it: {seam.if_moved} So ZeRO++ does not start. Tested versions of "
+        f"{seam.note} So ZeRO++ does not start. Tested versions of "
         f"{seam.library}: {TESTED[seam.library]}. Install one of them, or a newer hf-zeropp."
     )
 

@@ -2,363 +2,146 @@
 
 from __future__ import annotations
 
-from hf_zeropp.compat.seam import ON_IMPORT, ON_USE, Relation, Seam
+from hf_zeropp.compat.seam import Seam, accepts, has, reads, takes
 
+# fmt: off
 HUGGING_FACE: tuple[Seam, ...] = (
     # Accelerate
-    Seam(
-        owner="accelerate:Accelerator",
-        # The relation is not HAS, because a method that exists but is not called any more would pass, and ours in its
-        # place would never run. The same holds for every function below that ours stand in for.
-        names=("_prepare_fsdp2",),
-        used_by=("integrations.accelerate_frozen",),
-        why="`prepare` calls it with a model and its optimizers. Ours takes frozen parameters out of the optimizers before.",
-        if_moved="Optimizers keep 16-bit copies of packed weights.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="accelerate:Accelerator._prepare_fsdp2",
-        names=("self", "args"),
-        used_by=("integrations.accelerate_frozen",),
-        why="Ours is called with the same arguments.",
-        if_moved="TypeError in `prepare`.",
-        relation=Relation.TAKES,
-    ),
-    Seam(
-        owner="accelerate.utils.fsdp_utils:fsdp2_prepare_model",
-        names=("set_auto_wrap_policy",),
-        used_by=("integrations.accelerate",),
-        why="The plugin's method is called just before a model is sharded. There frozen weights are packed, and ZeRO++ is armed.",
-        if_moved="Models train on FSDP2's own collectives.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="accelerate:Accelerator",
-        names=("fsdp2_prepare_model",),
-        used_by=("integrations.axolotl",),
-        why="Accelerate's own function is put back where Axolotl's stands, which shards frozen weights a second time.",
-        if_moved="LoRA with Axolotl raises that meshes overlap.",
-        relation=Relation.READS,
-    ),
-    Seam(
-        owner="accelerate:Accelerator",
-        # Accelerate's ``accumulate`` and the Trainer's loop read this setting separately, so it has two seams.
-        names=("sync_each_batch",),
-        used_by=("integrations.accelerate",),
-        why="With this setting `accumulate` lets FSDP2 reduce on every micro-step.",
-        if_moved="FSDP2 keeps gradients in full size between micro-steps.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="accelerate.state:GradientState",
-        names=("plugin_kwargs", "sync_gradients"),
-        used_by=("integrations.accelerate",),
-        why="Where `sync_each_batch` is set; and whether a micro-step is the last.",
-        if_moved=ON_USE,
-    ),
-    Seam(
-        owner="accelerate.state:AcceleratorState",
-        names=("fsdp_plugin", "distributed_type"),
-        used_by=("integrations.accelerate", "integrations.trainer"),
-        why="They are set to make the plugin active on CPU too, and in a Trainer.",
-        if_moved="Accelerate uses another plugin, and the model trains without ZeRO++.",
-        is_silent=True,
-    ),
-    Seam(
-        owner="accelerate.state:PartialState",
-        names=("distributed_type",),
-        used_by=("integrations.accelerate",),
-        why="Each AcceleratorState copies this value over its own.",
-        if_moved="On CPU a model is replicated, and not sharded.",
-        is_silent=True,
-    ),
-    Seam(
-        owner="accelerate.state:AcceleratorState",
-        names=("_shared_state",),
-        used_by=("integrations.accelerate", "integrations.unmodified"),
-        why="Whether an Accelerator was built before, and with which plugin.",
-        if_moved=ON_USE,
-    ),
-    Seam(
-        owner="accelerate.state:PartialState",
-        names=("_shared_state",),
-        used_by=("integrations.accelerate",),
-        why="The values that every PartialState of the process shares.",
-        if_moved=ON_USE,
-    ),
-    Seam(
-        owner="accelerate.utils.fsdp_utils",
-        names=("fsdp2_prepare_auto_wrap_policy",),
-        used_by=("integrations.accelerate_frozen",),
-        why="The modules that Accelerate shards as units of their own.",
-        if_moved=ON_IMPORT,
-    ),
-    Seam(
-        owner="accelerate:Accelerator",
-        # Accelerator and Trainer each call it under a name of their own module, so each is a seam.
-        names=("save_fsdp_optimizer", "load_fsdp_optimizer"),
-        used_by=("integrations.accelerate_checkpoints",),
-        why="Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule.",
-        if_moved="A run resumed with deltas differs from the unbroken one.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="accelerate.utils:save_fsdp_optimizer",
-        names=("fsdp_plugin", "model", "output_dir", "optimizer_index"),
-        used_by=("integrations.accelerate_checkpoints",),
-        why="The folder and the model are among its arguments.",
-        if_moved="KeyError when a checkpoint is saved.",
-        relation=Relation.ACCEPTS,
-    ),
-    Seam(
-        owner="accelerate:Accelerator.__init__",
-        names=("ACCELERATE_USE_FSDP",),
-        used_by=("integrations.unmodified",),
-        why="The launcher asks for FSDP by this variable. A script that passes no plugin then gets ours.",
-        if_moved="Such a script trains without ZeRO++, and the first optimizer step raises.",
-        relation=Relation.READS,
-    ),
-    Seam(
-        owner="accelerate.commands.config.config_args",
-        names=("default_config_file",),
-        used_by=("integrations.launch",),
-        why="The config file that Accelerate reads where no flag names one. It may hold a `zeropp_config:` block.",
-        if_moved=ON_IMPORT,
-    ),
-    Seam(
-        owner="accelerate.commands.launch",
-        names=("launch_command", "launch_command_parser"),
-        used_by=("integrations.launch",),
-        why="`hf-zeropp launch` delegates to `accelerate launch`.",
-        if_moved=ON_IMPORT,
-    ),
+    # The relation is not HAS, because a method that exists but is not called any more would pass, and ours in its
+    # place would never run. The same holds for every function below that ours stand in for.
+    reads("accelerate:Accelerator", "_prepare_fsdp2", "integrations.accelerate_frozen",
+        "`prepare` calls it with a model and its optimizers. Ours takes frozen parameters out of the optimizers "
+        "before. If it moved: optimizers keep 16-bit copies of packed weights.", silent=True),
+    takes("accelerate:Accelerator._prepare_fsdp2", "self args", "integrations.accelerate_frozen",
+        "Ours is called with the same arguments. If it moved: TypeError in `prepare`."),
+    reads("accelerate.utils.fsdp_utils:fsdp2_prepare_model", "set_auto_wrap_policy", "integrations.accelerate",
+        "The plugin's method is called just before a model is sharded. There frozen weights are packed, and ZeRO++ "
+        "is armed. If it moved: models train on FSDP2's own collectives.", silent=True),
+    reads("accelerate:Accelerator", "fsdp2_prepare_model", "integrations.axolotl",
+        "Accelerate's own function is put back where Axolotl's stands, which shards frozen weights a second time. "
+        "If it moved: LoRA with Axolotl raises that meshes overlap."),
+    # Accelerate's ``accumulate`` and the Trainer's loop read this setting separately, so it has two seams.
+    reads("accelerate:Accelerator", "sync_each_batch", "integrations.accelerate",
+        "With this setting `accumulate` lets FSDP2 reduce on every micro-step. If it moved: FSDP2 keeps gradients "
+        "in full size between micro-steps.", silent=True),
+    has("accelerate.state:GradientState", "plugin_kwargs sync_gradients", "integrations.accelerate",
+        "Where `sync_each_batch` is set; and whether a micro-step is the last."),
+    has("accelerate.state:AcceleratorState",
+        "fsdp_plugin distributed_type", "integrations.accelerate integrations.trainer",
+        "They are set to make the plugin active on CPU too, and in a Trainer. If it moved: Accelerate uses another "
+        "plugin, and the model trains without ZeRO++.", silent=True),
+    has("accelerate.state:PartialState", "distributed_type", "integrations.accelerate",
+        "Each AcceleratorState copies this value over its own. If it moved: on CPU a model is replicated, and not "
+        "sharded.", silent=True),
+    has("accelerate.state:AcceleratorState", "_shared_state", "integrations.accelerate integrations.unmodified",
+        "Whether an Accelerator was built before, and with which plugin."),
+    has("accelerate.state:PartialState", "_shared_state", "integrations.accelerate",
+        "The values that every PartialState of the process shares."),
+    has("accelerate.utils.fsdp_utils", "fsdp2_prepare_auto_wrap_policy", "integrations.accelerate_frozen",
+        "The modules that Accelerate shards as units of their own."),
+    # Accelerator and Trainer each call it under a name of their own module, so each is a seam.
+    reads("accelerate:Accelerator", "save_fsdp_optimizer load_fsdp_optimizer", "integrations.accelerate_checkpoints",
+        "Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule. If it "
+        "moved: a run resumed with deltas differs from the unbroken one.", silent=True),
+    accepts("accelerate.utils:save_fsdp_optimizer",
+        "fsdp_plugin model output_dir optimizer_index", "integrations.accelerate_checkpoints",
+        "The folder and the model are among its arguments. If it moved: KeyError when a checkpoint is saved."),
+    reads("accelerate:Accelerator.__init__", "ACCELERATE_USE_FSDP", "integrations.unmodified",
+        "The launcher asks for FSDP by this variable. A script that passes no plugin then gets ours. If it moved: "
+        "such a script trains without ZeRO++, and the first optimizer step raises."),
+    has("accelerate.commands.config.config_args", "default_config_file", "integrations.launch",
+        "The config file that Accelerate reads where no flag names one. It may hold a `zeropp_config:` block."),
+    has("accelerate.commands.launch", "launch_command launch_command_parser", "integrations.launch",
+        "`hf-zeropp launch` delegates to `accelerate launch`."),
     # Transformers: the Trainer
-    Seam(
-        owner="transformers.trainer:Trainer",
-        # The list could stay importable while the Trainer takes its defaults from elsewhere, so its code is searched.
-        names=("DEFAULT_CALLBACKS",),
-        used_by=("integrations.trainer",),
-        why="A callback in this list logs ZeRO++'s figures ahead of the trackers, and serves scripts that pass no callback.",
-        if_moved="Trackers receive no figures, and a Trainer without a ZeroPPCallback trains without ZeRO++.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.trainer:Trainer",
-        names=("sync_each_batch",),
-        used_by=("integrations.accelerate",),
-        why="With this setting the Trainer lets FSDP2 reduce on every micro-step.",
-        if_moved="FSDP2 keeps gradients in full size between micro-steps.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.trainer:Trainer",
-        names=("save_fsdp_optimizer", "load_fsdp_optimizer"),
-        used_by=("integrations.accelerate_checkpoints",),
-        why="Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule.",
-        if_moved="A run resumed with deltas differs from the unbroken one.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.trainer:Trainer",
-        names=("_save_checkpoint", "_save_rng_state", "_get_output_dir"),
-        used_by=("integrations.trainer_resume",),
-        why="The mark of a whole checkpoint is removed before the first, and comes after the second on all ranks.",
-        if_moved=ON_USE,
-    ),
-    Seam(
-        owner="transformers.trainer:Trainer._save_checkpoint",
-        names=("_save_rng_state", "save_to_json", "rotate_checkpoints"),
-        used_by=("integrations.trainer_resume",),
-        why="Its own last file of each rank, the mark, and the deletion of older checkpoints, in this order.",
-        if_moved="A checkpoint may be taken for whole, and older ones deleted, while a rank still writes.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.training_args:TrainingArguments",
-        names=("fsdp_plugin_args",),
-        used_by=("integrations.trainer",),
-        why="The arguments of the plugin that the Trainer builds.",
-        if_moved=ON_USE,
-    ),
-    Seam(
-        owner="trl.trainer.dpo_config:DPOConfig",
-        # They are read with defaults, because the arguments of most trainers have no such fields.
-        names=("sync_ref_model", "ref_model_sync_steps"),
-        used_by=("integrations.trainer",),
-        why="The steps after which TRL writes new weights into a reference model.",
-        if_moved="The reference model computes with the weights it had before.",
-        is_silent=True,
-    ),
+    # The list could stay importable while the Trainer takes its defaults from elsewhere, so its code is searched.
+    reads("transformers.trainer:Trainer", "DEFAULT_CALLBACKS", "integrations.trainer",
+        "A callback in this list logs ZeRO++'s figures ahead of the trackers, and serves scripts that pass no "
+        "callback. If it moved: trackers receive no figures, and a Trainer without a ZeroPPCallback trains without "
+        "ZeRO++.", silent=True),
+    reads("transformers.trainer:Trainer", "sync_each_batch", "integrations.accelerate",
+        "With this setting the Trainer lets FSDP2 reduce on every micro-step. If it moved: FSDP2 keeps gradients in "
+        "full size between micro-steps.", silent=True),
+    reads("transformers.trainer:Trainer",
+        "save_fsdp_optimizer load_fsdp_optimizer", "integrations.accelerate_checkpoints",
+        "Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule. If it "
+        "moved: a run resumed with deltas differs from the unbroken one.", silent=True),
+    has("transformers.trainer:Trainer",
+        "_save_checkpoint _save_rng_state _get_output_dir", "integrations.trainer_resume",
+        "The mark of a whole checkpoint is removed before the first, and comes after the second on all ranks."),
+    reads("transformers.trainer:Trainer._save_checkpoint",
+        "_save_rng_state save_to_json rotate_checkpoints", "integrations.trainer_resume",
+        "Its own last file of each rank, the mark, and the deletion of older checkpoints, in this order. If it "
+        "moved: a checkpoint may be taken for whole, and older ones deleted, while a rank still writes.", silent=True),
+    has("transformers.training_args:TrainingArguments", "fsdp_plugin_args", "integrations.trainer",
+        "The arguments of the plugin that the Trainer builds."),
+    # They are read with defaults, because the arguments of most trainers have no such fields.
+    has("trl.trainer.dpo_config:DPOConfig", "sync_ref_model ref_model_sync_steps", "integrations.trainer",
+        "The steps after which TRL writes new weights into a reference model. If it moved: the reference model "
+        "computes with the weights it had before.", silent=True),
     # Transformers: models
-    Seam(
-        owner="transformers.generation.utils:GenerationMixin",
-        # Two relations, both silent: ours takes the place of this method, and ``generate`` has to call it.
-        names=("_has_unfinished_sequences",),
-        used_by=("generation",),
-        why="Ranks of a node agree in it on whether another token is needed.",
-        if_moved="All ranks agree instead, across nodes, for every token.",
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.generation.utils:GenerationMixin",
-        names=("_has_unfinished_sequences",),
-        used_by=("generation",),
-        why="`generate` calls it after every token.",
-        if_moved="All ranks agree instead, across nodes, for every token.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.generation.utils:GenerationMixin._has_unfinished_sequences",
-        names=("self", "this_peer_finished", "synced_gpus", "device"),
-        used_by=("generation",),
-        why="Ours is called with the same arguments.",
-        if_moved="TypeError in `generate`.",
-        relation=Relation.TAKES,
-    ),
-    Seam(
-        owner="transformers.modeling_utils:PreTrainedModel",
-        names=("_no_split_modules",),
-        used_by=("integrations.accelerate", "integrations.wrap_policy"),
-        why="The classes of a model's blocks.",
-        if_moved="An estimate counts the whole model as one unit; a model is sharded as one unit, with a warning.",
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.modeling_utils:PreTrainedModel",
-        names=("all_tied_weights_keys",),
-        used_by=("integrations.lora.quantizer", "integrations.lora.base_checkpoint"),
-        why="Which weights are tied, by name.",
-        if_moved="An adapter on a tied weight is exported for one of its two places.",
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.initialization",
-        names=("_is_hf_initialized",),
-        used_by=("frozen.weight", "integrations.lora.quantizer"),
-        why="The mark keeps Transformers from initializing weights that were loaded.",
-        if_moved="Random values are written into packed weights.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.pytorch_utils",
-        # The class is compared by name, so that packing need not import Transformers. A new name would match nothing.
-        names=("Conv1D",),
-        used_by=("frozen.packing",),
-        why="GPT-2's linear layer, known by its name.",
-        if_moved="Its weights are not packed.",
-        is_silent=True,
-    ),
+    # Two relations, both silent: ours takes the place of this method, and ``generate`` has to call it.
+    has("transformers.generation.utils:GenerationMixin", "_has_unfinished_sequences", "generation",
+        "Ranks of a node agree in it on whether another token is needed. If it moved: all ranks agree instead, "
+        "across nodes, for every token.", silent=True),
+    reads("transformers.generation.utils:GenerationMixin", "_has_unfinished_sequences", "generation",
+        "`generate` calls it after every token. If it moved: all ranks agree instead, across nodes, for every "
+        "token.", silent=True),
+    takes("transformers.generation.utils:GenerationMixin._has_unfinished_sequences",
+        "self this_peer_finished synced_gpus device", "generation",
+        "Ours is called with the same arguments. If it moved: TypeError in `generate`."),
+    has("transformers.modeling_utils:PreTrainedModel",
+        "_no_split_modules", "integrations.accelerate integrations.wrap_policy",
+        "The classes of a model's blocks. If it moved: an estimate counts the whole model as one unit; a model is "
+        "sharded as one unit, with a warning.", silent=True),
+    has("transformers.modeling_utils:PreTrainedModel",
+        "all_tied_weights_keys", "integrations.lora.quantizer integrations.lora.base_checkpoint",
+        "Which weights are tied, by name. If it moved: an adapter on a tied weight is exported for one of its two "
+        "places.", silent=True),
+    reads("transformers.initialization", "_is_hf_initialized", "frozen.weight integrations.lora.quantizer",
+        "The mark keeps Transformers from initializing weights that were loaded. If it moved: random values are "
+        "written into packed weights.", silent=True),
+    # The class is compared by name, so that packing need not import Transformers. A new name would match nothing.
+    has("transformers.pytorch_utils", "Conv1D", "frozen.packing",
+        "GPT-2's linear layer, known by its name. If it moved: its weights are not packed.", silent=True),
     # Transformers: loading packed weights
-    Seam(
-        owner="transformers.quantizers.base:HfQuantizer",
-        names=("_process_model_before_weight_loading", "_process_model_after_weight_loading"),
-        used_by=("integrations.lora.quantizer",),
-        why="Ours prepare a model for a packed checkpoint, and tie packed weights after loading.",
-        if_moved="Packed weights are left at random values.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.quantizers.base:HfQuantizer",
-        names=("_dequantize",),
-        used_by=("integrations.lora.quantizer",),
-        why="Ours says how to get a model in 16 bits.",
-        if_moved="`dequantize` raises an error without that advice.",
-    ),
-    Seam(
-        owner="transformers.core_model_loading",
-        names=("param_needs_quantization", "get_quantize_ops"),
-        used_by=("integrations.lora.quantizer",),
-        why="Transformers asks for each tensor that it reads whether and how it is packed.",
-        if_moved="Weights stay in 16 bits.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="transformers.core_model_loading",
-        names=("revert_weight_conversion",),
-        used_by=("rollouts.publish",),
-        why="The forms in which `save_pretrained` writes weights, and inference engines load them.",
-        if_moved=ON_IMPORT,
-    ),
-    Seam(
-        owner="transformers.core_model_loading",
-        names=("ConversionOps",),
-        used_by=("integrations.lora.quantizer",),
-        why="The base class of what packs a tensor as it is read.",
-        if_moved=ON_IMPORT,
-    ),
-    Seam(
-        owner="transformers.quantizers.quantizers_utils",
-        names=("get_module_from_name",),
-        used_by=("integrations.lora.quantizer",),
-        why="The module that has a parameter of this name.",
-        if_moved=ON_IMPORT,
-    ),
+    reads("transformers.quantizers.base:HfQuantizer",
+        "_process_model_before_weight_loading _process_model_after_weight_loading", "integrations.lora.quantizer",
+        "Ours prepare a model for a packed checkpoint, and tie packed weights after loading. If it moved: packed "
+        "weights are left at random values.", silent=True),
+    has("transformers.quantizers.base:HfQuantizer", "_dequantize", "integrations.lora.quantizer",
+        "Ours says how to get a model in 16 bits. If it moved: `dequantize` raises an error without that advice."),
+    reads("transformers.core_model_loading",
+        "param_needs_quantization get_quantize_ops", "integrations.lora.quantizer",
+        "Transformers asks for each tensor that it reads whether and how it is packed. If it moved: weights stay in "
+        "16 bits.", silent=True),
+    has("transformers.core_model_loading", "revert_weight_conversion", "rollouts.publish",
+        "The forms in which `save_pretrained` writes weights, and inference engines load them."),
+    has("transformers.core_model_loading", "ConversionOps", "integrations.lora.quantizer",
+        "The base class of what packs a tensor as it is read."),
+    has("transformers.quantizers.quantizers_utils", "get_module_from_name", "integrations.lora.quantizer",
+        "The module that has a parameter of this name."),
     # PEFT
-    Seam(
-        owner="peft.tuners.tuners_utils:BaseTunerLayer",
-        # PEFT's attributes are read with defaults, because a model without adapters has none of them. A renamed one
-        # would look like such a model.
-        names=("adapter_layer_names",),
-        used_by=("frozen.adapters",),
-        why="The modules of a layer that hold an adapter.",
-        if_moved="Adapters that are not active are packed as frozen weights.",
-        is_silent=True,
-    ),
-    Seam(
-        owner="peft.utils.other:AuxiliaryTrainingWrapper",
-        names=("original_module",),
-        used_by=("frozen.adapters",),
-        why="The module of which PEFT trains a copy. The other children are the copies.",
-        if_moved="Copies that are not active are packed as frozen weights.",
-        is_silent=True,
-    ),
-    Seam(
-        owner="peft:PeftModel",
-        names=("get_base_model",),
-        used_by=("frozen.adapters",),
-        why="The model that PEFT wraps. Its `generate` calls that model, past the wrapper.",
-        if_moved="Frozen weights outside of blocks are not gathered in `generate`, and DTensor raises.",
-    ),
-    Seam(
-        owner="peft.tuners.tuners_utils",
-        names=("BaseTunerLayer",),
-        used_by=("integrations.lora.export",),
-        why="The layers that can be merged.",
-        if_moved=ON_IMPORT,
-    ),
-    Seam(
-        owner="peft.tuners.tuners_utils:BaseTuner",
-        names=("_inject_parameters",),
-        used_by=("integrations.lora.peft_targets",),
-        why="In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there.",
-        if_moved="Adapters on packed experts are left out, with a warning of PEFT's.",
-        relation=Relation.READS,
-        is_silent=True,
-    ),
-    Seam(
-        owner="peft.utils.other:ModulesToSaveWrapper",
-        names=("modules_to_save", "active_adapters"),
-        used_by=("integrations.lora.export",),
-        why="Copies of whole modules that PEFT trained.",
-        if_moved=ON_USE,
-    ),
-    Seam(
-        owner="peft:LoraConfig",
-        names=("init_lora_weights",),
-        used_by=("integrations.lora.export",),
-        why="It is set, so that no initialization computes with a base that has no values.",
-        if_moved="Adapters with such an initialization are not exported: PEFT raises.",
-    ),
+    # PEFT's attributes are read with defaults, because a model without adapters has none of them. A renamed one would
+    # look like such a model.
+    has("peft.tuners.tuners_utils:BaseTunerLayer", "adapter_layer_names", "frozen.adapters",
+        "The modules of a layer that hold an adapter. If it moved: adapters that are not active are packed as "
+        "frozen weights.", silent=True),
+    has("peft.utils.other:AuxiliaryTrainingWrapper", "original_module", "frozen.adapters",
+        "The module of which PEFT trains a copy. The other children are the copies. If it moved: copies that are "
+        "not active are packed as frozen weights.", silent=True),
+    has("peft:PeftModel", "get_base_model", "frozen.adapters",
+        "The model that PEFT wraps. Its `generate` calls that model, past the wrapper. If it moved: frozen weights "
+        "outside of blocks are not gathered in `generate`, and DTensor raises."),
+    has("peft.tuners.tuners_utils", "BaseTunerLayer", "integrations.lora.export",
+        "The layers that can be merged."),
+    reads("peft.tuners.tuners_utils:BaseTuner", "_inject_parameters", "integrations.lora.peft_targets",
+        "In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there. If "
+        "it moved: adapters on packed experts are left out, with a warning of PEFT's.", silent=True),
+    has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save active_adapters", "integrations.lora.export",
+        "Copies of whole modules that PEFT trained."),
+    has("peft:LoraConfig", "init_lora_weights", "integrations.lora.export",
+        "It is set, so that no initialization computes with a base that has no values. If it moved: adapters with "
+        "such an initialization are not exported: PEFT raises."),
 )
+# fmt: on

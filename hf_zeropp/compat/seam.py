@@ -13,9 +13,6 @@ from collections.abc import Iterator
 from types import CodeType, ModuleType
 from typing import Any
 
-ON_IMPORT = "ImportError as soon as the module is imported."
-ON_USE = "AttributeError at the first use."
-
 
 class Relation(enum.Enum):
     """How the owner of a seam is related to its names."""
@@ -34,8 +31,7 @@ class Seam:
         owner: the object, as ``"module:attribute.path"``, or ``"module"`` for the module itself.
         names: the names.
         used_by: modules of this package that rely on them, without the leading ``hf_zeropp.``.
-        why: what they do with them.
-        if_moved: what happens when a name is not there any more.
+        note: what they do with the names, and what happens if one moved. Without that it is an ImportError or AttributeError.
         relation: how the owner is related to the names.
         is_silent: whether nothing would raise then. ``check_seams`` raises in its place.
         since: the first version of the library that has the names; () for all that are supported.
@@ -45,8 +41,7 @@ class Seam:
     owner: str
     names: tuple[str, ...]
     used_by: tuple[str, ...]
-    why: str
-    if_moved: str
+    note: str
     relation: Relation = Relation.HAS
     is_silent: bool = False
     since: tuple[int, ...] = ()
@@ -94,6 +89,35 @@ class Seam:
         # Attributes that methods set on ``self`` are none of the class. A method that uses the name is taken as proof of one.
         is_set = used if isinstance(owner, type) else frozenset()
         return [name for name in self.names if not hasattr(owner, name) and name not in is_set]
+
+
+# A table has a row for each seam: owner, names, modules that use them, note. Spaces separate names, and modules.
+
+
+def has(owner: str, names: str, used_by: str, note: str, **fields: Any) -> Seam:
+    """Return a seam to names that are attributes of the owner. ``fields`` are those of ``Seam``, ``silent`` among them."""
+    return _row(Relation.HAS, owner, names, used_by, note, **fields)
+
+
+def reads(owner: str, names: str, used_by: str, note: str, **fields: Any) -> Seam:
+    """Return a seam to names that the owner's code uses."""
+    return _row(Relation.READS, owner, names, used_by, note, **fields)
+
+
+def takes(owner: str, names: str, used_by: str, note: str, **fields: Any) -> Seam:
+    """Return a seam to names that are all parameters of the owner, in this order."""
+    return _row(Relation.TAKES, owner, names, used_by, note, **fields)
+
+
+def accepts(owner: str, names: str, used_by: str, note: str, **fields: Any) -> Seam:
+    """Return a seam to names that are parameters of the owner, among others."""
+    return _row(Relation.ACCEPTS, owner, names, used_by, note, **fields)
+
+
+def _row(
+    relation: Relation, owner: str, names: str, used_by: str, note: str, *, silent: bool = False, **fields: Any
+) -> Seam:
+    return Seam(owner, tuple(names.split()), tuple(used_by.split()), note, relation, is_silent=silent, **fields)
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
