@@ -69,7 +69,7 @@ class Lines(logging.Handler):
 
 def run_without_preset(rank: int) -> list[tuple[int, str]]:
     log = Lines()
-    logging.getLogger("hf_zeropp.plan").addHandler(log)
+    logging.getLogger("hf_zeropp.announcement").addHandler(log)
     model, _ = prepared(new_accelerator({}))
     with torch.no_grad():
         model(batch_of(rank, 0))

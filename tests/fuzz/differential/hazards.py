@@ -195,7 +195,7 @@ class Walk:
 
     def _gathers_wait(self) -> bool:
         """Whether ranks meet in gathers within a pass. They wait there for a rank that runs another one, until the time-out."""
-        settings, models = self.case.settings, self.case.models
+        settings, models = dict(self.case.settings), self.case.models
         size = settings.get("hpz_size", "node")
         keeps_copies = size is not None and size != self.case.world
         has_extension = any(block.kind in EXTENSION_KINDS for model in models for block in model.blocks)
