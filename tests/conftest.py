@@ -9,11 +9,13 @@ TESTS = Path(__file__).parent
 STYLE = TESTS / "style"
 
 # Test modules import helpers by name, and so do the ranks that helpers/harness.py starts.
-sys.path.insert(0, str(TESTS / "helpers"))
+sys.path[:0] = [str(TESTS / "helpers"), str(TESTS)]
+
+from thorough import is_thorough, patterns_without_tests  # noqa: E402
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="Also run the tests marked `thorough`.")
+    parser.addoption("--all", action="store_true", help="Also run the tests of tests/thorough.py.")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -25,11 +27,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes long, or what the machine cannot run, and say so."""
     # A command that names files or folders runs all that is in them.
-    runs_the_suite = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    if runs_the_suite and not config.getoption("--all"):
-        thorough = [item for item in items if item.get_closest_marker("thorough")]
-        config.hook.pytest_deselected(items=thorough)
-        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        if not config.getoption("--all"):
+            left_out = [item for item in items if is_thorough(item.nodeid)]
+            config.hook.pytest_deselected(items=left_out)
+            items[:] = [item for item in items if not is_thorough(item.nodeid)]
+        elif unknown := patterns_without_tests([item.nodeid for item in items]):
+            raise pytest.UsageError(f"tests/thorough.py names no test by {', '.join(unknown)}")
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if item.get_closest_marker("vllm") and not has_vllm:
