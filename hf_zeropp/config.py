@@ -38,7 +38,20 @@ ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"
 
 DEFAULT_BITS = 8
 WEIGHT_MODES = ("values", "delta", "exact", "auto")
-WEIGHT_BITS = {"values": (8, 4, None), "delta": (8, 4, 3, 2), "exact": (None,), "auto": (4, 3, 2)}
+GRADIENT_BITS = (4, 8, 3)
+"""Widths of codes in which gradients may cross nodes."""
+NODE_GRADIENT_BITS = (4, 8)
+"""Widths of codes in which gradients may travel within a node."""
+WEIGHT_BITS = (8, 4)
+"""Widths of codes in which whole weights may travel."""
+DELTA_BITS = (8, 4, 3, 2)
+"""Widths of codes in which differences of weights may travel. ``ops/README.md`` says how a width is added to these lists."""
+BITS_OF_MODE = {
+    "values": (*WEIGHT_BITS, None),
+    "delta": DELTA_BITS,
+    "exact": (None,),
+    "auto": tuple(bits for bits in DELTA_BITS if bits < 8),
+}
 DEFAULT_BITS_OF = {"exact": None, "auto": 4}
 """``qwz_bits`` by mode, for the modes that do not take ``DEFAULT_BITS``, the default of the others."""
 
@@ -114,7 +127,7 @@ class ZeroPPConfig:
             check(name, getattr(self, name))
         if self.qwz_mode in DEFAULT_BITS_OF and self.qwz_bits == DEFAULT_BITS:
             object.__setattr__(self, "qwz_bits", DEFAULT_BITS_OF[self.qwz_mode])
-        one_of(*WEIGHT_BITS[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
+        one_of(*BITS_OF_MODE[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
         self._check_weights()
         self._check_gradients()
 
@@ -330,8 +343,8 @@ _CHECKS: dict[str, Check] = {
     "qwz_mode": one_of(*WEIGHT_MODES),  # first: the bits of weights depend on it
     "hpz_size": positive_int_or("node", None),
     "hpz_bits": one_of(8, None),
-    "qgz_bits": one_of(4, 8, 3, None),
-    "qgz_intra_bits": one_of(4, 8, None),
+    "qgz_bits": one_of(*GRADIENT_BITS, None),
+    "qgz_intra_bits": one_of(*NODE_GRADIENT_BITS, None),
     "qgz_until": fraction,
     "qgz_accumulator": one_of("float32", "bfloat16"),
     "frozen_bits": one_of(8, 4, None),

@@ -44,7 +44,7 @@ enum ZeroppStatus {
 struct ZeroppPart {
   int64_t element;      // first element, in the slice
   int64_t numel;
-  int64_t bits;         // of a code: 8, 4, 3, 2; 0 for raw
+  int64_t bits;         // of a code: 2 to 8; 0 for raw
   int64_t scales;       // byte offset of the scales
   int64_t codes;        // byte offset of the codes or raw bytes
   int64_t end;          // byte offset behind the padding

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from hf_zeropp import ZeroPPConfig
 from hf_zeropp import config as config_module
-from hf_zeropp.config import PRESETS, WEIGHT_BITS, field_names
+from hf_zeropp.config import BITS_OF_MODE, DELTA_BITS, GRADIENT_BITS, PRESETS, field_names
 from hf_zeropp.ops.format import QMAX
 from hf_zeropp.other_names import REMOVED
 
@@ -28,11 +28,13 @@ def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:
 
 
 def test_the_config_allows_what_the_format_can_do() -> None:
-    for bits in QMAX:
+    for bits in DELTA_BITS:
         ZeroPPConfig(qwz_mode="delta", qwz_bits=bits)
+    for bits in GRADIENT_BITS:
+        ZeroPPConfig(qgz_bits=bits)
+    assert {*DELTA_BITS, *GRADIENT_BITS} <= QMAX.keys() <= set(range(2, 9))
     for bits in (8, 4):
         ZeroPPConfig(qwz_bits=bits, qgz_bits=bits, qgz_intra_bits=bits, frozen_bits=bits)
-    ZeroPPConfig(qgz_bits=3)
 
 
 def test_presets_are_defaults_with_a_name() -> None:
@@ -282,7 +284,7 @@ def test_the_guide_names_values_that_are_allowed() -> None:
         for literal in re.findall(r"`([^`]+)`", kind):
             value = ast.literal_eval(literal)
             if name == "qwz_bits":
-                assert any(value in bits for bits in WEIGHT_BITS.values())
+                assert any(value in bits for bits in BITS_OF_MODE.values())
             else:
                 config_module._CHECKS[name](name, value)
 
@@ -301,7 +303,7 @@ VALID = st.fixed_dictionaries(
     {
         "qwz_bits": st.sampled_from([8, 4, None]),
         "hpz_size": st.sampled_from(["node", None, 1, 2, 8]),
-        "qgz_bits": st.sampled_from([4, 8, 3]),
+        "qgz_bits": st.sampled_from(GRADIENT_BITS),
         "qgz_intra_bits": st.sampled_from([8, 4, None]),
         "qgz_until": st.floats(0, 1),
         "ranks_per_node": st.sampled_from(["auto", 1, 4]),

@@ -6,7 +6,7 @@ becomes a *segment*, and the segments follow each other in one run of bytes:
     segment 0             segment 1               segment 2 (raw)
     | scales | codes      | scales | codes        | bytes            |      every part starts 16-byte aligned
 
-- A quantized segment holds one bf16 scale per block, then codes of 8, 4, 3 or 2 bits. Blocks never straddle segments, so
+- A quantized segment holds one bf16 scale per block, then codes of 2 to 8 bits. Blocks never straddle segments, so
   one parameter's large values cannot spoil the scale of its neighbour. A raw segment travels unquantized in the raw dtype.
 - Offsets are aligned relative to the start of the slice. This keeps 16-byte loads aligned and costs at most 30 bytes a
   segment.
@@ -26,8 +26,19 @@ from typing import NamedTuple
 
 import torch
 
-QMAX = {8: 127, 4: 7, 3: 3, 2: 1}
-"""Largest code of each quantized width. Codes are symmetric: -qmax..qmax."""
+from hf_zeropp.config import DELTA_BITS, GRADIENT_BITS, NODE_GRADIENT_BITS, WEIGHT_BITS
+
+
+def largest_code(bits: int) -> int:
+    """Return the largest code of a width from 2 to 8. Codes are symmetric, so -128 does not occur in 8 bits."""
+    return (1 << bits - 1) - 1
+
+
+QMAX = {
+    bits: largest_code(bits)
+    for bits in sorted({*GRADIENT_BITS, *NODE_GRADIENT_BITS, *WEIGHT_BITS, *DELTA_BITS}, reverse=True)
+}
+"""Largest code of every width that is in use. A new one, from 2 to 8, joins a list in ``config.py``."""
 
 WEIGHT_BLOCK = 256
 """Weights that share one scale."""
@@ -51,7 +62,7 @@ ALIGNMENT = 16
 """Bytes. Every part of a slice, and every slice of a wire buffer, starts at a multiple of it."""
 
 CODES_AT_A_BYTE = 8
-"""Runs of this many codes fill whole bytes in every width. Blocks of 3- and 2-bit codes are multiples of it."""
+"""Runs of this many codes fill whole bytes in every width. Blocks of codes of other widths than 8 and 4 are multiples of it."""
 
 SCALE_NAN = 0x7FC0
 """bf16 bits stored as the scale of a block that holds a NaN or an Inf. All its elements decode to NaN."""
@@ -66,6 +77,11 @@ FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that encode reads, decode writes and raw segments travel in. Positions are the dtype codes of ops/abi.h."""
 
 _DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
+
+
+def needs_whole_bytes(bits: int | None) -> bool:
+    """Return whether codes of this width need blocks that fill whole bytes: kernels pack eight of them at a time."""
+    return bits not in (8, 4, None)
 
 
 def align(nbytes: int) -> int:
@@ -118,7 +134,7 @@ class Segment:
         if self.numel < 0:
             raise ValueError(f"Segment: expected numel >= 0, got {self.numel}")
         if self.bits not in (*QMAX, None):
-            raise ValueError(f"Segment: expected bits 8, 4, 3, 2 or None (raw), got {self.bits}")
+            raise ValueError(f"Segment: expected bits {', '.join(map(str, QMAX))} or None (raw), got {self.bits}")
 
 
 class Part(NamedTuple):
@@ -150,7 +166,7 @@ class WireLayout:
             ``torch.compile`` can hold text but no ``WireLayout``.
 
     Raises:
-        ValueError: a block out of range, or one in which 3- or 2-bit codes do not fill whole bytes.
+        ValueError: a block out of range, or one in which codes of other widths than 8 and 4 bits do not fill whole bytes.
         TypeError: an unknown ``raw_dtype``.
     """
 
@@ -170,8 +186,9 @@ class WireLayout:
             raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {raw_dtype}")
         # Empty segments stay: callers match segments with parameters by position, and a rank may hold none of a parameter.
         segments = tuple(segments)
-        if block % CODES_AT_A_BYTE and any(segment.bits in (3, 2) for segment in segments):
-            raise ValueError(f"WireLayout: 3- and 2-bit codes need a block that is a multiple of 8, got {block}")
+        if block % CODES_AT_A_BYTE and any(needs_whole_bytes(segment.bits) for segment in segments):
+            bits = sorted({segment.bits for segment in segments if needs_whole_bytes(segment.bits)})
+            raise ValueError(f"WireLayout: codes of {bits} bits need a block that is a multiple of 8, got {block}")
         parts = tuple(_lay_out(segments, block, raw_dtype.itemsize * 8))
         derived = {
             "parts": parts,

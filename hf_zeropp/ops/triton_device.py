@@ -13,12 +13,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from hf_zeropp.ops.format import QMAX, SCALE_MAX, SCALE_MIN, SCALE_NAN
+from hf_zeropp.ops.format import SCALE_MAX, SCALE_MIN, SCALE_NAN
 
 _SCALE_MIN = tl.constexpr(SCALE_MIN)
 _SCALE_MAX = tl.constexpr(SCALE_MAX)
 _SCALE_NAN = tl.constexpr(SCALE_NAN)
-_QMAX_8, _QMAX_4, _QMAX_3, _QMAX_2 = (tl.constexpr(float(QMAX[bits])) for bits in (8, 4, 3, 2))
 _MAGNITUDE = tl.constexpr(0x7FFFFFFF)  # all but the sign bit
 _INF_BITS = tl.constexpr(0x7F800000)
 _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: sums with it have no bits behind the point
@@ -29,7 +28,7 @@ _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: sums with it have no bits beh
 
 @triton.jit
 def _qmax(BITS: tl.constexpr):
-    return _QMAX_8 if BITS == 8 else (_QMAX_4 if BITS == 4 else (_QMAX_3 if BITS == 3 else _QMAX_2))
+    return tl.constexpr(1.0 * ((1 << (BITS - 1)) - 1))
 
 
 @triton.jit
@@ -118,8 +117,8 @@ def _decode_codes(scales, codes, index, inside, BITS: tl.constexpr, BLOCK: tl.co
     bit = index * BITS
     shift = (bit % 8).to(tl.int32)
     word = tl.load(codes + bit // 8, mask=inside, other=0).to(tl.int32)
-    if BITS == 3:  # the only width whose codes straddle bytes
-        word = word | (tl.load(codes + bit // 8 + 1, mask=inside & (shift > 5), other=0).to(tl.int32) << 8)
+    if 8 % BITS != 0:  # the codes of the other widths straddle no bytes
+        word = word | (tl.load(codes + bit // 8 + 1, mask=inside & (shift > 8 - BITS), other=0).to(tl.int32) << 8)
     code = (word >> shift) & ((1 << BITS) - 1)
     SIGN: tl.constexpr = 1 << (BITS - 1)
     return ((code ^ SIGN) - SIGN).to(tl.float32) * _scale_value(_load_word(scales + index // BLOCK * 2, inside, 2))
@@ -160,7 +159,10 @@ def _store_packed(data, codes, index, inside, BITS: tl.constexpr):
     RUNS: tl.constexpr = codes.numel // 8
     shifts = tl.expand_dims(tl.arange(0, 8) * BITS, 0)
     masked = tl.where(inside, codes & ((1 << BITS) - 1), 0)
-    words = tl.sum(tl.reshape(masked, [RUNS, 8]) << shifts, axis=1)  # they do not overlap, so the sum is their OR
+    masked = tl.reshape(masked, [RUNS, 8])
+    if BITS > 4:  # eight codes fill more than 32 bits
+        masked = masked.to(tl.int64)
+    words = tl.sum(masked << shifts, axis=1)  # they do not overlap, so the sum is their OR
     first = tl.min(tl.reshape(index, [RUNS, 8]), axis=1) // 8 * BITS
     count = tl.sum(tl.reshape(inside.to(tl.int32), [RUNS, 8]), axis=1)
     for byte in tl.static_range(BITS):

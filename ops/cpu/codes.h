@@ -1,7 +1,7 @@
 // Codes of fewer than 8 bits, packed and unpacked. They form a little-endian stream of bits: the first code of a run
 // lies in the lowest bits of its first byte.
 //
-// INT4 has loops of its own, because two codes are exactly a byte. The other widths share `pack` and `unpack`.
+// INT4 has loops of its own, because two codes are exactly a byte. All other widths from 2 to 7 share `pack` and `unpack`.
 #pragma once
 
 #include "../format.h"
@@ -31,43 +31,62 @@ inline void unpack_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __re
   }
 }
 
-// ---- 3 and 2 bits: eight codes at a time, in a word of 64 bits that holds them a byte each.
+// ---- All other widths: eight codes at a time, in a word of 64 bits that holds them a byte each.
 
 // A word with `value` in the lowest bits of every field of `width` bits.
 constexpr uint64_t repeat(uint64_t value, int width) { return ~uint64_t{0} / ((uint64_t{1} << width) - 1) * value; }
 
 constexpr uint64_t low_bits(int count) { return (uint64_t{1} << count) - 1; }
 
-// Eight bytes -> the low `bits` of each, side by side. Neighbours move together, then pairs of them, then fours.
+// Eight bytes -> the low `bits` of each, side by side. Neighbours move together, then pairs of them, then fours. A
+// neighbour that moves leaves a copy of the other's upper bits behind where codes are wider than the gap between them: such
+// codes take a mask more.
 template <int bits>
 uint64_t squeeze(uint64_t codes) {
   constexpr int gap = 8 - bits;
   codes &= repeat(low_bits(bits), 8);
-  codes = (codes | codes >> gap) & repeat(low_bits(2 * bits), 16);
-  codes = (codes | codes >> 2 * gap) & repeat(low_bits(4 * bits), 32);
-  return (codes | codes >> 4 * gap) & low_bits(8 * bits);
+  if constexpr (bits <= 4) {
+    codes = (codes | codes >> gap) & repeat(low_bits(2 * bits), 16);
+    codes = (codes | codes >> 2 * gap) & repeat(low_bits(4 * bits), 32);
+    return (codes | codes >> 4 * gap) & low_bits(8 * bits);
+  } else {
+    codes = (codes & repeat(low_bits(bits), 16)) | (codes >> gap & repeat(low_bits(bits) << bits, 16));
+    codes = (codes & repeat(low_bits(2 * bits), 32)) | (codes >> 2 * gap & repeat(low_bits(2 * bits) << 2 * bits, 32));
+    return (codes & low_bits(4 * bits)) | (codes >> 4 * gap & low_bits(4 * bits) << 4 * bits);
+  }
 }
 
-// The inverse of squeeze. Each code's sign bit is copied upwards in its byte.
+// The inverse of squeeze. Each code's sign bit is copied upwards in its byte. Bits above the eight codes are arbitrary.
 template <int bits>
 uint64_t spread(uint64_t packed) {
   constexpr int gap = 8 - bits;
-  packed = (packed | packed << 4 * gap) & repeat(low_bits(4 * bits), 32);
-  packed = (packed | packed << 2 * gap) & repeat(low_bits(2 * bits), 16);
-  packed = (packed | packed << gap) & repeat(low_bits(bits), 8);
+  if constexpr (bits <= 4) {
+    packed = (packed | packed << 4 * gap) & repeat(low_bits(4 * bits), 32);
+    packed = (packed | packed << 2 * gap) & repeat(low_bits(2 * bits), 16);
+    packed = (packed | packed << gap) & repeat(low_bits(bits), 8);
+  } else {
+    packed = (packed & low_bits(4 * bits)) | (packed << 4 * gap & low_bits(4 * bits) << 32);
+    packed = (packed & repeat(low_bits(2 * bits), 32)) | (packed << 2 * gap & repeat(low_bits(2 * bits) << 16, 32));
+    packed = (packed & repeat(low_bits(bits), 16)) | (packed << gap & repeat(low_bits(bits) << 8, 16));
+  }
   const uint64_t signs = packed & repeat(uint64_t{1} << (bits - 1), 8);
   return packed | ((signs << (gap + 1)) - (signs << 1));
 }
 
-// The word that holds eight packed codes. Words of 2-bit codes (16 bits) lie side by side in memory. Eight codes of 3
-// bits take 24 bits, but the smallest word that holds them has 32, so neighbouring words overlap by a byte. Compilers
+// The word that holds eight packed codes. Words of 2-bit codes (16 bits) lie side by side in memory. Eight codes of b
+// bits take b bytes, but the smallest word that holds them has 4 or 8, so neighbouring words overlap. Compilers
 // do not vectorize loops over overlapping words: a buffer holds these words apart, and a second loop copies them. The
 // last word of a run is copied by the byte, since a whole word could reach beyond the end of the memory.
 template <int bits>
-using Packed = std::conditional_t<bits == 2, uint16_t, uint32_t>;
+using Packed = std::conditional_t<bits == 2, uint16_t, std::conditional_t<bits <= 4, uint32_t, uint64_t>>;
 
 template <int bits>
 constexpr bool kOverlap = sizeof(Packed<bits>) > bits;
+
+// Bytes of a word that are copied at once. Behind a word lies at least one byte of the last one, so whole words of 3 bits
+// (and of 7) may be copied. Those of 5 and 6 bits would reach further.
+template <int bits>
+constexpr int64_t kCopied = sizeof(Packed<bits>) - bits <= 1 ? sizeof(Packed<bits>) : bits;
 
 constexpr int64_t kWords = 128;  // that the buffer holds
 
@@ -88,7 +107,7 @@ void pack(const int8_t* __restrict codes, int64_t n, uint8_t* __restrict out) {
       const Packed<bits> packed = squeezed(codes + kCodesAtAByte * (first + i), kCodesAtAByte);
       memcpy(words + size * i, &packed, size);
     }
-    for (int64_t i = 0; kOverlap<bits> && i < count; ++i) memcpy(out + bits * (first + i), words + size * i, size);
+    for (int64_t i = 0; kOverlap<bits> && i < count; ++i) memcpy(out + bits * (first + i), words + size * i, kCopied<bits>);
   }
   const Packed<bits> packed = squeezed(codes + kCodesAtAByte * last, rest);
   memcpy(out + bits * last, &packed, ceil_div(rest * bits, 8));
@@ -105,7 +124,7 @@ void unpack(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
   const int64_t last = (n - 1) / kCodesAtAByte, rest = n - kCodesAtAByte * last;
   for (int64_t first = 0; first < last; first += kWords) {
     const int64_t count = min(last - first, kWords);
-    for (int64_t i = 0; kOverlap<bits> && i < count; ++i) memcpy(apart + size * i, in + bits * (first + i), size);
+    for (int64_t i = 0; kOverlap<bits> && i < count; ++i) memcpy(apart + size * i, in + bits * (first + i), kCopied<bits>);
     const uint8_t* words = kOverlap<bits> ? apart : in + bits * first;
     for (int64_t i = 0; i < count; ++i) {
       Packed<bits> packed;
@@ -120,17 +139,25 @@ void unpack(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
 
 // ---- Any width under 8.
 
+constexpr int64_t packed_bytes(int64_t n, int64_t bits) { return (n * bits + 7) / 8; }
+
 inline void pack_codes(const int8_t* codes, int64_t n, int64_t bits, uint8_t* out) {
   if (bits == 4) pack_nibbles(codes, n, out);
-  if (bits == 3) pack<3>(codes, n, out);
   if (bits == 2) pack<2>(codes, n, out);
+  if (bits == 3) pack<3>(codes, n, out);
+  if (bits == 5) pack<5>(codes, n, out);
+  if (bits == 6) pack<6>(codes, n, out);
+  if (bits == 7) pack<7>(codes, n, out);
 }
 
 // May write one code more than n.
 inline void unpack_codes(const uint8_t* in, int64_t n, int64_t bits, int8_t* codes) {
   if (bits == 4) unpack_nibbles(in, n, codes);
-  if (bits == 3) unpack<3>(in, n, codes);
   if (bits == 2) unpack<2>(in, n, codes);
+  if (bits == 3) unpack<3>(in, n, codes);
+  if (bits == 5) unpack<5>(in, n, codes);
+  if (bits == 6) unpack<6>(in, n, codes);
+  if (bits == 7) unpack<7>(in, n, codes);
 }
 
 }  // namespace zeropp

@@ -207,7 +207,7 @@ class Worker {
   alignas(64) uint32_t amax_[kMaxTileNumel];
   alignas(64) BFloat16 scales_[kMaxTileNumel];
   alignas(64) int8_t codes_[kMaxTileNumel + kCodesAtAByte];
-  alignas(64) uint8_t packed_[kMaxTileNumel / 2];
+  alignas(64) uint8_t packed_[packed_bytes(kMaxTileNumel, 7)];  // 8-bit codes are not packed
 };
 
 // Runs body(tile, worker) for every tile of `num_slices` slices, in threads. `result_bytes` is the size of all that the

@@ -24,6 +24,7 @@ from hf_zeropp.ops.format import (
     QMAX,
     Segment,
     WireLayout,
+    needs_whole_bytes,
 )
 
 COMPILED = [name for name in ops.kernel_info().available if name != "reference"]
@@ -140,7 +141,7 @@ def make_layout(numels: list[int], block: int, choose: random.Random) -> WireLay
 
 def widths_of(block: int) -> tuple[int | None, ...]:
     """The bits that segments may have in blocks of this size; None for raw."""
-    return (*(bits for bits in QMAX if bits >= 4 or block % CODES_AT_A_BYTE == 0), None)
+    return (*(bits for bits in QMAX if not needs_whole_bytes(bits) or block % CODES_AT_A_BYTE == 0), None)
 
 
 def make_values(numel: int, choose: random.Random, generator: torch.Generator) -> torch.Tensor:

@@ -100,7 +100,9 @@ def test_errors_name_what_was_expected():
     with pytest.raises(ValueError, match="bits 8, 4, 3, 2 or None.*got 5"):
         Segment(10, 5)
     for bits in (3, 2):
-        with pytest.raises(ValueError, match="a block that is a multiple of 8, got 100"):
+        with pytest.raises(
+            ValueError, match=rf"codes of \[{bits}\] bits need a block that is a multiple of 8, got 100"
+        ):
             WireLayout([Segment(10, bits)], 100)
     with pytest.raises(ValueError, match="numel >= 0, got -1"):
         Segment(-1, 8)

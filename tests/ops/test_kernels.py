@@ -49,7 +49,7 @@ def test_every_operator_equals_the_reference(seed, max_numel):
 def test_every_quotient_of_bf16(bits):
     """Every largest value of a block, and below it every value that does not plainly encode to zero."""
     below = torch.arange(0x3C80, 0x4300, dtype=torch.int16).view(torch.bfloat16)  # 2^-6 to 2^7
-    first = {8: 0x4280, 4: 0x4000, 3: 0x4000, 2: 0x3F80}[bits]
+    first = 0x3F80 + 0x80 * (bits - 2)  # 2^(bits - 2), the power of two below the largest code
     largest = torch.arange(first, first + 128, dtype=torch.int16).view(torch.bfloat16)  # every significand
     rows = [torch.cat([below[below <= top], -below[below <= top]]) for top in largest]
     block = max(map(len, rows))
