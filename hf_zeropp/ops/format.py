@@ -187,7 +187,7 @@ class WireLayout:
         # Empty segments stay: callers match segments with parameters by position, and a rank may hold none of a parameter.
         segments = tuple(segments)
         if block % CODES_AT_A_BYTE and any(needs_whole_bytes(segment.bits) for segment in segments):
-            bits = sorted({segment.bits for segment in segments if needs_whole_bytes(segment.bits)})
+            bits = sorted({segment.bits or 0 for segment in segments if needs_whole_bytes(segment.bits)})
             raise ValueError(f"WireLayout: codes of {bits} bits need a block that is a multiple of 8, got {block}")
         parts = tuple(_lay_out(segments, block, raw_dtype.itemsize * 8))
         derived = {
