@@ -31,7 +31,7 @@ from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather, CountedWei
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.freshness import Freshness
 from hf_zeropp.fsdp.frozen_copies import compare_frozen
-from hf_zeropp.fsdp.frozen_gather import FrozenGather, install_frozen_gathers
+from hf_zeropp.fsdp.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
 from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
 from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
@@ -154,6 +154,8 @@ class ZeroPPHandle:
             frozen = install_frozen_gathers(model, self.frozen_units, self.traffic)
             compare_frozen(model, frozen, self.topology)
             self.fsdp2_gathers += frozen
+            if not self.units:
+                refuse_thawed_before_forwards(model, frozen)
         if self.units:
             self._decisions = self._install_reduces(plan, gathers, buffers)
             # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.

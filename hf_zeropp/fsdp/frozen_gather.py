@@ -82,3 +82,17 @@ def install_frozen_gathers(model: nn.Module, units: Sequence[Unit], traffic: Tra
         gathers.append(FrozenGather(unit, [found.get(id(param), shard.name) for param, shard in shards], traffic))
         unit.set_all_gather(gathers[-1])
     return gathers
+
+
+def refuse_thawed_before_forwards(model: nn.Module, gathers: Sequence[FrozenGather]) -> None:
+    """Assert before each forward pass that no frozen weight was made trainable, in a model that has no trainable unit.
+
+    Such a model makes no agreements, which look for it elsewhere. On a node of one rank FSDP2 calls no gather either.
+    """
+
+    @torch.compiler.disable
+    def before_forward(module: nn.Module, args: object) -> None:
+        for gather in gathers:
+            gather.refuse_thawed()
+
+    model.register_forward_pre_hook(before_forward, prepend=True)
