@@ -87,6 +87,7 @@ class Walk:
         unsharded: the models with units that a forward without backward left unsharded.
         changes: hazards that take effect at the next forward.
         is_apart: whether one rank has skipped a unit.
+        settled: the models whose weights have all crossed nodes since they changed.
         trainable: indices of the parameters that train and are used, as ``freeze`` counts them.
         frozen_at_start: indices of those that did not at the first forward; None before it.
         found: the hazards so far.
@@ -98,6 +99,7 @@ class Walk:
     has_grads: bool = False
     froze_with_grads: bool = False
     is_apart: bool = False
+    settled: set[int] = dataclasses.field(default_factory=set)
     unsharded: set[int] = dataclasses.field(default_factory=set)
     changes: set[str] = dataclasses.field(default_factory=set)
     trainable: set[int] = dataclasses.field(default_factory=set)
@@ -140,9 +142,11 @@ class Walk:
             self.found |= self.changes
             self.changes.clear()
             self.unsharded |= self._used(args)
+        if name in ("train", "forward", "evaluate") and args.get("path") is None:
+            self.settled |= self._used(args)
         if name == "train_apart" and self._skips(args):
             self.is_apart = True
-            self.changes.add("skipped where gathers wait" if self._gathers_wait() else "skipped on one rank")
+            self.changes.add("skipped where gathers wait" if self._gathers_wait(args) else "skipped on one rank")
         if name in _BACKWARDS:
             self._backward(name, args)
         if name in _STEPS:
@@ -161,6 +165,8 @@ class Walk:
             self.changes.add("optimizer on one rank")
         if name == "invalidate":
             self.changes -= CURED_BY_INVALIDATE
+        if name in ("invalidate", "save", "save_handle_state"):
+            self.settled.clear()
         if name in ("clip", "read_grads", "scale_grads") and self.pending:
             self.found.add("pending at clip" if name == "clip" else "pending at read")
 
@@ -193,14 +199,17 @@ class Walk:
         names = enumerate(parameter_names(self.case.models[which]), start)
         return any(index in self.trainable for index, name in names if name.startswith(prefix))
 
-    def _gathers_wait(self) -> bool:
+    def _gathers_wait(self, args: dict) -> bool:
         """Whether ranks meet in gathers within a pass. They wait there for a rank that runs another one, until the time-out."""
         settings, models = dict(self.case.settings), self.case.models
         size = settings.get("hpz_size", "node")
         keeps_copies = size is not None and size != self.case.world
         has_extension = any(block.kind in EXTENSION_KINDS for model in models for block in model.blocks)
         starts_ahead = settings.get("overlap", True) and settings.get("shared_memory", True)
-        return not (keeps_copies and starts_ahead) or has_extension
+        # Ranks that read copies in each other's memory wait for each other where weights arrive.
+        share_copies = (self.case.ranks_per_node if size == "node" else size) != 1
+        lands = share_copies and not self._used(args) <= self.settled
+        return not (keeps_copies and starts_ahead) or has_extension or lands
 
     def _step(self, name: str) -> None:
         self.found |= self.changes & MUST_RAISE
@@ -223,6 +232,7 @@ class Walk:
         self._weights_changed()
 
     def _weights_changed(self) -> None:
+        self.settled.clear()
         if self.unsharded:
             self.changes.add("changed while unsharded")
 
