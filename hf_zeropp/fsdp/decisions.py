@@ -109,7 +109,6 @@ class Decisions:
         channel: all ranks.
         beside: where cross hops run on streams beside node hops; None on CPU.
         starts_ahead: whether cross hops of stale units are started when a forward pass begins. ``beside`` takes them then.
-
         checks: whether ranks also compare what they made of an answer, in one exchange more (``ZEROPP_CHECK=1``).
 
     Attributes:

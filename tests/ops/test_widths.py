@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from op_cases import COMPILED, Case, calls, needs_compiled
 from op_checks import check_everything
 
 from hf_zeropp import ops
+from hf_zeropp.config import DELTA_BITS, GRADIENT_BITS, NODE_GRADIENT_BITS, WEIGHT_BITS
 from hf_zeropp.ops import native
 from hf_zeropp.ops.blocks import pack_codes, unpack_codes
 from hf_zeropp.ops.format import MAX_BLOCK, QMAX, Segment, WireLayout, largest_code
@@ -109,3 +112,15 @@ def test_the_fence_holds(tmp_path):
         [sys.executable, "-c", code % (helpers, __file__.removesuffix("/test_widths.py"))], capture_output=True
     )
     assert child.returncode == -11
+
+
+def test_cuda_kernels_know_every_width_in_use():
+    """Their last branch takes every other width for 2 bits, so a width that is listed must stand in `with_bits` as well."""
+    text = (
+        (Path(__file__).parents[2] / "ops/cuda/wire.cuh")
+        .read_text()
+        .partition("void with_bits(")[2]
+        .partition("\n}")[0]
+    )
+    known = {int(bits) for bits in re.findall(r"visit\(Bits<(\d)>", text)}
+    assert {*GRADIENT_BITS, *NODE_GRADIENT_BITS, *WEIGHT_BITS, *DELTA_BITS} <= known
