@@ -196,8 +196,8 @@ class ZeroPPHandle:
 
     def set_progress(self, fraction: float) -> None:
         """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
-        # Partial sums of quantized and of unquantized gradients do not add up. While there
-        # are any, the change therefore waits for the next step.
+        # Partial sums of quantized and of unquantized gradients do not add up. While there are any, the change waits for the
+        # next step.
         quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
         self._micro_steps.set_quantizes(quantizes, is_accumulating=self.partial_bytes() > 0)
 

@@ -48,7 +48,8 @@ _MEANINGS = {
     DEEPSPEED_BLOCK: "It begins a DeepSpeed configuration: pass its file, or use ZeroPPConfig.from_deepspeed.",
     **dict.fromkeys(("nodes", "num_nodes", "nnodes", "node_size", "num_machines", "local_world_size"), _NODES),
 }
-"""What to do about a name of others. Settings stand in braces, so that they can be spelt as the user spells them."""
+"""Names of DeepSpeed and of launchers, and the setting to use in their place. A setting stands in braces, and ``hint`` writes it
+as the user does: ``qwz_bits`` in a file, ``ZEROPP_QWZ_BITS`` in the environment."""
 
 
 def hint(name: str, valid: Iterable[str], spell: Callable[[str], str] = str) -> str:

@@ -102,7 +102,7 @@ class Agreement:
 
         Args:
             common: bytes that must be equal on all ranks.
-            flags: bytes of which the largest over all ranks counts, as many on all ranks and at every question.
+            flags: bytes of which the largest over all ranks counts, as many on all ranks.
             explain: states this rank's part in words; called only where ranks differ.
         """
         # An exchange that nobody waited for yet is finished first. If its statements differ, ``confirm`` runs a second
@@ -120,14 +120,6 @@ class Agreement:
         # needed. The buffer that is sent must live until the exchange has ended.
         self._pending = Answer(self._channel.group, work, sent, received.numpy().reshape(self._num_ranks, -1), explain)
         return self._pending
-
-    def largest(self, values: bytes) -> bytes:
-        """Return the largest of each byte over all ranks, at once. Collective, with as many bytes on all ranks."""
-        self.settle()
-        sent = torch.frombuffer(bytearray(values * self._num_ranks), dtype=torch.uint8)
-        received = torch.empty_like(sent)
-        self._channel.start(received, sent).wait()
-        return received.numpy().reshape(self._num_ranks, -1).max(axis=0).tobytes()
 
     def settle(self) -> None:
         """Wait for an exchange that was asked and not looked at yet, so that exchanges keep one order on all ranks."""
@@ -230,7 +222,8 @@ class Answer:
 
 def describe(statements: list[Statement]) -> str:
     """Return what ranks disagree about, in words. ``statements`` are in rank order."""
-    # What ranks did comes before the facts, which it often explains. An action that differs is the shortest account of all.
+    # The message names one difference. If the ranks' next actions differ, it names these. Otherwise it names what they ran, since
+    # facts often differ only because ranks ran different units.
     by_action = _ranks_by([statement.action for statement in statements])
     if len(by_action) > 1:
         said = "; ".join(f"{_ranks(ranks)} about to {action}" for action, ranks in by_action.items())

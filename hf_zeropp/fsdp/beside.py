@@ -127,7 +127,8 @@ class ReductionsBehind:
     def hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the memory of a reduction, whose cross hop is about to be waited for on the current stream."""
         assert self._owner is not None
-        # What FSDP2 did with the output of the last reduction is on its stream by now.
+        # FSDP2 has queued all its work on the output of the reduction before this one. An event that is recorded on that
+        # reduction's stream now comes behind this work.
         if self._last is not None:
             self._held.append((self._last.stream.record_event(), self._last))
         self._last = _Held(self._owner, torch.accelerator.current_stream(), tensors)

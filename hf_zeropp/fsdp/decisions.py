@@ -261,7 +261,8 @@ class Decisions:
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
         require_backward()
-        # Where no hop makes the host wait, the answer has had until the second reduction of the pass, or until its end.
+        # On CPU a reduction waits for the answer where it waits for its hop. On an accelerator the host waits for no hop, so it
+        # waits for the answer here, in the second reduction of the pass, or at the end of a pass that has one reduction.
         self.confirm_micro_step()
         self._ran.append(Ran(4 * self.reduces.index(reduce) + 2, f"reductions of unit {reduce.unit.name}"))
         if reduce is self._first_trainable():

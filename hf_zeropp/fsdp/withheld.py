@@ -15,9 +15,12 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.tensor import DTensor
 
-from hf_zeropp.comm.agreement import Agreement
+from hf_zeropp.comm.agreement import Agreement, Statement
 from hf_zeropp.fsdp.comm_objects import record_event
 from hf_zeropp.fsdp.units import Unit, local_tensor_of
+
+QUESTION = b"which gradients exist"
+"""It is asked behind a statement in which ranks agreed to ask it, so all ranks ask it alike."""
 
 
 class WithheldGradients:
@@ -90,7 +93,8 @@ def give_everywhere(withheld: Sequence[WithheldGradients], changed: bytes, agree
     units = [one for one, is_changed in zip(withheld, changed, strict=True) if is_changed]
     if units:
         own = [one.existing() for one in units]
-        largest, start = agreement.largest(b"".join(own)), 0
+        answer = agreement.ask(QUESTION, b"".join(own), lambda: Statement("tell which gradients it has", {}))
+        largest, start = answer.largest(), 0
         for one, existing in zip(units, own, strict=True):
             one.learn(largest[start : start + len(existing)])
             start += len(existing)

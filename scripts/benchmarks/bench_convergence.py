@@ -48,7 +48,7 @@ QUICK = {
     "errors": True,
     "probe_steps": 20,
 }
-TITLE = "What it costs in loss"
+TITLE = "The loss of each preset beside stock FSDP2"
 INTRO = """A Llama from scratch on the source code of Python's standard library (BPE of its own, every tenth module
 held out), 2 nodes x 2 ranks, bf16 compute, AdamW, cosine schedule, steps of {tokens} tokens. A seed sets the weights and the
 order of the text, the same for every variant. The shaded band of the plot is the spread over seeds. `paper` is ZeRO++ as
@@ -176,7 +176,7 @@ def main() -> None:
     intro = INTRO.format(tokens=4 * found["batch_size"] * found["seq_len"])
     title, grids = TITLE, [loss_grid(study, ("stock", "paper") if "probe_steps" in found else ("stock",))]
     if "probe_steps" in found:
-        title += ", and in errors of weights and gradients"
+        title += ", and its errors of weights and gradients"
         intro += ERRORS.format(probe_steps=found["probe_steps"])
         grids.append(error_grid(study))
     report(study, title, intro, grids, plot)

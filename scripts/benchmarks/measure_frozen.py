@@ -1,4 +1,4 @@
-"""What crosses nodes, and what does a rank hold, with LoRA on a frozen base?
+"""Measure the bytes that cross nodes and the memory of a rank, with LoRA on a frozen base.
 
     hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml scripts/benchmarks/measure_frozen.py
     hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml scripts/benchmarks/measure_frozen.py --large

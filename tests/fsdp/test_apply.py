@@ -153,7 +153,7 @@ def settings_from_the_environment(rank: int) -> None:
 
 
 def logged_by(action: Callable[[], object]) -> str:
-    """What a script that configures no logging sees."""
+    """Return what ``action`` prints to the user of a script that configures no logging."""
     with contextlib.redirect_stderr(io.StringIO()) as shown:
         action()
     return shown.getvalue()

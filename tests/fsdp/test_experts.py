@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from toy import EXACT, full, full_gradients, full_weights
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp.fsdp.withheld import QUESTION
 
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 NUM_EXPERTS, WIDTH = 6, 12
@@ -144,7 +145,7 @@ def a_look_between_micro_steps(rank: int, overlap: bool) -> None:
 
 
 def gradients_cleared_between_micro_steps(rank: int, overlap: bool) -> None:
-    """What other ranks contributed before does not come back."""
+    """Gradients that are cleared between micro-steps take along what other ranks contributed to them before."""
     (model, handle), oracle = sharded(overlap), Oracle(rank)
     for step in range(3):
         handle.set_last_micro_step(step == 2)
@@ -172,14 +173,14 @@ def exchanges(rank: int, overlap: bool) -> None:
     """Ranks tell each other of missing gradients where they change, and not where none, or the same, are missing."""
     model, handle = sharded(overlap)
     agreement, calls = handle._decisions._agreement, []
-    largest = agreement.largest
-    agreement.largest = lambda values: calls.append(len(values)) or largest(values)
+    ask = agreement.ask
+    agreement.ask = lambda common, *args: calls.append(common) or ask(common, *args)
 
     def step(used: list[int]) -> int:
         calls.clear()
         loss_of(model, rank, 0, used).backward()
         model.zero_grad()
-        return len(calls)
+        return calls.count(QUESTION)
 
     assert [step(list(range(NUM_EXPERTS))) for _ in range(2)] == [0, 0]
     assert [step([rank]) for _ in range(3)] == [1, 0, 0]

@@ -221,6 +221,6 @@ def test_the_scan_can_fail():
 
 
 def test_the_package_lists_its_public_names():
-    """Those that are imported late as well, and no names that it imports for itself."""
+    """``dir(hf_zeropp)`` has the names that are imported on first use, and none that the package imports for itself."""
     names = [name for name in dir(hf_zeropp) if not name.startswith("__")]
     assert names == sorted(hf_zeropp.__all__)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 EXTENSION_KINDS = ("doubled", "parts")
-"""What is gathered: twice the weight, or a half of it two times over, which are more elements than the parameter has."""
+"""``doubled`` gathers each weight times two. ``parts`` gathers two tensors that add up to the weight: twice as many elements."""
 
 _aten = torch.ops.aten
 # Views and what FSDP2 makes of a parameter while it shards it. All other operators give plain tensors.
