@@ -15,11 +15,12 @@ from hf_zeropp.compat import check_versions
 check_versions()  # first: with an older library the imports below fail by names that tell a user nothing
 
 # ruff: noqa: E402
-from hf_zeropp.apply import ZeroPPHandle, apply_zeropp, get_handle
+from hf_zeropp.apply import apply_zeropp, get_handle
 from hf_zeropp.comm.nccl import order_launches
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.packing import quantize_frozen
 from hf_zeropp.generation import generation_mode
+from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
 
 order_launches()  # NCCL reads its variables once: here most scripts have made no process group yet

@@ -21,13 +21,13 @@ logger = logging.getLogger(__name__)
 
 def log_inactive(topology: Topology, *, is_enabled: bool) -> None:
     """Say that FSDP2's own collectives stay, and what a user with one node can do. Rank 0 speaks for all."""
-    if not is_enabled or topology.world_size == 1:
+    if not is_enabled or topology.num_ranks == 1:
         logger.info("%s: FSDP2's own collectives stay.", "One rank only" if is_enabled else "ZEROPP_ENABLED=0")
     elif topology.rank == 0:
         logger.warning(
             "One node only (%d ranks), and nothing crosses nodes: FSDP2's own collectives stay. If the links between these "
             'ranks are slow (GPUs without NVLink), preset="pcie" quantizes what they exchange.',
-            topology.world_size,
+            topology.num_ranks,
         )
 
 

@@ -29,8 +29,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
-from hf_zeropp.apply import ZeroPPHandle, get_handle
+from hf_zeropp.apply import get_handle
 from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
+from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.sizes import parse_bytes
 
 T = TypeVar("T")

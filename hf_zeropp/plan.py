@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.first_use import is_running
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import wants_check
-from hf_zeropp.fsdp.units import AllGather, Unit, find_units
+from hf_zeropp.fsdp.units import Unit, find_units
 from hf_zeropp.switch import is_enabled
 
 logger = logging.getLogger(__name__)
@@ -97,17 +97,17 @@ def require_process_group() -> None:
         )
 
 
-def check_all_served(model: nn.Module, comms: Sequence[AllGather]) -> None:
+def check_all_served(model: nn.Module, serves: Callable[[Unit], bool]) -> None:
     """Check that a model with a handle has no unit that the handle does not serve.
 
     Args:
         model: the model.
-        comms: the handle's gathers.
+        serves: whether the handle serves a unit.
 
     Raises:
         ValueError: a module was sharded after the handle was made.
     """
-    others = [unit.name for unit in find_units(model) if unit.all_gather not in comms]
+    others = [unit.name for unit in find_units(model) if not serves(unit)]
     if others:
         raise ValueError(
             f"Units {', '.join(others)} were sharded after apply_zeropp, and it does not serve them (seen on rank "

@@ -50,19 +50,19 @@ class Topology:
     mesh: DeviceMesh = dataclasses.field(compare=False, repr=False)
 
     @property
-    def world_size(self) -> int:
+    def num_ranks(self) -> int:
         """W, the number of ranks over which a model is sharded."""
         return len(self.ranks)
 
     @property
     def spans_world(self) -> bool:
         """Whether there is no other parallelism."""
-        return self.world_size == dist.get_world_size()
+        return self.num_ranks == dist.get_world_size()
 
     @property
     def num_nodes(self) -> int:
         """Y, the number of nodes."""
-        return self.world_size // self.ranks_per_node
+        return self.num_ranks // self.ranks_per_node
 
     @property
     def node_group(self) -> dist.ProcessGroup:

@@ -88,6 +88,11 @@ class TwoHopGather:
         self._buffers = buffers
         self._memory = memory
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks of a node read secondary shards in each other's memory."""
+        return self._memory is not None
+
     def new_secondary(self, layout: WireLayout, device: torch.device) -> Secondary:
         """Return room for a secondary shard that is kept, with arbitrary content.
 

@@ -16,16 +16,21 @@ import torch.distributed as dist
 
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import Changes, GatherLayouts, Secondary, TwoHopGather
-from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.beside import HopsBeside
-from hf_zeropp.fsdp.comm_objects import CountedAllGather, UnitWarnings, WeightGather, names_unit, record_event
+from hf_zeropp.fsdp.comm_objects import (
+    AsksBeforeGathers,
+    CountedAllGather,
+    WeightGather,
+    names_unit,
+    record_event,
+)
 from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.layouts import gather_layouts
 from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
+from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.secondary_check import CheckedUnit, SecondaryCheck
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
-from hf_zeropp.traffic import Bytes, Traffic
+from hf_zeropp.traffic import Bytes
 
 logger = logging.getLogger(__name__)
 
@@ -88,39 +93,30 @@ class ZeroPPAllGather(WeightGather):
 
     Args:
         unit: the unit it serves.
+        run: what all units share.
+        decisions: what ranks decide together.
         hops: the two hops; shared by all units.
-        config: the settings of the run.
-        traffic: counts bytes.
-        warnings: shared by all units.
-        keeps_secondary: whether hpZ is on. Otherwise every gather runs both hops.
-        lands_at_once: whether a cross hop that is started ahead is also finished at once (on accelerators, where streams
-            overlap by themselves), instead of when the unit is needed.
         check: compares secondary shards with the masters; None where nobody asked for it.
-        beside: where cross hops run on streams beside node hops; None on CPU.
     """
 
     def __init__(
         self,
         unit: Unit,
+        run: Run,
+        decisions: AsksBeforeGathers,
         hops: TwoHopGather,
-        config: ZeroPPConfig,
-        traffic: Traffic,
-        warnings: UnitWarnings,
-        *,
-        keeps_secondary: bool,
-        lands_at_once: bool,
         check: SecondaryCheck | None = None,
-        beside: HopsBeside | None = None,
     ) -> None:
-        super().__init__(unit, Freshness(unit, checks_steps=config.sends_deltas))
+        super().__init__(unit, Freshness(unit, checks_steps=run.config.sends_deltas), decisions)
         self.hops = hops
-        self._config = config
-        self._warnings = warnings
-        self._keeps_secondary = keeps_secondary
-        self._lands_at_once = lands_at_once
+        self._config = run.config
+        self._warnings = run.warnings
+        self._keeps_secondary = run.hpz_size is not None
+        # On accelerators, where streams overlap by themselves, a cross hop that is started ahead is also finished at once.
+        self._lands_at_once = not run.overlaps_by_itself
         self._check = None if check is None else CheckedUnit(check, unit, hops)
-        self._beside = beside
-        self._fsdp2 = CountedAllGather(unit, traffic)
+        self._beside = run.beside
+        self._fsdp2 = CountedAllGather(unit, run.traffic)
         # The key is dtype and whether the unit trains. Both may change during a run: a conversion, or a unit that
         # thaws.
         self._layouts: dict[tuple[torch.dtype, bool], GatherLayouts] = {}
@@ -138,7 +134,7 @@ class ZeroPPAllGather(WeightGather):
         """Gather: output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
         # Within a pass this asks nothing. ``unshard()`` outside of one also gathers, and there ranks have to agree
         # first.
-        self.ensure_agreed()
+        self._decisions.before_gather(self)
         if async_op:
             self._warnings.warn(_NOT_ASYNC, [self.unit])
         if self.unit.param_dtype not in FLOAT_DTYPES:

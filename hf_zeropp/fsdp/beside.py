@@ -155,8 +155,3 @@ class HopsBeside:
     def __init__(self, device_type: str) -> None:
         self.gathers = GathersAhead(device_type)
         self.reductions = ReductionsBehind()
-
-    @classmethod
-    def of(cls, device_type: str) -> HopsBeside | None:
-        """Return one for a device with streams; None for a CPU, where overlap.py has its own way."""
-        return cls(device_type) if devices.has_streams(device_type) else None

@@ -6,10 +6,9 @@ A *comm object* is what FSDP2 calls in place of a collective, and asks for the m
 from __future__ import annotations
 
 import functools
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ParamSpec, TypeVar
+from typing import ParamSpec, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +19,6 @@ from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.predictions import gathers_per_step
 from hf_zeropp.fsdp.units import AllGather, DefaultAllGather, Unit
 from hf_zeropp.traffic import FSDP2_GATHER, Bytes, Peers, Traffic
-
-logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -57,25 +54,31 @@ class CommObject(ABC):
         """Return the bytes of one optimizer step of ``micro_steps`` forward and backward passes, by collective."""
 
 
+class AsksBeforeGathers(Protocol):
+    """The part of decisions.py that gathers ask."""
+
+    def before_gather(self, gather: WeightGather) -> None:
+        """Let ranks agree on the weights now, unless they did for the pass under way."""
+
+
 class WeightGather(CommObject, AllGather):
     """A gather of weights that knows whether what it gathered last is still true.
 
     Args:
         unit: the unit it serves.
         freshness: this rank's view of the unit's weights.
+        decisions: what ranks decide together.
 
     Attributes:
         due: the change since the last gather, as all ranks agreed on it. ``Change.NONE`` where the last gather serves.
-        ensure_agreed: makes ranks agree now, unless they did for the pass under way. decisions.py sets it.
     """
 
-    def __init__(self, unit: Unit, freshness: Freshness) -> None:
+    def __init__(self, unit: Unit, freshness: Freshness, decisions: AsksBeforeGathers) -> None:
         self.unit = unit
         self.freshness = freshness
         # Nothing was gathered that could be brought up to date.
         self.due = Change.INVALID
-        # Decisions are made after the gathers that they decide on, and set this then.
-        self.ensure_agreed: Callable[[], None] = lambda: None
+        self._decisions = decisions
         self._num_copies = 0  # counts the times that weights were taken from the shards
         self._unsharded_from = 0  # the copy from which FSDP2's unsharded parameters were decoded
 
@@ -157,8 +160,8 @@ class CountedAllGather(CommObject, AllGather):
 class CountedWeightGather(WeightGather):
     """FSDP2's own gather of a unit over the world, where there is nothing to quantize and nothing to keep."""
 
-    def __init__(self, unit: Unit, freshness: Freshness, traffic: Traffic) -> None:
-        super().__init__(unit, freshness)
+    def __init__(self, unit: Unit, decisions: AsksBeforeGathers, traffic: Traffic) -> None:
+        super().__init__(unit, Freshness(unit), decisions)
         self._counted = CountedAllGather(unit, traffic)
 
     def __call__(
@@ -169,7 +172,7 @@ class CountedWeightGather(WeightGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather as FSDP2 does, and note of which weights."""
-        self.ensure_agreed()
+        self._decisions.before_gather(self)
         self._took_weights()
         self._unsharded_from = self._num_copies
         return self._counted(output_tensor, input_tensor, group, async_op)
@@ -177,20 +180,6 @@ class CountedWeightGather(WeightGather):
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Return the bytes of one optimizer step."""
         return self._counted.predict(micro_steps)
-
-
-class UnitWarnings:
-    """Warnings about the units of one model: each once, and on rank 0 alone, because all ranks hold the same units."""
-
-    def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
-
-    def warn(self, message: str, units: Sequence[Unit]) -> None:
-        """Log ``message``, in which ``%s`` stands for the names of those units that it was not logged for before."""
-        names = [unit.name for unit in units if (message, unit.name) not in self._said]
-        self._said.update((message, name) for name in names)
-        if names and dist.get_rank() == 0:
-            logger.warning(message, ", ".join(names))
 
 
 def record_event(device: torch.device) -> torch.Event | None:

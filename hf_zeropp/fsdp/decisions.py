@@ -28,20 +28,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 
-from hf_zeropp.comm.agreement import Agreement, Answer, Channel, Statement
+from hf_zeropp.comm.agreement import Agreement, Answer, Statement
 from hf_zeropp.fsdp.all_gather import due_gathers, encode_ahead, start_ahead
 from hf_zeropp.fsdp.backward import Backward, current_backward, require_backward
-from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.fsdp.frozen_gather import FrozenGather
-from hf_zeropp.fsdp.micro_steps import MicroSteps
-from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.withheld import give_everywhere
-from hf_zeropp.traffic import Traffic
 
 # [Note: what ran]
 # Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
@@ -101,51 +99,42 @@ class Decisions:
     """One model's decisions, on this rank.
 
     Args:
-        gathers: the gathers of all units over the world, in module order.
+        run: what all units share.
+        agreement: the questions that ranks ask each other.
         frozen: the gathers of all units over a node.
-        micro_steps: where training stands.
-        pipeline: reductions under way; None where streams overlap.
-        traffic: counts micro-steps.
-        channel: all ranks.
-        beside: where cross hops run on streams beside node hops; None on CPU.
-        starts_ahead: whether cross hops of stale units are started when a forward pass begins. ``beside`` takes them then.
-        checks: whether ranks also compare what they made of an answer, in one exchange more (``ZEROPP_CHECK=1``).
 
     Attributes:
-        reduces: the reductions of all units over the world, in module order. Set when they are installed.
+        gathers: the gathers of all units over the world, in module order.
+        reduces: the reductions of the same units.
     """
 
-    def __init__(
-        self,
-        gathers: Sequence[WeightGather],
-        frozen: Sequence[FrozenGather],
-        micro_steps: MicroSteps,
-        pipeline: ReducePipeline | None,
-        traffic: Traffic,
-        channel: Channel,
-        beside: HopsBeside | None = None,
-        *,
-        starts_ahead: bool,
-        checks: bool = False,
-    ) -> None:
+    def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
+        self.gathers: list[WeightGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
-        self._gathers = list(gathers)
+        self._run = run
         self._frozen = list(frozen)
-        self._micro_steps = micro_steps
-        self._pipeline = pipeline
-        self._traffic = traffic
-        self._starts_ahead = starts_ahead
-        self._checks = checks
-        self._beside = beside
-        self._agreement = Agreement(channel)
+        self._micro_steps = run.micro_steps
+        self._pipeline = run.pipeline
+        self._beside = run.beside
+        self._agreement = agreement
+        # Cross hops of stale units start when a forward pass begins where hops overlap by themselves. Sizes of changed words are
+        # exchanged for all units together, so these are started then in any case. Streams of their own take them otherwise.
+        self._starts_ahead = run.overlaps_by_itself or run.config.sends_changes
         self._micro_step_answer: Answer | None = None
         self._backward = Backward(self._end_backward)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
         self._is_generating = False
         self._ran: list[Ran] = []  # since the last question
-        for index, gather in enumerate(self._gathers):
-            ran = Ran(4 * index + 1, f"gathers of unit {gather.unit.name}")
-            gather.ensure_agreed = functools.partial(self._before_gather, gather, ran)
+        self._gathering: dict[WeightGather, Ran] = {}
+        self._reducing: dict[ZeroPPReduceScatter, Ran] = {}
+
+    def add_unit(self, gather: WeightGather, reduce: ZeroPPReduceScatter) -> None:
+        """Decide on the next unit, in module order, as well."""
+        index, name = len(self.gathers), gather.unit.name
+        self._gathering[gather] = Ran(4 * index + 1, f"gathers of unit {name}")
+        self._reducing[reduce] = Ran(4 * index + 2, f"reductions of unit {name}")
+        self.gathers.append(gather)
+        self.reduces.append(reduce)
 
     # Weights.
 
@@ -157,9 +146,9 @@ class Decisions:
             self._entered.pop()
         # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
         # model of a container) would be in vain.
-        inside = (gather for gather in self._gathers if not entrance.modules.isdisjoint(gather.unit.modules))
+        inside = (gather for gather in self.gathers if not entrance.modules.isdisjoint(gather.unit.modules))
         if not self._has_answers(inside):
-            asks = [not entrance.modules.isdisjoint(gather.unit.modules) for gather in self._gathers]
+            asks = [not entrance.modules.isdisjoint(gather.unit.modules) for gather in self.gathers]
             self._agree_on_weights(
                 Moment.FORWARD, asks, f"run a forward pass of {entrance.name}", detail=entrance.index
             )
@@ -175,22 +164,22 @@ class Decisions:
         if not self._entered and self._beside is not None:
             self._beside.gathers.finish()
 
+    def invalidate(self) -> None:
+        """Gather whole weights at the next forward pass. This is a mark of one rank, which ranks exchange then."""
+        for gather in self.gathers:
+            gather.expire()
+
     @contextmanager
     def generating(self) -> Iterator[None]:
         """Agree on all weights once, for every forward pass inside. Weights must not change meanwhile."""
         # All units are asked about, since generation may use any part of the model. Inside, ranks of different nodes
         # may run different numbers of forward passes (one has finished its completions), so nothing is asked there.
-        self._agree_on_weights(Moment.GENERATE, [True] * len(self._gathers), "enter generation_mode")
+        self._agree_on_weights(Moment.GENERATE, [True] * len(self.gathers), "enter generation_mode")
         was_generating, self._is_generating = self._is_generating, True
         try:
             yield
         finally:
             self._is_generating = was_generating
-
-    @property
-    def is_generating(self) -> bool:
-        """Whether weights must not change now."""
-        return self._is_generating
 
     def _has_answers(self, gathers: Iterable[WeightGather]) -> bool:
         if self._entered or self._is_generating:
@@ -199,25 +188,25 @@ class Decisions:
         # backward pass of another model, which runs this one in a hook, has no answers for it.
         return current_backward() != -1 and any(gather.unit.is_in_backward for gather in gathers)
 
-    def _before_gather(self, gather: WeightGather, ran: Ran) -> None:
-        """FSDP2 gathers outside of every pass where somebody calls ``unshard()``: agree then as well."""
+    def before_gather(self, gather: WeightGather) -> None:
+        """Let ranks agree where FSDP2 gathers outside of every pass, because ``unshard()`` was called, and note the gather."""
         if not self._has_answers([gather]):
-            self._agree_on_weights(Moment.GATHER, [True] * len(self._gathers), "unshard parameters")
+            self._agree_on_weights(Moment.GATHER, [True] * len(self.gathers), "unshard parameters")
         if gather.is_of_all_ranks:
-            self._ran.append(ran)
+            self._ran.append(self._gathering[gather])
 
     def _agree_on_weights(self, moment: Moment, asks: Sequence[bool], action: str, *, detail: int = 0) -> None:
         # Cross hops start before FSDP2 itself comes to these units.
-        for gather, asked in zip(self._gathers, asks, strict=True):
+        for gather, asked in zip(self.gathers, asks, strict=True):
             if asked:
                 gather.unit.initialize()
         # Reading the content is the cost of a question. A unit that is not asked about keeps its state for the next
         # one.
         changes = [
             gather.freshness.change() if asked else Change.NONE
-            for gather, asked in zip(self._gathers, asks, strict=True)
+            for gather, asked in zip(self.gathers, asks, strict=True)
         ]
-        facts = [_structure_digest(self._structure(index)) for index in range(len(self._gathers))]
+        facts = [_structure_digest(self._structure(index)) for index in range(len(self.gathers))]
         # A rank on which a frozen weight thaws refuses to gather it, and the others would wait.
         facts.append(_structure_digest(self._thawed()))
         # The order matters: until the statements were compared, a rank does not know that the others have as many
@@ -227,14 +216,14 @@ class Decisions:
         for frozen in self._frozen:
             if frozen.unit.shard_group.size() == 1:  # FSDP2 calls no gather there that could refuse
                 frozen.refuse_thawed()
-        for gather, asked, change in zip(self._gathers, asks, largest, strict=True):
+        for gather, asked, change in zip(self.gathers, asks, largest, strict=True):
             if asked:
                 gather.agree(Change(change))
-        if self._checks:
+        if self._run.checks:
             self._compare_due()
         # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
         # wait for a node that generates no more.
-        due = due_gathers([gather for gather, asked in zip(self._gathers, asks, strict=True) if asked])
+        due = due_gathers([gather for gather, asked in zip(self.gathers, asks, strict=True) if asked])
         if self._beside is not None:
             with self._beside.gathers.queue():
                 encode_ahead(due)
@@ -246,7 +235,7 @@ class Decisions:
 
     def _compare_due(self) -> None:
         """Compare which units' weights every rank is about to send, before one waits for another that sends nothing."""
-        due = [int(gather.due) for gather in self._gathers]
+        due = [int(gather.due) for gather in self.gathers]
         statement = self._statement(
             "start the hops of stale weights", lambda index: f"due for {Change(due[index]).name}"
         )
@@ -264,12 +253,12 @@ class Decisions:
         # On CPU a reduction waits for the answer where it waits for its hop. On an accelerator the host waits for no hop, so it
         # waits for the answer here, in the second reduction of the pass, or at the end of a pass that has one reduction.
         self.confirm_micro_step()
-        self._ran.append(Ran(4 * self.reduces.index(reduce) + 2, f"reductions of unit {reduce.unit.name}"))
+        self._ran.append(self._reducing[reduce])
         if reduce is self._first_trainable():
-            self._traffic.micro_steps += 1
+            self._run.traffic.micro_steps += 1
         if self._backward.begins_to_reduce():
             self._micro_steps.enter_backward()
-            self._traffic.begin_backward()
+            self._run.traffic.begin_backward()
             # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
             # progress would reduce wires of different sizes.
             self._micro_steps.begin_step(is_accumulating=self._is_accumulating)
@@ -302,12 +291,45 @@ class Decisions:
         for reduce in self.reduces:
             reduce.deliver()
 
-    def before_optimizer_step(self) -> None:
-        """Complete all gradients of the model, and let nothing read the weights that the step writes to.
+    # Optimizers' steps. Every optimizer of the process is told of here, also that of another model.
+
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+        """Complete the gradients that the optimizer is about to read, and note that it may change weights.
 
         Raises:
+            RuntimeError: weights must not change now.
             DisagreementError: on every rank, if ranks did not reduce the same gradients.
         """
+        held = _params_of(optimizer)
+        if self._reduces_for(held):
+            if self._is_generating:
+                raise RuntimeError(
+                    f"An optimizer steps inside generation_mode (rank {dist.get_rank()}), where weights must not change. Leave "
+                    "the `with generation_mode(...)` block first."
+                )
+            self._complete_before_step()
+        for gather in self.gathers:
+            if gather.unit.has_param_of(held):
+                # A write up to now was no optimizer's. With deltas that matters: after a step a delta is enough,
+                # after any other write whole weights must cross.
+                gather.freshness.before_step(has_closure=has_closure)
+
+    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
+        held = _params_of(optimizer)
+        if self._reduces_for(held):
+            self._run.traffic.end_optimizer_step()
+            self._micro_steps.end_step(self._run.config.qgz_until)
+        for gather in self.gathers:
+            if gather.unit.has_param_of(held):
+                gather.freshness.after_step()
+
+    def _reduces_for(self, held: set[int]) -> bool:
+        return any(reduce.unit.has_param_of(held) for reduce in self.reduces)
+
+    def _complete_before_step(self) -> None:
+        # This is collective, and for all gradients of the model: the step reads ``.grad`` as it is, and a step on gradients
+        # without the micro-steps that wait in partial sums would lose them in silence.
         self._agreement.settle()
         self.deliver()
         # The answers about weights end here, also for a forward pass that the optimizer steps in. In backward, where optimizers
@@ -322,7 +344,7 @@ class Decisions:
         if self._micro_steps.is_last_now:
             # Ranks compare what they reduced, and which gradients exist. This travels beside the hops that are still under way.
             # After another micro-step the next forward pass asks, long before a step.
-            facts = [0] * len(self._gathers)
+            facts = [0] * len(self.gathers)
             statement = self._statement("end a backward pass of the last micro-step", lambda index: "")
             answer = self._ask(Moment.END, 0, facts, self._changed_gradients(), statement)
         self._finish_reductions()
@@ -364,7 +386,7 @@ class Decisions:
         # changed them.
         owes = [reduce.owes for reduce in self.reduces]
         statement = self._statement(action, lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients")
-        return self._ask(moment, detail, list(map(int, owes)), flags or [0] * len(self._gathers), statement)
+        return self._ask(moment, detail, list(map(int, owes)), flags or [0] * len(self.gathers), statement)
 
     def _ask(
         self,
@@ -386,7 +408,7 @@ class Decisions:
 
     def _structure(self, index: int) -> tuple[object, ...]:
         # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
-        return self._gathers[index].unit.structure()
+        return self.gathers[index].unit.structure()
 
     def _thawed(self) -> tuple[str, ...]:
         return tuple(name for gather in self._frozen for name in gather.thawed())
@@ -396,7 +418,7 @@ class Decisions:
         under_way, ran = self._num_under_way, self._ran
 
         def make() -> Statement:
-            facts = {f"unit {gather.unit.name}": describe(index) for index, gather in enumerate(self._gathers)}
+            facts = {f"unit {gather.unit.name}": describe(index) for index, gather in enumerate(self.gathers)}
             facts["the number of reductions that a backward pass left unfinished"] = str(under_way)
             facts["what was frozen and trains now"] = ", ".join(self._thawed()) or "nothing"
             return Statement(action, facts, tuple(one.words for one in ran))
@@ -404,7 +426,7 @@ class Decisions:
         return make
 
     def _describe_structure(self, index: int) -> str:
-        unit = self._gathers[index].unit
+        unit = self.gathers[index].unit
         shards = zip(unit.param_shards(), unit.params, strict=True)
         frozen = [shard.name for shard, param in shards if not param.requires_grad]
         dtypes = sorted({str(param.dtype) for param in unit.params})
@@ -414,6 +436,10 @@ class Decisions:
         said += ", with hooks on its gradients" if unit.shows_reduced_output else ""
         factor = unit.gradient_divide_factor
         return said + ("" if factor is None else f", gradients divided by {factor}")
+
+
+def _params_of(optimizer: torch.optim.Optimizer) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 # Structures rarely change, and a digest for each unit is needed at every forward pass. It is no ``hash``: Python

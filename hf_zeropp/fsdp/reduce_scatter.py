@@ -15,18 +15,16 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp import devices
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
-from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.beside import HopsBeside
-from hf_zeropp.fsdp.comm_objects import CommObject, UnitWarnings, names_unit, record_event
+from hf_zeropp.fsdp.comm_objects import CommObject, names_unit, record_event
 from hf_zeropp.fsdp.gradient_form import Form, Forms, Partial, scale_of
-from hf_zeropp.fsdp.micro_steps import MicroSteps
 from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.pending import PendingGradients
 from hf_zeropp.fsdp.predictions import reduce_bytes
+from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
 from hf_zeropp.fsdp.withheld import WithheldGradients
 from hf_zeropp.ops.format import FLOAT_DTYPES
-from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic
+from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers
 
 # [Note: gradient accumulation]
 # On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32 (or in
@@ -44,7 +42,7 @@ NO_WIRE_FORM = (
 )
 
 
-class Coordinator(Protocol):
+class AsksAboutReductions(Protocol):
     """The part of decisions.py that reductions ask."""
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
@@ -66,47 +64,31 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     Args:
         unit: the unit it serves.
+        run: what all units share.
+        decisions: what the reductions of all units decide together, on all ranks.
         hops: the two hops; shared by all units.
-        config: the settings of the run.
-        traffic: counts bytes.
-        warnings: shared by all units.
-        micro_steps: tells the last micro-step, and whether gradients are quantized now; shared by all units.
-        pipeline: where reductions overlap with compute; None where streams do that.
-        coordinator: what the reductions of all units decide together, on all ranks.
-        beside: where cross hops run on streams beside node hops; None on CPU.
 
     Attributes:
         pending: the gradients that wait for a result.
         withheld: what was reduced for parameters without a gradient on this rank.
     """
 
-    def __init__(
-        self,
-        unit: Unit,
-        hops: TwoHopReduce,
-        config: ZeroPPConfig,
-        traffic: Traffic,
-        warnings: UnitWarnings,
-        micro_steps: MicroSteps,
-        pipeline: ReducePipeline | None,
-        coordinator: Coordinator,
-        beside: HopsBeside | None = None,
-    ) -> None:
+    def __init__(self, unit: Unit, run: Run, decisions: AsksAboutReductions, hops: TwoHopReduce) -> None:
         self.unit = unit
         self.hops = hops
-        self.pending = PendingGradients(unit, coordinator.deliver)
+        self.pending = PendingGradients(unit, decisions.deliver)
         self.withheld = WithheldGradients(unit)
-        self._traffic = traffic
-        self._warnings = warnings
-        self._micro_steps = micro_steps
-        self._pipeline = pipeline
-        self._coordinator = coordinator
-        self._behind = None if beside is None else beside.reductions
-        if beside is not None:
+        self._traffic = run.traffic
+        self._warnings = run.warnings
+        self._micro_steps = run.micro_steps
+        self._pipeline = run.pipeline
+        self._decisions = decisions
+        self._behind = None if run.beside is None else run.beside.reductions
+        if self._behind is not None:
             unit.reduce_behind(self.finish_behind)
         self._crossing: UnitReduction | None = None  # until FSDP2 calls ``finish_behind``
         self._fsdp2 = DefaultReduceScatter()
-        self._forms = Forms(config)
+        self._forms = Forms(run.config)
         self._partial: Partial | None = None
         self._adds_zeros = True  # FSDP2, to ``.grad``, in the ``post_backward`` that runs
         self._num_under_way = 0  # reductions in the pipeline
@@ -136,7 +118,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # The parameters that train, their dtype, or what gradients are divided by changed between micro-steps. Sums of another
         # form cannot be added to, so they cross now. Ranks compared all of that when the forward pass began, so all do it.
         if self._partial is not None and not self._partial.form.adds_up_with(form):
-            self._coordinator.confirm_micro_step()
+            self._decisions.confirm_micro_step()
             self.deliver()
         full = self._widened(input_tensor, form, group.size())
         shows_output = self.unit.shows_reduced_output
@@ -158,13 +140,13 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def _begin(self) -> None:
         self._crossing = None  # a pass that raised may have left one
         # The first reduction of a backward pass asks all ranks. The answer is waited for before any hop is.
-        self._coordinator.reduction_begins(self)
+        self._decisions.reduction_begins(self)
         if self._behind is not None:
             self._behind.make_room()
 
     def _run(self, reduction: UnitReduction, full: torch.Tensor, output: torch.Tensor, crosses: bool) -> None:
         if not devices.has_streams(full.device):
-            self._coordinator.confirm_micro_step()
+            self._decisions.confirm_micro_step()
         reduction.start(full)
         if not crosses:
             self.keep_sums(reduction)
@@ -279,7 +261,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
-        self._coordinator.confirm_micro_step()
+        self._decisions.confirm_micro_step()
 
     def ended(self) -> None:
         """Note that a reduction has left the pipeline."""

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from rich.console import Console
 
-from hf_zeropp.apply import ZeroPPHandle
+from hf_zeropp.handle import ZeroPPHandle
 
 CROSS_NODE = "zeropp/cross_node_gb_per_step"
 INTRA_NODE = "zeropp/intra_node_gb_per_step"

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPConfig, ZeroPPPlugin
-from hf_zeropp.apply import ZeroPPHandle
+from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.estimate.methods import Estimate, ours
 from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.frozen.modules import dense_numel

@@ -18,7 +18,7 @@ def groups_of_rank(rank: int, world_size: int) -> list[tuple[int, list[int], lis
     for ranks_per_node in DIVISORS[world_size]:
         topology = get_topology(ranks_per_node, "cpu")
         assert get_topology(ranks_per_node, "cpu") is topology
-        assert (topology.rank, topology.world_size) == (rank, world_size)
+        assert (topology.rank, topology.num_ranks) == (rank, world_size)
         node = dist.get_process_group_ranks(topology.node_group)
         cross = dist.get_process_group_ranks(topology.cross_group)
         found.append((ranks_per_node, node, cross))

@@ -165,7 +165,7 @@ def files_of_earlier_versions_are_named(rank: int) -> None:
     handle = apply(model)
     with (
         tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(logging.getLogger("hf_zeropp.apply"), "warning") as said,
+        mock.patch.object(logging.getLogger("hf_zeropp.handle"), "warning") as said,
     ):
         handle.save_state(folder)
         assert not list(Path(folder).iterdir())

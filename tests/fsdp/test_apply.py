@@ -19,11 +19,12 @@ from torch.distributed.fsdp import fully_shard
 from toy import EXACT, POLICIES, Block, backward, full_gradients, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
-from hf_zeropp.apply import ZeroPPHandle
 from hf_zeropp.compat import MovedNameError
 from hf_zeropp.fsdp.comm_objects import CountedWeightGather
+from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.micro_steps import STEPS_UNTIL_REMINDER
 from hf_zeropp.fsdp.units import find_units
+from hf_zeropp.handle import ZeroPPHandle
 
 NODES = {"ranks_per_node": 2}
 LIMIT_S = 60.0  # a hang would take gloo's timeout of 60 s: errors must come well before it
@@ -121,14 +122,14 @@ def a_handle_may_die_while_optimizers_step(rank: int) -> None:
         backward(model, rank)
     optimizer = torch.optim.SGD(models[0].parameters(), lr=0.1)
     survivor = handles[0]
-    after_step = type(survivor).after_optimizer_step
+    after_step = Decisions.after_optimizer_step
 
-    def collect(handle, optimizer) -> None:
+    def collect(decisions, optimizer) -> None:
         models[1:] = handles[1:] = []
         gc.collect()
-        after_step(handle, optimizer)
+        after_step(decisions, optimizer)
 
-    with mock.patch.object(type(survivor), "after_optimizer_step", collect):
+    with mock.patch.object(Decisions, "after_optimizer_step", collect):
         optimizer.step()
     assert survivor.traffic.steps == 1
 

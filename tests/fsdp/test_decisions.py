@@ -16,6 +16,7 @@ from ways_through_steps import RANKS_PER_NODE, training
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm.agreement import Agreement, Answer, DisagreementError, Statement, describe
+from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.hooks import listen_to_optimizers
 from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 
@@ -147,7 +148,7 @@ def events_of_a_step(rank: int, micro_steps: int) -> str:
         mock.patch.object(Agreement, "ask", noting("a", Agreement.ask)),
         mock.patch.object(Answer, "_wait_for", noting("w", Answer._wait_for)),
         mock.patch.object(ZeroPPReduceScatter, "__call__", noting("r", ZeroPPReduceScatter.__call__)),
-        mock.patch.object(ZeroPPHandle, "after_optimizer_step", noting("s", ZeroPPHandle.after_optimizer_step)),
+        mock.patch.object(Decisions, "after_optimizer_step", noting("s", Decisions.after_optimizer_step)),
     ):
         train = training()
         train.step(micro_steps)

@@ -21,17 +21,17 @@ from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from hf_zeropp.comm.agreement import Channel
+from hf_zeropp.comm.agreement import Agreement, Channel
 from hf_zeropp.comm.hop import Hop, WireBuffers
+from hf_zeropp.comm.topology import get_topology, whole_world
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_objects import UnitWarnings, WeightGather
+from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
 from hf_zeropp.fsdp.freshness import Change
-from hf_zeropp.fsdp.micro_steps import MicroSteps
-from hf_zeropp.fsdp.overlap import ReducePipeline
 from hf_zeropp.fsdp.pending import PendingGradient
 from hf_zeropp.fsdp.reduce_scatter import UnitReduction, ZeroPPReduceScatter
+from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
 from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.traffic import Traffic
@@ -129,22 +129,16 @@ class Model:
         }
         self.expected = Expected(dict.fromkeys(names))
         self.units = [FakeUnit(unit, {name: self.params[name] for name in own}) for unit, own in UNITS.items()]
-        traffic, world = Traffic(1, 1), dist.group.WORLD
-        self.micro_steps = MicroSteps(quantizes=False)
-        self.pipeline = ReducePipeline() if overlap else None
-        gathers = [NoGather(unit, AlwaysFresh()) for unit in self.units]
-        self.decisions = CountedDecisions(
-            gathers, [], self.micro_steps, self.pipeline, traffic, Channel(world), starts_ahead=False
-        )
-        hops = TwoHopReduce(Hop("node", world, traffic), Hop("cross", world, traffic), WireBuffers())
-        config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None)
-        self.reduces = [
-            ZeroPPReduceScatter(
-                unit, hops, config, traffic, UnitWarnings(), self.micro_steps, self.pipeline, coordinator=self.decisions
-            )
-            for unit in self.units
-        ]
-        self.decisions.reduces = self.reduces
+        world = dist.group.WORLD
+        config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None, overlap=overlap)
+        run = Run.of(config, get_topology(1, "cpu"), whole_world(), Traffic(1, 1), hpz_size=None)
+        self.micro_steps, self.pipeline = run.micro_steps, run.pipeline
+        self.decisions = CountedDecisions(run, Agreement(Channel(world)), [])
+        hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())
+        for unit in self.units:
+            reduce = ZeroPPReduceScatter(unit, run, self.decisions, hops)
+            self.decisions.add_unit(NoGather(unit, AlwaysFresh(), self.decisions), reduce)
+        self.reduces = self.decisions.reduces
 
     # FSDP2's part.
 

@@ -33,6 +33,7 @@ LAYERS = [
     "estimate",
     "plan",
     "announcement",
+    "handle",
     "apply",
     "generation",
     "integrations",

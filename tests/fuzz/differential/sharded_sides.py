@@ -21,7 +21,7 @@ from differential.extension import local
 from differential.networks import Net, build, leave_meta, rows_of, run_models, shard, starts_on_meta
 from differential.sides import Observation, Side, step_and_drop
 from hf_zeropp import apply_zeropp, generation_mode
-from hf_zeropp.apply import ZeroPPHandle
+from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.traffic import REDUCE_CROSS, Bytes
 
 UNQUANTIZED = {"qwz_bits": None, "hpz_size": "node", "qgz_bits": None, "qgz_intra_bits": None}

@@ -1,0 +1,105 @@
+"""It holds what the units of one model share while ZeRO++ runs on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from hf_zeropp import devices
+from hf_zeropp.comm.hop import WireBuffers
+from hf_zeropp.comm.topology import ShardGroups, Topology, get_topology
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.beside import HopsBeside
+from hf_zeropp.fsdp.micro_steps import MicroSteps
+from hf_zeropp.fsdp.overlap import ReducePipeline
+from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.traffic import Traffic
+
+logger = logging.getLogger(__name__)
+
+
+class UnitWarnings:
+    """Warnings about the units of one model: each once, and on rank 0 alone, because all ranks hold the same units."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[str, str]] = set()
+
+    def warn(self, message: str, units: Sequence[Unit]) -> None:
+        """Log ``message``, in which ``%s`` stands for the names of those units that it was not logged for before."""
+        names = [unit.name for unit in units if (message, unit.name) not in self._said]
+        self._said.update((message, name) for name in names)
+        if names and dist.get_rank() == 0:
+            logger.warning(message, ", ".join(names))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """What the units of one model share. It is made once, when ZeRO++ is applied, and passed to all parts of it.
+
+    Attributes:
+        config: the settings in force.
+        topology: the nodes, with the groups of reductions.
+        shard_groups: the ranks of each shard group of the world.
+        traffic: counts bytes and steps.
+        hpz_size: how many ranks share a secondary copy of the weights; None where none is kept, and every gather crosses nodes.
+        checks: whether copies are compared with the masters, and ranks with each other (``ZEROPP_CHECK=1``).
+        micro_steps: where accumulation stands, and whether gradients are quantized now.
+        warnings: those that were logged.
+        buffers: of wires. One pool serves all hops of the model: few units are under way at a time, and a pool per unit would
+            hold a buffer for each of them.
+        pipeline: reductions that run while the model computes, on backends without streams; None where streams do that, and
+            where nothing is to overlap.
+        beside: cross hops on streams of their own; None on a CPU, and where nothing is to overlap.
+    """
+
+    config: ZeroPPConfig
+    topology: Topology
+    shard_groups: ShardGroups
+    traffic: Traffic
+    hpz_size: int | None
+    checks: bool
+    micro_steps: MicroSteps
+    warnings: UnitWarnings
+    buffers: WireBuffers
+    pipeline: ReducePipeline | None
+    beside: HopsBeside | None
+
+    @classmethod
+    def of(
+        cls,
+        config: ZeroPPConfig,
+        topology: Topology,
+        shard_groups: ShardGroups,
+        traffic: Traffic,
+        *,
+        hpz_size: int | None,
+        checks: bool = False,
+    ) -> Run:
+        """Begin a run, with nothing under way."""
+        device_type = topology.mesh.device_type
+        overlaps, has_streams = config.overlap, devices.has_streams(device_type)
+        return cls(
+            config=config,
+            topology=topology,
+            shard_groups=shard_groups,
+            traffic=traffic,
+            hpz_size=hpz_size,
+            checks=checks,
+            micro_steps=MicroSteps(config.quantizes_gradients),
+            warnings=UnitWarnings(),
+            buffers=WireBuffers(),
+            pipeline=ReducePipeline() if overlaps and not has_streams else None,
+            beside=HopsBeside(device_type) if overlaps and has_streams else None,
+        )
+
+    @property
+    def overlaps_by_itself(self) -> bool:
+        """Whether hops run while the model computes on a backend without streams, where a collective blocks otherwise."""
+        return self.pipeline is not None
+
+    def topology_of(self, ranks_per_node: int) -> Topology:
+        """Return the groups of nodes of another size. Collective over the world where they are not made yet."""
+        return get_topology(ranks_per_node, self.topology.mesh.device_type, self.shard_groups)

@@ -1,0 +1,189 @@
+"""The handle: what a training loop tells a model that runs under ZeRO++, and what it can ask it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import torch.distributed as dist
+
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
+from hf_zeropp.fsdp.comm_objects import CommObject
+from hf_zeropp.fsdp.decisions import Decisions
+from hf_zeropp.fsdp.frozen_gather import FrozenGather
+from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.traffic import Bytes
+
+logger = logging.getLogger(__name__)
+
+
+class ZeroPPHandle:
+    """ZeRO++ on one model.
+
+    Args:
+        run: what all units share.
+        units: those over the shard group.
+        frozen_units: those over a node.
+        frozen: the gathers of ``frozen_units``; none where FSDP2's own collectives stay.
+        decisions: what ranks decide together about ``units``. None where FSDP2's own collectives stay, and where there is no
+            such unit.
+
+    Attributes:
+        config: the settings in force.
+        topology: this rank's nodes and groups.
+        traffic: bytes counted since the last ``traffic.reset()``.
+        units, frozen_units: as above.
+        gathers: the two-hop gathers of ``units``; empty where FSDP2 gathers them.
+        reduces: the two-hop reductions of ``units``.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        units: Sequence[Unit],
+        frozen_units: Sequence[Unit],
+        frozen: Sequence[FrozenGather] = (),
+        decisions: Decisions | None = None,
+    ) -> None:
+        self.config = run.config
+        self.topology = run.topology
+        self.traffic = run.traffic
+        self.units = list(units)
+        self.frozen_units = list(frozen_units)
+        self.gathers: list[ZeroPPAllGather] = []
+        self.reduces: list[ZeroPPReduceScatter] = []
+        self._run = run
+        self._decisions = decisions
+        self._comms: list[CommObject] = list(frozen)
+        if decisions is not None:
+            self.gathers += [gather for gather in decisions.gathers if isinstance(gather, ZeroPPAllGather)]
+            self.reduces += decisions.reduces
+            self._comms += [*decisions.gathers, *decisions.reduces]
+
+    @property
+    def is_active(self) -> bool:
+        """Whether collectives were replaced. They are not with one node only, and with ``ZEROPP_ENABLED=0``."""
+        return bool(self._comms)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether the ranks of a node read secondary shards in each other's memory (on CPU)."""
+        return any(gather.hops.shares_memory for gather in self.gathers)
+
+    def serves(self, unit: Unit) -> bool:
+        """Return whether the unit's gathers are the handle's, or counted by it."""
+        return unit.all_gather in self._comms
+
+    def invalidate(self) -> None:
+        """Gather across nodes again at the next forward pass.
+
+        Weights that lie on the CPU need no such call: whatever changes them is seen. On accelerators call it after writes that
+        move no version counter: through ``param.data``, raw pointers or a kernel of your own, with ``torch._foreach_*``
+        operations on parameters, and after ``torch.distributed.checkpoint.load`` into them. One rank may call it alone.
+        """
+        if self._decisions is not None:
+            self._decisions.invalidate()
+
+    def reshard(self) -> None:
+        """Reshard the units that a forward pass left unsharded, such as FSDP2's root unit.
+
+        Call it before PyTorch loads a full state dict: it would take the unsharded parameters for shards.
+        """
+        for unit in self.units:
+            if unit.is_unsharded:
+                unit.reshard()
+
+    def set_last_micro_step(self, is_last: bool | Callable[[], bool]) -> None:
+        """Tell whether the coming backward passes end an accumulation; or give a function that tells it each time."""
+        self._run.micro_steps.ask_is_last = is_last if callable(is_last) else lambda: is_last
+
+    def set_progress(self, fraction: float) -> None:
+        """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
+        # Partial sums of quantized and of unquantized gradients do not add up. While there are any, the change waits for the
+        # next step.
+        quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
+        self._run.micro_steps.set_quantizes(quantizes, is_accumulating=self.partial_bytes() > 0)
+
+    def save_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
+        """Let this run go on from a checkpoint as a run that is resumed from it does. Nothing is written to ``folder``.
+
+        Accelerate's and the Trainer's checkpoints do it. Call it on all ranks.
+        """
+        # A resumed run starts from the masters, and sends whole weights first. This run must do the same at its next
+        # forward pass, or its secondary shards would keep the rounding of earlier deltas, and the two runs would
+        # differ.
+        for gather in self.gathers:
+            gather.resync()
+
+    def load_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
+        """Go on from a checkpoint whose weights were just loaded. Call it on all ranks; ``index`` tells models apart."""
+        # Weights were usually loaded just before. On accelerators a load that writes through pointers moves no
+        # version counter.
+        self.invalidate()
+        # Earlier versions wrote one file per rank: residuals of error feedback, and a count of random numbers.
+        path = Path(folder, f"zeropp_{index}_rank_{self.topology.rank}.safetensors")
+        if self.topology.rank == 0 and path.exists():  # one rank says it for all
+            logger.warning(
+                "%s holds residuals of error feedback, which this version does not have: they are left out, and the first "
+                "steps differ a little from those of the run that saved them. The files zeropp_* can be deleted.",
+                path.parent,
+            )
+
+    def discard_accumulated(self) -> None:
+        """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""
+        for reduce in self.reduces:
+            reduce.discard()
+
+    def predict(self, micro_steps: int = 1) -> dict[str, Bytes]:
+        """Bytes this rank receives in one step of ``micro_steps`` micro-steps, per collective."""
+        counts: dict[str, Bytes] = {}
+        for comm in self._comms:
+            for name, count in comm.predict(micro_steps).items():
+                counts.setdefault(name, Bytes()).add(count)
+        return counts
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Bring all weights up to date, and let no forward pass inside cross nodes again. Enter it on all ranks."""
+        # No trainable unit is over the world, or there is one node: no gather crosses nodes, and there is nothing to
+        # agree on.
+        return contextlib.nullcontext() if self._decisions is None else self._decisions.generating()
+
+    def lockstep_group(self) -> dist.ProcessGroup | None:
+        """Return the ranks that must run the same forward passes while no weight changes; None for the whole world."""
+        # Ranks must run the same forwards wherever their gathers meet. Without secondary shards, or for a unit that
+        # stays FSDP2's own, that is the world.
+        in_groups = bool(self.gathers) and all(gather.stays_in_group for gather in self.gathers)
+        # Other parallelism exchanges activations in every forward pass, in groups of its own.
+        if not self.is_active or not (in_groups or not self.units) or not self.topology.spans_world:
+            return None
+        # Two kinds of gathers meet in groups of two sizes: frozen units over the node, secondary copies over
+        # ``hpz_size`` ranks. One size divides the other (``resolve_hpz_size``), so the larger group contains the
+        # smaller.
+        return self._run.topology_of(max(self.topology.ranks_per_node, self._run.hpz_size or 1)).node_group
+
+    def secondary_bytes(self) -> int:
+        """Bytes this rank holds in secondary shards."""
+        return sum(gather.secondary_bytes() for gather in self.gathers)
+
+    def partial_bytes(self) -> int:
+        """Bytes this rank holds in accumulated partial gradients."""
+        return sum(reduce.partial_bytes() for reduce in self.reduces)
+
+    def check_same_config(self, config: ZeroPPConfig) -> ZeroPPHandle:
+        """Return this handle.
+
+        Raises:
+            ValueError: ``config`` is not the one in force.
+        """
+        if config != self.config:
+            raise ValueError(
+                f"This model already runs ZeRO++ with {self.config}; it cannot change to {config}. Shard it anew."
+            )
+        return self
