@@ -1,4 +1,4 @@
-"""It holds what the units of one model share while ZeRO++ runs on it."""
+"""The things that the units of one model share while ZeRO++ runs on it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class UnitWarnings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Run:
-    """What the units of one model share. It is made once, when ZeRO++ is applied, and passed to all parts of it.
+    """The things that the units of one model share. They are made once, when ZeRO++ is applied, and passed to all parts of it.
 
     Attributes:
         config: the settings in force.

@@ -35,11 +35,11 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPConfig, ZeroPPPlugin
-from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.estimate.methods import Estimate, ours
 from hf_zeropp.estimate.setup import Setup
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.frozen.packing import pack_weight, packable_weights
+from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.pretrained_shape import pretrained_shape
 from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.traffic import GATHER_FROZEN
