@@ -19,9 +19,9 @@ from rich.text import Text
 from hf_zeropp import ops
 from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.estimate import methods, network_command, report, time_command
+from hf_zeropp.estimate import measured_cluster, memory_and_bytes, memory_report, step_time_report
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.setup import CHANGED_WEIGHTS, OPTIMIZER_STATE_BYTES, Setup
+from hf_zeropp.estimate.training_job import CHANGED_WEIGHTS, OPTIMIZER_STATE_BYTES, Setup
 from hf_zeropp.ops.frozen_format import FROZEN_BITS
 from hf_zeropp.sizes import parse_count
 from hf_zeropp.switch import is_enabled
@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
         return
     args = _parser().parse_args(argv)
     commands = {
-        "bench-network": network_command.run_network,
+        "bench-network": measured_cluster.run_network,
         "env": run_env,
         "estimate": run_estimate,
         "export": run_export,
@@ -74,8 +74,7 @@ def run_estimate(args: argparse.Namespace) -> None:
         SystemExit: the model is unknown, or the setup does not fit together.
     """
     try:
-        report.check_plot(args.plot)
-        wants_times = time_command.wants_times(args)
+        wants_times = step_time_report.wants_times(args)
         model = _model_shape(args.model, lora_rank=args.lora, num_adapter_params=args.trainable)
         setup = Setup(
             world_size=args.world,
@@ -87,23 +86,20 @@ def run_estimate(args: argparse.Namespace) -> None:
             tensor_parallel=args.tensor_parallel,
             changed_weights=args.changed_weights,
         )
-        estimates = methods.estimate(model, setup)
-        times = time_command.TimeEstimate(args, model, setup) if wants_times else None
+        estimates = memory_and_bytes.estimate(model, setup)
+        times = step_time_report.TimeEstimate(args, model, setup) if wants_times else None
     # Every mistake of a user is a ValueError whose message says what to do. A traceback would hide it.
     except ValueError as error:
         raise SystemExit(f"hf-zeropp estimate: {error}") from error
     # JSON goes out by ``print``: rich wraps lines at the width of the terminal and colours them, and a program reads
     # this.
     if args.json:
-        print(json.dumps(report.to_json(estimates, model, setup) | (times.to_json() if times else {}), indent=1))
+        answer = memory_report.to_json(estimates, model, setup) | (times.to_json() if times else {})
+        print(json.dumps(answer, indent=1))
     elif times:
         times.show(Console())
     else:
-        Console().print(report.table(estimates, model, setup))
-    if times:
-        times.write_files()
-    elif args.plot:
-        report.plot(estimates, args.plot)
+        Console().print(memory_report.table(estimates, model, setup))
 
 
 def run_export(args: argparse.Namespace) -> None:
@@ -190,8 +186,8 @@ def _parser() -> argparse.ArgumentParser:
             description="Estimate memory, bytes and, on a given cluster, the time of an optimizer step. Nothing is started.",
         )
     )
-    network = commands.add_parser("bench-network", help=network_command.HELP, description=network_command.DESCRIPTION)
-    network_command.add_network_flags(network)
+    network = commands.add_parser("bench-network", help=measured_cluster.HELP, description=measured_cluster.DESCRIPTION)
+    measured_cluster.add_network_flags(network)
     _add_export(
         commands.add_parser(
             "export",
@@ -230,8 +226,7 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
     )
     _add_job(parser)
     parser.add_argument("--json", action="store_true", help="Print JSON, in bytes, instead of the table.")
-    parser.add_argument("--plot", type=Path, help="Also write a plot to this file. This needs matplotlib.")
-    time_command.add_time_flags(parser)
+    step_time_report.add_time_flags(parser)
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:

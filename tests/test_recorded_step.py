@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "scripts/benchmarks"))
 from library.recorded_step import Recording, Scale, last_step, tasks_of  # noqa: E402
 
 from hf_zeropp.estimate.cluster import Cluster, Device, Link  # noqa: E402
-from hf_zeropp.estimate.engine import simulate  # noqa: E402
+from hf_zeropp.estimate.simulation import simulate  # noqa: E402
 
 WORLD, PER_NODE, N = 4, 2, 2**10
 NETWORK_S, PRODUCT_S = 2.0, 1.0

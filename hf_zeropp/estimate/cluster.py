@@ -1,13 +1,13 @@
-"""The cluster of an estimate: how fast its ranks compute, and how fast bytes move between and within its nodes."""
+"""The cluster of an estimate: GPUs by name, links by their rates, and what of both a job can attain."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from typing import Literal
 
 from hf_zeropp.comm.topology import check_divides
-from hf_zeropp.estimate.gpus import Gpu
 
 ATTAINABLE_MFU = 0.5
 """Share of a GPU's peak that matrix products reach in training, where nothing waits for communication. An assumption."""
@@ -23,6 +23,60 @@ NETWORK_LATENCY = 10e-6
 
 WITHIN_LATENCY = 3e-6
 """Seconds that one message within a node takes beside its bytes. An assumption, for NVLink."""
+
+_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|bps|b)(?:/s)?", re.IGNORECASE)
+_BITS_PER_BYTE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    """One GPU as its vendor describes it.
+
+    Attributes:
+        name: for people.
+        flops: dense 16-bit matrix operations per second with fp32 accumulation. Sheets that quote sparse rates are halved.
+        memory: bytes.
+        memory_rate: bytes per second of its memory.
+        within_rate: bytes per second of its links within a node, both directions together, as vendors state it.
+        source: the sheet.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    memory_rate: float
+    within_rate: float
+    source: str
+
+
+GPUS = {
+    "v100": Gpu("V100 SXM2 32 GB", 125e12, 32e9, 900e9, 300e9, "NVIDIA V100 datasheet (fp16; it has no bf16)"),
+    "a100": Gpu("A100 SXM 80 GB", 312e12, 80e9, 2039e9, 600e9, "NVIDIA A100 80GB datasheet"),
+    "h100": Gpu("H100 SXM 80 GB", 989.5e12, 80e9, 3350e9, 900e9, "NVIDIA H100 datasheet (sparse rate halved)"),
+    "h200": Gpu("H200 SXM 141 GB", 989.5e12, 141e9, 4800e9, 900e9, "NVIDIA H200 datasheet (sparse rate halved)"),
+    "b200": Gpu(
+        "B200 180 GB", 2250e12, 180e9, 8000e9, 1800e9, "NVIDIA DGX B200 datasheet (sparse rate halved, an eighth)"
+    ),
+    "4090": Gpu(
+        "RTX 4090", 165.2e12, 24e9, 1008e9, 64e9, "NVIDIA Ada whitepaper (fp32 accumulation); PCIe 4.0 x16 within"
+    ),
+}
+"""GPUs by the name that ``--gpu`` takes."""
+
+
+def find_gpu(name: str) -> Gpu:
+    """Return the GPU of a name, in any case.
+
+    Raises:
+        ValueError: no GPU has the name.
+    """
+    if (gpu := GPUS.get(name.lower())) is None:
+        raise ValueError(
+            f"expected a GPU of {', '.join(GPUS)}, got {name!r}. For another one, measure it: run hf-zeropp bench-network there "
+            "and give its file to --cluster."
+        )
+    return gpu
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,14 +146,6 @@ class Cluster:
         """Number of nodes, Y."""
         return self.world_size // self.ranks_per_node
 
-    def with_network(self, rate: float) -> Cluster:
-        """Return the same cluster with another rate between its nodes."""
-        return dataclasses.replace(self, network=dataclasses.replace(self.network, rate=rate))
-
-    def with_world(self, world_size: int) -> Cluster:
-        """Return the same nodes in another number."""
-        return dataclasses.replace(self, world_size=world_size)
-
 
 def gpu_device(gpu: Gpu, mfu: float = ATTAINABLE_MFU) -> Device:
     """Return the device of a GPU, of which training attains the share ``mfu``.
@@ -141,3 +187,34 @@ def gpu_cluster(
         Link(within * ATTAINABLE_LINK, WITHIN_LATENCY),
         gpu_device(gpu, mfu),
     )
+
+
+def parse_rate(text: str) -> float:
+    """Return a rate in bytes per second: "100gbit" is 1.25e10, "600GBps" is 6e11.
+
+    Args:
+        text: a number with one of the units kbit, Mbit, Gbit, Tbit (case does not matter) or kBps, MBps, GBps, TBps.
+
+    Raises:
+        ValueError: the text is no rate, has no unit, or is zero.
+    """
+    match = _RATE.fullmatch(text.strip())
+    # "100Gb" and "100Gbps" are read as bits by some and as bytes by others, a factor of 8. Only "bit" and "B" are clear.
+    if match is None or (match[3] != "bit" and match[3].lower() != "bit" and "B" not in match[3]):
+        raise ValueError(
+            f"expected a rate with its unit, such as 100gbit or 600GBps, got {text!r}. Write gbit for 10^9 bits per second and "
+            "GBps for 10^9 bytes per second."
+        )
+    rate = float(match[1]) * _PREFIXES[match[2].lower()] / (_BITS_PER_BYTE if match[3].lower() == "bit" else 1)
+    if rate == 0:
+        raise ValueError(f"expected a rate above zero, got {text!r}. A link that moves no bytes cannot be estimated.")
+    return rate
+
+
+def format_rate(bytes_per_s: float) -> str:
+    """Return a rate of a network in bits: 1.25e10 is "100 Gbit/s"."""
+    bits = bytes_per_s * _BITS_PER_BYTE
+    for unit, factor in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
+        if bits >= factor:
+            return f"{bits / factor:.3g} {unit}"
+    return f"{bits / 1e3:.3g} kbit/s"

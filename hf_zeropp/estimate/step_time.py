@@ -1,4 +1,4 @@
-"""Predict the seconds of one optimizer step under a method, from a simulation of its tasks."""
+"""Predict the seconds of one optimizer step, or of one generated token, under a method: from a simulation of its tasks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from hf_zeropp.config import PRESETS, ZeroPPConfig
-from hf_zeropp.estimate.blocking_order import blocking_step
-from hf_zeropp.estimate.engine import Task, simulate
-from hf_zeropp.estimate.flat_methods import FLAT_METHODS, flat_work
-from hf_zeropp.estimate.job import Job
-from hf_zeropp.estimate.methods import MASTER_BYTES, flat_shards
-from hf_zeropp.estimate.program import Program
-from hf_zeropp.estimate.quantized_methods import deepspeed_work, our_work, techniques_work
-from hf_zeropp.estimate.stages import COMPUTE, NETWORK
-from hf_zeropp.estimate.stream_order import stream_step
-from hf_zeropp.estimate.unit_work import UnitWork
+from hf_zeropp.estimate.memory_and_bytes import HALF_BYTES, MASTER_BYTES, flat_shards
+from hf_zeropp.estimate.simulation import COMPUTE, NETWORK, Program, Task, simulate
+from hf_zeropp.estimate.step_order import step_program, token_program
+from hf_zeropp.estimate.training_job import Job
+from hf_zeropp.estimate.unit_work import METHODS, Method, UnitWork, work_of_method, work_of_package
 
-DEEPSPEED = "DeepSpeed ZeRO++"
 SETTINGS = "these settings"
 """The method of ``Job.setup.config``, where it is none of the presets."""
 
@@ -30,13 +24,11 @@ class StepTime:
     """The prediction of one optimizer step.
 
     Attributes:
-        method: its name.
         step_s: seconds.
         compute_s: seconds in which a rank computes the model and the optimizer.
         network_s: seconds for which the bytes alone keep the network busy.
     """
 
-    method: str
     step_s: float
     compute_s: float
     network_s: float
@@ -57,79 +49,21 @@ class StepTime:
 
 def method_names() -> tuple[str, ...]:
     """Return the names of all methods, this package's presets last."""
-    return (*FLAT_METHODS, DEEPSPEED, *PRESETS)
+    return (*METHODS, *PRESETS)
 
 
-def step_times(job: Job, methods: tuple[str, ...] | None = None) -> list[StepTime]:
-    """Return the predictions of several methods, by default of all."""
-    return [step_time(job, method) for method in methods or method_names()]
-
-
-def step_time(job: Job, method: str) -> StepTime:
+def step_time(job: Job, method: str | Method) -> StepTime:
     """Return the prediction of one method.
 
     Args:
         job: the settings of its setup are read for the method ``SETTINGS`` alone.
-        method: of ``method_names``, or ``SETTINGS``.
+        method: of ``method_names``, or ``SETTINGS``; or one that has no name, such as some of the paper's techniques alone.
 
     Raises:
         ValueError: no method has the name.
     """
-    job = with_method(job, method)
-    units, overlaps = work_of(job, method)
-    return _predict(job, method, units, overlaps=overlaps)
-
-
-def technique_time(job: Job, names: frozenset[str]) -> StepTime:
-    """Return the prediction of DeepSpeed with some of the techniques "qwZ", "hpZ" and "qgZ" alone."""
-    return _predict(job, " + ".join(sorted(names)), techniques_work(job, names), overlaps=False)
-
-
-def program_of(job: Job, method: str) -> Program:
-    """Return all tasks of one optimizer step, every micro-step among them."""
-    job = with_method(job, method)
-    units, overlaps = work_of(job, method)
-    return _program(job, units, job.setup.micro_steps, overlaps, method)
-
-
-def with_method(job: Job, method: str) -> Job:
-    """Return the job with the settings that a method names: a preset's, where it is one of this package's."""
-    if method not in PRESETS:
-        return job
-    frozen_bits = job.setup.config.frozen_bits  # how the base is stored is no choice of a preset
-    config = dataclasses.replace(ZeroPPConfig.resolve({"preset": method}), frozen_bits=frozen_bits)
-    return dataclasses.replace(job, setup=dataclasses.replace(job.setup, config=config))
-
-
-def work_of(job: Job, method: str) -> tuple[list[UnitWork], bool]:
-    """Return the work of all units under a method, and whether its reductions overlap on gloo.
-
-    Raises:
-        ValueError: no method has the name.
-    """
-    if method in FLAT_METHODS:
-        return flat_work(FLAT_METHODS[method], job), False
-    if method == DEEPSPEED:
-        return deepspeed_work(job), False
-    if method in PRESETS or method == SETTINGS:
-        return our_work(job), job.setup.config.overlap and job.setup.num_nodes > 1
-    raise ValueError(f"expected a method of {', '.join((*method_names(), SETTINGS))}, got {method!r}")
-
-
-def optimizer_s(job: Job, method: str = "") -> float:
-    """Return the seconds of the optimizer: master, gradient and states of a rank's shard are read, and written back."""
-    # HSDP's ranks hold 1/N and update all of it; DDP's hold everything.
-    copies = {"DDP": job.setup.world_size, "HSDP": job.setup.num_nodes}.get(method, 1)
-    device = job.cluster.device
-    if device.step_overhead is not None:
-        return copies * device.step_overhead
-    numel = sum(shard.padded_numel for unit in job.model.units for shard in flat_shards(unit.trainable, job.setup))
-    return copies * numel * (3 * MASTER_BYTES + 2 * job.setup.state_bytes) / device.copy_rate
-
-
-def _predict(job: Job, method: str, units: list[UnitWork], *, overlaps: bool) -> StepTime:
     micro_steps = job.setup.micro_steps
-    program = _program(job, units, min(micro_steps, SIMULATED_MICRO_STEPS), overlaps, method)
+    program = program_of(job, method, min(micro_steps, SIMULATED_MICRO_STEPS))
     spans = simulate(program.tasks)
     step_s = max((span.end for span in spans), default=0.0)
     compute_s, network_s = _work(program.tasks)
@@ -140,14 +74,77 @@ def _predict(job: Job, method: str, units: list[UnitWork], *, overlaps: bool) ->
         more_compute_s, more_network_s = _work(program.tasks[first + 1 : second + 1])
         step_s += left * (spans[second].end - spans[first].end)
         compute_s, network_s = compute_s + left * more_compute_s, network_s + left * more_network_s
-    return StepTime(method, step_s, compute_s, network_s)
+    return StepTime(step_s, compute_s, network_s)
 
 
-def _program(job: Job, units: list[UnitWork], micro_steps: int, overlaps: bool, method: str = "") -> Program:
-    seconds = optimizer_s(job, method)
-    if job.cluster.backend == "gloo":
-        return blocking_step(units, micro_steps, seconds, overlaps=overlaps)
-    return stream_step(units, micro_steps, seconds)
+def program_of(job: Job, method: str | Method, micro_steps: int | None = None) -> Program:
+    """Return the tasks of so many micro-steps of an optimizer step, by default of all."""
+    job = with_method(job, method)
+    overlaps = method not in METHODS and not isinstance(method, Method)
+    return step_program(
+        _work_of(job, method),
+        micro_steps or job.setup.micro_steps,
+        optimizer_s(job, method),
+        is_gloo=job.cluster.backend == "gloo",
+        overlaps=overlaps and job.setup.config.overlap and job.setup.num_nodes > 1,
+    )
+
+
+def token_s(job: Job, method: str) -> float:
+    """Return the seconds of one generated token, once the weights have crossed nodes. All ranks take part in its forward pass.
+
+    Args:
+        job: its tokens are the sequences of one rank.
+        method: as for ``step_time``.
+    """
+    job = with_method(job, method)
+    units = [_token_work(unit, job) for unit in _work_of(job, method)]
+    program = token_program(units, is_gloo=job.cluster.backend == "gloo")
+    return max(span.end for span in simulate(program.tasks))
+
+
+def with_method(job: Job, method: str | Method) -> Job:
+    """Return the job with the settings that a method names: a preset's, where it is one of this package's."""
+    if method not in PRESETS:
+        return job
+    frozen_bits = job.setup.config.frozen_bits  # how the base is stored is no choice of a preset
+    config = dataclasses.replace(ZeroPPConfig.resolve({"preset": method}), frozen_bits=frozen_bits)
+    return dataclasses.replace(job, setup=dataclasses.replace(job.setup, config=config))
+
+
+def _work_of(job: Job, method: str | Method) -> list[UnitWork]:
+    if isinstance(method, Method):
+        return work_of_method(job, method)
+    if method in METHODS:
+        return work_of_method(job, METHODS[method])
+    if method in PRESETS or method == SETTINGS:
+        return work_of_package(job)
+    raise ValueError(f"expected a method of {', '.join((*method_names(), SETTINGS))}, got {method!r}")
+
+
+def _token_work(unit: UnitWork, job: Job) -> UnitWork:
+    # A token reads each weight of a unit once, and few sequences at a time do not keep the arithmetic busy.
+    flops_s = unit.forward_s
+    per_weight = 2 * job.active * job.tokens / job.cluster.device.flops
+    numel = flops_s / per_weight if per_weight else 0.0
+    forward_s = max(flops_s, HALF_BYTES * numel / job.cluster.device.copy_rate)
+    # Weights do not change, so a gather costs what it costs in a backward pass: within the node where there is a secondary
+    # shard. Units that are not resharded after a forward pass stay gathered between the tokens.
+    stays = not unit.gather_backward
+    return dataclasses.replace(
+        unit, forward_s=forward_s, gather_forward=unit.gather_backward, copies=() if stays else unit.copies
+    )
+
+
+def optimizer_s(job: Job, method: str | Method) -> float:
+    """Return the seconds of the optimizer: master, gradient and states of a rank's shard are read, and written back."""
+    # HSDP's ranks hold 1/N and update all of it; DDP's hold everything.
+    copies = job.setup.world_size if method == "DDP" else job.setup.num_nodes if method == "HSDP" else 1
+    device = job.cluster.device
+    if device.step_overhead is not None:
+        return copies * device.step_overhead
+    numel = sum(shard.padded_numel for unit in job.model.units for shard in flat_shards(unit.trainable, job.setup))
+    return copies * numel * (3 * MASTER_BYTES + 2 * job.setup.state_bytes) / device.copy_rate
 
 
 def _work(tasks: Sequence[Task]) -> tuple[float, float]:

@@ -1,16 +1,78 @@
-"""The work of one unit in one step under one method: its own computation, and the stages of its gathers and reductions."""
+"""The work of one unit in one step under one method: its own computation, and the stages of its gathers and reductions.
+
+``METHODS`` is the table of the methods beside this package. Those that send 16-bit wires gather and reduce over the world in one
+flat ring, as FSDP2's collectives do under NCCL and gloo. DeepSpeed's ZeRO++ has three techniques over ZeRO-3: qwZ sends the
+gathers over the world in INT8, hpZ gathers within the node for backward passes, from secondary shards in 16 bits, and qgZ
+reduces in two quantized hops, of which the second crosses nodes in every micro-step.
+
+This package's layouts and bytes are those of a run (``fsdp/layouts.py``, ``fsdp/predictions.py``), under any settings.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
-from hf_zeropp.estimate.stages import Stage
+from hf_zeropp.comm.topology import resolve_hpz_size
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.estimate.cluster import Cluster
+from hf_zeropp.estimate.memory_and_bytes import (
+    HALF_BYTES,
+    MASTER_BYTES,
+    FrozenGather,
+    UnitGather,
+    UnitReduce,
+    two_hop_peers,
+)
+from hf_zeropp.estimate.model_shape import ParamShape, UnitShape
+from hf_zeropp.estimate.simulation import KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage
+from hf_zeropp.estimate.training_job import Job, Setup, forward_order
+from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
+from hf_zeropp.traffic import Bytes, Peers
 
-FORWARD_FLOPS = 2
-"""Operations per weight and token of a forward pass: one multiplication and one addition."""
+DEEPSPEED = "DeepSpeed ZeRO++"
 
-BACKWARD_FLOPS = 4
-"""The same of a backward pass: gradients of inputs, and gradients of weights. Frozen weights need the first alone."""
+PREFETCH_NUMEL = 50_000_000
+"""Elements that DeepSpeed prefetches at most: its default of ``stage3_prefetch_bucket_size``."""
+
+GLOO_REDUCE_TIMES = 2
+"""gloo's reduce-scatter runs as an all-reduce whose result is cut: its slices travel twice."""
+
+SUM_BYTES = 4
+"""Bytes of an element of partial sums: fp32."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """How a method beside this package gathers and reduces.
+
+    Attributes:
+        shards: whether weights are sharded, and so gathered (all but DDP).
+        within_node: whether weights are sharded over the node alone, and gradients all-reduced over nodes (HSDP).
+        deepspeed: whether DeepSpeed runs it. It reduces gradients in every micro-step, and FSDP2 in the last alone; it prefetches
+            units of at most ``PREFETCH_NUMEL`` elements, and FSDP2 all.
+        qwz: whether gathers over the world are quantized.
+        hpz: whether backward passes gather within the node.
+        qgz: whether gradients are reduced in two quantized hops.
+    """
+
+    shards: bool = True
+    within_node: bool = False
+    deepspeed: bool = False
+    qwz: bool = False
+    hpz: bool = False
+    qgz: bool = False
+
+
+METHODS = {
+    "DDP": Method(shards=False),
+    "ZeRO-3": Method(deepspeed=True),
+    "FSDP2": Method(),
+    "HSDP": Method(within_node=True),
+    "hpZ": Method(deepspeed=True, hpz=True),
+    DEEPSPEED: Method(deepspeed=True, qwz=True, hpz=True, qgz=True),
+}
+"""By name. ZeRO-3, hpZ and ZeRO++ are DeepSpeed's; FSDP2 and HSDP are FSDP2's as Accelerate runs it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,3 +107,288 @@ class UnitWork:
     copies: tuple[Stage, ...] = ()
     prefetches: bool = True
     ahead: int = 0
+
+
+def work_of_method(job: Job, method: Method) -> list[UnitWork]:
+    """Return the work of all units under a method beside this package. The settings of the job are not read."""
+    # The paper's preset has the layouts of DeepSpeed's quantized wires.
+    maker = _Maker(job, dataclasses.replace(job.setup, config=ZeroPPConfig.resolve({"preset": "paper"})))
+    return [maker.of_method(unit, method) for unit in job.ordered_units]
+
+
+def work_of_package(job: Job) -> list[UnitWork]:
+    """Return the work of all units under this package with the settings of ``job.setup.config``."""
+    maker = _Maker(job, job.setup)
+    if maker.num_nodes > 1:
+        trained = [maker.trained(unit) for unit in forward_order(job.model.trained_units)]
+    else:
+        # FSDP2's own collectives stay. It gathers adapters in units of their own, since the plugin took the frozen weights out.
+        model = dataclasses.replace(job.model, units=job.model.trained_units, frozen_units=())
+        trained = work_of_method(dataclasses.replace(job, model=model), METHODS["FSDP2"])
+    frozen = [maker.frozen(unit) for unit in forward_order(job.model.frozen_units)]
+    if not frozen:
+        return trained
+    # A block of LoRA is two units, of its frozen weights and of its adapters, one after the other.
+    paired = [one for pair in zip(frozen, trained, strict=False) for one in pair]
+    return paired + frozen[len(trained) :] + trained[len(frozen) :]
+
+
+class Stages:
+    """Makes stages for a cluster.
+
+    Args:
+        cluster: whose rates they take.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        per_node, world = cluster.ranks_per_node, cluster.world_size
+        # Rank 0 stands for all ranks, because groups are regular.
+        self.world = Peers.among(range(world), 0, per_node)
+        self.node = Peers.among(range(per_node), 0, per_node)
+        self.cross = Peers.among(range(0, world, per_node), 0, per_node)
+
+    def kernel(self, name: str, num_bytes: float) -> Stage:
+        """Return a kernel that reads and writes so many bytes."""
+        return Stage(name, KERNEL, ((PROCESSOR, num_bytes / self.cluster.device.kernel_rate),))
+
+    def copy(self, name: str, num_bytes: float) -> Stage:
+        """Return a copy of FSDP2's own, of a unit into or out of its flat buffer: read once and written once."""
+        return Stage(name, KERNEL, ((PROCESSOR, 2 * num_bytes / self.cluster.device.copy_rate),))
+
+    def copy_weights(self, unit: UnitShape) -> Stage:
+        """Return FSDP2's copy of a gathered unit into its parameters, in 16 bits."""
+        return self.copy("copy weights", HALF_BYTES * sum(param.numel for param in unit.params))
+
+    def exchange(self, name: str, traffic: Bytes, peers: Peers) -> Stage:
+        """Return a hop or an all-to-all: every peer sends once, and all messages are under way at one time."""
+        link = self.cluster.network if peers.cross_node else self.cluster.within
+        return self._wire(name, traffic, link.latency if peers.group_size > 1 else 0.0)
+
+    def ring(self, name: str, slice_bytes: int, peers: Peers, times: int = 1) -> Stage:
+        """Return an all-gather or reduce-scatter of ``slice_bytes`` per rank that runs in a ring, ``times`` over.
+
+        An all-reduce is the two together, so its slices travel twice.
+        """
+        # A ring hands a slice on size - 1 times. Most of its messages stay within nodes.
+        hops = peers.group_size - 1
+        traffic = peers.bytes_in_ring(slice_bytes).times(times)
+        between = min(hops, self.cluster.num_nodes) if peers.cross_node else 0
+        latency = between * self.cluster.network.latency + (hops - between) * self.cluster.within.latency
+        return self._wire(name, traffic, times * latency)
+
+    def _wire(self, name: str, traffic: Bytes, latency: float) -> Stage:
+        cluster = self.cluster
+        received = traffic.intra_node + traffic.cross_node
+        demands = (
+            # All ranks of a node receive at the same time, through the one network that they share.
+            (NETWORK, cluster.ranks_per_node * traffic.cross_node / cluster.network.rate),
+            (WITHIN, traffic.intra_node / cluster.within.rate),
+            (PROCESSOR, received / cluster.device.wire_rate),
+        )
+        return Stage(name, WIRE, tuple(demand for demand in demands if demand[1]), latency, traffic)
+
+
+class _Maker:
+    """Makes the work of units. Units with the same parameters share their stages: a transformer's blocks are alike."""
+
+    def __init__(self, job: Job, setup: Setup) -> None:
+        self._job = job
+        self._setup = setup
+        self._stages = Stages(job.cluster)
+        config, world = setup.config, setup.world_size
+        # Settings may divide ranks in other groups than the true nodes. Bytes are fast or slow by the true ones.
+        self._node_size = config.ranks_per_node if isinstance(config.ranks_per_node, int) else setup.ranks_per_node
+        self.num_nodes = world // self._node_size
+        hpz_size = resolve_hpz_size(config.hpz_size, self._node_size, world)
+        self._leaves_gathers = leaves_gathers_to_fsdp2(config, hpz_size, world)
+        self._is_gloo = job.cluster.backend == "gloo"
+
+    def of_method(self, unit: UnitShape, method: Method) -> UnitWork:
+        peers = self._stages.node if method.within_node else self._stages.world
+        if method.qwz:
+            gather = self._encoded_ring(unit.params)
+        else:
+            gather = self._ring(unit.params, peers) if method.shards else ()
+        again = self._ring(unit.params, self._stages.node) if method.hpz else gather
+        if method.qgz:
+            reduce = self._two_hop_reduce(unit.params, last=True, accumulates=False)
+        else:
+            reduce = self._flat_reduce(unit.trainable, peers, method)
+        numel = sum(param.numel for param in unit.params)
+        return UnitWork(
+            unit.name,
+            self._job.forward_s(unit),
+            self._job.backward_s(unit),
+            gather_first=gather,
+            gather_forward=gather,
+            gather_backward=again if unit.reshards else (),
+            reduce=reduce if method.deepspeed else (),
+            reduce_last=reduce,
+            all_reduce_last=self._all_reduce(unit.trainable) if method.within_node else (),
+            copies=(self._stages.copy_weights(unit),) if gather else (),
+            prefetches=not method.deepspeed or numel <= PREFETCH_NUMEL,
+        )
+
+    def trained(self, unit: UnitShape) -> UnitWork:
+        overlaps = self._setup.config.overlap
+        ahead = 0
+        if self._leaves_gathers:
+            first = again = self._ring(unit.params, self._stages.world)
+        elif self._gather(unit.params).keeps_secondary:
+            crossing, again = self._crossing(unit.params), self._node_gather(unit.params)
+            first = crossing + again
+            # On CPU a hop that was started ahead ends when its unit is needed, on accelerators before.
+            if overlaps:
+                ahead = min(2, len(crossing)) if self._is_gloo else len(crossing)
+        else:
+            # Without a secondary shard nothing can be started ahead: a gather runs both hops when FSDP2 asks for it.
+            first = again = self._crossing(unit.params) + self._node_gather(unit.params)
+        reduce_last = self._two_hop_reduce(unit.params, last=True)
+        behind = 2 if overlaps and not self._is_gloo and self.num_nodes > 1 else 0
+        split = len(reduce_last) - behind
+        return UnitWork(
+            unit.name,
+            self._job.forward_s(unit),
+            self._job.backward_s(unit),
+            gather_first=first,
+            gather_forward=again,
+            gather_backward=again if unit.reshards else (),
+            reduce=self._two_hop_reduce(unit.params, last=False),
+            reduce_last=reduce_last[:split],
+            all_reduce_last=reduce_last[split:],
+            copies=(self._stages.copy_weights(unit),),
+            ahead=ahead,
+        )
+
+    def frozen(self, unit: UnitShape) -> UnitWork:
+        format = self._job.model.frozen_format(self._setup.config.frozen_bits)
+        gather = FrozenGather(unit, self._node_size, format)
+        stages: tuple[Stage, ...] = ()
+        if self._node_size > 1:
+            node_hop, _ = two_hop_peers(self._node_size, self._setup)
+            stages = (self._stages.ring("gather frozen", gather.shard_bytes(), node_hop),)
+        copies: tuple[Stage, ...] = (self._stages.copy("copy weights", gather.gathered_bytes()),)
+        if format is not None:
+            dense = HALF_BYTES * sum(param.numel for param in unit.params)
+            copies += (self._stages.kernel("decode frozen", gather.gathered_bytes() + dense),)
+        return UnitWork(
+            unit.name,
+            self._job.forward_s(unit),
+            self._job.backward_s(unit),
+            gather_first=stages,
+            gather_forward=stages,
+            gather_backward=stages if unit.reshards else (),
+            copies=copies,
+        )
+
+    # ---- Stages of 16-bit wires, and of DeepSpeed's gather.
+
+    @functools.cache  # noqa: B019 (a maker lives as long as one estimate)
+    def _ring(self, params: tuple[ParamShape, ...], peers: Peers) -> tuple[Stage, ...]:
+        if peers.group_size == 1:
+            return ()
+        return (self._stages.ring("gather", _slice_bytes(params, peers, HALF_BYTES), peers),)
+
+    @functools.cache  # noqa: B019
+    def _encoded_ring(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
+        wire_bytes = self._gather(params).layouts.kept.nbytes
+        world = self._stages.world
+        half_bytes = _slice_bytes(params, world, HALF_BYTES)
+        return (
+            self._stages.kernel("encode", half_bytes + wire_bytes),
+            self._stages.ring("gather", wire_bytes, world),
+            self._stages.kernel("decode", world.group_size * (wire_bytes + half_bytes)),
+        )
+
+    @functools.cache  # noqa: B019
+    def _flat_reduce(self, params: tuple[ParamShape, ...], peers: Peers, method: Method) -> tuple[Stage, ...]:
+        if not params:
+            return ()
+        slice_bytes = _slice_bytes(params, peers, self._setup.reduce_dtype.itemsize)
+        copy = self._stages.copy("copy gradients", peers.group_size * slice_bytes)
+        if peers.group_size == 1:  # HSDP with one rank per node: the all-reduce alone moves bytes
+            return (copy,)
+        if not method.shards:
+            return (copy, self._stages.ring("all-reduce", slice_bytes, peers, times=2))
+        return (copy, self._stages.ring("reduce", slice_bytes, peers, GLOO_REDUCE_TIMES if self._is_gloo else 1))
+
+    @functools.cache  # noqa: B019
+    def _all_reduce(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
+        cross = self._stages.cross
+        if not params or cross.group_size == 1:
+            return ()
+        # Each rank of a node has 1/N of the unit, and adds it up over its cross group.
+        slice_bytes = _slice_bytes(params, self._stages.node, self._setup.reduce_dtype.itemsize)
+        traffic = cross.bytes_of(-(-slice_bytes // cross.group_size)).times(2)
+        return (self._stages.exchange("all-reduce", traffic, cross),)
+
+    # ---- Stages of two hops.
+
+    @functools.cache  # noqa: B019
+    def _gather(self, params: tuple[ParamShape, ...]) -> UnitGather:
+        return UnitGather(params, self._setup, self._node_size)
+
+    @functools.cache  # noqa: B019
+    def _crossing(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
+        """Return the stages that bring a secondary shard up to date: encode, cross hop, and adding a delta."""
+        gather = self._gather(params)
+        layouts, peers, changes = gather.layouts, gather.cross_hop, gather.changes_bytes
+        if peers.group_size == 1:
+            return ()
+        cross_hop = self._stages.exchange("cross hop", gather.hops(gathers=1, crossings=1).cross_hop, peers)
+        if layouts.replaces_copies:
+            encode = HALF_BYTES * layouts.kept.numel + layouts.kept.nbytes
+            return self._stages.kernel("encode", encode), cross_hop
+        if changes is not None:
+            # The shard is laid out as the copy is (on CPU from the masters at once), and read again beside the copy. Words are
+            # written where they changed.
+            read = MASTER_BYTES if self._is_gloo else HALF_BYTES
+            encode = read * layouts.kept.numel + 3 * layouts.kept.nbytes + changes
+            applied = peers.group_size * (2 * changes)
+            return self._stages.kernel("encode", encode), cross_hop, self._stages.kernel("apply changes", applied)
+        assert layouts.delta is not None
+        encode = MASTER_BYTES * layouts.kept.numel + layouts.kept.nbytes + layouts.delta.nbytes
+        added = peers.group_size * (layouts.delta.nbytes + 2 * layouts.kept.nbytes)
+        return self._stages.kernel("encode", encode), cross_hop, self._stages.kernel("add delta", added)
+
+    @functools.cache  # noqa: B019
+    def _node_gather(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
+        """Return the stages that make whole weights of secondary shards: node hop and decode."""
+        gather = self._gather(params)
+        kept, peers = gather.layouts.kept, gather.node_hop
+        decode = self._stages.kernel("decode", self._setup.world_size * (kept.nbytes + HALF_BYTES * kept.numel))
+        # On CPU the ranks of a node read secondary shards in each other's memory.
+        reads_peers = self._is_gloo and gather.keeps_secondary and self._setup.config.shared_memory
+        if peers.group_size == 1 or reads_peers:
+            return (decode,)
+        return (self._stages.exchange("node hop", gather.hops(gathers=1, crossings=0).node_hop, peers), decode)
+
+    @functools.cache  # noqa: B019
+    def _two_hop_reduce(
+        self, params: tuple[ParamShape, ...], *, last: bool, accumulates: bool = True
+    ) -> tuple[Stage, ...]:
+        """Return the stages of a reduction. The sums of earlier micro-steps are read, and written before the last."""
+        setup, stages = self._setup, self._stages
+        reduce = UnitReduce(params, setup, self._node_size)
+        layouts, node, cross, hops = reduce.layouts, reduce.node_hop, reduce.cross_hop, reduce.hops(micro_steps=1)
+        numel, world, nodes = layouts.node_hop.numel, setup.world_size, self.num_nodes
+        full = setup.reduce_dtype.itemsize * world * numel
+        arrived = world * layouts.node_hop.nbytes if node.group_size > 1 else full
+        partial = SUM_BYTES * nodes * numel if accumulates and setup.micro_steps > 1 else 0
+        result = [stages.copy("copy gradients", full)]
+        if node.group_size > 1:
+            result.append(stages.kernel("encode", full + world * layouts.node_hop.nbytes))
+            result.append(stages.exchange("node hop", hops.node_hop, node))
+        if not last:
+            return (*result, stages.kernel("sum", arrived + 2 * partial))
+        left = nodes * layouts.cross_hop.nbytes
+        result.append(stages.kernel("sum and encode", arrived + partial + left))
+        if cross.group_size > 1:
+            result.append(stages.exchange("cross hop", hops.cross_hop, cross))
+        return (*result, stages.kernel("finish", left + setup.reduce_dtype.itemsize * numel))
+
+
+def _slice_bytes(params: tuple[ParamShape, ...], peers: Peers, itemsize: int) -> int:
+    """Return the bytes of one rank's slice of parameters that are sharded over ``peers``."""
+    return itemsize * sum(param.padded_shard_numel(peers.group_size) for param in params)

@@ -35,8 +35,8 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPConfig, ZeroPPPlugin
-from hf_zeropp.estimate.methods import Estimate, ours
-from hf_zeropp.estimate.setup import Setup
+from hf_zeropp.estimate.memory_and_bytes import Estimate, ours
+from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.frozen.packing import pack_weight, packable_weights
 from hf_zeropp.handle import ZeroPPHandle

@@ -25,10 +25,8 @@ from library.study import RESULTS, command_line, versions
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_zeropp import apply_zeropp
-from hf_zeropp.estimate.cluster import gpu_cluster
-from hf_zeropp.estimate.gpus import find_gpu
-from hf_zeropp.estimate.rates import parse_rate
-from hf_zeropp.estimate.stages import COMPUTE, KERNEL, NETWORK, WITHIN
+from hf_zeropp.estimate.cluster import find_gpu, gpu_cluster, parse_rate
+from hf_zeropp.estimate.simulation import COMPUTE, KERNEL, NETWORK, WITHIN
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests" / "helpers"))
 

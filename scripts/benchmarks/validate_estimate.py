@@ -37,9 +37,10 @@ from library.study import RESULTS, command_line, versions
 from library.variants import current_name
 
 from hf_zeropp.config import PRESETS
-from hf_zeropp.estimate.comparison import Row as ComparisonRow
-from hf_zeropp.estimate.comparison import recommended
-from hf_zeropp.estimate.step_time import DEEPSPEED, StepTime
+from hf_zeropp.estimate.step_time import StepTime
+from hf_zeropp.estimate.step_time_report import Row as ComparisonRow
+from hf_zeropp.estimate.step_time_report import recommended
+from hf_zeropp.estimate.unit_work import DEEPSPEED
 
 MEDIAN_LIMIT, LARGEST_LIMIT, PAPER_LIMIT = 0.10, 0.25, 0.10
 NAMED = ("cluster", "half_model_cluster", "generation")
@@ -131,7 +132,7 @@ def preset_grid(study: OwnStudy) -> Grid:
     for rate in study.rates:
         for micro_steps in (1, 8):
             seconds = {preset: study.predict_preset(preset, rate, micro_steps) for preset in PRESETS}
-            times = [ComparisonRow(name, StepTime(name, step_s, 0, 0), 0, True) for name, step_s in seconds.items()]
+            times = [ComparisonRow(name, StepTime(step_s, 0, 0), 0, True) for name, step_s in seconds.items()]
             choice = recommended(times)
             assert choice is not None
             cells = [f"{step_s:.3g}" for step_s in seconds.values()]

@@ -13,7 +13,7 @@ import pytest
 from harness import run_ranks
 
 from hf_zeropp import cli
-from hf_zeropp.estimate.cluster_file import read_cluster
+from hf_zeropp.estimate.measured_cluster import read_cluster
 
 SMALL = ["--wire", "100KB", "--hidden-size", "32", "--tokens", "16", "--repeats", "2"]
 LIMIT_S = 120

@@ -15,9 +15,9 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_zeropp import ZeroPPConfig, ZeroPPHandle, ZeroPPQuantConfig, cli
-from hf_zeropp.estimate.methods import Estimate, ours
+from hf_zeropp.estimate.memory_and_bytes import Estimate, ours
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.setup import Setup
+from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.frozen import modules, storage
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.integrations.pretrained_shape import pretrained_shape

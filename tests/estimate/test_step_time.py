@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import time
 
 import pytest
@@ -11,17 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_zeropp.config import PRESETS, ZeroPPConfig
-from hf_zeropp.estimate.cluster import Cluster, gpu_cluster
-from hf_zeropp.estimate.comparison import Row, compare, memory_of, recommended
-from hf_zeropp.estimate.generation_time import token_s
-from hf_zeropp.estimate.gpus import GPUS
-from hf_zeropp.estimate.job import Job
-from hf_zeropp.estimate.methods import fsdp2, ours, paper_methods
+from hf_zeropp.estimate.cluster import GPUS, Cluster, gpu_cluster
+from hf_zeropp.estimate.memory_and_bytes import fsdp2, ours, paper_methods
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.setup import Setup
-from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, program_of, step_time, step_times
-from hf_zeropp.estimate.stream_order import ALL_REDUCE, CROSS, GATHER, MAIN, REDUCE
-from hf_zeropp.estimate.trace import NOTE, trace
+from hf_zeropp.estimate.simulation import simulate
+from hf_zeropp.estimate.step_order import ALL_REDUCE, CROSS, GATHER, MAIN, REDUCE
+from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, program_of, step_time, token_s
+from hf_zeropp.estimate.step_time_report import Row, compare, memory_of, recommended
+from hf_zeropp.estimate.training_job import Job, Setup
 
 CONFIGS = {
     "balanced": {},
@@ -122,8 +118,7 @@ def test_alike_micro_steps_are_not_simulated_again(method: str) -> None:
 
 
 def whole_s(one: Job, method: str) -> float:
-    events = [event for event in trace(one, method)["traceEvents"] if event["ph"] == "X"]
-    return max(event["ts"] + event["dur"] for event in events) / 1e6
+    return max(span.end for span in simulate(program_of(one, method).tasks))
 
 
 def test_checkpointing_costs_one_forward_pass() -> None:
@@ -149,8 +144,8 @@ def test_405b_on_1024_gpus_takes_less_than_two_seconds() -> None:
     start = time.process_time()
     model = ModelShape.of_count("405B")
     setup = Setup(1024, 8, micro_steps=8)
-    cluster = gpu_cluster(GPUS["h100"], 1024, 8, 400e9 / 8)
-    assert all(one.step_s > 0 for one in step_times(Job(model, setup, cluster, 2048)))
+    one = Job(model, setup, gpu_cluster(GPUS["h100"], 1024, 8, 400e9 / 8), 2048)
+    assert all(step_time(one, method).step_s > 0 for method in method_names())
     assert time.process_time() - start < 2
 
 
@@ -163,7 +158,7 @@ def test_the_recommendation_follows_the_network() -> None:
     assert recommended(compare(job(), 1e6)) is None  # nothing fits a megabyte
 
 
-def test_exact_is_recommended_where_somebody_knows_how_many_weights_change() -> None:
+def test_exact_is_recommended_where_the_share_of_changes_is_known() -> None:
     rows = compare(job(gbit=1), 80e9)
     row = recommended(rows, knows_changes=True)
     assert row is not None and row.method == "exact"
@@ -180,7 +175,7 @@ def test_exact_is_recommended_where_somebody_knows_how_many_weights_change() -> 
     ],
 )
 def test_the_most_exact_of_the_fastest_that_fit(seconds: dict[str, float], unfit: str, preset: str) -> None:
-    rows = [Row(name, StepTime(name, step_s, 0, 0), 1.0, name != unfit) for name, step_s in seconds.items()]
+    rows = [Row(name, StepTime(step_s, 0, 0), 1.0, name != unfit) for name, step_s in seconds.items()]
     row = recommended(rows)
     assert row is not None and row.method == preset
 
@@ -192,19 +187,9 @@ def test_memory_is_that_of_the_estimate() -> None:
         assert memory_of(one, preset) > MODEL.num_params  # more than a byte for each parameter on 16 ranks
 
 
-def test_trace_is_what_perfetto_opens() -> None:
-    """Chrome's trace format: complete events with microseconds, and metadata that names streams."""
-    content = json.loads(json.dumps(trace(job(), "balanced")))
-    assert content["otherData"]["note"] == NOTE and "simulated" in content["traceEvents"][0]["args"]["name"]
-    events = content["traceEvents"]
-    assert {event["ph"] for event in events} == {"M", "X"}
-    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    ended: dict[int, float] = {}
-    for event in (event for event in events if event["ph"] == "X"):
-        assert event["tid"] in named and event["dur"] >= 0 and isinstance(event["name"], str)
-        assert event["ts"] >= ended.get(event["tid"], 0) - 1e-3  # events of one row do not overlap
-        ended[event["tid"]] = event["ts"] + event["dur"]
-    assert set(named.values()) == {MAIN, GATHER, CROSS, REDUCE, ALL_REDUCE}
+def test_hops_run_on_streams_of_their_own() -> None:
+    """With overlap the hops of gathers and of reductions have two streams each, beside that of the computation."""
+    assert {task.stream for task in program_of(job(), "balanced").tasks} == {MAIN, GATHER, CROSS, REDUCE, ALL_REDUCE}
 
 
 @pytest.mark.parametrize("method", ["nothing", "", "fsdp2"])

@@ -8,9 +8,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp, cli
-from hf_zeropp.estimate.methods import estimate
+from hf_zeropp.estimate.memory_and_bytes import estimate
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
-from hf_zeropp.estimate.setup import Setup
+from hf_zeropp.estimate.training_job import Setup
 
 WORLD, RANKS_PER_NODE, TENSOR, MICRO_STEPS = 8, 4, 2, 2
 HIDDEN, INNER, BLOCKS = 32, 64, 3

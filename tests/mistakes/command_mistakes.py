@@ -60,8 +60,6 @@ COMMANDS = [
     command("LoRA of rank 0", "estimate 7B --world 8 --lora 0", "--lora: expected a positive int", "got '0'"),
     command("bits of no format", "estimate 7B --world 8 --lora 8 --frozen-bits 3", "--frozen-bits", "3", "16, 8, 4"),
     command("unknown optimizer", "estimate 7B --world 8 --optimizer adam", "invalid choice: 'adam'", "adamw"),
-    command("a plot in no folder", "estimate 7B --world 8 --plot no/plot.png", "--plot", "a folder that exists"),
-    command("a plot of no format", "estimate 7B --world 8 --plot plot.xyz", "--plot", ".png, .svg", "'plot.xyz'"),
     command("settings that are not there", "estimate 7B --world 8 --zeropp z.yaml", "'z.yaml'", "Check the path"),
     command("wrong settings in force", "env", "hf-zeropp env: ", "got 'four'", env={"ZEROPP_QGZ_BITS": "four"}),
     command("nothing to export", "export --output out", "--model", "--adapter"),

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_zeropp.config import PRESETS
-from hf_zeropp.estimate.cluster import gpu_cluster
-from hf_zeropp.estimate.comparison import compare, fastest, recommended
-from hf_zeropp.estimate.gpus import GPUS
-from hf_zeropp.estimate.job import Job
+from hf_zeropp.estimate.cluster import GPUS, gpu_cluster
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.setup import Setup
+from hf_zeropp.estimate.step_time_report import compare, fastest, recommended
+from hf_zeropp.estimate.training_job import Job, Setup
 from library.pages import Grid
 from library.plots import log_ticks, panels, pyplot, save
 

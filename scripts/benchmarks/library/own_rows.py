@@ -20,12 +20,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster, Device, Link
-from hf_zeropp.estimate.generation_time import token_s
-from hf_zeropp.estimate.job import Job
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.setup import Setup
-from hf_zeropp.estimate.step_time import SETTINGS, step_time
-from hf_zeropp.estimate.unit_work import BACKWARD_FLOPS, FORWARD_FLOPS
+from hf_zeropp.estimate.step_time import SETTINGS, step_time, token_s
+from hf_zeropp.estimate.training_job import BACKWARD_FLOPS, FORWARD_FLOPS, Job, Setup
 from hf_zeropp.integrations.pretrained_shape import frozen_units_of, units_of
 from library.fitting import error, fit, misfit
 from library.network import UNLIMITED, bits_per_second

@@ -13,13 +13,11 @@ import math
 from collections.abc import Mapping
 
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.estimate.cluster import NETWORK_LATENCY, WITHIN_LATENCY, Cluster, Link, gpu_device
-from hf_zeropp.estimate.generation_time import token_s
-from hf_zeropp.estimate.gpus import GPUS
-from hf_zeropp.estimate.job import Job
+from hf_zeropp.estimate.cluster import GPUS, NETWORK_LATENCY, WITHIN_LATENCY, Cluster, Link, gpu_device
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.setup import Setup
-from hf_zeropp.estimate.step_time import DEEPSPEED, step_time, technique_time
+from hf_zeropp.estimate.step_time import step_time, token_s
+from hf_zeropp.estimate.training_job import Job, Setup
+from hf_zeropp.estimate.unit_work import DEEPSPEED, Method
 from library.fitting import error, fit
 
 RANKS_PER_NODE = 16
@@ -27,7 +25,7 @@ WORLD = 384
 COUNTED_FLOPS = 8
 """Operations per weight and token that the paper's TFLOPs count, assumed: with activation checkpointing, a forward pass twice."""
 
-TECHNIQUES = ("qwZ", "hpZ", "qgZ")
+TECHNIQUES = {name: Method(deepspeed=True, **{name.lower(): True}) for name in ("qwZ", "hpZ", "qgZ")}
 LOW, HIGH = 100, 400
 """Gbit/s of a node's network, with one and with four InfiniBand links."""
 
@@ -145,7 +143,7 @@ def technique_speedups(gbit: int, tokens: int, world_size: int, values: Paramete
     """Return the speedup over ZeRO-3 of each technique alone, and of all three, for the model of 18 B."""
     job = _job("18B", gbit, tokens, world_size, values)
     stock = step_time(job, "ZeRO-3").step_s
-    alone = {name: stock / technique_time(job, frozenset([name])).step_s for name in TECHNIQUES}
+    alone = {name: stock / step_time(job, method).step_s for name, method in TECHNIQUES.items()}
     return alone | {"all": stock / step_time(job, DEEPSPEED).step_s}
 
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_zeropp.estimate.cluster import Cluster
-from hf_zeropp.estimate.engine import Span, Task, simulate
-from hf_zeropp.estimate.stages import COMPUTE, NETWORK, PROCESSOR, WIRE, Stage, Stages
+from hf_zeropp.estimate.simulation import COMPUTE, NETWORK, PROCESSOR, WIRE, Span, Stage, Task, simulate
+from hf_zeropp.estimate.unit_work import Stages
 from hf_zeropp.traffic import Peers
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "helpers"))

@@ -12,9 +12,8 @@ import yaml
 
 from hf_zeropp import cli
 from hf_zeropp.config import PRESETS, ZeroPPConfig
-from hf_zeropp.estimate.cluster_file import KIND, Measured, read_cluster, write_cluster
-from hf_zeropp.estimate.gpus import GPUS
-from hf_zeropp.estimate.rates import format_rate, parse_rate
+from hf_zeropp.estimate.cluster import GPUS, format_rate, parse_rate
+from hf_zeropp.estimate.measured_cluster import KIND, Measured, read_cluster, write_cluster
 from hf_zeropp.estimate.step_time import method_names
 
 JOB = ["estimate", "350M", "--world", "16", "--ranks-per-node", "4"]
@@ -78,14 +77,6 @@ def test_settings_of_a_file_are_a_row_of_their_own(capsys: pytest.CaptureFixture
     assert list(rows)[-1] == "these settings" and rows["these settings"] > rows["balanced"]
 
 
-def test_plot_and_trace_are_written(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    plot, trace = tmp_path / "plot.png", tmp_path / "trace.json"
-    run(capsys, *CLUSTER, "--plot", str(plot), "--trace", str(trace))
-    assert plot.stat().st_size > 1000
-    assert "simulated" in json.loads(trace.read_text())["traceEvents"][0]["args"]["name"]
-
-
 def test_a_measured_cluster_is_read_back(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
     write_cluster(path, MEASURED)
@@ -112,7 +103,6 @@ def test_a_measured_cluster_is_read_back(capsys: pytest.CaptureFixture, tmp_path
         ([*CLUSTER, "--gpu-memory", "1MB", "--recommend"], "expected a preset that fits the memory of a GPU, got"),
         ([*CLUSTER, "--active", "1B"], "parameters for --active, such as 37B, got '1B'"),
         ([*CLUSTER, "--generate", "0"], "expected at least one sequence for --generate, got 0"),
-        ([*CLUSTER, "--trace", "/no/such/folder/t.json"], "expected --trace to name a file in a folder that exists"),
         ([*CLUSTER, "--cluster", "c.yaml"], "expected --cluster alone"),
         (["--cluster", "no.yaml"], "expected a cluster file, cannot read 'no.yaml'"),
         ([*CLUSTER, "--ranks-per-node", "5"], "Divisors"),
@@ -194,6 +184,6 @@ def test_rates_are_shown_in_bits(rate: float, text: str) -> None:
 
 
 def test_presets_have_an_order_of_preference() -> None:
-    from hf_zeropp.estimate.comparison import EXACTNESS
+    from hf_zeropp.estimate.step_time_report import EXACTNESS
 
     assert set(PRESETS) == set(EXACTNESS)

@@ -8,10 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zeropp.estimate.blocking_order import blocking_step
-from hf_zeropp.estimate.engine import Span, Task, simulate
-from hf_zeropp.estimate.stages import COMPUTE, KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage
-from hf_zeropp.estimate.stream_order import stream_step
+from hf_zeropp.estimate.simulation import COMPUTE, KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Span, Stage, Task, simulate
+from hf_zeropp.estimate.step_order import step_program
 from hf_zeropp.estimate.unit_work import UnitWork
 from hf_zeropp.traffic import Bytes
 
@@ -64,7 +62,7 @@ def test_two_units_on_streams() -> None:
     gather, reduce = (stage(WIRE, NETWORK, 1),), (stage(KERNEL, PROCESSOR, 0), stage(WIRE, NETWORK, 1))
     copies = (stage(KERNEL, PROCESSOR, 0),)
     units = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce, copies=copies) for name in ("0", "1")]
-    program = stream_step(units, 1, 0.5)
+    program = step_program(units, 1, 0.5, is_gloo=False)
     ends = {one.name: span.end for one, span in zip(program.tasks, simulate(program.tasks), strict=True)}
     assert ends["forward 1"] == pytest.approx(5)
     assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((9, 13))
@@ -72,14 +70,14 @@ def test_two_units_on_streams() -> None:
     # Without prefetching every gather adds its second: 6 s forward, 11 at the first backward pass. The gather that follows
     # shares the network with the reduction, so it ends at 13, the second backward pass at 17, the last reduction at 18.
     alone = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce, prefetches=False) for name in ("0", "1")]
-    assert last(stream_step(alone, 1, 0.5).tasks) == pytest.approx(18.5)
+    assert last(step_program(alone, 1, 0.5, is_gloo=False).tasks) == pytest.approx(18.5)
 
 
 def test_reductions_hold_up_the_next_copy() -> None:
     """A reduction of 9 s outlasts the next backward pass of 4 s: the copy behind that waits, and so does the optimizer."""
     reduce = (stage(KERNEL, PROCESSOR, 0), stage(WIRE, NETWORK, 9))
     units = [UnitWork(name, 2, 4, reduce_last=reduce) for name in ("0", "1", "2")]
-    program = stream_step(units, 1, 0)
+    program = step_program(units, 1, 0, is_gloo=False)
     ends = {one.name: span.end for one, span in zip(program.tasks, simulate(program.tasks), strict=True)}
     # Forward passes end at 6, backward passes at 10 and 14; the reductions follow each other and end at 19, 28, 37. The second
     # copy waits until 19, and the third backward pass stands behind it.
@@ -91,7 +89,7 @@ def test_two_units_that_block() -> None:
     """Under gloo FSDP2's collectives block: (1 + 2) twice, (1 + 4 + 1) twice, and the optimizer."""
     gather, reduce = (stage(WIRE, NETWORK, 1),), (stage(WIRE, NETWORK, 1),)
     units = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce) for name in ("0", "1")]
-    assert last(blocking_step(units, 1, 0.5, overlaps=False).tasks) == pytest.approx(18.5)
+    assert last(step_program(units, 1, 0.5, is_gloo=True, overlaps=False).tasks) == pytest.approx(18.5)
 
 
 def test_two_units_of_this_package_on_cpu() -> None:
@@ -104,7 +102,7 @@ def test_two_units_of_this_package_on_cpu() -> None:
     kernel, node, cross = stage(KERNEL, PROCESSOR, 0.5), stage(WIRE, WITHIN, 1), stage(WIRE, NETWORK, 2)
     reduce = (kernel, node, kernel, cross, kernel)
     units = [UnitWork(name, 1, 2, first, reduce_last=reduce, ahead=2) for name in ("0", "1")]
-    program = blocking_step(units, 1, 0.5, overlaps=True)
+    program = step_program(units, 1, 0.5, is_gloo=True, overlaps=True)
     ends = {one.name: span.end for one, span in zip(program.tasks, simulate(program.tasks), strict=True)}
     assert (ends["forward 0"], ends["forward 1"]) == pytest.approx((3.5, 5.5))
     assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((7.5, 10))
@@ -112,7 +110,7 @@ def test_two_units_of_this_package_on_cpu() -> None:
     # With one rank per node the cross hop starts at once: from 8 to 10, and from 10.5 to 12.5.
     across = dataclasses.replace(cross, traffic=Bytes(cross_node=1))
     units = [UnitWork(name, 1, 2, first, reduce_last=(kernel, across, kernel), ahead=2) for name in ("0", "1")]
-    assert last(blocking_step(units, 1, 0.5, overlaps=True).tasks) == pytest.approx(13.5)
+    assert last(step_program(units, 1, 0.5, is_gloo=True, overlaps=True).tasks) == pytest.approx(13.5)
 
 
 @st.composite

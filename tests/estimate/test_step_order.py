@@ -15,16 +15,12 @@ import model_timeline  # noqa: E402
 from library.recorded_step import Recording  # noqa: E402
 
 from hf_zeropp.config import ZeroPPConfig  # noqa: E402
-from hf_zeropp.estimate.cluster import gpu_cluster  # noqa: E402
-from hf_zeropp.estimate.engine import simulate  # noqa: E402
-from hf_zeropp.estimate.gpus import find_gpu  # noqa: E402
-from hf_zeropp.estimate.job import Job  # noqa: E402
+from hf_zeropp.estimate.cluster import find_gpu, gpu_cluster, parse_rate  # noqa: E402
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape  # noqa: E402
-from hf_zeropp.estimate.rates import parse_rate  # noqa: E402
-from hf_zeropp.estimate.setup import Setup  # noqa: E402
-from hf_zeropp.estimate.stages import KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage  # noqa: E402
+from hf_zeropp.estimate.simulation import KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage, simulate  # noqa: E402
+from hf_zeropp.estimate.step_order import step_program  # noqa: E402
 from hf_zeropp.estimate.step_time import SETTINGS, step_time  # noqa: E402
-from hf_zeropp.estimate.stream_order import stream_step  # noqa: E402
+from hf_zeropp.estimate.training_job import Job, Setup  # noqa: E402
 from hf_zeropp.estimate.unit_work import UnitWork  # noqa: E402
 
 LAYERS = 6
@@ -86,7 +82,7 @@ def test_two_units_with_cross_hops_beside() -> None:
         UnitWork(name, 1, 2, gather_first=first, reduce_last=reduce, all_reduce_last=across, ahead=1)
         for name in ("0", "1")
     ]
-    program = stream_step(units, 1, 0)
+    program = step_program(units, 1, 0, is_gloo=False)
     ends = {one.name: span.end for one, span in zip(program.tasks, simulate(program.tasks), strict=True)}
     assert (ends["forward 0"], ends["forward 1"]) == pytest.approx((4, 6))
     assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((8, 10))

@@ -1,24 +1,20 @@
-"""Show estimates: as a table, as JSON, and as a plot."""
+"""Show memory per rank and bytes per step: as a table, and as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from hf_zeropp.estimate.methods import KINDS, THIS_PACKAGE, Estimate
+from hf_zeropp.estimate.memory_and_bytes import KINDS, THIS_PACKAGE, Estimate
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.setup import Setup
+from hf_zeropp.estimate.training_job import Setup
 
 BYTE_UNITS = ("", "K", "M", "G", "T", "P")
 COUNT_UNITS = ("", "K", "M", "B", "T")
-PLOT_FORMATS = ("png", "svg", "pdf", "jpg")
 
 
 def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
@@ -86,47 +82,6 @@ def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[
         "setup": dataclasses.asdict(setup),
         "estimates": [one.to_dict() for one in estimates],
     }
-
-
-def check_plot(path: Path | None) -> None:
-    """Raise if a plot cannot be written to ``path``: before the estimate, and not after it.
-
-    Raises:
-        ValueError: matplotlib is missing, the folder does not exist, or the format is unknown.
-    """
-    if path is None:
-        return
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError(
-            "--plot needs matplotlib, which is not installed: pip install matplotlib, or leave --plot out."
-        )
-    if path.is_dir() or not os.access(path.parent, os.W_OK):
-        raise ValueError(f"--plot expects a file in a folder that exists and can be written, got {str(path)!r}.")
-    if path.suffix[1:] not in PLOT_FORMATS:
-        raise ValueError(f"--plot expects a file that ends in .{', .'.join(PLOT_FORMATS)}, got {str(path)!r}.")
-
-
-def plot(estimates: list[Estimate], path: Path) -> None:
-    """Write two panels of bars to ``path``: memory per rank by kind, and bytes across nodes."""
-    import matplotlib  # an optional dependency
-
-    # Agg writes files and needs no display, which the machines that run this rarely have.
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4), sharey=True)
-    methods = [one.method for one in reversed(estimates)]
-    starts = [0.0] * len(methods)
-    for kind in _kinds_in(estimates):
-        widths = [one.memory[kind] / 1e9 for one in reversed(estimates)]
-        left.barh(methods, widths, left=starts, label=kind)
-        starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    right.barh(methods, [one.cross_node / 1e9 for one in reversed(estimates)], color="tab:gray")
-    left.set_xlabel("memory, GB per rank")
-    right.set_xlabel("across nodes, GB per node and step")
-    left.legend(fontsize=8)
-    figure.tight_layout()
-    figure.savefig(path, dpi=120)
 
 
 def _kinds_in(estimates: list[Estimate]) -> list[str]:

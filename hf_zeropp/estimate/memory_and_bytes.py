@@ -17,7 +17,8 @@ module counts (Y-1)/Y. Activations are left out for every method. The full weigh
 moment stand beside the total (``Estimate.gathered``), because the papers' formulas leave them out.
 
 Frozen weights (LoRA's base) are held by FSDP2 in 16 bits, 1/W on each rank, and by this package as its Accelerate plugin holds
-them: 1/N of the node's copy, packed if ``frozen_bits`` says so (``frozen_base.py``).
+them (``frozen/units.py``): 1/N of the node's copy, packed if ``frozen_bits`` says so. FSDP2 gathers a unit of them within the
+node for the forward pass and again for the backward pass, in the form in which it is stored.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from typing import Any
 import torch
 
 from hf_zeropp.comm.topology import resolve_hpz_size
-from hf_zeropp.estimate.frozen_base import FrozenGather
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
-from hf_zeropp.estimate.setup import Setup
+from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
 from hf_zeropp.fsdp.predictions import (
+    HopBytes,
     changed_words_bytes,
     crossings_per_step,
     gather_bytes,
@@ -43,6 +44,7 @@ from hf_zeropp.fsdp.predictions import (
     reduce_bytes,
 )
 from hf_zeropp.fsdp.shards import ParamShard
+from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.traffic import Bytes, Peers, total
 
 KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "frozen", "wire buffers")
@@ -121,43 +123,35 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
         intra_node=(per_node - 1) * (2 * everything + trained) * steps,
         cross_node=_flat_bytes(trained, setup, times=2).cross_node,
     )
-    return [
+    hpz = _flat_bytes(everything + trained, setup, times=steps)
+    # The forward gather and the reduction cross nodes. The backward gather finds its secondary shards within the node.
+    hpz.intra_node += round((per_node - 1) * everything * steps)
+    # Over how many ranks parameters, gradients and optimizer states are spread, and what a node receives.
+    methods = {
         # An all-reduce sends as much as a reduce-scatter and an all-gather: twice. ZeRO-2 reduces at every
         # micro-step, because it keeps no full gradient to add up in, and gathers its updated parameters once.
-        _paper("DDP", model, setup, _Spread(1, 1, 1), _flat_bytes(trained, setup, times=2)),
-        _paper("ZeRO-1", model, setup, _Spread(1, 1, world), _flat_bytes(trained, setup, times=2)),
-        _paper("ZeRO-2", model, setup, _Spread(1, world, world), _flat_bytes(trained, setup, times=1 + steps)),
-        _paper("ZeRO-3", model, setup, _Spread.all(world), _flat_bytes(2 * everything + trained, setup, times=steps)),
-        _paper("MiCS / HSDP", model, setup, _Spread.all(per_node), hsdp),
-        _paper("hpZ", model, setup, _Spread.all(world), _hpz_bytes(everything, trained, setup), everything / per_node),
+        "DDP": (1, 1, 1, _flat_bytes(trained, setup, times=2)),
+        "ZeRO-1": (1, 1, world, _flat_bytes(trained, setup, times=2)),
+        "ZeRO-2": (1, world, world, _flat_bytes(trained, setup, times=1 + steps)),
+        "ZeRO-3": (world, world, world, _flat_bytes(2 * everything + trained, setup, times=steps)),
+        "MiCS / HSDP": (per_node, per_node, per_node, hsdp),
+        "hpZ": (world, world, world, hpz),
+    }
+    return [
+        Estimate(
+            method,
+            _memory(
+                parameters=trained / parameters,
+                gradients=trained / gradients,
+                optimizer=(MASTER_BYTES + setup.state_bytes) * model.num_trainable / optimizer,
+                secondary=everything / per_node if method == "hpZ" else 0.0,
+                frozen=(everything - trained) / parameters,
+            ),
+            traffic.cross_node,
+            traffic.intra_node,
+        )
+        for method, (parameters, gradients, optimizer, traffic) in methods.items()
     ]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Spread:
-    """Over how many ranks each kind of memory is spread; 1 for a copy on every rank."""
-
-    parameters: int
-    gradients: int
-    optimizer: int
-
-    @classmethod
-    def all(cls, num_ranks: int) -> _Spread:
-        return cls(num_ranks, num_ranks, num_ranks)
-
-
-def _paper(
-    method: str, model: ModelShape, setup: Setup, spread: _Spread, traffic: Bytes, secondary: float = 0.0
-) -> Estimate:
-    trained = model.num_trainable
-    memory = _memory(
-        parameters=HALF_BYTES * trained / spread.parameters,
-        gradients=HALF_BYTES * trained / spread.gradients,
-        optimizer=(MASTER_BYTES + setup.state_bytes) * trained / spread.optimizer,
-        secondary=secondary,
-        frozen=HALF_BYTES * (model.num_params - trained) / spread.parameters,
-    )
-    return Estimate(method, memory, traffic.cross_node, traffic.intra_node)
 
 
 def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> Bytes:
@@ -166,15 +160,6 @@ def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> Bytes:
     # outside. All N ranks end with all bytes, so N - 1 copies of each move within the node.
     from_outside = num_bytes * (setup.num_nodes - 1) / setup.num_nodes
     return Bytes(0, round((setup.ranks_per_node - 1) * num_bytes * times), round(from_outside * times))
-
-
-def _hpz_bytes(everything: float, trained: float, setup: Setup) -> Bytes:
-    """Return what one node receives under the paper's hpZ, where all but the backward gather crosses nodes."""
-    # The forward gather and the reduction cross nodes. The backward gather finds its secondary shards within the
-    # node.
-    result = _flat_bytes(everything + trained, setup, times=setup.micro_steps)
-    result.intra_node += round((setup.ranks_per_node - 1) * everything * setup.micro_steps)
-    return result
 
 
 # ---- FSDP2.
@@ -278,8 +263,8 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     hpz_size = resolve_hpz_size(setup.config.hpz_size, setup.ranks_per_node, setup.world_size)
     # The question is the one that ``apply_zeropp`` asks, so the estimate cannot disagree with a run about it.
     stays_fsdp2 = leaves_gathers_to_fsdp2(setup.config, hpz_size, setup.world_size)
-    gathers = [] if stays_fsdp2 else [_UnitGather(unit, setup, hpz_size) for unit in model.units]
-    reduces = [_UnitReduce(unit, setup) for unit in model.units]
+    reduces = [UnitReduce(unit.params, setup, setup.ranks_per_node) for unit in model.units]
+    gathers = [] if stays_fsdp2 else [UnitGather(unit.params, setup, setup.ranks_per_node) for unit in model.units]
     memory = _sharded_memory(model, setup)
     memory["secondary"] = sum(gather.secondary_bytes() for gather in gathers)
     memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
@@ -290,41 +275,54 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     # Units use buffers in turn. On accelerators gathers and reductions run on streams of their own, and memory that one stream
     # has freed stays in that stream's pool: the pools add up. On gloo both share one pool, which is smaller.
     pools = [max((user.buffer_bytes() for user in users), default=0) for users in (gathers, reduces)]
-    memory["wire buffers"] = sum(pools) + _landing_bytes(gathers, setup)
-    users: list[_UnitGather | _UnitReduce] = [*gathers, *reduces]
+    landing = [gather.landing_bytes() for gather in gathers]
+    # Buffers for deltas and changed words: with overlap, those of all units are under way at once.
+    memory["wire buffers"] = sum(pools) + (sum(landing) if setup.config.overlap else max(landing, default=0))
+    traffic = total(reduce.hops(setup.micro_steps).total() for reduce in reduces)
+    for unit, gather in zip(model.units, gathers, strict=False):  # no gathers where they stay FSDP2's
+        times = gathers_per_step(setup.micro_steps, reshards_after_forward=unit.reshards)
+        crossings = crossings_per_step(times, keeps_secondary=gather.keeps_secondary, trains=True)
+        traffic.add(gather.hops(times, crossings).total())
     # Units count what one rank receives. All ranks receive equally, so a node receives N times that.
-    traffic = total(user.step_bytes() for user in users).times(setup.ranks_per_node)
+    traffic = traffic.times(setup.ranks_per_node)
     if stays_fsdp2:
         traffic.add(_flat_bytes(_fsdp2_gathered_bytes(model, setup), setup))
     gathered = _gathered_at_once((unit, _gathered_bytes(unit, setup)) for unit in model.units)
     return Estimate(THIS_PACKAGE, memory, traffic.cross_node, traffic.intra_node, gathered)
 
 
-def _landing_bytes(gathers: list[_UnitGather], setup: Setup) -> int:
-    """Return the bytes of the buffers for deltas and changed words. With overlap, those of all units are under way at once."""
-    buffers = [gather.landing_bytes() for gather in gathers]
-    return sum(buffers) if setup.config.overlap else max(buffers, default=0)
+# ---- The exchanges of one unit, by which the model of step times (unit_work.py) counts as well.
 
 
-class _UnitGather:
-    """The weight gathers of one unit: the cross hop, then the node hop over the ranks that share a secondary copy."""
+def two_hop_peers(node_size: int, setup: Setup) -> tuple[Peers, Peers]:
+    """Return the peers of a node hop among ``node_size`` ranks, and of the cross hop between such groups."""
+    # Rank 0 stands for all ranks: groups are regular, so each rank has as many peers on its node and elsewhere. Settings may
+    # divide ranks in other groups than the true nodes. Bytes are within a node or across by the true ones.
+    node_hop = Peers.among(range(node_size), 0, setup.ranks_per_node)
+    return node_hop, Peers.among(range(0, setup.world_size, node_size), 0, setup.ranks_per_node)
 
-    def __init__(self, unit: UnitShape, setup: Setup, hpz_size: int | None) -> None:
-        self._unit = unit
-        self._setup = setup
-        self._keeps_secondary = hpz_size is not None
-        # Rank 0 stands for all ranks: groups are regular, so each rank has as many peers on its node and elsewhere.
-        # The groups follow ``hpz_size``, and bytes are divided by the true nodes, as in a run.
-        node_size = gather_node_size(hpz_size, setup.ranks_per_node)
-        self._node_hop = Peers.among(range(node_size), 0, setup.ranks_per_node)
-        self._cross_hop = Peers.among(range(0, setup.world_size, node_size), 0, setup.ranks_per_node)
+
+class UnitGather:
+    """The weight gathers of one unit: the cross hop, then the node hop over the ranks that share a secondary copy.
+
+    Args:
+        params: of the unit.
+        setup: how it is trained.
+        node_size: how many ranks the settings take for a node.
+    """
+
+    def __init__(self, params: Iterable[ParamShape], setup: Setup, node_size: int) -> None:
+        hpz_size = resolve_hpz_size(setup.config.hpz_size, node_size, setup.world_size)
+        self.keeps_secondary = hpz_size is not None
+        self.node_hop, self.cross_hop = two_hop_peers(gather_node_size(hpz_size, node_size), setup)
         # bf16 is the compute dtype that is assumed throughout.
-        shards = flat_shards(unit.params, setup)
-        self._layouts = gather_layouts(setup.config, shards, torch.bfloat16, trains=True)
-        self._changes_bytes = changed_words_bytes(self._layouts, setup.share_of_changes)
+        self.layouts = gather_layouts(setup.config, flat_shards(params, setup), torch.bfloat16, trains=True)
+        self.changes_bytes = changed_words_bytes(self.layouts, setup.share_of_changes)
+        self._world_size = setup.world_size
 
     def secondary_bytes(self) -> int:
-        return self._cross_hop.group_size * self._layouts.kept.nbytes if self._keeps_secondary else 0
+        """Return the bytes of the copy that a rank keeps."""
+        return self.cross_hop.group_size * self.layouts.kept.nbytes if self.keeps_secondary else 0
 
     def buffer_bytes(self) -> int:
         """Return the bytes of wire buffers while the unit is gathered.
@@ -333,72 +331,114 @@ class _UnitGather:
         kept, it also needs a buffer of that size to receive in. A delta is taken of fp32 masters, on a GPU in one piece. Changed
         words are found in a copy of the slice, and encoded in as much room.
         """
-        kept, delta = self._layouts.kept, self._layouts.delta
-        received = self._setup.world_size * kept.nbytes
+        kept, delta = self.layouts.kept, self.layouts.delta
+        received = self._world_size * kept.nbytes
         of_delta = 0 if delta is None else delta.nbytes + MASTER_BYTES * delta.numel
-        if delta is not None or self._layouts.sends_changes:
-            return received + max(of_delta, 2 * kept.nbytes if self._layouts.sends_changes else 0)
-        return received + ((0 if self._keeps_secondary else self._cross_hop.group_size) + 1) * kept.nbytes
+        if delta is not None or self.layouts.sends_changes:
+            return received + max(of_delta, 2 * kept.nbytes if self.layouts.sends_changes else 0)
+        return received + ((0 if self.keeps_secondary else self.cross_hop.group_size) + 1) * kept.nbytes
 
     def landing_bytes(self) -> int:
         """Return the bytes of the buffers of one cross hop that changes a secondary shard, beside that shard."""
-        if self._changes_bytes is not None:
-            return (
-                1 + self._cross_hop.group_size
-            ) * self._changes_bytes  # one wire is sent and kept until it has arrived
-        return 0 if self._layouts.delta is None else self._cross_hop.group_size * self._layouts.delta.nbytes
+        if self.changes_bytes is not None:
+            # One wire is sent, and kept until it has arrived.
+            return (1 + self.cross_hop.group_size) * self.changes_bytes
+        return 0 if self.layouts.delta is None else self.cross_hop.group_size * self.layouts.delta.nbytes
 
-    def step_bytes(self) -> Bytes:
-        """Return what one rank receives in a step."""
-        gathers = gathers_per_step(self._setup.micro_steps, reshards_after_forward=self._unit.reshards)
-        crossings = crossings_per_step(gathers, keeps_secondary=self._keeps_secondary, trains=True)
+    def hops(self, gathers: int, crossings: int) -> HopBytes:
+        """Return what one rank receives in so many gathers, of which some cross nodes."""
         return gather_bytes(
-            self._layouts,
-            cross_hop=self._cross_hop,
-            node_hop=self._node_hop,
+            self.layouts,
+            cross_hop=self.cross_hop,
+            node_hop=self.node_hop,
             gathers=gathers,
             crossings=crossings,
-            changes_bytes=self._changes_bytes,
-        ).total()
+            changes_bytes=self.changes_bytes,
+        )
 
 
-class _UnitReduce:
-    """The gradient reductions of one unit: the node hop at every micro-step, the cross hop once per step."""
+class UnitReduce:
+    """The gradient reductions of one unit: the node hop at every micro-step, the cross hop once per step.
 
-    def __init__(self, unit: UnitShape, setup: Setup) -> None:
-        self._setup = setup
-        self._node_hop = Peers.among(range(setup.ranks_per_node), 0, setup.ranks_per_node)
-        self._cross_hop = Peers.among(range(0, setup.world_size, setup.ranks_per_node), 0, setup.ranks_per_node)
-        config, shards = setup.config, flat_shards(unit.params, setup)
+    Args:
+        params: of the unit.
+        setup: how it is trained.
+        node_size: how many ranks the settings take for a node.
+    """
+
+    def __init__(self, params: Iterable[ParamShape], setup: Setup, node_size: int) -> None:
+        self.node_hop, self.cross_hop = two_hop_peers(node_size, setup)
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
-        layouts = reduce_layouts(config, shards, setup.reduce_dtype, quantizes=config.quantizes_gradients)
-        self._numel = layouts.node_hop.numel
-        self._layouts = layouts
+        quantizes = setup.config.quantizes_gradients
+        self.layouts = reduce_layouts(setup.config, flat_shards(params, setup), setup.reduce_dtype, quantizes=quantizes)
+        self._setup = setup
 
     def accumulator_bytes(self) -> int:
         """Return the bytes of the partial sums between micro-steps: 1/N of the unit in fp32, or bf16."""
         itemsize = getattr(torch, self._setup.config.qgz_accumulator).itemsize
-        return itemsize * self._setup.num_nodes * self._numel if self._setup.micro_steps > 1 else 0
+        return itemsize * self.cross_hop.group_size * self.layouts.node_hop.numel if self._setup.micro_steps > 1 else 0
 
     def buffer_bytes(self) -> int:
         """Return the bytes of wire buffers: both hops send and receive, and the node hop carries the whole unit.
 
-        Partial sums in bf16 are added up in an fp32 copy. The copy is made
-        when the node hop has ended, in the room of what was sent, or beyond it.
+        Partial sums in bf16 are added up in an fp32 copy. The copy is made when the node hop has ended, in the room of what was
+        sent, or beyond it.
         """
-        node_hop = self._layouts.node_hop.nbytes if self._setup.ranks_per_node > 1 else 0
-        cross_hop = self._layouts.cross_hop.nbytes
-        sent = received = self._setup.world_size * node_hop
+        layouts, num_nodes = self.layouts, self.cross_hop.group_size
+        sent = received = self._setup.world_size * layouts.node_hop.nbytes if self.node_hop.group_size > 1 else 0
         is_rounded = self._setup.config.qgz_accumulator == "bfloat16" and self._setup.micro_steps > 1
-        copy = torch.float32.itemsize * self._setup.num_nodes * self._numel if is_rounded else 0
-        return received + max(sent, copy) + 2 * self._setup.num_nodes * cross_hop
+        copy = torch.float32.itemsize * num_nodes * layouts.node_hop.numel if is_rounded else 0
+        return received + max(sent, copy) + 2 * num_nodes * layouts.cross_hop.nbytes
 
-    def step_bytes(self) -> Bytes:
+    def hops(self, micro_steps: int) -> HopBytes:
+        """Return what one rank receives in so many micro-steps."""
+        return reduce_bytes(self.layouts, cross_hop=self.cross_hop, node_hop=self.node_hop, micro_steps=micro_steps)
+
+
+class FrozenGather:
+    """The gathers of one frozen unit.
+
+    Args:
+        unit: its parameters are all frozen.
+        ranks_per_node: the number of ranks over which the unit is sharded, N.
+        format: the format of packed weights; None where they stay in 16 bits.
+    """
+
+    def __init__(self, unit: UnitShape, ranks_per_node: int, format: FrozenFormat | None) -> None:
+        self.unit = unit
+        # All ranks of a node receive the same number of bytes, so the first one stands for them all.
+        self._node = Peers.among(range(ranks_per_node), 0, ranks_per_node)
+        self._format = format
+
+    def shard_bytes(self) -> int:
+        """Return the bytes that each rank holds: the largest shard of the node, to which FSDP2 pads the others."""
+        return sum(self._shard_bytes(param) for param in self.unit.params)
+
+    def gathered_bytes(self) -> int:
+        """Return the bytes of the unit while it is gathered. Packed weights stay packed."""
+        return self._node.group_size * self.shard_bytes()
+
+    def decoded_bytes(self) -> int:
+        """Return the bytes of the largest weight that a layer decodes. Layers compute one after the other."""
+        if self._format is None:
+            return 0
+        # A layer decodes its weight into new memory and frees it when it has computed, so one weight at a time counts.
+        return HALF_BYTES * max((param.numel for param in self.unit.params if param.packable), default=0)
+
+    def step_bytes(self, micro_steps: int) -> Bytes:
         """Return what one rank receives in a step."""
-        micro_steps = self._setup.micro_steps
-        return reduce_bytes(
-            self._layouts, cross_hop=self._cross_hop, node_hop=self._node_hop, micro_steps=micro_steps
-        ).total()
+        if self._node.group_size == 1:  # FSDP2 makes no call in a group of one rank
+            return Bytes()
+        # The same function counts the gathers of a run. Frozen weights have no secondary shard: their own shards lie in the
+        # node already, and every gather is one over the node.
+        gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards)
+        return self._node.bytes_in_ring(self.shard_bytes()).times(gathers)
+
+    def _shard_bytes(self, param: ParamShape) -> int:
+        # Norms, biases and small matrices stay in 16 bits beside packed weights, in the same unit.
+        if self._format is None or not param.packable:
+            return HALF_BYTES * param.padded_shard_numel(self._node.group_size)
+        return self._format.nbytes(param.padded_shard(self._node.group_size))
 
 
 def flat_shards(params: Iterable[ParamShape], setup: Setup) -> list[ParamShard]:

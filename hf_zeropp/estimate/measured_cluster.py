@@ -1,0 +1,409 @@
+"""A measured cluster: ``hf-zeropp bench-network`` measures one and writes its file, ``hf-zeropp estimate --cluster`` reads it.
+
+Every rank of the job runs the benchmark, under the launcher of the job. The hops are those that the package trains with
+(``comm/hop.py``): all-gathers and all-to-alls of wire buffers, over the cross group and over the node group, all groups at one
+time as in training. A figure is that of the slowest rank, since a step waits for it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from hf_zeropp import ops
+from hf_zeropp.comm.hop import Hop
+from hf_zeropp.comm.topology import detect_ranks_per_node, get_topology
+from hf_zeropp.estimate.cluster import Cluster, Device, Link, format_rate
+from hf_zeropp.estimate.training_job import BACKWARD_FLOPS, FORWARD_FLOPS
+from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
+from hf_zeropp.ops.format import Segment, WireLayout
+from hf_zeropp.sizes import parse_bytes
+from hf_zeropp.traffic import Traffic
+
+HELP = "Measure the network, the links within nodes and the computation, for estimate --cluster."
+DESCRIPTION = (
+    "Measure this cluster under the launcher of your job, for estimate --cluster: "
+    "torchrun --nproc-per-node 4 -m hf_zeropp.cli bench-network --output cluster.yaml"
+)
+
+KIND = "hf-zeropp cluster 1"
+"""The first line of a file says what it is and in which form."""
+
+_REMEDY = "Measure again: hf-zeropp bench-network --output FILE, under the launcher of your job."
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+SMALL_BYTES = 512
+"""Bytes of a message whose time is all latency."""
+
+NUM_MEASUREMENTS = 5
+KERNEL_BLOCK = 256
+KERNEL_BITS = 8
+_RUN = "torchrun --nproc-per-node 4 -m hf_zeropp.cli bench-network"
+
+
+# ---- The command.
+
+
+def add_network_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of ``bench-network``."""
+    parser.add_argument("--output", type=Path, required=True, help="The YAML file to write, for estimate --cluster.")
+    parser.add_argument(
+        "--ranks-per-node", type=int, help="The number of ranks per node. The default is what the launcher exports."
+    )
+    parser.add_argument(
+        "--wire", default="16MB", help="The bytes that each rank sends in a large collective. The default is 16MB."
+    )
+    parser.add_argument("--hidden-size", type=int, default=2048, help="The width of the block that is computed.")
+    parser.add_argument("--tokens", type=int, default=2048, help="The tokens of its batch.")
+    parser.add_argument(
+        "--repeats", type=int, default=7, help="The number of times that everything is measured; medians count."
+    )
+
+
+def run_network(args: argparse.Namespace) -> None:
+    """Measure the cluster on all ranks of the job; rank 0 prints a table and writes the file.
+
+    Raises:
+        SystemExit: an argument is wrong, or no launcher started this process.
+    """
+    had_group = dist.is_initialized()
+    try:
+        _check_arguments(args)
+        measured = measure_cluster(args)
+    except ValueError as error:
+        raise SystemExit(f"hf-zeropp bench-network: {error}") from error
+    finally:
+        if dist.is_initialized() and not had_group:
+            dist.destroy_process_group()
+    if measured is not None:
+        write_cluster(args.output, measured)
+        console = Console()
+        console.print(_table(measured))
+        console.print(f"Wrote {args.output}", soft_wrap=True)
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    """Raise before anything is measured if an argument is wrong, or the file cannot be written."""
+    if args.output.is_dir() or not os.access(args.output.parent, os.W_OK):
+        raise ValueError(
+            f"expected --output to name a file in a folder that can be written, got {str(args.output)!r}. Make the folder."
+        )
+    for name in ("hidden_size", "tokens", "repeats"):
+        if getattr(args, name) < 1:
+            raise ValueError(f"expected a positive int for --{name.replace('_', '-')}, got {getattr(args, name)}")
+    if parse_bytes(args.wire) < 1_000:
+        raise ValueError(f"expected at least 1KB for --wire, got {args.wire!r}. Small messages measure latency alone.")
+
+
+def _table(measured: Measured) -> Table:
+    nodes = measured.world_size // measured.ranks_per_node
+    title = f"{nodes} nodes x {measured.ranks_per_node} ranks, {measured.backend}, {measured.device}"
+    table = Table(title=title, show_header=False)
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(justify="right")
+    table.add_row("network of a node", format_rate(measured.network_bytes_per_s))
+    table.add_row("its latency", f"{measured.network_latency_s * 1e6:.0f} us")
+    table.add_row("within a node, per rank", f"{measured.within_bytes_per_s / 1e9:.3g} GB/s")
+    table.add_row("its latency", f"{measured.within_latency_s * 1e6:.0f} us")
+    table.add_row("one block, per rank", f"{measured.flops / 1e12:.3g} TFLOP/s")
+    table.add_row("quantization, per rank", f"{measured.kernel_bytes_per_s / 1e9:.3g} GB/s")
+    table.add_row("copy, per rank", f"{measured.copy_bytes_per_s / 1e9:.3g} GB/s")
+    return table
+
+
+# ---- The file.
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The figures that ``bench-network`` measured.
+
+    Attributes:
+        device: name of the processor or GPU.
+        backend: ``"nccl"`` or ``"gloo"``.
+        world_size: ranks in the measurement.
+        ranks_per_node: N.
+        network_bytes_per_s: of one node, in one direction.
+        network_latency_s: of one small collective over the cross group.
+        within_bytes_per_s: of one rank, in one direction.
+        within_latency_s: of one small collective over the node group.
+        flops: operations per second in one block's forward and backward passes.
+        kernel_bytes_per_s: read and written by quantization.
+        copy_bytes_per_s: read and written by a copy.
+        wire_bytes_per_s: bytes that a rank's processor sends and receives per second; None where other hardware does it.
+        memory_bytes: of one GPU; None where ranks share the machine's.
+    """
+
+    device: str
+    backend: str
+    world_size: int
+    ranks_per_node: int
+    network_bytes_per_s: float
+    network_latency_s: float
+    within_bytes_per_s: float
+    within_latency_s: float
+    flops: float
+    kernel_bytes_per_s: float
+    copy_bytes_per_s: float
+    wire_bytes_per_s: float | None = None
+    memory_bytes: float | None = None
+
+    def cluster(self, world_size: int, ranks_per_node: int) -> Cluster:
+        """Return a cluster of ``world_size`` ranks on nodes like those that were measured.
+
+        Raises:
+            ValueError: its nodes have another number of ranks.
+        """
+        if ranks_per_node != self.ranks_per_node:
+            raise ValueError(
+                f"expected a file measured with {ranks_per_node} ranks per node, got one with {self.ranks_per_node} "
+                f"({self.world_size} ranks in all): it is of another cluster. Say --ranks-per-node {self.ranks_per_node}, or "
+                "measure this cluster with hf-zeropp bench-network."
+            )
+        # Other numbers of such nodes are what an estimate is for. What one node sends and receives stays the same.
+        device = Device(
+            self.device,
+            self.flops,
+            self.flops,
+            self.memory_bytes or math.inf,
+            self.kernel_bytes_per_s,
+            self.copy_bytes_per_s,
+            self.wire_bytes_per_s or math.inf,
+        )
+        return Cluster(
+            world_size,
+            ranks_per_node,
+            Link(self.network_bytes_per_s, self.network_latency_s),
+            Link(self.within_bytes_per_s, self.within_latency_s),
+            device,
+            "gloo" if self.backend == "gloo" else "nccl",
+        )
+
+
+def write_cluster(path: Path, measured: Measured) -> None:
+    """Write a file for ``estimate --cluster``."""
+    content = {"kind": KIND, **dataclasses.asdict(measured)}
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+
+
+def read_cluster(path: Path) -> Measured:
+    """Read a file that ``bench-network`` wrote.
+
+    Raises:
+        ValueError: it cannot be read, is of another kind, or holds a value that no measurement gives.
+    """
+    try:
+        content = parse_settings(read_text(path, MAX_SETTINGS_BYTES))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"expected a cluster file, cannot read {str(path)!r}: {error}. {_REMEDY}") from error
+    if not isinstance(content, dict) or content.get("kind") != KIND:
+        got = content.get("kind", "no kind") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"expected `kind: {KIND}` in {str(path)!r}, got {got!r}. {_REMEDY}")
+    return Measured(**_checked({key: value for key, value in content.items() if key != "kind"}, path))
+
+
+def _checked(content: dict[str, Any], path: Path) -> dict[str, Any]:
+    fields = {field.name: field for field in dataclasses.fields(Measured)}
+    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+    if wrong := (set(content) - set(fields)) or (needed - set(content)):
+        what = "no unknown" if set(content) - set(fields) else "all"
+        raise ValueError(
+            f"expected {what} keys in {str(path)!r}, got trouble with {', '.join(sorted(map(str, wrong)))}. {_REMEDY}"
+        )
+    for name, value in content.items():
+        if expected := _expected(name, value):
+            raise ValueError(f"expected {expected} for {name} in {str(path)!r}, got {value!r}. {_REMEDY}")
+    return content
+
+
+def _expected(name: str, value: Any) -> str | None:
+    """Return what a value should be; None where it is that."""
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if name == "device":
+        return None if isinstance(value, str) else "a text"
+    if name == "backend":
+        return None if value in ("nccl", "gloo") else "nccl or gloo"
+    if name in ("world_size", "ranks_per_node"):
+        return None if is_number and isinstance(value, int) and value >= 1 else "a positive int"
+    if value is None and name in ("wire_bytes_per_s", "memory_bytes"):
+        return None
+    is_valid = is_number and (value > 0 or (value == 0 and name.endswith("latency_s")))
+    return None if is_valid else "a positive number"
+
+
+# ---- The measurement.
+
+
+def measure_cluster(args: argparse.Namespace) -> Measured | None:
+    """Measure this cluster. Collective over the job.
+
+    Args:
+        args: the command line. ``--ranks-per-node`` may emulate several nodes on one machine.
+
+    Returns:
+        The figures on rank 0, None on all others.
+
+    Raises:
+        ValueError: no launcher started this process, the nodes do not divide the world, or there is one node.
+    """
+    device = _join()
+    per_node = detect_ranks_per_node(
+        "auto" if args.ranks_per_node is None else args.ranks_per_node, dist.get_world_size()
+    )
+    if per_node == dist.get_world_size():
+        raise ValueError(
+            f"expected at least two nodes, got one of {per_node} ranks: nothing crosses nodes. Start it on several machines, or "
+            "emulate nodes with --ranks-per-node 1."
+        )
+    figures = _Benchmark(per_node, device, args).run()
+    return figures if dist.get_rank() == 0 else None
+
+
+def _join() -> torch.device:
+    """Join the job that a launcher started, and return this rank's device."""
+    if not dist.is_initialized():
+        if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
+            raise ValueError(
+                f"expected a launcher, which exports {', '.join(LAUNCHER_VARIABLES)}; got no {missing[0]}. Run {_RUN}"
+            )
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    torch.cuda.set_device(device)
+    return device
+
+
+class _Benchmark:
+    def __init__(self, ranks_per_node: int, device: torch.device, args: argparse.Namespace) -> None:
+        self._device = device
+        self._args = args
+        self._wire_bytes = parse_bytes(args.wire)
+        self._per_node = ranks_per_node
+        world = dist.get_world_size()
+        topology = get_topology(ranks_per_node, device.type)
+        traffic = Traffic(ranks_per_node, world // ranks_per_node)
+        self._cross = Hop("cross hop", topology.cross_group, traffic)
+        self._node = Hop("node hop", topology.node_group, traffic)
+
+    def run(self) -> Measured:
+        is_gloo = self._device.type == "cpu"
+        _say("the network between nodes", 1)
+        cross_latency, cross_rate = self._hop(self._cross)
+        _say("copies", 2)
+        copy_rate = self._copy_rate()
+        _say("the links within a node", 3)
+        # A node of one rank has no node hop. Then nothing reads these two figures.
+        node_latency, node_rate = self._hop(self._node) if self._node.size > 1 else (0.0, copy_rate)
+        _say("the computation of a block", 4)
+        flops = self._flops()
+        _say("quantization", 5)
+        kernel_rate = self._kernel_rate()
+        return Measured(
+            device=_device_name(self._device),
+            backend=str(dist.get_backend(self._cross.group)),
+            world_size=dist.get_world_size(),
+            ranks_per_node=self._per_node,
+            # All ranks of a node send through the one network that they share.
+            network_bytes_per_s=cross_rate * self._per_node,
+            network_latency_s=cross_latency,
+            within_bytes_per_s=node_rate,
+            within_latency_s=node_latency,
+            flops=flops,
+            kernel_bytes_per_s=kernel_rate,
+            copy_bytes_per_s=copy_rate,
+            # On loopback nothing but the processor limits gloo.
+            wire_bytes_per_s=node_rate if is_gloo and self._node.size > 1 else None,
+            memory_bytes=None if is_gloo else float(torch.cuda.get_device_properties(self._device).total_memory),
+        )
+
+    def _hop(self, hop: Hop) -> tuple[float, float]:
+        """Return seconds of a small collective, and bytes per second that one rank receives in large ones."""
+        latency = self._seconds(self._gather(hop, SMALL_BYTES))
+        wire_bytes = self._wire_bytes // hop.size * hop.size
+        received = (hop.size - 1) * wire_bytes + (hop.size - 1) * wire_bytes // hop.size
+        seconds = self._seconds(self._gather(hop, wire_bytes)) + self._seconds(self._exchange(hop, wire_bytes))
+        # A latency that swallows a large collective would leave no time for its bytes: a noisy machine does that.
+        return latency, received / max(seconds - 2 * latency, seconds / 2)
+
+    def _gather(self, hop: Hop, wire_bytes: int) -> Callable[[], object]:
+        wire = torch.zeros(wire_bytes, dtype=torch.uint8, device=self._device)
+        output = torch.zeros(hop.size * wire_bytes, dtype=torch.uint8, device=self._device)
+        return lambda: hop.all_gather(output, wire)
+
+    def _exchange(self, hop: Hop, wire_bytes: int) -> Callable[[], object]:
+        wire = torch.zeros(wire_bytes, dtype=torch.uint8, device=self._device)
+        output = torch.zeros_like(wire)
+        return lambda: hop.all_to_all(output, wire)
+
+    def _flops(self) -> float:
+        """Return operations per second in the forward and backward passes of a block's feed-forward layer."""
+        width = self._args.hidden_size
+        block = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        block.to(self._device, torch.bfloat16)
+        batch = torch.randn(self._args.tokens, width, device=self._device, dtype=torch.bfloat16, requires_grad=True)
+        weights = sum(param.numel() for param in block.parameters() if param.ndim > 1)
+        seconds = self._seconds(lambda: block(batch).sum().backward())
+        return (FORWARD_FLOPS + BACKWARD_FLOPS) * weights * self._args.tokens / seconds
+
+    def _kernel_rate(self) -> float:
+        """Return bytes per second, read and written, of a quantization and a dequantization."""
+        numel = self._wire_bytes // KERNEL_BLOCK * KERNEL_BLOCK
+        layout = WireLayout([Segment(numel, KERNEL_BITS)], KERNEL_BLOCK, torch.bfloat16)
+        values = torch.randn(numel, device=self._device).bfloat16()
+        wire = torch.zeros(layout.nbytes, dtype=torch.uint8, device=self._device)
+
+        def both() -> None:
+            ops.quantize(values, layout, out=wire)
+            ops.dequantize(wire, layout, dtype=values.dtype, out=values)
+
+        return 2 * (values.nbytes + layout.nbytes) / self._seconds(both)
+
+    def _copy_rate(self) -> float:
+        source = torch.zeros(self._wire_bytes, dtype=torch.uint8, device=self._device)
+        target = torch.zeros_like(source)
+        return 2 * source.nbytes / self._seconds(lambda: target.copy_(source))
+
+    def _seconds(self, work: Callable[[], object]) -> float:
+        """Return the median seconds of ``work`` on the slowest rank. All ranks run it at one time; the first does not count."""
+        times = []
+        for _ in range(self._args.repeats + 1):
+            dist.barrier()
+            self._finish()
+            start = time.perf_counter()
+            work()
+            self._finish()
+            times.append(time.perf_counter() - start)
+        slowest = torch.tensor(times[1:], dtype=torch.float64, device=self._device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+        return statistics.median(slowest.tolist())
+
+    def _finish(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def _say(measured: str, number: int) -> None:
+    """Say on rank 0 what is measured now. The whole takes minutes on a slow network."""
+    if dist.get_rank() == 0:
+        # Lines, and no bar: launchers hand lines on, and log files keep them. The figures alone go to standard output.
+        print(f"Measuring {measured} ({number} of {NUM_MEASUREMENTS}) ...", file=sys.stderr, flush=True)
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

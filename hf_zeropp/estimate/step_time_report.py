@@ -1,0 +1,364 @@
+"""The part of ``hf-zeropp estimate`` that predicts step times: its flags, every method side by side, and the preset to use."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from hf_zeropp.config import PRESETS, ZeroPPConfig
+from hf_zeropp.estimate.cluster import (
+    ATTAINABLE_MFU,
+    GPUS,
+    Cluster,
+    find_gpu,
+    format_rate,
+    gpu_cluster,
+    parse_rate,
+)
+from hf_zeropp.estimate.measured_cluster import read_cluster
+from hf_zeropp.estimate.memory_and_bytes import fsdp2, ours, paper_methods
+from hf_zeropp.estimate.model_shape import ModelShape
+from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, step_time, token_s, with_method
+from hf_zeropp.estimate.training_job import Job, Setup
+from hf_zeropp.estimate.unit_work import DEEPSPEED, METHODS
+from hf_zeropp.sizes import parse_bytes, parse_count
+
+EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic", "pcie")
+"""Presets in the order of preference among equally fast ones: fewer bits and less known settings come later.
+
+``"exact"`` rounds less than ``"balanced"`` and holds twice the memory."""
+
+MARGIN = 0.03
+"""Share of a step that counts as equal: medians of one measured job moved by as much from one run to the next."""
+
+GENERATION_METHODS = ("ZeRO-3", "FSDP2", "HSDP", DEEPSPEED, "balanced")
+_TIME_FLAGS = ("recommend", "generate", "gpu_memory", "within", "active", "checkpointing")
+
+
+def add_time_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of step times to the parser of ``estimate``."""
+    group = parser.add_argument_group("step time", "Predicted with --gpu and --network, or with --cluster.")
+    group.add_argument("--gpu", help=f"The GPU of every rank: {', '.join(GPUS)}.")
+    group.add_argument("--network", help="The network of one node in each direction, such as 100gbit.")
+    group.add_argument(
+        "--within",
+        help="The links of one GPU within its node, both directions together, as vendors state it, such as 600GBps. The default "
+        "is the GPU's own.",
+    )
+    group.add_argument(
+        "--cluster", type=Path, help="A file of hf-zeropp bench-network, in place of --gpu and --network."
+    )
+    group.add_argument(
+        "--batch-tokens", type=int, default=2048, help="The tokens per rank and micro-step. The default is 2048."
+    )
+    group.add_argument("--checkpointing", action="store_true", help="Recompute activations in the backward pass.")
+    group.add_argument(
+        "--mfu",
+        type=float,
+        help=f"The share of the GPU's peak that training attains without communication. The default is {ATTAINABLE_MFU}, an "
+        "assumption.",
+    )
+    group.add_argument("--active", help="The parameters that one token meets, for mixtures of experts, such as 37B.")
+    group.add_argument("--gpu-memory", help="The memory of a GPU, such as 80GB. The default is the GPU's own.")
+    group.add_argument("--recommend", action="store_true", help="Print the zeropp_config: block to use, and why.")
+    group.add_argument(
+        "--generate", type=int, metavar="SEQUENCES", help="Also predict generation, with this many sequences per rank."
+    )
+
+
+def wants_times(args: argparse.Namespace) -> bool:
+    """Return whether the arguments ask for step times.
+
+    Raises:
+        ValueError: they ask for something of them without naming a cluster, or name two.
+    """
+    if args.cluster and (args.gpu or args.network or args.within or args.mfu):
+        raise ValueError(
+            "expected --cluster alone, got --gpu, --network, --within or --mfu beside it: the file holds all. Drop one."
+        )
+    if args.cluster or (args.gpu and args.network):
+        return True
+    missing = "--network" if args.gpu else "--gpu" if args.network else "--gpu and --network, or --cluster"
+    asked = [name for name in _TIME_FLAGS if getattr(args, name)]
+    if args.gpu or args.network or asked:
+        got = "--gpu" if args.gpu else "--network" if args.network else f"--{asked[0].replace('_', '-')}"
+        raise ValueError(f"expected {missing} beside {got}, got none. Say --gpu h100 --network 100gbit, for example.")
+    return False
+
+
+class TimeEstimate:
+    """Step times of the job that the command line describes. Everything is checked before anything is printed.
+
+    Args:
+        args: the command line.
+        model: its units.
+        setup: how it is trained.
+
+    Raises:
+        ValueError: an argument is wrong.
+    """
+
+    def __init__(self, args: argparse.Namespace, model: ModelShape, setup: Setup) -> None:
+        if setup.tensor_parallel > 1:
+            raise ValueError(
+                f"expected no --tensor-parallel beside a prediction of times, got {setup.tensor_parallel}: what tensor "
+                "parallelism itself sends is not modelled. Leave out --gpu, --network and --cluster to see bytes and memory."
+            )
+        cluster = _cluster(args, setup)
+        self._gpu_memory = _gpu_memory(args.gpu_memory, cluster)
+        active = _active_share(args.active, model)
+        if args.generate is not None and args.generate < 1:
+            raise ValueError(f"expected at least one sequence for --generate, got {args.generate}")
+        self._num_sequences = args.generate
+        self._job = Job(model, setup, cluster, args.batch_tokens, args.checkpointing, active)
+        self._rows = compare(self._job, self._gpu_memory, _methods(setup))
+        self._recommendation = recommendation(self._job, self._rows) if args.recommend else ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the cluster and the predictions."""
+        times = [
+            {
+                "method": row.method,
+                "step_s": row.time.step_s,
+                "tokens_per_s": row.time.tokens_per_s(self._job),
+                "mfu": row.time.mfu(self._job),
+                "exposed": row.time.exposed,
+                "memory": row.memory,
+                "fits": row.fits,
+            }
+            for row in self._rows
+        ]
+        cluster = dataclasses.asdict(self._job.cluster)
+        return {"simulated": True, "cluster": cluster, "tokens": self._job.tokens, "times": times}
+
+    def show(self, console: Console) -> None:
+        """Print the table, and what else was asked for."""
+        console.print(time_table(self._job, self._rows, self._gpu_memory))
+        if self._num_sequences:
+            console.print(generation_table(dataclasses.replace(self._job, tokens=self._num_sequences)))
+        if self._recommendation:
+            # No markup and no wrapping: the block is there to be copied.
+            console.print(self._recommendation, markup=False, highlight=False, soft_wrap=True)
+
+
+# ---- What the arguments mean.
+
+
+def _cluster(args: argparse.Namespace, setup: Setup) -> Cluster:
+    if args.cluster:
+        return read_cluster(args.cluster).cluster(setup.world_size, setup.ranks_per_node)
+    return gpu_cluster(
+        find_gpu(args.gpu),
+        setup.world_size,
+        setup.ranks_per_node,
+        parse_rate(args.network),
+        within_rate=parse_rate(args.within) if args.within else None,
+        mfu=ATTAINABLE_MFU if args.mfu is None else args.mfu,
+    )
+
+
+def _gpu_memory(text: str | None, cluster: Cluster) -> float:
+    if text is None:
+        return cluster.device.memory
+    try:
+        memory = parse_bytes(text)
+    except ValueError:
+        memory = 0
+    if memory <= 0 or math.isinf(memory):
+        raise ValueError(f"expected a size with its unit for --gpu-memory, such as 80GB, got {text!r}")
+    return memory
+
+
+def _active_share(text: str | None, model: ModelShape) -> float:
+    if text is None:
+        return 1.0
+    count = parse_count(text)
+    if not count or count > model.num_params:
+        raise ValueError(
+            f"expected a count of at most {model.num_params} parameters for --active, such as 37B, got {text!r}"
+        )
+    return count / model.num_params
+
+
+def _methods(setup: Setup) -> tuple[str, ...]:
+    """Return the methods to compare, the settings of the job among them where no preset has them."""
+    plain = dataclasses.replace(setup.config, frozen_bits=None)
+    known = [ZeroPPConfig.resolve({"preset": preset}) for preset in PRESETS]
+    return method_names() if plain in known else (*method_names(), SETTINGS)
+
+
+# ---- Every method, and the one to recommend.
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One method of a comparison.
+
+    Attributes:
+        method: its name.
+        time: the prediction of its step.
+        memory: bytes per rank, with gathered units, without activations.
+        fits: whether that is within the memory of a GPU.
+    """
+
+    method: str
+    time: StepTime
+    memory: float
+    fits: bool
+
+
+def compare(job: Job, gpu_memory: float, methods: Iterable[str] | None = None) -> list[Row]:
+    """Return a row for each method, by default all.
+
+    Args:
+        job: the settings of its setup are read for the method ``SETTINGS`` alone.
+        gpu_memory: bytes per rank.
+        methods: names.
+    """
+    rows = []
+    for method in methods or method_names():
+        memory = memory_of(job, method)
+        rows.append(Row(method, step_time(job, method), memory, memory <= gpu_memory))
+    return rows
+
+
+def memory_of(job: Job, method: str) -> float:
+    """Return the bytes per rank under a method, with the units that are gathered at one time."""
+    job = with_method(job, method)
+    stock = fsdp2(job.model, job.setup)
+    if method == "FSDP2":
+        return stock.total + stock.gathered
+    if method in METHODS:
+        name = {"HSDP": "MiCS / HSDP", DEEPSPEED: "hpZ"}.get(method, method)
+        line = next(line for line in paper_methods(job.model, job.setup) if line.method == name)
+        # The papers' formulas leave gathered units out. Every method that shards weights holds as many as FSDP2.
+        return line.total + (0 if method == "DDP" else stock.gathered)
+    groups = job.setup.config.ranks_per_node
+    setup = dataclasses.replace(job.setup, ranks_per_node=groups) if isinstance(groups, int) else job.setup
+    line = ours(job.model, setup)
+    return line.total + line.gathered
+
+
+def fastest(rows: Iterable[Row]) -> Row | None:
+    """Return the fastest row that fits; None where none does."""
+    return min((row for row in rows if row.fits), key=lambda row: row.time.step_s, default=None)
+
+
+def recommended(rows: Iterable[Row], *, knows_changes: bool = False) -> Row | None:
+    """Return the preset to use: the most exact one that fits and is as fast as the fastest, by ``MARGIN``; None for none.
+
+    Args:
+        rows: the methods that are compared.
+        knows_changes: whether the share of weights that change in a step was given. Without that, ``"exact"`` is not recommended:
+            at the learning rates of pretraining it sends more than the others.
+    """
+    presets = [row for row in rows if row.method in PRESETS and row.fits and (knows_changes or row.method != "exact")]
+    best = fastest(presets)
+    if best is None:
+        return None
+    equal = [row for row in presets if row.time.step_s <= best.time.step_s * (1 + MARGIN)]
+    return min(equal, key=lambda row: EXACTNESS.index(row.method))
+
+
+def recommendation(job: Job, rows: list[Row]) -> str:
+    """Return the ``zeropp_config:`` block to paste, and a sentence that says why.
+
+    Raises:
+        ValueError: no preset fits the memory.
+    """
+    row = recommended(rows, knows_changes=job.setup.changed_weights is not None)
+    if row is None:
+        least = min((one for one in rows if one.method in PRESETS), key=lambda one: one.memory)
+        raise ValueError(
+            f"expected a preset that fits the memory of a GPU, got {least.memory / 1e9:.1f} GB per rank for the smallest "
+            f"({least.method}). Use more ranks, --lora, or GPUs with more memory (--gpu-memory)."
+        )
+    block: dict[str, object] = {"preset": row.method}
+    if job.setup.config.frozen_bits is not None:
+        block["frozen_bits"] = job.setup.config.frozen_bits
+    text = yaml.safe_dump({"zeropp_config": block}, sort_keys=False)
+    return f"{text}# {_reason(job, row, rows)}\n"
+
+
+def _reason(job: Job, row: Row, rows: list[Row]) -> str:
+    stock = {one.method: one for one in rows if one.method in ("FSDP2", "HSDP")}
+    others = [
+        f"{one.time.step_s:.3g} s of {one.method}{'' if one.fits else ', which does not fit'}" for one in stock.values()
+    ]
+    said = f"{row.method} is predicted to take {row.time.step_s:.3g} s per step, against {' and '.join(others)}"
+    rival = fastest(stock.values())
+    if job.setup.num_nodes == 1:
+        return f"{said}: with one node nothing crosses nodes, and FSDP2's own collectives stay."
+    if rival is not None and rival.time.step_s < row.time.step_s * (1 - MARGIN):
+        return f"{said}: here {rival.method} without this package is faster (ZEROPP_ENABLED=0 switches it off)."
+    share = row.time.network_s / row.time.step_s
+    return f"{said}; its bytes keep the network busy for {share:.0%} of the step."
+
+
+# ---- Tables.
+
+
+def time_table(job: Job, rows: Sequence[Row], gpu_memory: float) -> Table:
+    """Return a rich table with one row per method. It fits 80 columns."""
+    cluster = job.cluster
+    title = (
+        f"{job.model.name}: {cluster.num_nodes} nodes x {cluster.ranks_per_node} {cluster.device.name}\n"
+        f"{format_rate(cluster.network.rate)} attainable per node, {cluster.within.rate / 1e9:.3g} GB/s within, "
+        f"{job.tokens} tokens x {job.setup.micro_steps}"
+    )
+    result = Table(title=title, caption=_caption(job, gpu_memory), box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    result.add_column("predicted", no_wrap=True)
+    for name in ("step s", "tokens/s", "MFU", "exposed", "GB/rank", "fits"):
+        result.add_column(name, justify="right", no_wrap=True)
+    best = fastest(rows)
+    for row in rows:
+        time = row.time
+        cells = (
+            f"{time.step_s:.4g}",
+            _count(time.tokens_per_s(job)),
+            f"{time.mfu(job):.1%}",
+            f"{time.exposed:.0%}",
+            f"{row.memory / 1e9:.3g}",
+            "yes" if row.fits else "no",
+        )
+        result.add_row(row.method, *cells, style="bold" if row is best else None)
+    return result
+
+
+def generation_table(job: Job) -> Table:
+    """Return a rich table of generated tokens per second under each method."""
+    title = f"Generation: {job.tokens} sequences per rank, weights that have crossed nodes before"
+    result = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    result.add_column("predicted", no_wrap=True)
+    result.add_column("tokens/s, all ranks", justify="right")
+    for method in GENERATION_METHODS:
+        tokens_per_s = job.tokens * job.setup.world_size / token_s(job, method)
+        result.add_row(method, _count(tokens_per_s))
+    return result
+
+
+def _caption(job: Job, gpu_memory: float) -> str:
+    device = job.cluster.device
+    share = f" ({device.flops / device.peak_flops:.0%} of the peak)" if device.flops != device.peak_flops else ""
+    limit = "its memory is unknown" if math.isinf(gpu_memory) else f"it fits if at most {gpu_memory / 1e9:.3g} GB"
+    return (
+        f"Simulated, not measured. Attainable: {device.flops / 1e12:.3g} TFLOP/s{share}.\n"
+        "Exposed: the share of a step in which a rank does not compute.\n"
+        f"GB/rank is without activations; {limit}."
+    )
+
+
+def _count(number: float) -> str:
+    for factor, unit in ((1e6, "M"), (1e3, "K")):
+        if number >= factor:
+            return f"{number / factor:.3g}{unit}"
+    return f"{number:.3g}"
