@@ -5,8 +5,8 @@ Four moments need an agreement (comm/agreement.py). The first three choose colle
 - *A forward pass begins.* Every rank states which units' weights changed (freshness.py). A unit is gathered anew if it changed on
   any rank. The answers hold until that forward pass ends, in generation, and in the backward pass of the same model with its
   activation recomputation; but no longer than until an optimizer steps, should it step inside a forward pass.
-- *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. The exchange runs while the
-  model computes; its answer is needed when the first cross hop is about to start.
+- *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. On a CPU the answer is waited for
+  before the first hop starts. On an accelerator the exchange runs while the model computes.
 - *Somebody needs gradients that are pending* (pending.py): an optimizer's step, gradient clipping, a look at ``.grad``. Every
   rank states for which units.
 - *The backward pass of the last micro-step ends.* Every rank states in which units other gradients are missing than before. A
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from hf_zeropp import devices
 from hf_zeropp.comm.agreement import Agreement, Answer, Statement
 from hf_zeropp.fsdp.all_gather import due_gathers, encode_ahead, start_ahead
 from hf_zeropp.fsdp.backward import Backward, current_backward, require_backward
@@ -250,8 +251,7 @@ class Decisions:
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
         require_backward()
-        # On CPU a reduction waits for the answer where it waits for its hop. On an accelerator the host waits for no hop, so it
-        # waits for the answer here, in the second reduction of the pass, or at the end of a pass that has one reduction.
+        # On an accelerator the host waits for the answer in the second reduction of the pass, or at the end of a pass that has one.
         self.confirm_micro_step()
         self._ran.append(self._reducing[reduce])
         if reduce is self._first_trainable():
@@ -267,9 +267,11 @@ class Decisions:
                 f"run a backward pass of {'the last' if is_last else 'another'} micro-step, with gradients "
                 f"{'quantized' if quantizes else 'unquantized'}"
             )
-            # The answer is not waited for here. It has until the first node hop ends, so the exchange costs no time
-            # in backward.
             self._micro_step_answer = self._ask_debts(Moment.BACKWARD, action, detail=int(is_last) + 2 * int(quantizes))
+            # gloo ends the process of a rank that receives a hop of another size (SIGABRT). So on a CPU no hop starts before
+            # ranks know that they reduce the gradients of the same units.
+            if not devices.has_streams(self._run.topology.mesh.device_type):
+                self.confirm_micro_step()
 
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
