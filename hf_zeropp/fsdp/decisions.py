@@ -5,8 +5,8 @@ Four moments need an agreement (comm/agreement.py). The first three choose colle
 - *A forward pass begins.* Every rank states which units' weights changed (freshness.py). A unit is gathered anew if it changed on
   any rank. The answers hold until that forward pass ends, in generation, and in the backward pass of the same model with its
   activation recomputation; but no longer than until an optimizer steps, should it step inside a forward pass.
-- *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. On a CPU the answer is waited for
-  before the first hop starts. On an accelerator the exchange runs while the model computes.
+- *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. On a CPU the answer is waited
+  for before the first hop starts. On an accelerator the exchange runs while the model computes.
 - *Somebody needs gradients that are pending* (pending.py): an optimizer's step, gradient clipping, a look at ``.grad``. Every
   rank states for which units.
 - *The backward pass of the last micro-step ends.* Every rank states in which units other gradients are missing than before. A
@@ -251,7 +251,7 @@ class Decisions:
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
         require_backward()
-        # On an accelerator the host waits for the answer in the second reduction of the pass, or at the end of a pass that has one.
+        # On an accelerator the host waits for the answer in the second reduction, or at the end of a pass that has one reduction.
         self.confirm_micro_step()
         self._ran.append(self._reducing[reduce])
         if reduce is self._first_trainable():
