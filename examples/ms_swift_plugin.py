@@ -4,6 +4,6 @@ NPROC_PER_NODE=8 swift sft --model Qwen/Qwen3-8B --tuner_type lora --dataset tat
     --external_plugins examples/ms_swift_plugin.py --fsdp examples/configs/ms_swift_fsdp.json
 """
 
-from hf_zeropp.integrations.unmodified import put_in_force
+from hf_zeropp.integrations.launch.unmodified import put_in_force
 
 put_in_force()

@@ -18,13 +18,12 @@ from rich.text import Text
 
 from hf_zeropp import ops
 from hf_zeropp.compat import TESTED
-from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.estimate import measured_cluster, memory_and_bytes, memory_report, step_time_report
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import CHANGED_WEIGHTS, OPTIMIZER_STATE_BYTES, Setup
 from hf_zeropp.ops.frozen_format import FROZEN_BITS
 from hf_zeropp.sizes import parse_count
-from hf_zeropp.switch import is_enabled
 
 # The modules of integrations are imported by the commands that need them: parts of Transformers take seconds to import,
 # and ``env`` must run where they cannot be imported.
@@ -39,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     # ``launch`` does not go through the parser. argparse would take the flags of Accelerate and of the script for its
     # own, and would refuse those that it does not know.
     if argv[:1] == ["launch"]:
-        from hf_zeropp.integrations.launch import launch
+        from hf_zeropp.integrations.launch.command import launch
 
         launch(argv[1:])
         return

@@ -31,10 +31,22 @@ ENV_PREFIX = "ZEROPP_"
 ENV_CONFIG_FILE = "ZEROPP_CONFIG_FILE"
 ENV_CHECK = "ZEROPP_CHECK"
 ENV_ENABLED = "ZEROPP_ENABLED"
+"""The switch that goes over all settings: see ``is_enabled``."""
 BLOCK = "zeropp_config"
 """The key under which a file of another program (Accelerate's) holds our settings."""
 ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"})
 """Variables with our prefix that are no fields of the config."""
+
+_SWITCH_WORDS = {
+    "1": True,
+    "true": True,
+    "yes": True,
+    "on": True,
+    "0": False,
+    "false": False,
+    "no": False,
+    "off": False,
+}
 
 DEFAULT_BITS = 8
 WEIGHT_MODES = ("values", "delta", "exact", "auto")
@@ -246,6 +258,23 @@ class ZeroPPConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, fit for JSON and for ``from_dict``."""
         return dataclasses.asdict(self)
+
+
+def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
+    """Return what ``ZEROPP_ENABLED`` says; True where it is not set. With 0 the job runs on FSDP2's own collectives.
+
+    It is no setting. Settings say how ZeRO++ runs, and a script that passes its own in Python reads none of the environment. The
+    switch goes over all of them, so that a job can be compared with stock FSDP2 without a change in its files.
+
+    Raises:
+        ValueError: it is neither yes nor no.
+    """
+    text = (os.environ if environ is None else environ).get(ENV_ENABLED, "1")
+    if (answer := _SWITCH_WORDS.get(text.strip().lower())) is None:
+        raise ValueError(
+            f"{ENV_ENABLED} must be one of {', '.join(_SWITCH_WORDS)}, got {text!r}. Set 0 for stock FSDP2, or unset it."
+        )
+    return answer
 
 
 def field_names() -> tuple[str, ...]:

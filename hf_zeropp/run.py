@@ -21,7 +21,7 @@ import os
 import runpy
 import sys
 
-from hf_zeropp.integrations.unmodified import check_use, put_in_force
+from hf_zeropp.integrations.launch.unmodified import check_use, put_in_force
 
 USAGE = "usage: python -m hf_zeropp.run [-m] SCRIPT [ARGUMENTS]"
 

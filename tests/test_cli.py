@@ -14,8 +14,8 @@ import yaml
 from hf_zeropp import cli
 from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.integrations import launch as launcher
-from hf_zeropp.integrations.launch import with_config_file
+from hf_zeropp.integrations.launch import command as launcher
+from hf_zeropp.integrations.launch.command import with_config_file
 
 ACCELERATE = {
     "compute_environment": "LOCAL_MACHINE",

@@ -17,7 +17,7 @@ import pytest
 import hf_zeropp
 from hf_zeropp import ZeroPPConfig
 from hf_zeropp.comm import node_memory
-from hf_zeropp.integrations.launch import launch
+from hf_zeropp.integrations.launch.command import launch
 from hf_zeropp.ops import native
 
 PACKAGE = Path(__file__).parent.parent / "hf_zeropp"

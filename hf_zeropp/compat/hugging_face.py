@@ -33,7 +33,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     has("accelerate.state:PartialState", "distributed_type", "integrations.accelerate",
         "Each AcceleratorState copies this value over its own. If it moved: on CPU a model is replicated, and not "
         "sharded.", silent=True),
-    has("accelerate.state:AcceleratorState", "_shared_state", "integrations.accelerate integrations.unmodified",
+    has("accelerate.state:AcceleratorState", "_shared_state", "integrations.accelerate integrations.launch.unmodified",
         "Whether an Accelerator was built before, and with which plugin."),
     has("accelerate.state:PartialState", "_shared_state", "integrations.accelerate",
         "The values that every PartialState of the process shares."),
@@ -46,12 +46,12 @@ HUGGING_FACE: tuple[Seam, ...] = (
     accepts("accelerate.utils:save_fsdp_optimizer",
         "fsdp_plugin model output_dir optimizer_index", "integrations.accelerate_checkpoints",
         "The folder and the model are among its arguments. If it moved: KeyError when a checkpoint is saved."),
-    reads("accelerate:Accelerator.__init__", "ACCELERATE_USE_FSDP", "integrations.unmodified",
+    reads("accelerate:Accelerator.__init__", "ACCELERATE_USE_FSDP", "integrations.launch.unmodified",
         "The launcher asks for FSDP by this variable. A script that passes no plugin then gets ours. If it moved: "
         "such a script trains without ZeRO++, and the first optimizer step raises."),
-    has("accelerate.commands.config.config_args", "default_config_file", "integrations.launch",
+    has("accelerate.commands.config.config_args", "default_config_file", "integrations.launch.command",
         "The config file that Accelerate reads where no flag names one. It may hold a `zeropp_config:` block."),
-    has("accelerate.commands.launch", "launch_command launch_command_parser", "integrations.launch",
+    has("accelerate.commands.launch", "launch_command launch_command_parser", "integrations.launch.command",
         "`hf-zeropp launch` delegates to `accelerate launch`."),
     # Transformers: the Trainer
     # The list could stay importable while the Trainer takes its defaults from elsewhere, so its code is searched.
@@ -67,10 +67,10 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule. If it "
         "moved: a run resumed with deltas differs from the unbroken one.", silent=True),
     has("transformers.trainer:Trainer",
-        "_save_checkpoint _save_rng_state _get_output_dir", "integrations.trainer_resume",
+        "_save_checkpoint _save_rng_state _get_output_dir", "integrations.resume",
         "The mark of a whole checkpoint is removed before the first, and comes after the second on all ranks."),
     reads("transformers.trainer:Trainer._save_checkpoint",
-        "_save_rng_state save_to_json rotate_checkpoints", "integrations.trainer_resume",
+        "_save_rng_state save_to_json rotate_checkpoints", "integrations.resume",
         "Its own last file of each rank, the mark, and the deletion of older checkpoints, in this order. If it "
         "moved: a checkpoint may be taken for whole, and older ones deleted, while a rank still writes.", silent=True),
     has("transformers.training_args:TrainingArguments", "fsdp_plugin_args", "integrations.trainer",

@@ -1,4 +1,4 @@
-"""What is estimated: how a model is trained (``Setup``), and on which cluster, with how many tokens (``Job``)."""
+"""The job that is estimated: how a model is trained (``Setup``), on which cluster and with how many tokens (``Job``)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 With LoRA nearly all weights are frozen. Nothing updates them, so it is enough to store INT8 or INT4 codes
 (ops/frozen_format.py). Packing turns each frozen ``weight`` of a module into two parameters, ``weight_codes`` and
 ``weight_scales``, and the module's class into a subclass of itself. ``module.weight`` remains, as a ``PackedWeight``: a tensor
-that knows its shape and dtype, and decodes when somebody computes with it. So PEFT wraps, merges and unmerges packed layers,
+that knows its shape and dtype, and decodes when it is computed with. So PEFT wraps, merges and unmerges packed layers,
 DoRA takes norms of their weights, and ``tie_weights`` ties them, without code for packed layers in any of these.
 
 The codes and scales are the parameters, rather than one tensor subclass that holds both, because plain tensors of bytes need
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -73,7 +74,7 @@ def packed_property(name: str) -> property:
     """Return the property of a class through which the packed weight ``name`` is read."""
 
     def read(self: Packed) -> PackedWeight:
-        if name in self._parameters.taken_out:  # nn.Module then says that there is no such attribute
+        if name not in self._parameters:  # a parametrization has taken it out: there is no such attribute
             raise AttributeError(name)
         return self.packed_weight(name)
 
@@ -86,12 +87,17 @@ class Packed(nn.Module):
     A packed weight can be read (``module.weight``), assigned to (it is packed again: PEFT merges this way) and tied (by
     assigning another module's packed weight), but not trained.
 
+    Its name stays among the module's parameters, registered as None, which is how ``nn.Module`` writes that a parameter has no
+    tensor of its own: nothing iterates over it or saves it. ``torch.nn.utils.parametrize`` asks whether a module has a parameter,
+    deletes it, and registers it again at the end. PEFT adds its adapters on fused experts (``target_parameters``) this way.
+
     Attributes:
         packed_forms: how each packed weight decodes, by its name.
+        scratch: where weights are decoded on CPU.
     """
 
     packed_forms: dict[str, PackedForm]
-    _parameters: _Parameters
+    scratch: Scratch
     _write_histories: dict[str, WriteHistory]
     _units: dict[str, Gatherer]
 
@@ -140,7 +146,7 @@ class Packed(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter. A packed weight that comes back from a parametrization is there already."""
         if isinstance(param, PackedWeight) and name in self.packed_forms:
-            self._parameters.taken_out.discard(name)
+            self._parameters[name] = None
         else:
             super().register_parameter(name, param)
 
@@ -191,31 +197,6 @@ class Packed(nn.Module):
                 "(skip=[...] of quantize_frozen or ZeroPPQuantConfig), or train an adapter on it."
             )
         return super().requires_grad_(requires_grad)
-
-
-class _Parameters(dict[str, nn.Parameter | None]):
-    """A packed module's parameters. Its packed weights count as contained, though codes and scales alone are stored.
-
-    ``torch.nn.utils.parametrize`` asks whether a module has a parameter, takes it out, and puts it back at the end. With these
-    answers it works on packed weights: PEFT adds its adapters on fused experts (``target_parameters``) this way.
-
-    Attributes:
-        taken_out: names of packed weights that are taken out at present.
-    """
-
-    def __init__(self, params: dict[str, nn.Parameter | None] | None = None) -> None:
-        super().__init__(params or {})
-        self.taken_out: set[str] = set()
-
-    def __contains__(self, name: object) -> bool:
-        is_packed = super().__contains__(f"{name}{CODES}") and name not in self.taken_out
-        return is_packed or super().__contains__(name)
-
-    def __delitem__(self, name: str) -> None:
-        if super().__contains__(name):
-            super().__delitem__(name)
-        else:
-            self.taken_out.add(name)  # the codes stay where they are
 
 
 class PackedLinear(Packed, nn.Linear):
@@ -307,22 +288,52 @@ def _multiply(
     return F.linear(input, _decode_to_scratch(codes, scales, columns, format, input.dtype), bias)
 
 
-_scratch: dict[torch.dtype, Tensor] = {}
+class Scratch:
+    """Memory in which layers decode their weights on CPU, one weight after the other: one buffer per dtype.
+
+    A fresh allocation of that size costs several times what the kernel does. Other devices have caching allocators. All packed
+    modules of the process hold the same object, and it is freed with the last of them.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[torch.dtype, Tensor] = {}
+
+    def __reduce__(self) -> tuple[Callable[[], Scratch], tuple[()]]:
+        # A module that was copied or unpickled holds the object of its process.
+        return shared_scratch, ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the largest buffer."""
+        return max((buffer.nbytes for buffer in self._buffers.values()), default=0)
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Return memory [numel], which is valid until the next call. A buffer is as large as the largest weight so far."""
+        if dtype not in self._buffers or self._buffers[dtype].numel() < numel:
+            with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
+                self._buffers[dtype] = torch.empty(numel, dtype=dtype)
+        return self._buffers[dtype][:numel]
+
+
+_living_scratch: weakref.ref[Scratch] | None = None
+"""The object that packed modules hold, for as long as they do."""
+
+
+def shared_scratch() -> Scratch:
+    """Return the object that packed modules hold, or a new one where there is none."""
+    global _living_scratch
+    scratch = None if _living_scratch is None else _living_scratch()
+    if scratch is None:
+        scratch = Scratch()
+        _living_scratch = weakref.ref(scratch)
+    return scratch
 
 
 def _decode_to_scratch(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight [rows, columns], which is valid until the next call.
-
-    On CPU it lies in one buffer per dtype, as large as the largest weight so far: a fresh allocation of that size costs
-    several times what the kernel does. Other devices have caching allocators.
-    """
+    """Return the dense weight [rows, columns]. On CPU it is valid until the next call."""
     if devices.has_streams(codes.device) or torch.compiler.is_compiling():
         return frozen_format.unpack(codes, scales, columns, format, dtype)
-    numel = codes.shape[0] * columns
-    if dtype not in _scratch or _scratch[dtype].numel() < numel:
-        with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
-            _scratch[dtype] = torch.empty(numel, dtype=dtype)
-    out = _scratch[dtype][:numel].view(-1, columns)
+    out = shared_scratch().take(codes.shape[0] * columns, dtype).view(-1, columns)
     return frozen_format.unpack(codes, scales, columns, format, dtype, out)
 
 
@@ -359,7 +370,8 @@ def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: to
     module.__class__ = _packed_class(type(module), name)  # type: ignore[arg-type]  # classes are hashable
     packed = cast(Packed, module)
     packed.packed_forms = forms
-    packed._parameters = _Parameters(packed._parameters)
+    packed.scratch = shared_scratch()
+    packed._parameters[name] = None
     codes = torch.empty(*shape[:-1], format.code_columns(shape[-1]), dtype=torch.uint8, device="meta")
     scales = torch.empty(*shape[:-1], format.scale_columns(shape[-1]), dtype=torch.uint8, device="meta")
     set_packed(packed, name, codes, scales)

@@ -43,7 +43,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_zeropp.apply import apply_zeropp, get_handle
 from hf_zeropp.compat import check_seams
-from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.first_use import on_first_use
 from hf_zeropp.fsdp.units import without_compile_wrapper
 from hf_zeropp.generation import install_generate
@@ -51,7 +51,6 @@ from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.accelerate_frozen import patch_prepare, prepare_frozen
 from hf_zeropp.integrations.wrap_policy import block_names
-from hf_zeropp.switch import is_enabled
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@
     fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}
 
 Axolotl's trainers are those of Transformers and TRL, so the plugin does what ``hf-zeropp launch`` does for scripts that do not
-know this package (unmodified.py), in every rank that Axolotl starts.
+know this package (launch/unmodified.py), in every rank that Axolotl starts.
 
 Axolotl replaces the function with which Accelerate shards a model by one of its own. That one does not let a plugin keep
 parameters from being sharded, and would shard frozen weights a second time. So Accelerate's own is put back. What Axolotl's adds
@@ -23,7 +23,7 @@ from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 
-from hf_zeropp.integrations.unmodified import put_in_force
+from hf_zeropp.integrations.launch.unmodified import put_in_force
 
 
 class ZeroPPArgs(BaseModel):

@@ -55,8 +55,8 @@ from hf_zeropp.integrations.accelerate import (
     use_plugin,
 )
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
+from hf_zeropp.integrations.resume import patch_trainer
 from hf_zeropp.integrations.step_log import StepLog
-from hf_zeropp.integrations.trainer_resume import patch_trainer
 
 logger = logging.getLogger(__name__)
 

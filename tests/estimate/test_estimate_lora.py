@@ -56,7 +56,7 @@ def hold_and_send_one(bits: int | None, tied: bool) -> dict[str, float]:
     optimizer.step()
     reset_accelerate()
     trained = [param for param in model.parameters() if param.requires_grad]
-    decoded = 0 if bits is None else max(buffer.nbytes for buffer in modules._scratch.values())
+    decoded = 0 if bits is None else modules.shared_scratch().nbytes
     return {
         "parameters": sum(map(local, trained)),
         "gradients": sum(local(param.grad) for param in trained),

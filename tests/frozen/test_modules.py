@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens, trainable
 from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, compat, quantize_frozen
+from hf_zeropp.frozen import modules
 from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear
 from hf_zeropp.frozen.packing import pack_weight, packable_weights
 from hf_zeropp.frozen.weight import PackedWeight
@@ -48,6 +51,32 @@ def test_forward_and_backward_equal_a_linear_layer_with_the_decoded_weight(num_i
     ours.float().square().sum().backward()
     theirs.float().square().sum().backward()
     torch.testing.assert_close(x.grad, y.grad, atol=10 * tolerance, rtol=10 * tolerance)
+
+
+def test_a_packed_weight_is_a_parameter_without_a_tensor():
+    """The dictionary is torch's own, and says of itself what it holds: the name is there, and codes and scales have tensors."""
+    packed = quantize_frozen(frozen_linear(), 4)
+    assert type(packed._parameters) is dict and packed._parameters["weight"] is None
+    assert sorted(packed._parameters) == ["bias", "weight", "weight_codes", "weight_scales"]
+    assert [name for name, _ in packed.named_parameters()] == ["bias", "weight_codes", "weight_scales"]
+    assert list(packed.state_dict()) == ["bias", "weight_codes", "weight_scales"]
+
+
+def test_the_scratch_is_freed_with_the_last_packed_module(monkeypatch):
+    monkeypatch.setattr(modules, "_living_scratch", None)  # packed modules of other tests have another one
+    layers = [quantize_frozen(frozen_linear(), bits) for bits in (4, 8)]
+    layers.append(copy.deepcopy(layers[0]))
+    for layer in layers:
+        layer(torch.ones(40, 140))
+    scratch = layers[0].scratch
+    assert scratch.nbytes >= 60 * 140 * 4 and all(layer.scratch is scratch for layer in layers)
+    ended = weakref.ref(scratch)
+    del scratch, layer, layers[1:]
+    gc.collect()
+    assert ended() is layers[0].scratch
+    layers.clear()
+    gc.collect()
+    assert ended() is None
 
 
 def test_a_trainable_bias_learns_beside_a_packed_weight():

@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from harness import free_port
 from test_unmodified import save_model_and_data
 
-from hf_zeropp.integrations import unmodified
+from hf_zeropp.integrations.launch import unmodified
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/configs/axolotl_lora.yaml"

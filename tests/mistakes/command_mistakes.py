@@ -36,7 +36,7 @@ def launch(
         Path("config.yaml").write_text(yaml.safe_dump(FSDP2 | change))
         # A job that starts is a mistake that was not noticed.
         device = mock.patch("torch.accelerator.is_available", return_value=has_device)
-        with device, mock.patch("hf_zeropp.integrations.launch.launch_command") as started:
+        with device, mock.patch("hf_zeropp.integrations.launch.command.launch_command") as started:
             cli.main(["launch", "--config_file", "config.yaml", *line.split()])
         assert not started.called, "a job was started"
 

@@ -22,7 +22,7 @@ from transformers import Trainer
 
 from hf_zeropp import ZeroPPCallback, ZeroPPPlugin, apply_zeropp, generation_mode
 from hf_zeropp import plan as plan_module
-from hf_zeropp.integrations.unmodified import FirstSteps
+from hf_zeropp.integrations.launch.unmodified import FirstSteps
 
 NODES = {"ranks_per_node": 2}
 

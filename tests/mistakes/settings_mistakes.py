@@ -9,7 +9,7 @@ from typing import Any
 from catalogue import Mistake
 
 from hf_zeropp import ZeroPPConfig, ops
-from hf_zeropp.switch import is_enabled
+from hf_zeropp.config import is_enabled
 
 
 def settings(name: str, *words: str, **values: Any) -> Mistake:

@@ -21,7 +21,6 @@ LAYERS = [
     "setting_checks",
     "other_names",
     "config",
-    "switch",
     "sizes",
     "devices",
     "compat",

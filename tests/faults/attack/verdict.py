@@ -22,7 +22,7 @@ from attack.fault import HARMLESS, Fault
 from attack.jobs import End, Order
 from attack.place import heal, processes_left, shared_memory_files, small_disk, temporary_files
 from attack.strike import STRUCK
-from hf_zeropp.integrations.trainer_resume import why_not_whole
+from hf_zeropp.integrations.resume import why_not_whole
 
 TIMEOUT_S = 20.0
 """The timeout of the ranks' process groups."""

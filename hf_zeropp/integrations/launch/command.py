@@ -5,7 +5,7 @@ is taken out of the file here and travels as a file of its own, which the variab
 rank reads. The ranks run ``hf_zeropp.run``, which puts the settings in force and then runs the script. All flags are
 Accelerate's.
 
-Mistakes are looked for before anything starts (``launch_checks.py``), and end the command with one line.
+Mistakes are looked for before anything starts (``checks.py``), and end the command with one line.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ import yaml
 from accelerate.commands.config.config_args import default_config_file
 from accelerate.commands.launch import launch_command, launch_command_parser
 
-from hf_zeropp.config import BLOCK, ENV_CONFIG_FILE, ZeroPPConfig
+from hf_zeropp.config import BLOCK, ENV_CONFIG_FILE, ZeroPPConfig, is_enabled
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
-from hf_zeropp.integrations.launch_checks import check_job, check_keys, check_script
-from hf_zeropp.switch import is_enabled
+from hf_zeropp.integrations.launch.checks import check_job, check_keys, check_script
 
 RUNNER = "hf_zeropp.run"
 

@@ -27,10 +27,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zeropp.apply import has_handles
-from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig
+from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_ranks_meet
-from hf_zeropp.switch import is_enabled
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from harness import RankError, run_ranks
 from trainer_runs import build_trainer, losses
 from transformers import Trainer
 
-from hf_zeropp.integrations import trainer_resume
-from hf_zeropp.integrations.trainer_resume import MARK, last_whole_checkpoint, why_not_whole
+from hf_zeropp.integrations import resume
+from hf_zeropp.integrations.resume import MARK, last_whole_checkpoint, why_not_whole
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
 
@@ -56,13 +56,13 @@ def look_from_two_sides(rank: int, folder: str) -> dict[str, object]:
     logs: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())
-    trainer_resume.logger.addHandler(handler)
+    resume.logger.addHandler(handler)
     if rank == 1:
-        look = trainer_resume.why_not_whole
-        trainer_resume.why_not_whole = lambda path: "it is cut off" if str(path).endswith("-20") else look(path)
+        look = resume.why_not_whole
+        resume.why_not_whole = lambda path: "it is cut off" if str(path).endswith("-20") else look(path)
     seen["one rank differs"] = last_whole_checkpoint(folder)
-    seen["explicit"] = error_of(trainer_resume._resolve, os.path.join(folder, "checkpoint-20"), folder)
-    seen["none"] = error_of(trainer_resume._resolve, True, os.path.join(folder, "empty"))
+    seen["explicit"] = error_of(resume._resolve, os.path.join(folder, "checkpoint-20"), folder)
+    seen["none"] = error_of(resume._resolve, True, os.path.join(folder, "empty"))
     return seen | {"logs": logs}
 
 
