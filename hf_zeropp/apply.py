@@ -27,9 +27,9 @@ from hf_zeropp.fsdp.comm_objects import CountedWeightGather, WeightGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.frozen_copies import compare_frozen
 from hf_zeropp.fsdp.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
+from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
-from hf_zeropp.fsdp.reduce_scatter import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.secondary_check import SecondaryCheck
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
@@ -182,9 +182,8 @@ def _gather_hops(run: Run) -> TwoHopGather:
 
 def _reduce_hops(run: Run) -> TwoHopReduce:
     node = Hop(REDUCE_NODE, run.topology.node_group, run.traffic, is_async=run.overlaps_by_itself)
-    # With streams of their own, FSDP2 goes on before cross hops have ended.
-    is_async = run.overlaps_by_itself or run.beside is not None
-    cross = Hop(REDUCE_CROSS, run.topology.cross_group, run.traffic, is_async=is_async)
+    # With streams too, FSDP2 goes on before cross hops have ended.
+    cross = Hop(REDUCE_CROSS, run.topology.cross_group, run.traffic, is_async=run.config.overlap)
     return TwoHopReduce(node, cross, run.buffers, getattr(torch, run.config.qgz_accumulator))
 
 

@@ -16,7 +16,7 @@ from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
 from hf_zeropp.fsdp.comm_objects import CommObject
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.frozen_gather import FrozenGather
-from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.traffic import Bytes

@@ -25,7 +25,7 @@ from hf_zeropp.comm.topology import ShardGroups, count_on_each_node, detect_rank
 from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.first_use import is_running
-from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.secondary_check import wants_check
 from hf_zeropp.fsdp.units import Unit, find_units
 

@@ -30,8 +30,8 @@ class ReduceLayouts:
 class TwoHopReduce:
     """Sum of flat gradients over the world, of which each rank receives its slice.
 
-    One micro-step calls ``start`` and then ``accumulate``, which keeps partial sums. The last one calls ``start``,
-    ``cross_over`` and ``finish``. ``start_across`` takes the place of the first two where partial sums are all there is. On
+    One micro-step calls ``start_node_hop`` and then ``accumulate``, which returns partial sums. The last one calls
+    ``start_node_hop``, ``start_cross_hop`` and ``finish``. The first of these is left out where partial sums are all there is. On
     every rank of the world these calls must come in the same order.
 
     Sums are taken in fp32 and in rank order, so every run and every backend gives the same bits.
@@ -51,7 +51,17 @@ class TwoHopReduce:
         self._buffers = buffers
         self._accumulator = accumulator
 
-    def start(self, full: torch.Tensor, layouts: ReduceLayouts) -> Flight:
+    @property
+    def has_node_hop(self) -> bool:
+        """Whether anything moves within the node."""
+        return self.node_hop.size > 1
+
+    @property
+    def num_ranks(self) -> int:
+        """The number W of ranks in the world."""
+        return self.node_hop.size * self.cross_hop.size
+
+    def start_node_hop(self, full: torch.Tensor, layouts: ReduceLayouts) -> Flight:
         """Start the node hop: send each rank of the node its part of this rank's gradients.
 
         Args:
@@ -61,9 +71,9 @@ class TwoHopReduce:
         Returns:
             The hop under way. With one rank per node nothing moves, and it holds ``full`` itself.
         """
-        if self.node_hop.size == 1:
+        if not self.has_node_hop:
             return Flight(full)
-        num_bytes = self.node_hop.size * self.cross_hop.size * layouts.node_hop.nbytes
+        num_bytes = self.num_ranks * layouts.node_hop.nbytes
         wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
         # The gradients lie as [y, x] and are encoded as [x, y] (``slice_rows``): part x of the wire, the slices of
         # cross group x in all nodes, is then one run of bytes, which the all-to-all sends to rank x of this node.
@@ -74,75 +84,76 @@ class TwoHopReduce:
         """Finish the node hop of a micro-step that is not the last: add what arrived to the partial sums.
 
         Args:
-            flight: result of ``start``.
-            layouts: those that ``start`` was called with.
+            flight: result of ``start_node_hop``.
+            layouts: those that ``start_node_hop`` was called with.
             partial: partial sums of earlier micro-steps, fp32 or bf16 [Y * S], changed in place; None at the first.
 
         Returns:
             The partial sums, this micro-step included, in the accumulator's dtype.
         """
         # Sums are taken in fp32, also of partial sums in bf16: one unit at a time has an fp32 copy of them.
-        total = self._add_up(flight, layouts, _in_fp32(partial))
+        total = None if partial is None else partial.float()
+        if not self.has_node_hop:
+            # The caller owns the gradients and may free or reuse their memory, so the first micro-step copies them.
+            full = flight.received
+            total = full.to(torch.float32, copy=True) if total is None else total.add_(full)
+        else:
+            received, initial = flight.land(self._buffers), total
+            if total is None:
+                total = _new_partial((self.cross_hop.size, layouts.node_hop.numel), torch.float32, received.device)
+            # ``initial`` and ``out`` may be one tensor, since the kernel reads an element before it writes it.
+            ops.dequantize_sum(received, layouts.node_hop, num_sources=self.node_hop.size, initial=initial, out=total)
+            self._buffers.give(received)
         if self._accumulator == torch.float32:
             return total
         rounded = _new_partial(tuple(total.shape), self._accumulator, total.device) if partial is None else partial
         return rounded.copy_(total)
 
-    def _add_up(self, flight: Flight, layouts: ReduceLayouts, partial: torch.Tensor | None) -> torch.Tensor:
-        """Finish the node hop, and add what arrived to ``partial`` [Y * S], in fp32 and in place."""
-        if self.node_hop.size == 1:
-            received = flight.received
-            # The caller owns the gradients and may free or reuse their memory, so the first micro-step copies them.
-            return received.to(torch.float32, copy=True) if partial is None else partial.add_(received)
-        received = flight.land(self._buffers)
-        shape = (self.cross_hop.size, layouts.node_hop.numel)
-        total = _new_partial(shape, torch.float32, received.device) if partial is None else partial
-        # ``initial`` and ``out`` may be one tensor, since the kernel reads an element before it writes it.
-        ops.dequantize_sum(received, layouts.node_hop, num_sources=self.node_hop.size, initial=partial, out=total)
-        self._buffers.give(received)
-        return total
-
-    def cross_over(self, flight: Flight, layouts: ReduceLayouts, partial: torch.Tensor | None) -> Flight:
-        """Finish the node hop of the last micro-step, and start the cross hop with the sums of all micro-steps.
+    def start_cross_hop(
+        self, layouts: ReduceLayouts, partial: torch.Tensor | None, flight: Flight | None = None
+    ) -> Flight:
+        """Encode partial sums, and start the cross hop: send each node its slices.
 
         Args:
-            flight: result of ``start``.
-            layouts: those that ``start`` was called with.
-            partial: partial sums of earlier micro-steps, fp32 or bf16 [Y * S]; None where there are none. They are used up.
+            layouts: those that ``start_node_hop`` was called with.
+            partial: partial sums of earlier micro-steps, fp32 or bf16 [Y * S]; None if there are none. They are used up.
+            flight: result of ``start_node_hop`` in the last micro-step, which is finished, and added to the partial sums. None
+                where they are all there is.
 
         Returns:
             The cross hop under way.
         """
-        partial = _in_fp32(partial)
-        if self.node_hop.size == 1:
-            full = flight.received
-            return self.start_across(full if partial is None else partial.add_(full), layouts)
-        received = flight.land(self._buffers)
-        wire = self._buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, received.device)
-        # One kernel decodes, sums and encodes block by block: the fp32 sums never go through memory.
-        ops.dequantize_sum_quantize(
-            received,
-            layouts.node_hop,
-            layouts.cross_hop,
-            num_sources=self.node_hop.size,
-            initial=partial,
-            out=wire,
-        )
-        # The buffer is free before the cross hop starts: its receive buffer may be this one.
-        self._buffers.give(received)
-        return self._exchange_across(wire)
-
-    def start_across(self, partial: torch.Tensor, layouts: ReduceLayouts) -> Flight:
-        """Start the cross hop with partial sums [Y * S] alone, where no gradients of a last micro-step come."""
-        wire = self._buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, partial.device)
-        ops.quantize(partial, layouts.cross_hop, out=wire)
-        return self._exchange_across(wire)
+        if flight is not None and self.has_node_hop:
+            received = flight.land(self._buffers)
+            wire = self._buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, received.device)
+            # One kernel decodes, sums and encodes block by block: the fp32 sums never go through memory.
+            ops.dequantize_sum_quantize(
+                received,
+                layouts.node_hop,
+                layouts.cross_hop,
+                num_sources=self.node_hop.size,
+                initial=None if partial is None else partial.float(),
+                out=wire,
+            )
+            # The buffer is free before the cross hop starts: its receive buffer may be this one.
+            self._buffers.give(received)
+        else:
+            sums = partial
+            if flight is not None:
+                sums = flight.received if partial is None else partial.float().add_(flight.received)
+            assert sums is not None
+            wire = self._buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, sums.device)
+            ops.quantize(sums, layouts.cross_hop, out=wire)
+        if self.cross_hop.size == 1:  # one node: the sums are encoded and decoded all the same, but stay here
+            return Flight(wire)
+        received = self._buffers.take(wire.numel(), wire.device)
+        return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
 
     def finish(self, flight: Flight, layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
         """Finish the cross hop: output [S] <- scale * (sum over the world).
 
         Args:
-            flight: result of ``cross_over`` or ``start_across``.
+            flight: result of ``start_cross_hop``.
             layouts: those that it was called with.
             output: this rank's slice of the sum, written.
             scale: factor of the sum, such as 1/W for a mean.
@@ -160,18 +171,8 @@ class TwoHopReduce:
 
     def __call__(self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, *, scale: float = 1.0) -> None:
         """Run both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
-        self.finish(self.cross_over(self.start(full, layouts), layouts, None), layouts, output, scale)
-
-    def _exchange_across(self, wire: torch.Tensor) -> Flight:
-        if self.cross_hop.size == 1:  # one node: the sums are encoded and decoded all the same, but stay here
-            return Flight(wire)
-        received = self._buffers.take(wire.numel(), wire.device)
-        return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
-
-
-def _in_fp32(partial: torch.Tensor | None) -> torch.Tensor | None:
-    """Return partial sums in fp32: themselves, or a copy of those in bf16."""
-    return None if partial is None else partial.float()
+        flight = self.start_cross_hop(layouts, None, self.start_node_hop(full, layouts))
+        self.finish(flight, layouts, output, scale)
 
 
 @torch.inference_mode(False)

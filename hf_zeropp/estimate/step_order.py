@@ -1,7 +1,7 @@
 """The order in which a rank issues the tasks of one optimizer step: on gloo, and on accelerators.
 
 On gloo there are no streams, and every collective that FSDP2 calls blocks the thread that computes. This package starts hops
-early and finishes them late (``fsdp/overlap.py``):
+early and finishes them late (``fsdp/gradients/drivers.py``):
 
 - When a forward pass begins, all stale units are encoded, and their cross hops are started. Each ends when its unit is needed.
 - A unit's reduction has three stages, each one unit behind the one before it: encode and start the node hop; sum, encode and
@@ -35,7 +35,7 @@ from collections.abc import Sequence
 
 from hf_zeropp.estimate.simulation import WIRE, Program, Stage
 from hf_zeropp.estimate.unit_work import UnitWork
-from hf_zeropp.fsdp.overlap import MAX_CROSSING
+from hf_zeropp.fsdp.gradients.drivers import MAX_CROSSING
 
 MAIN, CROSS = "compute", "cross hops"
 NODE = "node hops"
@@ -109,7 +109,7 @@ class _BlockingOrder:
 
 
 class _Pipeline:
-    """Reductions under way, as ``ReducePipeline`` moves them."""
+    """Reductions under way, as ``GlooDriver`` moves them."""
 
     def __init__(self, program: Program) -> None:
         self._program = program

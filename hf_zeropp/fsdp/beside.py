@@ -16,17 +16,13 @@ until the network is free for it. Therefore a cross hop is called one unit ahead
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from hf_zeropp import devices
-
-MAX_WAITING = 1
-"""Reductions behind which the next one may start before their cross hop has ended: bounds the wire buffers of a slow network."""
 
 
 class Crossing(Protocol):
@@ -91,67 +87,12 @@ class GathersAhead:
                     gather.start_ahead()
 
 
-class _Held(NamedTuple):
-    """Memory of a reduction whose cross hop runs on one stream, while the stream that the memory belongs to goes on.
-
-    Attributes:
-        owner: FSDP2's stream of reductions, to which the memory returns.
-        stream: FSDP2's stream for all-reduces, on which it is still used.
-        tensors: the memory.
-    """
-
-    owner: torch.Stream
-    stream: torch.Stream
-    tensors: Sequence[torch.Tensor]
-
-
-class ReductionsBehind:
-    """Memory of reductions whose cross hop runs on FSDP2's stream for all-reduces, while their stream goes on.
-
-    The memory belongs to the stream of reductions, where the next one would get it at once. It is held until that stream has
-    waited for the cross hop. Roots have streams of their own, so the memory's own stream waits, whichever root comes next.
-    """
-
-    def __init__(self) -> None:
-        self._held: deque[tuple[torch.Event, _Held]] = deque()
-        self._last: _Held | None = None
-        self._owner: torch.Stream | None = None
-
-    def make_room(self) -> None:
-        """Let cross hops but those that may go on end before the reduction that comes now on the current stream."""
-        self._owner = torch.accelerator.current_stream()
-        while len(self._held) >= MAX_WAITING:
-            event, held = self._held.popleft()
-            held.owner.wait_event(event)
-
-    def hold(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep the memory of a reduction, whose cross hop is about to be waited for on the current stream."""
-        assert self._owner is not None
-        # FSDP2 has queued all its work on the output of the reduction before this one. An event that is recorded on that
-        # reduction's stream now comes behind this work.
-        if self._last is not None:
-            self._held.append((self._last.stream.record_event(), self._last))
-        self._last = _Held(self._owner, torch.accelerator.current_stream(), tensors)
-
-    def finish(self) -> None:
-        """Give all memory back, behind the cross hops that use it: the backward pass is over."""
-        # FSDP2 need not have waited for them: it does not in a pass that is not the last (``set_is_last_backward(False)``).
-        for event, held in self._held:
-            held.owner.wait_event(event)
-        if self._last is not None:
-            self._last.owner.wait_stream(self._last.stream)
-        self._held.clear()
-        self._last = None
-
-
 class HopsBeside:
-    """It holds what the comm objects of one model share where cross hops run on streams beside those of node hops.
+    """It holds what the gathers of one model share where cross hops run on a stream beside that of node hops.
 
     Attributes:
         gathers: the cross hops of gathers.
-        reductions: the memory of reductions under way.
     """
 
     def __init__(self, device_type: str) -> None:
         self.gathers = GathersAhead(device_type)
-        self.reductions = ReductionsBehind()

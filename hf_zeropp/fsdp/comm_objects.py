@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import ParamSpec, Protocol, TypeVar
 
 import torch
@@ -24,18 +25,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
+@contextmanager
+def naming(unit: Unit) -> Iterator[None]:
+    """Let an error of a hop that runs inside name ``unit``."""
+    try:
+        yield
+    except HopError as error:
+        # The innermost unit is the one whose hop failed: a unit's reduction also takes the one before it on.
+        if error.unit is None:
+            error.unit = unit.name
+        raise
+
+
 def names_unit(method: Callable[P, T]) -> Callable[P, T]:
     """Let an error of a hop that runs in ``method`` name the object's ``unit``."""
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
+        with naming(args[0].unit):  # type: ignore[attr-defined]  # ``self``
             return method(*args, **kwargs)
-        except HopError as error:
-            # The innermost object is the one whose hop failed: a unit's reduction also moves the one before it on.
-            if error.unit is None:
-                error.unit = args[0].unit.name  # type: ignore[attr-defined]  # ``self``
-            raise
 
     return run
 

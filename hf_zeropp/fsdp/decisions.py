@@ -7,10 +7,10 @@ Four moments need an agreement (comm/agreement.py). The first three choose colle
   activation recomputation; but no longer than until an optimizer steps, should it step inside a forward pass.
 - *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. On a CPU the answer is waited
   for before the first hop starts. On an accelerator the exchange runs while the model computes.
-- *Somebody needs gradients that are pending* (pending.py): an optimizer's step, gradient clipping, a look at ``.grad``. Every
-  rank states for which units.
+- *Somebody needs gradients that are pending* (gradients/pending.py): an optimizer's step, gradient clipping, a look at
+  ``.grad``. Every rank states for which units.
 - *The backward pass of the last micro-step ends.* Every rank states in which units other gradients are missing than before. A
-  gradient that exists on any rank then exists on all (withheld.py).
+  gradient that exists on any rank then exists on all (gradients/withheld.py).
 
 With each statement go facts that would make ranks run different collectives later: frozen parameters, dtypes, reductions that a
 backward pass left when it raised. And it says what the rank ran since the last statement ([Note: what ran]). If ranks differ, all
@@ -34,13 +34,13 @@ import torch.nn as nn
 from hf_zeropp import devices
 from hf_zeropp.comm.agreement import Agreement, Answer, Statement
 from hf_zeropp.fsdp.all_gather import due_gathers, encode_ahead, start_ahead
-from hf_zeropp.fsdp.backward import Backward, current_backward, require_backward
 from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.fsdp.frozen_gather import FrozenGather
-from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.gradients.backward_passes import Backward, current_backward, require_backward
+from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
+from hf_zeropp.fsdp.gradients.withheld import give_everywhere
 from hf_zeropp.fsdp.run import Run
-from hf_zeropp.fsdp.withheld import give_everywhere
 
 # [Note: what ran]
 # Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
@@ -115,7 +115,7 @@ class Decisions:
         self._run = run
         self._frozen = list(frozen)
         self._micro_steps = run.micro_steps
-        self._pipeline = run.pipeline
+        self._driver = run.driver
         self._beside = run.beside
         self._agreement = agreement
         # Cross hops of stale units start when a forward pass begins where hops overlap by themselves. Sizes of changed words are
@@ -357,8 +357,6 @@ class Decisions:
                 reduce.deliver()
         if answer is not None:
             self._give_withheld(answer.largest())
-        if self._beside is not None:
-            self._beside.reductions.finish()
 
     def _changed_gradients(self) -> list[int]:
         return [int(reduce.withheld.has_changed()) for reduce in self.reduces]
@@ -371,8 +369,7 @@ class Decisions:
 
         Stock FSDP2 has added the gradients of the same units at that point.
         """
-        if self._pipeline is not None:
-            self._pipeline.drain()
+        self._driver.drain()
 
     @property
     def _is_accumulating(self) -> bool:
@@ -406,7 +403,7 @@ class Decisions:
 
     @property
     def _num_under_way(self) -> int:
-        return 0 if self._pipeline is None else len(self._pipeline)
+        return len(self._driver)
 
     def _structure(self, index: int) -> tuple[object, ...]:
         # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.

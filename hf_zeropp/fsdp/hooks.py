@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
-from hf_zeropp.fsdp.pending import renew_gradients
+from hf_zeropp.fsdp.gradients.pending import renew_gradients
 from hf_zeropp.fsdp.units import initialize_root, on_backward
 
 

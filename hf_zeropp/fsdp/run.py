@@ -13,8 +13,8 @@ from hf_zeropp.comm.hop import WireBuffers
 from hf_zeropp.comm.topology import ShardGroups, Topology, get_topology
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.beside import HopsBeside
-from hf_zeropp.fsdp.micro_steps import MicroSteps
-from hf_zeropp.fsdp.overlap import ReducePipeline
+from hf_zeropp.fsdp.gradients.drivers import Driver, new_driver
+from hf_zeropp.fsdp.gradients.micro_steps import MicroSteps
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.traffic import Traffic
 
@@ -50,8 +50,7 @@ class Run:
         warnings: those that were logged.
         buffers: of wires. One pool serves all hops of the model: few units are under way at a time, and a pool per unit would
             hold a buffer for each of them.
-        pipeline: reductions that run while the model computes, on backends without streams; None where streams do that, and
-            where nothing is to overlap.
+        driver: of reductions: it lets their hops run while the model computes.
         beside: cross hops on streams of their own; None on a CPU, and where nothing is to overlap.
     """
 
@@ -64,7 +63,7 @@ class Run:
     micro_steps: MicroSteps
     warnings: UnitWarnings
     buffers: WireBuffers
-    pipeline: ReducePipeline | None
+    driver: Driver
     beside: HopsBeside | None
 
     @classmethod
@@ -91,14 +90,14 @@ class Run:
             micro_steps=MicroSteps(config.quantizes_gradients),
             warnings=UnitWarnings(),
             buffers=WireBuffers(),
-            pipeline=ReducePipeline() if overlaps and not has_streams else None,
+            driver=new_driver(device_type, overlaps=overlaps),
             beside=HopsBeside(device_type) if overlaps and has_streams else None,
         )
 
     @property
     def overlaps_by_itself(self) -> bool:
         """Whether hops run while the model computes on a backend without streams, where a collective blocks otherwise."""
-        return self.pipeline is not None
+        return self.config.overlap and self.beside is None
 
     def topology_of(self, ranks_per_node: int) -> Topology:
         """Return the groups of nodes of another size. Collective over the world where they are not made yet."""

@@ -165,14 +165,15 @@ def check_accumulation(case: Case, rank: int) -> None:
         partial = None
         for seed in (1, 2):
             world.poison()
-            flight = reduce.start(case.values(rank, world_size, seed), layouts)
+            flight = reduce.start_node_hop(case.values(rank, world_size, seed), layouts)
             partial = reduce.accumulate(flight, layouts, partial)
             assert partial.dtype == torch.float32
             assert partial.numel() == world.topology.num_nodes * layouts.node_hop.numel, "1/N of the unit"
         if last == "reduce":
-            flight = reduce.cross_over(reduce.start(case.values(rank, world_size, 3), layouts), layouts, partial)
+            last_flight = reduce.start_node_hop(case.values(rank, world_size, 3), layouts)
+            flight = reduce.start_cross_hop(layouts, partial, last_flight)
         else:
-            flight = reduce.start_across(partial, layouts)
+            flight = reduce.start_cross_hop(layouts, partial)
         reduce.finish(flight, layouts, output)
     for output, seeds in zip(outputs, ((1, 2, 3), (1, 2)), strict=True):
         exact, bound = exact_and_bound(case, rank, seeds)

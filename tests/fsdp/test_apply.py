@@ -22,7 +22,7 @@ from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.compat import MovedNameError
 from hf_zeropp.fsdp.comm_objects import CountedWeightGather
 from hf_zeropp.fsdp.decisions import Decisions
-from hf_zeropp.fsdp.micro_steps import STEPS_UNTIL_REMINDER
+from hf_zeropp.fsdp.gradients.micro_steps import STEPS_UNTIL_REMINDER
 from hf_zeropp.fsdp.units import find_units
 from hf_zeropp.handle import ZeroPPHandle
 

@@ -31,7 +31,7 @@ from toy import (
 )
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp
-from hf_zeropp.fsdp.gradient_form import scale_of
+from hf_zeropp.fsdp.gradients.form import scale_of
 from hf_zeropp.fsdp.units import DefaultReduceScatter
 
 SETTINGS = {

@@ -17,8 +17,8 @@ from ways_through_steps import RANKS_PER_NODE, training
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm.agreement import Agreement, Answer, DisagreementError, Statement, describe
 from hf_zeropp.fsdp.decisions import Decisions
+from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.hooks import listen_to_optimizers
-from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
 
 TIMEOUT_S = 6.0
 
@@ -169,7 +169,7 @@ def disagreed_in_a_reduction(rank: int) -> tuple[int, int]:
     handle.set_last_micro_step(rank != 2)
     with pytest.raises(DisagreementError):
         backward(model, rank)
-    return sum(reduce._num_under_way for reduce in handle.reduces), handle._decisions._num_under_way
+    return sum(reduce._num_late for reduce in handle.reduces), handle._decisions._num_under_way
 
 
 def test_a_reduction_that_ranks_disagree_about_is_under_way_no_longer():

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from toy import EXACT, full, full_gradients, full_weights
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.fsdp.withheld import QUESTION
+from hf_zeropp.fsdp.gradients.withheld import QUESTION
 
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 NUM_EXPERTS, WIDTH = 6, 12

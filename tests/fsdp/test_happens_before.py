@@ -33,7 +33,9 @@ from ways_through_steps import (
 )
 
 from hf_zeropp.comm.hop import Flight
-from hf_zeropp.fsdp import all_gather, backward, beside
+from hf_zeropp.fsdp import all_gather, beside
+from hf_zeropp.fsdp.gradients import backward_passes
+from hf_zeropp.fsdp.gradients.drivers import StreamDriver
 
 NUM_RANKS = 2 * RANKS_PER_NODE
 
@@ -117,37 +119,37 @@ def queue_at_once(ahead: beside.GathersAhead) -> Iterator[None]:
 @contextlib.contextmanager
 def ends_of_nested_passes() -> Iterator[None]:
     """A backward pass ends with the pass of autograd in which it reduces first, and forgets what is under way there."""
-    with mock.patch.object(backward.Backward, "enter", lambda passes: None), forgotten_memory():
+    with mock.patch.object(backward_passes.Backward, "enter", lambda passes: None), forgotten_memory():
         yield
 
 
 def forgotten_memory() -> Any:
     """The end of a backward pass takes for granted that FSDP2 has waited."""
-    return mock.patch.object(beside.ReductionsBehind, "finish", beside.ReductionsBehind.__init__)
+    return mock.patch.object(StreamDriver, "drain", StreamDriver.__init__)
 
 
 @contextlib.contextmanager
 def end_of_the_first_root() -> Iterator[None]:
     """A backward pass ends behind the callback of the root that it entered first, and forgets what is under way there."""
 
-    def end(one: backward._Pass) -> None:
+    def end(one: backward_passes._Pass) -> None:
         one.has_ended = True
         one._at_end()
 
-    with mock.patch.object(backward._Pass, "__call__", end), forgotten_memory():
+    with mock.patch.object(backward_passes._Pass, "__call__", end), forgotten_memory():
         yield
 
 
-def make_room_without_a_wait(behind: beside.ReductionsBehind) -> None:
-    behind._owner = torch.accelerator.current_stream()
-    behind._held.clear()
+def make_room_without_a_wait(driver: StreamDriver) -> None:
+    driver._owner = torch.accelerator.current_stream()
+    driver._held.clear()
 
 
-def make_room_for_the_current_stream(behind: beside.ReductionsBehind) -> None:
+def make_room_for_the_current_stream(driver: StreamDriver) -> None:
     """The stream that comes next waits for a cross hop, whosever memory it has."""
-    behind._owner = torch.accelerator.current_stream()
-    while behind._held:
-        behind._owner.wait_event(behind._held.popleft()[0])
+    driver._owner = torch.accelerator.current_stream()
+    while driver._held:
+        driver._owner.wait_event(driver._held.popleft()[0])
 
 
 STOCK_WITH_HOOKS = "stock FSDP2, hooks on all-reduces"
@@ -189,13 +191,13 @@ FAULTS = {
         ("_foreach_copy_", "write on default stream: aten._foreach_mul_"),
     ),
     "no wait of reductions for cross hops": Fault(
-        lambda: mock.patch.object(beside.ReductionsBehind, "make_room", make_room_without_a_wait),
+        lambda: mock.patch.object(StreamDriver, "make_room", make_room_without_a_wait),
         steps,
         ("FSDP2's all_reduce_stream", "FSDP2's reduce_scatter_stream"),
         is_reuse=True,
     ),
     "the memory of cross hops is not held": Fault(
-        lambda: mock.patch.object(beside.ReductionsBehind, "hold", lambda behind, tensors: None),
+        lambda: mock.patch.object(StreamDriver, "_hold", lambda driver, tensors: None),
         steps,
         ("dequantize_sum_out", "FSDP2's reduce_scatter_stream"),
         is_reuse=True,
@@ -213,7 +215,7 @@ FAULTS = {
         is_reuse=True,
     ),
     "another root's stream waits for memory": Fault(
-        lambda: mock.patch.object(beside.ReductionsBehind, "make_room", make_room_for_the_current_stream),
+        lambda: mock.patch.object(StreamDriver, "make_room", make_room_for_the_current_stream),
         roots_that_take_turns,
         ("dequantize_sum_out", "FSDP2's reduce_scatter_stream"),
         is_reuse=True,

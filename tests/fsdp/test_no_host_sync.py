@@ -17,12 +17,12 @@ HOT_PATH = (
     *(
         "fsdp.comm_objects",
         "fsdp.all_gather",
-        "fsdp.reduce_scatter",
-        "fsdp.gradient_form",
-        "fsdp.overlap",
-        "fsdp.micro_steps",
-        "fsdp.pending",
-        "fsdp.backward",
+        "fsdp.gradients.reduce",
+        "fsdp.gradients.form",
+        "fsdp.gradients.drivers",
+        "fsdp.gradients.micro_steps",
+        "fsdp.gradients.pending",
+        "fsdp.gradients.backward_passes",
     ),
     *("fsdp.layouts", "fsdp.hooks", "fsdp.units", "ops.wire", "ops.kernels", "ops.native", "ops.frozen_format"),
 )
@@ -30,12 +30,12 @@ HOT_PATH = (
 WAITING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "is_nonzero", "equal", "allclose"}
 CONVERSIONS = {"bool", "int", "float"}
 # Conversions of what is a number already: module, function.
-NUMBERS = {("fsdp.gradient_form", "scale_of")}
+NUMBERS = {("fsdp.gradients.form", "scale_of")}
 
 
 MEANT = {
     # With CPU offload FSDP2 waits for the same copies.
-    ("fsdp.reduce_scatter", "_wait_for_offloaded_gradients"),
+    ("fsdp.gradients.reduce", "_wait_for_offloaded_gradients"),
     # With qwz_mode="exact" the host has to know how much to send: once per step, for all units.
     ("comm.changed_words", "exchange_sizes"),
     # It waits only where there are no streams.

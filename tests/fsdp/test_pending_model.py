@@ -2,7 +2,7 @@
 
 FSDP2's part is written down in `Model.post_backward` (what ``FSDPParamGroup.post_backward`` and ``foreach_reduce`` do with
 ``.grad``), the user's part in EVENTS, what must come out in `Expected` (plain numbers: what stock FSDP2, reducing at every
-micro-step, would hold). The comm objects, the two hops, the pipeline, the decisions and the pending gradients are the real
+micro-step, would hold). The comm objects, the two hops, the drivers, the decisions and the pending gradients are the real
 ones, over a process group of one rank, inside a real autograd backward pass.
 
 The search is breadth-first over states: a sequence that leads to a state seen before is not continued.
@@ -29,8 +29,8 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
 from hf_zeropp.fsdp.freshness import Change
-from hf_zeropp.fsdp.pending import PendingGradient
-from hf_zeropp.fsdp.reduce_scatter import UnitReduction, ZeroPPReduceScatter
+from hf_zeropp.fsdp.gradients.pending import PendingGradient
+from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
 from hf_zeropp.fsdp.units import local_tensor_of
@@ -132,7 +132,7 @@ class Model:
         world = dist.group.WORLD
         config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None, overlap=overlap)
         run = Run.of(config, get_topology(1, "cpu"), whole_world(), Traffic(1, 1), hpz_size=None)
-        self.micro_steps, self.pipeline = run.micro_steps, run.pipeline
+        self.micro_steps, self.driver = run.micro_steps, run.driver
         self.decisions = CountedDecisions(run, Agreement(Channel(world)), [])
         hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())
         for unit in self.units:
@@ -237,7 +237,7 @@ class Model:
         for reduce in self.reduces:
             partial = reduce._partial
             columns = None if partial is None else [column.shard.name for column in partial.form.columns]
-            own.append((columns, None if partial is None else partial.sums.flatten().tolist(), reduce._num_under_way))
+            own.append((columns, None if partial is None else partial.sums.flatten().tolist(), reduce._num_late))
         grads = []
         for param in self.params.values():
             local = None if param.grad is None else local_tensor_of(param.grad)
@@ -245,7 +245,7 @@ class Model:
             kind = (local.is_zeros, local.is_empty) if is_pending else None
             grads.append((None if local is None else (local.plain if is_pending else local).item(), kind))
         frozen = [param.requires_grad for param in self.params.values()]
-        return repr((own, grads, frozen, self.expected.grads, 0 if self.pipeline is None else len(self.pipeline)))
+        return repr((own, grads, frozen, self.expected.grads, len(self.driver)))
 
 
 class Backward(torch.autograd.Function):
@@ -292,7 +292,7 @@ def run(sequence: tuple[str, ...], mesh, overlap: bool) -> Model:
 
 def explore(rank: int, overlap: bool, depth: int, has_node_hop: bool = False) -> tuple[int, list[str]]:
     """Return the number of sequences that were run, and those that failed."""
-    UnitReduction.has_node_hop = has_node_hop  # with one rank nothing moves, so both orders of stages can be run
+    TwoHopReduce.has_node_hop = has_node_hop  # type: ignore[assignment]  # with one rank both can be run
     mesh = init_device_mesh("cpu", (1,))
     seen, frontier, failures, num_runs = set(), [()], [], 0
     for _ in range(depth):

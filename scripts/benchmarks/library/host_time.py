@@ -30,7 +30,7 @@ from hf_zeropp import apply, apply_zeropp
 from hf_zeropp.comm import hop, topology
 from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
 from hf_zeropp.fsdp.decisions import Decisions
-from hf_zeropp.fsdp.reduce_scatter import ZeroPPReduceScatter
+from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
 from hf_zeropp.ops.kernels import CompiledKernels
 

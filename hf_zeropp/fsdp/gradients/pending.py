@@ -141,7 +141,7 @@ class PendingGradients:
         self._waiting: dict[DTensor, PendingGradient] = {}
         self._is_held = False
         self._aside: dict[DTensor, DTensor] = {}  # gradients without memory, while FSDP2 finds None in their place
-        self._new: set[DTensor] = set()  # the parameters for which FSDP2 finds None
+        self._new: set[DTensor] = set()  # the parameters for which FSDP2 finds None, and puts zeros there
 
     def make_way(self, reduced: frozenset[DTensor]) -> None:
         """Let FSDP2 find plain tensors, or None, in ``.grad``.
@@ -161,12 +161,14 @@ class PendingGradients:
         self._is_held = False
         self._new = {param for param in reduced if param.grad is None}
 
-    def hold(self, *, adds_zeros: bool) -> None:
-        """Put a `PendingGradient` in the place of every gradient of the unit. Something is pending for each of them.
+    def expect_values(self) -> None:
+        """FSDP2 is about to add more than zeros."""
+        self._new.clear()
+        for waiting in self._waiting.values():
+            waiting.is_zeros = False
 
-        Args:
-            adds_zeros: whether FSDP2 added nothing but zeros since ``make_way``.
-        """
+    def hold(self) -> None:
+        """Put a `PendingGradient` in the place of every gradient of the unit. Something is pending for each of them."""
         self._take_back()
         for param in self._unit.params:
             grad = param.grad
@@ -181,7 +183,7 @@ class PendingGradients:
             if waiting is None or waiting.plain is not plain:
                 waiting = PendingGradient(plain, self._complete, self._dropper(param))
                 self._waiting[param] = waiting
-            waiting.is_zeros = adds_zeros and (waiting.is_zeros or param in self._new)
+            waiting.is_zeros = waiting.is_zeros or param in self._new
             set_local_tensor(grad, waiting)
         self._is_held = True
         self._new.clear()

@@ -56,6 +56,32 @@ class Form:
         """Divide in place as FSDP2 divides its output after the reduction."""
         return reduced if self.divisor == 1 else reduced.div_(self.divisor)
 
+    def widen(self, flat: torch.Tensor, missing: frozenset[DTensor], num_ranks: int) -> torch.Tensor:
+        """Return the flat gradient [W * S] in the dtype of the wires, with zeros for the parameters that are missing in it.
+
+        FSDP2 leaves those out. They may be others on other ranks, and then ranks would exchange pieces of different sizes.
+        """
+        layout = self.layouts.node_hop
+        if flat.numel() == num_ranks * layout.numel:
+            return flat.to(layout.raw_dtype)
+        full = torch.zeros(num_ranks, layout.numel, dtype=layout.raw_dtype, device=flat.device)
+        start, slices = 0, flat.view(num_ranks, -1)
+        for column in self.columns:
+            if column.param not in missing:
+                end = start + column.shard.padded_numel
+                column.of(full).copy_(slices[:, start:end])
+                start = end
+        return full.view(-1)
+
+    def narrow(self, reduced: torch.Tensor, missing: frozenset[DTensor], output: torch.Tensor) -> None:
+        """Write a reduced slice [S] into FSDP2's output, which has no place for the parameters that are missing."""
+        start = 0
+        for column in self.columns:
+            if column.param not in missing:
+                end = start + column.shard.padded_numel
+                output[start:end].copy_(column.of(reduced))
+                start = end
+
     def adds_up_with(self, other: Form) -> bool:
         """Return whether sums of both forms are sums of the same things."""
         if self is other:

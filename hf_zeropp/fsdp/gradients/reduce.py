@@ -1,0 +1,359 @@
+"""qgZ for FSDP2: the reduction of one unit's gradients, from FSDP2's call to ``.grad``.
+
+``ZeroPPReduceScatter._reduce`` is a reduction from top to bottom. It stops where a hop is under way, and drivers.py says for how
+long. See also [Note: gradient accumulation] below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+from torch.distributed.tensor import DTensor
+
+from hf_zeropp import devices
+from hf_zeropp.comm.hop import Flight
+from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
+from hf_zeropp.fsdp.comm_objects import CommObject, names_unit, naming, record_event
+from hf_zeropp.fsdp.gradients.drivers import BLOCKING, StreamDriver, UnderWay
+from hf_zeropp.fsdp.gradients.form import Form, Forms, Partial, scale_of
+from hf_zeropp.fsdp.gradients.pending import PendingGradients
+from hf_zeropp.fsdp.gradients.withheld import WithheldGradients
+from hf_zeropp.fsdp.predictions import reduce_bytes
+from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
+from hf_zeropp.ops.format import FLOAT_DTYPES
+from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers
+
+# [Note: gradient accumulation]
+# On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32 (or in
+# bf16, ``qgz_accumulator``), and FSDP2 receives zeros. The last micro-step adds its own sums and runs the cross hop. So
+# accumulation costs no cross-node bytes and no gradient of full size.
+#
+# A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes
+# first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and a look at a
+# gradient or an optimizer's step (pending.py, decisions.py), should the last micro-step never come.
+
+
+NO_WIRE_FORM = (
+    "These units reduce gradients in a dtype without a wire form, so FSDP2 reduces them, across nodes at every micro-step: %s. "
+    "Use float32, bfloat16 or float16."
+)
+
+
+class AsksAboutReductions(Protocol):
+    """The part of decisions.py that reductions ask."""
+
+    def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
+        """Take note of a reduction that FSDP2 asks for."""
+
+    def confirm_micro_step(self) -> None:
+        """Make sure that all ranks run this backward pass, and take it for the same micro-step.
+
+        Called before the host waits for a hop: a rank that runs another pass would make it wait for ever. On an accelerator
+        no hop makes it wait.
+        """
+
+    def deliver(self) -> None:
+        """Complete all gradients of the model."""
+
+
+class ZeroPPReduceScatter(CommObject, ReduceScatter):
+    """Reduces a unit's gradients in two hops, across nodes once per optimizer step.
+
+    Args:
+        unit: the unit it serves.
+        run: what all units share.
+        decisions: what the reductions of all units decide together, on all ranks.
+        hops: the two hops; shared by all units.
+
+    Attributes:
+        pending: the gradients that wait for a result.
+        withheld: what was reduced for parameters without a gradient on this rank.
+    """
+
+    def __init__(self, unit: Unit, run: Run, decisions: AsksAboutReductions, hops: TwoHopReduce) -> None:
+        self.unit = unit
+        self.hops = hops
+        self.pending = PendingGradients(unit, decisions.deliver)
+        self.withheld = WithheldGradients(unit)
+        self._traffic = run.traffic
+        self._warnings = run.warnings
+        self._micro_steps = run.micro_steps
+        self._driver = run.driver
+        self._decisions = decisions
+        if isinstance(run.driver, StreamDriver):
+            unit.reduce_behind(run.driver.run_rest)
+        self._fsdp2 = DefaultReduceScatter()
+        self._forms = Forms(run.config)
+        self._partial: Partial | None = None
+        self._num_late = 0  # reductions under way whose output was zeros
+        self._shown_output: torch.Tensor | None = None
+
+    @names_unit
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
+        # The first reduction of a backward pass asks all ranks. The answer is waited for before any hop is.
+        self._decisions.reduction_begins(self)
+        self._driver.make_room()
+        parts = self.unit.reduced_shards()
+        missing = frozenset([one.param for one in parts if not one.has_gradient])
+        self.withheld.is_complete = not missing
+        if input_tensor.dtype not in FLOAT_DTYPES:
+            return self._reduce_by_fsdp2(output_tensor, input_tensor, group, op, async_op)
+        # FSDP2 of torch 2.15 chooses its dtype from the gradients that there are. Where some are missing, other ranks may have
+        # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
+        dtype = self.unit.reduce_dtype if missing else input_tensor.dtype
+        scale, divisor = scale_of(op, group.size()), self.unit.divisor_after_reduce(dtype)
+        form = self._forms.of(parts, dtype, scale, divisor, quantizes=self._micro_steps.quantizes)
+        # The parameters that train, their dtype, or what gradients are divided by changed between micro-steps. Sums of another
+        # form cannot be added to, so they cross now. Ranks compared all of that when the forward pass began, so all do it.
+        if self._partial is not None and not self._partial.form.adds_up_with(form):
+            self._decisions.confirm_micro_step()
+            self.deliver()
+        # A gradient hook or an all-reduce hook reads the output as soon as this call returns. Such a unit crosses
+        # nodes at every micro-step and is not late, because zeros would be taken for its gradient.
+        shows_output = self.unit.shows_reduced_output
+        driver = BLOCKING if shows_output else self._driver
+        crosses = self._micro_steps.is_last_now or shows_output
+        # FSDP2 runs an all-reduce hook, and adds the output to ``.grad``, on a stream of its own, and drops the output while
+        # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
+        # This line can go when torch 2.15, whose FSDP2 keeps it itself, is the oldest version.
+        self._shown_output = output_tensor if shows_output else None
+        if not driver.is_late and not devices.has_streams(input_tensor.device):
+            self._decisions.confirm_micro_step()  # the host waits in the node hop's call
+        output = None if driver.is_late or not crosses else output_tensor
+        if output is None:
+            output_tensor.zero_()
+        else:
+            self.pending.expect_values()
+        driver.run(self._reduce(input_tensor, form, missing, crosses, output))
+        return None
+
+    def _reduce(
+        self,
+        flat: torch.Tensor,
+        form: Form,
+        missing: frozenset[DTensor],
+        crosses: bool,
+        output: torch.Tensor | None,
+    ) -> Generator[UnderWay]:
+        """One reduction, from the flat gradient to ``.grad``. It stops where a hop is under way.
+
+        A suspended generator keeps its variables. So each is deleted as soon as its memory is no longer needed.
+
+        Args:
+            flat: this rank's gradients of all slices [W * S], without those that are missing.
+            form: how they travel.
+            missing: the parameters without a gradient on this rank.
+            crosses: whether the cross hop follows the node hop: on the last micro-step.
+            output: FSDP2's output, which it adds to ``.grad``; None where it was given zeros.
+        """
+        hops, layouts = self.hops, form.layouts
+        with self._under_way(is_late=output is None):
+            # Encode, and send every rank of the node its part.
+            full = form.widen(flat, missing, hops.num_ranks)
+            flight = hops.start_node_hop(full, layouts)
+            del flat, full
+            if hops.has_node_hop:
+                yield UnderWay(flight, crosses=False)
+            if not devices.has_streams(flight.received.device):
+                self._decisions.confirm_micro_step()  # the host is about to wait for the hop
+
+            # Sum over the node, and over the micro-steps before this one. Until the last one the sums stay here.
+            others, sums = missing, None
+            if self._partial is not None:
+                others, sums = missing & self._partial.others, self._partial.sums
+            if not crosses:
+                sums = hops.accumulate(flight, layouts, sums)
+                self._partial = Partial(sums, form, others, record_event(sums.device))
+                return
+
+            # Encode the sums, and send every node its part.
+            self._partial = None
+            flight = hops.start_cross_hop(layouts, sums, flight)
+            del sums
+            yield UnderWay(flight, crosses=True)
+
+            # Sum over nodes, and bring the result into ``.grad``.
+            self._finish(flight, form, others, output, missing)
+
+    def _finish(
+        self,
+        flight: Flight,
+        form: Form,
+        others: frozenset[DTensor],
+        output: torch.Tensor | None = None,
+        missing: frozenset[DTensor] = frozenset(),
+    ) -> None:
+        """Finish the cross hop, and bring the sum over nodes into ``.grad``, which sums enter here and nowhere else.
+
+        FSDP2 divides its output, if it asked for sums, and adds it to ``.grad``. Of all that is not in the output, this does the
+        same: the gradients ``missing`` in it, and all of them where FSDP2 was given zeros.
+
+        Args:
+            flight: the cross hop.
+            form: how the gradients travel.
+            others: the parameters that got no gradient on this rank, in none of the micro-steps.
+            output: FSDP2's output; None where it was given zeros.
+            missing: the parameters that have no place in the output. They may have a part in the sum all the same, from earlier
+                micro-steps or other ranks.
+        """
+        layout = form.layouts.cross_hop
+        if output is not None and output.numel() == layout.numel and output.dtype == layout.raw_dtype:
+            self.hops.finish(flight, form.layouts, output, form.scale)
+            return
+        reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flight.received.device)
+        self.hops.finish(flight, form.layouts, reduced, form.scale)
+        if output is not None:
+            form.narrow(reduced, missing, output)
+        form.divide(reduced)
+        for column in form.columns:
+            param = column.param
+            if output is not None and param not in missing:
+                continue
+            # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
+            result = column.of(reduced)[: column.shard.numel]
+            if isinstance(param.grad, DTensor) and self.pending.waits(param):
+                target = self.pending.plain_of(param)
+                if target.device != result.device:
+                    _wait_for_offloaded_gradients()
+                target += result.view(target.shape).to(target)
+            elif param in others:
+                self.withheld.keep(param, result)
+            # Otherwise the gradient was cleared since, and must not come back.
+
+    @contextmanager
+    def _under_way(self, *, is_late: bool) -> Iterator[None]:
+        """Name the unit where a hop fails, and count a reduction whose output was zeros until it has ended or raised."""
+        self._num_late += is_late
+        try:
+            with naming(self.unit):
+                yield
+        finally:
+            self._num_late -= is_late
+            self._empty_pending()
+
+    def _reduce_by_fsdp2(
+        self, output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
+    ) -> dist.Work | None:
+        self.pending.expect_values()
+        self._warnings.warn(NO_WIRE_FORM, [self.unit])
+        peers = Peers.of(group, self._traffic.ranks_per_node)
+        self._traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
+        return self._fsdp2(output, flat, group, op, async_op)
+
+    # Around FSDP2's post_backward.
+
+    def before_post_backward(self) -> None:
+        """FSDP2 is about to add to ``.grad``: give it plain tensors, and forget contributions to gradients that are gone."""
+        self.pending.make_way(frozenset(one.param for one in self.unit.reduced_shards() if one.has_gradient))
+        self._drop_unwanted()
+        self.withheld.forget_unwanted()
+
+    def after_post_backward(self) -> None:
+        """FSDP2 has added zeros to ``.grad``: say that they are not the gradient."""
+        if self._has_unfinished:
+            self.pending.hold()
+            self._empty_pending()
+        else:
+            self.pending.clear()
+
+    def _empty_pending(self) -> None:
+        # Results of reductions under way are added one by one. A partial is added when nobody may look at the gradients yet.
+        if self._num_late == 0 and self._partial is not None:
+            self.pending.empty()
+
+    @property
+    def owes(self) -> bool:
+        """Whether a gradient that still exists lacks something that was reduced already."""
+        # A backward pass that raised leaves reductions under way. If all gradients were dropped behind it, nobody wants
+        # their results, and ranks need not meet for them before the next pass.
+        if self._num_late > 0 and any(map(self.pending.waits, self.unit.params)):
+            return True
+        return self._partial is not None and any(
+            self.pending.waits(column.param) for column in self._partial.form.columns
+        )
+
+    @property
+    def _has_unfinished(self) -> bool:
+        return self._partial is not None or self._num_late > 0
+
+    @names_unit
+    def deliver(self) -> None:
+        """Run the cross hop for the partial, and complete the gradients. Collective over the cross group."""
+        self.pending.release()
+        self._drop_unwanted()
+        partial, self._partial = self._partial, None
+        if partial is not None:
+            if partial.written is not None:
+                torch.accelerator.current_stream().wait_event(partial.written)
+            flight = self.hops.start_cross_hop(partial.form.layouts, partial.sums)
+            self._finish(flight, partial.form, partial.others)
+        if not self._has_unfinished:
+            self.pending.clear()
+
+    def discard(self) -> None:
+        """Forget the micro-steps accumulated so far."""
+        self._partial = None
+        if not self._has_unfinished:
+            self.pending.clear()
+
+    def _drop_unwanted(self) -> None:
+        """Take the contributions to gradients that were zeroed, set to None or replaced out of the partial."""
+        if self._partial is None:
+            return
+        unwanted = [column for column in self._partial.form.columns if not self.pending.waits(column.param)]
+        # After ``zero_grad`` nothing is wanted: dropping the partial frees its memory and saves the hop.
+        if len(unwanted) == len(self._partial.form.columns):
+            self._partial = None
+            return
+        slices = self._partial.sums.view(-1, self._partial.form.layouts.node_hop.numel)
+        for column in unwanted:
+            if column.param not in self._partial.others:
+                column.of(slices).zero_()
+
+    # Sizes.
+
+    def layouts(self, dtype: torch.dtype) -> ReduceLayouts:
+        """Return the wire layouts for reducing the trainable parameters in ``dtype`` now."""
+        shards = tuple(self.unit.param_shards(trainable_only=True))
+        return self._forms.layouts(shards, dtype, quantizes=self._micro_steps.quantizes)
+
+    def partial_bytes(self) -> int:
+        """Return the bytes that this rank holds between micro-steps."""
+        return 0 if self._partial is None else self._partial.sums.nbytes
+
+    def predict(self, micro_steps: int) -> dict[str, Bytes]:
+        """Return the bytes of one optimizer step of ``micro_steps`` backward passes."""
+        if not self.unit.trainable:
+            return {}
+        dtype, node, cross = self.unit.reduce_dtype, self.hops.node_hop, self.hops.cross_hop
+        if dtype not in FLOAT_DTYPES:  # FSDP2 reduces it
+            output = sum(shard.padded_numel for shard in self.unit.param_shards(trainable_only=True)) * dtype.itemsize
+            peers = Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
+            return {FSDP2_REDUCE: peers.bytes_of(output).times(micro_steps)}
+        layouts = self.layouts(dtype)
+        # A hook that looks at the unit's gradients lets them cross at every micro-step.
+        crossings = micro_steps if self.unit.shows_reduced_output else 1
+        predicted = reduce_bytes(
+            layouts, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps, crossings=crossings
+        )
+        return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
+
+
+def _wait_for_offloaded_gradients() -> None:
+    # FSDP2 copies gradients to the CPU without waiting, and waits for them at the end of the backward pass itself. This
+    # happens only with CPU offload, for units that took no part in the last micro-step.
+    torch.accelerator.synchronize()
