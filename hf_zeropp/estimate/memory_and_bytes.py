@@ -270,7 +270,8 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
     if setup.micro_steps > 1:
         # Between micro-steps ``.grad`` holds no memory (fsdp/gradients/pending.py). In the last one a unit's gradient is made
-        # before its partial sums are freed, and the next one's in their room: they are larger, fp32 or bf16, on two nodes or more.
+        # before its partial sums are freed, and the next one's in their room: both are larger, fp32 or bf16, on two nodes or
+        # more.
         memory["gradients"] = MASTER_BYTES * max((_trained_numel([unit], setup) for unit in model.units), default=0)
     # Units use buffers in turn. On accelerators gathers and reductions run on streams of their own, and memory that one stream
     # has freed stays in that stream's pool: the pools add up. On gloo both share one pool, which is smaller.
