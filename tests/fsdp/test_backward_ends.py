@@ -79,7 +79,7 @@ def reductions_overlap_with_nested_passes(rank: int, overlap: bool) -> None:
     handle = apply(model, overlap)
     under_way = []
     model.blocks[0].register_forward_hook(
-        lambda module, args, output: under_way.append(len(handle._run.pipeline or ()))
+        lambda module, args, output: under_way.append(len(handle._run.driver))
     )
     backward(model, rank)
     assert under_way == [0, DEPTH - 1 if overlap else 0]
