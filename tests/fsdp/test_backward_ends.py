@@ -78,9 +78,7 @@ def reductions_overlap_with_nested_passes(rank: int, overlap: bool) -> None:
     model = checkpointed(True)
     handle = apply(model, overlap)
     under_way = []
-    model.blocks[0].register_forward_hook(
-        lambda module, args, output: under_way.append(len(handle._run.driver))
-    )
+    model.blocks[0].register_forward_hook(lambda module, args, output: under_way.append(len(handle._run.driver)))
     backward(model, rank)
     assert under_way == [0, DEPTH - 1 if overlap else 0]
     check_gradients(model, make_lm(depth=DEPTH), rank, REDUCTION)

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
-from hf_zeropp import devices
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
 from hf_zeropp.fsdp.comm_objects import CommObject, names_unit, naming, record_event
@@ -52,11 +51,7 @@ class AsksAboutReductions(Protocol):
         """Take note of a reduction that FSDP2 asks for."""
 
     def confirm_micro_step(self) -> None:
-        """Make sure that all ranks run this backward pass, and take it for the same micro-step.
-
-        Called before the host waits for a hop: a rank that runs another pass would make it wait for ever. On an accelerator
-        no hop makes it wait.
-        """
+        """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
 
     def deliver(self) -> None:
         """Complete all gradients of the model."""
@@ -104,7 +99,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
-        # The first reduction of a backward pass asks all ranks. The answer is waited for before any hop is.
+        # The first reduction of a backward pass asks all ranks. The host waits for their answer before it waits for a hop.
         self._decisions.reduction_begins(self)
         self._driver.make_room()
         parts = self.unit.reduced_shards()
@@ -131,8 +126,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
         # This line can go when torch 2.15, whose FSDP2 keeps it itself, is the oldest version.
         self._shown_output = output_tensor if shows_output else None
-        if not driver.is_late and not devices.has_streams(input_tensor.device):
-            self._decisions.confirm_micro_step()  # the host waits in the node hop's call
         output = None if driver.is_late or not crosses else output_tensor
         if output is None:
             output_tensor.zero_()
@@ -168,8 +161,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             del flat, full
             if hops.has_node_hop:
                 yield UnderWay(flight, crosses=False)
-            if not devices.has_streams(flight.received.device):
-                self._decisions.confirm_micro_step()  # the host is about to wait for the hop
 
             # Sum over the node, and over the micro-steps before this one. Until the last one the sums stay here.
             others, sums = missing, None
