@@ -6,13 +6,14 @@ of a library can be checked against it.
 
 When a release renames or drops a name, most seams fail at once, with an ImportError or AttributeError that says what is
 missing. Some do not: an attribute that is set and not read any more, a function that is replaced and not called any more, a
-mark that nobody asks for. Training would go on, with wrong gradients, with stale weights, or without ZeRO++. Those seams are
+mark that no code asks for. Training would go on, with wrong gradients, with stale weights, or without ZeRO++. Those seams are
 marked *silent*. ``check_seams`` asserts them at start-up, for the libraries that are imported. It also asserts the seams to
 FSDP2 that are not silent, since all training relies on them: a newer PyTorch is then refused with a remedy when a model is
 sharded, and not by an AttributeError in the first backward pass.
 
-A new seam gets an entry; tests/style/test_layers.py fails where a private name of another library is used without one. This
-package imports none of these libraries, and nothing else of hf_zeropp.
+A new seam gets an entry; tests/style/test_layers.py fails where a private name of another library is used without one. A public
+name that a module of this package imports at its top needs none, because the import is its check. This package imports none of
+these libraries, and nothing else of hf_zeropp.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ from hf_zeropp.compat.seam import Relation, Seam, numbers_of
 
 SEAMS: tuple[Seam, ...] = (*PYTORCH, *HUGGING_FACE, *INFERENCE)
 
-# The oldest versions that work. pyproject.toml says the same to pip, which does not ask where somebody installs another
-# version later.
+# The oldest versions that work. pyproject.toml says the same to pip, which does not ask when another version is installed later.
 OLDEST = {
     "torch": (2, 11),
     "accelerate": (1, 13),

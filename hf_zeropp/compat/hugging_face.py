@@ -37,8 +37,6 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "Whether an Accelerator was built before, and with which plugin."),
     has("accelerate.state:PartialState", "_shared_state", "integrations.accelerate",
         "The values that every PartialState of the process shares."),
-    has("accelerate.utils.fsdp_utils", "fsdp2_prepare_auto_wrap_policy", "integrations.accelerate_frozen",
-        "The modules that Accelerate shards as units of their own."),
     # Accelerator and Trainer each call it under a name of their own module, so each is a seam.
     reads("accelerate:Accelerator", "save_fsdp_optimizer load_fsdp_optimizer", "integrations.accelerate_checkpoints",
         "Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule. If it "
@@ -49,10 +47,6 @@ HUGGING_FACE: tuple[Seam, ...] = (
     reads("accelerate:Accelerator.__init__", "ACCELERATE_USE_FSDP", "integrations.launch.unmodified",
         "The launcher asks for FSDP by this variable. A script that passes no plugin then gets ours. If it moved: "
         "such a script trains without ZeRO++, and the first optimizer step raises."),
-    has("accelerate.commands.config.config_args", "default_config_file", "integrations.launch.command",
-        "The config file that Accelerate reads where no flag names one. It may hold a `zeropp_config:` block."),
-    has("accelerate.commands.launch", "launch_command launch_command_parser", "integrations.launch.command",
-        "`hf-zeropp launch` delegates to `accelerate launch`."),
     # Transformers: the Trainer
     # The list could stay importable while the Trainer takes its defaults from elsewhere, so its code is searched.
     reads("transformers.trainer:Trainer", "DEFAULT_CALLBACKS", "integrations.trainer",
@@ -115,12 +109,6 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "param_needs_quantization get_quantize_ops", "integrations.lora.quantizer",
         "Transformers asks for each tensor that it reads whether and how it is packed. If it moved: weights stay in "
         "16 bits.", silent=True),
-    has("transformers.core_model_loading", "revert_weight_conversion", "rollouts.publish",
-        "The forms in which `save_pretrained` writes weights, and inference engines load them."),
-    has("transformers.core_model_loading", "ConversionOps", "integrations.lora.quantizer",
-        "The base class of what packs a tensor as it is read."),
-    has("transformers.quantizers.quantizers_utils", "get_module_from_name", "integrations.lora.quantizer",
-        "The module that has a parameter of this name."),
     # PEFT
     # PEFT's attributes are read with defaults, because a model without adapters has none of them. A renamed one would
     # look like such a model.

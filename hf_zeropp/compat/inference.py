@@ -6,15 +6,15 @@ from hf_zeropp.compat.seam import Seam, has, reads
 
 # fmt: off
 INFERENCE: tuple[Seam, ...] = (
-    has("trl.generation.vllm_generation:VLLMGeneration", "_iter_named_params", "rollouts.trl_sync",
-        "The weights that TRL hands to vLLM. Ours yields them from the secondary shards of the node. If it moved: a "
-        "Trainer with `use_vllm` raises when it is built.", since=(1, 11)),
+    has("trl.generation.vllm_generation:VLLMGeneration",
+        "_iter_named_params model mode accelerator", "rollouts.trl_sync",
+        "The weights that TRL hands to vLLM, which ours yields from the secondary shards of the node; the trained model; whether "
+        "a server or an engine in this process is fed; and the rank that sends. If it moved: a Trainer with `use_vllm` "
+        "raises when it is built.", since=(1, 11)),
     # A method that exists but is not called any more would pass, and ours in its place would never run.
     reads("trl.generation.vllm_generation:VLLMGeneration.sync_weights", "_iter_named_params", "rollouts.trl_sync",
         "It iterates over these weights in both modes. If it moved: TRL gathers each weight over the whole world, "
         "in the dtype of the masters.", silent=True, since=(1, 11)),
-    has("trl.generation.vllm_generation:VLLMGeneration", "model mode accelerator", "rollouts.trl_sync",
-        "The trained model, whether a server or an engine in this process is fed, and the rank that sends.", since=(1, 11)),
     reads("trl.generation.vllm_generation:VLLMGeneration._init_vllm",
         "VLLMClient init_communicator", "rollouts.trl_server",
         "In server mode rank 0 makes a client, and lets it join the server. Ours finds the server's backend then. "

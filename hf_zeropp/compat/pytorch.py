@@ -31,12 +31,9 @@ PYTORCH: tuple[Seam, ...] = (
         "The parameters of a unit, where one `fully_shard` call may make several groups. If it moved: "
         "`_fsdp_param_group` is read in its place, which raises if there are several.", since=(2, 12)),
     has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-        "_is_root _auto_reshard_after_forward", "fsdp.units",
-        "Whether FSDP2 will keep its root unit gathered, before a first forward pass has told."),
-    has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "_lazy_init", "fsdp.units",
-        "FSDP2 takes over parameters that were replaced there; ranks must agree on the new ones."),
-    has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "_state_ctx", "fsdp.units",
-        "The state that the units of a model share."),
+        "_is_root _auto_reshard_after_forward _lazy_init _state_ctx", "fsdp.units",
+        "Whether FSDP2 will keep its root unit gathered, before a first forward pass has told; where it takes over parameters "
+        "that were replaced, on which ranks must agree; and the state that the units of a model share."),
     has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext",
         "post_backward_final_callback_queued", "fsdp.units",
         "Whether a backward pass of the model is under way, which uses the weights of the forward pass."),

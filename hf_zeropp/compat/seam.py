@@ -91,33 +91,15 @@ class Seam:
         return [name for name in self.names if not hasattr(owner, name) and name not in is_set]
 
 
-# A table has a row for each seam: owner, names, modules that use them, note. Spaces separate names, and modules.
-
-
-def has(owner: str, names: str, used_by: str, note: str, **fields: Any) -> Seam:
-    """Return a seam to names that are attributes of the owner. ``fields`` are those of ``Seam``, ``silent`` among them."""
-    return _row(Relation.HAS, owner, names, used_by, note, **fields)
-
-
-def reads(owner: str, names: str, used_by: str, note: str, **fields: Any) -> Seam:
-    """Return a seam to names that the owner's code uses."""
-    return _row(Relation.READS, owner, names, used_by, note, **fields)
-
-
-def takes(owner: str, names: str, used_by: str, note: str, **fields: Any) -> Seam:
-    """Return a seam to names that are all parameters of the owner, in this order."""
-    return _row(Relation.TAKES, owner, names, used_by, note, **fields)
-
-
-def accepts(owner: str, names: str, used_by: str, note: str, **fields: Any) -> Seam:
-    """Return a seam to names that are parameters of the owner, among others."""
-    return _row(Relation.ACCEPTS, owner, names, used_by, note, **fields)
-
-
 def _row(
     relation: Relation, owner: str, names: str, used_by: str, note: str, *, silent: bool = False, **fields: Any
 ) -> Seam:
     return Seam(owner, tuple(names.split()), tuple(used_by.split()), note, relation, is_silent=silent, **fields)
+
+
+# A table has a row for each seam: owner, names, modules that use them, note. Spaces separate names, and modules. The further
+# fields are those of ``Seam``, ``silent`` among them.
+has, reads, takes, accepts = (functools.partial(_row, relation) for relation in Relation)
 
 
 def _parameters(function: Any) -> tuple[str, ...]:
