@@ -46,7 +46,7 @@ __all__ = [
     "traffic",
 ]
 
-# They import parts of Transformers that take seconds: they are imported when somebody asks for them.
+# They import parts of Transformers that take seconds: they are imported at the first use.
 _LAZY = {
     "ZeroPPCallback": "hf_zeropp.integrations.trainer",
     "ZeroPPQuantConfig": "hf_zeropp.integrations.lora.quantizer",

@@ -286,7 +286,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
 
 
 def _model_shape(source: str, *, lora_rank: int | None, num_adapter_params: int | None) -> ModelShape:
-    # A misspelt count is no name of a model. Asking the hub for it would take half a minute of retries without a network.
+    # A misspelt count is not a name of a model. Asking the hub for it would take half a minute of retries without a network.
     is_count = source[:1].isdigit() and "/" not in source and not Path(source).exists()
     if is_count or parse_count(source) is not None:
         model = ModelShape.of_count(source)

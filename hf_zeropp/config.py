@@ -35,7 +35,7 @@ ENV_ENABLED = "ZEROPP_ENABLED"
 BLOCK = "zeropp_config"
 """The key under which a file of another program (Accelerate's) holds our settings."""
 ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"})
-"""Variables with our prefix that are no fields of the config."""
+"""Variables with our prefix that are not fields of the config."""
 
 _SWITCH_WORDS = {
     "1": True,
@@ -192,7 +192,7 @@ class ZeroPPConfig:
             settings: field names and values. The key ``preset`` names one of ``PRESETS``, which the others go over.
 
         Raises:
-            TypeError: ``settings`` is no mapping.
+            TypeError: ``settings`` is not a mapping.
             ValueError: a key is unknown (the message names the nearest valid one) or a value is not allowed.
         """
         if not isinstance(settings, Mapping):
@@ -318,7 +318,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
     try:
         settings = parse_settings(text, is_json=path.suffix == ".json")
     except ValueError as error:
-        raise ValueError(f"The ZeRO++ config file {str(path)!r} is no valid YAML or JSON: {error}") from error
+        raise ValueError(f"The ZeRO++ config file {str(path)!r} is not valid YAML or JSON: {error}") from error
     if not isinstance(settings, dict):
         raise ValueError(f"The ZeRO++ config file {str(path)!r} must hold `key: value` lines, got: {settings!r}")
     if DEEPSPEED_BLOCK in settings:
@@ -344,13 +344,13 @@ def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
             continue
         name = key.removeprefix(ENV_PREFIX).lower()
         _refuse_removed(name, named=key)
-        # A misspelt variable would otherwise leave its setting at the default, and nobody would notice.
+        # A misspelt variable would otherwise leave its setting at the default, without a word.
         if name not in valid or key != key.upper():
             raise ValueError(f"Unknown environment variable {key}.{hint(name, valid, _variable_of)}")
         try:
             settings[name] = _parse_env_value(text)
         except ValueError as error:
-            raise ValueError(f"The environment variable {key}={text!r} is no valid YAML value: {error}") from error
+            raise ValueError(f"The environment variable {key}={text!r} is not a valid YAML value: {error}") from error
     return settings
 
 

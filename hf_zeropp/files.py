@@ -4,7 +4,7 @@ A checkpoint may come from a disk that ran full, from a download that broke off,
 what they read, follow no link out of a checkpoint's folder, and name the file in every error. Weights are read from safetensors
 alone: PyTorch's other formats hold pickles, which can run any code when they are loaded.
 
-Errors are ``ValueError`` throughout, because a file that cannot be used is a wrong argument to whoever passed its path.
+Errors are ``ValueError`` throughout, because a file that cannot be used is a wrong argument of the caller.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def check_file(path: Path, folder: Path, max_bytes: int | None = None) -> None:
     except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: links in a circle, before Python 3.13
         raise ValueError(f"{str(path)!r} cannot be opened: {error}") from error
     if not real.is_file():  # reading a pipe or a device might never end
-        raise ValueError(f"{str(path)!r} is no regular file.")
+        raise ValueError(f"{str(path)!r} is not a regular file.")
     if not any(real.is_relative_to(allowed) for allowed in (home, *_hub_blobs(home))):
         raise ValueError(
             f"{str(path)!r} leads out of its folder, to {str(real)!r}. Put a copy of the file in its place."
@@ -153,7 +153,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
         ValueError: the file is of another kind, cut off or damaged.
     """
     if path.suffix != ".safetensors":
-        raise ValueError(f"{str(path)!r} is no safetensors file. Other formats may hold pickles, which are not loaded.")
+        raise ValueError(f"{str(path)!r} is not a safetensors file. Other formats may hold pickles, which are not loaded.")
     try:
         with safe_open(path, framework="pt") as tensors:
             yield tensors
@@ -165,7 +165,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
 def written_at_once(path: Path) -> Iterator[Path]:
     """Give a place to write a file or a folder to, which moves to ``path`` when the context ends.
 
-    The place is in a new folder beside ``path`` that no other user can enter, so nobody can put a link there for the writer to
+    The place is in a new folder beside ``path`` that no other user can enter, so none can put a link there for the writer to
     follow. If writing fails, nothing is left. A writer that is killed leaves its folder, and the next one removes it.
 
     Yields:

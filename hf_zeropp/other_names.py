@@ -1,4 +1,4 @@
-"""Names that are no settings of this package: DeepSpeed's keys, other words for what a setting says, and misspelt names."""
+"""Names that are not settings of this package: DeepSpeed's keys, other words for what a setting says, and misspelt names."""
 
 from __future__ import annotations
 

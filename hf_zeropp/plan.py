@@ -254,7 +254,7 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
             _check_deltas(unit, config.qwz_mode)
     world_size, shard_ranks_per_node = len(ranks), count_on_each_node(ranks, ranks_per_node)
     hpz_size = resolve_hpz_size(config.hpz_size, shard_ranks_per_node, world_size)
-    # A copy over the world with one node is no mistake: nothing crosses nodes there, and nothing is installed.
+    # A copy over the world with one node is not a mistake: nothing crosses nodes there, and nothing is installed.
     if config.qwz_mode != "values" and hpz_size == world_size > shard_ranks_per_node:
         raise ValueError(
             f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that qwz_mode={config.qwz_mode!r} "
@@ -287,7 +287,7 @@ def _ranks_of_model(units: Sequence[Unit], ranks_per_node: int, mesh: DeviceMesh
     if mesh is not None:
         return tuple(mesh.mesh.flatten().tolist())
     # Under tensor parallelism parameters are sharded over a second mesh. Nothing else tells a shard group from a mistake:
-    # a model that is sharded over a node, say, whose copies on other nodes nobody keeps alike.
+    # a model that is sharded over a node, say, whose copies on other nodes are not kept alike.
     beside = Counter(_ranks_of(unit) for unit in units if unit.has_other_parallelism)
     return beside.most_common(1)[0][0] if beside else tuple(range(dist.get_world_size()))
 

@@ -10,7 +10,7 @@ BYTE_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1}
 
 
 def parse_count(text: str) -> int | None:
-    """Return the number that ``text`` names ("7.5B" is 7500000000), or None where it is no count."""
+    """Return the number that ``text`` names ("7.5B" is 7500000000), or None where it is not a count."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.strip().upper())
     # ``round`` and not ``int``: 4.1 * 10**6 is 4099999.9999999995 in floating point.
     return round(float(match[1]) * COUNT_UNITS[match[2]]) if match else None
@@ -23,7 +23,7 @@ def parse_bytes(size: int | str | None) -> int:
         size: a number of bytes, or a text such as "2MB" or "1.5 GB" (powers of 1000); None is 0.
 
     Raises:
-        ValueError: the text is no size.
+        ValueError: the text is not a size.
     """
     if size is None or isinstance(size, int):
         return size or 0

@@ -135,8 +135,8 @@ def test_files_in_yaml_and_json(tmp_path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("z.yaml", "qwz_bits: [", "no valid YAML"),
-        ("z.json", "{qwz_bits: 4", "no valid YAML or JSON"),
+        ("z.yaml", "qwz_bits: [", "not valid YAML"),
+        ("z.json", "{qwz_bits: 4", "not valid YAML or JSON"),
         ("z.yaml", "just words", "key: value"),
         ("z.yaml", "", "key: value"),
         ("z.yaml", "zeropp_config: 8", "mapping"),

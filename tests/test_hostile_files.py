@@ -195,7 +195,7 @@ BOTH = {
     "a file cut off": Attack(cut_off, "model.safetensors' is cut off"),
     "a header longer than any file": Attack(lie_about_the_header, "model.safetensors' is cut off"),
     "a pickle named safetensors": Attack(rename_a_pickle, "model.safetensors' is cut off"),
-    "a pickle in an index": Attack(name_a_pickle_in_the_index, "weights.bin' is no safetensors file"),
+    "a pickle in an index": Attack(name_a_pickle_in_the_index, "weights.bin' is not a safetensors file"),
     "a link out of the folder": Attack(link_out, "model.safetensors' leads out of its folder"),
     "an index that climbs out": Attack(climb_out, "model-2.safetensors"),
     "an index with an absolute path": Attack(name_an_absolute_path, "model-2.safetensors"),
@@ -206,17 +206,17 @@ BOTH = {
     "codes are floats": Attack(change(UP + "_codes", torch.Tensor.float), "codes that are F32"),
     "scales are signed": Attack(change(UP + "_scales", lambda scales: scales.to(torch.int8)), "weight_scales is I8"),
     "a row of codes is missing": Attack(
-        change(UP + "_codes", lambda codes: codes[1:]), "These are no weight in 4 bits"
+        change(UP + "_codes", lambda codes: codes[1:]), "These are not a weight in 4 bits"
     ),
     "a scale of each row is missing": Attack(
-        change(UP + "_scales", lambda scales: scales[:, :-1]), "These are no weight"
+        change(UP + "_scales", lambda scales: scales[:, :-1]), "These are not a weight"
     ),
-    "scales are a number": Attack(change(UP + "_scales", lambda scales: scales[0, 0]), "These are no weight"),
+    "scales are a number": Attack(change(UP + "_scales", lambda scales: scales[0, 0]), "These are not a weight"),
     "scales are NaN": Attack(
         change(UP + "_scales", lambda scales: torch.full_like(scales, 255)),
         f"damaged: {UP}_scales holds scales that are NaN",
     ),
-    "other bits": Attack(say(bits=8), "no weight in 8 bits"),
+    "other bits": Attack(say(bits=8), "not a weight in 8 bits"),
     "bits as text": Attack(say(bits="4"), "8 or 4 bits, got bits='4'"),
     "bits as a float": Attack(say(bits=4.0), "8 or 4 bits, got bits=4.0"),
     "an impossible block": Attack(say(block=0), "multiple of 32 from 32 to 4096, got 0"),
@@ -244,7 +244,7 @@ def test_the_checkpoint_that_is_attacked_is_a_good_one(folder):
 
 def test_transformers_is_kept_from_pickles_of_packed_weights(folder):
     become_a_pickle(folder / "packed")
-    with pytest.raises(ValueError, match="pytorch_model.bin' is no safetensors file"):
+    with pytest.raises(ValueError, match="pytorch_model.bin' is not a safetensors file"):
         read_by_transformers(folder / "packed")
 
 
@@ -315,7 +315,7 @@ BASES = {
     "a config in latin-1": Attack(
         lambda folder: (folder / "config.json").write_bytes(b'{"\xe9": 1}'), "cannot be read"
     ),
-    "a config that is a pipe": Attack(become_a_pipe, "config.json' is no regular file"),
+    "a config that is a pipe": Attack(become_a_pipe, "config.json' is not a regular file"),
     "a config with code": Attack(bring_code, "config.json' describes no model that can be built"),
     "a quantization that is text": Attack(set_config(quantization_config="zeropp"), "was quantized by 'zeropp'"),
     "a quantization without bits": Attack(
@@ -351,7 +351,7 @@ def test_a_config_cannot_name_a_function_to_call(folder, monkeypatch):
     calls = []
     monkeypatch.setattr(sys.modules["transformers"], "anything", calls.append, raising=False)
     set_config(architectures=["anything"])(folder / "packed")
-    with pytest.raises(ValueError, match="'anything' is no model"):
+    with pytest.raises(ValueError, match="'anything' is not a model"):
         read_by_export(folder / "packed")
     assert calls == []
 
@@ -388,8 +388,8 @@ ADAPTERS = {
     "a NaN": Attack(change_adapter(lambda lora: lora * float("nan")), "safetensors' is damaged: .*lora_A.weight holds"),
     "another shape": Attack(change_adapter(lambda lora: lora[:, 1:]), "size mismatch"),
     "a rank of a billion": Attack(set_adapter(r=10**9), "does not fit the base: adapter_config.json describes"),
-    "a rank that is text": Attack(set_adapter(r="four"), "does not fit|no config that PEFT knows"),
-    "an unknown type": Attack(set_adapter(peft_type="EVIL"), "adapter_config.json' is no config that PEFT knows"),
+    "a rank that is text": Attack(set_adapter(r="four"), "does not fit|not a config that PEFT knows"),
+    "an unknown type": Attack(set_adapter(peft_type="EVIL"), "adapter_config.json' is not a config that PEFT knows"),
     "prompts, which cannot be merged": Attack(
         write("adapter_config.json", json.dumps(PROMPT_TUNING)), "PROMPT_TUNING, which has no merged form"
     ),

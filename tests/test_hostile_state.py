@@ -32,11 +32,11 @@ SETTINGS = {
     "lists of lists of aliases": ("zeropp.yaml", ALIASES + "qgz_bits: *a6\n", "aliases are written out"),
     "many levels of YAML": ("zeropp.yaml", "qgz_bits: " + "[" * 10**4, "nested too deeply"),
     "many levels of JSON": ("zeropp.json", "[" * 10**5, "nested too deeply"),
-    "a tag that calls a function": ("zeropp.yaml", "!!python/object/apply:os.mkdir [exploded]", "no valid YAML"),
-    "a date that does not exist": ("zeropp.yaml", "qgz_bits: 2000-99-99", "no valid YAML"),
-    "a number of many digits": ("zeropp.json", '{"qgz_bits": ' + "9" * 5000 + "}", "no valid YAML or JSON"),
+    "a tag that calls a function": ("zeropp.yaml", "!!python/object/apply:os.mkdir [exploded]", "not valid YAML"),
+    "a date that does not exist": ("zeropp.yaml", "qgz_bits: 2000-99-99", "not valid YAML"),
+    "a number of many digits": ("zeropp.json", '{"qgz_bits": ' + "9" * 5000 + "}", "not valid YAML or JSON"),
     "a list as preset": ("zeropp.yaml", "preset: [paper]", "preset must be one of"),
-    "bytes that are no text": ("zeropp.yaml", b"\xff\xfe\x00", "Cannot read the ZeRO"),
+    "bytes that are not text": ("zeropp.yaml", b"\xff\xfe\x00", "Cannot read the ZeRO"),
 }
 
 

@@ -131,7 +131,7 @@ def find_frozen_units(
 
 
 def _frozen_candidates(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Iterate over the modules that are no adapters, with their ancestors, outermost first."""
+    """Iterate over the modules that are not adapters, with their ancestors, outermost first."""
     modules, adapters = dict(model.named_modules()), adapter_modules(model)
     for name, module in modules.items():
         if module not in adapters:

@@ -279,7 +279,7 @@ def patch_accelerator_state() -> None:
         elif _stock_plugin_counts_on_cpu and fsdp_plugin is not None and is_on_cpu:
             use_plugin(fsdp_plugin)
 
-    # A mark of our own: ``__wrapped__`` may stand for anybody's wrapper, for instance a profiler's.
+    # A mark of our own: ``__wrapped__`` may stand for another library's wrapper, such as a profiler's.
     setattr(initialize, _PATCHED, True)
     AcceleratorState.__init__ = initialize  # type: ignore[method-assign]
 

@@ -223,7 +223,7 @@ def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], froze
     # The optimizer alone keeps its memory then.
     foreign = [param for param in frozen if param not in names]
     if packed or foreign:
-        example = names.get((packed or foreign)[0], "one that is no parameter of the model any more")
+        example = names.get((packed or foreign)[0], "one that is not a parameter of the model any more")
         raise ValueError(
             f"The optimizer holds {len(packed or foreign)} frozen parameters ({example}, ...), which would keep their 16-bit "
             "values in memory after packing. Build it from the trainable ones, after packing: "

@@ -118,7 +118,7 @@ def _blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _outside(model: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules, with their names, that are no blocks and lie in none."""
+    """Yield the modules, with their names, that are not blocks and lie in none."""
     prefixes = tuple(f"{name}." for name in blocks)
     return ((name, module) for name, module in model.named_modules() if not f"{name}.".startswith(prefixes))
 

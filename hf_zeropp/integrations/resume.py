@@ -149,7 +149,7 @@ def _resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     last = last_whole_checkpoint(os.path.dirname(os.path.abspath(folder)))
     remedy = f"resume from {last!r}, the last whole one beside it" if last else "begin anew: none beside it is whole"
     raise ValueError(
-        f"{folder!r} is no whole checkpoint: rank {rank} says that {reason}. Its save was interrupted, it is damaged, or that "
+        f"{folder!r} is not a whole checkpoint: rank {rank} says that {reason}. Its save was interrupted, it is damaged, or that "
         f"rank does not see all of it. Make it whole on all ranks, or {remedy}."
     )
 

@@ -22,7 +22,7 @@ callback to the defaults, which all Trainers built later share. It adds the figu
 the trackers.
 
 [Note: scripts that pass no callback]
-A script of somebody else's (run_clm.py, TRL's sft.py) passes no ZeroPPCallback. The callback among the defaults is one itself.
+A script by others (run_clm.py, TRL's sft.py) passes no ZeroPPCallback. The callback among the defaults is one itself.
 It takes part in a Trainer whose arguments hold zeropp settings, and in one whose Accelerator got a ZeroPPPlugin from
 ``hf_zeropp.run``. It stands back as soon as training shows that the user passed a ZeroPPCallback too. It cannot know this
 earlier: the defaults are called first, and a callback is not told of the others.

@@ -88,7 +88,7 @@ class CompiledKernels:
                 # Numbers pass as they are, and None of an optional tensor becomes a null pointer.
                 values.append(_DTYPE_CODES.get(value, value))
                 if value is None and argument.has_dtype_code:
-                    values.append(0)  # which nobody reads
+                    values.append(0)  # the kernel does not read it
         return values
 
     def _layout(self, layout: WireLayout, device: torch.device) -> int:

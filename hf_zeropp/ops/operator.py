@@ -38,7 +38,7 @@ class Kind(NamedTuple):
 
     schema: str
     c_types: tuple[str, ...]  # a second one is for the dtype code of a tensor
-    dtypes: tuple[torch.dtype, ...] = ()  # that a tensor may have; empty for arguments that are no tensors
+    dtypes: tuple[torch.dtype, ...] = ()  # that a tensor may have; empty for arguments that are not tensors
 
 
 # mypy sees these as plain tensors, so an operator's declaration type-checks like any function.

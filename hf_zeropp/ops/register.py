@@ -6,8 +6,8 @@ and fake tensors see. One implementation serves every device, because ``kernels.
 tensors.
 
 Layouts travel through PyTorch's dispatcher as text (``WireLayout.spec``). A traced graph then carries everything an operator
-needs, and neither fake tensors nor ``torch.compile`` ever see a lookup table. A call that nobody has to see there goes to the
-kernels at once (``eager.py``).
+needs, and neither fake tensors nor ``torch.compile`` ever see a lookup table. Where nothing stands between, a call goes to the
+kernels at once (``direct_calls.py``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_zeropp.ops.eager import runs_directly
+from hf_zeropp.ops.direct_calls import runs_directly
 from hf_zeropp.ops.format import WireLayout
 from hf_zeropp.ops.kernels import kernels_of
 from hf_zeropp.ops.operator import Operator, Result, declare

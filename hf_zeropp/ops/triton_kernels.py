@@ -42,7 +42,7 @@ class _Wire(NamedTuple):
 
 
 class TritonKernels(ReferenceKernels):
-    """The operators of the wire in Triton; others, and blocks that are no multiples of 8, as the reference."""
+    """The operators of the wire in Triton; others, and blocks that are not multiples of 8, as the reference."""
 
     name = "triton"
 

@@ -4,7 +4,7 @@
     updates.send(publish_weights(model))                                                            # on rank 0
     if error := from_rank_0(updates.take_error()): ...                                              # on all ranks
 
-A sync has two parts that never mix: collectives, in which nobody talks to a server, and then requests, while the other ranks
+A sync has two parts that never mix: collectives, in which no rank talks to a server, and then requests, while the other ranks
 wait. A server pauses only for its own part, the loading (``vllm_transfer.py``), and answers until then.
 
 [Note: errors of rank 0] Rank 0 alone writes and sends. If it raised there, the others would wait for it in their next

@@ -53,7 +53,7 @@ def _is_wanted() -> bool:
 def _unpacked(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def dispatch(layer: Any, remove_weight: bool) -> None:
-        # Weights that are no matrices belong to convolutions.
+        # Weights that are not matrices belong to convolutions.
         if layer.weight.ndim == 2 and _is_wanted():
             layer.cpu_linear = linear
         else:

@@ -121,7 +121,7 @@ def _generate(model: torch.nn.Module, prompt: torch.Tensor) -> torch.Tensor:
 
 def _holdings() -> dict[str, float]:
     """Return what this process holds: see ``MEASURES``."""
-    gc.collect()  # garbage in cycles that waits for a collection is no leak, and its amount is a matter of chance
+    gc.collect()  # garbage in cycles that waits for a collection is not a leak, and its amount is a matter of chance
     lines = (line.split() for line in Path("/proc/self/status").read_text().splitlines())
     status = {words[0]: words[1] for words in lines if len(words) > 1}
     disk = os.statvfs("/dev/shm")

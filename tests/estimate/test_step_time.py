@@ -171,7 +171,7 @@ def test_exact_is_recommended_where_the_share_of_changes_is_known() -> None:
         ({"balanced": 1.04, "min_traffic": 1.0}, "", "min_traffic"),
         ({"balanced": 1.02, "min_traffic": 1.0}, "balanced", "min_traffic"),
         ({"balanced": 1.0, "min_traffic": 2.0}, "balanced", "min_traffic"),
-        ({"paper": 1.0, "FSDP2": 0.1}, "", "paper"),  # stock is no preset; a sentence says that it is faster
+        ({"paper": 1.0, "FSDP2": 0.1}, "", "paper"),  # stock is not a preset; a sentence says that it is faster
     ],
 )
 def test_the_most_exact_of_the_fastest_that_fit(seconds: dict[str, float], unfit: str, preset: str) -> None:

@@ -86,7 +86,7 @@ class AlwaysFresh:
 
 
 class NoGather(WeightGather):
-    """Weights are no part of this model."""
+    """Weights are not part of this model."""
 
     def __call__(self, *args) -> None:
         raise AssertionError("nobody gathers here")

@@ -103,7 +103,7 @@ def load_through_data(rank: int) -> None:
 
 
 def load_part_of_a_state_dict(rank: int) -> None:
-    """Into a submodule that is no unit itself: no hook of ours sees it, the version counters do."""
+    """Into a submodule that is not a unit itself: no hook of ours sees it, the version counters do."""
 
     def load(model, handle) -> None:
         model.blocks[0].up.load_state_dict({name: value * 2 for name, value in model.blocks[0].up.state_dict().items()})

@@ -43,7 +43,7 @@ def resume_beside_an_interrupted_save(rank: int, folder: str) -> dict[str, objec
 def test_resuming_passes_over_an_interrupted_save_and_refuses_it_by_name(tmp_path):
     for result in run_ranks(resume_beside_an_interrupted_save, 4, str(tmp_path)):
         assert result["resumed"] == result["straight"]
-        assert f"checkpoint-4' is no whole checkpoint: rank 0 says that it has no {MARK}" in result["refused"]
+        assert f"checkpoint-4' is not a whole checkpoint: rank 0 says that it has no {MARK}" in result["refused"]
         assert f"Make it whole on all ranks, or resume from '{tmp_path}/checkpoint-2'" in result["refused"]
         assert "rank 0 asks for None, rank 1 for" in result["differs"]
     assert why_not_whole(tmp_path / "checkpoint-4") is None  # the resumed run wrote it again

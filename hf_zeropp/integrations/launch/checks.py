@@ -56,8 +56,8 @@ def check_script(args: argparse.Namespace) -> None:
         raise ValueError(f"there is no module {script!r} for -m. Check the name, and that it is installed here.")
     if not args.module and not os.path.isfile(script):
         raise ValueError(
-            f"expected a Python script, -m and a module, or a command of trl, got {script!r}, which is no file. Check the path; "
-            "flags of the launcher stand in front of the script."
+            f"expected a Python script, -m and a module, or a command of trl, got {script!r}, which is not a file. Check the "
+            "path; flags of the launcher stand in front of the script."
         )
 
 

@@ -147,5 +147,5 @@ def _build(base: Path, num_tensors: int) -> PreTrainedModel:
             return model_class.from_config(config)
         # The name could be that of any function of Transformers.
         if not (isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)):
-            raise ValueError(f"{architecture!r} is no model")
+            raise ValueError(f"{architecture!r} is not a model")
         return model_class(config)

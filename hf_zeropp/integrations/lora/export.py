@@ -185,7 +185,7 @@ def _mergeable_config(adapter: Path) -> Any:
     try:
         config = PeftConfig.from_peft_type(**settings)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{str(adapter / ADAPTER_CONFIG)!r} is no config that PEFT knows: {error!r}") from error
+        raise ValueError(f"{str(adapter / ADAPTER_CONFIG)!r} is not a config that PEFT knows: {error!r}") from error
     # These add inputs, layers or other adapters to a model, which PEFT would read from wherever the config says.
     if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type == "XLORA":
         raise ValueError(f"{str(adapter)!r} holds an adapter of type {config.peft_type}, which has no merged form.")

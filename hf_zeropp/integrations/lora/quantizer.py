@@ -63,7 +63,7 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
         quant_method: the name under which Transformers finds this class; not to be set.
 
     Raises:
-        ValueError: ``bits`` or ``block`` is none of those supported, or ``skip`` is no list of names.
+        ValueError: ``bits`` or ``block`` is none of those supported, or ``skip`` is not a list of names.
     """
 
     bits: int = 4

@@ -120,5 +120,5 @@ def _check_pair(name: str, codes: StoredTensor, scales: StoredTensor, format: Fr
     if not fits:
         raise ValueError(
             f"{str(scales.file)!r}: {name} is {scales.dtype} {scales.shape} beside codes that are {codes.dtype} "
-            f"{codes.shape}. These are no weight in {format.bits} bits and blocks of {format.block}."
+            f"{codes.shape}. These are not a weight in {format.bits} bits and blocks of {format.block}."
         )

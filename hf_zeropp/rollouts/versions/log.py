@@ -94,7 +94,7 @@ class Log:
         """Read the text of a list.
 
         Raises:
-            DamagedUpdateError: it is no list.
+            DamagedUpdateError: it is not a list.
         """
         try:
             fields = json.loads(text)

@@ -77,7 +77,7 @@ class Network:
                 _shape(where, interface, bits, delay)
 
     def remove(self) -> None:
-        """Delete the namespaces, and with them their interfaces. Namespaces that do not exist are no error."""
+        """Delete the namespaces, and with them their interfaces. Namespaces that do not exist are not an error."""
         for name in (*map(namespace, range(self.num_nodes)), _SWITCH):
             subprocess.run(["ip", "netns", "del", name], capture_output=True)
 

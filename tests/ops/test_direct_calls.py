@@ -1,4 +1,4 @@
-"""Calls of operators go past PyTorch's dispatcher, and only where nobody has to see them there."""
+"""Calls of operators pass PyTorch's dispatcher by, and only where nothing stands between a call and its kernel."""
 
 from __future__ import annotations
 

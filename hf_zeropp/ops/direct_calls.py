@@ -1,9 +1,9 @@
-"""Whether a call of an operator has to go through PyTorch's dispatcher.
+"""Whether a call of an operator may pass PyTorch's dispatcher by, and run its kernel at once.
 
-The dispatcher exists for those who stand between a call and its kernel: ``torch.compile``, which writes the call down; fake
-tensors and other dispatch modes, which take its place; the profiler, which times it; autograd. In a training step nobody stands
-there. The way through the dispatcher then ends where it began, and costs as much as the rest of the call: layouts become text and
-layouts again, and every argument is boxed twice. Six such calls make the gather and the reduction of a unit.
+The dispatcher serves what can stand between a call and its kernel: ``torch.compile``, which records the call; fake tensors and
+other dispatch modes, which replace it; the profiler, which times it; autograd. In a training step none of them is there, and the
+dispatcher costs as much as the rest of the call: layouts become text and layouts again, and every argument is boxed twice. The
+gather and the reduction of a unit make six such calls.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 
 def runs_directly(arguments: Iterable[Any], outs: Iterable[torch.Tensor]) -> bool:
-    """Return whether nobody has to see a call that fills ``outs``, so that its kernel may be called at once."""
+    """Return whether nothing stands between a call that fills ``outs`` and its kernel."""
     # This comes first, since ``torch.compile`` traces this function too, and ends here: it knows the answer.
     if torch.compiler.is_compiling():
         return False
