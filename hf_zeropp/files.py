@@ -153,7 +153,9 @@ def open_tensors(path: Path) -> Iterator[Any]:
         ValueError: the file is of another kind, cut off or damaged.
     """
     if path.suffix != ".safetensors":
-        raise ValueError(f"{str(path)!r} is not a safetensors file. Other formats may hold pickles, which are not loaded.")
+        raise ValueError(
+            f"{str(path)!r} is not a safetensors file. Other formats may hold pickles, which are not loaded."
+        )
     try:
         with safe_open(path, framework="pt") as tensors:
             yield tensors

@@ -202,7 +202,9 @@ class Case:
         for statement in ast.parse(script).body:
             call = statement.value if isinstance(statement, ast.Expr) else None
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
-                raise ValueError(f"Line {statement.lineno} is not a call with keyword arguments: {ast.unparse(statement)}")
+                raise ValueError(
+                    f"Line {statement.lineno} is not a call with keyword arguments: {ast.unparse(statement)}"
+                )
             args = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
             _add_call(fields, call.func.id, args)
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
