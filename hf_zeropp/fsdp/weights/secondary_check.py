@@ -23,13 +23,17 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from hf_zeropp.comm.two_hops import GatherLayouts, Secondary, TwoHopGather
+from hf_zeropp.comm.two_hops import Carrier, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
 from hf_zeropp.fsdp.units import Unit
 
 logger = logging.getLogger(__name__)
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, with random bits: swapped words change the sum
+
+
+class WrongCopies(RuntimeError):
+    """Copies of the weights are not what they are taken for."""
 
 
 def wants_check(environ: Mapping[str, str] | None = None) -> bool:
@@ -76,7 +80,7 @@ class SecondaryCheck:
             expected: the bytes that the masters of this rank give, uint8 [B].
 
         Raises:
-            RuntimeError: on every rank, if a rank holds other bytes than the masters of their rank give.
+            WrongCopies: on every rank, if a rank holds other bytes than the masters of their rank give.
         """
         sums = self._of_all_ranks(torch.stack([checksum(wire) for wire in (*copies, expected)]))
         if faults := list(self._faults(sums)):
@@ -94,7 +98,7 @@ class SecondaryCheck:
             has_changed: int64 [1]: 1 if they have, on this rank.
 
         Raises:
-            RuntimeError: on every rank, if they have.
+            WrongCopies: on every rank, if they have.
         """
         ranks = dist.get_process_group_ranks(self._group)
         changed = [rank for rank, [flag] in zip(ranks, self._of_all_ranks(has_changed), strict=True) if flag]
@@ -127,7 +131,7 @@ class SecondaryCheck:
         """Raise, after all ranks have received what they compare: a rank that ends earlier would cut connections."""
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=self._group)
-        raise RuntimeError(message)
+        raise WrongCopies(message)
 
 
 class CheckedUnit:
@@ -147,10 +151,10 @@ class CheckedUnit:
         self._expected: torch.Tensor | None = None
         self._taken: torch.Tensor | None = None
 
-    def encoded(self, dtype: torch.dtype, layouts: GatherLayouts, base: Secondary | None = None) -> None:
-        """Note what the masters give, which were encoded just now in ``dtype``: as a delta to ``base``, or as they are."""
-        masters = self._unit.masters(dtype if base is None else torch.float32)
-        self._dtype, self._expected = dtype, self._hops.expected_slice(masters, layouts, base)
+    def encoded(self, carrier: Carrier) -> None:
+        """Note what the masters give, which ``carrier`` has encoded just now."""
+        self._dtype = carrier.layouts.kept.raw_dtype
+        self._expected = carrier.expected_slice(self._unit.masters(carrier.reads or self._dtype))
         self._taken = self._sum_of_masters()
 
     def landed(self, secondary: Secondary) -> None:

@@ -1,0 +1,255 @@
+"""The life of a unit's copy of the weights on one rank: a state machine, whose only moves are the methods of ``Copy``."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from hf_zeropp import devices
+from hf_zeropp.comm.hop import HopError
+from hf_zeropp.comm.two_hops import Carrier, ChangedWords, GatherLayouts, Secondary
+from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.fsdp.weights.freshness import Change, Freshness
+from hf_zeropp.fsdp.weights.secondary_check import CheckedUnit, WrongCopies
+
+
+class State(enum.Enum):
+    """The states of a copy, which are in the docstring of ``Copy``."""
+
+    ABSENT = "absent"
+    DUE = "due"
+    ENCODED = "encoded"
+    CROSSING = "crossing"
+    OVERTAKEN = "overtaken"
+    FRESH = "fresh"
+    FAILED = "failed"
+
+
+class Copy:
+    """A unit's secondary shard, and the state that it is in.
+
+    A move that is not in the table raises an error. ``agree`` has three columns: ranks agreed that nothing changed, that weights
+    changed, or that copies are not to be relied on (``Change.INVALID``).
+
+    ========== ========= ========= ========= ======== ======== ======== ======== ======= ======
+    state      no change changed   invalid   encode   start    land     take     read    fail
+    ========== ========= ========= ========= ======== ======== ======== ======== ======= ======
+    absent     absent    absent    absent    -        crossing -        fresh    -       failed
+    due        due       due       due       encoded  crossing -        fresh    -       failed
+    encoded    due       due       due       -        crossing -        fresh    -       failed
+    crossing   crossing  overtaken overtaken -        -        fresh    crossing -       failed
+    overtaken  overtaken overtaken overtaken -        -        due      crossing -       failed
+    fresh      fresh     due       due       -        -        -        fresh    fresh   failed
+    failed     failed    failed    absent    -        -        -        -        -       failed
+    ========== ========= ========= ========= ======== ======== ======== ======== ======= ======
+
+    absent: there is nothing that could be brought up to date, so whole weights cross at the next gather.
+    due: all ranks know that weights of some rank changed. The next gather of the unit crosses nodes, also if passes skip it until
+        then.
+    encoded: the changed words that will cross are encoded.
+    crossing: the cross hop is under way. It is landed before the weights are used.
+    overtaken: weights changed while the cross hop was under way, in a unit that the pass did not use. It is landed before another
+        one starts. It may not be dropped: the other ranks of the cross group add what it brings, and a delta that one rank left
+        out would stay missing.
+    fresh: gathers stay within the node. Where nothing is kept: what FSDP2 gathered last are the weights.
+    failed: a hop failed, a wire is damaged, or copies are wrong. The run ends here, unless whole weights replace all copies
+        (``handle.invalidate()``).
+
+    Two facts stand beside the state, in any state. *Changed here*: this rank sees that its own weights are others than those that
+    were taken last. It does nothing about it alone. *Outdated unsharded*: FSDP2 holds the unit unsharded, with weights of an older
+    copy.
+
+    Args:
+        unit: the unit.
+        freshness: what this rank sees of its own weights.
+        check: compares copies with the masters; None where this was not asked for.
+
+    Attributes:
+        state: as above.
+        secondary: room for the secondary shard; None until a carrier needs it.
+        layouts: the form in which it holds weights; None until it does.
+        carrier: what was encoded, or is under way.
+    """
+
+    def __init__(self, unit: Unit, freshness: Freshness, check: CheckedUnit | None = None) -> None:
+        self.state = State.ABSENT
+        self.secondary: Secondary | None = None
+        self.layouts: GatherLayouts | None = None
+        self.carrier: Carrier | None = None
+        self._unit = unit
+        self._freshness = freshness
+        self._check = check
+        self._change = Change.NONE
+        self._arrived: torch.Event | None = None  # when the last cross hop had landed; None on a CPU
+        self._version = 0  # counts the times that weights were taken from the shards
+        self._unsharded_version = 0  # the version that FSDP2's unsharded parameters have
+        self._failure = ""
+
+    # What this rank sees.
+
+    def changed(self, change: Change) -> None:
+        """Note a change of the weights of which this rank was told."""
+        self._freshness.mark(change)
+
+    def before_step(self, *, has_closure: bool) -> None:
+        """Note that an optimizer which holds a parameter of the unit begins a step."""
+        self._freshness.before_step(has_closure=has_closure)
+
+    def after_step(self) -> None:
+        """Note that the step ended. It does not come after a step that raised."""
+        self._freshness.after_step()
+
+    def change_here(self) -> Change:
+        """Return what happened to this rank's weights since they were taken. Asking moves nothing."""
+        return self._freshness.change()
+
+    # What all ranks do.
+
+    @property
+    def due(self) -> Change:
+        """The change since the weights were taken last, as all ranks agreed on it; NONE if no cross hop has to start."""
+        if self.state is State.ABSENT:
+            return Change.INVALID
+        return self._change if self.state in (State.DUE, State.ENCODED, State.OVERTAKEN) else Change.NONE
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there is a cross hop to land."""
+        return self.state in (State.CROSSING, State.OVERTAKEN)
+
+    @property
+    def words(self) -> ChangedWords | None:
+        """The changed words that are encoded; None if none are."""
+        return self.carrier if self.state is State.ENCODED and isinstance(self.carrier, ChangedWords) else None
+
+    def agree(self, change: Change) -> None:
+        """Take note of the change that all ranks agreed on. With a check this is a collective.
+
+        FSDP2 leaves its root unit unsharded after a forward pass, and every unit that was told so. Such a unit would compute
+        with what it was gathered from, so it is resharded unless that is the newest copy.
+        """
+        if self.state is State.FAILED and change == Change.INVALID:
+            self.state = State.ABSENT
+        # A unit that an earlier pass found stale and then skipped is still due.
+        self._change = max(self.due, change)
+        if self.state is State.ENCODED or (self.state is State.FRESH and change != Change.NONE):
+            self.carrier, self.state = None, State.DUE
+        elif self.state is State.CROSSING and change != Change.NONE:
+            self.state = State.OVERTAKEN
+        if self._unit.is_unsharded and (self.due != Change.NONE or self._unsharded_version != self._version):
+            self._unit.reshard()
+        if self._check is not None:
+            with self.guard():
+                self._check.agreed(is_fresh=self.due == Change.NONE)
+
+    def encode(self, words: ChangedWords, shards: Sequence[torch.Tensor]) -> None:
+        """Encode the changed words that will cross. What is written to the weights from now on is a new change."""
+        self._expect("encode", State.DUE)
+        self._prepare(words, shards)
+        self._freshness.taken()
+        self.carrier, self.state = words, State.ENCODED
+
+    def start(self, carrier: Carrier, shards: Sequence[torch.Tensor] = ()) -> None:
+        """Start the cross hop with what ``carrier`` makes of ``shards``, or with what is encoded already."""
+        self._expect("start", State.ABSENT, State.DUE, State.ENCODED)
+        if carrier is not self.carrier:
+            self._prepare(carrier, shards)
+        with self.guard():
+            carrier.send()
+        self.secondary, self.layouts = carrier.secondary, carrier.layouts
+        # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
+        # a write in between is a new change.
+        if self.state is not State.ENCODED:
+            self._freshness.taken()
+        self._version += 1
+        self.carrier, self.state = carrier, State.CROSSING
+
+    def land(self) -> None:
+        """Finish the cross hop, which brings the secondary shard up to date. With a check this is a collective."""
+        self._expect("land", State.CROSSING, State.OVERTAKEN)
+        assert self.carrier is not None and self.secondary is not None
+        with self.guard(ValueError):
+            self.carrier.land()
+        self.carrier, self.state = None, State.FRESH if self.state is State.CROSSING else State.DUE
+        # The copies are compared after the landing, when all of them should be equal, and before they are decoded.
+        if self._check is not None:
+            with self.guard():
+                self._check.landed(self.secondary)
+        self._arrived = record_event(self.secondary.own.device)
+
+    def read(self) -> Secondary:
+        """Return the secondary shard, from which FSDP2's unsharded parameters are decoded next on this stream."""
+        self._expect("read", State.FRESH)
+        assert self.secondary is not None
+        # It may have been written on another stream: FSDP2 gathers on streams of its own, and hops that are started ahead run
+        # on the caller's. An event orders them without making the host wait.
+        if self._arrived is not None:
+            torch.accelerator.current_stream().wait_event(self._arrived)
+        self._unsharded_version = self._version
+        return self.secondary
+
+    def take(self) -> None:
+        """Note that FSDP2's unsharded parameters are gathered from the shards as they are now, past the secondary shard."""
+        # An agreement alone clears nothing, since a pass may skip the unit. What was really gathered does.
+        self._expect("take", *(state for state in State if state is not State.FAILED))
+        self._freshness.taken()
+        self._version += 1
+        self._unsharded_version = self._version
+        if self.is_under_way:
+            self.state = State.CROSSING
+        else:
+            self.carrier, self.state = None, State.FRESH
+
+    def fail(self, error: HopError | ValueError | WrongCopies) -> NoReturn:
+        """Note that a hop failed, that a wire is damaged, or that copies are wrong, and raise an error that names the unit."""
+        self.state = State.FAILED
+        if isinstance(error, ValueError):  # a damaged wire, which is found at once on a CPU
+            assert self.carrier is not None
+            ranks = dist.get_process_group_ranks(self.carrier.hops.cross_hop.group)
+            self._failure = (
+                f"The weights of unit {self._unit.name} that rank {dist.get_rank()} received from ranks {ranks}, slice by slice, "
+                f"are damaged: {error}. Go on from an earlier checkpoint, and look for what damages bytes."
+            )
+            raise ValueError(self._failure) from error
+        if isinstance(error, HopError):
+            error.unit = self._unit.name
+        self._failure = str(error)
+        raise error
+
+    @contextlib.contextmanager
+    def guard(self, *others: type[ValueError]) -> Iterator[None]:
+        """Run a part of a gather that other ranks have a part in: if it fails, the copy has failed."""
+        try:
+            yield
+        except (HopError, WrongCopies, *others) as error:
+            self.fail(error)
+
+    def _prepare(self, carrier: Carrier, shards: Sequence[torch.Tensor]) -> None:
+        carrier.prepare(shards)
+        if self._check is not None:
+            self._check.encoded(carrier)
+
+    def _expect(self, move: str, *states: State) -> None:
+        """Assert that the copy is in one of the states from which it can move so.
+
+        Raises:
+            RuntimeError: it is not.
+        """
+        if self.state is State.FAILED:
+            raise RuntimeError(f"The copy of unit {self._unit.name} failed before, and cannot be used: {self._failure}")
+        if self.state not in states:
+            names = " or ".join(state.value for state in states)
+            raise RuntimeError(
+                f"Expected the copy of unit {self._unit.name} to be {names} when it is to {move}, got {self.state.value} (rank "
+                f"{dist.get_rank()}). This is a bug of hf_zeropp: please report it."
+            )
+
+
+def record_event(device: torch.device) -> torch.Event | None:
+    """Return an event of the current stream, for other streams to wait for; None on a device without streams."""
+    return torch.accelerator.current_stream(device).record_event() if devices.has_streams(device) else None

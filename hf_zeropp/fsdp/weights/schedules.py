@@ -1,0 +1,176 @@
+"""When the cross hops of gathers start and end: three callers of the same moves of a copy.
+
+FSDP2 asks for a unit's weights when it computes with them. A cross hop that started only then would be waited for in full. All due
+copies are known when a forward pass begins, so cross hops start earlier where they can overlap with computing:
+
+- on gloo, moved by threads of its own, all of them start when the pass begins, and each is landed when its unit is needed;
+- on accelerators they run on a stream of their own, beside the node hops, one unit ahead. FSDP2 gathers on one stream; with both
+  hops of each unit on it, the network would idle while bytes move within the node and are decoded, and the next unit would wait
+  for both:
+
+      network   cross hop k+1    |  cross hop k+2    |
+      node           node hop k  |      node hop k+1 |
+
+The order in which the host starts collectives matters as well as streams do. NCCL starts kernels of all communicators of a device
+in the order of the calls (comm/nccl.py), so a cross hop that is called early holds up every node hop that is called behind it
+until the network is free for it. Therefore a cross hop is called one unit ahead and not more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from hf_zeropp import devices
+from hf_zeropp.comm.two_hops import ChangedWords, exchange_sizes
+from hf_zeropp.config import ZeroPPConfig
+
+
+class Crossing(Protocol):
+    """A gather whose cross hop is due."""
+
+    def encode(self) -> ChangedWords | None:
+        """Encode the changed words that it will send; None where it sends something else."""
+
+    def start(self) -> None:
+        """Start the cross hop on the current stream, behind the exchange of sizes."""
+
+    def land(self) -> None:
+        """Finish the cross hop."""
+
+
+class GatherSchedule(ABC):
+    """The cross hops of one model's gathers.
+
+    Attributes:
+        starts_all: whether the cross hops of a forward pass start in one order, those of units that the pass does not use as well.
+    """
+
+    starts_all = False
+
+    @staticmethod
+    def of(config: ZeroPPConfig, device_type: str) -> GatherSchedule:
+        """Return the schedule for the settings on a device."""
+        if not config.overlap:
+            return GathersInTurn(sends_changes=config.sends_changes)
+        return GathersAhead(device_type) if devices.has_streams(device_type) else GathersTogether()
+
+    @abstractmethod
+    def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
+        """Take the gathers whose cross hops a forward pass will need, in place of all before. Ranks have agreed on them.
+
+        Args:
+            due: the gathers, in module order.
+            starts_now: whether all cross hops start now, because none may start later.
+        """
+
+    def reach(self, gather: Crossing) -> None:
+        """Start what has to start before the gather, whose weights are needed now."""
+
+    def finish(self) -> None:
+        """Start what is left: of units that the pass did not use. The pass is over."""
+
+    def wait_before_writes(self) -> None:
+        """Let the current stream wait until all weights that cross are read: an optimizer is about to write to them."""
+
+
+class GathersInTurn(GatherSchedule):
+    """Nothing overlaps: a cross hop starts and ends when its unit is needed.
+
+    Args:
+        sends_changes: whether units may send changed words. The sizes of all of them are exchanged together, when the pass begins,
+            and then their cross hops run there too.
+    """
+
+    def __init__(self, *, sends_changes: bool) -> None:
+        self._sends_changes = sends_changes
+
+    def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
+        """Run the cross hops if they run together, or may not run later."""
+        if self._sends_changes or starts_now:
+            encode(due)
+            for gather in due:
+                gather.start()
+                gather.land()
+
+
+class GathersTogether(GatherSchedule):
+    """gloo: all cross hops start together, and overlap with each other and with computing. Gathers land them."""
+
+    def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
+        """Start all cross hops."""
+        encode(due)
+        for gather in due:
+            gather.start()
+
+
+class GathersAhead(GatherSchedule):
+    """Accelerators: cross hops on a stream of their own, called in one order, one unit ahead.
+
+    The order is that of the modules, on every rank, whatever units a rank uses. Where a model computes in another order, its
+    cross hops come earlier than they need to.
+
+    Args:
+        device_type: of the units.
+    """
+
+    starts_all = True
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self._due: list[Crossing] = []
+        self._num_started = 0
+        self._stream: torch.Stream | None = None
+
+    def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
+        """Encode changed words. Cross hops start when units are reached."""
+        with self.queue():
+            encode(due)
+        self._due, self._num_started = list(due), 0
+        if starts_now:
+            self.finish()
+
+    def reach(self, gather: Crossing) -> None:
+        """Start cross hops up to that of ``gather``, whose weights are needed now, and the one behind it."""
+        if gather in self._due:
+            self._start(self._due.index(gather) + 2)
+
+    def finish(self) -> None:
+        """Start those that are left: of units that the pass did not use."""
+        # Other ranks may have used them. The cross hops that ran must be the same on all ranks.
+        self._start(len(self._due))
+
+    def wait_before_writes(self) -> None:
+        """Let the current stream wait for the stream of cross hops."""
+        # Gathers wait for the cross hops of units that a pass uses. Nothing else waits for those of the others.
+        if self._stream is not None:
+            torch.accelerator.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def queue(self) -> Iterator[None]:
+        """Queue what runs inside in the stream of cross hops, behind the current stream."""
+        # The current stream comes behind the optimizer, and behind the node hops that read the secondary shards last.
+        before = torch.accelerator.current_stream()
+        if self._stream is None:
+            self._stream = devices.new_stream(self._device_type)
+        self._stream.wait_stream(before)
+        with devices.on_stream(self._stream, self._device_type):
+            yield
+
+    def _start(self, count: int) -> None:
+        if self._num_started < min(count, len(self._due)):
+            with self.queue():
+                for gather in self._due[self._num_started : count]:
+                    self._num_started += 1
+                    gather.start()
+                    # Landing orders streams, and holds up nobody.
+                    gather.land()
+
+
+def encode(due: Sequence[Crossing]) -> None:
+    """Encode the changed words that cross hops will send, and exchange their sizes: once for all, as it waits for the network."""
+    exchange_sizes([words for gather in due if (words := gather.encode()) is not None])
