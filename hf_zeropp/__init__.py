@@ -4,7 +4,7 @@
     accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin())      # settings from ZEROPP_CONFIG_FILE, or pass them
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-The idea in one page: comm/two_hops.py. How it meets FSDP2: fsdp/all_gather.py, fsdp/gradients/reduce.py.
+The idea in one page: comm/two_hops.py. How it meets FSDP2: fsdp/weights/gather.py, fsdp/gradients/reduce.py.
 """
 
 import importlib

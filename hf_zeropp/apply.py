@@ -22,17 +22,16 @@ from hf_zeropp.comm.topology import ShardGroups, get_topology, new_cpu_group
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
-from hf_zeropp.fsdp.all_gather import MIXED_DTYPES, ZeroPPAllGather
-from hf_zeropp.fsdp.comm_objects import CountedWeightGather, WeightGather
 from hf_zeropp.fsdp.decisions import Decisions
-from hf_zeropp.fsdp.frozen_copies import compare_frozen
-from hf_zeropp.fsdp.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
 from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.run import Run
-from hf_zeropp.fsdp.secondary_check import SecondaryCheck
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
+from hf_zeropp.fsdp.weights.frozen_copies import compare_frozen
+from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
+from hf_zeropp.fsdp.weights.gather import MIXED_DTYPES, CountedWeightGather, WeightGather, ZeroPPAllGather
+from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.plan import Plan, agree, check_all_served, require_process_group
@@ -156,7 +155,7 @@ def _make_gathers(run: Run, decisions: Decisions, units: Sequence[Unit]) -> list
     # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
     # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
     if leaves_gathers_to_fsdp2(run.config, run.hpz_size, run.topology.num_ranks):
-        return [CountedWeightGather(unit, decisions, run.traffic) for unit in units]
+        return [CountedWeightGather(unit, run, decisions) for unit in units]
     hops, check = _gather_hops(run), None
     if run.checks:
         hpz_size = None if run.hpz_size is None else hops.node_hop.size

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch.distributed as dist
 
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
 from hf_zeropp.fsdp.comm_objects import CommObject
 from hf_zeropp.fsdp.decisions import Decisions
-from hf_zeropp.fsdp.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
+from hf_zeropp.fsdp.weights.gather import ZeroPPAllGather
 from hf_zeropp.traffic import Bytes
 
 logger = logging.getLogger(__name__)

@@ -24,10 +24,10 @@ from hf_zeropp.comm.hosts import Host, check_hosts, this_host
 from hf_zeropp.comm.topology import ShardGroups, count_on_each_node, detect_ranks_per_node, resolve_hpz_size
 from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig, is_enabled
-from hf_zeropp.fsdp.first_use import is_running
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
-from hf_zeropp.fsdp.secondary_check import wants_check
 from hf_zeropp.fsdp.units import Unit, find_units
+from hf_zeropp.fsdp.weights.first_use import is_running
+from hf_zeropp.fsdp.weights.secondary_check import wants_check
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What the cross hop of a gather carries: whole weights, deltas, or the words that changed.
+"""The cross hop of a gather carries whole weights, deltas, or the words that changed.
 
 Each crossing of a unit has a carrier of its own, which takes it through three stages:
 
@@ -12,13 +12,13 @@ On every rank of the world these calls must come in the same order. Which carrie
 secondary shard. It is taken against the copy and not against the last weights, so it includes whatever the last delta rounded
 away, and errors do not add up over steps.
 
-*Changed words* are exact weights for a fraction of their bytes (``qwz_mode="exact"``, ``"auto"``). In a step of fine-tuning most
-16-bit weights keep their bits. Ranks of a cross group that hold a unit in 16 bits therefore need only the words that changed since
-they received it. Each rank compares its shard with its own slice of the secondary shard, which is what the others hold of it, and
-encodes the difference (``ops/changes_format.py``). Nothing is rounded, so a copy that was brought up to date equals one that was
-sent whole, bit for bit, whatever changed the weights. The wires of different ranks differ in size, and a collective needs equal
-ones. So ``exchange_sizes`` comes between ``prepare`` and ``send``, once for all units that are due: one all-gather of 8 bytes a
-unit. Each unit's wires are then padded to the largest.
+*Changed words* are exact weights for a fraction of their bytes (``qwz_mode="exact"``, ``"auto"``). In a step of fine-tuning
+most 16-bit weights keep their bits. Ranks of a cross group that hold a unit in 16 bits therefore need only the words that changed
+since they received it. Each rank compares its shard with its own slice of the secondary shard, which is what the others hold of
+it, and encodes the difference (``ops/changes_format.py``). Nothing is rounded, so a copy that was brought up to date equals one
+that was sent whole, bit for bit, whatever changed the weights. The wires of different ranks differ in size, and a collective
+needs equal ones. So ``exchange_sizes`` comes between ``prepare`` and ``send``, once for all units that are due: one all-gather
+of 8 bytes a unit. Each unit's wires are then padded to the largest.
 
 [Note: the host waits once] On a device with streams the host reads the sizes between the first stage and the last. It waits for
 the optimizer and for the encoding then, once a step, and the device idles until the host has launched the next kernels. Without
@@ -122,7 +122,7 @@ class WholeWeights(Carrier):
 
 
 class Delta(Carrier):
-    """The quantized difference between the fp32 masters and this rank's slice of the secondary shard, which may be read meanwhile."""
+    """The quantized difference between the fp32 masters and this rank's slice of the secondary shard."""
 
     # A shard in the compute dtype would hide small updates by its rounding.
     reads = torch.float32
@@ -140,7 +140,7 @@ class Delta(Carrier):
             ops.quantize_difference(shard, own_slice[place], base, layout, out=self._wire[here])
 
     def send(self) -> None:
-        """Start the cross hop."""
+        """Start the cross hop. The secondary shard may be read until it lands."""
         # Deltas arrive beside the secondary shard, which other ranks of the node may still read meanwhile.
         hop = self.hops.cross_hop
         received = self.hops.buffers.take(hop.size * self._layout.nbytes, self._wire.device)
@@ -179,6 +179,7 @@ class ChangedWords(Carrier):
     size: torch.Tensor
     row_bytes: int
     failed_on: tuple[int, ...]
+    _sizes: torch.Tensor  # of all ranks of the cross group in group order, int64 [Y], where the wire lies
 
     def prepare(self, shards: Sequence[torch.Tensor]) -> None:
         """Encode how the shard, in fp32, bf16 or fp16, differs from the copy, word by word."""

@@ -41,8 +41,8 @@ class Secondary:
         own: the slices of this rank's cross group in node order, uint8 [Y * B].
         shared: the secondary shards of all ranks of the node, uint8 [N * Y * B], in memory that they share. ``own`` is a
             part of it. None where the ranks share no memory.
-        failed: int64 [Y], of which words of the last crossing could not be applied: not 0 for a slice that is out of date since then,
-            because they arrived damaged. None after whole weights.
+        failed: int64 [Y]: not 0 for a slice to which the changed words of the last crossing could not be applied, because they
+            arrived damaged. None after whole weights.
     """
 
     own: torch.Tensor

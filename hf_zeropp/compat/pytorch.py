@@ -87,7 +87,7 @@ PYTORCH: tuple[Seam, ...] = (
     has("torch:Tensor", "_post_accumulate_grad_hooks", "fsdp.units",
         "A parameter with such hooks shows its gradient before the backward pass ends. If it moved: the hooks see "
         "zeros in the place of gradients that are still under way.", silent=True),
-    has("torch:Tensor", "_version _base", "fsdp.freshness comm.hop",
+    has("torch:Tensor", "_version _base", "fsdp.weights.freshness comm.hop",
         "The counter that moves when a tensor is written; the buffer behind a slice of it."),
     has("torch:Tensor", "_make_wrapper_subclass", "frozen.weight fsdp.gradients.pending",
         "The only way to make a tensor with shape and dtype but no memory."),

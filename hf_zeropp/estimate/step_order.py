@@ -23,8 +23,8 @@ On accelerators the order is that in which FSDP2's hooks give work to its stream
 DeepSpeed prefetches no more than a bucket of ``stage3_prefetch_bucket_size`` elements, which is less than one block of a large
 model. The gathers of such units come right before their computation (``UnitWork.prefetches``).
 
-This package runs cross hops on streams beside those of node hops (``fsdp/beside.py``). Those of gathers have their own, and are
-called one unit ahead [``GathersAhead.reach``]. Those of reductions run where HSDP's all-reduces do. With ``overlap=False`` both
+This package runs cross hops on streams beside those of node hops. Those of gathers have their own, and are called one unit ahead
+[``GathersAhead.reach``]. Those of reductions run where HSDP's all-reduces do. With ``overlap=False`` both
 hops run inside the gather or reduction that FSDP2 calls.
 """
 

@@ -9,14 +9,13 @@ import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ParamSpec, Protocol, TypeVar
+from typing import ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from hf_zeropp import devices
 from hf_zeropp.comm.hop import HopError
-from hf_zeropp.fsdp.freshness import Change, Freshness
 from hf_zeropp.fsdp.predictions import gathers_per_step
 from hf_zeropp.fsdp.units import AllGather, DefaultAllGather, Unit
 from hf_zeropp.traffic import FSDP2_GATHER, Bytes, Peers, Traffic
@@ -62,69 +61,6 @@ class CommObject(ABC):
         """Return the bytes of one optimizer step of ``micro_steps`` forward and backward passes, by collective."""
 
 
-class AsksBeforeGathers(Protocol):
-    """The part of decisions.py that gathers ask."""
-
-    def before_gather(self, gather: WeightGather) -> None:
-        """Let ranks agree on the weights now, unless they did for the pass under way."""
-
-
-class WeightGather(CommObject, AllGather):
-    """A gather of weights that knows whether what it gathered last is still true.
-
-    Args:
-        unit: the unit it serves.
-        freshness: this rank's view of the unit's weights.
-        decisions: what ranks decide together.
-
-    Attributes:
-        due: the change since the last gather, as all ranks agreed on it. ``Change.NONE`` where the last gather serves.
-    """
-
-    def __init__(self, unit: Unit, freshness: Freshness, decisions: AsksBeforeGathers) -> None:
-        self.unit = unit
-        self.freshness = freshness
-        # Nothing was gathered that could be brought up to date.
-        self.due = Change.INVALID
-        self._decisions = decisions
-        self._num_copies = 0  # counts the times that weights were taken from the shards
-        self._unsharded_from = 0  # the copy from which FSDP2's unsharded parameters were decoded
-
-    @property
-    def is_of_all_ranks(self) -> bool:
-        """Whether a gather now is a collective of all ranks, and not one within a node."""
-        return True
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether this rank believes that what was gathered last is still the unit's weights."""
-        return self.freshness.change() == Change.NONE
-
-    def expire(self) -> None:
-        """Gather the weights anew at the next forward pass."""
-        self.freshness.mark(Change.INVALID)
-
-    def agree(self, change: Change) -> None:
-        """Take note of the change that all ranks agreed on.
-
-        FSDP2 leaves its root unit unsharded after a forward pass, and every unit that was told so. Such a unit would compute
-        with what it was gathered from, so it is resharded unless that is the newest copy.
-        """
-        # A unit that an earlier pass found stale and then skipped is still due.
-        self.due = max(self.due, change)
-        if self.unit.is_unsharded and (self.due != Change.NONE or self._unsharded_from != self._num_copies):
-            self.unit.reshard()
-
-    def _took_weights(self, *, noted: bool = False) -> None:
-        """Note that the weights are being gathered, as they are now, or as they were when freshness ``noted`` them."""
-        # Both are cleared by what was really gathered. An agreement alone clears nothing, since a pass may skip the
-        # unit.
-        if not noted:
-            self.freshness.taken()
-        self.due = Change.NONE
-        self._num_copies += 1
-
-
 class CountedAllGather(CommObject, AllGather):
     """FSDP2's own gather of a unit, with its bytes counted under ``name``."""
 
@@ -163,31 +99,6 @@ class CountedAllGather(CommObject, AllGather):
 
     def _peers(self) -> Peers:
         return Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
-
-
-class CountedWeightGather(WeightGather):
-    """FSDP2's own gather of a unit over the world, where there is nothing to quantize and nothing to keep."""
-
-    def __init__(self, unit: Unit, decisions: AsksBeforeGathers, traffic: Traffic) -> None:
-        super().__init__(unit, Freshness(unit), decisions)
-        self._counted = CountedAllGather(unit, traffic)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather as FSDP2 does, and note of which weights."""
-        self._decisions.before_gather(self)
-        self._took_weights()
-        self._unsharded_from = self._num_copies
-        return self._counted(output_tensor, input_tensor, group, async_op)
-
-    def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Return the bytes of one optimizer step."""
-        return self._counted.predict(micro_steps)
 
 
 def record_event(device: torch.device) -> torch.Event | None:

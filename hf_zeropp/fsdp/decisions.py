@@ -33,14 +33,13 @@ import torch.nn as nn
 
 from hf_zeropp import devices
 from hf_zeropp.comm.agreement import Agreement, Answer, Statement
-from hf_zeropp.fsdp.all_gather import due_gathers, encode_ahead, start_ahead
-from hf_zeropp.fsdp.comm_objects import WeightGather
-from hf_zeropp.fsdp.freshness import Change
-from hf_zeropp.fsdp.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.gradients.backward_passes import Backward, current_backward, require_backward
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.withheld import give_everywhere
 from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.weights.freshness import Change
+from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
+from hf_zeropp.fsdp.weights.gather import WeightGather, due_gathers
 
 # [Note: what ran]
 # Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
@@ -116,11 +115,7 @@ class Decisions:
         self._frozen = list(frozen)
         self._micro_steps = run.micro_steps
         self._driver = run.driver
-        self._beside = run.beside
         self._agreement = agreement
-        # Cross hops of stale units start when a forward pass begins where hops overlap by themselves. Sizes of changed words are
-        # exchanged for all units together, so these are started then in any case. Streams of their own take them otherwise.
-        self._starts_ahead = run.overlaps_by_itself or run.config.sends_changes
         self._micro_step_answer: Answer | None = None
         self._backward = Backward(self._end_backward)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
@@ -162,8 +157,8 @@ class Decisions:
         """Note that a forward pass ended, or raised."""
         if entrance in self._entered:  # a pass may raise before it has entered, and a step ends what it runs in
             del self._entered[self._entered.index(entrance) :]
-        if not self._entered and self._beside is not None:
-            self._beside.gathers.finish()
+        if not self._entered:
+            self._run.gathers.finish()
 
     def invalidate(self) -> None:
         """Gather whole weights at the next forward pass. This is a mark of one rank, which ranks exchange then."""
@@ -204,7 +199,7 @@ class Decisions:
         # Reading the content is the cost of a question. A unit that is not asked about keeps its state for the next
         # one.
         changes = [
-            gather.freshness.change() if asked else Change.NONE
+            gather.copy.change_here() if asked else Change.NONE
             for gather, asked in zip(self.gathers, asks, strict=True)
         ]
         facts = [_structure_digest(self._structure(index)) for index in range(len(self.gathers))]
@@ -219,24 +214,17 @@ class Decisions:
                 frozen.refuse_thawed()
         for gather, asked, change in zip(self.gathers, asks, largest, strict=True):
             if asked:
-                gather.agree(Change(change))
+                gather.copy.agree(Change(change))
         if self._run.checks:
             self._compare_due()
         # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
         # wait for a node that generates no more.
         due = due_gathers([gather for gather, asked in zip(self.gathers, asks, strict=True) if asked])
-        if self._beside is not None:
-            with self._beside.gathers.queue():
-                encode_ahead(due)
-            self._beside.gathers.expect(due)
-            if moment == Moment.GENERATE:
-                self._beside.gathers.finish()
-        elif self._starts_ahead or moment == Moment.GENERATE:
-            start_ahead(due)
+        self._run.gathers.begin(due, starts_now=moment == Moment.GENERATE)
 
     def _compare_due(self) -> None:
         """Compare which units' weights every rank is about to send, before one waits for another that sends nothing."""
-        due = [int(gather.due) for gather in self.gathers]
+        due = [int(gather.copy.due) for gather in self.gathers]
         statement = self._statement(
             "start the hops of stale weights", lambda index: f"due for {Change(due[index]).name}"
         )
@@ -314,7 +302,7 @@ class Decisions:
             if gather.unit.has_param_of(held):
                 # A write up to now was no optimizer's. With deltas that matters: after a step a delta is enough,
                 # after any other write whole weights must cross.
-                gather.freshness.before_step(has_closure=has_closure)
+                gather.copy.before_step(has_closure=has_closure)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
@@ -324,7 +312,7 @@ class Decisions:
             self._micro_steps.end_step(self._run.config.qgz_until)
         for gather in self.gathers:
             if gather.unit.has_param_of(held):
-                gather.freshness.after_step()
+                gather.copy.after_step()
 
     def _reduces_for(self, held: set[int]) -> bool:
         return any(reduce.unit.has_param_of(held) for reduce in self.reduces)
@@ -337,8 +325,7 @@ class Decisions:
         # The answers about weights end here, also for a forward pass that the optimizer steps in. In backward, where optimizers
         # may step for one parameter after the other, the rest of the pass keeps its weights: ``_has_answers``.
         self._entered.clear()
-        if self._beside is not None:
-            self._beside.gathers.wait_before_writes()
+        self._run.gathers.wait_before_writes()
 
     def _end_backward(self) -> None:
         self.confirm_micro_step()

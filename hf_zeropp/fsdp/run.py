@@ -12,10 +12,10 @@ from hf_zeropp import devices
 from hf_zeropp.comm.hop import WireBuffers
 from hf_zeropp.comm.topology import ShardGroups, Topology, get_topology
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.beside import HopsBeside
 from hf_zeropp.fsdp.gradients.drivers import Driver, new_driver
 from hf_zeropp.fsdp.gradients.micro_steps import MicroSteps
 from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.fsdp.weights.schedules import GatherSchedule
 from hf_zeropp.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -50,8 +50,8 @@ class Run:
         warnings: those that were logged.
         buffers: of wires. One pool serves all hops of the model: few units are under way at a time, and a pool per unit would
             hold a buffer for each of them.
+        gathers: when the cross hops of gathers start and end.
         driver: of reductions: it lets their hops run while the model computes.
-        beside: cross hops on streams of their own; None on a CPU, and where nothing is to overlap.
     """
 
     config: ZeroPPConfig
@@ -63,8 +63,8 @@ class Run:
     micro_steps: MicroSteps
     warnings: UnitWarnings
     buffers: WireBuffers
+    gathers: GatherSchedule
     driver: Driver
-    beside: HopsBeside | None
 
     @classmethod
     def of(
@@ -79,7 +79,6 @@ class Run:
     ) -> Run:
         """Begin a run, with nothing under way."""
         device_type = topology.mesh.device_type
-        overlaps, has_streams = config.overlap, devices.has_streams(device_type)
         return cls(
             config=config,
             topology=topology,
@@ -90,14 +89,14 @@ class Run:
             micro_steps=MicroSteps(config.quantizes_gradients),
             warnings=UnitWarnings(),
             buffers=WireBuffers(),
-            driver=new_driver(device_type, overlaps=overlaps),
-            beside=HopsBeside(device_type) if overlaps and has_streams else None,
+            gathers=GatherSchedule.of(config, device_type),
+            driver=new_driver(device_type, overlaps=config.overlap),
         )
 
     @property
     def overlaps_by_itself(self) -> bool:
         """Whether hops run while the model computes on a backend without streams, where a collective blocks otherwise."""
-        return self.config.overlap and self.beside is None
+        return self.config.overlap and not devices.has_streams(self.topology.mesh.device_type)
 
     def topology_of(self, ranks_per_node: int) -> Topology:
         """Return the groups of nodes of another size. Collective over the world where they are not made yet."""

@@ -44,8 +44,8 @@ from torch.distributed.fsdp import FSDPModule
 from hf_zeropp.apply import apply_zeropp, get_handle
 from hf_zeropp.compat import check_seams
 from hf_zeropp.config import ZeroPPConfig, is_enabled
-from hf_zeropp.fsdp.first_use import on_first_use
 from hf_zeropp.fsdp.units import without_compile_wrapper
+from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.generation import install_generate
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints

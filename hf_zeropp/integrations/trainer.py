@@ -44,8 +44,8 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zeropp.compat import check_seams
-from hf_zeropp.fsdp.first_use import on_first_use
 from hf_zeropp.fsdp.units import find_sharded_modules
+from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.accelerate import (
     ZeroPPPlugin,

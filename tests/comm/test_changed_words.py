@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import each_case, expect_errors, run_ranks
-from two_hops import DTYPES, Case, node_sizes, world_of
+from two_hops import DTYPES, Case, cross, node_sizes, world_of
 
-from hf_zeropp.comm.two_hops import GatherLayouts
+from hf_zeropp.comm.two_hops import ChangedWords, GatherLayouts, WholeWeights, exchange_sizes
 
 WORLDS = (2, 3, 4, 6)
 SLICES = ("one element", "awkward", "empty", "20000,-3,400")
@@ -38,17 +38,20 @@ def check(case: Case, rank: int) -> None:
         moving = still = case.values(rank, 1)
         copies = [gather.new_secondary(layouts.kept, torch.device("cpu")) for _ in range(3)]
         for copy in copies[:2]:
-            gather.land(gather.start(moving, layouts, copy), layouts, copy)
+            cross(WholeWeights(gather, layouts, copy), moving)
         for step in range(3):
             moving = changed(moving, rank, step)
             units = list(zip((moving, still), copies[:2], strict=True))
-            changes = [gather.encode_changes([shard], layouts, copy) for shard, copy in units]
-            gather.exchange_sizes(changes)
+            carriers = [ChangedWords(gather, layouts, copy) for _, copy in units]
+            for carrier, (shard, _) in zip(carriers, units, strict=True):
+                carrier.prepare([shard])
+            exchange_sizes(carriers)
             world.poison()
-            flights = [gather.start_changes(one) for one in changes]
-            for flight, (_, copy) in zip(flights, units, strict=True):
-                gather.land(flight, layouts, copy)
-            gather.land(gather.start(moving, layouts, copies[2]), layouts, copies[2])
+            for carrier in carriers:
+                carrier.send()
+            for carrier in carriers:
+                carrier.land()
+            cross(WholeWeights(gather, layouts, copies[2]), moving)
             assert torch.equal(copies[0].own, copies[2].own), f"step {step}"
 
 
@@ -71,12 +74,14 @@ def damaged(rank: int) -> None:
     gather = world.gather
     copy = gather.new_secondary(layouts.kept, torch.device("cpu"))
     shard = case.values(rank, 1)
-    gather.land(gather.start(shard, layouts, copy), layouts, copy)
-    changes = gather.encode_changes([changed(shard, 1, 0)], layouts, copy)
-    gather.exchange_sizes([changes])
+    cross(WholeWeights(gather, layouts, copy), shard)
+    words = ChangedWords(gather, layouts, copy)
+    words.prepare([changed(shard, 1, 0)])
+    exchange_sizes([words])
     if rank == 1:
-        changes.wire[:2] = 0x5A
-    gather.land(gather.start_changes(changes), layouts, copy)
+        words._wire[:2] = 0x5A
+    words.send()
+    words.land()
 
 
 def test_a_damaged_wire_is_noticed_where_it_arrives():

@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 from harness import expect_errors, run_ranks
 from toy import backward, full_weights, make_lm, shard
+from two_hops import cross
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm import node_memory
 from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.comm.topology import get_topology
-from hf_zeropp.comm.two_hops import GatherLayouts, TwoHopGather
+from hf_zeropp.comm.two_hops import Delta, GatherLayouts, TwoHopGather, WholeWeights
 from hf_zeropp.ops.format import Segment, WireLayout
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, Traffic
 
@@ -111,11 +112,7 @@ def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: boo
             is_late = topology.node_group.rank() == 1  # in both nodes, so the cross hop itself delays no rank
             time.sleep(0.3 * (is_late and late == "sender"))
             shard = torch.full((64,), float(10 * step + rank))
-            is_delta = deltas and step > 0
-            flight = (gather.start_delta if is_delta else gather.start)(
-                [shard] if is_delta else shard, layouts, secondary
-            )
-            gather.land(flight, layouts, secondary)
+            cross((Delta if deltas and step > 0 else WholeWeights)(gather, layouts, secondary), shard)
             time.sleep(0.3 * (is_late and late == "reader"))
             output = torch.empty(WORLD_SIZE * 64)
             gather.decode(secondary, layout, output)

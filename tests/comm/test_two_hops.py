@@ -12,16 +12,23 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import each_case, run_ranks
-from two_hops import BITS, DTYPES, SLICES, WORLDS, Case, block_errors, digest, node_sizes, rounding, world_of
+from two_hops import BITS, DTYPES, SLICES, WORLDS, Case, block_errors, cross, digest, node_sizes, rounding, world_of
 
-from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts, TwoHopGather, TwoHopReduce
+from hf_zeropp.comm.two_hops import (
+    GatherLayouts,
+    ReduceLayouts,
+    TwoHopGather,
+    TwoHopReduce,
+    WholeWeights,
+    gather_both_hops,
+)
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 
 def gather(case: Case, rank: int) -> torch.Tensor:
     world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
     output = torch.full((dist.get_world_size() * layout.numel,), float("nan"), dtype=case.dtype)
-    world.gather(output, case.values(rank, 1), layout)
+    gather_both_hops(world.gather, output, case.values(rank, 1), GatherLayouts(layout))
     return output
 
 
@@ -30,7 +37,7 @@ def gather_twice_from_secondary(gather: TwoHopGather, case: Case, rank: int) -> 
     world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
     secondary = gather.new_secondary(layout, torch.device("cpu"))
     assert secondary.own.numel() == world.topology.num_nodes * layout.nbytes
-    gather.land(gather.start(case.values(rank, 1), GatherLayouts(layout), secondary), GatherLayouts(layout), secondary)
+    cross(WholeWeights(gather, GatherLayouts(layout), secondary), case.values(rank, 1))
     output = torch.empty(dist.get_world_size() * layout.numel, dtype=case.dtype)
     for _ in range(2):
         world.poison()
@@ -251,7 +258,7 @@ def run_inference_then_training(rank: int) -> None:
         gather(case, rank)
         secondaries = [each.new_secondary(layout, torch.device("cpu")) for each in (world.gather, world.gather_shared)]
     for each, secondary in zip((world.gather, world.gather_shared), secondaries, strict=True):
-        each.land(each.start(case.values(rank, 1), layouts, secondary), layouts, secondary)
+        cross(WholeWeights(each, layouts, secondary), case.values(rank, 1))
     gather(case, rank)
 
 

@@ -12,11 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import each_case, run_ranks
-from two_hops import DTYPES, Case, digest, node_sizes, world_of
+from two_hops import DTYPES, Case, cross, digest, node_sizes, world_of
 
 from hf_zeropp import ops
-from hf_zeropp.comm.hop import Flight
-from hf_zeropp.comm.two_hops import GatherLayouts, TwoHopGather
+from hf_zeropp.comm.two_hops import Delta, GatherLayouts, TwoHopGather, WholeWeights
 from hf_zeropp.ops import reference
 from hf_zeropp.ops.format import WireLayout
 
@@ -56,10 +55,9 @@ def gather_deltas(gather: TwoHopGather, case: Case, layouts: GatherLayouts, rank
     for step in range(STEPS):
         world_of(case.ranks_per_node).poison()
         if step == 0:
-            flight: Flight = gather.start(masters(case, rank, 0).to(case.dtype), layouts, secondary)
+            cross(WholeWeights(gather, layouts, secondary), masters(case, rank, 0).to(case.dtype))
         else:
-            flight = gather.start_delta(in_pieces(masters(case, rank, step), layouts, step), layouts, secondary)
-        gather.land(flight, layouts, secondary)
+            cross(Delta(gather, layouts, secondary), *in_pieces(masters(case, rank, step), layouts, step))
         gather.decode(secondary, layouts.kept, output)
     return output
 

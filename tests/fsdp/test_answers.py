@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from toy import EXACT, Block, loss_of, make_lm, shard, tokens_of
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
+from hf_zeropp.fsdp.weights.schedules import GathersTogether
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 
@@ -229,7 +231,8 @@ def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
     """``left`` were entered, one inside of the other. The next one asks anew unless it may lie within one of them."""
     model = nn.Sequential(nn.Sequential(nn.Identity(), nn.Identity()), nn.Sequential(nn.Identity()))
     asked, decisions = [], Decisions.__new__(Decisions)
-    vars(decisions).update(_entered=[], _gathers=[], _ran=[], _is_generating=False, _beside=None)
+    run = SimpleNamespace(gathers=GathersTogether())
+    vars(decisions).update(_entered=[], gathers=[], _ran=[], _is_generating=False, _run=run)
     decisions._agree_on_weights = lambda *args, **kwargs: asked.append(args[2])  # type: ignore[method-assign]
     places = entrances(model)
     for name in left:

@@ -15,8 +15,8 @@ from harness import Scenarios, expect_errors, run_ranks
 from toy import POLICIES, backward, full_weights, gathered_weights, make_lm, shard
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.fsdp.all_gather import DELTAS_IN_A_ROW
 from hf_zeropp.fsdp.predictions import changed_words_bytes
+from hf_zeropp.fsdp.weights.policy import DELTAS_IN_A_ROW
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 
 NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}

@@ -11,7 +11,7 @@ from staleness import CONFIG, forward
 from toy import backward, make_lm, shard
 
 from hf_zeropp import apply_zeropp
-from hf_zeropp.fsdp.freshness import ShardContent
+from hf_zeropp.fsdp.weights.freshness import ShardContent
 from hf_zeropp.traffic import GATHER_CROSS
 
 QUANTIZED = CONFIG | {"qwz_bits": 8}

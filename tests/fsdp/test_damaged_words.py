@@ -10,7 +10,7 @@ from harness import expect_errors, run_ranks
 from toy import POLICIES, backward, full_weights, gathered_weights, make_lm, shard
 
 from hf_zeropp import apply_zeropp
-from hf_zeropp.comm import changed_words
+from hf_zeropp.comm import carriers
 from hf_zeropp.ops import changes_format
 from hf_zeropp.traffic import GATHER_RESYNC
 
@@ -31,7 +31,7 @@ def damaged_on_arrival(rank: int, *, waits: bool):
             return changes_format.apply_changes(wire, sizes, base, offsets)
         return changes_format._apply_changes(wire, offsets, sizes, base)[0]
 
-    return mock.patch.object(changed_words.ops, "apply_changes", apply_changes)
+    return mock.patch.object(carriers.ops, "apply_changes", apply_changes)
 
 
 def steps(rank: int, settings: dict, count: int = 5):

@@ -371,7 +371,7 @@ def damaged_copy(rank: int, settings: dict) -> None:
     train(model, optimizer, rank, range(2))
     if rank == 3:
         gather = next(gather for gather in handle.gathers if gather.unit.name == "blocks.1")
-        gather._kept.secondary.own[100] ^= 1
+        gather.copy.secondary.own[100] ^= 1
     model(tokens_of(rank))
 
 

@@ -18,8 +18,8 @@ from toy import EXACT, backward, make_lm, shard
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm import agreement
 from hf_zeropp.comm.hop import Hop
-from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
-from hf_zeropp.fsdp.freshness import Change
+from hf_zeropp.fsdp.weights.copy import Copy, State
+from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.traffic import GATHER_CROSS, REDUCE_CROSS, REDUCE_NODE
 
 TIMEOUT_S = 10.0
@@ -85,13 +85,13 @@ def ignores_the_agreement(rank: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         if rank == 1:
-            gather = handle.gathers[2]
-            gather.agree = functools.partial(agree_and_forget, gather, gather.agree)  # type: ignore[method-assign]
+            copy = handle.gathers[2].copy
+            copy.agree = functools.partial(agree_and_forget, copy, copy.agree)  # type: ignore[method-assign]
 
 
-def agree_and_forget(gather: ZeroPPAllGather, agree: Callable[[Change], None], change: Change) -> None:
+def agree_and_forget(copy: Copy, agree: Callable[[Change], None], change: Change) -> None:
     agree(change)
-    gather.due = Change.NONE
+    copy.state = State.FRESH
 
 
 def test_the_check_names_a_rank_that_goes_its_own_way():

@@ -33,9 +33,9 @@ from ways_through_steps import (
 )
 
 from hf_zeropp.comm.hop import Flight
-from hf_zeropp.fsdp import all_gather, beside
 from hf_zeropp.fsdp.gradients import backward_passes
 from hf_zeropp.fsdp.gradients.drivers import StreamDriver
+from hf_zeropp.fsdp.weights import copy, schedules
 
 NUM_RANKS = 2 * RANKS_PER_NODE
 
@@ -109,7 +109,7 @@ class Fault(NamedTuple):
 
 
 @contextlib.contextmanager
-def queue_at_once(ahead: beside.GathersAhead) -> Iterator[None]:
+def queue_at_once(ahead: schedules.GathersAhead) -> Iterator[None]:
     """The stream of cross hops does not come behind the current one."""
     ahead._stream = ahead._stream or torch.cpu.Stream()
     with torch.cpu.stream(ahead._stream):
@@ -181,12 +181,12 @@ FAULTS = {
         ("dequantize_out", "split_with_sizes_copy"),
     ),
     "no wait of cross hops for the optimizer": Fault(
-        lambda: mock.patch.object(beside.GathersAhead, "queue", queue_at_once),
+        lambda: mock.patch.object(schedules.GathersAhead, "queue", queue_at_once),
         steps,
         ("_foreach_add", "_foreach_copy_"),
     ),
     "no wait of the optimizer for cross hops": Fault(
-        lambda: mock.patch.object(beside.GathersAhead, "wait_before_writes", lambda ahead: None),
+        lambda: mock.patch.object(schedules.GathersAhead, "wait_before_writes", lambda ahead: None),
         decay_of_a_skipped_layer,
         ("_foreach_copy_", "write on default stream: aten._foreach_mul_"),
     ),
@@ -227,7 +227,7 @@ FAULTS = {
         is_reuse=True,
     ),
     "no wait for a secondary shard": Fault(
-        lambda: mock.patch.object(all_gather, "record_event", lambda device: None),
+        lambda: mock.patch.object(copy, "record_event", lambda device: None),
         secondary_shards_of_two_streams,
         ("_allgather_base_", "read on FSDP2's all_gather_stream"),
     ),

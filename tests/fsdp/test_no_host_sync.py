@@ -13,10 +13,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
 HOT_PATH = (
-    *("comm.hop", "comm.changed_words", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
+    *("comm.hop", "comm.carriers", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
     *(
         "fsdp.comm_objects",
-        "fsdp.all_gather",
+        "fsdp.weights.gather",
+        "fsdp.weights.copy",
+        "fsdp.weights.policy",
+        "fsdp.weights.schedules",
         "fsdp.gradients.reduce",
         "fsdp.gradients.form",
         "fsdp.gradients.drivers",
@@ -37,11 +40,9 @@ MEANT = {
     # With CPU offload FSDP2 waits for the same copies.
     ("fsdp.gradients.reduce", "_wait_for_offloaded_gradients"),
     # With qwz_mode="exact" the host has to know how much to send: once per step, for all units.
-    ("comm.changed_words", "exchange_sizes"),
+    ("comm.carriers", "exchange_sizes"),
     # It waits only where there are no streams.
-    ("comm.changed_words", "encode"),
-    # Asked only where there are no streams.
-    ("comm.two_hop_gather", "holds"),
+    ("comm.carriers", "_encode"),
 }
 
 

@@ -26,14 +26,15 @@ from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.topology import get_topology, whole_world
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.comm_objects import WeightGather
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
-from hf_zeropp.fsdp.freshness import Change
 from hf_zeropp.fsdp.gradients.pending import PendingGradient
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
 from hf_zeropp.fsdp.units import local_tensor_of
+from hf_zeropp.fsdp.weights.copy import Copy
+from hf_zeropp.fsdp.weights.freshness import Change
+from hf_zeropp.fsdp.weights.gather import WeightGather
 from hf_zeropp.traffic import Traffic
 
 UNITS = {"first": ("a", "b"), "second": ("c",)}
@@ -137,7 +138,7 @@ class Model:
         hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())
         for unit in self.units:
             reduce = ZeroPPReduceScatter(unit, run, self.decisions, hops)
-            self.decisions.add_unit(NoGather(unit, AlwaysFresh(), self.decisions), reduce)
+            self.decisions.add_unit(NoGather(unit, Copy(unit, AlwaysFresh()), self.decisions), reduce)
         self.reduces = self.decisions.reduces
 
     # FSDP2's part.

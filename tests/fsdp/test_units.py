@@ -18,10 +18,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_
 from toy import POLICIES, backward, make_lm, shard, tokens_of
 
 from hf_zeropp.fsdp import shards, units
-from hf_zeropp.fsdp.first_use import on_first_use
-from hf_zeropp.fsdp.freshness import WeightStamp
 from hf_zeropp.fsdp.gradients.backward_passes import current_backward, queue_after_backward
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
+from hf_zeropp.fsdp.weights.first_use import on_first_use
+from hf_zeropp.fsdp.weights.freshness import WeightStamp
 
 
 class RecordingGather(DefaultAllGather):

@@ -14,7 +14,7 @@ import torch
 from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.comm.topology import get_topology
-from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
+from hf_zeropp.comm.two_hops import Carrier, TwoHopGather, TwoHopReduce
 from hf_zeropp.ops.format import QMAX, Segment, WireLayout
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic
 
@@ -133,6 +133,13 @@ def world_of(ranks_per_node: int) -> World:
     if ranks_per_node not in _worlds:
         _worlds[ranks_per_node] = World(ranks_per_node)
     return _worlds[ranks_per_node]
+
+
+def cross(carrier: Carrier, *shards: torch.Tensor) -> None:
+    """Run one cross hop from beginning to end."""
+    carrier.prepare(shards)
+    carrier.send()
+    carrier.land()
 
 
 def digest(*tensors: torch.Tensor) -> str:

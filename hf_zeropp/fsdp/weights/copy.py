@@ -10,9 +10,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from hf_zeropp import devices
 from hf_zeropp.comm.hop import HopError
 from hf_zeropp.comm.two_hops import Carrier, ChangedWords, GatherLayouts, Secondary
+from hf_zeropp.fsdp.comm_objects import record_event
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.freshness import Change, Freshness
 from hf_zeropp.fsdp.weights.secondary_check import CheckedUnit, WrongCopies
@@ -60,9 +60,8 @@ class Copy:
     failed: a hop failed, a wire is damaged, or copies are wrong. The run ends here, unless whole weights replace all copies
         (``handle.invalidate()``).
 
-    Two facts stand beside the state, in any state. *Changed here*: this rank sees that its own weights are others than those that
-    were taken last. It does nothing about it alone. *Outdated unsharded*: FSDP2 holds the unit unsharded, with weights of an older
-    copy.
+    Two facts stand beside the state. *Changed here*: this rank sees that its own weights are others than those that were taken
+    last. It does nothing about it alone. *Outdated unsharded*: FSDP2 holds the unit unsharded, with weights of an older copy.
 
     Args:
         unit: the unit.
@@ -73,13 +72,15 @@ class Copy:
         state: as above.
         secondary: room for the secondary shard; None until a carrier needs it.
         layouts: the form in which it holds weights; None until it does.
-        carrier: what was encoded, or is under way.
+        words: the changed words that are encoded; None in other states.
+        carrier: what is under way; None in other states.
     """
 
     def __init__(self, unit: Unit, freshness: Freshness, check: CheckedUnit | None = None) -> None:
         self.state = State.ABSENT
         self.secondary: Secondary | None = None
         self.layouts: GatherLayouts | None = None
+        self.words: ChangedWords | None = None
         self.carrier: Carrier | None = None
         self._unit = unit
         self._freshness = freshness
@@ -122,11 +123,6 @@ class Copy:
         """Whether there is a cross hop to land."""
         return self.state in (State.CROSSING, State.OVERTAKEN)
 
-    @property
-    def words(self) -> ChangedWords | None:
-        """The changed words that are encoded; None if none are."""
-        return self.carrier if self.state is State.ENCODED and isinstance(self.carrier, ChangedWords) else None
-
     def agree(self, change: Change) -> None:
         """Take note of the change that all ranks agreed on. With a check this is a collective.
 
@@ -138,13 +134,13 @@ class Copy:
         # A unit that an earlier pass found stale and then skipped is still due.
         self._change = max(self.due, change)
         if self.state is State.ENCODED or (self.state is State.FRESH and change != Change.NONE):
-            self.carrier, self.state = None, State.DUE
+            self.words, self.state = None, State.DUE
         elif self.state is State.CROSSING and change != Change.NONE:
             self.state = State.OVERTAKEN
         if self._unit.is_unsharded and (self.due != Change.NONE or self._unsharded_version != self._version):
             self._unit.reshard()
         if self._check is not None:
-            with self.guard():
+            with self.guard(WrongCopies):
                 self._check.agreed(is_fresh=self.due == Change.NONE)
 
     def encode(self, words: ChangedWords, shards: Sequence[torch.Tensor]) -> None:
@@ -152,12 +148,12 @@ class Copy:
         self._expect("encode", State.DUE)
         self._prepare(words, shards)
         self._freshness.taken()
-        self.carrier, self.state = words, State.ENCODED
+        self.words, self.state = words, State.ENCODED
 
     def start(self, carrier: Carrier, shards: Sequence[torch.Tensor] = ()) -> None:
         """Start the cross hop with what ``carrier`` makes of ``shards``, or with what is encoded already."""
         self._expect("start", State.ABSENT, State.DUE, State.ENCODED)
-        if carrier is not self.carrier:
+        if carrier is not self.words:
             self._prepare(carrier, shards)
         with self.guard():
             carrier.send()
@@ -167,7 +163,7 @@ class Copy:
         if self.state is not State.ENCODED:
             self._freshness.taken()
         self._version += 1
-        self.carrier, self.state = carrier, State.CROSSING
+        self.words, self.carrier, self.state = None, carrier, State.CROSSING
 
     def land(self) -> None:
         """Finish the cross hop, which brings the secondary shard up to date. With a check this is a collective."""
@@ -178,7 +174,7 @@ class Copy:
         self.carrier, self.state = None, State.FRESH if self.state is State.CROSSING else State.DUE
         # The copies are compared after the landing, when all of them should be equal, and before they are decoded.
         if self._check is not None:
-            with self.guard():
+            with self.guard(WrongCopies):
                 self._check.landed(self.secondary)
         self._arrived = record_event(self.secondary.own.device)
 
@@ -200,12 +196,9 @@ class Copy:
         self._freshness.taken()
         self._version += 1
         self._unsharded_version = self._version
-        if self.is_under_way:
-            self.state = State.CROSSING
-        else:
-            self.carrier, self.state = None, State.FRESH
+        self.words, self.state = None, State.CROSSING if self.is_under_way else State.FRESH
 
-    def fail(self, error: HopError | ValueError | WrongCopies) -> NoReturn:
+    def fail(self, error: Exception) -> NoReturn:
         """Note that a hop failed, that a wire is damaged, or that copies are wrong, and raise an error that names the unit."""
         self.state = State.FAILED
         if isinstance(error, ValueError):  # a damaged wire, which is found at once on a CPU
@@ -222,12 +215,14 @@ class Copy:
         raise error
 
     @contextlib.contextmanager
-    def guard(self, *others: type[ValueError]) -> Iterator[None]:
-        """Run a part of a gather that other ranks have a part in: if it fails, the copy has failed."""
+    def guard(self, *kinds: type[Exception]) -> Iterator[None]:
+        """Run a part of a gather in which ranks meet: with an error of a hop, or of these kinds, the copy has failed."""
         try:
             yield
-        except (HopError, WrongCopies, *others) as error:
-            self.fail(error)
+        except Exception as error:
+            if isinstance(error, (HopError, *kinds)):
+                self.fail(error)
+            raise
 
     def _prepare(self, carrier: Carrier, shards: Sequence[torch.Tensor]) -> None:
         carrier.prepare(shards)
@@ -248,8 +243,3 @@ class Copy:
                 f"Expected the copy of unit {self._unit.name} to be {names} when it is to {move}, got {self.state.value} (rank "
                 f"{dist.get_rank()}). This is a bug of hf_zeropp: please report it."
             )
-
-
-def record_event(device: torch.device) -> torch.Event | None:
-    """Return an event of the current stream, for other streams to wait for; None on a device without streams."""
-    return torch.accelerator.current_stream(device).record_event() if devices.has_streams(device) else None

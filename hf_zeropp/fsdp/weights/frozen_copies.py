@@ -18,9 +18,9 @@ import torch.nn as nn
 import xxhash
 
 from hf_zeropp.comm.topology import Topology
+from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
-from hf_zeropp.fsdp.units import local_tensor_of
 
 
 def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], topology: Topology) -> None:

@@ -1,8 +1,9 @@
 """qwZ and hpZ for FSDP2: one gather per unit, which FSDP2 calls whenever it needs the unit's weights.
 
-A gather reads top to bottom in ``ZeroPPAllGather.__call__``: ranks agree on which copies are stale, the cross hop of a stale copy
-brings it up to date, and the node hop decodes the weights from it. The states of a copy are in copy.py, what its cross hop carries
-in policy.py and comm/carriers.py, and when cross hops start in schedules.py: before FSDP2 comes to the unit, where they overlap.
+A gather reads from top to bottom in ``ZeroPPAllGather.__call__``: ranks agree on which copies are stale, the cross hop of a stale
+copy brings it up to date, and the node hop decodes the weights from it. The states of a copy are in copy.py, what its cross hop
+carries in policy.py and comm/carriers.py, and in schedules.py when cross hops start: before FSDP2 comes to the unit, if they
+overlap.
 """
 
 from __future__ import annotations
@@ -213,7 +214,8 @@ class ZeroPPAllGather(WeightGather):
         Args:
             made: this rank's shard, where FSDP2 made it already.
         """
-        copy, due, dtype = self.copy, self.copy.due, self.unit.param_dtype if made is None else made.dtype
+        copy, due = self.copy, self.copy.due
+        dtype = self.unit.param_dtype if made is None else made.dtype
         if copy.is_under_way:  # started ahead, and the weights changed since
             copy.land()
         layouts, words = self.layouts(dtype), copy.words

@@ -1,15 +1,16 @@
-"""What travels next when a unit's weights cross nodes: whole weights, a delta, or the words that changed.
+"""The policy says what travels next when a unit's weights cross nodes: whole weights, a delta, or the words that changed.
 
 [Note: changed words or a delta]
 With ``qwz_mode="auto"`` a unit sends changed words until they take clearly more bytes than a delta. A delta leaves the copy
 rounded: most of its words then differ from the weights, so the next changed words would be many, however few the step changed.
-The unit therefore goes on with deltas, and after ``DELTAS_IN_A_ROW`` of them sends changed words once, many as they are. From then
-on their number is that of a step again. What this costs is at most whole weights, spread over the row (an edit ends a row early),
-so a delta is only better if it saves more than that in every step.
+The unit therefore goes on with deltas, and after ``DELTAS_IN_A_ROW`` of them sends changed words once, many as they are. From
+then on their number is that of a step again. What this costs is at most whole weights, spread over the row (an edit ends a row
+early), so a delta is only better if it saves more than that in every step.
 
-[Note: all ranks choose alike] The choice follows from what all ranks agreed on, from sizes that the cross group has exchanged, and
-from its own earlier choices, so it is the same on all of its ranks. Other cross groups may choose otherwise: deltas and changed
-words meet the same barriers of the node, and crossings land in the same order on all of its ranks (``ZeroPPAllGather.encode``).
+[Note: all ranks choose alike] The choice follows from what all ranks agreed on, from sizes that the cross group has exchanged,
+and from its own earlier choices, so it is the same on all of its ranks. Other cross groups may choose otherwise: deltas and
+changed words meet the same barriers of the node, and crossings land in the same order on all of its ranks
+(``ZeroPPAllGather.encode``).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def next_carrier(
 
 @dataclasses.dataclass
 class Sent:
-    """What a unit has sent since there is room for its copy.
+    """The things that a unit has sent since there is room for its copy.
 
     Attributes:
         deltas_in_a_row: deltas since whole weights or changed words crossed.

@@ -1,7 +1,7 @@
-"""When the cross hops of gathers start and end: three callers of the same moves of a copy.
+"""Schedules say when the cross hops of gathers start and end: three callers of the same moves of a copy.
 
-FSDP2 asks for a unit's weights when it computes with them. A cross hop that started only then would be waited for in full. All due
-copies are known when a forward pass begins, so cross hops start earlier where they can overlap with computing:
+FSDP2 asks for a unit's weights when it computes with them. A cross hop that started only then would be waited for in full. All
+due copies are known when a forward pass begins, so cross hops start earlier where they can overlap with computing:
 
 - on gloo, moved by threads of its own, all of them start when the pass begins, and each is landed when its unit is needed;
 - on accelerators they run on a stream of their own, beside the node hops, one unit ahead. FSDP2 gathers on one stream; with both
@@ -18,7 +18,6 @@ until the network is free for it. Therefore a cross hop is called one unit ahead
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
@@ -43,23 +42,29 @@ class Crossing(Protocol):
         """Finish the cross hop."""
 
 
-class GatherSchedule(ABC):
-    """The cross hops of one model's gathers.
+class GatherSchedule:
+    """The cross hops of one model's gathers. In this schedule nothing overlaps: each starts and ends when its unit is needed.
+
+    Args:
+        sends_changes: whether units may send changed words. Their sizes are exchanged together, when a forward pass begins, and
+            then all its cross hops run there.
 
     Attributes:
-        starts_all: whether the cross hops of a forward pass start in one order, those of units that the pass does not use as well.
+        starts_all: whether all cross hops of a forward pass start in one order, also those of units that the pass does not use.
     """
 
     starts_all = False
+
+    def __init__(self, *, sends_changes: bool = False) -> None:
+        self._sends_changes = sends_changes
 
     @staticmethod
     def of(config: ZeroPPConfig, device_type: str) -> GatherSchedule:
         """Return the schedule for the settings on a device."""
         if not config.overlap:
-            return GathersInTurn(sends_changes=config.sends_changes)
+            return GatherSchedule(sends_changes=config.sends_changes)
         return GathersAhead(device_type) if devices.has_streams(device_type) else GathersTogether()
 
-    @abstractmethod
     def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
         """Take the gathers whose cross hops a forward pass will need, in place of all before. Ranks have agreed on them.
 
@@ -67,6 +72,11 @@ class GatherSchedule(ABC):
             due: the gathers, in module order.
             starts_now: whether all cross hops start now, because none may start later.
         """
+        if self._sends_changes or starts_now:
+            encode(due)
+            for gather in due:
+                gather.start()
+                gather.land()
 
     def reach(self, gather: Crossing) -> None:
         """Start what has to start before the gather, whose weights are needed now."""
@@ -76,26 +86,6 @@ class GatherSchedule(ABC):
 
     def wait_before_writes(self) -> None:
         """Let the current stream wait until all weights that cross are read: an optimizer is about to write to them."""
-
-
-class GathersInTurn(GatherSchedule):
-    """Nothing overlaps: a cross hop starts and ends when its unit is needed.
-
-    Args:
-        sends_changes: whether units may send changed words. The sizes of all of them are exchanged together, when the pass begins,
-            and then their cross hops run there too.
-    """
-
-    def __init__(self, *, sends_changes: bool) -> None:
-        self._sends_changes = sends_changes
-
-    def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
-        """Run the cross hops if they run together, or may not run later."""
-        if self._sends_changes or starts_now:
-            encode(due)
-            for gather in due:
-                gather.start()
-                gather.land()
 
 
 class GathersTogether(GatherSchedule):
@@ -121,6 +111,7 @@ class GathersAhead(GatherSchedule):
     starts_all = True
 
     def __init__(self, device_type: str) -> None:
+        super().__init__()
         self._device_type = device_type
         self._due: list[Crossing] = []
         self._num_started = 0

@@ -28,10 +28,10 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_zeropp import apply, apply_zeropp
 from hf_zeropp.comm import hop, topology
-from hf_zeropp.fsdp.all_gather import ZeroPPAllGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
+from hf_zeropp.fsdp.weights.gather import ZeroPPAllGather
 from hf_zeropp.ops.kernels import CompiledKernels
 
 GATHER, REDUCE, AGREEMENT, STEP = "gather", "reduce", "agreement", "step"
@@ -104,7 +104,7 @@ class HostClock:
             self.wrap(owner, "__call__", GATHER_COMM)
         for owner in (DefaultReduceScatter, ZeroPPReduceScatter):
             self.wrap(owner, "__call__", REDUCE_COMM)
-        self.wrap(ZeroPPAllGather, "start_ahead", GATHER)
+        self.wrap(ZeroPPAllGather, "start", GATHER)
         self.wrap(Decisions, "_end_backward", REDUCE)
         self.wrap(Decisions, "enter_forward", AGREEMENT)
 

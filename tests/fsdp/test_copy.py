@@ -1,0 +1,264 @@
+"""The states of a copy: all moves from all states, those of the table and those that are forbidden."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+from unittest import mock
+
+import pytest
+import torch
+from harness import run_ranks
+
+from hf_zeropp.comm.hop import HopError
+from hf_zeropp.fsdp.weights.copy import Copy, State
+from hf_zeropp.fsdp.weights.freshness import Change, Freshness
+from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
+
+
+class FakeUnit:
+    name = "blocks.0"
+    is_unsharded = False
+    num_reshards = 0
+
+    def reshard(self) -> None:
+        self.num_reshards, self.is_unsharded = self.num_reshards + 1, False
+
+
+class FakeFreshness:
+    """Counts how often weights were taken."""
+
+    num_taken = 0
+
+    def taken(self) -> None:
+        self.num_taken += 1
+
+    def change(self) -> Change:
+        return Change.NONE
+
+
+class FakeCarrier:
+    """Notes what a copy lets it do."""
+
+    layouts: Any = "layouts"
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.calls: list[str] = []
+        self.error = error
+        self.secondary = SimpleNamespace(own=torch.zeros(1))
+        self.hops = SimpleNamespace(cross_hop=SimpleNamespace(group=None))
+
+    def prepare(self, shards: object) -> None:
+        self.calls.append("prepare")
+
+    def send(self) -> None:
+        self.calls.append("send")
+
+    def land(self) -> None:
+        self.calls.append("land")
+        if self.error is not None:
+            raise self.error
+
+
+def new_copy(check: Any = None) -> Copy:
+    return Copy(cast(Any, FakeUnit()), cast(Freshness, FakeFreshness()), check)
+
+
+def crossing(error: Exception | None = None) -> Copy:
+    copy = new_copy()
+    copy.start(cast(Any, FakeCarrier(error)))
+    return copy
+
+
+def fresh() -> Copy:
+    copy = crossing()
+    copy.land()
+    return copy
+
+
+def due() -> Copy:
+    copy = fresh()
+    copy.agree(Change.STEPPED)
+    return copy
+
+
+def encoded() -> Copy:
+    copy = due()
+    copy.encode(cast(Any, FakeCarrier()), [])
+    return copy
+
+
+def overtaken() -> Copy:
+    copy = crossing()
+    copy.agree(Change.STEPPED)
+    return copy
+
+
+def failed() -> Copy:
+    copy = fresh()
+    with pytest.raises(WrongCopies):
+        copy.fail(WrongCopies("copies differ"))
+    return copy
+
+
+IN_STATE: dict[State, Callable[[], Copy]] = {
+    State.ABSENT: new_copy,
+    State.DUE: due,
+    State.ENCODED: encoded,
+    State.CROSSING: crossing,
+    State.OVERTAKEN: overtaken,
+    State.FRESH: fresh,
+    State.FAILED: failed,
+}
+
+
+def fail(copy: Copy) -> None:
+    with pytest.raises(WrongCopies, match="copies differ"):
+        copy.fail(WrongCopies("copies differ"))
+
+
+MOVES: dict[str, Callable[[Copy], Any]] = {
+    "no change": lambda copy: copy.agree(Change.NONE),
+    "changed": lambda copy: copy.agree(Change.STEPPED),
+    "invalid": lambda copy: copy.agree(Change.INVALID),
+    "encode": lambda copy: copy.encode(cast(Any, FakeCarrier()), []),
+    "start": lambda copy: copy.start(copy.words or cast(Any, FakeCarrier())),
+    "land": lambda copy: copy.land(),
+    "take": lambda copy: copy.take(),
+    "read": lambda copy: copy.read(),
+    "fail": fail,
+}
+
+
+def table() -> dict[tuple[State, str], State | None]:
+    """Return the table of the docstring: the state behind each move from each state; None where it is forbidden."""
+    lines = (Copy.__doc__ or "").splitlines()
+    rules = [index for index, line in enumerate(lines) if line.strip().startswith("====")]
+    starts = [index for index, sign in enumerate(lines[rules[0]]) if sign == "=" and lines[rules[0]][index - 1] == " "]
+
+    def cells(line: str) -> list[str]:
+        return [line[start:end].strip() for start, end in zip(starts, [*starts[1:], None], strict=True)]
+
+    _, *moves = cells(lines[rules[0] + 1])
+    found = {}
+    for line in lines[rules[1] + 1 : rules[2]]:
+        state, *after = cells(line)
+        for move, name in zip(moves, after, strict=True):
+            found[State(state), move] = None if name == "-" else State(name)
+    return found
+
+
+def walk_all_moves(rank: int) -> int:
+    """In a process group, since errors name the rank."""
+    rows = table()
+    assert set(rows) == set(itertools.product(State, MOVES))
+    for (before, move), after in rows.items():
+        copy = IN_STATE[before]()
+        assert copy.state is before
+        if after is not None:
+            MOVES[move](copy)
+            assert copy.state is after, (before, move)
+            continue
+        with pytest.raises(RuntimeError) as error:
+            MOVES[move](copy)
+        expected = "failed before" if before is State.FAILED else f"to {move}, got {before.value} (rank 0)"
+        assert "blocks.0" in str(error.value) and expected in str(error.value), error.value
+        assert copy.state is before, "a move that is forbidden changes nothing"
+    return len(rows)
+
+
+def test_every_move_from_every_state():
+    assert run_ranks(walk_all_moves, 1) == [len(State) * len(MOVES)]
+
+
+def test_the_largest_change_counts_until_weights_cross():
+    copy = due()
+    assert copy.due == Change.STEPPED
+    copy.agree(Change.EDITED)
+    copy.agree(Change.STEPPED)
+    copy.agree(Change.NONE)
+    assert copy.due == Change.EDITED
+    copy.start(cast(Any, FakeCarrier()))
+    assert copy.due == Change.NONE
+    copy.agree(Change.STEPPED)
+    assert copy.due == Change.STEPPED
+    assert new_copy().due == Change.INVALID
+
+
+def test_weights_are_taken_once_where_they_are_encoded():
+    """What is written to weights behind ``encode`` is a new change, and so is what is written behind ``start``."""
+    copy = due()
+    freshness = cast(Any, copy._freshness)
+    before = freshness.num_taken
+    words = FakeCarrier()
+    copy.encode(cast(Any, words), [])
+    assert freshness.num_taken == before + 1
+    copy.start(cast(Any, words))
+    assert freshness.num_taken == before + 1 and words.calls == ["prepare", "send"]
+    copy.land()
+    copy.agree(Change.STEPPED)
+    copy.start(cast(Any, FakeCarrier()))
+    assert freshness.num_taken == before + 2
+
+
+def test_what_was_encoded_is_dropped_where_ranks_agree_anew():
+    copy = encoded()
+    copy.agree(Change.NONE)
+    assert copy.words is None and copy.due == Change.STEPPED
+    whole = FakeCarrier()
+    copy.start(cast(Any, whole))
+    assert whole.calls == ["prepare", "send"]
+
+
+def test_an_unsharded_unit_is_resharded_unless_it_has_the_newest_copy():
+    copy = fresh()
+    unit = cast(Any, copy._unit)
+    for decoded, change, resharded in ((True, Change.NONE, 0), (True, Change.STEPPED, 1), (False, Change.NONE, 1)):
+        if copy.state is State.DUE:
+            copy.start(cast(Any, FakeCarrier()))
+            copy.land()
+        if decoded:
+            copy.read()
+        unit.num_reshards, unit.is_unsharded = 0, True
+        copy.agree(change)
+        assert unit.num_reshards == resharded, (decoded, change)
+
+
+class Group:
+    def __init__(self, *ranks: int) -> None:
+        self.ranks = list(ranks)
+
+
+def test_fail_joins_unit_and_ranks():
+    with (
+        mock.patch("torch.distributed.get_rank", lambda: 3),
+        mock.patch("torch.distributed.get_process_group_ranks", lambda group: [1, 3]),
+    ):
+        error = HopError("gather, across nodes", cast(Any, None), RuntimeError("Connection closed"))
+        copy = crossing(error)
+        with pytest.raises(
+            HopError, match=r"Unit blocks.0: the hop 'gather, across nodes' of ranks \[1, 3\] failed on rank 3"
+        ):
+            copy.land()
+        with pytest.raises(RuntimeError, match=r"blocks.0 failed before, and cannot be used: Unit blocks.0: the hop"):
+            copy.land()
+        copy = crossing(ValueError("slice 0 of 2"))
+        with pytest.raises(
+            ValueError, match=r"unit blocks.0 that rank 3 received from ranks \[1, 3\], .* damaged: slice 0 of 2"
+        ):
+            copy.land()
+        assert copy.state is State.FAILED
+
+
+def test_an_error_that_is_no_hop_s_leaves_the_copy_as_it_is():
+    """Memory that ran out, or Ctrl+C: the hop is still under way, and is landed later."""
+    for error in (torch.OutOfMemoryError("no memory"), KeyboardInterrupt()):
+        copy = crossing(error)  # type: ignore[arg-type]
+        with pytest.raises(type(error)):
+            copy.land()
+        assert copy.state is State.CROSSING
+        cast(Any, copy.carrier).error = None
+        copy.land()
+        assert copy.state is State.FRESH
