@@ -20,10 +20,10 @@ from toy import EXACT, POLICIES, Block, backward, full_gradients, make_lm, shard
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.compat import MovedNameError
-from hf_zeropp.fsdp.comm_objects import CountedWeightGather
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.micro_steps import STEPS_UNTIL_REMINDER
 from hf_zeropp.fsdp.units import find_units
+from hf_zeropp.fsdp.weights.gather import CountedWeightGather
 from hf_zeropp.handle import ZeroPPHandle
 
 NODES = {"ranks_per_node": 2}

@@ -56,7 +56,7 @@ def warnings_of_comms():
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("hf_zeropp.fsdp.comm_objects")
+    logger = logging.getLogger("hf_zeropp.fsdp.run")
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)
