@@ -59,6 +59,11 @@ class UnitShape:
     spans_model: bool = False
 
     @property
+    def numel(self) -> int:
+        """Number of parameters of the unit."""
+        return sum(param.numel for param in self.params)
+
+    @property
     def trainable(self) -> tuple[ParamShape, ...]:
         """The trainable parameters of the unit."""
         return tuple(param for param in self.params if param.trainable)
@@ -160,7 +165,7 @@ class ModelShape:
     @property
     def num_params(self) -> int:
         """Number of parameters, frozen and trainable."""
-        return sum(param.numel for unit in self.units for param in unit.params)
+        return sum(unit.numel for unit in self.units)
 
     @property
     def num_trainable(self) -> int:

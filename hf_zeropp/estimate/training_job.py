@@ -147,8 +147,7 @@ class Job:
 
     def forward_s(self, unit: UnitShape) -> float:
         """Return the seconds of one unit's forward pass."""
-        numel = sum(param.numel for param in unit.params)
-        return self.active * FORWARD_FLOPS * self.tokens * numel / self.cluster.device.flops
+        return self.active * FORWARD_FLOPS * self.tokens * unit.numel / self.cluster.device.flops
 
     def backward_s(self, unit: UnitShape) -> float:
         """Return the seconds of one unit's backward pass, with what is recomputed in it."""
@@ -156,11 +155,10 @@ class Job:
         return flops / self.cluster.device.flops - self.forward_s(unit)
 
     def _flops(self, unit: UnitShape, *, recomputes: bool) -> float:
-        everything = sum(param.numel for param in unit.params)
         trained = sum(param.numel for param in unit.trainable)
         # The backward pass takes gradients of inputs for all weights, and gradients of weights for the trained ones.
         passes = FORWARD_FLOPS * (1 + recomputes) + BACKWARD_FLOPS / 2
-        return self.active * self.tokens * (passes * everything + BACKWARD_FLOPS / 2 * trained)
+        return self.active * self.tokens * (passes * unit.numel + BACKWARD_FLOPS / 2 * trained)
 
 
 def forward_order(units: tuple[UnitShape, ...]) -> tuple[UnitShape, ...]:

@@ -158,7 +158,7 @@ class Stages:
 
     def copy_weights(self, unit: UnitShape) -> Stage:
         """Return FSDP2's copy of a gathered unit into its parameters, in 16 bits."""
-        return self.copy("copy weights", HALF_BYTES * sum(param.numel for param in unit.params))
+        return self.copy("copy weights", HALF_BYTES * unit.numel)
 
     def exchange(self, name: str, traffic: Bytes, peers: Peers) -> Stage:
         """Return a hop or an all-to-all: every peer sends once, and all messages are under way at one time."""
@@ -215,7 +215,6 @@ class _Maker:
             reduce = self._two_hop_reduce(unit.params, last=True, accumulates=False)
         else:
             reduce = self._flat_reduce(unit.trainable, peers, method)
-        numel = sum(param.numel for param in unit.params)
         return UnitWork(
             unit.name,
             self._job.forward_s(unit),
@@ -227,7 +226,7 @@ class _Maker:
             reduce_last=reduce,
             all_reduce_last=self._all_reduce(unit.trainable) if method.within_node else (),
             copies=(self._stages.copy_weights(unit),) if gather else (),
-            prefetches=not method.deepspeed or numel <= PREFETCH_NUMEL,
+            prefetches=not method.deepspeed or unit.numel <= PREFETCH_NUMEL,
         )
 
     def trained(self, unit: UnitShape) -> UnitWork:
@@ -270,8 +269,7 @@ class _Maker:
             stages = (self._stages.ring("gather frozen", gather.shard_bytes(), node_hop),)
         copies: tuple[Stage, ...] = (self._stages.copy("copy weights", gather.gathered_bytes()),)
         if format is not None:
-            dense = HALF_BYTES * sum(param.numel for param in unit.params)
-            copies += (self._stages.kernel("decode frozen", gather.gathered_bytes() + dense),)
+            copies += (self._stages.kernel("decode frozen", gather.gathered_bytes() + HALF_BYTES * unit.numel),)
         return UnitWork(
             unit.name,
             self._job.forward_s(unit),
