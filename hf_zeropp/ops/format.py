@@ -26,19 +26,9 @@ from typing import NamedTuple
 
 import torch
 
-from hf_zeropp.config import DELTA_BITS, GRADIENT_BITS, NODE_GRADIENT_BITS, WEIGHT_BITS
-
-
-def largest_code(bits: int) -> int:
-    """Return the largest code of a width from 2 to 8. Codes are symmetric, so -128 does not occur in 8 bits."""
-    return (1 << bits - 1) - 1
-
-
-QMAX = {
-    bits: largest_code(bits)
-    for bits in sorted({*GRADIENT_BITS, *NODE_GRADIENT_BITS, *WEIGHT_BITS, *DELTA_BITS}, reverse=True)
-}
-"""Largest code of every width that is in use. A new one, from 2 to 8, joins a list in ``config.py``."""
+QMAX = {bits: (1 << bits - 1) - 1 for bits in range(8, 1, -1)}
+"""Largest code of every width of codes, in bits. Codes are symmetric, so -128 does not occur in 8 bits. All operators take
+all of these widths; ``config.py`` lists those that settings offer."""
 
 WEIGHT_BLOCK = 256
 """Weights that share one scale."""

@@ -91,7 +91,7 @@ __device__ __forceinline__ void stage_codes(const float* values, const Divisor& 
   uint32_t rounded[V];
 #pragma unroll
   for (int i = 0; i < V; ++i) rounded[i] = bits_of(divisor.quotient(values[i]) + kRoundToInteger);
-  const uint32_t mask = divisor.reciprocal != 0.0f ? 0xFFFFFFFF : 0;
+  const int mask = divisor.reciprocal != 0.0f ? -1 : 0;  // for words of any size
   if constexpr (kBits == 8) {
     Words<V / 4> words;
 #pragma unroll
@@ -135,7 +135,7 @@ __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], c
 // ---- Decode. Fetching and adding are two steps, so that the codes of several sources can be on their way at once.
 
 template <int kBits>
-constexpr int kFetches = (kBits + 3) / 4;  // of 16 bytes, per lane; 3 and 2 bits leave some lanes idle
+constexpr int kFetches = (kBits + 3) / 4;  // of 16 bytes, per lane; other widths than 8 and 4 leave some lanes idle
 
 template <int kBits>
 struct FetchedBlocks {

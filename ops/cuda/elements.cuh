@@ -36,7 +36,7 @@ __device__ inline BFloat16 scale_of(const uint8_t* wire, const Part& part, int b
   return read_unaligned<BFloat16>(wire + part.scales + index / block * sizeof(BFloat16));
 }
 
-// Code `index` of a run of codes. A code of 3 bits may lie in two bytes.
+// Code `index` of a run of codes. It may lie in two bytes.
 __device__ inline int8_t code_of(const uint8_t* codes, int bits, int64_t index) {
   const uint8_t* from = codes + index * bits / 8;
   const int shift = static_cast<int>(index * bits % 8), sign = 1 << (bits - 1);
@@ -75,8 +75,8 @@ __device__ void find_scales(const Value& value_of, const Tile& tile, const Part&
   __syncwarp();
 }
 
-// A lane makes all codes that share bytes: 8 codes of 3 bits, or the codes of one byte, which may belong to different
-// blocks.
+// A lane makes all codes that share bytes: the codes of one byte, which may belong to different blocks, or 8 codes if
+// codes lie in two bytes.
 template <class Value>
 __device__ void encode_codes(const Value& value_of, const Tile& tile, const Part& part, int block,
                              const BFloat16* scales, uint8_t* codes) {
@@ -84,12 +84,14 @@ __device__ void encode_codes(const Value& value_of, const Tile& tile, const Part
     const BFloat16 scale = scales[(i - tile.first) / block];
     return has_codes(scale) ? encode(value_of(i), to_float(scale)) : 0;
   };
-  const int bits = static_cast<int>(part.bits), run = bits == 3 ? 8 : 8 / bits;
+  const int bits = static_cast<int>(part.bits), run = 8 % bits ? 8 : 8 / bits;
   const int64_t end = tile.first + tile.numel;
   for (int64_t first = tile.first + lane_index() * run; first < end; first += kLanes * run) {
     const int count = static_cast<int>(min(run, end - first));
-    uint32_t word = 0;
-    for (int i = 0; i < count; ++i) word |= (code_at(first + i) & ((1 << bits) - 1)) << bits * i;
+    uint64_t word = 0;
+    for (int i = 0; i < count; ++i) {
+      word |= static_cast<uint64_t>(code_at(first + i) & ((1 << bits) - 1)) << bits * i;
+    }
     for (int byte = 0; 8 * byte < bits * count; ++byte) {
       codes[first * bits / 8 + byte] = static_cast<uint8_t>(word >> 8 * byte);
     }

@@ -1,4 +1,4 @@
-// A tile of a slice's wire. Its part says whether it is raw or has codes of 8, 4, 3 or 2 bits. All lanes of a warp work
+// A tile of a slice's wire. Its part says whether it is raw or has codes of 2 to 8 bits. All lanes of a warp work
 // on one part, so they take the same branch.
 #pragma once
 
@@ -22,13 +22,16 @@ __device__ __forceinline__ auto with_dtype(int64_t dtype, const Visit& visit) {
 template <int n>
 using Bits = std::integral_constant<int, n>;
 
-// Calls visit(Bits<n>{}) with n = `bits`, the width of a code.
+// Calls visit(Bits<n>{}) with n = `bits`, the width of a code. Widths that settings offer today are compared first.
 template <class Visit>
 __device__ __forceinline__ void with_bits(int64_t bits, const Visit& visit) {
   if (bits == 8) visit(Bits<8>{});
   else if (bits == 4) visit(Bits<4>{});
   else if (bits == 3) visit(Bits<3>{});
-  else visit(Bits<2>{});
+  else if (bits == 2) visit(Bits<2>{});
+  else if (bits == 5) visit(Bits<5>{});
+  else if (bits == 6) visit(Bits<6>{});
+  else visit(Bits<7>{});
 }
 
 // The memory of a tile in one slice's wire, whose blocks have 2^log2_block elements.

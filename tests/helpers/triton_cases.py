@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import sys
 
-from op_cases import make_case
+import torch
+from op_cases import Case, make_case
 from op_checks import check_everything
 
+from hf_zeropp.ops.format import QMAX, Segment, WireLayout
 from hf_zeropp.ops.kernels import triton_kernels
 
 # Multiples of 8, powers of two and others; 63 and 100 fall back to the reference.
@@ -23,6 +25,10 @@ def main(first: int, end: int) -> None:
     assert kernels is not None, why_not
     for seed in range(first, end):
         check_everything([kernels], make_case(seed, blocks=BLOCKS, max_numel=300))
+    for bits in QMAX:  # the few random cases of the default suite do not meet each
+        layout = WireLayout([Segment(size, bits) for size in (1, 13, 129)], 96)
+        values = torch.randn(2 * layout.numel)
+        check_everything([kernels], Case(layout, layout, 2, 1, values, None, torch.float32, 0.5, 0))
     print(f"{end - first} cases have the same bits")
 
 

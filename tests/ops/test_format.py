@@ -97,9 +97,9 @@ def test_layouts_are_immutable():
 
 
 def test_errors_name_what_was_expected():
-    with pytest.raises(ValueError, match="bits 8, 4, 3, 2 or None.*got 5"):
-        Segment(10, 5)
-    for bits in (3, 2):
+    with pytest.raises(ValueError, match="bits 8, 7, 6, 5, 4, 3, 2 or None.*got 9"):
+        Segment(10, 9)
+    for bits in (7, 6, 5, 3, 2):
         with pytest.raises(
             ValueError, match=rf"codes of \[{bits}\] bits need a block that is a multiple of 8, got 100"
         ):

@@ -1,36 +1,38 @@
-"""Every width of codes from 2 to 8, in use or not: the packing has no other limits, and touches nothing behind a wire."""
+"""Every width of codes from 2 to 8, offered by a setting or not: kernels have no other limits, and touch nothing behind a wire."""
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import re
-from pathlib import Path
+import subprocess
+import sys
 
+import cuda_emulation
 import pytest
 import torch
 from op_cases import COMPILED, Case, calls, needs_compiled
 from op_checks import check_everything
 
 from hf_zeropp import ops
-from hf_zeropp.config import DELTA_BITS, GRADIENT_BITS, NODE_GRADIENT_BITS, WEIGHT_BITS
 from hf_zeropp.ops import native
 from hf_zeropp.ops.blocks import pack_codes, unpack_codes
-from hf_zeropp.ops.format import MAX_BLOCK, QMAX, Segment, WireLayout, largest_code
+from hf_zeropp.ops.format import MAX_BLOCK, QMAX, Segment, WireLayout
 from hf_zeropp.ops.reference_kernels import ReferenceKernels
 from hf_zeropp.ops.register import OPERATORS
 
-WIDTHS = range(2, 9)
 SIZES = (1, 2, 7, 8, 9, 15, 16, 17, 255, 1023, 1025, 2 * MAX_BLOCK - 1, 2 * MAX_BLOCK, 2 * MAX_BLOCK + 9)
+BLOCKS = (8, 128, 1024, MAX_BLOCK)  # CUDA kernels with 16-byte accesses take up to 1024
 PAGE = mmap.PAGESIZE
+EMULATED = "cuda, emulated"
+NAMES = [*COMPILED, EMULATED] if cuda_emulation.compiler() else COMPILED
 
-pytestmark = pytest.mark.usefixtures("restore_kernels", "every_width")
+pytestmark = pytest.mark.usefixtures("restore_kernels")
 
 
-@pytest.fixture
-def every_width(monkeypatch):
-    for bits in WIDTHS:
-        monkeypatch.setitem(QMAX, bits, largest_code(bits))
+def kernels_named(name: str) -> ops.CompiledKernels:
+    if name == EMULATED:
+        return ops.CompiledKernels(cuda_emulation.library(), "cuda")
+    return ops.CompiledKernels(native.cpu_library()[0], name)
 
 
 class Fenced:
@@ -54,22 +56,22 @@ class Fenced:
         return fenced.view(tensor.dtype)
 
 
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", QMAX)
 def test_the_reference_packs_every_width(bits):
-    codes = torch.randint(-largest_code(bits), largest_code(bits) + 1, (3, 41), dtype=torch.int8)
+    codes = torch.randint(-QMAX[bits], QMAX[bits] + 1, (3, 41), dtype=torch.int8)
     packed = pack_codes(codes, bits)
     assert packed.shape == (3, -(-41 * bits // 8))
     assert torch.equal(unpack_codes(packed, bits)[:, :41], codes)
 
 
 @needs_compiled
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("bits", QMAX)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_operator_in_every_width(bits, dtype):
     """Blocks up to the largest, whose tiles fill the buffers of a thread."""
-    kernels = [ops.CompiledKernels(native.cpu_library()[0], name) for name in COMPILED]
-    for block in (8, MAX_BLOCK):
-        segments = [Segment(size, bits) for size in SIZES[::2] + SIZES[-2:]]
+    kernels = [kernels_named(name) for name in NAMES]
+    for block in BLOCKS:
+        segments = [Segment(size, bits) for size in (1, 7, 9, 16, 255, 1025, 2 * block + 9)]
         layout = WireLayout(segments, block)
         out_layout = WireLayout([Segment(one.numel, 8) for one in segments], 128)
         values = torch.randn(2 * layout.numel).to(dtype)
@@ -81,13 +83,13 @@ def test_every_operator_in_every_width(bits, dtype):
 
 
 @needs_compiled
-@pytest.mark.parametrize("name", COMPILED)
-@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("bits", QMAX)
 def test_nothing_behind_a_wire_is_touched(bits, name):
     """Every tensor of every operator ends at a protected page. A wire's last part ends with as little padding as there is."""
-    kernels = ops.CompiledKernels(native.cpu_library()[0], name)
+    kernels = kernels_named(name)
     for size in (*SIZES, *(16 * 8 * n // bits for n in (1, 2, 3, 65, 600))):
-        for block in (8, 128, MAX_BLOCK):
+        for block in BLOCKS:
             layout = WireLayout([Segment(size, bits)], block)
             case = Case(layout, layout, 1, 1, torch.randn(size).bfloat16(), torch.randn(size), torch.float32, 0.5, 0)
             for operator, call in calls(case).items():
@@ -100,9 +102,6 @@ def test_nothing_behind_a_wire_is_touched(bits, name):
 
 def test_the_fence_holds(tmp_path):
     """A read behind the end would end the process: in a child, it does."""
-    import subprocess
-    import sys
-
     code = (
         "import ctypes, sys; sys.path[:0] = [%r, %r]; from test_widths import Fenced\n"
         "ctypes.string_at(Fenced(100).tensor.data_ptr(), 101)"
@@ -112,15 +111,3 @@ def test_the_fence_holds(tmp_path):
         [sys.executable, "-c", code % (helpers, __file__.removesuffix("/test_widths.py"))], capture_output=True
     )
     assert child.returncode == -11
-
-
-def test_cuda_kernels_know_every_width_in_use():
-    """Their last branch takes every other width for 2 bits, so a width that is listed must stand in `with_bits` as well."""
-    text = (
-        (Path(__file__).parents[2] / "ops/cuda/wire.cuh")
-        .read_text()
-        .partition("void with_bits(")[2]
-        .partition("\n}")[0]
-    )
-    known = {int(bits) for bits in re.findall(r"visit\(Bits<(\d)>", text)}
-    assert {*GRADIENT_BITS, *NODE_GRADIENT_BITS, *WEIGHT_BITS, *DELTA_BITS} <= known
