@@ -90,16 +90,16 @@ class ZeroPPConfig:
             trainable parameters in fp32 (mixed precision keeps them so). ``"exact"`` sends the 16-bit words of the weights that
             changed, unquantized: few, at learning rates of fine-tuning. It needs ``hpz_size``. ``"auto"`` does the same unit by
             unit, but sends deltas for a while where too many words change; it needs what deltas need.
-        qwz_bits: bits per weight in a gather: 8, 4 or None (the compute dtype, unquantized). Deltas take 8, 4, 3 or 2.
-            ``"exact"`` quantizes nothing, and turns the default into None. ``"auto"`` takes 4, 3 or 2 for its deltas; 8,
-            the default of other modes, becomes 4.
+        qwz_bits: bits per weight in a gather: one of ``WEIGHT_BITS``, or None (the compute dtype, unquantized). Deltas take
+            one of ``DELTA_BITS``. ``"exact"`` quantizes nothing, and turns the default into None. ``"auto"`` takes under 8
+            for its deltas; 8, the default of other modes, becomes 4.
         hpz_size: number of ranks that share one copy of the weights, each holding a secondary shard of it: ``"node"`` (the
             ranks of a node), an int, or None (no copy is kept, and every gather crosses the nodes).
         hpz_bits: bits per weight of the secondary shard that deltas are added to: None (the compute dtype) or 8. Without
             deltas a secondary shard is kept in the form in which it crossed the nodes.
-        qgz_bits: bits per gradient across nodes: 4, 8, 3 or None (the reduce dtype, unquantized). 3 bits send a quarter less than
-            4, at twice the error; see ``scripts/results/gradient_codes.md`` before you choose them.
-        qgz_intra_bits: bits per gradient within a node: 8, 4 or None.
+        qgz_bits: bits per gradient across nodes: one of ``GRADIENT_BITS``, or None (the reduce dtype, unquantized). 3 bits send a
+            quarter less than 4, at twice the error; see ``scripts/results/gradient_codes.md`` before you choose them.
+        qgz_intra_bits: bits per gradient within a node: one of ``NODE_GRADIENT_BITS``, or None.
         qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper trains the
             first part with qgZ and the rest without). The Trainer callback reports progress; other loops call
             ``handle.set_progress``.

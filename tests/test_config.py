@@ -14,12 +14,25 @@ from hypothesis import strategies as st
 
 from hf_zeropp import ZeroPPConfig
 from hf_zeropp import config as config_module
-from hf_zeropp.config import BITS_OF_MODE, DELTA_BITS, GRADIENT_BITS, PRESETS, field_names
+from hf_zeropp.config import (
+    BITS_OF_MODE,
+    DELTA_BITS,
+    GRADIENT_BITS,
+    NODE_GRADIENT_BITS,
+    PRESETS,
+    WEIGHT_BITS,
+    field_names,
+)
 from hf_zeropp.ops.format import QMAX
 from hf_zeropp.other_names import REMOVED
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "hf_zeropp" / "README.md"
+WIDTHS = {
+    "qwz_bits": (*WEIGHT_BITS, *DELTA_BITS),
+    "qgz_bits": GRADIENT_BITS,
+    "qgz_intra_bits": NODE_GRADIENT_BITS,
+}
 
 
 def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:
@@ -28,13 +41,10 @@ def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:
 
 
 def test_the_config_allows_what_the_format_can_do() -> None:
-    for bits in DELTA_BITS:
-        ZeroPPConfig(qwz_mode="delta", qwz_bits=bits)
-    for bits in GRADIENT_BITS:
-        ZeroPPConfig(qgz_bits=bits)
-    assert {*DELTA_BITS, *GRADIENT_BITS} <= QMAX.keys() <= set(range(2, 9))
-    for bits in (8, 4):
-        ZeroPPConfig(qwz_bits=bits, qgz_bits=bits, qgz_intra_bits=bits, frozen_bits=bits)
+    for name, widths in WIDTHS.items():
+        assert {*widths} <= QMAX.keys()
+        for bits in widths:
+            ZeroPPConfig(**{name: bits}, qwz_mode="values" if bits in WEIGHT_BITS or name != "qwz_bits" else "delta")
 
 
 def test_presets_are_defaults_with_a_name() -> None:
@@ -67,8 +77,8 @@ def test_presets_are_defaults_with_a_name() -> None:
         ({"qgz_until": 1.5}, ["qgz_until", "1.5", "from 0 to 1"]),
         ({"overlap": "yes"}, ["overlap", "'yes'"]),
         ({"qwz_mode": "deltas"}, ["qwz_mode", "'deltas'", "values", "delta"]),
-        ({"qwz_mode": "delta", "qwz_bits": None}, ["qwz_bits (with qwz_mode 'delta')", "(8, 4, 3, 2)", "None"]),
-        ({"qwz_bits": 2}, ["qwz_bits (with qwz_mode 'values')", "(8, 4, None)", "2"]),
+        ({"qwz_mode": "delta", "qwz_bits": None}, ["qwz_bits (with qwz_mode 'delta')", str(DELTA_BITS), "None"]),
+        ({"qwz_bits": 2}, ["qwz_bits (with qwz_mode 'values')", str(BITS_OF_MODE["values"]), "2"]),
         ({"qwz_mode": "delta", "hpz_size": None}, ["hpz_size", "node"]),
         ({"qwz_mode": "exact", "hpz_size": None}, ["hpz_size", "node"]),
         ({"qwz_mode": "exact", "qwz_bits": 4}, ["qwz_bits (with qwz_mode 'exact')", "None", "4"]),
@@ -289,6 +299,15 @@ def test_the_guide_names_values_that_are_allowed() -> None:
                 config_module._CHECKS[name](name, value)
 
 
+def test_the_guides_name_every_width() -> None:
+    rows = table_of_settings(GUIDE)
+    for name, widths in WIDTHS.items():
+        assert {int(bits) for bits in re.findall(r"`(\d)`", rows[name][0])} == {*widths}, f"hf_zeropp/README.md, {name}"
+    rows = table_of_settings(ROOT / "README.md")
+    for name, widths in {"qwz_bits": WEIGHT_BITS, "qgz_bits": GRADIENT_BITS}.items():
+        assert {int(bits) for bits in re.findall(r"\d", rows[name][1])} == {*widths}, f"README.md, {name}"
+
+
 def test_the_readme_lists_settings_that_exist_with_their_defaults() -> None:
     rows = table_of_settings(ROOT / "README.md")
     defaults = {**ZeroPPConfig().to_dict(), "preset": "balanced"}
@@ -301,10 +320,10 @@ def test_the_readme_lists_settings_that_exist_with_their_defaults() -> None:
 
 VALID = st.fixed_dictionaries(
     {
-        "qwz_bits": st.sampled_from([8, 4, None]),
+        "qwz_bits": st.sampled_from(BITS_OF_MODE["values"]),
         "hpz_size": st.sampled_from(["node", None, 1, 2, 8]),
         "qgz_bits": st.sampled_from(GRADIENT_BITS),
-        "qgz_intra_bits": st.sampled_from([8, 4, None]),
+        "qgz_intra_bits": st.sampled_from([*NODE_GRADIENT_BITS, None]),
         "qgz_until": st.floats(0, 1),
         "ranks_per_node": st.sampled_from(["auto", 1, 4]),
         "overlap": st.booleans(),

@@ -70,9 +70,8 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """int8 [K, n] -> uint8 [K, ceil(n bits / 8)]: two's complement codes, the first in the lowest bits; zeros behind."""
     numel = codes.shape[1]
     padded = torch.nn.functional.pad(codes, (0, -numel % CODES_AT_A_BYTE)).long() & ((1 << bits) - 1)
-    # Eight codes of b bits fill b bytes exactly, so each run becomes one integer, of at most 32 bits, and is cut into
-    # bytes. The masked codes do not overlap once they are shifted, so their sum is their bitwise OR, for which PyTorch
-    # has no reduction.
+    # Eight codes of b bits fill b bytes exactly, so each run becomes one integer, and is cut into bytes. The masked codes do
+    # not overlap once they are shifted, so their sum is their bitwise OR, for which PyTorch has no reduction.
     runs = padded.unflatten(1, (-1, CODES_AT_A_BYTE)) << bits * torch.arange(CODES_AT_A_BYTE, device=codes.device)
     words = runs.sum(-1, keepdim=True)
     data = (words >> 8 * torch.arange(bits, device=codes.device)) & 0xFF

@@ -22,6 +22,7 @@ from hf_zeropp.comm.two_hops import (
     WholeWeights,
     gather_both_hops,
 )
+from hf_zeropp.config import GRADIENT_BITS, NODE_GRADIENT_BITS
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 
@@ -134,13 +135,13 @@ def check_reduce(case: Case, rank: int, digests: dict) -> None:
         assert (error <= bound).all(), f"scale {scale}: error {error.max()} over the bound by {(error - bound).max()}"
 
 
+EVERY_PAIR = list(itertools.product((*NODE_GRADIENT_BITS, None), (*GRADIENT_BITS, None)))
 REDUCED_SLICES = [name for name in SLICES if name != "norm only"]
 
 
 def bit_pairs() -> list[tuple[int | None, int | None]]:
-    """Return bits within and across nodes: all pairs, or in large worlds every width once in each place."""
-    every = list(itertools.product(BITS, BITS))
-    return every if dist.get_world_size() <= 4 else [(8, 4), (4, None), (None, 8), (None, None)]
+    """Return bits within and across nodes: all pairs, or in large worlds some."""
+    return EVERY_PAIR if dist.get_world_size() <= 4 else [(8, 4), (4, None), (None, 8), (None, None)]
 
 
 def run_reduces(rank: int) -> dict[Case, str]:
@@ -158,7 +159,7 @@ def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
     if world_size == 3:
         runs.append(run_ranks(run_reduces, world_size))
         assert runs[0] == runs[1]
-    pairs = 9 if world_size <= 4 else 4
+    pairs = len(EVERY_PAIR) if world_size <= 4 else 4
     assert len(runs[0][0]) == len(node_sizes(world_size)) * len(REDUCED_SLICES) * len(DTYPES) * pairs
 
 

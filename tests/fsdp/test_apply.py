@@ -20,6 +20,7 @@ from toy import EXACT, POLICIES, Block, backward, full_gradients, make_lm, shard
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.compat import MovedNameError
+from hf_zeropp.config import BITS_OF_MODE
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.micro_steps import STEPS_UNTIL_REMINDER
 from hf_zeropp.fsdp.units import find_units
@@ -345,7 +346,7 @@ def mistakes(tmp_path_factory) -> list[dict[str, str]]:
         ),
         ("resharded to a part", ["unit blocks.1", "reshard_after_forward=<int>", "hpz_size"]),
         ("unknown setting", ["Unknown", "qwz_bit'", "Did you mean 'qwz_bits'"]),
-        ("bad value", ["qwz_bits (with qwz_mode 'values') must be one of (8, 4, None), got 3"]),
+        ("bad value", [f"qwz_bits (with qwz_mode 'values') must be one of {BITS_OF_MODE['values']}, got 3"]),
         ("contradiction", ["qgz_until=0.5", "both None", "leave qgz_until at 1.0"]),
         ("nodes do not divide", ["ranks_per_node=3 must divide the world of 4", "[1, 2, 4]"]),
         ("nodes too large", ["ranks_per_node=8 must divide the world of 4", "[1, 2, 4]"]),

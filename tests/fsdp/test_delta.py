@@ -18,6 +18,7 @@ from toy import POLICIES, VOCAB, backward, full, full_weights, gathered_weights,
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, get_handle
+from hf_zeropp.config import DELTA_BITS
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 
@@ -61,7 +62,7 @@ def weights_stay_near_the_masters(rank: int) -> None:
     errors = {}
     for name, settings in {
         "values": {"ranks_per_node": 2},
-        **{f"{bits} bits": DELTA | {"qwz_bits": bits} for bits in (8, 4, 3, 2)},
+        **{f"{bits} bits": DELTA | {"qwz_bits": bits} for bits in DELTA_BITS},
         "copy in INT8": DELTA | {"hpz_bits": 8},
     }.items():
         model, _ = new_model(settings)

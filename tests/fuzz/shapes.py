@@ -26,6 +26,7 @@ from tqdm import tqdm  # noqa: E402
 from two_hops import BITS, DTYPES, Case, node_sizes  # noqa: E402
 
 from hf_zeropp import ops  # noqa: E402
+from hf_zeropp.config import DELTA_BITS  # noqa: E402
 from hf_zeropp.ops import native  # noqa: E402
 from hf_zeropp.ops.reference_kernels import ReferenceKernels  # noqa: E402
 
@@ -91,7 +92,7 @@ def _draw_hop(seed: int, world: int) -> tuple[str, tuple]:
     lengths = ",".join(map(str, _draw_lengths(choose)))
     dtype = choose.choice(DTYPES)
     if kind == "deltas":
-        return kind, (Case(size, lengths, dtype, choose.choice((8, 4, 3, 2))), choose.choice((None, 8)))
+        return kind, (Case(size, lengths, dtype, choose.choice(DELTA_BITS)), choose.choice((None, 8)))
     return kind, (Case(size, lengths, dtype, choose.choice(BITS), choose.choice(BITS)),)
 
 

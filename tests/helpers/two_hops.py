@@ -15,12 +15,13 @@ from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.comm.two_hops import Carrier, TwoHopGather, TwoHopReduce
+from hf_zeropp.config import WEIGHT_BITS
 from hf_zeropp.ops.format import QMAX, Segment, WireLayout
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic
 
 WORLDS = (1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.long))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-BITS = (8, 4, None)
+BITS = (*WEIGHT_BITS, None)
 BLOCK = 32
 # Lengths of a slice's segments; a negative one always travels raw (a norm). Odd, around a block's length, empty.
 SLICES = {

@@ -9,7 +9,7 @@ from typing import Any
 from catalogue import Mistake
 
 from hf_zeropp import ZeroPPConfig, ops
-from hf_zeropp.config import is_enabled
+from hf_zeropp.config import BITS_OF_MODE, GRADIENT_BITS, NODE_GRADIENT_BITS, is_enabled
 
 
 def settings(name: str, *words: str, **values: Any) -> Mistake:
@@ -33,11 +33,17 @@ DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 
 SETTINGS = [
     settings("misspelt setting", "'qwz_bitz'", "Did you mean 'qwz_bits'?", qwz_bitz=8),
-    settings("bits without deltas", "qwz_bits (with qwz_mode 'values')", "one of (8, 4, None)", "got 3", qwz_bits=3),
-    settings("a number as text", "one of (8, 4, None)", "got '8'", qwz_bits="8"),
+    settings(
+        "bits without deltas",
+        "qwz_bits (with qwz_mode 'values')",
+        f"one of {BITS_OF_MODE['values']}",
+        "got 3",
+        qwz_bits=3,
+    ),
+    settings("a number as text", f"one of {BITS_OF_MODE['values']}", "got '8'", qwz_bits="8"),
     settings("unknown mode", "one of ('values', 'delta', 'exact', 'auto')", "got 'deltas'", qwz_mode="deltas"),
-    settings("too few bits", "qgz_bits", "one of (4, 8, 3, None)", "got 2", qgz_bits=2),
-    settings("too many bits", "qgz_intra_bits", "one of (4, 8, None)", "got 16", qgz_intra_bits=16),
+    settings("too few bits", "qgz_bits", f"one of {(*GRADIENT_BITS, None)}", "got 2", qgz_bits=2),
+    settings("too many bits", "qgz_intra_bits", f"one of {(*NODE_GRADIENT_BITS, None)}", "got 16", qgz_intra_bits=16),
     settings("no copies", "hpz_size", "positive int or one of ('node', None)", "got 0", hpz_size=0),
     settings("misspelt word", "hpz_size", "('node', None)", "got 'nodes'", hpz_size="nodes"),
     settings("bits of deltas", "hpz_bits", 'Set qwz_mode="delta"', hpz_bits=8),
@@ -61,7 +67,9 @@ SETTINGS = [
     variable("misspelt variable", {"ZEROPP_QGZ_BITZ": "8"}, "Did you mean 'ZEROPP_QGZ_BITS'?"),
     variable("a variable of DeepSpeed's", {"ZEROPP_ZERO_QUANTIZED_WEIGHTS": "1"}, "set ZEROPP_QWZ_BITS to 8"),
     variable("a variable for nodes", {"ZEROPP_NODES": "2"}, "ZEROPP_RANKS_PER_NODE, the number of ranks of each"),
-    variable("a word for a number", {"ZEROPP_QGZ_BITS": "four"}, "qgz_bits", "one of (4, 8, 3, None)", "got 'four'"),
+    variable(
+        "a word for a number", {"ZEROPP_QGZ_BITS": "four"}, "qgz_bits", f"one of {(*GRADIENT_BITS, None)}", "got 'four'"
+    ),
     variable("a file that is not there", {"ZEROPP_CONFIG_FILE": "gone.yaml"}, "'gone.yaml'", "Check the path"),
     variable("a folder for a file", {"ZEROPP_CONFIG_FILE": "."}, "'.'", "Check the path"),
     variable("half a switch", {"ZEROPP_ENABLED": "maybe"}, "ZEROPP_ENABLED", "'maybe'", "Set 0", read=is_enabled),

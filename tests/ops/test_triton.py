@@ -75,7 +75,7 @@ def compiled_ptx(name: str, capability: int) -> str:
         "BITS": 3,
         "BLOCK": 256,
         "RAW": tl.float16,
-        "O_BITS": 4,
+        "O_BITS": 5,
         "O_BLOCK": 96,
         "O_RAW": tl.bfloat16,
     }

@@ -1,4 +1,4 @@
-"""Every width of codes from 2 to 8, offered by a setting or not: kernels have no other limits, and touch nothing behind a wire."""
+"""Every width of codes from 2 to 8, offered by a setting or not: kernels take it, and touch nothing behind a wire."""
 
 from __future__ import annotations
 
