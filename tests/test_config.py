@@ -66,7 +66,7 @@ def test_presets_are_defaults_with_a_name() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"qwz_bits": 5}, ["qwz_bits", "5", "8, 4, None"]),
+        ({"qwz_bits": 9}, ["qwz_bits", "9", str(BITS_OF_MODE["values"])]),
         ({"qwz_bits": True}, ["qwz_bits", "True"]),
         ({"qgz_bits": "4"}, ["qgz_bits", "'4'"]),
         ({"qgz_intra_bits": 4.0}, ["qgz_intra_bits", "4.0"]),
