@@ -3,7 +3,7 @@
 The node hop carries the whole unit over fast links, encoded in ``ReduceLayouts.node_hop``: each rank sends every other rank of
 its node the part that the other one sums. The sums are fp32 and leave each rank with 1/N of the unit: its *partial sums*
 [Y, S], one slice for each node. The cross hop encodes these anew, in ``ReduceLayouts.cross_hop``, and sends slice y to node y.
-A gradient is therefore quantized twice, whatever the number of ranks. Between micro-steps partial sums may be kept in bf16.
+A gradient is therefore quantized twice, on any number of ranks. Between micro-steps partial sums may be kept in bf16.
 
 With one rank per node the node hop is empty. The partial sums are then the rank's own gradients, and are quantized once.
 """

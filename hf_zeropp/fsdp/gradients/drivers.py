@@ -67,7 +67,7 @@ class Driver(Protocol):
     is_late: bool
 
     def make_room(self) -> None:
-        """Called at the beginning of every reduction that FSDP2 asks for, whoever runs it."""
+        """Called at the beginning of every reduction that FSDP2 asks for, also of one that another driver runs."""
 
     def run(self, reduction: Reduction) -> None:
         """Begin a reduction, and take it as far as it goes while FSDP2 waits."""

@@ -1,9 +1,9 @@
-"""Gradients that are not complete yet, and that complete themselves when somebody looks at them.
+"""Gradients that are not complete yet, and that complete themselves when they are looked at.
 
 FSDP2 adds what a reduction returns to ``param.grad`` at once. Ours has nothing to return yet in two cases: on a micro-step that
 is not the last, whose sums wait within the node for the others, and while a reduction overlaps with the rest of the backward
-pass. FSDP2 then receives zeros. Zeros look like gradients. Whoever reads, clips, scales or zeroes them before the true value
-arrives would work with wrong numbers and never know.
+pass. FSDP2 then receives zeros. Zeros look like gradients: code that reads, clips, scales or zeroes them before the true value
+arrives would work with wrong numbers, and nothing would tell.
 
 So ``param.grad`` says what it is. Its local tensor is replaced by a `PendingGradient`, a tensor that holds no numbers:
 
@@ -203,7 +203,7 @@ class PendingGradients:
             for param, waiting in self._waiting.items():
                 assert isinstance(param.grad, DTensor)
                 set_local_tensor(param.grad, waiting.plain)
-                waiting.is_zeros = False  # anybody may write to it now
+                waiting.is_zeros = False  # user code may write to it now
         self._is_held = False
 
     def clear(self) -> None:
@@ -230,7 +230,7 @@ class PendingGradients:
         if not self._is_held:
             return
         for param, waiting in list(self._waiting.items()):
-            # Anybody may have zeroed, cleared or replaced the gradient since ``hold``. A contribution to the old one
+            # User code may have zeroed, cleared or replaced the gradient since ``hold``. A contribution to the old one
             # must not reach the new one, so it is forgotten with its wrapper.
             if not self._holds(param, waiting):
                 waiting.is_orphan = True

@@ -254,7 +254,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self.withheld.forget_unwanted()
 
     def after_post_backward(self) -> None:
-        """FSDP2 has added zeros to ``.grad``: say that they are not the gradient."""
+        """FSDP2 has added its output to ``.grad``: where something is missing in it, let ``.grad`` say so."""
         if self._has_unfinished:
             self.pending.hold()
             self._empty_pending()
@@ -262,15 +262,16 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self.pending.clear()
 
     def _empty_pending(self) -> None:
-        # Results of reductions under way are added one by one. A partial is added when nobody may look at the gradients yet.
+        # A result under way is about to be added to the zeros, which are kept for it. A partial is added later, and new zeros
+        # are made then.
         if self._num_late == 0 and self._partial is not None:
             self.pending.empty()
 
     @property
     def owes(self) -> bool:
         """Whether a gradient that still exists lacks something that was reduced already."""
-        # A backward pass that raised leaves reductions under way. If all gradients were dropped behind it, nobody wants
-        # their results, and ranks need not meet for them before the next pass.
+        # A backward pass that raised leaves reductions under way. If all gradients were dropped since, their
+        # results are not wanted, and ranks need not meet for them before the next pass.
         if self._num_late > 0 and any(map(self.pending.waits, self.unit.params)):
             return True
         return self._partial is not None and any(

@@ -4,8 +4,9 @@ A token meets a few experts of a layer, so an expert gets a gradient on some ran
 others. But every rank holds a slice of every parameter, so a parameter that got a gradient on any rank has a reduced one on all
 of them: clipping and an optimizer's step must find it everywhere. One that got none on any rank keeps None, as in stock FSDP2.
 
-What was reduced for such parameters is withheld until ranks know of each other which gradients there are. With the statement at
-the end of the last backward pass goes whether that has changed on a rank since ranks told each other. Only then they do so again.
+What was reduced for such parameters is withheld until ranks know of each other which gradients there are. At the end of the last
+backward pass a rank also states whether its own have changed since it told the others. If they have on any rank, all of them tell
+again.
 """
 
 from __future__ import annotations
