@@ -72,7 +72,9 @@ def weights_stay_near_the_masters(rank: int) -> None:
             train(model, optimizer, rank, (step,))
             found.append(weight_error(model))
         errors[name] = max(found)
-    assert errors["8 bits"] <= errors["4 bits"] <= min(GOAL, errors["values"] / 2), errors
+    of_widths = [errors[f"{bits} bits"] for bits in sorted(DELTA_BITS)]
+    assert of_widths == sorted(of_widths, reverse=True), errors
+    assert errors["4 bits"] <= min(GOAL, errors["values"] / 2), errors
     assert errors["3 bits"] <= GOAL and errors["2 bits"] <= 0.02, errors
     assert errors["copy in INT8"] <= 1.1 * errors["values"], errors
 
