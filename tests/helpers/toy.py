@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from hf_zeropp.ops.format import QMAX
+
 VOCAB, HIDDEN, INNER = 29, 12, 27
 EXACT = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": None}
 """Settings under which nothing is quantized and no secondary shard is kept."""
@@ -294,8 +296,7 @@ def encode_error(amax: torch.Tensor, bits: int | None, dtype: torch.dtype) -> to
     """
     if bits is None:
         return amax * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    qmax = {8: 127, 4: 7, 3: 3}[bits]
-    return 0.5 * (amax / qmax) * (1 + 2.0**-7) * (1 + 1e-5) + qmax * 2.0**-100
+    return 0.5 * (amax / QMAX[bits]) * (1 + 2.0**-7) * (1 + 1e-5) + QMAX[bits] * 2.0**-100
 
 
 def premultiplied_sum(factor: float) -> dist.ReduceOp:

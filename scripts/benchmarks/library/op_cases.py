@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 
 from hf_zeropp import ops
+from hf_zeropp.config import DELTA_BITS, GRADIENT_BITS, WEIGHT_BITS
 from hf_zeropp.ops import changes_format, changes_reference, frozen_format, reference
 from hf_zeropp.ops.format import Segment, WireLayout
 from hf_zeropp.ops.frozen_format import FrozenFormat
@@ -15,7 +16,7 @@ from hf_zeropp.ops.frozen_format import FrozenFormat
 Action = Callable[[], object]
 Maker = Callable[[], Action]
 
-BLOCKS = {8: 256, 4: 128, 3: 128, 2: 128}
+BLOCKS = {bits: 256 if bits == 8 else 128 for bits in sorted({*WEIGHT_BITS, *GRADIENT_BITS, *DELTA_BITS}, reverse=True)}
 """Elements that share a scale, by the bits of a code."""
 
 NUM_SOURCES = 4
