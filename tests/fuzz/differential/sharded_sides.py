@@ -146,6 +146,7 @@ class Ours(Stock):
 
     def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
         self.handles: list[ZeroPPHandle] = []
+        self._has_aborted = False  # since the last training pass
         super().__init__(case, rank, folder, mesh)
         self._apply()  # behind the optimizers, as Accelerate does it
 
@@ -169,9 +170,15 @@ class Ours(Stock):
         seen = super().train(data, which, path, forwards, backwards, input_grad)
         crossings = self._num_crossings() - before
         expected = sum(handle.predict().get(REDUCE_CROSS, Bytes()).calls for handle in self.handles)
-        if self._is_predictable and path is None and forwards == backwards == 1 and crossings > expected:
+        # Reductions that a backward pass left when it raised end in the next pass.
+        is_predictable, self._has_aborted = self._is_predictable and not self._has_aborted, False
+        if is_predictable and path is None and forwards == backwards == 1 and crossings > expected:
             raise CrossedTwiceError(f"{crossings} reductions crossed nodes in one backward pass, expected {expected}")
         return seen
+
+    def abort(self, data: int, which: int | None) -> Observation:
+        self._has_aborted = True
+        return super().abort(data, which)
 
     @property
     def _is_predictable(self) -> bool:
