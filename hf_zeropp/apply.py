@@ -1,4 +1,4 @@
-"""``apply_zeropp(model, config)``: the only place that installs anything on a model."""
+"""``apply_zeropp(model, config)``: it installs the two hops on a sharded model."""
 
 from __future__ import annotations
 
@@ -130,6 +130,8 @@ def _install_two_hops(
     # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
     channel = Channel(new_cpu_group(run.shard_groups))
     decisions = Decisions(run, Agreement(channel), frozen)
+    # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
+    weakref.finalize(decisions, channel.close).atexit = False
     gathers = _make_gathers(run, decisions, units)
     hops = _reduce_hops(run)
     for unit, gather in zip(units, gathers, strict=True):
@@ -145,10 +147,7 @@ def _install_two_hops(
     hook_loading(model, decisions.invalidate)
     listen_to_optimizers(decisions)
     _warn_of_fallbacks(run, decisions)
-    handle = ZeroPPHandle(run, units, [gather.unit for gather in frozen], frozen, decisions)
-    # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
-    weakref.finalize(handle, channel.close).atexit = False
-    return handle
+    return ZeroPPHandle(run, units, [gather.unit for gather in frozen], frozen, decisions)
 
 
 def _make_gathers(run: Run, decisions: Decisions, units: Sequence[Unit]) -> list[WeightGather]:

@@ -1,4 +1,7 @@
-"""The gather in two hops, and the secondary shard between them. See ``two_hops.py`` for the idea and the shapes."""
+"""The node hop of a gather, and the secondary shard that it reads. Carriers (carriers.py) run the cross hop.
+
+See ``two_hops.py`` for the idea and the shapes. Here a node is the group of ranks that share a copy (``hpz_size``).
+"""
 
 from __future__ import annotations
 

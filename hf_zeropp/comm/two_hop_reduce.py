@@ -31,8 +31,8 @@ class TwoHopReduce:
     """Sum of flat gradients over the world, of which each rank receives its slice.
 
     One micro-step calls ``start_node_hop`` and then ``accumulate``, which returns partial sums. The last one calls
-    ``start_node_hop``, ``start_cross_hop`` and ``finish``. The first of these is left out where partial sums are all there is. On
-    every rank of the world these calls must come in the same order.
+    ``start_node_hop``, ``start_cross_hop`` and ``finish``. Where partial sums alone are delivered, there is no
+    ``start_node_hop``. On every rank of the world these calls must come in the same order.
 
     Sums are taken in fp32 and in rank order, so every run and every backend gives the same bits.
 

@@ -64,22 +64,22 @@ PYTORCH: tuple[Seam, ...] = (
         "of other parameters where a parameter has none.", silent=True, since=(2, 13)),
     has(f"{_PARAM}:FSDPParam",
         "sharded_param sharded_size padded_sharded_param_size offload_to_cpu mp_policy unsharded_accumulated_grad "
-        "_module_info _sharded_local_tensor _sharded_param_data", "fsdp.shards fsdp.units",
+        "_module_info _sharded_local_tensor _sharded_param_data", "fsdp.param_shard fsdp.units",
         "Name, sizes and memory of a parameter's shard, and its gradient before the reduction."),
     # It is read with a default, which is right for torch 2.14 and earlier.
     has(f"{_GROUP}:FSDPParamGroup", "_reduce_scatter_param_indices", "fsdp.units",
         "The order of parameters in a flat gradient. If it moved: gradients of a unit with several dtypes are taken "
         "for those of other parameters.", silent=True, since=(2, 15)),
     # It is read with a default, which is right for torch 2.14 and earlier.
-    has(f"{_PARAM}:FSDPParam", "sharded_grad_dtype", "fsdp.shards",
+    has(f"{_PARAM}:FSDPParam", "sharded_grad_dtype", "fsdp.param_shard",
         "The dtype in which gradients are reduced where the policy names none. If it moved: gradients are taken to "
         "be reduced in another dtype, and bytes are predicted wrongly.", silent=True, since=(2, 15)),
     # It is read with a default, because FSDP2 sets it at the first gather. A name that is gone would look like a
     # parameter that was never gathered.
-    has(f"{_PARAM}:FSDPParam", "_unsharded_param", "fsdp.shards",
+    has(f"{_PARAM}:FSDPParam", "_unsharded_param", "fsdp.param_shard",
         "A parameter whose gathered form has no gradient is left out of the flat gradient. If it moved: all "
         "parameters count as parameters without a gradient, and theirs are lost.", silent=True),
-    reads(f"{_PARAM}:FSDPParam", "fsdp_pre_all_gather", "fsdp.shards fsdp.units",
+    reads(f"{_PARAM}:FSDPParam", "fsdp_pre_all_gather", "fsdp.param_shard fsdp.units",
         "A tensor that defines this method makes its own input to a gather. If it moved: deltas are taken of memory "
         "that is not what FSDP2 gathers, and the weights drift apart.", silent=True),
     # Tensors, autograd, process groups, modules

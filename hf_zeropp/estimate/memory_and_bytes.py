@@ -33,6 +33,7 @@ from hf_zeropp.comm.topology import resolve_hpz_size
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
+from hf_zeropp.fsdp.param_shard import ParamShard
 from hf_zeropp.fsdp.predictions import (
     HopBytes,
     changed_words_bytes,
@@ -43,7 +44,6 @@ from hf_zeropp.fsdp.predictions import (
     leaves_gathers_to_fsdp2,
     reduce_bytes,
 )
-from hf_zeropp.fsdp.shards import ParamShard
 from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.traffic import Bytes, Peers, total
 

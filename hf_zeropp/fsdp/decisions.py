@@ -1,14 +1,14 @@
 """Decisions that all ranks take together: which weights are gathered anew, and when gradients are delivered.
 
-Four moments need an agreement (comm/agreement.py). The first three choose collectives:
+Ranks agree (comm/agreement.py) on these occasions, among others (``Moment``):
 
 - *A forward pass begins.* Every rank states which units' weights changed (freshness.py). A unit is gathered anew if it changed on
   any rank. The answers hold until that forward pass ends, in generation, and in the backward pass of the same model with its
   activation recomputation; but no longer than until an optimizer steps, should it step inside a forward pass.
 - *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. On a CPU the answer is waited
   for before the first hop starts. On an accelerator the exchange runs while the model computes.
-- *Somebody needs gradients that are pending* (gradients/pending.py): an optimizer's step, gradient clipping, a look at
-  ``.grad``. Every rank states for which units.
+- *Pending gradients are needed* (gradients/pending.py): by an optimizer's step, gradient clipping, a look at ``.grad``. Every
+  rank states for which units.
 - *The backward pass of the last micro-step ends.* Every rank states in which units other gradients are missing than before. A
   gradient that exists on any rank then exists on all (gradients/withheld.py).
 
@@ -158,7 +158,7 @@ class Decisions:
         if entrance in self._entered:  # a pass may raise before it has entered, and a step ends what it runs in
             del self._entered[self._entered.index(entrance) :]
         if not self._entered:
-            self._run.gathers.finish()
+            self._run.schedule.finish()
 
     def invalidate(self) -> None:
         """Gather whole weights at the next forward pass. This is a mark of one rank, which ranks exchange then."""
@@ -192,7 +192,7 @@ class Decisions:
             self._ran.append(self._gathering[gather])
 
     def _agree_on_weights(self, moment: Moment, asks: Sequence[bool], action: str, *, detail: int = 0) -> None:
-        # Cross hops start before FSDP2 itself comes to these units.
+        # FSDP2 would initialize these units later, but their cross hops start before.
         for gather, asked in zip(self.gathers, asks, strict=True):
             if asked:
                 gather.unit.initialize()
@@ -220,7 +220,7 @@ class Decisions:
         # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
         # wait for a node that generates no more.
         due = due_gathers([gather for gather, asked in zip(self.gathers, asks, strict=True) if asked])
-        self._run.gathers.begin(due, starts_now=moment == Moment.GENERATE)
+        self._run.schedule.begin(due, starts_now=moment == Moment.GENERATE)
 
     def _compare_due(self) -> None:
         """Compare which units' weights every rank is about to send, before one waits for another that sends nothing."""
@@ -325,7 +325,7 @@ class Decisions:
         # The answers about weights end here, also for a forward pass that the optimizer steps in. In backward, where optimizers
         # may step for one parameter after the other, the rest of the pass keeps its weights: ``_has_answers``.
         self._entered.clear()
-        self._run.gathers.wait_before_writes()
+        self._run.schedule.wait_before_writes()
 
     def _end_backward(self) -> None:
         self.confirm_micro_step()

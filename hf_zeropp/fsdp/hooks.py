@@ -72,7 +72,7 @@ def _install_optimizer_hooks() -> None:
 def hook_passes(model: nn.Module, decisions: Decisions) -> None:
     """Let ``decisions`` know of forward and backward passes of the model and of its units.
 
-    Hooks on forward passes run ahead of FSDP2's own, which gather: those were registered when the model was sharded.
+    Hooks on forward passes run ahead of FSDP2's own, which gather: they are registered later, and to be first (``prepend``).
     """
     on_backward(model, decisions.enter_backward)
 

@@ -11,7 +11,7 @@ import torch
 
 from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.shards import ParamShard
+from hf_zeropp.fsdp.param_shard import ParamShard
 from hf_zeropp.ops.format import DELTA_BLOCK, GRAD_BLOCK, WEIGHT_BLOCK, Segment, WireLayout
 
 FROZEN_WIRE_BITS = 8

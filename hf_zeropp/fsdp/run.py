@@ -50,7 +50,7 @@ class Run:
         warnings: those that were logged.
         buffers: of wires. One pool serves all hops of the model: few units are under way at a time, and a pool per unit would
             hold a buffer for each of them.
-        gathers: when the cross hops of gathers start and end.
+        schedule: when the cross hops of gathers start and end.
         driver: of reductions: it lets their hops run while the model computes.
     """
 
@@ -63,7 +63,7 @@ class Run:
     micro_steps: MicroSteps
     warnings: UnitWarnings
     buffers: WireBuffers
-    gathers: GatherSchedule
+    schedule: GatherSchedule
     driver: Driver
 
     @classmethod
@@ -89,7 +89,7 @@ class Run:
             micro_steps=MicroSteps(config.quantizes_gradients),
             warnings=UnitWarnings(),
             buffers=WireBuffers(),
-            gathers=GatherSchedule.of(config, device_type),
+            schedule=GatherSchedule.of(config, device_type),
             driver=new_driver(device_type, overlaps=config.overlap),
         )
 

@@ -31,7 +31,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
-from hf_zeropp.fsdp.shards import (
+from hf_zeropp.fsdp.param_shard import (
     ParamShard,
     ReducedShard,
     gather_dtype_of,

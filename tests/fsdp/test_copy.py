@@ -262,3 +262,14 @@ def test_an_error_that_is_no_hop_s_leaves_the_copy_as_it_is():
         cast(Any, copy.carrier).error = None
         copy.land()
         assert copy.state is State.FRESH
+
+
+def test_a_hop_that_has_started_is_landed_also_if_the_start_is_interrupted_behind_it():
+    """The other ranks of the cross group add what it brings. Ctrl+C comes where the shard is hashed, the longest part."""
+    copy = new_copy()
+    with mock.patch.object(FakeFreshness, "taken", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        copy.start(cast(Any, FakeCarrier()))
+    copy.agree(Change.EDITED)
+    assert copy.state is State.OVERTAKEN
+    copy.land()
+    assert copy.state is State.DUE

@@ -29,8 +29,8 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
 from hf_zeropp.fsdp.gradients.pending import PendingGradient
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
+from hf_zeropp.fsdp.param_shard import ParamShard, ReducedShard
 from hf_zeropp.fsdp.run import Run
-from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
 from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.copy import Copy
 from hf_zeropp.fsdp.weights.freshness import Change

@@ -116,7 +116,7 @@ class GlooDriver:
         return len(self._in_node) + len(self._crossing)
 
     def make_room(self) -> None:
-        """A reduction that FSDP2 or a hook waits for passes those under way by."""
+        """Nothing is done here. ``run`` bounds the reductions under way."""
 
     def run(self, reduction: Reduction) -> None:
         """Begin a reduction, one unit ahead of the one before it."""
@@ -139,9 +139,8 @@ class GlooDriver:
 
     def _take_on(self, reduction: Reduction) -> None:
         """Take a reduction to its next hop. It is in no queue meanwhile, and one that raises comes into none any more."""
-        for hop in reduction:
+        if (hop := next(reduction, None)) is not None:
             (self._crossing if hop.crosses else self._in_node).append(reduction)
-            return
 
 
 class _Held(NamedTuple):
@@ -200,7 +199,9 @@ class StreamDriver:
                 pass
 
     def drain(self) -> None:
-        """Give all memory back, behind the cross hops that use it. FSDP2 has called ``run_rest`` in every reduction."""
+        """Give all memory back, behind the cross hops that use it."""
+        # FSDP2 has called ``run_rest`` in every reduction but one that raised before.
+        self._crossing = None
         # FSDP2 need not have waited for them: it does not in a pass that is not the last (``set_is_last_backward(False)``).
         for event, held in self._held:
             held.owner.wait_event(event)

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp.comm.two_hops import ReduceLayouts
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.layouts import reduce_layouts
-from hf_zeropp.fsdp.shards import ParamShard, ReducedShard
+from hf_zeropp.fsdp.param_shard import ParamShard, ReducedShard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)  # parameters have an equality of their own, element by element

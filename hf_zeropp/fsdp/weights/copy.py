@@ -49,8 +49,8 @@ class Copy:
     ========== ========= ========= ========= ======== ======== ======== ======== ======= ======
 
     absent: there is nothing that could be brought up to date, so whole weights cross at the next gather.
-    due: all ranks know that weights of some rank changed. The next gather of the unit crosses nodes, also if passes skip it until
-        then.
+    due: all ranks know that weights of some rank changed. The cross hop starts at the next gather of the unit, or in the next
+        forward pass, also in one that skips the unit, where hops overlap.
     encoded: the changed words that will cross are encoded.
     crossing: the cross hop is under way. It is landed before the weights are used.
     overtaken: weights changed while the cross hop was under way, in a unit that the pass did not use. It is landed before another
@@ -58,7 +58,7 @@ class Copy:
         out would stay missing.
     fresh: gathers stay within the node. Where nothing is kept: what FSDP2 gathered last are the weights.
     failed: a hop failed, a wire is damaged, or copies are wrong. The run ends here, unless whole weights replace all copies
-        (``handle.invalidate()``).
+        (``handle.invalidate()`` on any rank).
 
     Two facts stand beside the state. *Changed here*: this rank sees that its own weights are others than those that were taken
     last. It does nothing about it alone. *Outdated unsharded*: FSDP2 holds the unit unsharded, with weights of an older copy.
@@ -71,7 +71,7 @@ class Copy:
     Attributes:
         state: as above.
         secondary: room for the secondary shard; None until a carrier needs it.
-        layouts: the form in which it holds weights; None until it does.
+        layouts: the form in which it holds weights; None until the first cross hop starts.
         words: the changed words that are encoded; None in other states.
         carrier: what is under way; None in other states.
     """
@@ -155,15 +155,17 @@ class Copy:
         self._expect("start", State.ABSENT, State.DUE, State.ENCODED)
         if carrier is not self.words:
             self._prepare(carrier, shards)
+        was_encoded = self.state is State.ENCODED
         with self.guard():
             carrier.send()
-        self.secondary, self.layouts = carrier.secondary, carrier.layouts
+        # The hop is under way, and is landed also if what follows here is interrupted.
+        self.carrier, self.state = carrier, State.CROSSING
+        self.secondary, self.layouts, self.words = carrier.secondary, carrier.layouts, None
+        self._version += 1
         # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
         # a write in between is a new change.
-        if self.state is not State.ENCODED:
+        if not was_encoded:
             self._freshness.taken()
-        self._version += 1
-        self.words, self.carrier, self.state = None, carrier, State.CROSSING
 
     def land(self) -> None:
         """Finish the cross hop, which brings the secondary shard up to date. With a check this is a collective."""
@@ -236,7 +238,10 @@ class Copy:
             RuntimeError: it is not.
         """
         if self.state is State.FAILED:
-            raise RuntimeError(f"The copy of unit {self._unit.name} failed before, and cannot be used: {self._failure}")
+            raise RuntimeError(
+                f"The copy of unit {self._unit.name} failed before, and cannot be used: {self._failure} "
+                "(handle.invalidate() brings a new copy, of weights that are right again.)"
+            )
         if self.state not in states:
             names = " or ".join(state.value for state in states)
             raise RuntimeError(

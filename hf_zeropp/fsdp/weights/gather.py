@@ -1,7 +1,8 @@
 """qwZ and hpZ for FSDP2: one gather per unit, which FSDP2 calls whenever it needs the unit's weights.
 
 A gather reads from top to bottom in ``ZeroPPAllGather.__call__``: ranks agree on which copies are stale, the cross hop of a stale
-copy brings it up to date, and the node hop decodes the weights from it. The states of a copy are in copy.py, what its cross hop
+copy brings it up to date, and the node hop decodes the weights from it. Where hops overlap, a schedule has called ``start`` for
+all due units before. The states of a copy are in copy.py, what its cross hop
 carries in policy.py and comm/carriers.py, and in schedules.py when cross hops start: before FSDP2 comes to the unit, if they
 overlap.
 """
@@ -178,15 +179,16 @@ class ZeroPPAllGather(WeightGather):
             with copy.guard():
                 gather_both_hops(self.hops, output_tensor, input_tensor, self.layouts(input_tensor.dtype))
             return None
-        self._run.gathers.reach(self)
+        self._run.schedule.reach(self)
         # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still due.
         if copy.due != Change.NONE:
             self.start(input_tensor)
         if copy.is_under_way:
             copy.land()
-        assert copy.layouts is not None
         with copy.guard():
-            self.hops.decode(copy.read(), copy.layouts.kept, output_tensor)
+            secondary = copy.read()
+            assert copy.layouts is not None
+            self.hops.decode(secondary, copy.layouts.kept, output_tensor)
         # No work is returned, because everything is on this stream already: FSDP2 records its event after this call.
         return None
 
@@ -223,19 +225,20 @@ class ZeroPPAllGather(WeightGather):
         if kind is ChangedWords and words is None:  # nothing was encoded ahead, so this unit exchanges its sizes alone
             assert made is not None
             words = self._encode(layouts, [made])
-            exchange_sizes([words])
+            with copy.guard():
+                exchange_sizes([words])
             kind = self._next(layouts, words)
         if kind is ChangedWords and words is not None:
             copy.start(words)
         else:
-            if words is not None:
-                self._drop(words)
             if kind is Delta:
                 assert copy.secondary is not None
                 copy.start(Delta(self.hops, layouts, copy.secondary), self.unit.shards_to_encode(torch.float32))
             else:
                 flat = self.unit.flat_shard(dtype) if made is None else made
                 copy.start(WholeWeights(self.hops, layouts, self._room(layouts, flat.device)), [flat])
+            if words is not None:
+                self._drop(words)
         self._sent.note(kind, layouts, due, words)
         if self._sent.edits_in_a_row > MANY_EDITS:
             self._run.warnings.warn(_MANY_EDITS, [self.unit])
@@ -297,7 +300,7 @@ class ZeroPPAllGather(WeightGather):
     def is_of_all_ranks(self) -> bool:
         """Whether a gather now is a collective of all ranks, and not one within a node."""
         # Cross hops that a schedule starts come in one order, whatever units a rank uses.
-        starts_by_itself = self._run.gathers.starts_all and self.can_start_ahead
+        starts_by_itself = self._run.schedule.starts_all and self.can_start_ahead
         return not self.stays_in_group or (self.copy.due != Change.NONE and not starts_by_itself)
 
     def secondary_bytes(self) -> int:

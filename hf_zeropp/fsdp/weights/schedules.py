@@ -1,4 +1,4 @@
-"""Schedules say when the cross hops of gathers start and end: three callers of the same moves of a copy.
+"""Schedules say when the cross hops of gathers start and end. All of them call ``start`` and ``land`` of the same gathers.
 
 FSDP2 asks for a unit's weights when it computes with them. A cross hop that started only then would be waited for in full. All
 due copies are known when a forward pass begins, so cross hops start earlier where they can overlap with computing:
@@ -29,7 +29,7 @@ from hf_zeropp.comm.two_hops import ChangedWords, exchange_sizes
 from hf_zeropp.config import ZeroPPConfig
 
 
-class Crossing(Protocol):
+class DueGather(Protocol):
     """A gather whose cross hop is due."""
 
     def encode(self) -> ChangedWords | None:
@@ -65,7 +65,7 @@ class GatherSchedule:
             return GatherSchedule(sends_changes=config.sends_changes)
         return GathersAhead(device_type) if devices.has_streams(device_type) else GathersTogether()
 
-    def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
+    def begin(self, due: Sequence[DueGather], *, starts_now: bool) -> None:
         """Take the gathers whose cross hops a forward pass will need, in place of all before. Ranks have agreed on them.
 
         Args:
@@ -78,7 +78,7 @@ class GatherSchedule:
                 gather.start()
                 gather.land()
 
-    def reach(self, gather: Crossing) -> None:
+    def reach(self, gather: DueGather) -> None:
         """Start what has to start before the gather, whose weights are needed now."""
 
     def finish(self) -> None:
@@ -91,7 +91,7 @@ class GatherSchedule:
 class GathersTogether(GatherSchedule):
     """gloo: all cross hops start together, and overlap with each other and with computing. Gathers land them."""
 
-    def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
+    def begin(self, due: Sequence[DueGather], *, starts_now: bool) -> None:
         """Start all cross hops."""
         encode(due)
         for gather in due:
@@ -113,11 +113,11 @@ class GathersAhead(GatherSchedule):
     def __init__(self, device_type: str) -> None:
         super().__init__()
         self._device_type = device_type
-        self._due: list[Crossing] = []
+        self._due: list[DueGather] = []
         self._num_started = 0
         self._stream: torch.Stream | None = None
 
-    def begin(self, due: Sequence[Crossing], *, starts_now: bool) -> None:
+    def begin(self, due: Sequence[DueGather], *, starts_now: bool) -> None:
         """Encode changed words. Cross hops start when units are reached."""
         with self.queue():
             encode(due)
@@ -125,7 +125,7 @@ class GathersAhead(GatherSchedule):
         if starts_now:
             self.finish()
 
-    def reach(self, gather: Crossing) -> None:
+    def reach(self, gather: DueGather) -> None:
         """Start cross hops up to that of ``gather``, whose weights are needed now, and the one behind it."""
         if gather in self._due:
             self._start(self._due.index(gather) + 2)
@@ -162,6 +162,6 @@ class GathersAhead(GatherSchedule):
                     gather.land()
 
 
-def encode(due: Sequence[Crossing]) -> None:
+def encode(due: Sequence[DueGather]) -> None:
     """Encode the changed words that cross hops will send, and exchange their sizes: once for all, as it waits for the network."""
     exchange_sizes([words for gather in due if (words := gather.encode()) is not None])
