@@ -44,6 +44,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="long: run it with `-m long`"))
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Tell the scenarios that share one start of ranks which of them this run has selected."""
+    for item in session.items:
+        if scenarios := getattr(getattr(item, "function", None), "scenarios", None):
+            parameters = item.callspec.params
+            of_way = scenarios[parameters["way"]] if isinstance(scenarios, dict) else scenarios
+            of_way.select(parameters["scenario"])
+
+
 @pytest.fixture
 def restore_kernels():
     """For tests that set kernels."""

@@ -399,7 +399,6 @@ EVERY = [
 WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scenario", list(WAYS["overlap"].functions))
+@Scenarios.parametrize_ways(WAYS)
 def test_accumulation(scenario, way):
     WAYS[way].check(scenario)

@@ -168,7 +168,6 @@ SCENARIOS = [
 WAYS = {"overlap": Scenarios(4, SCENARIOS, True), "blocking": Scenarios(4, SCENARIOS, False)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+@Scenarios.parametrize_ways(WAYS)
 def test_the_end_of_a_backward_pass(scenario, way):
     WAYS[way].check(scenario)

@@ -6,7 +6,6 @@ gradients are the mean over ranks, with zeros where a rank has none.
 
 from __future__ import annotations
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -211,7 +210,6 @@ SCENARIOS = [
 WAYS = {"overlap": Scenarios(4, SCENARIOS, True), "blocking": Scenarios(4, SCENARIOS, False)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scenario", [scenario.__name__ for scenario in SCENARIOS])
+@Scenarios.parametrize_ways(WAYS)
 def test_gradients_of_experts(scenario, way):
     WAYS[way].check(scenario)

@@ -503,11 +503,8 @@ COMPILED = Scenarios(
 )
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scenario", list(WAYS["overlap"].functions))
+@Scenarios.parametrize_ways(WAYS)
 def test_feature(scenario, way):
-    if scenario not in WAYS[way].functions:
-        pytest.skip("does not depend on the way")
     WAYS[way].check(scenario)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 
-import pytest
 import torch
 from harness import Scenarios
 from toy import POLICIES, VOCAB, backward, full_gradients, full_weights, loss_of, make_lm, shard, tokens_of
@@ -108,7 +107,6 @@ EVERY = [
 WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("scenario", list(WAYS["overlap"].functions))
+@Scenarios.parametrize_ways(WAYS)
 def test_overflow(scenario, way):
     WAYS[way].check(scenario)

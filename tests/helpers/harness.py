@@ -180,8 +180,9 @@ def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
 class Scenarios:
     """Many short tests in one start of the ranks.
 
-    A scenario is a function ``(rank, *args)`` of a module. All scenarios run one after the other in the same processes, up
-    to the first that raises on a rank; ``check(name)`` returns the results of that name, or fails.
+    A scenario is a function ``(rank, *args)`` of a module. All scenarios that this run of pytest has selected run one after
+    the other in the same processes, up to the first that raises on a rank; ``check(name)`` returns the results of that name,
+    or fails.
 
         SCENARIOS = Scenarios(4, [freezing, clipping])
 
@@ -206,18 +207,37 @@ class Scenarios:
         self.functions = {function.__name__: function for function in functions}
         self._args = args
         self._kwargs = kwargs
+        self._selected: list[str] = []
         self._ran: _Ran | None = None
 
     def parametrize(self, test: Callable[..., None]) -> Callable[..., None]:
         """Decorate a test with a parameter ``scenario``, which takes the name of every scenario."""
         import pytest
 
+        test.scenarios = self
         return pytest.mark.parametrize("scenario", list(self.functions))(test)
+
+    @staticmethod
+    def parametrize_ways(ways: dict[str, Scenarios]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+        """Decorate a test with parameters ``scenario`` and ``way``, which take the scenarios of every way."""
+        import pytest
+
+        cases = [(name, way) for way, scenarios in ways.items() for name in scenarios.functions]
+
+        def decorate(test: Callable[..., None]) -> Callable[..., None]:
+            test.scenarios = ways
+            return pytest.mark.parametrize(("scenario", "way"), cases)(test)
+
+        return decorate
+
+    def select(self, name: str) -> None:
+        """Run this scenario, and no other but those that are selected as well."""
+        self._selected.append(name)
 
     def check(self, name: str) -> list[Any]:
         """Return a scenario's results in rank order. Fail if it raised on a rank, or did not run to its end on all ranks.
 
-        The first call runs all scenarios.
+        The first call runs all scenarios, or those that are selected.
         """
         self._ran = self._ran or self._run()
         results, failures = self._ran
@@ -225,7 +245,7 @@ class Scenarios:
             return [results[name][rank] for rank in range(self.world_size)]
         rank, raised = failures[0]
         # The first scenario that the rank did not end is the one in which it raised or died.
-        failed = next(other for other in self.functions if rank not in results[other])
+        failed = next(other for other in results if rank not in results[other])
         cause = f"{failed} failed on rank {rank}: {raised.kind}: {raised.message}"
         assert name == failed, f"{name} did not run to its end on all ranks: {cause}"
         consequences = f"\nthen on other ranks:\n{_report(failures[1:])}" if failures[1:] else ""
@@ -234,9 +254,11 @@ class Scenarios:
     def _run(self) -> _Ran:
         options = dict(self._kwargs)
         limit_s = options.pop("limit_s", LIMIT_S)
-        functions = list(self.functions.values())
+        functions = {
+            name: self.functions[name] for name in self.functions if not self._selected or name in self._selected
+        }
         error: RankError | None = None
-        with started_ranks(_run_scenarios, self.world_size, functions, *self._args, **options) as ranks:
+        with started_ranks(_run_scenarios, self.world_size, list(functions.values()), *self._args, **options) as ranks:
             try:
                 ranks.collect(limit_s, SCENARIO_GRACE_S)
             except RankError as raised:
@@ -244,7 +266,7 @@ class Scenarios:
             told = {rank.rank: rank.announced for rank in ranks}
         results = {
             name: {rank: texts[_ENDED + name] for rank, texts in told.items() if _ENDED + name in texts}
-            for name in self.functions
+            for name in functions
         }
         if error is not None and all(error.errors[0].rank in ended for ended in results.values()):
             raise error  # the rank failed behind its last scenario
