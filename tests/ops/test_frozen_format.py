@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import NamedTuple
+
 import pytest
 import torch
 
@@ -51,24 +54,43 @@ def test_kernels_equal_the_reference_bit_for_bit(kernels, bits, block):
                 assert torch.equal(decoded.nan_to_num(7), expected.nan_to_num(7)), case
 
 
-@pytest.mark.parametrize("bits", (4, 8))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_equal_the_reference_bit_for_bit(kernels, bits, dtype):
+class Product(NamedTuple):
+    """The arguments of a product, and what the reference makes of them, which is the same for every kernel."""
+
+    x: torch.Tensor
+    codes: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None
+    format: FrozenFormat
+    expected: torch.Tensor
+
+
+@functools.cache
+def products(bits: int, dtype: torch.dtype) -> list[Product]:
     """All numbers of rows that kernels compute together, one more, and inputs whose products with codes are not finite."""
     generator = torch.Generator().manual_seed(1)
+    found = []
     for shape, block in (((5, 7), 32), ((19, 131), 32), ((4, 384), 128), ((33, 1600), 160), ((3, 4096), 4096)):
         format = FrozenFormat(bits, block)
-        codes, scales = frozen_format.pack(weight(shape), format)
+        codes, scales = frozen_reference.pack(weight(shape), bits, block)
         bias = torch.randn(shape[0], generator=generator)
         for num_inputs in (*range(1, 10), frozen_reference.MAX_INPUTS):
             x = torch.randn(num_inputs, shape[1], generator=generator).to(dtype)
             if num_inputs > 5:
                 x[0, :7] = torch.tensor((3e38, -3e38, 3e38, float("inf"), float("nan"), -0.0, 1e-40)).to(dtype)
             for given in (None, bias, bias.to(dtype)):
-                product = frozen_format.matmul(x, codes, scales, shape[1], format, given)
                 expected = frozen_reference.matmul(x, codes, scales, given, shape[1], bits, block)
-                assert product.dtype == dtype
-                assert torch.equal(product.nan_to_num(7), expected.nan_to_num(7)), (shape, num_inputs)
+                found.append(Product(x, codes, scales, given, format, expected))
+    return found
+
+
+@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_equal_the_reference_bit_for_bit(kernels, bits, dtype):
+    for x, codes, scales, bias, format, expected in products(bits, dtype):
+        product = frozen_format.matmul(x, codes, scales, x.shape[1], format, bias)
+        assert product.dtype == dtype
+        assert torch.equal(product.nan_to_num(7), expected.nan_to_num(7)), (codes.shape, len(x))
 
 
 def test_rows_of_x_up_to_which_codes_are_multiplied(kernels):

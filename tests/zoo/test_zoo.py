@@ -27,8 +27,9 @@ CASES = [(family, mode) for mode, names in PART.items() for family in ALL if fam
 
 
 @pytest.fixture(scope="module")
-def outcomes():
-    return run(CASES)
+def outcomes(request):
+    """What came of the cases that this run of pytest has selected, all in one start of the ranks."""
+    return run([item.callspec.params["case"] for item in request.session.items if item.module is request.module])
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")
