@@ -12,8 +12,8 @@ THOROUGH = (
     # Reductions that block take the way of the streams' first part; those that overlap are what a CPU runs by default.
     "fsdp/test_*blocking}",
     # Compiling takes long: the blocks are compiled by default, the optimizer and the model here.
-    "fsdp/test_fsdp_features.py::test_compiled{compiled_model*",
-    "fsdp/test_fsdp_features.py::test_compiled{compiled_optimizer*",
+    "fsdp/test_compiled.py::test_compiled{compiled_model*",
+    "fsdp/test_compiled.py::test_compiled{compiled_optimizer*",
     # The same promise once more, in another form or from another side.
     "fsdp/test_accumulation.py::*divide_factors_that_change*",
     "fsdp/test_accumulator.py::*the_error_is_that_of_bf16*",

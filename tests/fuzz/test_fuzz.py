@@ -9,6 +9,7 @@ from differential.campaign import Campaign
 from differential.generate import NEVER
 from differential.hazards import STOCK_IS_WRONG
 
+
 @pytest.mark.parametrize(
     ("first_seed", "worlds", "seconds"),
     [

@@ -1,0 +1,238 @@
+"""Units and models of every kind that FSDP2 shards, under ZeRO++: gradients within the bound of the exact mean.
+
+Two nodes of two ranks and the default settings (INT8 weights, INT8 and INT4 gradients) unless a scenario says so.
+Every scenario runs twice: blocking and overlapping communication take different ways through the comm objects.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+
+import torch
+import torch.distributed.checkpoint.state_dict as dcp
+import torch.nn as nn
+from harness import Scenarios
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import Shard
+from toy import (
+    EXACT,
+    Reduction,
+    backward,
+    check_gradients,
+    full_weights,
+    gathered_weights,
+    make_lm,
+    shard,
+    tokens_of,
+)
+from two_nodes import REDUCTION, apply
+
+from hf_zeropp.traffic import FSDP2_REDUCE
+
+
+@contextlib.contextmanager
+def logged_messages():
+    """The messages that the package logs inside."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("hf_zeropp")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)
+
+
+def other_ways_to_shard(rank: int, overlap: bool) -> None:
+    """Two modules in one unit, no resharding, columns instead of rows, offload to CPU."""
+    together = make_lm()
+    fully_shard([together.norm, together.head], reshard_after_forward=False)
+    columns = make_lm(hidden=8, inner=20)
+    for model, reference in (
+        (shard(together), make_lm()),
+        (shard(make_lm(), reshard_after_forward=False), make_lm()),
+        (shard(columns, shard_placement_fn=columns_of_matrices), make_lm(hidden=8, inner=20)),
+        (shard(make_lm(), offload_policy=CPUOffloadPolicy(pin_memory=False)), make_lm()),
+    ):
+        apply(model, overlap)
+        for _ in range(2):
+            model.zero_grad()
+            backward(model, rank)
+        check_gradients(model, reference, rank, REDUCTION)
+
+
+def columns_of_matrices(param: torch.Tensor) -> Shard:
+    return Shard(1) if param.ndim == 2 else Shard(0)
+
+
+def unit_of_mixed_dtypes(rank: int, overlap: bool) -> None:
+    """FSDP2 hands its weights over as bytes: they stay FSDP2's, exact and counted, its gradients reduce as ever."""
+    model = make_lm()
+    model.blocks[0].up.to(torch.bfloat16).requires_grad_(False)
+    model.blocks[0].up.forward = functools.partial(half_linear, model.blocks[0].up)
+    weights = {f"blocks.0.{name}": param.detach().clone() for name, param in model.blocks[0].named_parameters()}
+    shard(model)
+    handle = apply(model, overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(2):
+        handle.traffic.reset()
+        backward(model, rank)
+        optimizer.step()
+    counted = handle.traffic.counts
+    gathered = gathered_weights(model)
+    assert counted == handle.predict()
+    assert all(torch.equal(gathered[name], weight) for name, weight in weights.items())
+
+
+def half_linear(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.linear(x.bfloat16(), linear.weight, linear.bias).float()
+
+
+def units_that_stay_fsdp2s_are_named_once(rank: int, overlap: bool) -> None:
+    """One warning of one rank names all of them, for each model."""
+    for _ in range(2):
+        with logged_messages() as messages:
+            model = make_lm(depth=4)
+            for block in (model.blocks[1], model.blocks[3]):
+                block.up.to(torch.bfloat16).requires_grad_(False)
+                block.up.forward = functools.partial(half_linear, block.up)
+            apply(shard(model), overlap)
+            for step in range(2):
+                backward(model, rank, step)
+        assert len(messages) == (1 if rank == 0 else 0), messages
+        assert all("mix dtypes" in message and "blocks.1, blocks.3" in message for message in messages)
+
+
+def an_asynchronous_unshard_gathers_at_once_and_says_so(rank: int, overlap: bool) -> None:
+    model = shard(make_lm())
+    apply(model, overlap)
+    expected = gathered_weights(model)
+    with logged_messages() as messages:
+        for _ in range(2):
+            for block in model.blocks:
+                block.unshard(async_op=True).wait()
+            for name, param in model.blocks.named_parameters():
+                assert torch.equal(param, expected[f"blocks.{name}"])
+            for block in model.blocks:
+                block.reshard()
+    assert len(messages) == (len(model.blocks) if rank == 0 else 0), messages
+    assert all("unshard(async_op=True)" in message for message in messages)
+
+
+def double_precision_is_fsdp2s_own(rank: int, overlap: bool) -> None:
+    """fp64 has no wire form: FSDP2's own collectives, also while accumulating."""
+    model, reference = shard(make_lm().double()), make_lm()
+    handle = apply(model, overlap)
+    for step in range(2):
+        handle.set_last_micro_step(step == 1)
+        backward(model, rank, step)
+    check_gradients(model, reference, rank, Reduction(None, None, 2, torch.float64), steps=(0, 1))
+    counted, predicted = handle.traffic.counts[FSDP2_REDUCE], handle.predict(2)[FSDP2_REDUCE]
+    assert (counted.calls, counted.cross_node) == (predicted.calls, predicted.cross_node)
+
+
+def inference_mode_between_steps(rank: int, overlap: bool) -> None:
+    """(Before the first step it breaks stock FSDP2 as well.)"""
+    model = shard(make_lm())
+    apply(model, overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()  # not the model's: its root stays unsharded, as after any forward without backward
+        backward(model, rank)
+        check_gradients(model, make_lm(), rank, REDUCTION)
+        optimizer.step()
+        with torch.inference_mode():
+            model(tokens_of(rank))
+
+
+def converted_models(rank: int, overlap: bool) -> None:
+    """model.to() and its kin work as with stock FSDP2, which swaps tensors (and refuses weakly referenced ones)."""
+    model = shard(make_lm())
+    apply(model, overlap, **EXACT | {"hpz_size": "node"})
+    with torch.no_grad():
+        model(tokens_of(rank))
+    model.to(torch.bfloat16).to(torch.float32)
+    with torch.no_grad():
+        logits = model(tokens_of(rank))
+    reference = make_lm()
+    reference.load_state_dict(full_weights(model))
+    assert torch.equal(logits, reference(tokens_of(rank)))
+
+
+def hpz_of_other_sizes(rank: int, overlap: bool) -> None:
+    """Copies shared by one rank, by the node, by the world: hops of one rank and hops that cross nodes twice."""
+    for hpz_size in (1, 2, 4, None):
+        model = shard(make_lm())
+        handle = apply(model, overlap, hpz_size=hpz_size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        for _ in range(2):
+            handle.traffic.reset()
+            backward(model, rank)
+            optimizer.step()
+        counted, predicted = handle.traffic.counts, handle.predict()
+        optimizer.zero_grad()
+        backward(model, rank)
+        check_gradients(model, make_lm(), rank, REDUCTION)
+        assert counted == predicted, f"hpz_size={hpz_size}: {counted} != {predicted}"
+
+
+def models_in_half_precision(rank: int, overlap: bool) -> None:
+    """No mixed precision: weights, gradients and sums in the model's own 16-bit dtype."""
+    for dtype in (torch.bfloat16, torch.float16):
+        model = shard(make_lm().to(dtype))
+        handle = apply(model, overlap)
+        for step in range(2):
+            handle.set_last_micro_step(step == 1)
+            backward(model, rank, step)
+        assert model.head.weight.grad.dtype == dtype
+        check_gradients(model, make_lm(), rank, Reduction(8, 4, 2, dtype), steps=(0, 1))
+
+
+def units_of_every_kind(rank: int, overlap: bool) -> None:
+    """One of a norm alone, one without parameters, one inside another, and a root that has nothing left."""
+    model = make_lm()
+    model.blocks.append(nn.Identity())
+    model.path.append(2)
+    for part in (model.embed, model.blocks[0].up, model.norm, model.head):
+        fully_shard(part)
+    handle = apply(shard(model), overlap)
+    for step in range(2):
+        handle.set_last_micro_step(step == 1)
+        backward(model, rank, step)
+    check_gradients(model, make_lm(), rank, REDUCTION, steps=(0, 1))
+
+
+def weights_that_come_after_sharding(rank: int, overlap: bool) -> None:
+    """Sharded on the meta device, ZeRO++ applied, then materialized and loaded: FSDP2's way for large models."""
+    with torch.device("meta"):
+        model = make_lm()
+    shard(model)
+    apply(model, overlap)
+    model.to_empty(device="cpu")
+    dcp.set_model_state_dict(model, make_lm().state_dict(), options=dcp.StateDictOptions(full_state_dict=True))
+    backward(model, rank)
+    check_gradients(model, make_lm(), rank, REDUCTION)
+    model.reshard()
+    expected = dict(make_lm().named_parameters())
+    assert all(torch.equal(weight, expected[name]) for name, weight in full_weights(model).items())
+
+
+EVERY = [
+    other_ways_to_shard,
+    unit_of_mixed_dtypes,
+    double_precision_is_fsdp2s_own,
+    inference_mode_between_steps,
+    converted_models,
+    hpz_of_other_sizes,
+    models_in_half_precision,
+    units_of_every_kind,
+    weights_that_come_after_sharding,
+]
+ONCE = [units_that_stay_fsdp2s_are_named_once, an_asynchronous_unshard_gathers_at_once_and_says_so]
+WAYS = {"overlap": Scenarios(4, [*EVERY, *ONCE], True), "blocking": Scenarios(4, EVERY, False)}
+
+
+@Scenarios.parametrize_ways(WAYS)
+def test_units(scenario, way):
+    WAYS[way].check(scenario)
