@@ -34,11 +34,11 @@ from hf_zeropp.traffic import FSDP2_REDUCE
 
 @contextlib.contextmanager
 def logged_messages():
-    """The messages that the package logs inside."""
+    """The messages that comm objects log inside."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("hf_zeropp")
+    logger = logging.getLogger("hf_zeropp.fsdp")
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)

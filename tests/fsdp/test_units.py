@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import _get_gradient_divide_factors
 from toy import POLICIES, backward, make_lm, shard, tokens_of
 
-from hf_zeropp.fsdp import shards, units
+from hf_zeropp.fsdp import param_shard, units
 from hf_zeropp.fsdp.gradients.backward_passes import current_backward, queue_after_backward
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
 from hf_zeropp.fsdp.weights.first_use import on_first_use
@@ -49,14 +49,14 @@ def record(model) -> list[tuple[units.Unit, RecordingGather, RecordingReduce]]:
 
 
 def private_names_are_there(rank: int) -> None:
-    """Return the attributes that units.py and shards.py read off FSDP2's objects, by the name of the variable that holds one."""
+    """Return the attributes that units.py and param_shard.py read off FSDP2's objects, by the variable that holds one."""
     model = shard(make_lm())
     backward(model, rank)
     state = model._get_fsdp_state()
     group = state._fsdp_param_groups[0] if hasattr(state, "_fsdp_param_groups") else state._fsdp_param_group
     holders = {"group": group, "_group": group, "fsdp_param": group.fsdp_params[0]}
     seen = set()
-    for node in ast.walk(ast.parse(Path(units.__file__).read_text() + Path(shards.__file__).read_text())):
+    for node in ast.walk(ast.parse(Path(units.__file__).read_text() + Path(param_shard.__file__).read_text())):
         if isinstance(node, ast.Attribute):
             holder = getattr(node.value, "id", getattr(node.value, "attr", None))
             if holder in holders:

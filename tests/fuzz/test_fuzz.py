@@ -1,4 +1,4 @@
-"""Some seconds of the fuzz on the same programs in every run, more with ``--all`` and ``-m long``. scripts/fuzz.sh runs longer."""
+"""Some seconds of the fuzz on the same programs in every run, and more with ``--all`` or ``-m long``. scripts/fuzz.sh runs it."""
 
 from __future__ import annotations
 
