@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute
 
 from differential import planted
 from differential.cases import Case
@@ -98,6 +99,8 @@ def _destroy_groups_but(mesh: DeviceMesh) -> None:
         if group not in (dist.group.WORLD, mesh.get_group()):
             dist.destroy_process_group(group)
     topology._topologies.clear()
+    # DTensor keeps its ways from placements to placements for meshes that compare equal, with the names of their groups.
+    _redistribute._gen_transform_infos.cache_clear()
 
 
 def _set_environment(rank: int, world: int) -> None:
