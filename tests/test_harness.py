@@ -147,6 +147,12 @@ def test_the_first_scenario_that_fails_is_reported_in_seconds_and_ends_the_run(f
         scenarios.check("sum_ranks")
 
 
+def test_scenarios_that_are_not_selected_do_not_run() -> None:
+    scenarios = Scenarios(3, [failing_between_collectives, summing, sum_ranks])
+    scenarios.select("summing")
+    assert scenarios.check("summing") == [3.0] * 3
+
+
 def test_a_case_that_fails_is_named_first_and_releases_the_other_ranks() -> None:
     start = time.monotonic()
     with pytest.raises(RankError) as report:
