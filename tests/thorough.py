@@ -1,4 +1,7 @@
-"""The tests that the whole suite runs with ``--all`` alone: more of a promise that another test holds already.
+"""The tests that the whole suite runs with ``--all`` alone, for time.
+
+Most hold more of a promise that another test holds already. Some hold the only proof of a promise at the edge: of a mode that few
+use (``compiled_optimizer``), of a cost (``callback_costs``), of an order of operations (``evaluation_before_between``).
 
 A pattern is one of ``fnmatch`` for a test's id behind ``tests/``, with ``{`` and ``}`` in place of brackets, which mean something
 else there. A run with ``--all`` fails where a pattern names no test.

@@ -14,7 +14,7 @@ from differential.hazards import STOCK_IS_WRONG
     ("first_seed", "worlds", "seconds"),
     [
         pytest.param(0, (2, 4, 6), 6.0, id="fixed"),
-        pytest.param(100, (2, 4, 6), 20.0, id="longer"),
+        pytest.param(0, (2, 4, 6), 20.0, id="longer"),
         pytest.param(
             random.SystemRandom().randrange(1, 10**6) * 1000, (2, 3, 4, 8), 20.0, id="random", marks=pytest.mark.long
         ),
