@@ -231,7 +231,7 @@ def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
     """``left`` were entered, one inside of the other. The next one asks anew unless it may lie within one of them."""
     model = nn.Sequential(nn.Sequential(nn.Identity(), nn.Identity()), nn.Sequential(nn.Identity()))
     asked, decisions = [], Decisions.__new__(Decisions)
-    run = SimpleNamespace(gathers=GathersTogether())
+    run = SimpleNamespace(schedule=GathersTogether())
     vars(decisions).update(_entered=[], gathers=[], _ran=[], _is_generating=False, _run=run)
     decisions._agree_on_weights = lambda *args, **kwargs: asked.append(args[2])  # type: ignore[method-assign]
     places = entrances(model)
