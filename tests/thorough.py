@@ -112,7 +112,7 @@ THOROUGH = (
     "zoo/test_zoo.py::*{whisper*",
     "zoo/test_zoo.py::*{qwen2_audio, generate}",
     "zoo/test_zoo.py::*{llava, generate*",
-    # What takes seconds and holds a promise that a shorter test holds as well, or one at the edge.
+    # Tests that take seconds. A shorter test holds the same promise, or few users meet it.
     "faults/test_faults.py::*",
     "comm/test_agreement.py::test_a_channel_takes_its_threads_along",
     "comm/test_gloo_exit.py::*",

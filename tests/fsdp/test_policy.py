@@ -1,4 +1,4 @@
-"""What travels next, as a table."""
+"""The policy chooses whole weights, a delta or changed words: a table of cases, and the counts that it goes by."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ WAYS = {
 
 
 class Memory:
-    """What reductions were given and made, by weak references, and what of it was still there when it should not be.
+    """Weak references to the tensors that reductions got and made, and a list of those that lived longer than they should.
 
     Attributes:
         num_seen: how much of each kind was looked at.

@@ -28,7 +28,7 @@ CASES = [(family, mode) for mode, names in PART.items() for family in ALL if fam
 
 @pytest.fixture(scope="module")
 def outcomes(request):
-    """What came of the cases that this run of pytest has selected, all in one start of the ranks."""
+    """The results of all cases that this run of pytest has selected, from one start of the ranks."""
     return run([item.callspec.params["case"] for item in request.session.items if item.module is request.module])
 
 

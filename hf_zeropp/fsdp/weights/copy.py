@@ -91,7 +91,7 @@ class Copy:
         self._unsharded_version = 0  # the version that FSDP2's unsharded parameters have
         self._failure = ""
 
-    # What this rank sees.
+    # Changes that this rank sees in its own weights. It does nothing about them alone.
 
     def changed(self, change: Change) -> None:
         """Note a change of the weights of which this rank was told."""
@@ -109,7 +109,7 @@ class Copy:
         """Return what happened to this rank's weights since they were taken. Asking moves nothing."""
         return self._freshness.change()
 
-    # What all ranks do.
+    # Moves. All ranks that share a cross hop make them in the same order.
 
     @property
     def due(self) -> Change:

@@ -105,6 +105,7 @@ class HostClock:
         for owner in (DefaultReduceScatter, ZeroPPReduceScatter):
             self.wrap(owner, "__call__", REDUCE_COMM)
         self.wrap(ZeroPPAllGather, "start", GATHER)
+        self.wrap(ZeroPPAllGather, "land", GATHER)  # on streams it follows at once
         self.wrap(Decisions, "_end_backward", REDUCE)
         self.wrap(Decisions, "enter_forward", AGREEMENT)
 
