@@ -48,7 +48,7 @@ class Bomb:
 
 @contextlib.contextmanager
 def time_limit(seconds: int) -> Iterator[None]:
-    """Fail instead of waiting for a pipe that nobody writes to."""
+    """Fail instead of waiting for a pipe that has no writer."""
 
     def give_up(*args):
         raise TimeoutError("the reader waits")

@@ -105,7 +105,7 @@ class Agreement:
             flags: bytes of which the largest over all ranks counts, as many on all ranks.
             explain: states this rank's part in words; called only where ranks differ.
         """
-        # An exchange that nobody waited for yet is finished first. If its statements differ, ``confirm`` runs a second
+        # An exchange that is still under way is finished first. If its statements differ, ``confirm`` runs a second
         # collective. With a new exchange started before that on some ranks, the group's collectives would come in
         # different orders.
         self.settle()
@@ -162,7 +162,7 @@ class Answer:
             DisagreementError: on every rank, if they did not.
             RuntimeError: another rank ended, or did not answer within the group's timeout.
         """
-        # The answer may be asked for several times, by ``settle`` and by whoever asked the question. The exchange ends
+        # The answer may be asked for several times, by ``settle`` and by the caller who asked the question. The exchange ends
         # once.
         if self._work is None:
             return

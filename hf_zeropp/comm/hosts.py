@@ -90,8 +90,8 @@ def check_hosts(hosts: Sequence[Host], ranks_per_node: int, setting: int | str) 
                 f"With ranks_per_node='auto' {said}: exchanges within the node would cross the network. Number the ranks host by "
                 "host (SLURM: --distribution=block; MPI: --map-by slot), or set ranks_per_node yourself."
             )
-        # Several hosts may well share a fast fabric (NVLink between the trays of a rack), so a number that somebody wrote
-        # down is believed.
+        # Several hosts may well share a fast fabric (NVLink between the trays of a rack), so a number that the
+        # configuration states is believed.
         if dist.get_rank() == 0:
             logger.warning(
                 "With ranks_per_node=%s %s: what they exchange is counted as within the node.", setting, said

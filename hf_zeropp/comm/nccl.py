@@ -10,7 +10,7 @@ own (fsdp/weights/schedules.py), so these collectives of a rank may run at the s
 
 Two collectives of one communicator never run at the same time. More communicators, such as one per stream, would gain nothing in
 the modelled timeline (scripts/results/timeline.md), and each of them costs memory of the GPU for its channels' buffers: some
-hundred MB are expected with NCCL's defaults. Nobody has measured it here.
+hundred MB are expected with NCCL's defaults. This has not been measured here.
 
 Every rank issues them in the same order. But streams may start them in another one, and NCCL documents that communicators
 which wait for each other's kernels can block each other then. From version 2.26 on NCCL makes kernels of all communicators of

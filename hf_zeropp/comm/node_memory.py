@@ -115,10 +115,10 @@ def _place() -> tuple[str, int] | None:
 
 
 def _create(size: int) -> int:
-    """Return the descriptor of a new memfd of ``size`` bytes, which its owner alone may open and nobody may resize."""
+    """Return the descriptor of a new memfd of ``size`` bytes, which its owner alone may open, and which cannot be resized."""
     descriptor = os.memfd_create("zeropp", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        os.fchmod(descriptor, _OWNER_ONLY)  # a memfd is made with all permissions for everybody
+        os.fchmod(descriptor, _OWNER_ONLY)  # a memfd is made with all permissions for all users
         # Pages are allocated now: where memory runs out this is an error here, and not a SIGBUS when a page is touched.
         os.posix_fallocate(descriptor, 0, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)

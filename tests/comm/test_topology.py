@@ -71,7 +71,7 @@ def nodes_of_hosts(
     ],
 )
 def test_nodes_are_made_of_hosts(hosts, setting, local_sizes, outcome) -> None:
-    """All ranks hear the same, and nobody waits for a rank that objects."""
+    """All ranks get the same answer, and none waits for a rank that objects."""
     ranks = run_ranks(nodes_of_hosts, 4, hosts, setting, local_sizes)
     assert len({said for said, _ in ranks}) == 1 and outcome in ranks[0][0], ranks
     spans_hosts = hosts == "aabb" and setting == 4

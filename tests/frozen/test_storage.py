@@ -1,4 +1,4 @@
-"""Codes sharded under a float dtype, as FSDP2 before torch 2.12 asks for: no byte changes, and nobody sees the floats."""
+"""Codes sharded under a float dtype, as FSDP2 before torch 2.12 asks for: no byte changes, and the floats are never seen."""
 
 from __future__ import annotations
 

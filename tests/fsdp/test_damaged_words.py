@@ -20,7 +20,7 @@ DAMAGED_CALL = 4  # one of three units in the second crossing of changed words
 
 
 def damaged_on_arrival(rank: int, *, waits: bool):
-    """Damage one wire on its way to rank 3. Without ``waits`` nobody looks at the result, as on a GPU."""
+    """Damage one wire on its way to rank 3. Without ``waits`` the host does not look at the result, as on a GPU."""
     calls = []
 
     def apply_changes(wire, sizes, base, offsets):

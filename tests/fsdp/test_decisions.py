@@ -62,7 +62,7 @@ def gradient_read_on_one_rank(rank: int, overlap: bool) -> None:
 
 
 def raised_in_backward_on_some_ranks(rank: int, overlap: bool) -> None:
-    """At another unit than elsewhere: what is under way differs, and nobody waits for what never comes."""
+    """At another unit than elsewhere: what is under way differs, and no rank waits for what never comes."""
     model, _ = new_model(overlap)
     if rank == 0:
         model.blocks[0].register_full_backward_pre_hook(fail)

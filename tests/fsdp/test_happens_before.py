@@ -56,11 +56,11 @@ def outcome_of_checker(checker: Checker, start_s: float) -> Outcome:
 
 
 def forgetting(owner: Any, name: str, *fields: str) -> Callable[[], Any]:
-    """Return a fault: FSDP2's record ``name`` is made without these fields, so that nobody waits or keeps memory for them."""
+    """Return a fault: FSDP2's record ``name`` is made without these fields, so that no stream waits and no memory is kept for them."""
     make = getattr(owner, name)
 
     def forgetful(*args: Any) -> Any:
-        # An event that nobody has recorded: torch 2.11 waits for the field without asking whether there is one.
+        # An event that was never recorded: torch 2.11 waits for the field without asking whether there is one.
         return make(*args)._replace(**{field: torch.cpu.Event() if "event" in field else None for field in fields})
 
     return lambda: mock.patch.object(owner, name, forgetful)
@@ -85,7 +85,7 @@ def no_wait_for_reductions() -> Any:
 
 
 def ahead_of_the_optimizer() -> None:
-    """An event that nobody has recorded stands for the end of the optimizer's step."""
+    """An event that was never recorded stands for the end of the optimizer's step."""
     train = training()
     for _ in range(2):
         train.step()

@@ -90,7 +90,7 @@ class NoGather(WeightGather):
     """Weights are not part of this model."""
 
     def __call__(self, *args) -> None:
-        raise AssertionError("nobody gathers here")
+        raise AssertionError("this test gathers nothing")
 
     def predict(self, micro_steps: int) -> dict:
         return {}

@@ -289,7 +289,7 @@ def _run_scenarios(rank: int, functions: list[Callable[..., Any]], *args: Any) -
 
 
 def free_port() -> int:
-    """Return a TCP port on which nobody listens now, for a store that ranks make themselves."""
+    """Return a TCP port on which no process listens now, for a store that ranks make themselves."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
@@ -327,7 +327,7 @@ class StartedRank:
         return self.process.pid
 
     def stop(self) -> None:
-        """Stop the process with SIGSTOP. It keeps its connections, and answers nobody: peers see it hang."""
+        """Stop the process with SIGSTOP. It keeps its connections and does not answer: peers see it hang."""
         os.kill(self.pid, signal.SIGSTOP)
 
     def resume(self) -> None:

@@ -61,7 +61,7 @@ def without_content() -> contextlib.AbstractContextManager:
 
 @contextlib.contextmanager
 def without_versions():
-    """Neither stamps nor content: what changes weights and tells nobody is not seen."""
+    """Neither stamps nor content: a change of weights that is not reported is not seen."""
     with without_stamps(), without_content():
         yield
 

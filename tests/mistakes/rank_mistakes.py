@@ -98,7 +98,7 @@ def step_while_generating(rank: int) -> None:
 
 
 def first_step_of(model: torch.nn.Module, rank: int) -> None:
-    """The only step of a script that ``hf_zeropp.run`` started, and whose model nobody gave ZeRO++."""
+    """The only step of a script that ``hf_zeropp.run`` started, and in which no model was given ZeRO++."""
     gc.collect()  # models of other mistakes, which have ZeRO++
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = FirstSteps()

@@ -328,7 +328,7 @@ def test_a_sharded_model_is_published_by_rank_0(tmp_path):
 
 @pytest.mark.parametrize("fails", ["_write", "_list"])
 def test_a_version_that_could_not_be_written_is_in_no_later_one(published, tmp_path, fails):
-    """The disk was full. The next version is whole, because nobody has the one that it would be a change of."""
+    """The disk was full. The next version is whole, because no server has the version that it would be a change of."""
     sender, receiver, versions = published
     receiver.update()
     working = getattr(sender, fails)

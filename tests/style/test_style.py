@@ -47,7 +47,7 @@ def test_files_stay_short(path: Path) -> None:
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_functions_stay_short(path: Path) -> None:
-    """Docstrings do not count: nobody should save on them."""
+    """Docstrings do not count: a limit must not shorten them."""
     lengths = {
         name: node.end_lineno - node.lineno + 1 - (len(docstring.splitlines()) if docstring else 0)
         for name, node, docstring in documented_nodes(path)

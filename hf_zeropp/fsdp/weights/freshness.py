@@ -24,13 +24,13 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 #
 # 1. *the stamp*: identity and version counters of the unit's parameters. They move in optimizers' steps and in
 #    operations on the parameters. They decide where the content is not known, and tell right before a step whether
-#    somebody else wrote until then;
+#    something other than an optimizer wrote until then;
 # 2. *the content*: a 64-bit hash of this rank's shard, 1/W of the unit, at memory speed (xxh3 reads 20 MB in 0.8 ms on
 #    one core of an AVX-512 machine). It notices every other write: ``.data``, ``numpy()``, raw pointers,
 #    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way.
 #    It is taken with every gather across nodes, and after a step where deltas may be sent;
-# 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or somebody called
-#    ``handle.invalidate()``. A mark makes the hash unnecessary. Where no content can be read, an optimizer's mark is set before
+# 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or the user's code
+#    called ``handle.invalidate()``. A mark makes the hash unnecessary. Where no content can be read, an optimizer's mark is set before
 #    the step as well: a step that raised shows by it.
 #
 # No rank acts on its own answer. Before every forward pass the ranks exchange their answers for all units, and each unit
@@ -47,7 +47,7 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 # an edit, because a resumed run starts from the masters that it holds.
 #
 # Changed words (``qwz_mode="exact"``, ``"auto"``) bring a secondary shard up to date after any change. Whole weights cross only
-# where somebody says that copies are not to be relied on (``Change.INVALID``).
+# where the caller says that copies are not to be relied on (``Change.INVALID``).
 
 
 class Change(enum.IntEnum):
@@ -87,7 +87,7 @@ class Freshness:
         self._remember()
 
     def mark(self, change: Change) -> None:
-        """Note a change that somebody told of."""
+        """Note a change that the caller reports."""
         self._marked = max(self._marked, change)
 
     def before_step(self, *, has_closure: bool) -> None:
@@ -111,7 +111,7 @@ class Freshness:
         self._under_step = Change.NONE
         self.mark(Change.STEPPED)
         # Without deltas the mark is answer enough: every change means whole weights, so there is nothing to compare
-        # later. With deltas, the content after the step shows whether somebody else wrote between the step and the
+        # later. With deltas, the content after the step shows whether anything else wrote between the step and the
         # next gather.
         if self._checks_steps:
             self._remember()

@@ -158,7 +158,7 @@ class GathersAhead(GatherSchedule):
                 for gather in self._due[self._num_started : count]:
                     self._num_started += 1
                     gather.start()
-                    # Landing orders streams, and holds up nobody.
+                    # Landing makes one stream wait for another. The host does not wait.
                     gather.land()
 
 

@@ -87,7 +87,7 @@ def small_disk(folder: Path) -> Iterator[None]:
 
 
 def heal(disk: Path) -> None:
-    """Undo what a blow did to the disks, as whoever runs the job would before starting it again."""
+    """Undo what a blow did to the disks, as the person who runs the job would before starting it again."""
     subprocess.run(["mount", "-o", "remount,rw", str(disk)], check=True)
     for folder in (disk, Path(SHM)):
         (folder / FILLER).unlink(missing_ok=True)

@@ -157,7 +157,7 @@ class Campaign:
     def _guarded(self, size: int) -> None:
         try:
             self._lane(size)
-        except BaseException as error:  # noqa: BLE001 - `wait` raises it where somebody looks
+        except BaseException as error:  # noqa: BLE001 - `wait` raises it in the thread that asks for the result
             self.errors.append(error)
 
     def _lane(self, size: int) -> None:

@@ -70,7 +70,7 @@ class NormIsOff(Ours):
 
 
 class Hangs(Ours):
-    """Rank 0 waits for a message that nobody sends."""
+    """Rank 0 waits for a message that is never sent."""
 
     def read_grads(self) -> Observation:
         if self.rank == 0:

@@ -55,7 +55,7 @@ class Launch(NamedTuple):
 
     Attributes:
         end: recorded behind it.
-        tensors: its arguments, which PyTorch keeps until somebody waits for the collective.
+        tensors: its arguments, which PyTorch keeps until the collective is waited for.
     """
 
     end: Event
@@ -94,7 +94,7 @@ class Watch(TorchDispatchMode):
         observe: called with each operator that a stream was given.
 
     Attributes:
-        launched: the asynchronous collective that was launched last, until somebody takes it.
+        launched: the asynchronous collective that was launched last, until it is taken.
     """
 
     def __init__(

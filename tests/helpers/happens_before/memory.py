@@ -138,7 +138,7 @@ class Memory:
             self.free(storage._cdata)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Note that the allocator must wait for ``stream`` before it gives the tensor's memory to somebody else."""
+        """Note that the allocator must wait for ``stream`` before it gives the tensor's memory to another tensor."""
         if (block := self._block_of(tensor.untyped_storage())) is not None:
             block.recorded.add(stream)
 
