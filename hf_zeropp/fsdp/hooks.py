@@ -19,7 +19,7 @@ from hf_zeropp.fsdp.units import initialize_root, on_backward
 
 
 class StepListener(Protocol):
-    """What an object offers that is told of every optimizer's step."""
+    """An object that is told of every optimizer's step."""
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Called before any optimizer of the process steps. A closure may run forward passes inside of the step."""

@@ -56,7 +56,7 @@ def outcome_of_checker(checker: Checker, start_s: float) -> Outcome:
 
 
 def forgetting(owner: Any, name: str, *fields: str) -> Callable[[], Any]:
-    """Return a fault: FSDP2's record ``name`` is made without these fields, so that no stream waits and no memory is kept for them."""
+    """Return a fault: FSDP2's record ``name`` is made without these fields, so that no stream waits for them."""
     make = getattr(owner, name)
 
     def forgetful(*args: Any) -> Any:

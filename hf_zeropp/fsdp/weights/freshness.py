@@ -30,8 +30,8 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 #    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way.
 #    It is taken with every gather across nodes, and after a step where deltas may be sent;
 # 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or the user's code
-#    called ``handle.invalidate()``. A mark makes the hash unnecessary. Where no content can be read, an optimizer's mark is set before
-#    the step as well: a step that raised shows by it.
+#    called ``handle.invalidate()``. A mark makes the hash unnecessary. Where no content can be read, an optimizer's mark is set
+#    before the step as well: a step that raised shows by it.
 #
 # No rank acts on its own answer. Before every forward pass the ranks exchange their answers for all units, and each unit
 # is gathered anew if it changed on *any* rank (decisions.py). A change made on one rank alone is then a gather more, not
