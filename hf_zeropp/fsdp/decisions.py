@@ -40,6 +40,7 @@ from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import WeightGather, due_gathers
+from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
 
 # [Note: what ran]
 # Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
@@ -120,6 +121,7 @@ class Decisions:
         self._backward = Backward(self._end_backward)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
         self._is_generating = False
+        self._has_stepped = False
         self._ran: list[Ran] = []  # since the last question
         self._gathering: dict[WeightGather, Ran] = {}
         self._reducing: dict[ZeroPPReduceScatter, Ran] = {}
@@ -309,6 +311,9 @@ class Decisions:
         held = _params_of(optimizer)
         if self._reduces_for(held):
             self._run.traffic.end_optimizer_step()
+            if not self._has_stepped:
+                self._has_stepped = True
+                warn_of_low_rate(self._run.config, optimizer)
             self._micro_steps.end_step(self._run.config.qgz_until)
         for gather in self.gathers:
             if gather.unit.has_param_of(held):

@@ -14,7 +14,18 @@ from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
 from harness import Scenarios, expect_errors, run_ranks
 from staleness import WritesData, WritesPointers
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
-from toy import POLICIES, VOCAB, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of
+from toy import (
+    POLICIES,
+    VOCAB,
+    backward,
+    full,
+    full_weights,
+    gathered_weights,
+    logged_messages,
+    make_lm,
+    shard,
+    tokens_of,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, get_handle
@@ -226,6 +237,27 @@ def frozen_units_cross_once_in_int8(rank: int) -> None:
     assert frozen.layouts(torch.float32).delta is not None and weight_error(model) <= GOAL
 
 
+def low_learning_rates_are_told_of_once(rank: int) -> None:
+    """By rank 0, for 2 bits under 1e-5, and by the rate that a schedule is meant for: a warm-up begins at none."""
+
+    def said(settings: dict, rate: float, warms_up: bool = False) -> int:
+        model, _ = new_model(settings)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate)
+        if warms_up:
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 100)
+        with logged_messages() as messages:
+            train(model, optimizer, rank, range(3))
+        assert all(
+            f"AdamW is {rate:g}" in message and "2 bits" in message and "'exact'" in message for message in messages
+        )
+        return len(messages)
+
+    two_bits = {"preset": "min_traffic", "ranks_per_node": 2}
+    assert said(two_bits, 2e-6) == said(two_bits, 2e-6, warms_up=True) == (rank == 0)
+    assert said(two_bits, 1e-5) == said(two_bits, 1e-4, warms_up=True) == 0
+    assert said(DELTA, 2e-6) == said({"preset": "exact", "ranks_per_node": 2}, 2e-6) == 0
+
+
 def sharded_llama() -> torch.nn.Module:
     """Wide enough that norms, which travel raw, weigh as little as in a real one."""
     sizes = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "vocab_size": VOCAB}
@@ -276,6 +308,7 @@ SCENARIOS = Scenarios(
         settings_change_no_bit,
         every_size_of_a_copy_and_every_dtype,
         frozen_units_cross_once_in_int8,
+        low_learning_rates_are_told_of_once,
         half_a_model,
     ],
 )

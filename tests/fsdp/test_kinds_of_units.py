@@ -6,9 +6,7 @@ Every scenario runs twice: blocking and overlapping communication take different
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
@@ -23,6 +21,7 @@ from toy import (
     check_gradients,
     full_weights,
     gathered_weights,
+    logged_messages,
     make_lm,
     shard,
     tokens_of,
@@ -30,18 +29,6 @@ from toy import (
 from two_nodes import REDUCTION, apply
 
 from hf_zeropp.traffic import FSDP2_REDUCE
-
-
-@contextlib.contextmanager
-def logged_messages():
-    """The messages that comm objects log inside."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("hf_zeropp.fsdp")
-    logger.addHandler(handler)
-    yield messages
-    logger.removeHandler(handler)
 
 
 def other_ways_to_shard(rank: int, overlap: bool) -> None:

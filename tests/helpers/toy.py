@@ -6,8 +6,10 @@ there are biases and norms. So shards are uneven, some ranks have empty ones, an
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -302,3 +304,15 @@ def encode_error(amax: torch.Tensor, bits: int | None, dtype: torch.dtype) -> to
 def premultiplied_sum(factor: float) -> dist.ReduceOp:
     """Return the reduce op that FSDP2 makes of a gradient divide factor: ``ReduceOp.PREMUL_SUM(factor)`` in torch 2.13."""
     return torch.distributed._make_nccl_premul_sum(factor)
+
+
+@contextlib.contextmanager
+def logged_messages() -> Iterator[list[str]]:
+    """The messages that the package's FSDP2 part logs inside."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("hf_zeropp.fsdp")
+    logger.addHandler(handler)
+    yield messages
+    logger.removeHandler(handler)

@@ -1,0 +1,39 @@
+"""A warning for training whose steps are smaller than what deltas of few bits can say."""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+import torch.distributed as dist
+
+from hf_zeropp.config import ZeroPPConfig
+
+logger = logging.getLogger(__name__)
+
+LOWEST_RATES = {2: 1e-5}
+"""Bits of a delta, and the lowest learning rate of AdamW at which ``scripts/results/fine_tuning.md`` shows that they train."""
+
+
+def warn_of_low_rate(config: ZeroPPConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Tell a user, on rank 0, that the optimizer's learning rate is too low for the deltas in force."""
+    bits = config.qwz_bits if config.qwz_mode == "delta" else None
+    lowest = LOWEST_RATES.get(bits or 0)
+    if lowest is None or (rate := _highest_rate(optimizer)) >= lowest or dist.get_rank() != 0:
+        return
+    logger.warning(
+        "The highest learning rate of %s is %.3g. Changes of weights in %d bits are too coarse for steps of rates under %g: at "
+        "1e-6 a run made half of the progress of stock FSDP2 (scripts/results/fine_tuning.md). Set preset 'exact', which rounds "
+        "no weight and sends fewer bytes at such rates.",
+        type(optimizer).__name__,
+        rate,
+        bits,
+        lowest,
+    )
+
+
+def _highest_rate(optimizer: torch.optim.Optimizer) -> float:
+    # A schedule that warms up begins far under the rate that it is meant for. PyTorch's schedulers note that rate in the group.
+    rates = [group.get(key) for group in optimizer.param_groups for key in ("lr", "initial_lr", "max_lr")]
+    return max((float(rate) for rate in rates if rate is not None), default=math.inf)
