@@ -98,7 +98,7 @@ class ZeroPPConfig:
         hpz_bits: bits per weight of the secondary shard that deltas are added to: None (the compute dtype) or 8. Without
             deltas a secondary shard is kept in the form in which it crossed the nodes.
         qgz_bits: bits per gradient across nodes: one of ``GRADIENT_BITS``, or None (the reduce dtype, unquantized). 3 bits send a
-            quarter less than 4, at twice the error; see ``scripts/results/gradient_codes.md`` before you choose them.
+            quarter less than 4, at twice the error; see ``scripts/results/fine_tuning.md`` before you choose them.
         qgz_intra_bits: bits per gradient within a node: one of ``NODE_GRADIENT_BITS``, or None.
         qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper trains the
             first part with qgZ and the rest without). The Trainer callback reports progress; other loops call

@@ -17,7 +17,7 @@ import torch
 BENCHMARKS = Path(__file__).parent.parent / "scripts/benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
-from library import network, profiling, sandbox  # noqa: E402
+from library import network, sandbox  # noqa: E402
 from library.rounds import Measurement, busiest_link_bytes, largest_counted_bytes, step_seconds  # noqa: E402
 from library.study import Study  # noqa: E402
 
@@ -229,15 +229,10 @@ def run_quick(script: str, *flags: str) -> str:
 def test_cluster_benchmark(tmp_path: Path, untouched_network: None) -> None:
     """Its own checks: faster than stock at the lowest rate, fewer bytes, interface and accounting within 3 %."""
     output = tmp_path / "cluster.json"
-    shown = run_quick(
-        "bench_cluster.py", "--output", str(output), "--variants", "stock", "balanced", "--profile", "balanced"
-    )
+    shown = run_quick("bench_cluster.py", "--output", str(output), "--variants", "stock", "balanced")
     study = json.loads(output.read_text())
     assert [cell["variant"] for cell in study["cells"]] == ["stock", "balanced"]
     assert study["conditions"]["kernels"] in shown
-    phases = next(row["seconds"] for row in study["profiles"] if row["variant"] == "balanced")
-    assert {"encode", "decode", "gather, across nodes", "reduce, within node", "computation"} <= set(phases)
-    assert min(phases.values()) >= 0
     assert run_quick("bench_cluster.py", "--output", str(output), "--variants", "stock", "balanced")  # from file
     assert json.loads(output.read_text())["cells"] == study["cells"]
 
@@ -284,17 +279,16 @@ def test_exact_steps_benchmark(tmp_path: Path, untouched_network: None) -> None:
 
 
 def test_a_page_is_written_anew_from_the_file_alone(tmp_path: Path) -> None:
-    """Rows keep their figures, variants get today's names, and the file is not written."""
+    """Rows keep their figures, and the file is not written."""
     output = tmp_path / "cluster.json"
-    measured = (BENCHMARKS.parent / "results" / "pcie.json").read_text()
-    output.write_text(measured.replace('"pcie"', '"all"'))
+    output.write_text((BENCHMARKS.parent / "results" / "pcie.json").read_text())
     before = output.read_bytes()
     command = [sys.executable, str(BENCHMARKS / "bench_cluster.py"), "--output", str(output), "--from-file"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
     assert done.returncode == 0, done.stderr
     assert output.read_bytes() == before
     page = output.with_suffix(".md").read_text()
-    assert "| balanced | 0.647 |" in page and "--from-file" not in page
+    assert "| pcie | 0.647 |" in page and "--from-file" not in page
     assert output.with_suffix(".png").stat().st_size > 10_000
 
 
@@ -324,27 +318,3 @@ def test_a_step_ends_with_its_last_rank_and_bytes_are_those_of_the_busiest_node(
     assert busiest_link_bytes(rounds, ranks_per_node=1) == 18
     assert largest_counted_bytes(rounds, ranks_per_node=1) == 16
     assert largest_counted_bytes([[measured([0, 1], 1, 1, None)]], ranks_per_node=1) is None
-
-
-# --------------------------------------------------------------------------------------------------------- the profile
-
-
-def summary(*events: profiling.Event, wall: float = 10.0) -> dict:
-    return {"steps": 1, "wall": wall, "events": [vars(event) for event in events]}
-
-
-def test_who_waits_for_a_peer_is_told_from_who_waits_for_bytes() -> None:
-    """Rank 0 enters at 1 s, rank 1 at 4 s, both leave at 6 s: rank 0 waited 3 of its 5 s for rank 1."""
-    early = profiling.Event("gather", start=1, end=6, exclusive=5, started=1, group=(0, 1))
-    late = profiling.Event("gather", start=4, end=6, exclusive=2, started=4, group=(0, 1))
-    seconds = profiling.phase_seconds([summary(early), summary(late)])
-    assert seconds == {"gather": 2.0, profiling.WAITING: 1.5, profiling.COMPUTE: 6.5}
-    assert sum(seconds.values()) == 10.0
-
-
-def test_waiting_for_an_asynchronous_collective_begins_when_one_waits() -> None:
-    """All ranks start it at 1 s and wait for it from 5 s on: by then no rank waits for another."""
-    launch = profiling.Event("gather", start=1, end=1, exclusive=0, started=1, group=(0, 1))
-    wait = profiling.Event("gather", start=5, end=7, exclusive=2, started=1, group=(0, 1))
-    seconds = profiling.phase_seconds([summary(launch, wait), summary(launch, wait)])
-    assert seconds == {"gather": 2.0, profiling.WAITING: 0.0, profiling.COMPUTE: 8.0}

@@ -2,7 +2,6 @@
 
     python scripts/benchmarks/bench_cluster.py                                    the whole study
     python scripts/benchmarks/bench_cluster.py --rates 200mbit --variants stock balanced --accumulation 1
-    python scripts/benchmarks/bench_cluster.py --rates 200mbit --variants balanced --profile
 
 At every rate and accumulation the variants take turns in several rounds, and medians are compared: other programs on the
 machine then slow all variants alike, and ratios between them hold where seconds do not. Results go to a JSON file as they
@@ -24,7 +23,6 @@ from library.links import start_all
 from library.network import bits_per_second, speed
 from library.pages import Grid, report
 from library.plots import cluster_text, log_ticks, over_rates, panels, save
-from library.profiling import phase_seconds
 from library.rounds import cell_of, measure_in_turns
 from library.study import (
     Study,
@@ -78,7 +76,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
         "--learning-rate", type=float, default=LEARNING_RATE, help="of AdamW; changed words depend on it"
     )
     parser.add_argument("--zeropp", type=json.loads, default={}, help="settings beside a variant's own, as JSON")
-    parser.add_argument("--profile", nargs="*", help="show where a step's time goes, for these variants or all")
     return parse(parser, QUICK, argv)
 
 
@@ -98,7 +95,9 @@ def conditions(args: argparse.Namespace) -> dict[str, Any]:
 def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
     """Measure every rate, accumulation and variant that the study lacks."""
     groups = {
-        (rate, micro_steps): [name for name in args.variants if _is_missing(study, _key(rate, micro_steps, name), args)]
+        (rate, micro_steps): [
+            name for name in args.variants if study.find("cells", **_key(rate, micro_steps, name)) is None
+        ]
         for rate in args.rates
         for micro_steps in args.accumulation
     }
@@ -130,15 +129,6 @@ def _variant(name: str, args: argparse.Namespace) -> Variant:
     return variant if variant.zeropp is None else dataclasses.replace(variant, zeropp=variant.zeropp | args.zeropp)
 
 
-def _is_missing(study: Study, key: dict[str, Any], args: argparse.Namespace) -> bool:
-    return study.find("cells", **key) is None or _is_profile_missing(study, key, args)
-
-
-def _is_profile_missing(study: Study, key: dict[str, Any], args: argparse.Namespace) -> bool:
-    is_wanted = args.profile is not None and key["variant"] in (args.profile or args.variants)
-    return is_wanted and study.find("profiles", **key) is None
-
-
 def _key(rate: str, micro_steps: int, name: str) -> dict[str, Any]:
     return {"rate": rate, "accumulation": micro_steps, "variant": name}
 
@@ -155,15 +145,10 @@ def _measure_memory(name: str, ranks: Ranks, args: argparse.Namespace, study: St
 
 def _measure_group(runs: dict[str, Ranks], rate: str, micro_steps: int, args: argparse.Namespace, study: Study) -> None:
     """Measure all variants at one rate and accumulation, in turns."""
-    new = {name: ranks for name, ranks in runs.items() if study.find("cells", **_key(rate, micro_steps, name)) is None}
-    found = measure_in_turns(new, micro_steps, steps=args.steps, seconds=args.seconds, rounds=args.rounds)
+    found = measure_in_turns(runs, micro_steps, steps=args.steps, seconds=args.seconds, rounds=args.rounds)
     for name, rounds in found.items():
         cell = cell_of(rounds, args.ranks_per_node) | {"loss": rounds[-1][0].loss}
         study.add("cells", {**_key(rate, micro_steps, name), **cell})
-    for name, ranks in runs.items():
-        if _is_profile_missing(study, _key(rate, micro_steps, name), args):
-            summaries = ranks.call("profile", min(3, args.steps), micro_steps)
-            study.add("profiles", {**_key(rate, micro_steps, name), "seconds": phase_seconds(summaries)})
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -172,9 +157,7 @@ def _measure_group(runs: dict[str, Ranks], rate: str, micro_steps: int, args: ar
 def grids(study: Study, args: argparse.Namespace) -> list[Grid]:
     """Make every table, for the rates and accumulations on the command line."""
     tables = [(rate, micro_steps) for rate in args.rates for micro_steps in args.accumulation]
-    profiles = (row for row in study.rows("profiles") if (row["rate"], row["accumulation"]) in tables)
-    step_times = [rate_grid(study, rate, micro_steps) for rate, micro_steps in tables]
-    return [*step_times, memory_grid(study), *map(profile_grid, profiles)]
+    return [*(rate_grid(study, rate, micro_steps) for rate, micro_steps in tables), memory_grid(study)]
 
 
 def floor_seconds(study: Study, cell: dict[str, Any]) -> float | None:
@@ -221,15 +204,6 @@ def memory_grid(study: Study) -> Grid:
             kinds = (f"{row[kind] / 1e6:.1f}" for kind in MEMORY_KINDS)
             grid.rows.append([shown(row["variant"]), str(row["accumulation"]), *kinds])
     return grid
-
-
-def profile_grid(row: dict[str, Any]) -> Grid:
-    """Make the table of a step's seconds by phase, the mean over ranks."""
-    total = sum(row["seconds"].values())
-    title = f"{shown(row['variant'])}, {row['rate']}, {row['accumulation']} micro-steps: where a step goes"
-    phases = sorted(row["seconds"].items(), key=lambda item: -item[1])
-    rows = [[phase, f"{seconds:.4f}", f"{100 * seconds / total:.1f}"] for phase, seconds in phases]
-    return Grid(title, ("phase", "s", "%"), [*rows, ["all, under the profile", f"{total:.4f}", "100"]])
 
 
 def plot(study: Study, path: Path) -> None:

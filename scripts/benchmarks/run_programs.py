@@ -11,15 +11,18 @@ prints at the end.
 
 import argparse
 import json
+import os
 import random
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from library.launches import launch
+import yaml
 from library.pages import Grid, show
+from library.study import ROOT, rank_environment
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
@@ -100,13 +103,42 @@ def command_of(program: str | Path, folder: Path) -> list[str]:
 def run_program(program: str | Path, settings: dict[str, object] | None, folder: Path) -> tuple[list[float], str]:
     """Run a program, and return its losses and all that it printed."""
     out = Path(tempfile.mkdtemp(dir=folder))
-    environment = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(folder), "PYTHONPATH": str(folder)}
-    command = [*command_of(program, folder), "--output_dir", str(out)]
-    # The last one is for ``save_only_model``.
-    changes = {"mixed_precision": "no", "fsdp_config": {"fsdp_state_dict_type": "FULL_STATE_DICT"}}
-    printed = launch(command, settings, folder, changes=changes, environment=environment)
+    printed = launch([*command_of(program, folder), "--output_dir", str(out)], settings, folder)
     state = json.loads((out / f"checkpoint-{STEPS}/trainer_state.json").read_text())
     return [entry["loss"] for entry in state["log_history"] if "loss" in entry], printed
+
+
+def launch(command: list[str], settings: dict[str, object] | None, folder: Path) -> str:
+    """Run a program under ``hf-zeropp launch`` to its end, and return all that it printed.
+
+    Args:
+        command: the program and its flags.
+        settings: of this package; None for stock FSDP2.
+        folder: where the program runs, and the config file lies.
+
+    Raises:
+        RuntimeError: the program failed; the message holds the end of its output.
+    """
+    accelerate = yaml.safe_load((ROOT / "examples/configs/cpu_2_nodes_x_2_ranks.yaml").read_text())
+    accelerate["mixed_precision"] = "no"
+    accelerate["fsdp_config"]["fsdp_state_dict_type"] = "FULL_STATE_DICT"  # for ``save_only_model``
+    accelerate["zeropp_config"] = {"ranks_per_node": 2, **(settings or {})}
+    path = folder / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(accelerate))
+    variables = os.environ | rank_environment(threads=1) | {"COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+    variables |= {"HF_HOME": str(folder), "PYTHONPATH": str(folder)}
+    ended = subprocess.run(
+        [sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", str(path), *command],
+        env=variables | ({"ZEROPP_ENABLED": "0"} if settings is None else {}),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    printed = ended.stdout + ended.stderr
+    if ended.returncode:
+        raise RuntimeError(f"{command} with {settings} ended with {ended.returncode}:\n{printed[-6000:]}")
+    return printed
 
 
 def bytes_of(printed: str) -> tuple[str, str]:

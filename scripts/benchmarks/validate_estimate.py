@@ -34,7 +34,6 @@ from library.paper_rows import (
     tflops,
 )
 from library.study import RESULTS, command_line, versions
-from library.variants import current_name
 
 from hf_zeropp.config import PRESETS
 from hf_zeropp.estimate.step_time import StepTime
@@ -99,7 +98,7 @@ def error_grid(rows: list[Row]) -> Grid:
     )
     for study, variant in dict.fromkeys((row.study, row.variant) for row in rows):
         errors = [row.error for row in rows if (row.study, row.variant) == (study, variant)]
-        label = f"{study}, {current_name(variant)}{' (fitted)' if variant in ('stock', 'lora-stock') else ''}"
+        label = f"{study}, {variant}{' (fitted)' if variant in ('stock', 'lora-stock') else ''}"
         middle = statistics.median(map(abs, errors))
         grid.rows.append([label, str(len(errors)), f"{middle:.1%}", f"{min(errors):+.1%}", f"{max(errors):+.1%}"])
     return grid
@@ -110,7 +109,7 @@ def row_grid(rows: list[Row], study: str) -> Grid:
     grid = Grid(f"{study}.json, every row", ("link, micro-steps, variant", "measured s", "predicted s", "error"))
     for row in (row for row in rows if row.study == study):
         steps = f"{row.micro_steps} micro-steps" if row.micro_steps else "one token"
-        name = f"{row.rate}, {steps}, {current_name(row.variant)}{' (fitted)' if row.is_fitted else ''}"
+        name = f"{row.rate}, {steps}, {row.variant}{' (fitted)' if row.is_fitted else ''}"
         grid.rows.append([name, f"{row.measured:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"])
     return grid
 
@@ -120,9 +119,7 @@ def fastest_grid(rows: list[Row]) -> Grid:
     columns = ("study, link, micro-steps", "fastest predicted", "fastest measured", "the choice costs")
     grid = Grid("which variant is the fastest", columns)
     for study, rate, micro_steps, predicted, measured, cost in fastest_claims(rows):
-        grid.rows.append(
-            [f"{study}, {rate}, {micro_steps}", current_name(predicted), current_name(measured), f"{cost:.1%}"]
-        )
+        grid.rows.append([f"{study}, {rate}, {micro_steps}", predicted, measured, f"{cost:.1%}"])
     return grid
 
 

@@ -26,7 +26,7 @@ from hf_zeropp.estimate.training_job import BACKWARD_FLOPS, FORWARD_FLOPS, Job, 
 from hf_zeropp.integrations.pretrained_shape import frozen_units_of, units_of
 from library.fitting import error, fit, misfit
 from library.network import UNLIMITED, bits_per_second
-from library.variants import VARIANTS, Variant, current_name, exists
+from library.variants import VARIANTS, Variant
 
 KERNEL_RATE = 21e9
 """Bytes per second of one core, read and written, in INT8 and bf16: the middle of encode and decode in ``ops_cpu.md``."""
@@ -95,8 +95,7 @@ class OwnStudy:
     def __init__(self, path: Path, overhead: float | None = None) -> None:
         content = json.loads(path.read_text())
         self._name = path.stem
-        # Rows whose settings are gone cannot be predicted any more.
-        self._cells: list[dict[str, Any]] = [cell for cell in content["cells"] if exists(current_name(cell["variant"]))]
+        self._cells: list[dict[str, Any]] = content["cells"]
         self._conditions = content["conditions"]
         self._is_generation = "token_s" in self._cells[0]
         self.overhead = self._overhead() if overhead is None else overhead
@@ -142,7 +141,7 @@ class OwnStudy:
 
     def predict(self, name: str, rate: str, micro_steps: int) -> float:
         """Return the seconds of a step or token under a variant."""
-        return self._predict(VARIANTS[current_name(name)], micro_steps, self._machine(rate, micro_steps))
+        return self._predict(VARIANTS[name], micro_steps, self._machine(rate, micro_steps))
 
     def predict_preset(self, preset: str, rate: str, micro_steps: int) -> float:
         """Return the seconds of a step under a preset, measured or not."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from library.network import speed
 from library.study import Study
-from library.variants import ModelShape, exists, shown
+from library.variants import ModelShape, shown
 
 
 def pyplot() -> Any:
@@ -68,8 +68,8 @@ def cluster_text(conditions: dict[str, Any]) -> str:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, Any]:
-    """Return a colour for each variant that still exists, in the order of the names: stock FSDP2 is black."""
-    known = [name for name in dict.fromkeys(names) if exists(name)]
+    """Return a colour for each variant, in the order of the names: stock FSDP2 is black."""
+    known = list(dict.fromkeys(names))
     palette = pyplot().cm.tab10
     return {name: "black" if name == "stock" else palette(place % 10) for place, name in enumerate(known)}
 
@@ -82,7 +82,7 @@ def over_rates(
     Args:
         axis: the panel.
         rates: of links, in any order.
-        names: of variants. Those whose settings are gone are left out.
+        names: of variants.
         value: of a variant's name and a rate; None leaves the point out.
     """
     ordered = sorted(set(rates), key=speed)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from library.sandbox import enter_sandbox
-from library.variants import ModelShape, current_name
+from library.variants import ModelShape
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "scripts" / "results"
@@ -112,7 +112,6 @@ class Study:
         study.path = path
         study._rows = json.loads(path.read_text())
         study.conditions = study._rows.pop("conditions") | {"command": command}
-        study._rename()
         return study
 
     def rows(self, kind: str) -> list[dict[str, Any]]:
@@ -143,11 +142,6 @@ class Study:
                 "Give another --output, or --fresh to replace it."
             )
         self._rows = before
-        self._rename()
-
-    def _rename(self) -> None:
-        for row in (row for rows in self._rows.values() for row in rows):
-            row |= {key: current_name(row[key]) for key in ("variant", "case") if key in row}
 
 
 Measure = Callable[[argparse.Namespace, Study, Progress], None]
@@ -197,14 +191,20 @@ def require(claims: dict[str, bool]) -> None:
 
 
 def command_line(script: str) -> str:
-    """Return the command that started this program, for a page: paths of this machine become file names.
+    """Return the command that started this program, for a page: paths in the clone begin at its root, others are file names.
 
     Args:
         script: ``__file__`` of the study.
     """
     given = (word for word in sys.argv[1:] if word != "--from-file")
-    words = (Path(word).name if os.sep in word else word for word in given)
-    return " ".join([f"python scripts/benchmarks/{Path(script).name}", *map(shlex.quote, words)])
+
+    def shown(word: str) -> str:
+        if os.sep not in word:
+            return word
+        path = Path(word).resolve()
+        return str(path.relative_to(ROOT)) if path.is_relative_to(ROOT) else path.name
+
+    return " ".join([f"python scripts/benchmarks/{Path(script).name}", *(shlex.quote(shown(word)) for word in given)])
 
 
 def versions() -> dict[str, str]:

@@ -10,7 +10,6 @@ import dataclasses
 import gc
 import os
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.fsdp.units import AllGather, ReduceScatter, find_units
-from library.profiling import Profile
 from library.rounds import Measurement, timed_steps
 from library.variants import LEARNING_RATE, ModelShape, Variant
 
@@ -92,15 +90,6 @@ class TrainingRun:
         kinds: dict[str, int] = {}
         self._step(micro_steps, after_micro_step=look, before_update=lambda: kinds.update(self._memory_by_kind()))
         return kinds | {"partial": partial, "peak": peak}
-
-    def profile(self, steps: int, micro_steps: int) -> dict[str, Any]:
-        """Return this rank's events of ``steps`` steps, after one that is not recorded. See ``profiling.py``."""
-        self._step(micro_steps)
-        dist.barrier()
-        with Profile() as profile:
-            for _ in range(steps):
-                self._step(micro_steps)
-        return profile.summary(steps)
 
     def _step(
         self,

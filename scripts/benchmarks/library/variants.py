@@ -21,14 +21,6 @@ PRESETS = {name: {"preset": name} for name in ("balanced", "half_model", "min_tr
 LEARNING_RATE = 1e-4
 """The learning rate of AdamW in the studies of step times."""
 
-RENAMED = {
-    "all": "balanced",
-    "int8-inside": "balanced",
-    "half-values": "half_model",
-    "three-eighths-values": "min_traffic",
-}
-"""Today's names of variants that files of earlier studies call otherwise."""
-
 SHOWN = {
     "compute": "no communication",
     "stock": "stock FSDP2",
@@ -49,12 +41,6 @@ SHOWN = {
     "lora-4": "LoRA, 4-bit base",
 }
 """Names in tables and plots, where they differ from those on the command line."""
-
-
-def current_name(name: str) -> str:
-    """Return today's name of a variant in a file. What follows a comma, such as a setting that differs, stays."""
-    variant, comma, rest = name.partition(", ")
-    return RENAMED.get(variant, variant) + comma + rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,15 +107,9 @@ FINE_TUNING_VARIANTS = ("stock", "balanced", "half_model", "min_traffic", "exact
 
 
 def shown(name: str) -> str:
-    """Return the name of a variant in tables and plots. One whose settings are gone is marked."""
+    """Return the name of a variant in tables and plots. What follows a comma, such as a setting that differs, stays."""
     variant, comma, rest = name.partition(", ")
-    label = SHOWN.get(variant, variant) + comma + rest
-    return label if exists(name) else f"{label} (removed since)"
-
-
-def exists(name: str) -> bool:
-    """Return whether a variant can still run: files of earlier studies have some whose settings are gone."""
-    return any(known in VARIANTS or known in LOSS_VARIANTS for known in (name, name.partition(", ")[0]))
+    return SHOWN.get(variant, variant) + comma + rest
 
 
 @dataclasses.dataclass(frozen=True)
