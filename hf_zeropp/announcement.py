@@ -31,7 +31,9 @@ def log_inactive(topology: Topology, *, is_enabled: bool) -> None:
         )
 
 
-def log_active(config: ZeroPPConfig, traffic: Traffic, predicted: Mapping[str, Bytes], *, num_units: int) -> None:
+def log_active(
+    config: ZeroPPConfig, traffic: Traffic, predicted: Mapping[str, Bytes], *, num_units: int, on_cpu: bool
+) -> None:
     """Say that ZeRO++ runs, and what is expected to cross nodes. Rank 0 speaks for all.
 
     Args:
@@ -39,10 +41,11 @@ def log_active(config: ZeroPPConfig, traffic: Traffic, predicted: Mapping[str, B
         traffic: knows the nodes, and what stock FSDP2 sends at least.
         predicted: bytes that a rank receives in a step of one micro-step, by collective.
         num_units: number of units.
+        on_cpu: whether ranks compute on CPUs.
     """
     if dist.get_rank() != 0:
         return
-    name = config.preset_name()
+    name = config.preset_name(on_cpu=on_cpu)
     logger.warning(
         "ZeRO++ is on: %d nodes x %d ranks, %s, %d units. In a step of one micro-step a node is expected to receive %s%s from "
         "other nodes. FSDP2's own collectives would take %s or more.",

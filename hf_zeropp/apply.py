@@ -120,7 +120,8 @@ def _install(model: nn.Module, plan: Plan, shard_groups: ShardGroups) -> ZeroPPH
     else:
         refuse_thawed_before_forwards(model, frozen)
         handle = ZeroPPHandle(run, [], units_of_nodes, frozen)
-    log_active(run.config, run.traffic, handle.predict(), num_units=len(units))
+    on_cpu = not devices.has_streams(topology.mesh.device_type)
+    log_active(run.config, run.traffic, handle.predict(), num_units=len(units), on_cpu=on_cpu)
     return handle
 
 

@@ -48,12 +48,15 @@ _SWITCH_WORDS = {
     "off": False,
 }
 
+AUTO: Literal["auto"] = "auto"
 DEFAULT_BITS = 8
 WEIGHT_MODES = ("values", "delta", "exact", "auto")
 GRADIENT_BITS = (4, 8, 3)
 """Widths of codes in which gradients may cross nodes."""
 NODE_GRADIENT_BITS = (4, 8)
 """Widths of codes in which gradients may travel within a node."""
+NODE_WEIGHT_BITS = (8,)
+"""Widths of codes in which weights may travel within a node."""
 WEIGHT_BITS = (8, 4)
 """Widths of codes in which whole weights may travel."""
 DELTA_BITS = (8, 4, 3, 2)
@@ -68,14 +71,14 @@ DEFAULT_BITS_OF = {"exact": None, "auto": 4}
 """``qwz_bits`` by mode, for the modes that do not take ``DEFAULT_BITS``, the default of the others."""
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "paper": {"qwz_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
+    "paper": {"qwz_bits": 8, "qwz_intra_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
     "balanced": {},
     "half_model": {"qwz_mode": "delta", "qwz_bits": 4},
     "min_traffic": {"qwz_mode": "delta", "qwz_bits": 2},
     "exact": {"qwz_mode": "exact"},
     # For one machine whose GPUs have slow links: each rank is a node, so that every exchange is quantized. A secondary shard
     # would be 1/N of the weights for N = 1, the whole model.
-    "pcie": {"ranks_per_node": 1, "hpz_size": None},
+    "pcie": {"ranks_per_node": 1, "hpz_size": None, "qwz_intra_bits": 8, "qgz_intra_bits": 8},
 }
 """Settings under a name. ``scripts/results/half_model.md`` holds what they cost in loss and save in bytes."""
 
@@ -93,13 +96,18 @@ class ZeroPPConfig:
         qwz_bits: bits per weight in a gather: one of ``WEIGHT_BITS``, or None (the compute dtype, unquantized). Deltas take
             one of ``DELTA_BITS``. ``"exact"`` quantizes nothing, and turns the default into None. ``"auto"`` takes under 8
             for its deltas; 8, the default of other modes, becomes 4.
+        qwz_intra_bits: how weights travel within a node. None: each rank decodes its part of a unit, and the backend's own
+            all-gather moves weights in the compute dtype. 8: secondary shards travel as they are kept (in codes of INT8, of
+            ``qwz_bits`` or of ``hpz_bits``, or unquantized), and each rank decodes the whole unit. ``"auto"``: None on
+            accelerators, 8 on CPU and where ``hpz_size`` spans nodes.
         hpz_size: number of ranks that share one copy of the weights, each holding a secondary shard of it: ``"node"`` (the
             ranks of a node), an int, or None (no copy is kept, and every gather crosses the nodes).
         hpz_bits: bits per weight of the secondary shard that deltas are added to: None (the compute dtype) or 8. Without
             deltas a secondary shard is kept in the form in which it crossed the nodes.
         qgz_bits: bits per gradient across nodes: one of ``GRADIENT_BITS``, or None (the reduce dtype, unquantized). 3 bits send a
             quarter less than 4, at twice the error; see ``scripts/results/fine_tuning.md`` before you choose them.
-        qgz_intra_bits: bits per gradient within a node: one of ``NODE_GRADIENT_BITS``, or None.
+        qgz_intra_bits: bits per gradient within a node: one of ``NODE_GRADIENT_BITS``, None (the reduce dtype, unquantized), or
+            ``"auto"``: None on accelerators, 8 on CPU.
         qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper trains the
             first part with qgZ and the rest without). The Trainer callback reports progress; other loops call
             ``handle.set_progress``.
@@ -122,10 +130,11 @@ class ZeroPPConfig:
 
     qwz_mode: Literal["values", "delta", "exact", "auto"] = "values"
     qwz_bits: int | None = DEFAULT_BITS
+    qwz_intra_bits: int | Literal["auto"] | None = AUTO
     hpz_size: int | Literal["node"] | None = "node"
     hpz_bits: int | None = None
     qgz_bits: int | None = 4
-    qgz_intra_bits: int | None = 8
+    qgz_intra_bits: int | Literal["auto"] | None = AUTO
     qgz_until: float = 1.0
     qgz_accumulator: Literal["float32", "bfloat16"] = "float32"
     frozen_bits: int | None = None
@@ -161,7 +170,8 @@ class ZeroPPConfig:
         if self.qgz_until < 1 and not self.quantizes_gradients:
             raise ValueError(
                 f"qgz_until={self.qgz_until} says when to stop quantizing gradients, but qgz_bits and "
-                "qgz_intra_bits are both None, so they never are. Set qgz_bits, or leave qgz_until at 1.0."
+                'qgz_intra_bits are both None ("auto" is None on accelerators), so they never are. Set qgz_bits, or leave '
+                "qgz_until at 1.0."
             )
 
     @property
@@ -250,10 +260,34 @@ class ZeroPPConfig:
             return cls.from_file(settings)
         return cls.from_dict(settings)
 
-    def preset_name(self) -> str | None:
-        """Return the preset that these settings are, on whatever nodes; None if they are none."""
+    def resolve_node_bits(self, *, on_cpu: bool, copies_span_nodes: bool = False) -> ZeroPPConfig:
+        """Return these settings with ``qwz_intra_bits`` and ``qgz_intra_bits`` as ``"auto"`` means them on a device.
+
+        The links within a node of accelerators are fast: kernels that encode and decode take more time than fewer bytes save. On
+        a CPU it is the other way round.
+
+        Args:
+            on_cpu: whether ranks compute on CPUs.
+            copies_span_nodes: whether the ranks that share a copy of the weights are on several nodes. Gathers among them cross
+                nodes.
+        """
+        weights = DEFAULT_BITS if on_cpu or copies_span_nodes else None
+        gradients = DEFAULT_BITS if on_cpu else None
+        return dataclasses.replace(
+            self,
+            qwz_intra_bits=weights if self.qwz_intra_bits == AUTO else self.qwz_intra_bits,
+            qgz_intra_bits=gradients if self.qgz_intra_bits == AUTO else self.qgz_intra_bits,
+        )
+
+    def preset_name(self, *, on_cpu: bool) -> str | None:
+        """Return the preset that these settings are, on whatever nodes; None if they are none.
+
+        Args:
+            on_cpu: as ``resolve_node_bits`` was told when it made these settings.
+        """
         nodes = {"ranks_per_node": self.ranks_per_node}
-        return next((name for name, settings in PRESETS.items() if self == ZeroPPConfig(**nodes | settings)), None)
+        presets = {name: ZeroPPConfig(**nodes | settings) for name, settings in PRESETS.items()}
+        return next((name for name, preset in presets.items() if self == preset.resolve_node_bits(on_cpu=on_cpu)), None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields by name, fit for JSON and for ``from_dict``."""
@@ -370,10 +404,11 @@ def _refuse_removed(key: object, *, named: str = "") -> None:
 
 _CHECKS: dict[str, Check] = {
     "qwz_mode": one_of(*WEIGHT_MODES),  # first: the bits of weights depend on it
+    "qwz_intra_bits": one_of(AUTO, *NODE_WEIGHT_BITS, None),
     "hpz_size": positive_int_or("node", None),
     "hpz_bits": one_of(8, None),
     "qgz_bits": one_of(*GRADIENT_BITS, None),
-    "qgz_intra_bits": one_of(*NODE_GRADIENT_BITS, None),
+    "qgz_intra_bits": one_of(AUTO, *NODE_GRADIENT_BITS, None),
     "qgz_until": fraction,
     "qgz_accumulator": one_of("float32", "bfloat16"),
     "frozen_bits": one_of(8, 4, None),

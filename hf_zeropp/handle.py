@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hf_zeropp import devices
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.comm_objects import CommObject
 from hf_zeropp.fsdp.decisions import Decisions
@@ -36,7 +37,7 @@ class ZeroPPHandle:
             such unit.
 
     Attributes:
-        config: the settings in force.
+        config: the settings in force, with what ``"auto"`` stands for on this device.
         topology: this rank's nodes and groups.
         traffic: bytes counted since the last ``traffic.reset()``.
         units, frozen_units: as above.
@@ -182,7 +183,11 @@ class ZeroPPHandle:
         Raises:
             ValueError: ``config`` is not the one in force.
         """
-        if config != self.config:
+        resolved = config.resolve_node_bits(
+            on_cpu=not devices.has_streams(self.topology.mesh.device_type),
+            copies_span_nodes=(self._run.hpz_size or 0) > self.topology.ranks_per_node,
+        )
+        if resolved != self.config:
             raise ValueError(
                 f"This model already runs ZeRO++ with {self.config}; it cannot change to {config}. Shard it anew."
             )

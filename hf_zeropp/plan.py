@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_zeropp import devices
 from hf_zeropp.comm.hosts import Host, check_hosts, this_host
 from hf_zeropp.comm.topology import ShardGroups, count_on_each_node, detect_ranks_per_node, resolve_hpz_size
 from hf_zeropp.compat import check_seams, version_of
@@ -58,7 +59,7 @@ class Plan:
 
     Attributes:
         versions: of the libraries that choose collectives and bytes, as pairs of name and version.
-        settings: the settings, as sorted pairs of name and value.
+        settings: the settings as they are in force on this device, as sorted pairs of name and value.
         ranks_per_node: ranks of each node of the world.
         ranks: those over which the model is sharded, in order: the world, or this rank's shard group.
         holders: those that hold a part of the same parameters, sorted: ``ranks``, and with tensor parallelism more.
@@ -260,6 +261,10 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
             f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that qwz_mode={config.qwz_mode!r} "
             "could bring up to date. Set hpz_size='node', or qwz_mode='values'."
         )
+    # From here on no setting depends on the device any more: handles and reports show what is in force.
+    config = config.resolve_node_bits(
+        on_cpu=not devices.has_streams(units[0].device_type), copies_span_nodes=(hpz_size or 0) > shard_ranks_per_node
+    )
     return Plan(
         versions=tuple((library, version_of(library)) for library in ("hf_zeropp", "torch")),
         settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),

@@ -19,6 +19,7 @@ from hf_zeropp.config import (
     DELTA_BITS,
     GRADIENT_BITS,
     NODE_GRADIENT_BITS,
+    NODE_WEIGHT_BITS,
     PRESETS,
     WEIGHT_BITS,
     field_names,
@@ -30,14 +31,55 @@ ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "hf_zeropp" / "README.md"
 WIDTHS = {
     "qwz_bits": (*WEIGHT_BITS, *DELTA_BITS),
+    "qwz_intra_bits": NODE_WEIGHT_BITS,
     "qgz_bits": GRADIENT_BITS,
     "qgz_intra_bits": NODE_GRADIENT_BITS,
 }
 
 
-def test_defaults_are_the_papers_bits_with_int8_within_the_node() -> None:
+def test_defaults_are_the_papers_bits_across_nodes() -> None:
     config = ZeroPPConfig()
-    assert (config.qwz_bits, config.hpz_size, config.qgz_bits, config.qgz_intra_bits) == (8, "node", 4, 8)
+    assert (config.qwz_bits, config.hpz_size, config.qgz_bits) == (8, "node", 4)
+    assert (config.qwz_intra_bits, config.qgz_intra_bits) == ("auto", "auto")
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_auto_quantizes_within_a_node_on_cpu_alone(on_cpu: bool) -> None:
+    bits = 8 if on_cpu else None
+    resolved = ZeroPPConfig(hpz_size=4).resolve_node_bits(on_cpu=on_cpu)
+    assert resolved == ZeroPPConfig(hpz_size=4, qwz_intra_bits=bits, qgz_intra_bits=bits)
+    # Gathers among ranks of several nodes cross nodes; reductions have groups of their own.
+    spanning = ZeroPPConfig(hpz_size=4).resolve_node_bits(on_cpu=on_cpu, copies_span_nodes=True)
+    assert (spanning.qwz_intra_bits, spanning.qgz_intra_bits) == (8, bits)
+
+
+@pytest.mark.parametrize("on_cpu", [False, True])
+def test_what_is_said_explicitly_stays_on_every_device(on_cpu: bool) -> None:
+    for bits in (8, None):
+        config = ZeroPPConfig(qwz_intra_bits=bits, qgz_intra_bits=bits)
+        assert config.resolve_node_bits(on_cpu=on_cpu, copies_span_nodes=True) == config
+    for name in PRESETS:
+        preset = ZeroPPConfig.preset(name).resolve_node_bits(on_cpu=on_cpu)
+        assert preset.preset_name(on_cpu=on_cpu) == name
+        # The links within a node are slow where these presets are for.
+        slow = {"paper": (8, 4), "pcie": (8, 8)}.get(name, (8, 8) if on_cpu else (None, None))
+        assert (preset.qwz_intra_bits, preset.qgz_intra_bits) == slow
+
+
+def test_auto_may_leave_nothing_to_end() -> None:
+    config = ZeroPPConfig(qgz_until=0.5, qgz_bits=None)
+    assert config.resolve_node_bits(on_cpu=True).qgz_intra_bits == 8
+    with pytest.raises(ValueError, match='qgz_until=0.5 .*"auto" is None on accelerators.* Set qgz_bits'):
+        config.resolve_node_bits(on_cpu=False)
+
+
+@pytest.mark.parametrize("name", ["qwz_intra_bits", "qgz_intra_bits"])
+def test_auto_and_null_come_from_every_source(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "z.yaml"
+    for text, value in (("auto", "auto"), ("null", None), ("8", 8)):
+        path.write_text(f"zeropp_config:\n  {name}: {text}\n")
+        assert getattr(ZeroPPConfig.from_file(path), name) == value
+        assert getattr(ZeroPPConfig.from_env({f"ZEROPP_{name.upper()}": text}), name) == value
 
 
 def test_the_config_allows_what_the_format_can_do() -> None:
@@ -70,6 +112,9 @@ def test_presets_are_defaults_with_a_name() -> None:
         ({"qwz_bits": True}, ["qwz_bits", "True"]),
         ({"qgz_bits": "4"}, ["qgz_bits", "'4'"]),
         ({"qgz_intra_bits": 4.0}, ["qgz_intra_bits", "4.0"]),
+        ({"qgz_intra_bits": "Auto"}, ["qgz_intra_bits", "'Auto'", "'auto'"]),
+        ({"qwz_intra_bits": 4}, ["qwz_intra_bits", "4", "('auto', 8, None)"]),
+        ({"qwz_intra_bits": 16}, ["qwz_intra_bits", "16", "('auto', 8, None)"]),
         ({"hpz_size": 0}, ["hpz_size", "0", "node"]),
         ({"hpz_size": "nodes"}, ["hpz_size", "nodes", "node"]),
         ({"ranks_per_node": -1}, ["ranks_per_node", "-1", "auto"]),
@@ -323,7 +368,8 @@ VALID = st.fixed_dictionaries(
         "qwz_bits": st.sampled_from(BITS_OF_MODE["values"]),
         "hpz_size": st.sampled_from(["node", None, 1, 2, 8]),
         "qgz_bits": st.sampled_from(GRADIENT_BITS),
-        "qgz_intra_bits": st.sampled_from([*NODE_GRADIENT_BITS, None]),
+        "qwz_intra_bits": st.sampled_from(["auto", *NODE_WEIGHT_BITS, None]),
+        "qgz_intra_bits": st.sampled_from(["auto", *NODE_GRADIENT_BITS, None]),
         "qgz_until": st.floats(0, 1),
         "ranks_per_node": st.sampled_from(["auto", 1, 4]),
         "overlap": st.booleans(),

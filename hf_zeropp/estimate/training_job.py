@@ -33,7 +33,7 @@ class Setup:
         ranks_per_node: N.
         micro_steps: forward and backward passes per optimizer step.
         optimizer: a key of ``OPTIMIZER_STATE_BYTES``.
-        config: settings of this package. Their own ``ranks_per_node`` is not read.
+        config: settings of this package. Their own ``ranks_per_node`` is not read, and ``"auto"`` within a node means 8 bits.
         fp32_reduce: whether FSDP2 and this package reduce gradients in fp32 instead of bf16.
         tensor_parallel: neighbouring ranks of a node that cut every layer between them. Each of them shards its part over the
             ranks of the same place among their neighbours.
@@ -67,6 +67,7 @@ class Setup:
             raise ValueError(f"expected at least one micro-step per step, got {self.micro_steps}")
         if not 0 < self.share_of_changes <= 1:
             raise ValueError(f"expected a share of changed weights over 0 and at most 1, got {self.changed_weights}")
+        object.__setattr__(self, "config", self.config.resolve_node_bits(on_cpu=True))
 
     def of_group(self) -> Setup:
         """Return the setup of one shard group beside tensor parallelism: the ranks that hold the same part of each layer."""

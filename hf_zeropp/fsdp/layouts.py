@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
-from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.config import AUTO, ZeroPPConfig
 from hf_zeropp.fsdp.param_shard import ParamShard
 from hf_zeropp.ops.format import DELTA_BLOCK, GRAD_BLOCK, WEIGHT_BLOCK, Segment, WireLayout
 
@@ -73,6 +73,7 @@ def reduce_layouts(
         dtype: the dtype in which FSDP2 hands gradients to the reduction.
         quantizes: whether gradients are quantized at this point of training (``qgz_until``).
     """
+    assert config.qgz_intra_bits != AUTO, "settings are resolved where the device is known"
     # Both hops change together: partial sums are sums of gradients that were encoded one way.
     node_bits, cross_bits = (config.qgz_intra_bits, config.qgz_bits) if quantizes else (None, None)
     return ReduceLayouts(

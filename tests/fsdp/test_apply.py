@@ -48,6 +48,9 @@ def applied_twice(rank: int) -> None:
     comms = [unit.all_gather for unit in handle.units]
     assert apply_zeropp(model, NODES) is handle is get_handle(model)
     assert apply_zeropp(model, ZeroPPConfig(**NODES)) is handle
+    # "auto" was resolved once, for this device, and stands for itself no more.
+    assert (handle.config.qwz_intra_bits, handle.config.qgz_intra_bits) == (8, 8)
+    assert apply_zeropp(model, NODES | {"qwz_intra_bits": 8, "qgz_intra_bits": "auto"}) is handle
     assert [unit.all_gather for unit in find_units(model)] == comms
     with pytest.raises(ValueError, match="already runs ZeRO\\+\\+ with .*qwz_bits=8.*cannot change to .*qwz_bits=4"):
         apply_zeropp(model, NODES | {"qwz_bits": 4})

@@ -70,7 +70,9 @@ def differences(rank: int) -> dict[str, list[str]]:
         for policy in POLICIES_OF.get(name, ("bf16",)):
             # Overlap lets units that a pass skips cross with the others, on both devices. A delta more is another rounding.
             for overlap in (False, True):
-                settings = settings | {"overlap": overlap, "shared_memory": False}
+                # "auto" within a node means another thing on GPUs.
+                within = {"qwz_intra_bits": 8, "qgz_intra_bits": 8}
+                settings = within | settings | {"overlap": overlap, "shared_memory": False}
                 weights, num_bytes = train(rank, policy, settings)
                 with as_on_a_gpu():
                     others, others_bytes = train(rank, policy, settings)

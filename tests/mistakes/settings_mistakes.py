@@ -9,7 +9,7 @@ from typing import Any
 from catalogue import Mistake
 
 from hf_zeropp import ZeroPPConfig, ops
-from hf_zeropp.config import BITS_OF_MODE, GRADIENT_BITS, NODE_GRADIENT_BITS, is_enabled
+from hf_zeropp.config import AUTO, BITS_OF_MODE, GRADIENT_BITS, NODE_GRADIENT_BITS, is_enabled
 
 
 def settings(name: str, *words: str, **values: Any) -> Mistake:
@@ -43,7 +43,9 @@ SETTINGS = [
     settings("a number as text", f"one of {BITS_OF_MODE['values']}", "got '8'", qwz_bits="8"),
     settings("unknown mode", "one of ('values', 'delta', 'exact', 'auto')", "got 'deltas'", qwz_mode="deltas"),
     settings("too few bits", "qgz_bits", f"one of {(*GRADIENT_BITS, None)}", "got 2", qgz_bits=2),
-    settings("too many bits", "qgz_intra_bits", f"one of {(*NODE_GRADIENT_BITS, None)}", "got 16", qgz_intra_bits=16),
+    settings(
+        "too many bits", "qgz_intra_bits", f"one of {(AUTO, *NODE_GRADIENT_BITS, None)}", "got 16", qgz_intra_bits=16
+    ),
     settings("no copies", "hpz_size", "positive int or one of ('node', None)", "got 0", hpz_size=0),
     settings("misspelt word", "hpz_size", "('node', None)", "got 'nodes'", hpz_size="nodes"),
     settings("bits of deltas", "hpz_bits", 'Set qwz_mode="delta"', hpz_bits=8),
