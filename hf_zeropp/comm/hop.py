@@ -16,6 +16,22 @@ from hf_zeropp.traffic import Peers, TimedWork, Traffic
 _all_gather_buffers = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
+def _reduce_scatter_rows(
+    output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Start the reduce-scatters of all rows in one call, which NCCL runs as one kernel."""
+    options = dist.ReduceScatterOptions()
+    options.asyncOp = async_op  # ``reduceOp`` is a sum already
+    # torch 2.13 renamed the method.
+    start = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
+    work = start(list(output.unbind()), list(rows.unbind()), options)
+    if async_op:
+        return work
+    if work is not None:
+        work.wait()
+    return None
+
+
 class HopError(RuntimeError):
     """A hop failed: another rank ended, hangs, or runs another hop. The backend's own error names a socket.
 
@@ -94,6 +110,16 @@ class Hop:
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
         return self._run(dist.all_to_all_single, output, wire)
+
+    def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor) -> HopWork | None:
+        """Start output [Y, S] <- for each y, this rank's slice of the sum over ranks of rows [Y, size * S], in their dtype.
+
+        What a ring receives is counted. NCCL runs rings; gloo runs an all-reduce, and sends twice as much.
+        """
+        if not output.numel():
+            return None
+        self._traffic.record(self.name, self.peers.bytes_of(output.nbytes))
+        return self._run(_reduce_scatter_rows, output, rows)
 
     def _run(
         self, collective: Callable[..., dist.Work | None], output: torch.Tensor, wire: torch.Tensor

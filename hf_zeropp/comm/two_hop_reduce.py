@@ -1,9 +1,15 @@
 """The reduction in two hops, and what is kept between them. See ``two_hops.py`` for the idea and the shapes.
 
-The node hop carries the whole unit over fast links, encoded in ``ReduceLayouts.node_hop``: each rank sends every other rank of
-its node the part that the other one sums. The sums are fp32 and leave each rank with 1/N of the unit: its *partial sums*
-[Y, S], one slice for each node. The cross hop encodes these anew, in ``ReduceLayouts.cross_hop``, and sends slice y to node y.
-A gradient is therefore quantized twice, on any number of ranks. Between micro-steps partial sums may be kept in bf16.
+The node hop carries the whole unit over fast links, and leaves each rank with 1/N of it, summed over its node: its *partial
+sums* [Y, S], one slice for each node. There are two forms of it, and ``ReduceLayouts.node_hop`` says which:
+
+- *Quantized*: each rank sends every other rank of its node the part that the other one decodes and sums, in fp32.
+- *Native*, where the layout quantizes nothing: the backend's own reduce-scatters sum in the dtype of the gradients, as those of
+  stock FSDP2 do. Rank r = y * N + x is place x of node y, so the slices of node y lie together in rank order, and are the input
+  of the y-th reduce-scatter as they are. No kernel of ours touches the whole unit.
+
+The cross hop encodes the partial sums, in ``ReduceLayouts.cross_hop``, and sends slice y to node y. A gradient is therefore
+quantized twice at most, on any number of ranks. Micro-steps add up in fp32, and may be kept in bf16 between them.
 
 With one rank per node the node hop is empty. The partial sums are then the rank's own gradients, and are quantized once.
 """
@@ -26,6 +32,17 @@ class ReduceLayouts:
     node_hop: WireLayout
     cross_hop: WireLayout
 
+    @property
+    def is_native(self) -> bool:
+        """Whether the backend sums within the node, because nothing is quantized there."""
+        return not self.node_hop.quantizes
+
+    @property
+    def node_hop_bytes(self) -> int:
+        """Bytes in which one slice moves in the node hop."""
+        layout = self.node_hop
+        return layout.numel * layout.raw_dtype.itemsize if self.is_native else layout.nbytes
+
 
 class TwoHopReduce:
     """Sum of flat gradients over the world, of which each rank receives its slice.
@@ -34,7 +51,8 @@ class TwoHopReduce:
     ``start_node_hop``, ``start_cross_hop`` and ``finish``. Where partial sums alone are delivered, there is no
     ``start_node_hop``. On every rank of the world these calls must come in the same order.
 
-    Sums are taken in fp32 and in rank order, so every run and every backend gives the same bits.
+    Sums are taken in fp32 and in rank order, so every run and every backend gives the same bits. Those of a native node hop are
+    the backend's.
 
     Args:
         node_hop: the hop over the node group. Its size is N.
@@ -61,6 +79,10 @@ class TwoHopReduce:
         """The number W of ranks in the world."""
         return self.node_hop.size * self.cross_hop.size
 
+    def _arrives_summed(self, layouts: ReduceLayouts) -> bool:
+        """Whether a node hop leaves partial sums, and no wires to decode."""
+        return not self.has_node_hop or layouts.is_native
+
     def start_node_hop(self, full: torch.Tensor, layouts: ReduceLayouts) -> Flight:
         """Start the node hop: send each rank of the node its part of this rank's gradients.
 
@@ -73,6 +95,11 @@ class TwoHopReduce:
         """
         if not self.has_node_hop:
             return Flight(full)
+        if layouts.is_native:
+            num_nodes = self.cross_hop.size
+            sums = full.new_empty(num_nodes, layouts.node_hop.numel)
+            # The backend keeps ``full`` as long as it reads it.
+            return Flight(sums, self.node_hop.reduce_scatter(sums, full.view(num_nodes, -1)))
         num_bytes = self.num_ranks * layouts.node_hop.nbytes
         wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
         # The gradients lie as [y, x] and are encoded as [x, y] (``slice_rows``): part x of the wire, the slices of
@@ -93,10 +120,11 @@ class TwoHopReduce:
         """
         # Sums are taken in fp32, also of partial sums in bf16: one unit at a time has an fp32 copy of them.
         total = None if partial is None else partial.float()
-        if not self.has_node_hop:
-            # The caller owns the gradients and may free or reuse their memory, so the first micro-step copies them.
-            full = flight.received
-            total = full.to(torch.float32, copy=True) if total is None else total.add_(full)
+        if self._arrives_summed(layouts):
+            sums = flight.land(self._buffers)
+            # With one rank per node these are the caller's gradients, who may free or reuse their memory.
+            is_own = self.has_node_hop
+            total = sums.to(torch.float32, copy=not is_own) if total is None else total.add_(sums)
         else:
             received, initial = flight.land(self._buffers), total
             if total is None:
@@ -123,7 +151,7 @@ class TwoHopReduce:
         Returns:
             The cross hop under way.
         """
-        if flight is not None and self.has_node_hop:
+        if flight is not None and not self._arrives_summed(layouts):
             received = flight.land(self._buffers)
             wire = self._buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, received.device)
             # One kernel decodes, sums and encodes block by block: the fp32 sums never go through memory.
@@ -140,7 +168,8 @@ class TwoHopReduce:
         else:
             sums = partial
             if flight is not None:
-                sums = flight.received if partial is None else partial.float().add_(flight.received)
+                arrived = flight.land(self._buffers)
+                sums = arrived if partial is None else partial.float().add_(arrived)
             assert sums is not None
             wire = self._buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, sums.device)
             ops.quantize(sums, layouts.cross_hop, out=wire)

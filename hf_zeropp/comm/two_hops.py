@@ -9,6 +9,7 @@ slice takes B bytes, of codes and scales, in a *wire buffer*. Shapes in brackets
 
     gather   shard [S] --encode--> [B] --cross hop--> secondary shard [Y, B] --node hop--> [N, Y, B] --decode--> [W, S]
     reduce   gradients [W, S] --encode--> [N, Y, B] --node hop--> [N, Y, B] --decode, sum over N--> partial sums [Y, S]
+             gradients [Y, N, S] --native node hop: Y reduce-scatters over N--> partial sums [Y, S]
              partial sums [Y, S] --encode--> [Y, B'] --cross hop--> [Y, B'] --decode, sum over Y--> [S]
 
 What lies between the hops is kept, and that saves more than quantization does:

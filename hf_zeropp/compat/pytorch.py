@@ -115,6 +115,13 @@ PYTORCH: tuple[Seam, ...] = (
         "The rows of a sharded tensor that a rank holds."),
     has("torch.distributed:ProcessGroup", "_get_backend _device_types", "comm.topology",
         "The timeout of the world's collectives."),
+    # They are not private, and not documented either. The second name is asked for first.
+    has("torch.distributed:ProcessGroup", "reduce_scatter_tensor_coalesced", "comm.hop",
+        "Several reduce-scatters in one call, which NCCL runs as one kernel.", until=(2, 13)),
+    has("torch.distributed:ProcessGroup", "reduce_scatter_single_coalesced", "comm.hop",
+        "The same.", since=(2, 13)),
+    has("torch.distributed:ReduceScatterOptions", "asyncOp", "comm.hop",
+        "Whether the caller waits for them.", silent=True),
     has("torch._C._distributed_c10d:Backend.Options", "_timeout", "comm.topology",
         "The timeout of the world's collectives."),
     # It is read with a default, because most models are not compiled.

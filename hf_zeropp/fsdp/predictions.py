@@ -143,9 +143,9 @@ def reduce_bytes(
         micro_steps: backward passes per optimizer step.
         crossings: how many of them cross nodes. More than one do where hooks look at the unit's gradients.
     """
-    # A rank receives from each peer of its node the wires for all Y slices of its cross group. A hop among one rank
-    # makes no call, and the table has no line for it.
-    within_node = node_hop.bytes_of(cross_hop.group_size * layouts.node_hop.nbytes)
+    # A rank receives from each peer of its node all Y slices of its cross group: their wires, or as many bytes of sums as a
+    # ring of reduce-scatters passes on. A hop among one rank makes no call, and the table has no line for it.
+    within_node = node_hop.bytes_of(cross_hop.group_size * layouts.node_hop_bytes)
     return HopBytes(
         cross_hop=cross_hop.bytes_of(layouts.cross_hop.nbytes).times(crossings),
         node_hop=within_node.times(micro_steps if node_hop.group_size > 1 else 0),

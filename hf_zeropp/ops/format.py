@@ -210,6 +210,11 @@ class WireLayout:
         layouts = (WireLayout([segment], self.block, self.raw_dtype) for segment in self.segments)
         return tuple((slice(part.scales, part.end), layout) for part, layout in zip(self.parts, layouts, strict=True))
 
+    @cached_property
+    def quantizes(self) -> bool:
+        """Whether any segment travels in codes."""
+        return any(segment.bits is not None for segment in self.segments)
+
     def table(self, device: torch.device | str) -> torch.Tensor:
         """Return ``parts`` as an int64 tensor [num_parts, len(Part._fields)] on ``device``, built once per device."""
         # Copying to a GPU makes the host wait, so it is done once and not in every call.

@@ -106,13 +106,16 @@ def exact_and_bound(case: Case, rank: int, seeds=(0,)) -> tuple[torch.Tensor, to
     total, error = 0.0, 0.0
     for node in range(world_size // ranks_per_node):
         partial = torch.zeros(layouts.node_hop.numel, dtype=torch.float64)
-        slack = torch.zeros_like(partial)
+        slack, magnitude = torch.zeros_like(partial), torch.zeros_like(partial)
         for source, seed in itertools.product(range(node * ranks_per_node, (node + 1) * ranks_per_node), seeds):
             values = case.values(source, world_size, seed).view(world_size, -1)[rank].double()
             partial += values
+            magnitude += values.abs()
             slack += values.abs() * 2.0**-22 * world_size * len(seeds)  # fp32 sums
             if ranks_per_node > 1:  # with one rank per node the node hop is empty
                 slack += block_errors(values, layouts.node_hop)
+        if layouts.is_native:  # the backend rounds each of its sums
+            slack += rounding(magnitude, case.dtype) * (ranks_per_node - 1)
         total = total + partial
         error = error + slack + block_errors(partial, layouts.cross_hop, slack)
     return total, error + (total.abs() + error) * 2.0**-22 * world_size
@@ -203,6 +206,40 @@ def run_accumulations(rank: int) -> None:
 @pytest.mark.parametrize("world_size", (1, 4, 6))
 def test_accumulated_partial_sums_reach_the_cross_hop(world_size):
     run_ranks(run_accumulations, world_size)
+
+
+def check_native_sums(case: Case, rank: int) -> None:
+    """Check that partial sums are what stock reduce-scatters of the same rows give, bit for bit, and count as a ring's bytes."""
+    world, layouts = world_of(case.ranks_per_node), reduce_layouts(case)
+    num_nodes, group = world.topology.num_nodes, world.topology.node_group
+    full = case.values(rank, dist.get_world_size())
+    expected = torch.empty(num_nodes, layouts.node_hop.numel, dtype=case.dtype)
+    for sums, rows in zip(expected, full.view(num_nodes, -1), strict=True):
+        dist.reduce_scatter_tensor(sums, rows, group=group)
+    for reduce in (world.reduce, world.reduce_async):
+        world.traffic.reset()
+        flight = reduce.start_node_hop(full.clone(), layouts)  # the clone is freed while the hop is under way
+        assert torch.equal(flight.land(world.buffers), expected)
+        assert not flight.sent, "buffers are held that the backend holds already"
+        counted = world.traffic.counts[REDUCE_NODE]
+        assert counted.intra_node == (case.ranks_per_node - 1) * expected.nbytes, counted
+    kept = reduce.accumulate(reduce.start_node_hop(full, layouts), layouts, None)
+    assert torch.equal(kept, expected.float())
+    full.fill_(float("nan"))
+    assert kept.isfinite().all(), "the sums are a view of the gradients"
+
+
+def run_native_sums(rank: int) -> None:
+    sizes = [size for size in node_sizes(dist.get_world_size()) if size > 1]
+    each_case(
+        [Case(size, "awkward", dtype, None, 4) for size, dtype in itertools.product(sizes, DTYPES)],
+        lambda case: check_native_sums(case, rank),
+    )
+
+
+@pytest.mark.parametrize("world_size", (4, 6))
+def test_without_bits_the_backend_sums_within_the_node(world_size):
+    run_ranks(run_native_sums, world_size)
 
 
 def run_special_values(rank: int) -> dict[str, list]:

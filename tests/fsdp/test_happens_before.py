@@ -6,6 +6,7 @@ One process stands for 2 nodes of 8 ranks. ``tests/helpers/happens_before`` says
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from ways_through_steps import (
     CONFIGURATIONS,
+    NATIVE,
     RANKS_PER_NODE,
     decay_of_a_skipped_layer,
     hooks_on_all_reduces,
@@ -32,6 +34,7 @@ from ways_through_steps import (
     training,
 )
 
+from hf_zeropp.comm import hop
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.fsdp.gradients import backward_passes
 from hf_zeropp.fsdp.gradients.drivers import StreamDriver
@@ -152,6 +155,17 @@ def make_room_for_the_current_stream(driver: StreamDriver) -> None:
         driver._owner.wait_event(driver._held.popleft()[0])
 
 
+def no_wait_for_native_sums() -> Any:
+    """The reduce-scatters of a node hop run on a stream of their own, which nothing waits for."""
+    start = hop._reduce_scatter_rows
+
+    def start_only(output: torch.Tensor, rows: torch.Tensor, group: Any, async_op: bool) -> None:
+        start(output, rows, group, True)
+
+    return mock.patch.object(hop, "_reduce_scatter_rows", start_only)
+
+
+native_steps = functools.partial(steps, **NATIVE)
 STOCK_WITH_HOOKS = "stock FSDP2, hooks on all-reduces"
 FAULTS = {
     "no work.wait()": Fault(
@@ -168,6 +182,15 @@ FAULTS = {
         steps,
         ("quantize_out", "post_backward"),
         is_reuse=True,
+    ),
+    "the input of native sums is freed early": Fault(
+        forgetting(_fsdp_param_group, "ReduceScatterState", "reduce_scatter_input", "event"),
+        native_steps,
+        ("reduce_scatter_tensor_coalesced_", "post_backward"),
+        is_reuse=True,
+    ),
+    "no wait for native sums": Fault(
+        no_wait_for_native_sums, native_steps, ("reduce_scatter_tensor_coalesced_", "zeropp.quantize_out")
     ),
     "the gather's output is freed early": Fault(
         forgetting(_fsdp_param_group, "AllGatherState", "all_gather_result"),

@@ -23,6 +23,8 @@ from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 RANKS_PER_NODE = 8
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 SUMS = {"qgz_accumulator": "bfloat16"}
+NATIVE = {"qgz_intra_bits": None}
+"""The backend sums gradients within the node."""
 
 
 class Training(NamedTuple):
@@ -60,8 +62,8 @@ def steps(policy: str = "bf16", counts: tuple[int, ...] = (1, 2, 1), **settings:
         train.step(micro_steps)
 
 
-def skipped_layers() -> None:
-    train = training()
+def skipped_layers(**settings: Any) -> None:
+    train = training(**settings)
     for path in ([0, 2], [1], [0, 1, 2, 1]):
         train.model.path = path
         train.step(2)
@@ -77,8 +79,8 @@ def decay_of_a_skipped_layer(**settings: Any) -> None:
         train.optimizer.zero_grad(set_to_none=False)
 
 
-def a_head_without_gradients() -> None:
-    train = training()
+def a_head_without_gradients(**settings: Any) -> None:
+    train = training(**settings)
     train.step(1, loss_without_head)
     train.step(2, loss_without_head)
 
@@ -328,6 +330,12 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "sums in bf16": functools.partial(steps, counts=(3, 1), **SUMS),
     "looks at gradients, sums in bf16": functools.partial(looks_at_gradients, **SUMS),
     "nothing quantized": functools.partial(steps, **EXACT),
+    "native sums": functools.partial(steps, **NATIVE),
+    "native sums, gradients in 16 bits": functools.partial(steps, "bf16 reduce", counts=(3, 1), **NATIVE, **SUMS),
+    "native sums, hops on one stream": functools.partial(steps, overlap=False, **NATIVE),
+    "native sums, skipped layers": functools.partial(skipped_layers, **NATIVE),
+    "native sums, a head without gradients": functools.partial(a_head_without_gradients, **NATIVE),
+    "native sums, looks at gradients": functools.partial(looks_at_gradients, **NATIVE),
     "hops on one stream": functools.partial(steps, overlap=False),
     "hops on one stream, exact": functools.partial(steps, overlap=False, qwz_mode="exact"),
     "generation": generation,

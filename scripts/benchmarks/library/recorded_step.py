@@ -39,9 +39,11 @@ MOVES_UNITS = ("fsdp", "zeropp")
 CONTRIBUTIONS = {
     "_allgather_base_": "input_tensor",
     "_reduce_scatter_base_": "output_tensor",
+    "reduce_scatter_tensor_coalesced_": "outputs",
     "alltoall_base_": "input",
 }
-"""Collectives of units, each with the argument that has the size of what one rank contributes. Others carry a few bytes."""
+"""Collectives of units, each with the argument that has the size of what one rank contributes: a tensor, or the rows of one.
+Others carry a few bytes."""
 
 MAIN = "default stream"
 
@@ -128,8 +130,8 @@ class Recording:
     def _collective(self, work: Work, operation: Operation) -> Work:
         group = dist.ProcessGroup.unbox(operation.arguments["process_group"])
         peers = Peers.of(group, self._ranks_per_node)
-        tensor = operation.arguments.get(CONTRIBUTIONS.get(work.name, ""))
-        num_bytes = 0 if tensor is None else tensor.nbytes
+        moved = operation.arguments.get(CONTRIBUTIONS.get(work.name, ""), [])
+        num_bytes = sum(tensor.nbytes for tensor in (moved if isinstance(moved, list) else [moved]))
         if work.name == "alltoall_base_":  # one part for each rank
             num_bytes //= peers.group_size
         # Flat collectives of a world run in rings. Groups of one rank per node, or within one, send directly.

@@ -52,6 +52,9 @@ def answer(func: Any, group: dist.ProcessGroup, values: dict[str, Any]) -> None:
     elif name == "c10d::_reduce_scatter_base_":
         output, input = values["output_tensor"], values["input_tensor"]
         output.view(-1).copy_(input.view(size, -1)[rank])
+    elif name == "c10d::reduce_scatter_tensor_coalesced_":
+        for output, input in zip(values["outputs"], values["inputs"], strict=True):
+            output.view(-1).copy_(input.view(size, -1)[rank])
     elif name == "c10d::allgather_":
         for outputs, input in zip(values["output_tensors"], values["input_tensors"], strict=True):
             torch._foreach_copy_(outputs, [input] * size)
