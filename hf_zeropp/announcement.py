@@ -19,10 +19,24 @@ from hf_zeropp.traffic import Bytes, Traffic, total
 logger = logging.getLogger(__name__)
 
 
-def log_inactive(topology: Topology, *, is_enabled: bool) -> None:
-    """Say that FSDP2's own collectives stay, and what a user with one node can do. Rank 0 speaks for all."""
+def log_inactive(topology: Topology, num_nodes: int, *, is_enabled: bool) -> None:
+    """Say that FSDP2's own collectives stay, and what a user can do whose model is sharded within a node. Rank 0 speaks for all.
+
+    Args:
+        topology: one node.
+        num_nodes: the nodes on which the model is trained, with all its replicas.
+        is_enabled: False with ``ZEROPP_ENABLED=0``.
+    """
     if not is_enabled or topology.num_ranks == 1:
         logger.info("%s: FSDP2's own collectives stay.", "One rank only" if is_enabled else "ZEROPP_ENABLED=0")
+    elif topology.rank == 0 and num_nodes > 1:
+        logger.warning(
+            "Each replica of the model lies within one node (%d ranks), so ZeRO++ has nothing to do: FSDP2's own collectives "
+            "stay, and average the gradients of %d nodes at their full size. Shard the model over several nodes "
+            "(dp_replicate_size of 1, or a smaller one), and ZeRO++ quantizes what crosses them.",
+            topology.num_ranks,
+            num_nodes,
+        )
     elif topology.rank == 0:
         logger.warning(
             "One node only (%d ranks), and nothing crosses nodes: FSDP2's own collectives stay. If the links between these "

@@ -18,7 +18,7 @@ from hf_zeropp.comm.agreement import Agreement, Channel
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.node_memory import NodeMemory
-from hf_zeropp.comm.topology import ShardGroups, get_topology, new_cpu_group
+from hf_zeropp.comm.topology import WorldGroups, get_topology, new_cpu_group
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
@@ -35,7 +35,15 @@ from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.plan import Plan, agree, check_all_served, require_process_group
-from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, GATHER_RESYNC, REDUCE_CROSS, REDUCE_NODE, Traffic
+from hf_zeropp.traffic import (
+    GATHER_CROSS,
+    GATHER_NODE,
+    GATHER_RESYNC,
+    REDUCE_CROSS,
+    REDUCE_NODE,
+    REDUCE_REPLICAS,
+    Traffic,
+)
 
 # A module's attribute and no weak dictionary: the handle holds the model's modules, so it must die with the model.
 _HANDLE = "_zeropp_handle"
@@ -52,7 +60,7 @@ def apply_zeropp(
 
     Args:
         model: sharded by ``fully_shard`` over the whole world (Accelerate's FSDP2 and Transformers'
-            ``distributed_config`` do so), or over a part of it beside other parallelism.
+            ``distributed_config`` do so), over a mesh (replicate, shard), or over a part of it beside other parallelism.
         config: the settings, a mapping or file of them, a preset's name, or None for the environment.
         mesh: the 1-D mesh that ``fully_shard`` got, where other parallelism divides the world (pipeline stages). Tensor
             parallelism is noticed without it. All ranks of the world make their call at the same time, with meshes of one size.
@@ -75,8 +83,8 @@ def apply_zeropp(
     model = without_compile_wrapper(model)
     # Errors of one rank must be raised before the next line: the handle makes process groups, which every rank has to
     # make too. A rank that had already given up would leave the others waiting in there.
-    plan, shard_groups = agree(model, config, mesh)
-    handle = _install(model, plan, shard_groups)
+    plan, groups = agree(model, config, mesh)
+    handle = _install(model, plan, groups)
     setattr(model, _HANDLE, handle)
     _handles.add(handle)
     give_gloo_time_at_exit()
@@ -93,9 +101,9 @@ def has_handles() -> bool:
     return len(_handles) > 0
 
 
-def _install(model: nn.Module, plan: Plan, shard_groups: ShardGroups) -> ZeroPPHandle:
+def _install(model: nn.Module, plan: Plan, groups: WorldGroups) -> ZeroPPHandle:
     units = find_units(model)
-    topology = get_topology(plan.shard_ranks_per_node, units[0].device_type, shard_groups)
+    topology = get_topology(plan.shard_ranks_per_node, units[0].device_type, groups.shards)
     # Units over the whole shard group get the two hops. The plan allows one other kind: frozen units that are sharded
     # over a node. FSDP2's own gather of those never leaves the node, so it is only counted, and not replaced.
     ranks = list(topology.ranks)
@@ -104,17 +112,18 @@ def _install(model: nn.Module, plan: Plan, shard_groups: ShardGroups) -> ZeroPPH
     run = Run.of(
         ZeroPPConfig(**dict(plan.settings)),
         topology,
-        shard_groups,
-        _new_traffic(model, units_of_all, units_of_nodes, plan.ranks_per_node, topology.num_nodes),
+        groups,
+        next((unit.replica_group for unit in units_of_all if unit.replica_group is not None), None),
+        _new_traffic(model, units_of_all, units_of_nodes, plan.ranks_per_node, _num_nodes(plan, groups)),
         hpz_size=plan.hpz_size,
         checks=plan.checks_secondaries,
     )
     if not plan.is_enabled or topology.num_nodes == 1:
-        log_inactive(topology, is_enabled=plan.is_enabled)
+        log_inactive(topology, run.traffic.num_nodes, is_enabled=plan.is_enabled)
         return ZeroPPHandle(run, units_of_all, units_of_nodes)
     frozen = install_frozen_gathers(model, units_of_nodes, run.traffic)
     if frozen:
-        compare_frozen(model, frozen, topology)
+        compare_frozen(model, frozen, run)
     if units_of_all:
         handle = _install_two_hops(model, run, units_of_all, frozen)
     else:
@@ -129,7 +138,7 @@ def _install_two_hops(
     model: nn.Module, run: Run, units: Sequence[Unit], frozen: Sequence[FrozenGather]
 ) -> ZeroPPHandle:
     # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
-    channel = Channel(new_cpu_group(run.shard_groups))
+    channel = Channel(new_cpu_group(run.groups.data_parallel))
     decisions = Decisions(run, Agreement(channel), frozen)
     # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
     weakref.finalize(decisions, channel.close).atexit = False
@@ -137,6 +146,7 @@ def _install_two_hops(
     hops = _reduce_hops(run)
     for unit, gather in zip(units, gathers, strict=True):
         reduce = ZeroPPReduceScatter(unit, run, decisions, hops)
+        unit.take_over_replicas()
         unit.set_all_gather(gather)
         unit.set_reduce_scatter(reduce)
         # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be
@@ -159,7 +169,7 @@ def _make_gathers(run: Run, decisions: Decisions, units: Sequence[Unit]) -> list
     hops, check = _gather_hops(run), None
     if run.checks:
         hpz_size = None if run.hpz_size is None else hops.node_hop.size
-        check = SecondaryCheck.of(hpz_size, units[0].shard_group)
+        check = SecondaryCheck.of(hpz_size, units[0].shard_group, run.replicas)
     return [ZeroPPAllGather(unit, run, decisions, hops, check) for unit in units]
 
 
@@ -183,7 +193,11 @@ def _reduce_hops(run: Run) -> TwoHopReduce:
     node = Hop(REDUCE_NODE, run.topology.node_group, run.traffic, is_async=run.overlaps_by_itself)
     # With streams too, FSDP2 goes on before cross hops have ended.
     cross = Hop(REDUCE_CROSS, run.topology.cross_group, run.traffic, is_async=run.config.overlap)
-    return TwoHopReduce(node, cross, run.buffers, getattr(torch, run.config.qgz_accumulator))
+    accumulator = getattr(torch, run.config.qgz_accumulator)
+    if run.replicas is None:
+        return TwoHopReduce(node, cross, run.buffers, accumulator)
+    replicas = Hop(REDUCE_REPLICAS, run.replicas, run.traffic, is_async=run.config.overlap)
+    return TwoHopReduce(node, cross, run.buffers, accumulator, replicas)
 
 
 def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
@@ -192,6 +206,12 @@ def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
     run.warnings.warn(MIXED_DTYPES, [unit for unit in gathered if unit.param_dtype not in FLOAT_DTYPES])
     trained = [reduce.unit for reduce in decisions.reduces if reduce.unit.trains]
     run.warnings.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])
+
+
+def _num_nodes(plan: Plan, groups: WorldGroups) -> int:
+    """Return over how many nodes the model is trained, with all its replicas."""
+    own = next(ranks for ranks in groups.data_parallel if dist.get_rank() in ranks)
+    return len({rank // plan.ranks_per_node for rank in own})
 
 
 def _new_traffic(

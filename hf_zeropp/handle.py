@@ -162,7 +162,8 @@ class ZeroPPHandle:
         # stays FSDP2's own, that is the world.
         in_groups = bool(self.gathers) and all(gather.stays_in_group for gather in self.gathers)
         # Other parallelism exchanges activations in every forward pass, in groups of its own.
-        if not self.is_active or not (in_groups or not self.units) or not self.topology.spans_world:
+        has_other_parallelism = len(self._run.groups.data_parallel) > 1
+        if not self.is_active or not (in_groups or not self.units) or has_other_parallelism:
             return None
         # Two kinds of gathers meet in groups of two sizes: frozen units over the node, secondary copies over
         # ``hpz_size`` ranks. One size divides the other (``resolve_hpz_size``), so the larger group contains the

@@ -22,7 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zeropp import devices
 from hf_zeropp.comm.hosts import Host, check_hosts, this_host
-from hf_zeropp.comm.topology import ShardGroups, count_on_each_node, detect_ranks_per_node, resolve_hpz_size
+from hf_zeropp.comm.topology import (
+    ShardGroups,
+    WorldGroups,
+    count_on_each_node,
+    detect_ranks_per_node,
+    resolve_hpz_size,
+)
 from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
@@ -62,7 +68,8 @@ class Plan:
         settings: the settings as they are in force on this device, as sorted pairs of name and value.
         ranks_per_node: ranks of each node of the world.
         ranks: those over which the model is sharded, in order: the world, or this rank's shard group.
-        holders: those that hold a part of the same parameters, sorted: ``ranks``, and with tensor parallelism more.
+        replicas: those that hold the same shard as this rank, one in each replica, in order; this rank alone without replicas.
+        holders: those that hold a part of the same parameters, sorted: ``ranks``, and with replicas or tensor parallelism more.
         shard_ranks_per_node: how many of them each node has, N.
         hpz_size: ranks that share one secondary copy; None where none is kept.
         is_enabled: False with ``ZEROPP_ENABLED=0``.
@@ -76,6 +83,7 @@ class Plan:
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
     ranks: tuple[int, ...]
+    replicas: tuple[int, ...]
     holders: tuple[int, ...]
     shard_ranks_per_node: int
     hpz_size: int | None
@@ -119,7 +127,7 @@ def agree(
     model: nn.Module,
     config: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
     mesh: DeviceMesh | None = None,
-) -> tuple[Plan, ShardGroups]:
+) -> tuple[Plan, WorldGroups]:
     """Check this rank's model and settings, and exchange the outcome. Collective over the world.
 
     Args:
@@ -128,7 +136,7 @@ def agree(
         mesh: the mesh over which the model is sharded on purpose, though it is not the world.
 
     Returns:
-        This rank's plan, which is that of all ranks of its shard group, and all shard groups.
+        This rank's plan, which is that of all ranks of its shard group but for ``replicas``, and how the model divides the world.
 
     Raises:
         ValueError: on every rank, if any rank objects to its model or settings, if two ranks differ, or if a node has ranks on
@@ -153,14 +161,16 @@ def agree(
         plans.append(rank_plan)
     _check_same_place([is_first_use for *_, is_first_use in outcomes])
     # Every rank has all plans and compares them in the same order, so every rank raises the same error or none.
-    shard_groups = _shard_groups(plans)
-    for ranks in shard_groups:
-        _check_same_plan({rank: plans[rank] for rank in ranks})
+    groups = WorldGroups(_shard_groups(plans), _data_parallel_groups(plans))
+    for ranks in groups.shards:
+        _check_same_plan({rank: dataclasses.replace(plans[rank], replicas=()) for rank in ranks})
+    for ranks in groups.data_parallel:
+        _check_same_plan({rank: plans[rank] for rank in ranks}, of="hpz_size checks_secondaries units")
     if plans[0].is_enabled:
         check_hosts(
             [host for _, _, host, _ in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"]
         )
-    return plans[dist.get_rank()], shard_groups
+    return plans[dist.get_rank()], groups
 
 
 def _check_same_place(are_first_uses: Sequence[bool]) -> None:
@@ -198,11 +208,28 @@ def _shard_groups(plans: Sequence[Plan]) -> ShardGroups:
     # differ (stages of a pipeline).
     firsts = {ranks[0]: _shape_of(plans[ranks[0]]) for ranks in groups}
     _check_same_plan(firsts, _Shape)
-    _check_no_replicas([plans[ranks[0]] for ranks in groups])
+    _check_no_unknown_replicas([plans[ranks[0]] for ranks in groups])
     return groups
 
 
-def _check_no_replicas(plans: Sequence[Plan]) -> None:
+def _data_parallel_groups(plans: Sequence[Plan]) -> ShardGroups:
+    """Return the data-parallel groups: the shard groups of all ranks that hold one shard.
+
+    Raises:
+        ValueError: ranks differ in them, so that their replicas overlap in part.
+    """
+    groups = [tuple(sorted(rank for replica in plan.replicas for rank in plans[replica].ranks)) for plan in plans]
+    for rank, ranks in enumerate(groups):
+        strangers = [other for other in ranks if groups[other] != ranks]
+        if strangers:
+            raise ValueError(
+                f"Ranks must agree on the model's replicas: rank {rank} trains with {list(ranks)}, rank {strangers[0]} with "
+                f"{list(groups[strangers[0]])}. Call fully_shard with the same (replicate, shard) mesh on all of them."
+            )
+    return tuple(dict.fromkeys(groups))
+
+
+def _check_no_unknown_replicas(plans: Sequence[Plan]) -> None:
     """Raise a ValueError if two shard groups hold the same parameters, each for itself. ``plans`` has one of each group."""
     # Stages of a pipeline differ in their parameters. Groups beside tensor parallelism hold parts of the same ones.
     seen: dict[tuple[UnitPlan, ...], Plan] = {}
@@ -212,10 +239,9 @@ def _check_no_replicas(plans: Sequence[Plan]) -> None:
             continue
         raise ValueError(
             f"The model is sharded over ranks {list(first.ranks)}, and the same parameters once more over ranks "
-            f"{list(plan.ranks)}: these are replicas (HSDP), whose gradients ZeRO++ does not average, so they would drift "
-            "apart. Call fully_shard with a 1-D mesh over all ranks (with Accelerate or Transformers leave "
-            "dp_replicate_size at 1), and apply_zeropp without a mesh. If they are stages of a pipeline, give their modules "
-            "different names."
+            f"{list(plan.ranks)}: these are replicas whose gradients are not averaged, so they would drift apart. Call "
+            "fully_shard with the whole mesh (replicate, shard) on all of them, or with a 1-D mesh over all ranks, and "
+            "apply_zeropp without a mesh. If they are stages of a pipeline, give their modules different names."
         )
 
 
@@ -247,9 +273,9 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
             "Prepare it with Accelerate and a ZeroPPPlugin, or call fully_shard on its blocks and on the model."
         )
     ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
-    ranks = _ranks_of_model(units, ranks_per_node, mesh)
+    ranks, replicas = _ranks_of_model(units, mesh)
     for unit in units:
-        _check_unit(unit, ranks, ranks_per_node)
+        _check_unit(unit, ranks, replicas, ranks_per_node)
         # Frozen units over a node are not gathered by deltas, so their dtype does not matter.
         if config.sends_deltas and _ranks_of(unit) == ranks:
             _check_deltas(unit, config.qwz_mode)
@@ -270,6 +296,7 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
         settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
         ranks_per_node=ranks_per_node,
         ranks=ranks,
+        replicas=replicas,
         holders=tuple(sorted(set(ranks).union(*map(_holders_of, units)))),
         shard_ranks_per_node=shard_ranks_per_node,
         hpz_size=hpz_size,
@@ -287,14 +314,33 @@ def _holders_of(unit: Unit) -> set[int]:
     return {rank for param in unit.params for rank in param.device_mesh.mesh.flatten().tolist()}
 
 
-def _ranks_of_model(units: Sequence[Unit], ranks_per_node: int, mesh: DeviceMesh | None) -> tuple[int, ...]:
-    """Return the ranks over which the model has to be sharded: the world, unless there is other parallelism."""
-    if mesh is not None:
-        return tuple(mesh.mesh.flatten().tolist())
-    # Under tensor parallelism parameters are sharded over a second mesh. Nothing else tells a shard group from a mistake:
-    # a model that is sharded over a node, say, whose copies on other nodes are not kept alike.
-    beside = Counter(_ranks_of(unit) for unit in units if unit.has_other_parallelism)
-    return beside.most_common(1)[0][0] if beside else tuple(range(dist.get_world_size()))
+def _replicas_of(unit: Unit) -> tuple[int, ...]:
+    group = unit.replica_group
+    return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
+
+
+def _ranks_of_model(units: Sequence[Unit], mesh: DeviceMesh | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ranks over which the model has to be sharded, and those that have to hold the same shard as this rank.
+
+    They are the world and this rank, unless there are replicas or other parallelism.
+    """
+    # Parameters of replicas and of tensor parallelism have a second mesh. Nothing else tells a shard group from a mistake: a
+    # model that is sharded over a node, say, whose copies on other nodes are not kept alike.
+    beside = Counter(
+        (_ranks_of(unit), _replicas_of(unit))
+        for unit in units
+        if unit.has_other_parallelism or unit.replica_group is not None
+    )
+    ranks, replicas = (
+        beside.most_common(1)[0][0] if beside else (tuple(range(dist.get_world_size())), (dist.get_rank(),))
+    )
+    if mesh is None:
+        return ranks, replicas
+    # The mesh that the caller gives may be that of the replicas too. Its last dimension is the one over which FSDP2 shards.
+    given = (
+        mesh.mesh.flatten().tolist() if mesh.ndim == 1 else dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+    )
+    return tuple(given), replicas
 
 
 def _words_of(ranks: tuple[int, ...]) -> str:
@@ -306,18 +352,13 @@ def _own_node(ranks_per_node: int) -> tuple[int, ...]:
     return tuple(range(first, first + ranks_per_node))
 
 
-def _check_unit(unit: Unit, model_ranks: tuple[int, ...], ranks_per_node: int) -> None:
+def _check_unit(unit: Unit, model_ranks: tuple[int, ...], replicas: tuple[int, ...], ranks_per_node: int) -> None:
     # The handle is on the module that ``apply_zeropp`` was called with, so a call above or below that module does not
     # find it. A second installation would replace the comm objects under the first handle's hooks.
     if isinstance(unit.reduce_scatter, ZeroPPReduceScatter):
         raise ValueError(
             f"unit {unit.name} already runs ZeRO++ through another apply_zeropp call, on a module above or below this "
             "one. Call it once, on the model."
-        )
-    if unit.is_hsdp:
-        raise ValueError(
-            f"unit {unit.name} is sharded over a 2-D mesh (HSDP), which replicates over nodes what ZeRO++ shards. "
-            "Call fully_shard with a 1-D mesh over all ranks (leave dp_replicate_size at 1)."
         )
     if unit.reshards_to_part_of_the_world:
         raise ValueError(
@@ -331,6 +372,11 @@ def _check_unit(unit: Unit, model_ranks: tuple[int, ...], ranks_per_node: int) -
             f"unit {unit.name} is sharded over ranks {list(ranks)}, expected {_words_of(model_ranks)} in order"
             f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {node[0]}'}. "
             "Call fully_shard with a 1-D mesh over them. If other parallelism divides the world, pass that mesh to apply_zeropp."
+        )
+    if ranks == model_ranks and _replicas_of(unit) != replicas:
+        raise ValueError(
+            f"unit {unit.name} is replicated over ranks {list(_replicas_of(unit))}, and other units over {list(replicas)}. Call "
+            "fully_shard with the same mesh for all units."
         )
 
 
@@ -352,16 +398,19 @@ def _check_deltas(unit: Unit, mode: str) -> None:
         )
 
 
-def _check_same_plan(plans: Mapping[int, Plan] | Mapping[int, _Shape], form: type = Plan) -> None:
-    """Raise a ValueError that names the first rank and field that differ from the first rank."""
+def _check_same_plan(
+    plans: Mapping[int, Plan] | Mapping[int, _Shape], form: type = Plan, *, of: str | None = None
+) -> None:
+    """Raise a ValueError that names the first rank and field that differ from the first rank. ``of`` names the fields."""
     (first, expected), *others = plans.items()
+    names = [field.name for field in dataclasses.fields(form)] if of is None else of.split()
     for rank, plan in others:
-        for field in dataclasses.fields(form):
-            ours, theirs = getattr(expected, field.name), getattr(plan, field.name)
+        for name in names:
+            ours, theirs = getattr(expected, name), getattr(plan, name)
             if ours != theirs:
                 own, other = _first_difference(ours, theirs)
                 raise ValueError(
-                    f"Ranks must agree on ZeRO++'s {field.name}: rank {first} has {own}, rank {rank} has {other}. Give all "
+                    f"Ranks must agree on ZeRO++'s {name}: rank {first} has {own}, rank {rank} has {other}. Give all "
                     "ranks the same settings, environment and model."
                 )
 

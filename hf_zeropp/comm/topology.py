@@ -12,6 +12,11 @@ Beside tensor or pipeline parallelism a model is sharded over a part of the worl
 *shard groups*. With 2 nodes of 4 ranks and tensor parallelism of 2, they are {0, 2, 4, 6} and {1, 3, 5, 7}. Within a shard group
 everything above holds, with its own ranks in the place of the world's: here N is 2, and rank 4 is in the node group {4, 6}
 and in the cross group {0, 4}. Without other parallelism the only shard group is the world.
+
+[Note: replicas]
+FSDP2 can shard a model over each of several shard groups, and average gradients over these *replicas* (HSDP). Ranks with the same
+place in their shard groups hold the same shard. They are a *replica group*. All ranks of the replicas of one model are a
+*data-parallel group*: they train the same weights, and take all decisions together. Without replicas it is the shard group.
 """
 
 from __future__ import annotations
@@ -22,6 +27,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,6 +37,18 @@ from hf_zeropp.comm.nccl import warn_of_any_order
 
 ShardGroups = tuple[tuple[int, ...], ...]
 """The ranks of all shard groups: disjoint, of one size, each in rank order. See [Note: sharding beside other parallelism]."""
+
+
+class WorldGroups(NamedTuple):
+    """How a model divides the world.
+
+    Attributes:
+        shards: the ranks of each shard group.
+        data_parallel: the ranks of each data-parallel group. See [Note: replicas].
+    """
+
+    shards: ShardGroups
+    data_parallel: ShardGroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +71,6 @@ class Topology:
     def num_ranks(self) -> int:
         """W, the number of ranks over which a model is sharded."""
         return len(self.ranks)
-
-    @property
-    def spans_world(self) -> bool:
-        """Whether there is no other parallelism."""
-        return self.num_ranks == dist.get_world_size()
 
     @property
     def num_nodes(self) -> int:
@@ -207,13 +220,13 @@ def _moved_device_types() -> list[str]:
     return [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
 
 
-def new_cpu_group(shard_groups: ShardGroups) -> dist.ProcessGroup:
-    """Make a group of this rank's shard group that moves CPU tensors, whatever the backend of the world.
+def new_cpu_group(groups: ShardGroups) -> dist.ProcessGroup:
+    """Make a group of those ranks of ``groups`` that this rank is among. It moves CPU tensors, whatever the world's backend.
 
     Every rank of the world must call it.
     """
     _meet()
-    ranks = [list(group) for group in shard_groups]
+    ranks = [list(group) for group in groups]
     group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout(), backend="gloo")
     return group
 

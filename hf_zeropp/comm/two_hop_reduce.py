@@ -11,6 +11,10 @@ sums* [Y, S], one slice for each node. There are two forms of it, and ``ReduceLa
 The cross hop encodes the partial sums, in ``ReduceLayouts.cross_hop``, and sends slice y to node y. A gradient is therefore
 quantized twice at most, on any number of ranks. Micro-steps add up in fp32, and may be kept in bf16 between them.
 
+Replicas of a model (HSDP) are averaged by a third hop: each rank encodes its slice of the sum as the cross hop does, and sends
+it to the ranks that hold the same slice in other replicas. All of them sum the same codes in the same order, so replicas stay
+equal bit for bit.
+
 With one rank per node the node hop is empty. The partial sums are then the rank's own gradients, and are quantized once.
 """
 
@@ -59,13 +63,20 @@ class TwoHopReduce:
         cross_hop: the hop over the cross group. Its size is Y.
         buffers: where wire buffers come from.
         accumulator: dtype in which partial sums are kept between micro-steps, fp32 or bf16.
+        replica_hop: the hop over the ranks that hold the same slice in other replicas; None without replicas.
     """
 
     def __init__(
-        self, node_hop: Hop, cross_hop: Hop, buffers: WireBuffers, accumulator: torch.dtype = torch.float32
+        self,
+        node_hop: Hop,
+        cross_hop: Hop,
+        buffers: WireBuffers,
+        accumulator: torch.dtype = torch.float32,
+        replica_hop: Hop | None = None,
     ) -> None:
         self.node_hop = node_hop
         self.cross_hop = cross_hop
+        self.replica_hop = replica_hop
         self._buffers = buffers
         self._accumulator = accumulator
 
@@ -178,11 +189,29 @@ class TwoHopReduce:
         received = self._buffers.take(wire.numel(), wire.device)
         return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
 
-    def finish(self, flight: Flight, layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
-        """Finish the cross hop: output [S] <- scale * (sum over the world).
+    def start_replica_hop(self, flight: Flight, layouts: ReduceLayouts) -> Flight:
+        """Finish the cross hop, encode the sums anew, and start to exchange them with the other replicas.
 
         Args:
             flight: result of ``start_cross_hop``.
+            layouts: those that it was called with.
+
+        Returns:
+            The replica hop under way.
+        """
+        assert self.replica_hop is not None
+        received, layout = flight.land(self._buffers), layouts.cross_hop
+        wire = self._buffers.take(layout.nbytes, received.device)
+        ops.dequantize_sum_quantize(received, layout, layout, num_sources=self.cross_hop.size, out=wire)
+        self._buffers.give(received)
+        received = self._buffers.take(self.replica_hop.size * layout.nbytes, wire.device)
+        return Flight(received, self.replica_hop.all_gather(received, wire), sent=(wire,))
+
+    def finish(self, flight: Flight, layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
+        """Finish the last hop: output [S] <- scale * (sum over the world).
+
+        Args:
+            flight: result of ``start_cross_hop``, or with replicas of ``start_replica_hop``.
             layouts: those that it was called with.
             output: this rank's slice of the sum, written.
             scale: factor of the sum, such as 1/W for a mean.
@@ -191,7 +220,7 @@ class TwoHopReduce:
         ops.dequantize_sum(
             received,
             layouts.cross_hop,
-            num_sources=self.cross_hop.size,
+            num_sources=(self.replica_hop or self.cross_hop).size,
             scale=scale,
             dtype=output.dtype,
             out=output,
@@ -201,6 +230,8 @@ class TwoHopReduce:
     def __call__(self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, *, scale: float = 1.0) -> None:
         """Run both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
         flight = self.start_cross_hop(layouts, None, self.start_node_hop(full, layouts))
+        if self.replica_hop is not None:
+            flight = self.start_replica_hop(flight, layouts)
         self.finish(flight, layouts, output, scale)
 
 

@@ -42,8 +42,9 @@ PYTORCH: tuple[Seam, ...] = (
     has("torch.distributed._composable_state", "_module_state_mapping", "fsdp.units",
         "All sharded modules of the process, to warn of those that run without ZeRO++."),
     has(f"{_GROUP}:FSDPParamGroup",
-        "modules fsdp_params mesh_info device is_unsharded gradient_divide_factor force_sum_reduction_for_comms "
-        "_is_hsdp _reshard_after_forward _use_post_forward_mesh _to_sharded _all_reduce_hook _all_gather_comm "
+        "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded gradient_divide_factor "
+        "force_sum_reduction_for_comms "
+        "_reshard_after_forward _use_post_forward_mesh _to_sharded _all_reduce_hook _all_gather_comm "
         "_reduce_scatter_comm _reduce_scatter_process_group post_backward lazy_init _reset_sharded_params", "fsdp.units",
         "What a unit consists of, how it is gathered and reduced, and in which state it is."),
     # The relation is not HAS, because the method could stay and be bound earlier. FSDP2's autograd node looks it up
@@ -64,7 +65,7 @@ PYTORCH: tuple[Seam, ...] = (
         "of other parameters where a parameter has none.", silent=True, since=(2, 13)),
     has(f"{_PARAM}:FSDPParam",
         "sharded_param sharded_size padded_sharded_param_size offload_to_cpu mp_policy unsharded_accumulated_grad "
-        "_module_info _sharded_local_tensor _sharded_param_data", "fsdp.param_shard fsdp.units",
+        "mesh_info _module_info _sharded_local_tensor _sharded_param_data", "fsdp.param_shard fsdp.units",
         "Name, sizes and memory of a parameter's shard, and its gradient before the reduction."),
     # It is read with a default, which is right for torch 2.14 and earlier.
     has(f"{_GROUP}:FSDPParamGroup", "_reduce_scatter_param_indices", "fsdp.units",

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_zeropp import devices
 from hf_zeropp.comm.hop import WireBuffers
-from hf_zeropp.comm.topology import ShardGroups, Topology, get_topology
+from hf_zeropp.comm.topology import Topology, WorldGroups, get_topology
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.gradients.drivers import Driver, new_driver
 from hf_zeropp.fsdp.gradients.micro_steps import MicroSteps
@@ -42,7 +42,8 @@ class Run:
     Attributes:
         config: the settings in force.
         topology: the nodes, with the groups of reductions.
-        shard_groups: the ranks of each shard group of the world.
+        groups: how the model divides the world.
+        replicas: the ranks that hold the same shards as this one; None without replicas (HSDP).
         traffic: counts bytes and steps.
         hpz_size: how many ranks share a secondary copy of the weights; None where none is kept, and every gather crosses nodes.
         checks: whether copies are compared with the masters, and ranks with each other (``ZEROPP_CHECK=1``).
@@ -56,7 +57,8 @@ class Run:
 
     config: ZeroPPConfig
     topology: Topology
-    shard_groups: ShardGroups
+    groups: WorldGroups
+    replicas: dist.ProcessGroup | None
     traffic: Traffic
     hpz_size: int | None
     checks: bool
@@ -71,7 +73,8 @@ class Run:
         cls,
         config: ZeroPPConfig,
         topology: Topology,
-        shard_groups: ShardGroups,
+        groups: WorldGroups,
+        replicas: dist.ProcessGroup | None,
         traffic: Traffic,
         *,
         hpz_size: int | None,
@@ -82,7 +85,8 @@ class Run:
         return cls(
             config=config,
             topology=topology,
-            shard_groups=shard_groups,
+            groups=groups,
+            replicas=replicas,
             traffic=traffic,
             hpz_size=hpz_size,
             checks=checks,
@@ -100,4 +104,4 @@ class Run:
 
     def topology_of(self, ranks_per_node: int) -> Topology:
         """Return the groups of nodes of another size. Collective over the world where they are not made yet."""
-        return get_topology(ranks_per_node, self.topology.mesh.device_type, self.shard_groups)
+        return get_topology(ranks_per_node, self.topology.mesh.device_type, self.groups.shards)

@@ -25,7 +25,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultReduceScatter,
     _get_gradient_divide_factors,
 )
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
@@ -193,12 +193,29 @@ class Unit:
     @property
     def has_other_parallelism(self) -> bool:
         """Whether parameters are sharded over a second mesh as well, which is that of tensor parallelism."""
-        return not self.is_hsdp and any(param.device_mesh.ndim > 1 for param in self.params)
+        num_dimensions = 1 if self.replica_group is None else 2
+        return any(param.device_mesh.ndim > num_dimensions for param in self.params)
 
     @property
-    def is_hsdp(self) -> bool:
-        """Whether the unit is sharded over one dimension of a mesh and replicated over another."""
-        return self._group._is_hsdp
+    def replica_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shard, one in each replica; None without replicas (HSDP)."""
+        # Parameters keep this mesh, also where ``take_over_replicas`` has changed that of the group.
+        info = self._group.fsdp_params[0].mesh_info
+        return info.replicate_process_group if isinstance(info, HSDPMeshInfo) else None
+
+    def take_over_replicas(self) -> None:
+        """Let FSDP2 leave the mean over replicas to the unit's comm object: it shards over the shard group, and that is all.
+
+        FSDP2 would average its output in every micro-step, also zeros that stand for a gradient which is still pending. The
+        parameters keep their mesh of two dimensions, so checkpoints, clipping and optimizers see replicas as before.
+        """
+        info = self._group.mesh_info
+        if isinstance(info, HSDPMeshInfo):
+            shards = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+            # FSDP2 compares the two to tell whether backward gathers from other shards.
+            self._group.mesh_info = shards
+            if self._group.post_forward_mesh_info is not None:
+                self._group.post_forward_mesh_info = shards
 
     @property
     def device_type(self) -> str:

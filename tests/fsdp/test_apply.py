@@ -260,8 +260,15 @@ def model_on_part_of_the_world_across_nodes():
     return shard(make_lm(), mesh=mesh["shard"])
 
 
-def model_with_hsdp():
+def model_with_replicas_within_nodes():
     return shard(make_lm(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+
+
+def model_with_replicas_of_some_units():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = make_lm()
+    fully_shard(model.blocks[0], mesh=mesh)
+    return fully_shard(model, mesh=mesh["shard"])
 
 
 def attempt_with_replicas() -> str:
@@ -306,7 +313,8 @@ def run_mistakes(rank: int, file: str) -> dict[str, str]:
         "not sharded": attempt(make_lm(), NODES),
         "part of the world": attempt(model_on_part_of_the_world(), NODES),
         "part across nodes": attempt(model_on_part_of_the_world_across_nodes(), NODES),
-        "hsdp": attempt(model_with_hsdp(), NODES),
+        "replicas within nodes": attempt(model_with_replicas_within_nodes(), NODES),
+        "replicas of some units": attempt(model_with_replicas_of_some_units(), NODES | {"ranks_per_node": 1}),
         "replicas": attempt_with_replicas(),
         "resharded to a part": attempt(model_with_one_unit_resharded_to_a_part(), NODES),
         "unknown setting": attempt(plain, {"qwz_bit": 8}),
@@ -342,10 +350,19 @@ def mistakes(tmp_path_factory) -> list[dict[str, str]]:
         ("not sharded", ["not sharded", "fully_shard", "found none"]),
         ("part of the world", ["sharded over ranks", "expected all 4 ranks", "1-D mesh"]),
         ("part across nodes", ["sharded over ranks", "expected all 4 ranks", "1-D mesh"]),
-        ("hsdp", ["HSDP", "1-D mesh over all ranks"]),
+        ("replicas within nodes", ["no error"]),
+        (
+            "replicas of some units",
+            ["unit (root) is replicated over ranks", "and other units over", "same mesh for all units"],
+        ),
         (
             "replicas",
-            ["over ranks [0, 2]", "once more over ranks [1, 3]", "replicas (HSDP)", "1-D mesh over all ranks"],
+            [
+                "over ranks [0, 2]",
+                "once more over ranks [1, 3]",
+                "replicas whose gradients are not averaged",
+                "1-D mesh over all ranks",
+            ],
         ),
         ("resharded to a part", ["unit blocks.1", "reshard_after_forward=<int>", "hpz_size"]),
         ("unknown setting", ["Unknown", "qwz_bit'", "Did you mean 'qwz_bits'"]),

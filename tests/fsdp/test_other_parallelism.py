@@ -65,7 +65,6 @@ def beside_stock(rank: int, settings: dict) -> dict:
         ],
         "counted": handle.traffic.cross_node_bytes,
         "predicted": RANKS_PER_NODE * STEPS * sum(count.cross_node for count in handle.predict(MICRO_STEPS).values()),
-        "spans_world": handle.topology.spans_world,
         "mesh": shard_mesh.mesh.tolist(),
     }
 

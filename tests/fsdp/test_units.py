@@ -62,7 +62,7 @@ def private_names_are_there(rank: int) -> None:
             if holder in holders:
                 seen.add(node.attr)
                 assert hasattr(holders[holder], node.attr), f"FSDP2's {type(holders[holder])} has no {node.attr} now"
-    assert {"fsdp_params", "_is_hsdp", "_sharded_param_data", "padded_sharded_param_size", "_to_sharded"} <= seen
+    assert {"fsdp_params", "mesh_info", "_sharded_param_data", "padded_sharded_param_size", "_to_sharded"} <= seen
     param = next(iter(model.parameters()))
     assert isinstance(param._local_tensor, torch.Tensor) and isinstance(param._version, int)
     assert model in torch.distributed._composable_state._module_state_mapping
@@ -127,7 +127,7 @@ def found_units(rank: int) -> None:
     assert [len(unit.modules) for unit in found] == [1, 1, 1, 2]
     assert [one.name for one in found[1].param_shards()] == ["weight", "bias"] * 3
     assert find_units(make_lm()) == []
-    assert all(unit.device_type == "cpu" and not unit.is_hsdp for unit in found)
+    assert all(unit.device_type == "cpu" and unit.replica_group is None for unit in found)
     assert dist.get_process_group_ranks(found[0].shard_group) == list(range(4))
 
 

@@ -127,11 +127,6 @@ def late_callback() -> None:
 RANKS = [
     on_ranks("a model that is not sharded", lambda rank: applied(make_lm()), "found none", "fully_shard"),
     on_ranks(
-        "HSDP",
-        lambda rank: applied(shard(make_lm(), mesh=mesh_of_two())),
-        *("2-D mesh", "1-D mesh over all ranks"),
-    ),
-    on_ranks(
         "a model on a part of the world",
         lambda rank: applied(shard(make_lm(), mesh=mesh_of_two()["node"])),
         *("is sharded over ranks", "expected all 4 ranks", "Call fully_shard"),

@@ -17,13 +17,13 @@ import torch.distributed as dist
 import torch.nn as nn
 import xxhash
 
-from hf_zeropp.comm.topology import Topology
+from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 
 
-def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], topology: Topology) -> None:
+def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Run) -> None:
     """Compare the frozen weights of all nodes: now, or before the model's first forward if they are on ``meta``. Collective.
 
     Raises:
@@ -31,16 +31,18 @@ def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], topology: 
     """
     # Ranks have the same units (plan.py), but may have them on different devices.
     is_there = not any(param.is_meta for gather in gathers for param in gather.unit.params)
-    if all(_of_ranks(all(_of_ranks(is_there, topology.cross_group)), topology.node_group)):
-        _compare(gathers, topology)
+    if all(_of_data_parallel_ranks(is_there, run)):
+        _compare(gathers, run)
     else:
-        on_first_use(model, lambda: _compare(gathers, topology))
+        on_first_use(model, lambda: _compare(gathers, run))
 
 
-def _compare(gathers: Sequence[FrozenGather], topology: Topology) -> None:
+def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
     digests = [[_digest(local_tensor_of(param)) for param in gather.unit.params] for gather in gathers]
-    found = _of_ranks(_find_difference(gathers, digests, topology.cross_group), topology.node_group)
-    if said := next(filter(None, found), None):
+    # The nodes of other replicas hold the same frozen weights.
+    across = [run.topology.cross_group, *([] if run.replicas is None else [run.replicas])]
+    found = [_find_difference(gathers, digests, group) for group in across]
+    if said := next(filter(None, _of_data_parallel_ranks(next(filter(None, found), None), run)), None):
         raise ValueError(
             f"Nodes hold different frozen weights: {said}. Nothing makes them equal later. Give all ranks the same seed before "
             "the model is made and changed (set_seed without device_specific), or let rank 0 send its weights to all "
@@ -68,6 +70,15 @@ def _ranks_by(values: Sequence[bytes], ranks: Sequence[int]) -> str:
     for value, rank in zip(values, ranks, strict=True):
         holders[value].append(str(rank))
     return " and ".join(f"rank{'s' if len(held) > 1 else ''} {', '.join(held)}" for held in holders.values())
+
+
+def _of_data_parallel_ranks(value: Any, run: Run) -> list[Any]:
+    """Return the values of all ranks that train this rank's model."""
+    values = [value]
+    for group in (run.topology.cross_group, run.topology.node_group, run.replicas):
+        if group is not None:
+            values = [one for of_rank in _of_ranks(values, group) for one in of_rank]
+    return values
 
 
 def _of_ranks(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -1,12 +1,13 @@
 """``ZEROPP_CHECK=1``: a debugging aid that compares the nodes' copies of the weights with the masters.
 
 Training on secondary shards that differ from the masters raises no error and gives bad results; with deltas, a difference between
-nodes stays once it is there. Two things are compared, for each unit:
+nodes stays once it is there. Three things are compared, for each unit:
 
 - *after every update*, all copies of a rank's slice with what the masters of that rank give, bit for bit. Copies that equal each
   other may all be old. The rank encodes its masters once more for it, read from the parameters and not from FSDP2's views of
   them. A delta is applied to the rank's own slice once more;
-- *when ranks agree that a copy is fresh*, the masters with those that it was made of.
+- *when ranks agree that a copy is fresh*, the masters with those that it was made of;
+- *whenever ranks agree*, the masters of replicas (HSDP) with each other.
 
 Every rank sends checksums to all ranks, so all of them stop if two differ. The comparisons cost host synchronizations and two
 exchanges per unit, so they are off by default.
@@ -54,17 +55,21 @@ class SecondaryCheck:
     Args:
         hpz_size: ranks that share one copy; the secondary shards of ranks that far apart must be equal.
         group: the ranks over which the model is sharded.
+        replicas: the ranks that hold the same shard as this one; None without replicas (HSDP).
     """
 
-    def __init__(self, hpz_size: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, hpz_size: int, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None) -> None:
         self._hpz_size = hpz_size
         self._group = group
+        self._replicas = replicas
 
     @classmethod
-    def of(cls, hpz_size: int | None, group: dist.ProcessGroup) -> SecondaryCheck | None:
+    def of(
+        cls, hpz_size: int | None, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None
+    ) -> SecondaryCheck | None:
         """Return the check that ``ZEROPP_CHECK=1`` asks for; None, with a warning, where there are no copies."""
         if hpz_size is not None:
-            return cls(hpz_size, group)
+            return cls(hpz_size, group, replicas)
         if dist.get_rank() == 0:
             logger.warning(
                 "%s=1 compares the nodes' copies of the weights; with hpz_size=None there are none.", ENV_CHECK
@@ -109,6 +114,29 @@ class SecondaryCheck:
                 "version counter."
             )
 
+    def same_in_replicas(self, unit: str, masters: torch.Tensor) -> None:
+        """Compare the masters of ``unit`` in all replicas.
+
+        Args:
+            unit: its name.
+            masters: the checksum of this rank's masters, int64 [].
+
+        Raises:
+            WrongCopies: on every rank, if a rank holds others than those that have the same shard.
+        """
+        if self._replicas is None:
+            return
+        differs = torch.tensor([any(total != masters.item() for [total] in _all_of(masters.view(1), self._replicas))])
+        # A rank that differs is seen by one rank of each replica, which tells its own replica. So all ranks raise.
+        places = [place for place, [flag] in enumerate(self._of_all_ranks(differs.long().to(masters.device))) if flag]
+        if places:
+            ranks = dist.get_process_group_ranks(self._group)
+            self._stop(
+                f"{ENV_CHECK}: replicas hold different weights of unit {unit}, in the shards of "
+                f"{_words_of([ranks[place] for place in places])} and of the ranks with the same shards (seen on rank "
+                f"{dist.get_rank()}). Weights were changed or loaded on one of them alone."
+            )
+
     def _faults(self, sums: Sequence[Sequence[int]]) -> Iterator[str]:
         """Say which ranks hold wrong copies of whose slices. ``sums`` are, for each rank, of its copies and of its masters."""
         ranks = dist.get_process_group_ranks(self._group)
@@ -123,9 +151,7 @@ class SecondaryCheck:
                 yield f"of rank {ranks[owner]}'s weights, {_words_of(wrong)} {'hold' if wrong[1:] else 'holds'} others"
 
     def _of_all_ranks(self, own: torch.Tensor) -> list[list[int]]:
-        values = [torch.empty_like(own) for _ in range(self._group.size())]
-        dist.all_gather(values, own, group=self._group)
-        return torch.stack(values).tolist()
+        return _all_of(own, self._group)
 
     def _stop(self, message: str) -> NoReturn:
         """Raise, after all ranks have received what they compare: a rank that ends earlier would cut connections."""
@@ -163,7 +189,8 @@ class CheckedUnit:
         self._check.same_as_masters(self._unit.name, secondary.own.view(self._hops.cross_hop.size, -1), self._expected)
 
     def agreed(self, *, is_fresh: bool) -> None:
-        """Compare the masters with those that were encoded, if ranks agreed that their copies are fresh. Collective."""
+        """Compare the masters of all replicas, and with those that were encoded if the copies are fresh. Collective."""
+        self._check.same_in_replicas(self._unit.name, self._sum_of_masters())
         has_changed = torch.zeros(1, dtype=torch.int64, device=self._unit.device_type)
         if is_fresh and self._taken is not None:
             has_changed += self._sum_of_masters() != self._taken
@@ -171,6 +198,12 @@ class CheckedUnit:
 
     def _sum_of_masters(self) -> torch.Tensor:
         return checksum(self._unit.masters(self._dtype).view(torch.uint8))
+
+
+def _all_of(own: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
+    values = [torch.empty_like(own) for _ in range(group.size())]
+    dist.all_gather(values, own, group=group)
+    return torch.stack(values).tolist()
 
 
 def _words_of(ranks: Sequence[int]) -> str:

@@ -1,0 +1,233 @@
+"""Replicas (HSDP): a model that is sharded over each of several groups of nodes, with gradients averaged over the groups.
+
+The oracle is stock FSDP2 on the same (replicate, shard) mesh. Nodes have one rank or two.
+"""
+
+import os
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Scenarios, expect_errors
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from toy import EXACT, POLICIES, backward, full_gradients, full_weights, loss_of, loss_without_head, make_lm, shard
+
+from hf_zeropp import apply_zeropp, generation_mode
+from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
+
+UNQUANTIZED = EXACT | {"hpz_size": "node"}
+
+
+def mesh_of(num_replicas: int):
+    """Return the mesh (replicate, shard) of the world."""
+    shape = (num_replicas, dist.get_world_size() // num_replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def train(model, handle, rank: int, *, steps: int = 3, micro_steps: int = 1, clip: float | None = None) -> list[float]:
+    """Train on tokens that differ on every rank. Return the losses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(steps):
+        for micro_step in range(micro_steps):
+            is_last = micro_step == micro_steps - 1
+            if handle is not None:
+                handle.set_last_micro_step(is_last)
+            losses.append(backward(model, rank, step * micro_steps + micro_step))
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_equal_replicas(model, mesh) -> None:
+    """Check that every rank holds the bits of the ranks with the same shard."""
+    for name, param in model.named_parameters():
+        local = param.to_local().contiguous()
+        others = [torch.empty_like(local) for _ in range(mesh["replicate"].size())]
+        dist.all_gather(others, local, group=mesh.get_group("replicate"))
+        assert all(torch.equal(local, other) for other in others), name
+
+
+def beside_stock(
+    rank: int, ranks_per_node: int, settings: dict, relative: float, policy: str = "fp32", **training
+) -> None:
+    """Train with and without ZeRO++, and compare losses, replicas and bytes."""
+    mesh = mesh_of(2)
+    stock, model = (shard(make_lm(hidden=16, inner=48), POLICIES[policy], mesh=mesh) for _ in range(2))
+    handle = apply_zeropp(model, settings | {"ranks_per_node": ranks_per_node})
+    assert handle.is_active and handle.traffic.num_nodes == dist.get_world_size() // ranks_per_node
+    ours, expected = train(model, handle, rank, **training), train(stock, None, rank, **training)
+    assert ours == pytest.approx(expected, rel=relative), (ours, expected)
+    assert_equal_replicas(model, mesh)
+    assert all(isinstance(param, DTensor) and param.device_mesh.ndim == 2 for param in model.parameters())
+    handle.traffic.reset()
+    train(model, handle, rank, **training)
+    counted, predicted = handle.traffic.counts, handle.predict(training.get("micro_steps", 1))
+    assert counted["reduce, replicas"].cross_node > 0
+    for name in predicted:
+        if not predicted[name].is_measured and name != "gather, across nodes":
+            assert counted[name].cross_node == 3 * predicted[name].cross_node, (name, counted[name], predicted[name])
+            assert counted[name].intra_node == 3 * predicted[name].intra_node, (name, counted[name], predicted[name])
+
+
+# Two hops and stock's reduction add up in different orders: some fp32 roundings, which AdamW makes larger in small gradients.
+TOLERANCE = 2e-5
+
+
+def unquantized(rank: int, ranks_per_node: int) -> None:
+    beside_stock(rank, ranks_per_node, UNQUANTIZED, TOLERANCE)
+
+
+def unquantized_over_micro_steps_with_clipping(rank: int, ranks_per_node: int) -> None:
+    beside_stock(rank, ranks_per_node, UNQUANTIZED, TOLERANCE, micro_steps=3, clip=0.05)
+
+
+def default_settings(rank: int, ranks_per_node: int) -> None:
+    beside_stock(rank, ranks_per_node, {}, 0.05, micro_steps=2)
+
+
+def exact_weights(rank: int, ranks_per_node: int) -> None:
+    beside_stock(rank, ranks_per_node, {"preset": "exact"}, 0.05)
+
+
+def half_a_model(rank: int, ranks_per_node: int) -> None:
+    beside_stock(rank, ranks_per_node, {"preset": "half_model"}, 0.05)
+
+
+def without_overlap(rank: int, ranks_per_node: int) -> None:
+    beside_stock(rank, ranks_per_node, UNQUANTIZED | {"overlap": False}, TOLERANCE, micro_steps=2)
+
+
+def in_bf16(rank: int, ranks_per_node: int) -> None:
+    beside_stock(rank, ranks_per_node, UNQUANTIZED, 0.02, policy="bf16 reduce")
+
+
+def a_divide_factor(rank: int, ranks_per_node: int) -> None:
+    """Gradients are divided by what the user said, in all, as stock's are."""
+    mesh = mesh_of(2)
+    for policy, relative in (("fp32", 1e-5), ("fp16 reduce", 0.02)):
+        stock, model = (shard(make_lm(), POLICIES[policy], mesh=mesh) for _ in range(2))
+        apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
+        for factor in (None, 3.0):
+            for one in (stock, model):
+                for module in one.modules():
+                    if isinstance(module, FSDPModule) and factor is not None:
+                        module.set_gradient_divide_factor(factor)
+                        # gloo has no sums with a factor, which stock asks for otherwise.
+                        module.set_force_sum_reduction_for_comms(True)
+                one.zero_grad()
+                backward(one, rank)
+            expected = full_gradients(stock)
+            for name, grad in full_gradients(model).items():
+                torch.testing.assert_close(
+                    grad, expected[name], rtol=relative, atol=relative * expected[name].abs().max().item()
+                )
+
+
+def a_gradient_on_one_replica(rank: int, ranks_per_node: int) -> None:
+    """A parameter that one replica alone uses has its gradient on all. Stock cannot do so: the oracle is one unsharded model."""
+    mesh = mesh_of(2)
+    model, whole = shard(make_lm(), mesh=mesh), make_lm()
+    apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
+    loss = loss_of if mesh.get_local_rank("replicate") == 0 else loss_without_head
+    for one in (model, whole):
+        backward(one, rank, loss=loss)
+    found = full_gradients(model)
+    for name, param in whole.named_parameters():
+        expected = torch.zeros_like(param) if param.grad is None else param.grad
+        dist.all_reduce(expected)
+        torch.testing.assert_close(found[name], expected / dist.get_world_size(), rtol=1e-5, atol=1e-6)
+
+
+def an_edit_on_one_replica(rank: int, ranks_per_node: int) -> None:
+    """All replicas gather anew where the weights of any have changed; a forward pass uses what its own replica holds."""
+    mesh = mesh_of(2)
+    model = shard(make_lm(), mesh=mesh)
+    handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
+    before = backward(model, 0)
+    with torch.no_grad():
+        if mesh.get_local_rank("replicate") == 0:
+            model.head.weight.to_local().mul_(2)
+    after = backward(model, 0)
+    assert (after != before) == (mesh.get_local_rank("replicate") == 0)
+    assert handle.is_active
+
+
+def generation(rank: int, ranks_per_node: int) -> None:
+    mesh = mesh_of(2)
+    model = shard(make_lm(), mesh=mesh)
+    handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node})
+    train(model, handle, rank, steps=1)
+    with generation_mode(model), torch.no_grad():
+        handle.traffic.reset()
+        for _ in range(2):
+            model(torch.arange(6).view(1, 6))
+        assert sum(count.cross_node for count in handle.traffic.counts.values()) == 0
+
+
+def checkpoints(rank: int, ranks_per_node: int) -> None:
+    """Full weights and gradients are those of the DTensors' own mesh, as stock's are."""
+    mesh = mesh_of(2)
+    model, stock = (shard(make_lm(), mesh=mesh) for _ in range(2))
+    handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
+    train(model, handle, rank, steps=2)
+    train(stock, None, rank, steps=2)
+    expected = full_weights(stock)
+    for name, weight in full_weights(model).items():
+        torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-4)
+
+
+def drift(rank: int, ranks_per_node: int) -> None:
+    """``ZEROPP_CHECK`` finds replicas whose weights differ, on all ranks."""
+    mesh = mesh_of(2)
+    with mock.patch.dict(os.environ, {"ZEROPP_CHECK": "1"}):
+        model = shard(make_lm(), mesh=mesh)
+        handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node})
+        train(model, handle, rank, steps=2)
+        if mesh.get_local_rank("replicate") == 1 and mesh.get_local_rank("shard") == 0:
+            with torch.no_grad():
+                model.blocks[0].up.weight.to_local().add_(1)
+        with pytest.raises(WrongCopies, match="replicas hold different weights of unit blocks.0"):
+            train(model, handle, rank)
+
+
+FUNCTIONS = [
+    unquantized,
+    unquantized_over_micro_steps_with_clipping,
+    default_settings,
+    exact_weights,
+    half_a_model,
+    without_overlap,
+    in_bf16,
+    a_divide_factor,
+    a_gradient_on_one_replica,
+    an_edit_on_one_replica,
+    generation,
+    checkpoints,
+    drift,
+]
+WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, FUNCTIONS, 2)}
+
+
+@Scenarios.parametrize_ways(WAYS)
+def test_replicas(scenario, way):
+    WAYS[way].check(scenario)
+
+
+def with_other_micro_steps(rank: int) -> None:
+    model = shard(make_lm(), mesh=mesh_of(2))
+    handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": 1})
+    handle.set_last_micro_step(rank < 2)
+    backward(model, rank)
+    handle.set_last_micro_step(True)
+    backward(model, rank)
+
+
+def test_replicas_that_differ_in_their_micro_steps_are_named():
+    for error in expect_errors(with_other_micro_steps, 4):
+        assert "DisagreementError" in error
