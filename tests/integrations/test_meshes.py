@@ -1,0 +1,69 @@
+"""The meshes of Transformers' ``DistributedConfig`` and of Accelerate's ``ParallelismConfig``, on eight ranks of four nodes."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from accelerate import ParallelismConfig
+from harness import run_ranks
+from torch.distributed.fsdp import FSDPModule
+from trainer_runs import UNQUANTIZED, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+WORLD, FOUR_NODES = 8, {"ranks_per_node": 2}
+MESHES = {
+    "fsdp": {"fsdp_size": 8},
+    "dp_replicate x fsdp": {"dp_replicate_size": 2, "fsdp_size": 4},
+    "fsdp x tp": {"fsdp_size": 4, "tp_size": 2},
+    "dp_replicate x fsdp x tp": {"dp_replicate_size": 2, "fsdp_size": 2, "tp_size": 2},
+}
+WAYS = {
+    "stock": (False, "1"),
+    "off": (FOUR_NODES, "0"),
+    "unquantized": (FOUR_NODES | UNQUANTIZED, "1"),
+    "defaults": (FOUR_NODES, "1"),
+}
+
+
+def allow_parallelism_on_cpu() -> None:
+    """Accelerate asks for accelerators where there is a second kind of parallelism. Nothing that follows needs one."""
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
+    build = ParallelismConfig.build_device_mesh
+    ParallelismConfig.build_device_mesh = lambda self, device_type: build(self, "cpu")
+
+
+def train_each(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, tuple]:
+    allow_parallelism_on_cpu()
+    found = {}
+    for name, (zeropp, switch) in WAYS.items():
+        with mock.patch.dict("os.environ", {"ZEROPP_ENABLED": switch}):
+            model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
+            assert any(isinstance(module, FSDPModule) for module in model.modules())
+            arguments = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
+            trainer = build_trainer(folder, zeropp, model=model, **arguments)
+            trainer.train()
+        handle = callback_of(trainer).handle
+        counted = predicted = None
+        if handle is not None and handle.is_active:
+            counted = {name: count.cross_node for name, count in handle.traffic.counts.items()}
+            predicted = {name: 3 * count.cross_node for name, count in handle.predict(2).items()}
+            assert num_fsdp2_gathers(model) == 0
+        found[name] = losses(trainer), counted, predicted
+    return found
+
+
+@pytest.mark.parametrize("mesh", list(MESHES))
+def test_model_sharded_at_load(tmp_path, mesh):
+    saved = str(tmp_path / "model")
+    tiny_model().save_pretrained(saved)
+    for found in run_ranks(train_each, WORLD, str(tmp_path), saved, MESHES[mesh], limit_s=300):
+        stock = found["stock"][0]
+        assert found["off"][0] == stock
+        assert found["unquantized"][0] == pytest.approx(stock, rel=1e-5)
+        assert found["defaults"][0] == pytest.approx(stock, rel=0.01) and found["defaults"][0] != stock
+        for way in ("unquantized", "defaults"):
+            _, counted, predicted = found[way]
+            assert counted == predicted and sum(counted.values()) > 0
+            assert ("reduce, replicas" in counted) == ("dp_replicate" in mesh)
