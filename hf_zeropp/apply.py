@@ -18,7 +18,7 @@ from hf_zeropp.comm.agreement import Agreement, Channel
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.node_memory import NodeMemory
-from hf_zeropp.comm.topology import WorldGroups, get_topology, new_cpu_group
+from hf_zeropp.comm.topology import WorldGroups, get_replica_rounds, get_topology, new_cpu_group
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
@@ -194,9 +194,8 @@ def _reduce_hops(run: Run) -> TwoHopReduce:
     # With streams too, FSDP2 goes on before cross hops have ended.
     cross = Hop(REDUCE_CROSS, run.topology.cross_group, run.traffic, is_async=run.config.overlap)
     accumulator = getattr(torch, run.config.qgz_accumulator)
-    if run.replicas is None:
-        return TwoHopReduce(node, cross, run.buffers, accumulator)
-    replicas = Hop(REDUCE_REPLICAS, run.replicas, run.traffic, is_async=run.config.overlap)
+    rounds = get_replica_rounds(run.groups.replicas)
+    replicas = [Hop(REDUCE_REPLICAS, group, run.traffic, is_async=run.config.overlap) for group in rounds]
     return TwoHopReduce(node, cross, run.buffers, accumulator, replicas)
 
 

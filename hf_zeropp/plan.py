@@ -161,7 +161,9 @@ def agree(
         plans.append(rank_plan)
     _check_same_place([is_first_use for *_, is_first_use in outcomes])
     # Every rank has all plans and compares them in the same order, so every rank raises the same error or none.
-    groups = WorldGroups(_shard_groups(plans), _data_parallel_groups(plans))
+    groups = WorldGroups(
+        _shard_groups(plans), _data_parallel_groups(plans), tuple(dict.fromkeys(plan.replicas for plan in plans))
+    )
     for ranks in groups.shards:
         _check_same_plan({rank: dataclasses.replace(plans[rank], replicas=()) for rank in ranks})
     for ranks in groups.data_parallel:
@@ -253,13 +255,20 @@ class _Shape:
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
     number_of_ranks: int
+    number_of_replicas: int
     shard_ranks_per_node: int
     is_enabled: bool
 
 
 def _shape_of(plan: Plan) -> _Shape:
     return _Shape(
-        plan.versions, plan.settings, plan.ranks_per_node, len(plan.ranks), plan.shard_ranks_per_node, plan.is_enabled
+        plan.versions,
+        plan.settings,
+        plan.ranks_per_node,
+        len(plan.ranks),
+        len(plan.replicas),
+        plan.shard_ranks_per_node,
+        plan.is_enabled,
     )
 
 

@@ -45,10 +45,12 @@ class WorldGroups(NamedTuple):
     Attributes:
         shards: the ranks of each shard group.
         data_parallel: the ranks of each data-parallel group. See [Note: replicas].
+        replicas: the ranks of each replica group; one rank each without replicas.
     """
 
     shards: ShardGroups
     data_parallel: ShardGroups
+    replicas: ShardGroups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,6 +188,49 @@ def get_topology(ranks_per_node: int, device_type: str, shard_groups: ShardGroup
     if key not in _topologies:
         _topologies[key] = _build_topology(ranks_per_node, device_type, shard_groups)
     return _topologies[key]
+
+
+_replica_rounds: dict[tuple[dist.ProcessGroup | None, ShardGroups], list[dist.ProcessGroup]] = {}
+
+
+def get_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup]:
+    """Return the groups in which this rank adds up replicas, one for each round. There is none without replicas.
+
+    A round is an all-gather among as many ranks as a prime factor of the number of replicas says. After it, these have the same
+    sum. R replicas in one round would receive R - 1 slices, and four in two rounds of two receive two.
+
+    It makes its groups once: every rank of the world must call it, with the same arguments.
+    """
+    key = (dist.group.WORLD, replica_groups)
+    if key not in _replica_rounds:
+        _replica_rounds[key] = _build_replica_rounds(replica_groups)
+    return _replica_rounds[key]
+
+
+def _build_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup]:
+    num_replicas, stride = len(replica_groups[0]), 1
+    rounds = []
+    for factor in _prime_factors(num_replicas):
+        # The ranks that meet in a round differ in one digit of their places, where each factor is a digit's base.
+        firsts = [place for place in range(num_replicas) if place // stride % factor == 0]
+        meeting = [
+            [ranks[first + digit * stride] for digit in range(factor)] for ranks in replica_groups for first in firsts
+        ]
+        _meet()
+        group, _ = dist.new_subgroups_by_enumeration(meeting, timeout=world_timeout())
+        rounds.append(group)
+        stride *= factor
+    return rounds
+
+
+def _prime_factors(number: int) -> list[int]:
+    factors, factor = [], 2
+    while number > 1:
+        while number % factor == 0:
+            factors.append(factor)
+            number //= factor
+        factor += 1
+    return factors
 
 
 def world_timeout() -> timedelta:

@@ -11,9 +11,9 @@ sums* [Y, S], one slice for each node. There are two forms of it, and ``ReduceLa
 The cross hop encodes the partial sums, in ``ReduceLayouts.cross_hop``, and sends slice y to node y. A gradient is therefore
 quantized twice at most, on any number of ranks. Micro-steps add up in fp32, and may be kept in bf16 between them.
 
-Replicas of a model (HSDP) are averaged by a third hop: each rank encodes its slice of the sum as the cross hop does, and sends
-it to the ranks that hold the same slice in other replicas. All of them sum the same codes in the same order, so replicas stay
-equal bit for bit.
+Replicas of a model (HSDP) are added up in rounds, two of them in one, four in two: in each round a rank encodes its slice of the
+sum as the cross hop does, sends it to the ranks of other replicas that it meets in this round, and sums what all of them sent.
+All ranks of a round sum the same codes in the same order, so replicas stay equal bit for bit.
 
 With one rank per node the node hop is empty. The partial sums are then the rank's own gradients, and are quantized once.
 """
@@ -21,6 +21,8 @@ With one rank per node the node hop is empty. The partial sums are then the rank
 from __future__ import annotations
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
 import torch
 
@@ -63,7 +65,7 @@ class TwoHopReduce:
         cross_hop: the hop over the cross group. Its size is Y.
         buffers: where wire buffers come from.
         accumulator: dtype in which partial sums are kept between micro-steps, fp32 or bf16.
-        replica_hop: the hop over the ranks that hold the same slice in other replicas; None without replicas.
+        replica_hops: one for each round in which replicas are added up (``topology.get_replica_rounds``).
     """
 
     def __init__(
@@ -72,11 +74,11 @@ class TwoHopReduce:
         cross_hop: Hop,
         buffers: WireBuffers,
         accumulator: torch.dtype = torch.float32,
-        replica_hop: Hop | None = None,
+        replica_hops: Sequence[Hop] = (),
     ) -> None:
         self.node_hop = node_hop
         self.cross_hop = cross_hop
-        self.replica_hop = replica_hop
+        self.replica_hops = tuple(replica_hops)
         self._buffers = buffers
         self._accumulator = accumulator
 
@@ -87,8 +89,13 @@ class TwoHopReduce:
 
     @property
     def num_ranks(self) -> int:
-        """The number W of ranks in the world."""
+        """The number W of ranks in the world, or in one replica."""
         return self.node_hop.size * self.cross_hop.size
+
+    @property
+    def num_replicas(self) -> int:
+        """The number of replicas that are added up."""
+        return math.prod(hop.size for hop in self.replica_hops)
 
     def _arrives_summed(self, layouts: ReduceLayouts) -> bool:
         """Whether a node hop leaves partial sums, and no wires to decode."""
@@ -189,29 +196,30 @@ class TwoHopReduce:
         received = self._buffers.take(wire.numel(), wire.device)
         return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
 
-    def start_replica_hop(self, flight: Flight, layouts: ReduceLayouts) -> Flight:
-        """Finish the cross hop, encode the sums anew, and start to exchange them with the other replicas.
+    def start_replica_hop(self, index: int, flight: Flight, layouts: ReduceLayouts) -> Flight:
+        """Finish the hop before, and start one of ``replica_hops``: send the sums, encoded anew, to the ranks of this round.
 
         Args:
-            flight: result of ``start_cross_hop``.
-            layouts: those that it was called with.
+            index: of the hop.
+            flight: the hop before: result of ``start_cross_hop``, or of this method.
+            layouts: those that ``start_cross_hop`` was called with.
 
         Returns:
-            The replica hop under way.
+            The hop under way.
         """
-        assert self.replica_hop is not None
-        received, layout = flight.land(self._buffers), layouts.cross_hop
+        before, hop, layout = (self.cross_hop, *self.replica_hops)[index], self.replica_hops[index], layouts.cross_hop
+        received = flight.land(self._buffers)
         wire = self._buffers.take(layout.nbytes, received.device)
-        ops.dequantize_sum_quantize(received, layout, layout, num_sources=self.cross_hop.size, out=wire)
+        ops.dequantize_sum_quantize(received, layout, layout, num_sources=before.size, out=wire)
         self._buffers.give(received)
-        received = self._buffers.take(self.replica_hop.size * layout.nbytes, wire.device)
-        return Flight(received, self.replica_hop.all_gather(received, wire), sent=(wire,))
+        received = self._buffers.take(hop.size * layout.nbytes, wire.device)
+        return Flight(received, hop.all_gather(received, wire), sent=(wire,))
 
     def finish(self, flight: Flight, layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
         """Finish the last hop: output [S] <- scale * (sum over the world).
 
         Args:
-            flight: result of ``start_cross_hop``, or with replicas of ``start_replica_hop``.
+            flight: result of ``start_cross_hop``, or of the last ``start_replica_hop``.
             layouts: those that it was called with.
             output: this rank's slice of the sum, written.
             scale: factor of the sum, such as 1/W for a mean.
@@ -220,7 +228,7 @@ class TwoHopReduce:
         ops.dequantize_sum(
             received,
             layouts.cross_hop,
-            num_sources=(self.replica_hop or self.cross_hop).size,
+            num_sources=(self.cross_hop, *self.replica_hops)[-1].size,
             scale=scale,
             dtype=output.dtype,
             out=output,
@@ -230,8 +238,8 @@ class TwoHopReduce:
     def __call__(self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, *, scale: float = 1.0) -> None:
         """Run both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
         flight = self.start_cross_hop(layouts, None, self.start_node_hop(full, layouts))
-        if self.replica_hop is not None:
-            flight = self.start_replica_hop(flight, layouts)
+        for index in range(len(self.replica_hops)):
+            flight = self.start_replica_hop(index, flight, layouts)
         self.finish(flight, layouts, output, scale)
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Scenarios, expect_errors
+from harness import Scenarios, expect_errors, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -54,20 +54,29 @@ def assert_equal_replicas(model, mesh) -> None:
 
 
 def beside_stock(
-    rank: int, ranks_per_node: int, settings: dict, relative: float, policy: str = "fp32", **training
+    rank: int,
+    ranks_per_node: int,
+    settings: dict,
+    relative: float,
+    *,
+    policy: str = "fp32",
+    num_replicas: int = 2,
+    micro_steps: int = 1,
+    clip: float | None = None,
 ) -> None:
     """Train with and without ZeRO++, and compare losses, replicas and bytes."""
-    mesh = mesh_of(2)
+    mesh = mesh_of(num_replicas)
     stock, model = (shard(make_lm(hidden=16, inner=48), POLICIES[policy], mesh=mesh) for _ in range(2))
     handle = apply_zeropp(model, settings | {"ranks_per_node": ranks_per_node})
     assert handle.is_active and handle.traffic.num_nodes == dist.get_world_size() // ranks_per_node
+    training = {"micro_steps": micro_steps, "clip": clip}
     ours, expected = train(model, handle, rank, **training), train(stock, None, rank, **training)
     assert ours == pytest.approx(expected, rel=relative), (ours, expected)
     assert_equal_replicas(model, mesh)
     assert all(isinstance(param, DTensor) and param.device_mesh.ndim == 2 for param in model.parameters())
     handle.traffic.reset()
     train(model, handle, rank, **training)
-    counted, predicted = handle.traffic.counts, handle.predict(training.get("micro_steps", 1))
+    counted, predicted = handle.traffic.counts, handle.predict(micro_steps)
     assert counted["reduce, replicas"].cross_node > 0
     for name in predicted:
         if not predicted[name].is_measured and name != "gather, across nodes":
@@ -212,6 +221,7 @@ FUNCTIONS = [
     drift,
 ]
 WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, FUNCTIONS, 2)}
+NUMBERS_OF_REPLICAS = {"3 x (2 x 1)": (6, 3), "4 x (2 x 1)": (8, 4)}
 
 
 @Scenarios.parametrize_ways(WAYS)
@@ -231,3 +241,14 @@ def with_other_micro_steps(rank: int) -> None:
 def test_replicas_that_differ_in_their_micro_steps_are_named():
     for error in expect_errors(with_other_micro_steps, 4):
         assert "DisagreementError" in error
+
+
+def any_number_of_replicas(rank: int, num_replicas: int) -> None:
+    beside_stock(rank, 1, UNQUANTIZED, TOLERANCE, num_replicas=num_replicas, micro_steps=2)
+    beside_stock(rank, 1, {}, 0.05, num_replicas=num_replicas)
+
+
+@pytest.mark.parametrize("way", list(NUMBERS_OF_REPLICAS))
+def test_any_number_of_replicas(way):
+    world_size, num_replicas = NUMBERS_OF_REPLICAS[way]
+    run_ranks(any_number_of_replicas, world_size, num_replicas)

@@ -112,8 +112,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         dtype = self.unit.reduce_dtype if missing else input_tensor.dtype
         scale, divisor = scale_of(op, group.size()), self.unit.divisor_after_reduce(dtype)
         # FSDP2 asks for the mean over a shard group, unless the user has set by what gradients are divided in all.
-        if self.hops.replica_hop is not None and self.unit.gradient_divide_factor is None:
-            scale /= self.hops.replica_hop.size
+        if self.unit.gradient_divide_factor is None:
+            scale /= self.hops.num_replicas
         form = self._forms.of(parts, dtype, scale, divisor, quantizes=self._micro_steps.quantizes)
         # The parameters that train, their dtype, or what gradients are divided by changed between micro-steps. Sums of another
         # form cannot be added to, so they cross now. Ranks compared all of that when the forward pass began, so all do it.
@@ -179,8 +179,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             flight = hops.start_cross_hop(layouts, sums, flight)
             del sums
             yield UnderWay(flight, crosses=True)
-            if hops.replica_hop is not None:
-                flight = hops.start_replica_hop(flight, layouts)
+            for index in range(len(hops.replica_hops)):
+                flight = hops.start_replica_hop(index, flight, layouts)
                 yield UnderWay(flight, crosses=True)
 
             # Sum over nodes, and bring the result into ``.grad``.
@@ -298,8 +298,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             if partial.written is not None:
                 torch.accelerator.current_stream().wait_event(partial.written)
             flight = self.hops.start_cross_hop(partial.form.layouts, partial.sums)
-            if self.hops.replica_hop is not None:
-                flight = self.hops.start_replica_hop(flight, partial.form.layouts)
+            for index in range(len(self.hops.replica_hops)):
+                flight = self.hops.start_replica_hop(index, flight, partial.form.layouts)
             self._finish(flight, partial.form, partial.others)
         if not self._has_unfinished:
             self.pending.clear()
@@ -351,8 +351,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             layouts, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps, crossings=crossings
         )
         counts = predicted.by_name(cross_hop=cross.name, node_hop=node.name)
-        if (replica := self.hops.replica_hop) is not None:
-            counts[replica.name] = replica.peers.bytes_of(layouts.cross_hop.nbytes).times(crossings)
+        for hop in self.hops.replica_hops:
+            counts.setdefault(hop.name, Bytes()).add(hop.peers.bytes_of(layouts.cross_hop.nbytes).times(crossings))
         return counts
 
 
