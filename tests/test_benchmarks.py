@@ -253,9 +253,9 @@ def test_sync_benchmark(untouched_network: None) -> None:
 
 @pytest.mark.long
 @needs_namespaces
-def test_convergence_benchmark(untouched_network: None) -> None:
-    """Its own checks: losses near stock, fewer bytes than the paper's configuration, weights nearer to the exact ones."""
-    assert "min_traffic" in run_quick("bench_convergence.py")
+def test_losses_benchmark(untouched_network: None) -> None:
+    """Its own checks: losses near stock, and the bytes of 4-bit and of 2-bit deltas."""
+    assert "min_traffic" in run_quick("bench_losses.py")
 
 
 @pytest.mark.long
@@ -263,7 +263,7 @@ def test_convergence_benchmark(untouched_network: None) -> None:
 def test_fine_tuning_benchmark(tmp_path: Path, untouched_network: None) -> None:
     """Its own checks: exact weights take fewer bytes than 2-bit deltas at a low rate, and keep stock's loss."""
     output = tmp_path / "fine_tuning.json"
-    assert "Bytes across nodes in a step" in run_quick("bench_fine_tuning.py", "--output", str(output))
+    assert "whole step" in run_quick("bench_losses.py", "--rates", "1e-5", "1e-4", "--output", str(output))
     assert len(json.loads(output.read_text())["runs"]) == 4
     page = output.with_suffix(".md").read_text()
     assert "embeddings and head" in page and "fine_tuning.png" in page
@@ -271,10 +271,11 @@ def test_fine_tuning_benchmark(tmp_path: Path, untouched_network: None) -> None:
 
 @pytest.mark.long
 @needs_namespaces
-def test_exact_steps_benchmark(tmp_path: Path, untouched_network: None) -> None:
-    """The study of step times with exact weights, in its quick form."""
+def test_step_times_behind_a_checkpoint(tmp_path: Path, untouched_network: None) -> None:
+    """Step times of exact weights, behind some steps of training."""
     output = tmp_path / "exact_steps.json"
-    assert "learning rate 1e-05, 100mbit" in run_quick("bench_exact.py", "--output", str(output))
+    flags = ["--pretraining", "20", "--learning-rates", "1e-5", "--variants", "compute", "stock", "exact"]
+    assert "100mbit, 1 micro-step per step" in run_quick("bench_cluster.py", *flags, "--output", str(output))
     assert "exact_steps.png" in output.with_suffix(".md").read_text()
 
 

@@ -140,7 +140,6 @@ THOROUGH = (
     # Studies. Each has a quick form, and none is part of the package.
     "test_benchmarks.py::*",
     "test_quantizers.py::*",
-    "test_error_probe.py::*",
     "test_recorded_step.py::*",
 )
 

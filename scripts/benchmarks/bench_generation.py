@@ -24,8 +24,8 @@ from library.network import speed
 from library.pages import Grid, report
 from library.plots import cells_figure, save
 from library.rounds import busiest_link_bytes, step_seconds
-from library.study import Study, add_cluster_flags, make_parser, parse, require, shape_of, study_of
-from library.variants import VARIANTS, ModelShape, shown
+from library.study import Study, add_cluster_flags, crossing_bytes, make_parser, parse, require, shape_of, study_of
+from library.variants import VARIANTS, shown
 from rich.progress import Progress
 
 VARIANT_NAMES = ["compute", "stock", "hsdp", "hpz", "balanced", "lora-stock", "lora-16", "lora-8", "lora-4"]
@@ -91,7 +91,7 @@ def token_grid(study: Study, rate: str) -> Grid:
     """Make the table of one rate, with a row per variant."""
     columns = ("variant", "s per token", "tokens/s, all ranks", "x stock", "link MB per token", "in M")
     grid = Grid(f"generation, {rate}", columns)
-    model_bytes = 2 * ModelShape(**study.conditions["model"]).num_parameters
+    model_bytes = crossing_bytes(study.conditions)
     for cell in (cell for cell in study.rows("cells") if cell["rate"] == rate):
         stock = study.find("cells", rate=rate, variant=stock_of(cell["variant"]))
         sent = cell["link_bytes_per_token"]

@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from library.loss_study import write_tokens
-from library.training_run import build_model
+from library.text import write_tokens
+from library.training_run import build_model, windows
 from library.variants import ModelShape
 
 
@@ -43,8 +43,7 @@ class Text:
 
     def batch(self, batch_size: int = 8, length: int = 128) -> torch.Tensor:
         """Return tokens [batch_size, length]."""
-        starts = self._random.integers(len(self._tokens) - length, size=batch_size)
-        return torch.from_numpy(np.stack([self._tokens[start : start + length] for start in starts]).astype(np.int64))
+        return windows(self._tokens, self._random, batch_size, length)
 
 
 class Pretrained:

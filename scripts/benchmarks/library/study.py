@@ -78,6 +78,12 @@ def shape_of(args: argparse.Namespace) -> ModelShape:
     )
 
 
+def crossing_bytes(conditions: dict[str, Any]) -> float:
+    """Return M, by the nodes and the model of a study's conditions: the model in bf16 times (Y-1)/Y for Y nodes."""
+    nodes = conditions["nodes"]
+    return 2 * ModelShape(**conditions["model"]).num_parameters * (nodes - 1) / nodes
+
+
 class Study:
     """Rows of several kinds, written to a JSON file after each addition.
 

@@ -1,41 +1,41 @@
-"""One rank's training run on real text, with one variant and one seed: losses, and errors that communication adds."""
+"""One rank's training run on real text, with one variant and one seed: losses, bytes, and weights that change."""
 
 from __future__ import annotations
 
-from typing import Any
+import re
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp import ZeroPPPlugin
-from library.error_probe import GradientProbe, weight_error
-from library.training_run import build_model
-from library.variants import LOSS_VARIANTS, ProbedRecipe, Recipe
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, REDUCE_CROSS
+from library.text import TokenFiles
+from library.training_run import build_model, windows
+from library.variants import LOSS_VARIANTS, Recipe
 
+ROOT_UNIT = "embeddings and head"
 WHOLE_SHARD = 1 << 17
 """A block that holds a rank's whole shard of any parameter in the studies of loss, so that each shard has one scale."""
 
-SUM_LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
-"""Numbers of steps for whose summed gradients an error is kept."""
-
 
 class TextRun:
-    """A model that is trained from scratch on token files, which the driver wrote.
-
-    A run whose errors are measured is not changed by that: its losses are those of the same run without a probe.
+    """A model that is trained on token files, which the driver wrote.
 
     Args:
         variant: a key of ``LOSS_VARIANTS``.
-        seed: sets the weights and the order of the text, the same for every variant.
-        recipe: the settings that all runs share. With a ``ProbedRecipe`` errors are measured.
-        train_file: tokens to train on, a ``.npy`` file of integers.
-        validation_file: tokens on which the loss is measured.
+        seed: sets the order of the text, and without a checkpoint the weights, the same for every variant.
+        recipe: the settings that all runs share.
+        files: tokens to train on, and tokens on which the loss is measured.
+        checkpoint: a file that ``save`` wrote, from which the run goes on; None begins from random weights.
     """
 
-    def __init__(self, variant: str, seed: int, recipe: Recipe, train_file: str, validation_file: str) -> None:
+    def __init__(
+        self, variant: str, seed: int, recipe: Recipe, files: TokenFiles, checkpoint: str | None = None
+    ) -> None:
         if variant == "unblocked":
             _share_one_scale()
         settings = LOSS_VARIANTS[variant]
@@ -47,7 +47,7 @@ class TextRun:
         )
         self.accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin)
         set_seed(seed)
-        model = self._build_model(seed)
+        model = build_model(recipe.shape, seed, checkpoint)
         optimizer = torch.optim.AdamW(
             model.parameters(),
             lr=recipe.learning_rate,
@@ -59,87 +59,96 @@ class TextRun:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.schedule = schedule
         self.handle = self.plugin.handle_of(self.model)
-        self.tokens = np.load(train_file, mmap_mode="r")
-        self.validation = _sequences(np.load(validation_file), recipe)
+        self.tokens = np.load(files.train, mmap_mode="r")
+        self.validation = _sequences(np.load(files.validation), recipe)
         # A generator of the run's own, so that every variant sees the same batches, however it uses PyTorch's.
         self.random = np.random.default_rng([seed, dist.get_rank()])
         self.step = 0
-        self._probe: GradientProbe | None = None
-        self._traffic: float | None = None
+        # Kept from before the first forward pass: an evaluation leaves the root's weights whole, under the same names.
+        self._shards = {name: param.detach() for name, param in self.model.named_parameters()}
+        self._changed: dict[str, int] = {}
+        self._seen: dict[str, int] = {}
+        self._sent: dict[str, float | None] = {"weights": None, "gradients": None}
 
     def train(self, steps: int) -> float:
-        """Train for ``steps`` more steps, and return the mean training loss over them and over ranks.
-
-        The first call also fixes the run's traffic. The first step is left out of it: with deltas, it is the one that
-        sends whole weights.
-        """
+        """Train for ``steps`` more steps, and return the mean training loss over them and over ranks."""
+        self._changed, self._seen = {}, {}
         losses = [self._train_step() for _ in range(steps)]
-        if self.handle and self._is_probed and self._traffic is None:
-            traffic, nodes = self.handle.traffic, self.handle.topology.num_nodes
-            self._traffic = traffic.cross_node_bytes_per_step / (traffic.model_bytes * (nodes - 1) / nodes)
+        # The evaluation that follows sends the last step's weights, which belong to no step that is counted here.
+        self._sent = self._shares_of_model()
         return round(self._mean(torch.stack(losses).mean()), 5)
 
     @torch.no_grad()
-    def evaluate(self) -> dict[str, float]:
-        """Return a point of the run's curves.
-
-        ``validation`` is the loss on the validation sequences of all ranks, ``weight_error`` see ``error_probe.py``.
-        """
+    def evaluate(self) -> float:
+        """Return the loss on the validation sequences of all ranks."""
         self.model.eval()
-        losses = [self._loss(batch) for batch in self._validation().split(16)]
+        own = self.validation[dist.get_rank() :: dist.get_world_size()]
+        losses = [self._loss(batch) for batch in own.split(16)]
         self.model.train()
-        point = {"validation": round(self._mean(torch.stack(losses).mean()), 5)}
-        return point | ({"weight_error": round(weight_error(self.model), 6)} if self._is_probed else {})
+        return round(self._mean(torch.stack(losses).mean()), 5)
 
-    def summary(self) -> dict[str, Any]:
-        """Return further results of a run that has ended and whose errors were measured.
+    def density(self) -> dict[str, float]:
+        """Return the share of bf16 weights that changed in a step, by unit: the mean over the last ``train``."""
+        shares = {}
+        for unit, changed in self._changed.items():
+            counts = torch.tensor([changed, self._seen[unit]])
+            dist.all_reduce(counts)
+            shares[unit] = round(counts[0].item() / counts[1].item(), 6)
+        return shares
 
-        Returns:
-            ``traffic``: bytes that cross nodes per step over M (Y-1)/Y; None for FSDP2's own communication.
-            ``gradient_error``: errors of summed gradients, and how many steps were summed for each.
+    def sent(self) -> dict[str, float | None]:
+        """Return ``weights`` and ``gradients``: bytes across nodes per step, over M (Y-1)/Y; None for FSDP2's own.
+
+        The first step is not in them, since it is the one that sends whole weights.
         """
-        if self._probe is None:
-            return {}
-        errors = self._probe.errors()
-        counts = sorted({count for count in SUM_LENGTHS if count < len(errors)} | {len(errors)})
-        sums = {count: round(errors[count - 1], 6) for count in counts}
-        return {"traffic": self._traffic, "gradient_error": {"steps": list(sums), "error": list(sums.values())}}
+        return dict(self._sent)
 
-    @property
-    def _is_probed(self) -> bool:
-        return isinstance(self.recipe, ProbedRecipe)
+    def save(self, path: str) -> None:
+        """Write the whole fp32 model to a file, as a checkpoint of later runs."""
+        state = self.accelerator.get_state_dict(self.model)
+        if dist.get_rank() == 0:
+            torch.save(state, path)
+        dist.barrier()
 
     def _train_step(self) -> torch.Tensor:
-        if isinstance(self.recipe, ProbedRecipe) and self.recipe.steps - self.step == self.recipe.probe_steps:
-            self._probe = GradientProbe(self.model)
+        before = self._words()
         if self.handle:
             self.handle.set_progress(self.step / self.recipe.steps)
-        loss = self._loss(self._batch())
+        loss = self._loss(windows(self.tokens, self.random, self.recipe.batch_size, self.recipe.seq_len))
         self.accelerator.backward(loss)
-        if self._probe:
-            self._probe.look()
         self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
         self.step += 1
         if self.handle and self.step == 1:
-            self.handle.traffic.reset()  # the first step sends whole weights
+            self.handle.traffic.reset()
+        for name, words in self._words().items():
+            unit = _unit_of(name)
+            self._changed[unit] = self._changed.get(unit, 0) + int((words != before[name]).sum())
+            self._seen[unit] = self._seen.get(unit, 0) + words.numel()
         return loss.detach()
 
-    def _build_model(self, seed: int) -> torch.nn.Module:
-        """Return the model as it begins. Subclasses begin from elsewhere."""
-        return build_model(self.recipe.shape, seed)
+    def _words(self) -> dict[str, torch.Tensor]:
+        """Return the bits of this rank's weights in bf16, by parameter."""
+        local = {
+            name: shard.to_local() if isinstance(shard, DTensor) else shard for name, shard in self._shards.items()
+        }
+        return {name: shard.to(torch.bfloat16, copy=True).view(torch.int16) for name, shard in local.items()}
 
-    def _validation(self) -> torch.Tensor:
-        """Return this rank's validation sequences: [sequences, seq_len]."""
-        return self.validation[dist.get_rank() :: dist.get_world_size()]
+    def _shares_of_model(self) -> dict[str, float | None]:
+        if self.handle is None:
+            return {"weights": None, "gradients": None}
+        traffic, nodes = self.handle.traffic, self.handle.topology.num_nodes
+        whole = traffic.model_bytes * (nodes - 1) / nodes * max(traffic.steps, 1)
 
-    def _batch(self) -> torch.Tensor:
-        """Return random windows of the training text: [batch_size, seq_len]."""
-        length = self.recipe.seq_len
-        starts = self.random.integers(len(self.tokens) - length, size=self.recipe.batch_size)
-        return torch.from_numpy(np.stack([self.tokens[start : start + length] for start in starts]).astype(np.int64))
+        def share(*collectives: str) -> float:
+            counts = traffic.counts
+            received = torch.tensor(sum(counts[name].cross_node for name in collectives if name in counts))
+            dist.all_reduce(received)  # ranks receive different numbers of changed words
+            return round(received.item() / nodes / whole, 5)
+
+        return {"weights": share(GATHER_CROSS, GATHER_RESYNC), "gradients": share(REDUCE_CROSS)}
 
     def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
         """Compute the loss in fp32, from the logits.
@@ -158,6 +167,11 @@ class TextRun:
 def _sequences(tokens: np.ndarray, recipe: Recipe) -> torch.Tensor:
     wanted = recipe.num_validation * recipe.seq_len
     return torch.from_numpy(tokens[:wanted].astype(np.int64)).view(-1, recipe.seq_len)
+
+
+def _unit_of(name: str) -> str:
+    layer = re.search(r"layers\.(\d+)\.", name)
+    return f"layer {layer[1]}" if layer else ROOT_UNIT
 
 
 def _share_one_scale() -> None:

@@ -11,6 +11,7 @@ import gc
 import os
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
@@ -25,10 +26,19 @@ from library.rounds import Measurement, timed_steps
 from library.variants import LEARNING_RATE, ModelShape, Variant
 
 
-def build_model(shape: ModelShape, seed: int = 0) -> torch.nn.Module:
-    """Make a Llama with random weights, in fp32, the same on every rank."""
+def build_model(shape: ModelShape, seed: int = 0, checkpoint: str | None = None) -> torch.nn.Module:
+    """Make a Llama in fp32, the same on every rank, with random weights or with those of a file."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(LlamaConfig(**dataclasses.asdict(shape), max_position_embeddings=2048))
+    model = LlamaForCausalLM(LlamaConfig(**dataclasses.asdict(shape), max_position_embeddings=2048))
+    if checkpoint is not None:
+        model.load_state_dict(torch.load(checkpoint, weights_only=True))
+    return model
+
+
+def windows(tokens: np.ndarray, random: np.random.Generator, batch_size: int, length: int) -> torch.Tensor:
+    """Return random windows of a text: [batch_size, length]."""
+    starts = random.integers(len(tokens) - length, size=batch_size)
+    return torch.from_numpy(np.stack([tokens[start : start + length] for start in starts]).astype(np.int64))
 
 
 class TrainingRun:
@@ -38,12 +48,21 @@ class TrainingRun:
         variant: how ranks communicate.
         shape: the model's sizes.
         batch_size: sequences per micro-step.
-        seq_len: tokens of a sequence. Every micro-step sees the same random tokens, other ones on every rank.
+        seq_len: tokens of a sequence.
         learning_rate: of AdamW. The bytes of changed words (variant ``exact``) depend on it.
+        text: a file of tokens to train on. Without one every micro-step sees the same random tokens, others on every rank.
+        checkpoint: a file of weights; None begins from random ones.
     """
 
     def __init__(
-        self, variant: Variant, shape: ModelShape, batch_size: int, seq_len: int, learning_rate: float = LEARNING_RATE
+        self,
+        variant: Variant,
+        shape: ModelShape,
+        batch_size: int,
+        seq_len: int,
+        learning_rate: float = LEARNING_RATE,
+        text: str | None = None,
+        checkpoint: str | None = None,
     ) -> None:
         self.variant = variant
         self.plugin = ZeroPPPlugin(
@@ -59,7 +78,7 @@ class TrainingRun:
         self.accelerator = Accelerator(
             cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin, parallelism_config=_parallelism(variant)
         )
-        model = build_model(shape)
+        model = build_model(shape, checkpoint=checkpoint)
         model = _with_lora(model) if variant.lora else model
         trainable = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=learning_rate, foreach=True)
@@ -68,6 +87,8 @@ class TrainingRun:
             _silence(self.model)
         torch.manual_seed(dist.get_rank())
         self.tokens = torch.randint(shape.vocab_size, (batch_size, seq_len))
+        self._text = None if text is None else np.load(text, mmap_mode="r")
+        self._random = np.random.default_rng(dist.get_rank())
         self.handle = self.plugin.handle_of(self.model)
 
     def measure(self, steps: int, micro_steps: int) -> Measurement:
@@ -100,6 +121,8 @@ class TrainingRun:
         # Accelerate reads it in every ``accumulate``, so one prepared model can be measured with all accumulations.
         self.accelerator.gradient_accumulation_steps = micro_steps
         for _ in range(micro_steps):
+            if self._text is not None:
+                self.tokens = windows(self._text, self._random, *self.tokens.shape)
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
                 self.accelerator.backward(loss)

@@ -75,6 +75,8 @@ VARIANTS = {
         Variant("hpz", HPZ),
         Variant("qgz", QGZ),
         *(Variant(name, settings) for name, settings in PRESETS.items()),
+        Variant("exact, 3-bit gradients", {"preset": "exact", "qgz_bits": 3}),
+        Variant("auto", {"qwz_mode": "auto"}),
         # The default without one of its parts: see scripts/results/overlap.md.
         Variant("blocking", {"overlap": False}),
         Variant("sockets", {"shared_memory": False}),
@@ -97,8 +99,7 @@ LOSS_VARIANTS: dict[str, dict[str, Any] | None] = {
     # One setting changed in the paper's configuration.
     "delta-4": PAPER | {"qwz_mode": "delta", "qwz_bits": 4},
     "delta-2": PAPER | {"qwz_mode": "delta", "qwz_bits": 2},
-    "exact, 3-bit gradients": {"preset": "exact", "qgz_bits": 3},
-    "auto": {"qwz_mode": "auto"},
+    **{name: VARIANTS[name].zeropp for name in ("exact, 3-bit gradients", "auto")},
 }
 """Settings in the studies on text by the variant's name; None is FSDP2's own communication."""
 
@@ -158,17 +159,6 @@ class Recipe:
         if step < warmup:
             return (step + 1) / warmup
         return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup))
-
-
-@dataclasses.dataclass(frozen=True)
-class ProbedRecipe(Recipe):
-    """Settings of runs whose communication errors are measured.
-
-    Attributes:
-        probe_steps: the number of last steps in which gradients are compared with exactly reduced ones.
-    """
-
-    probe_steps: int = 100
 
 
 @dataclasses.dataclass(frozen=True)
