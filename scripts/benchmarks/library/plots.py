@@ -10,6 +10,21 @@ from library.network import speed
 from library.study import Study
 from library.variants import ModelShape, shown
 
+COLORS = {
+    "compute": "lightgray",
+    "stock": "black",
+    "hsdp": "gray",
+    "balanced": "C0",
+    "half_model": "C1",
+    "min_traffic": "C2",
+    "exact": "C3",
+    "exact, 3-bit gradients": "C4",
+    "auto": "C5",
+    "paper": "C6",
+    "pcie": "C9",
+}
+"""Colours of variants that stand in several pictures."""
+
 
 def pyplot() -> Any:
     """Import ``matplotlib.pyplot`` for writing files, on machines without a display too."""
@@ -68,10 +83,10 @@ def cluster_text(conditions: dict[str, Any]) -> str:
 
 
 def colors_of(names: Iterable[str]) -> dict[str, Any]:
-    """Return a colour for each variant, in the order of the names: stock FSDP2 is black."""
-    known = list(dict.fromkeys(names))
-    palette = pyplot().cm.tab10
-    return {name: "black" if name == "stock" else palette(place % 10) for place, name in enumerate(known)}
+    """Return a colour for each variant: its own of ``COLORS`` in all pictures, or the next that this picture does not use."""
+    chosen = dict.fromkeys(names)
+    left = iter([f"C{place}" for place in range(10) if f"C{place}" not in {COLORS.get(name) for name in chosen}])
+    return {name: COLORS.get(name) or next(left) for name in chosen}
 
 
 def over_rates(
