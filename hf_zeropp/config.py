@@ -120,7 +120,8 @@ class ZeroPPConfig:
         overlap: start collectives early and finish them late on backends without streams (gloo); run cross hops beside node
             hops on those with streams. Results are the same bit for bit; False shows what each collective costs.
         shared_memory: let the CPU ranks of one machine read each other's secondary shards instead of gathering them.
-            Results are the same bit for bit; False sends the bytes through sockets.
+            Results are the same bit for bit; False sends the bytes through sockets. It has no effect with
+            ``qwz_intra_bits=None``, which asks for gathers.
         ranks_per_node: ``"auto"`` (``LOCAL_WORLD_SIZE``, which launchers export) or an int, which treats that many
             consecutive ranks as a node and so emulates several nodes on one machine.
 

@@ -123,6 +123,12 @@ PYTORCH: tuple[Seam, ...] = (
         "The same.", since=(2, 13)),
     has("torch.distributed:ReduceScatterOptions", "asyncOp", "comm.hop",
         "Whether the caller waits for them.", silent=True),
+    has("torch.distributed:ProcessGroup", "allgather_into_tensor_coalesced", "comm.hop",
+        "Several all-gathers in one call, as above.", until=(2, 13)),
+    has("torch.distributed:ProcessGroup", "all_gather_single_coalesced", "comm.hop",
+        "The same.", since=(2, 13)),
+    has("torch.distributed.distributed_c10d:AllgatherOptions", "asyncOp", "comm.hop",
+        "Whether the caller waits for them.", silent=True),
     has("torch._C._distributed_c10d:Backend.Options", "_timeout", "comm.topology",
         "The timeout of the world's collectives."),
     # It is read with a default, because most models are not compiled.

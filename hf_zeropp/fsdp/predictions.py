@@ -99,11 +99,10 @@ def gather_bytes(
         crossings: result of ``crossings_per_step``.
         changes_bytes: bytes of the words of one slice that change in a step; None where whole weights or deltas are sent.
     """
-    # The node hop always moves the copy, in the form in which it is kept. Only the cross hop may send something else in
-    # its place.
+    # The node hop always moves the copy, as it is kept or decoded. Only the cross hop may send something else in its place.
     whole = layouts.kept if layouts.delta is None else layouts.delta
     crossing = whole.nbytes if changes_bytes is None else changes_bytes
-    secondary_bytes = cross_hop.group_size * layouts.kept.nbytes
+    secondary_bytes = cross_hop.group_size * layouts.node_bytes
     return HopBytes(
         cross_hop=cross_hop.bytes_of(crossing).times(crossings),
         node_hop=node_hop.bytes_of(secondary_bytes).times(gathers if node_hop.group_size > 1 else 0),
