@@ -42,7 +42,7 @@ PYTORCH: tuple[Seam, ...] = (
     has("torch.distributed._composable_state", "_module_state_mapping", "fsdp.units",
         "All sharded modules of the process, to warn of those that run without ZeRO++."),
     has(f"{_GROUP}:FSDPParamGroup",
-        "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded gradient_divide_factor "
+        "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded reduce_grads gradient_divide_factor "
         "force_sum_reduction_for_comms "
         "_reshard_after_forward _use_post_forward_mesh _to_sharded _all_reduce_hook _all_gather_comm "
         "_reduce_scatter_comm _reduce_scatter_process_group post_backward lazy_init _reset_sharded_params", "fsdp.units",

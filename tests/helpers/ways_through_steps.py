@@ -354,6 +354,10 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "quantized within the node, skipped layers": functools.partial(skipped_layers, **QUANTIZED),
     "native, a copy on 8 ranks, nodes of 4": functools.partial(steps, **NATIVE, hpz_size=8, ranks_per_node=4),
     "native, secondary shards of weights": functools.partial(steps, **NATIVE, sizes=WHOLE_WIRES, qwz_mode="exact"),
+    "accumulation on the rank": functools.partial(steps, counts=(3, 1), qgz_accumulate="rank", **NATIVE),
+    "accumulation on the rank, gradients in 16 bits": functools.partial(
+        steps, "bf16 reduce", counts=(3, 1), qgz_accumulate="rank"
+    ),
     "hops on one stream": functools.partial(steps, overlap=False),
     "hops on one stream, exact": functools.partial(steps, overlap=False, qwz_mode="exact"),
     "generation": generation,
