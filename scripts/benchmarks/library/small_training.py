@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import statistics
 import tempfile
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Pretrained:
         args: the command line, with the flags of ``add_flags``.
         vocab_size: of the tokenizer.
         head_size: features of an attention head.
+        num_held_out: batches on which losses are compared.
         decays: whether the learning rate falls as a cosine to a tenth.
 
     Attributes:
@@ -66,6 +68,7 @@ class Pretrained:
         vocab_size: int,
         *,
         head_size: int = 64,
+        num_held_out: int = 0,
         decays: bool = False,
     ) -> None:
         heads = args.hidden_size // head_size
@@ -73,6 +76,7 @@ class Pretrained:
             ModelShape(args.hidden_size, args.hidden_size * 11 // 4, args.layers, heads, vocab_size)
         )
         self.text = Text(vocab_size)
+        self._held_out = [self.text.batch() for _ in range(num_held_out)]
         optimizer = adamw(self.model, 1e-3)
         lowest = 1e-4 if decays else 1e-3
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, args.pretraining, eta_min=lowest)
@@ -82,10 +86,19 @@ class Pretrained:
             schedule.step()
         self._checkpoint = {name: value.clone() for name, value in self.model.state_dict().items()}
 
-    def restore(self) -> torch.nn.Module:
-        """Set the model back to the checkpoint, and return it."""
-        self.model.load_state_dict(self._checkpoint)
+    def restore(self, nudge: float = 0.0) -> torch.nn.Module:
+        """Set the model back to the checkpoint, with weights larger by a share ``nudge`` of them, and return it."""
+        weights = {
+            name: value * (1 + nudge) if value.is_floating_point() else value
+            for name, value in self._checkpoint.items()
+        }
+        self.model.load_state_dict(weights)
         return self.model
+
+    @torch.no_grad()
+    def held_out_loss(self) -> float:
+        """Return the mean loss on batches that the model has not seen."""
+        return statistics.mean(self.model(input_ids=batch, labels=batch).loss.item() for batch in self._held_out)
 
 
 def adamw(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
@@ -104,7 +117,12 @@ def backward(model: torch.nn.Module, tokens: torch.Tensor) -> float:
 def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, text: Text) -> float:
     """Train one step, and return the loss."""
     loss = backward(model, text.batch())
+    update(model, optimizer)
+    return loss
+
+
+def update(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Step with the gradients that the model has, clipped."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    return loss
