@@ -39,7 +39,7 @@ def check_install() -> None:
     shown = subprocess.run(
         [Path(sys.executable).parent / "hf-zeropp", "env"], capture_output=True, text=True, check=True
     ).stdout
-    assert hf_zeropp.__version__ in shown and torch.__version__ in shown, shown
+    assert hf_zeropp.__version__ in shown and metadata.version("torch") in shown, shown
     print(f"hf_zeropp {hf_zeropp.__version__}, {chosen} kernels, torch {torch.__version__}")
 
 

@@ -63,7 +63,7 @@ bf16 reduction unless the name says fp32; *HSDP* shards within the node and repl
 package, under the names of its presets; *no communication* runs the same step without any collective. Step times are
 medians. The floor is the step without communication plus the bytes that crossed the link over its rate. M is the model in
 bf16 times (Y-1)/Y for Y nodes. Link MB are those of the busiest node per step, by its interface's counters, headers and
-acknowledgements included: the flat rings of stock FSDP2 put the whole model on each link, Y/(Y-1) of what has to cross;
+acknowledgements included: the flat rings of stock FSDP2 put more on each link than has to cross (cluster.md says why);
 counted MB are our own accounting of payload (and, for qgZ alone, of FSDP2's gathers as a ring carries them)."""
 CHECKPOINT = """
 
