@@ -151,7 +151,7 @@ def _install_two_hops(
         unit.set_reduce_scatter(reduce)
         # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be
         # a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at it.
-        unit.wrap_post_backward(reduce.before_post_backward, reduce.after_post_backward)
+        unit.wrap_post_backward(reduce.keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward)
         decisions.add_unit(gather, reduce)
     # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
     hook_passes(model, decisions)
@@ -184,8 +184,10 @@ def _gather_hops(run: Run) -> TwoHopGather:
     resync = Hop(GATHER_RESYNC, groups.cross_group, run.traffic, is_async=run.overlaps_by_itself)
     is_cpu = not devices.has_streams(run.topology.mesh.device_type)
     # It is equal on all ranks, since the settings and the device are. ``connect`` is a collective, so a rank that
-    # skipped it alone would leave its node waiting. Without hpZ nothing is kept that peers could read later.
-    may_share = run.config.shared_memory and run.hpz_size is not None and is_cpu
+    # skipped it alone would leave its node waiting. Without hpZ nothing is kept that peers could read later, and where weights
+    # travel decoded, peers read nothing that is kept.
+    is_read = run.hpz_size is not None and run.config.qwz_intra_bits is not None
+    may_share = run.config.shared_memory and is_read and is_cpu
     return TwoHopGather(cross, node, run.buffers, NodeMemory.connect(node.group) if may_share else None, resync)
 
 

@@ -114,13 +114,17 @@ class ZeroPPConfig:
         qgz_accumulator: dtype in which a node keeps the gradient sums of micro-steps that are not the last: ``"float32"``, or
             ``"bfloat16"``, which takes half of the memory. Sums are taken in fp32 all the same, and rounded to nearest: a sum
             stops growing once what is added is under 1/256 of it, so take fp32 from some 64 micro-steps on. It has no effect
-            without accumulation, and with one node, where gradients are FSDP2's own.
+            without accumulation, with ``qgz_accumulate="rank"``, and with one node, where gradients are FSDP2's own.
+        qgz_accumulate: where the gradients of micro-steps add up. ``"node"``: every micro-step sums them within the node, and 1/N
+            of the unit is kept. ``"rank"``: they stay on the rank at full size until the last micro-step, as under FSDP2's
+            ``set_requires_gradient_sync(False)``, and move within the node once per step.
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.
         overlap: start collectives early and finish them late on backends without streams (gloo); run cross hops beside node
             hops on those with streams. Results are the same bit for bit; False shows what each collective costs.
         shared_memory: let the CPU ranks of one machine read each other's secondary shards instead of gathering them.
-            Results are the same bit for bit; False sends the bytes through sockets.
+            Results are the same bit for bit; False sends the bytes through sockets. It has no effect with
+            ``qwz_intra_bits=None``, which asks for gathers.
         ranks_per_node: ``"auto"`` (``LOCAL_WORLD_SIZE``, which launchers export) or an int, which treats that many
             consecutive ranks as a node and so emulates several nodes on one machine.
 
@@ -137,6 +141,7 @@ class ZeroPPConfig:
     qgz_intra_bits: int | Literal["auto"] | None = AUTO
     qgz_until: float = 1.0
     qgz_accumulator: Literal["float32", "bfloat16"] = "float32"
+    qgz_accumulate: Literal["node", "rank"] = "node"
     frozen_bits: int | None = None
     overlap: bool = True
     shared_memory: bool = True
@@ -183,6 +188,11 @@ class ZeroPPConfig:
     def sends_changes(self) -> bool:
         """Whether weights may cross nodes as the 16-bit words that changed."""
         return self.qwz_mode in ("exact", "auto")
+
+    @property
+    def accumulates_on_rank(self) -> bool:
+        """Whether gradients stay on the rank, at full size, until the last micro-step."""
+        return self.qgz_accumulate == "rank"
 
     @property
     def quantizes_gradients(self) -> bool:
@@ -411,6 +421,7 @@ _CHECKS: dict[str, Check] = {
     "qgz_intra_bits": one_of(AUTO, *NODE_GRADIENT_BITS, None),
     "qgz_until": fraction,
     "qgz_accumulator": one_of("float32", "bfloat16"),
+    "qgz_accumulate": one_of("node", "rank"),
     "frozen_bits": one_of(8, 4, None),
     "overlap": flag,
     "shared_memory": flag,

@@ -110,7 +110,8 @@ class ZeroPPHandle:
         # Partial sums of quantized and of unquantized gradients do not add up. While there are any, the change waits for the
         # next step.
         quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
-        self._run.micro_steps.set_quantizes(quantizes, is_accumulating=self.partial_bytes() > 0)
+        is_accumulating = any(reduce.partial_bytes() for reduce in self.reduces)
+        self._run.micro_steps.set_quantizes(quantizes, is_accumulating=is_accumulating)
 
     def save_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
         """Let this run go on from a checkpoint as a run that is resumed from it does. Nothing is written to ``folder``.
@@ -138,7 +139,7 @@ class ZeroPPHandle:
             )
 
     def discard_accumulated(self) -> None:
-        """Forget micro-steps accumulated so far (``zero_grad`` does it too)."""
+        """Forget micro-steps accumulated so far (``zero_grad`` does it too, but with ``qgz_accumulate="rank"``)."""
         for reduce in self.reduces:
             reduce.discard()
 
@@ -175,8 +176,8 @@ class ZeroPPHandle:
         return sum(gather.secondary_bytes() for gather in self.gathers)
 
     def partial_bytes(self) -> int:
-        """Bytes this rank holds in accumulated partial gradients."""
-        return sum(reduce.partial_bytes() for reduce in self.reduces)
+        """Bytes this rank holds in accumulated gradients: partial sums of its node, or its own at full size."""
+        return sum(reduce.partial_bytes() + reduce.unit.unreduced_bytes() for reduce in self.reduces)
 
     def check_same_config(self, config: ZeroPPConfig) -> ZeroPPHandle:
         """Return this handle.

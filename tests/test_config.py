@@ -130,6 +130,7 @@ def test_presets_are_defaults_with_a_name() -> None:
         ({"hpz_bits": 8}, ["hpz_bits", "delta"]),
         ({"qgz_accumulator": "float16"}, ["qgz_accumulator", "float32", "bfloat16", "'float16'"]),
         ({"qgz_accumulator": None}, ["qgz_accumulator", "float32", "bfloat16", "None"]),
+        ({"qgz_accumulate": "gpu"}, ["qgz_accumulate", "node", "rank", "'gpu'"]),
         ({"qgz_until": 0.5, "qgz_bits": None, "qgz_intra_bits": None}, ["qgz_until", "qgz_bits", "None"]),
     ],
     ids=str,

@@ -50,6 +50,7 @@ THOROUGH = (
     "fsdp/test_exact.py::test_over_many_steps*",
     "fsdp/test_accumulator.py::test_accumulator{every_dtype*",
     "fsdp/test_apply.py::test_threads_go_with_their_model",
+    "fsdp/test_native_gathers.py::*every mode}",
     "fsdp/test_failed_hops.py::test_a_rank_without_data_is_named{goes on}",
     "comm/*{6}",
     "comm/*{3}",

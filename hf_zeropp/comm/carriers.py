@@ -268,7 +268,7 @@ def gather_both_hops(hops: TwoHopGather, output: torch.Tensor, shard: torch.Tens
     carrier.prepare([shard])
     carrier.send()
     carrier.land()
-    hops.decode(secondary, layouts.kept, output)
+    hops.decode(secondary, layouts, output)
     hops.buffers.give(secondary.own)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hf_zeropp import devices
 from hf_zeropp.traffic import Peers, TimedWork, Traffic
@@ -20,11 +22,24 @@ def _reduce_scatter_rows(
     output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
 ) -> dist.Work | None:
     """Start the reduce-scatters of all rows in one call, which NCCL runs as one kernel."""
-    options = dist.ReduceScatterOptions()
-    options.asyncOp = async_op  # ``reduceOp`` is a sum already
     # torch 2.13 renamed the method.
     start = getattr(group, "reduce_scatter_single_coalesced", None) or group.reduce_scatter_tensor_coalesced
-    work = start(list(output.unbind()), list(rows.unbind()), options)
+    return _start_rows(start, output, rows, dist.ReduceScatterOptions(), async_op)  # ``reduceOp`` is a sum already
+
+
+def _all_gather_rows(
+    output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
+) -> dist.Work | None:
+    """Start the all-gathers of all rows in one call, as above."""
+    start = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
+    return _start_rows(start, output, rows, AllgatherOptions(), async_op)
+
+
+def _start_rows(
+    start: Callable[..., dist.Work | None], output: torch.Tensor, rows: torch.Tensor, options: Any, async_op: bool
+) -> dist.Work | None:
+    options.asyncOp = async_op
+    work = start(output.unbind(), rows.unbind(), options)
     if async_op:
         return work
     if work is not None:
@@ -103,6 +118,13 @@ class Hop:
             return None
         self._traffic.record(self.name, self.peers.bytes_of(wire.numel()))
         return self._run(_all_gather_buffers, output, wire)
+
+    def all_gather_rows(self, output: torch.Tensor, rows: torch.Tensor) -> HopWork | None:
+        """Start, for each y, output[y] [size * S] <- every rank's rows[y] [S], in group order. Shapes are [Y, ...]."""
+        if not rows.numel():
+            return None
+        self._traffic.record(self.name, self.peers.bytes_of(rows.nbytes))
+        return self._run(_all_gather_rows, output, rows)
 
     def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> HopWork | None:
         """Start output [size * B] <- from each rank, in group order, the part of its wire [size * B] for this rank."""

@@ -6,6 +6,7 @@ See ``two_hops.py`` for the idea and the shapes. Here a node is the group of ran
 from __future__ import annotations
 
 import dataclasses
+from functools import cached_property
 
 import torch
 
@@ -24,16 +25,33 @@ class GatherLayouts:
         delta: the layout of a delta; None where none is sent.
         sends_changes: whether the words that changed are sent to ranks that hold a secondary shard. It is unquantized then. With
             ``delta`` as well, the sender chooses.
+        is_native: whether the node hop is native: it moves weights, which each rank decodes before, and not wires.
     """
 
     kept: WireLayout
     delta: WireLayout | None = None
     sends_changes: bool = False
+    is_native: bool = False
 
     @property
     def replaces_copies(self) -> bool:
         """Whether a secondary shard is always replaced by whole weights."""
         return self.delta is None and not self.sends_changes
+
+    @cached_property
+    def holds_weights(self) -> bool:
+        """Whether the bytes of a secondary shard are those of its weights: unquantized, and without padding between them."""
+        return self.kept.nbytes == self._weight_bytes and not self.kept.quantizes
+
+    @property
+    def node_bytes(self) -> int:
+        """Bytes of a slice in the node hop."""
+        return self._weight_bytes if self.is_native else self.kept.nbytes
+
+    @property
+    def _weight_bytes(self) -> int:
+        # What travels unquantized travels in the dtype in which the unit is gathered.
+        return self.kept.numel * self.kept.raw_dtype.itemsize
 
 
 @dataclasses.dataclass
@@ -105,17 +123,20 @@ class TwoHopGather:
         shared = self._memory.allocate(num_bytes)
         return Secondary(shared[self.node_hop.group.rank()], shared.view(-1))
 
-    def decode(self, secondary: Secondary, layout: WireLayout, output: torch.Tensor) -> None:
-        """Run the node hop: exchange secondary shards [Y * B] within the node and decode them.
+    def decode(self, secondary: Secondary, layouts: GatherLayouts, output: torch.Tensor) -> None:
+        """Run the node hop: make the unit's weights of the secondary shards [Y * B] that the ranks of the node hold.
 
         Args:
             secondary: a secondary shard that is up to date.
-            layout: its layout, ``GatherLayouts.kept``.
+            layouts: those that it was made with.
             output: the unit's weights [W * S] in rank order, written.
         """
-        num_ranks = self.node_hop.size
+        num_ranks, layout = self.node_hop.size, layouts.kept
         if num_ranks == 1:  # the secondary shard is the whole unit, and lies in rank order
             ops.dequantize(secondary.own, layout, dtype=output.dtype, out=output)
+            return
+        if layouts.is_native:
+            self._gather_natively(secondary, layouts, output)
             return
         if secondary.shared is not None:
             wire = self.node_hop.read_peers(secondary.shared)
@@ -126,6 +147,22 @@ class TwoHopGather:
         # Slices arrive as [x, y]. ``slice_rows`` makes the kernel write them as [y, x], which is rank order.
         ops.dequantize(wire, layout, dtype=output.dtype, slice_rows=num_ranks, out=output)
         self.buffers.give(wire)
+
+    def _gather_natively(self, secondary: Secondary, layouts: GatherLayouts, output: torch.Tensor) -> None:
+        """Decode this rank's secondary shard, 1/N of the unit, and gather weights.
+
+        [Note: no reordering] Rank y * N + x of the world holds slice y of this node's rank x. So slice y of all ranks of the node
+        is one run of the output, and Y all-gathers put every slice in its place. The backend runs them as one call (one kernel on
+        GPUs). A single all-gather would deliver slices as [x, y], and a copy of the whole unit would have to follow it.
+        """
+        kept, own = layouts.kept, secondary.own
+        is_decoded = layouts.holds_weights and kept.raw_dtype == output.dtype
+        if not is_decoded:
+            own = self.buffers.take(output.nbytes // self.node_hop.size, output.device)
+            ops.dequantize(secondary.own, kept, dtype=output.dtype, out=own.view(output.dtype))
+        num_nodes = self.cross_hop.size
+        work = self.node_hop.all_gather_rows(output.view(num_nodes, -1), own.view(output.dtype).view(num_nodes, -1))
+        Flight(output, work, () if is_decoded else (own,)).land(self.buffers)
 
     def own_slice(self, secondary: Secondary) -> torch.Tensor:
         """Return the part of a secondary shard that holds this rank's own shard."""

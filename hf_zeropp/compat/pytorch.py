@@ -42,7 +42,7 @@ PYTORCH: tuple[Seam, ...] = (
     has("torch.distributed._composable_state", "_module_state_mapping", "fsdp.units",
         "All sharded modules of the process, to warn of those that run without ZeRO++."),
     has(f"{_GROUP}:FSDPParamGroup",
-        "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded gradient_divide_factor "
+        "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded reduce_grads gradient_divide_factor "
         "force_sum_reduction_for_comms "
         "_reshard_after_forward _use_post_forward_mesh _to_sharded _all_reduce_hook _all_gather_comm "
         "_reduce_scatter_comm _reduce_scatter_process_group post_backward lazy_init _reset_sharded_params", "fsdp.units",
@@ -122,6 +122,12 @@ PYTORCH: tuple[Seam, ...] = (
     has("torch.distributed:ProcessGroup", "reduce_scatter_single_coalesced", "comm.hop",
         "The same.", since=(2, 13)),
     has("torch.distributed:ReduceScatterOptions", "asyncOp", "comm.hop",
+        "Whether the caller waits for them.", silent=True),
+    has("torch.distributed:ProcessGroup", "allgather_into_tensor_coalesced", "comm.hop",
+        "Several all-gathers in one call, as above.", until=(2, 13)),
+    has("torch.distributed:ProcessGroup", "all_gather_single_coalesced", "comm.hop",
+        "The same.", since=(2, 13)),
+    has("torch.distributed.distributed_c10d:AllgatherOptions", "asyncOp", "comm.hop",
         "Whether the caller waits for them.", silent=True),
     has("torch._C._distributed_c10d:Backend.Options", "_timeout", "comm.topology",
         "The timeout of the world's collectives."),

@@ -238,16 +238,29 @@ class Decisions:
         """Note that a backward pass has reached one of the model's units."""
         self._backward.enter()
 
+    def keeps_unreduced(self, reduce: ZeroPPReduceScatter) -> bool:
+        """Return whether the unit's gradients stay on the rank at full size in this pass, which is not the last micro-step."""
+        if not self._run.config.accumulates_on_rank:
+            return False
+        self._enter_micro_step()
+        keeps = not self._micro_steps.is_last_now
+        self._run.traffic.micro_steps += keeps and reduce is self._first_trainable()
+        return keeps
+
+    def _enter_micro_step(self) -> None:
+        require_backward()
+        if self._backward.begins_micro_step():
+            self._micro_steps.enter_backward()
+
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
-        require_backward()
+        self._enter_micro_step()
         # On an accelerator the host waits for the answer in the second reduction, or at the end of a pass that has one reduction.
         self.confirm_micro_step()
         self._ran.append(self._reducing[reduce])
         if reduce is self._first_trainable():
             self._run.traffic.micro_steps += 1
         if self._backward.begins_to_reduce():
-            self._micro_steps.enter_backward()
             self._run.traffic.begin_backward()
             # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
             # progress would reduce wires of different sizes.
@@ -289,7 +302,7 @@ class Decisions:
         """Complete the gradients that the optimizer is about to read, and note that it may change weights.
 
         Raises:
-            RuntimeError: weights must not change now.
+            RuntimeError: weights must not change now, or gradients of micro-steps wait for one that was not there.
             DisagreementError: on every rank, if ranks did not reduce the same gradients.
         """
         held = _params_of(optimizer)
@@ -299,6 +312,7 @@ class Decisions:
                     f"An optimizer steps inside generation_mode (rank {dist.get_rank()}), where weights must not change. Leave "
                     "the `with generation_mode(...)` block first."
                 )
+            self._refuse_unreduced(held)
             self._complete_before_step()
         for gather in self.gathers:
             if gather.unit.has_param_of(held):
@@ -321,6 +335,19 @@ class Decisions:
 
     def _reduces_for(self, held: set[int]) -> bool:
         return any(reduce.unit.has_param_of(held) for reduce in self.reduces)
+
+    def _refuse_unreduced(self, held: set[int]) -> None:
+        """Refuse a step that would leave gradients out, which FSDP2 would mix with those of the next step."""
+        if not self._run.config.accumulates_on_rank:
+            return
+        waiting = [one.unit for one in self.reduces if one.unit.has_param_of(held) and one.unit.unreduced_bytes()]
+        if waiting:
+            raise RuntimeError(
+                f"An optimizer steps while gradients wait on rank {dist.get_rank()} for the last micro-step "
+                f'(qgz_accumulate="rank"), those of unit {waiting[0].name} among them. Let a last micro-step come before '
+                "the step (handle.set_last_micro_step(True)), or drop them with handle.discard_accumulated(). With "
+                'qgz_accumulate="node" a step uses what has accumulated so far.'
+            )
 
     def _complete_before_step(self) -> None:
         # This is collective, and for all gradients of the model: the step reads ``.grad`` as it is, and a step on gradients

@@ -49,16 +49,20 @@ def gather_layouts(
     """
     # With values there is one layout: what crosses nodes is what is kept. With deltas the copy is kept finer than the
     # wire, because it has to hold the sum of many deltas and not the rounding of one. Changed words need a copy of words.
+    is_rounded = config.sends_deltas and trains
+    delta = wire_layout(shards, config.qwz_bits, DELTA_BLOCK, dtype) if is_rounded else None
     if config.sends_changes:
-        delta = wire_layout(shards, config.qwz_bits, DELTA_BLOCK, dtype) if config.sends_deltas and trains else None
-        return GatherLayouts(wire_layout(shards, None, WEIGHT_BLOCK, dtype), delta, sends_changes=True)
-    if config.qwz_mode == "values":
-        return GatherLayouts(wire_layout(shards, config.qwz_bits, WEIGHT_BLOCK, dtype))
-    if not trains:
-        return GatherLayouts(wire_layout(shards, FROZEN_WIRE_BITS, WEIGHT_BLOCK, dtype))
+        kept_bits = None
+    elif config.qwz_mode == "values":
+        kept_bits = config.qwz_bits
+    else:
+        kept_bits = config.hpz_bits if trains else FROZEN_WIRE_BITS
+    assert config.qwz_intra_bits != AUTO, "settings are resolved where the device is known"
     return GatherLayouts(
-        kept=wire_layout(shards, config.hpz_bits, WEIGHT_BLOCK, dtype),
-        delta=wire_layout(shards, config.qwz_bits, DELTA_BLOCK, dtype),
+        kept=wire_layout(shards, kept_bits, WEIGHT_BLOCK, dtype),
+        delta=delta,
+        sends_changes=config.sends_changes,
+        is_native=config.qwz_intra_bits is None,
     )
 
 

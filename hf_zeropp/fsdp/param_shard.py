@@ -89,3 +89,16 @@ def gets_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
         return False
     has_own = fsdp_param.unsharded_accumulated_grad is not None or unsharded.grad is not None
     return has_own or (fills_in and unsharded.requires_grad)
+
+
+def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
+    """Return the gradients that a rank keeps of a parameter at full size, because FSDP2 was told not to reduce them."""
+    own = getattr(getattr(fsdp_param, "_unsharded_param", None), "grad", None)
+    return [grad for grad in (fsdp_param.unsharded_accumulated_grad, own) if grad is not None]
+
+
+def drop_unreduced(fsdp_param: FSDPParam) -> None:
+    """Forget them."""
+    fsdp_param.unsharded_accumulated_grad = None
+    if getattr(fsdp_param, "_unsharded_param", None) is not None:
+        fsdp_param._unsharded_param.grad = None

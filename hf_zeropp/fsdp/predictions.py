@@ -99,11 +99,10 @@ def gather_bytes(
         crossings: result of ``crossings_per_step``.
         changes_bytes: bytes of the words of one slice that change in a step; None where whole weights or deltas are sent.
     """
-    # The node hop always moves the copy, in the form in which it is kept. Only the cross hop may send something else in
-    # its place.
+    # The node hop always moves the copy, as it is kept or decoded. Only the cross hop may send something else in its place.
     whole = layouts.kept if layouts.delta is None else layouts.delta
     crossing = whole.nbytes if changes_bytes is None else changes_bytes
-    secondary_bytes = cross_hop.group_size * layouts.kept.nbytes
+    secondary_bytes = cross_hop.group_size * layouts.node_bytes
     return HopBytes(
         cross_hop=cross_hop.bytes_of(crossing).times(crossings),
         node_hop=node_hop.bytes_of(secondary_bytes).times(gathers if node_hop.group_size > 1 else 0),
@@ -129,18 +128,23 @@ def changed_words_bytes(layouts: GatherLayouts, share: float) -> int | None:
     return SIZE_BYTES + (changes if layouts.delta is None else min(changes, layouts.delta.nbytes))
 
 
+def reductions_per_step(micro_steps: int, *, accumulates_on_rank: bool) -> int:
+    """Return how often FSDP2 reduces a unit in one optimizer step: once where gradients stay on the rank until the last one."""
+    return 1 if accumulates_on_rank else micro_steps
+
+
 def reduce_bytes(
     layouts: ReduceLayouts, *, cross_hop: Peers, node_hop: Peers, micro_steps: int, crossings: int = 1
 ) -> HopBytes:
     """Return what one unit's gradient reductions send in one optimizer step.
 
-    Every micro-step reduces within the node; the last one crosses nodes with the sum of all of them.
+    Every reduction sums within the node; the last one crosses nodes with the sum of all of them.
 
     Args:
         layouts: wire layouts of one slice of the unit.
         cross_hop: peers in the cross hop.
         node_hop: peers in the node hop.
-        micro_steps: backward passes per optimizer step.
+        micro_steps: result of ``reductions_per_step``.
         crossings: how many of them cross nodes. More than one do where hooks look at the unit's gradients.
     """
     # A rank receives from each peer of its node all Y slices of its cross group: their wires, or as many bytes of sums as a

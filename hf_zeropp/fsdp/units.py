@@ -34,12 +34,14 @@ from hf_zeropp import devices
 from hf_zeropp.fsdp.param_shard import (
     ParamShard,
     ReducedShard,
+    drop_unreduced,
     gather_dtype_of,
     gets_gradient,
     grad_dtype_of,
     is_extension,
     reduce_dtype_of,
     shard_of,
+    unreduced_of,
 )
 from hf_zeropp.ops.format import FLOAT_DTYPES
 
@@ -119,14 +121,26 @@ class Unit:
             )
         return self._reduced_shards
 
-    def wrap_post_backward(self, before: Callable[[], None], after: Callable[[], None]) -> None:
-        """Call ``before`` and ``after`` around FSDP2's ``post_backward``, which reduces gradients and adds them to ``.grad``."""
+    def wrap_post_backward(
+        self, keeps_unreduced: Callable[[], bool], before: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Call ``before`` and ``after`` around FSDP2's ``post_backward``, which reduces gradients and adds them to ``.grad``.
+
+        Where ``keeps_unreduced()``, FSDP2 adds gradients up at full size instead, as under ``set_requires_gradient_sync(False)``.
+        """
         # FSDP2 looks the method up at each call (in its autograd function, and for units that autograd did not reach, in
         # its final callback), so one on the instance serves both.
         original = self._group.post_backward
 
         @functools.wraps(original)
         def post_backward(*args: Any) -> None:
+            if keeps_unreduced():
+                reduces, self._group.reduce_grads = self._group.reduce_grads, False
+                try:
+                    original(*args)
+                finally:  # the user's own choice, which may be the same
+                    self._group.reduce_grads = reduces
+                return
             # FSDP2 leaves parameters without a gradient out of the flat tensor that it reduces, and does not say
             # which. They are noted here, because it takes the gradients off the parameters next.
             fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
@@ -138,6 +152,15 @@ class Unit:
                 after()
 
         self._group.post_backward = post_backward  # type: ignore[method-assign]
+
+    def unreduced_bytes(self) -> int:
+        """Bytes of the gradients that this rank keeps at full size until FSDP2 reduces them."""
+        return sum(grad.nbytes for fsdp_param in self._group.fsdp_params for grad in unreduced_of(fsdp_param))
+
+    def drop_unreduced(self) -> None:
+        """Forget these gradients."""
+        for fsdp_param in self._group.fsdp_params:
+            drop_unreduced(fsdp_param)
 
     def shard_bytes(self) -> int:
         """Bytes of the flat shard when dtypes are mixed and FSDP2 gathers it as bytes."""

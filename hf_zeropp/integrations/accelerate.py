@@ -7,7 +7,7 @@ Three things that Accelerate does not do by itself are done here:
 - A plugin passed to a second Accelerator is ignored without a word as well. This is an error here.
 - On all micro-steps but the last, ``accumulate`` tells FSDP2 not to reduce gradients, so FSDP2 keeps them in full size. The
   setting ``sync_each_batch`` prevents this: FSDP2 then calls the reduction on every micro-step, and ours stays within the node
-  until the last.
+  until the last. With ``qgz_accumulate="rank"`` Accelerate's own way stays.
 
 [Note: Accelerate's order of calls]
 ``accelerator.prepare(model, optimizer)`` does the following under FSDP2 (``Accelerator._prepare_fsdp2``):
@@ -131,9 +131,18 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         device = PartialState().device
         assert device is not None  # it is set with the process group
         prepare_frozen(self, self.zeropp_config, model, device.type)
-        _reduce_on_every_micro_step()
+        self._reduce_on_every_micro_step()
         on_first_use(model, lambda: self.handle_of(model))
         install_generate(model, lambda: self.handle_of(model))
+
+    def _reduce_on_every_micro_step(self) -> None:
+        """Keep ``accumulate`` from turning FSDP2's reduction off, unless gradients are to accumulate on the rank.
+
+        It is called at several moments, because ``GradientState`` is one object for the whole process, and every Accelerator that
+        is built replaces these settings by its own.
+        """
+        if self.zeropp_config is not None and not self.zeropp_config.accumulates_on_rank:
+            GradientState().plugin_kwargs["sync_each_batch"] = True
 
     def _choose_blocks(self, model: nn.Module) -> None:
         """Choose the modules that Accelerate is going to shard as units of their own."""
@@ -158,7 +167,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
             Its handle.
         """
         handle = apply_zeropp(model, self.zeropp_config)
-        _reduce_on_every_micro_step()
+        self._reduce_on_every_micro_step()
         # It is a function and not a value, because Accelerate changes ``sync_gradients`` on every micro-step, and the
         # reduction reads it in the backward pass.
         handle.set_last_micro_step(lambda: GradientState().sync_gradients)
@@ -196,15 +205,6 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
             raise ValueError("ZeroPPPlugin and DeepSpeed exclude each other: set `distributed_type: FSDP`.")
         self.fsdp_version = 2
-
-
-def _reduce_on_every_micro_step() -> None:
-    """Keep ``accumulate`` from turning FSDP2's reduction off.
-
-    It is called at several moments, because ``GradientState`` is one object for the whole process, and every Accelerator that
-    is built replaces these settings by its own.
-    """
-    GradientState().plugin_kwargs["sync_each_batch"] = True
 
 
 def check_all_or_none(plugin: ZeroPPPlugin) -> None:

@@ -36,7 +36,8 @@ from library.pages import Grid, show
 
 # On GPUs FSDP2's streams overlap reductions with compute, and this package starts nothing ahead: `overlap` is off.
 SETTINGS = {
-    "as on GPUs": {"overlap": False},
+    "as on GPUs": {"overlap": False, "qwz_intra_bits": None, "qgz_intra_bits": None},
+    "as on GPUs, INT8 within nodes": {"overlap": False},
     "as on CPUs": {"overlap": True},
 }
 GATHERS_PER_STEP = 2

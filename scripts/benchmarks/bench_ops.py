@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/bench_ops.py --threads 1 --numel 16777216
     python scripts/benchmarks/bench_ops.py --only "dequantize_update INT4"
+    python scripts/benchmarks/bench_ops.py --only linear
     python scripts/benchmarks/bench_ops.py --device cuda --output scripts/results/ops_cuda.md
 
 The yardstick is a copy: an operator that reads and writes b bytes is compared with moving b / 2 bytes from one buffer to
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
+import math
 import platform
 import sys
 from collections.abc import Iterator
@@ -20,15 +23,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from library.op_cases import BLOCKS, DENSITIES, Case, change_cases, codec_cases, frozen_cases, sum_cases, wire_cases
+from library.op_cases import (
+    BLOCKS,
+    DENSITIES,
+    Case,
+    change_cases,
+    codec_cases,
+    frozen_cases,
+    linear_cases,
+    sum_cases,
+    wire_cases,
+)
 from library.op_clocks import Clock, CpuClock, CudaClock, median_seconds
 from library.pages import Grid, show, write_page
 from library.plots import panels, save
-from library.study import command_line, versions
+from library.study import command_line, parse, versions
 
 from hf_zeropp import ops
 
 FULL = (8, 4)  # bits that are measured at all sizes, on a GPU
+TOKENS = (1, 4, 128, 512, 2048)  # in a call of a linear layer: of generation, and of prompts or training
 MEGABYTE = 1 << 20
 SIZES = tuple(MEGABYTE << i for i in range(0, 12))  # bytes of fp32 values: 1 MB .. 2 GB
 SOME_SIZES = SIZES[::5]
@@ -53,7 +67,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--only", default="", metavar="TEXT", help="measure operators whose line in the table has this")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="with --device cuda: a Markdown page, and a plot beside it")
-    return parser.parse_args(argv)
+    return parse(parser, {"numel": 1 << 16, "repeats": 2}, argv)
 
 
 def cpu_cases(numel: int) -> Iterator[Case]:
@@ -62,6 +76,8 @@ def cpu_cases(numel: int) -> Iterator[Case]:
         yield from wire_cases(bits, numel, "cpu")
     for density in DENSITIES:
         yield from change_cases(density, numel, "cpu")
+    for bits, tokens in itertools.product(FULL, TOKENS):
+        yield from linear_cases(bits, tokens, math.isqrt(numel), "cpu")
 
 
 def cuda_cases() -> Iterator[Case]:

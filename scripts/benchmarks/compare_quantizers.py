@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from library.pages import Grid, headline, show
-from library.study import RESULTS, ROOT, Study
+from library.study import RESULTS, ROOT, Study, parse
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from tqdm.auto import tqdm
@@ -67,7 +67,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS / "quantizers.json", help="JSON, continued if it exists")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
-    return parser.parse_args(argv)
+    quick = {"hidden_size": 64, "layers": 1, "steps": 20, "lora_steps": 5, "output": None}
+    return parse(parser, quick, argv)
 
 
 # ------------------------------------------------------------------------------------------------------------- methods
@@ -323,7 +324,9 @@ def main() -> None:
     """Run the study, and print its tables for the terminal and for a page."""
     args = parse_args(sys.argv[1:])
     torch.set_num_threads(args.threads)
-    conditions: dict[str, Any] = {key: value for key, value in vars(args).items() if key not in ("output", "fresh")}
+    conditions: dict[str, Any] = {
+        key: value for key, value in vars(args).items() if key not in ("output", "fresh", "quick")
+    }
     study = Study(args.output, conditions, conditions, fresh=args.fresh)
     code = byte_sequences(lambda line: bool(line) and not line.startswith(("#", '"')), seed=0)
     comments = byte_sequences(lambda line: line.startswith("#"), seed=0)

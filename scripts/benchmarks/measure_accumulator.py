@@ -1,4 +1,4 @@
-"""What does it cost to keep the gradient sums of micro-steps in 16 bits: in error, and in training loss?
+"""How exact are the gradient sums of micro-steps that are kept in 16 bits?
 
     python scripts/benchmarks/measure_accumulator.py
 
@@ -6,9 +6,8 @@ One process trains a small Llama on the source text of Python's standard library
 of a node sees it: each micro-step's gradient is encoded in INT8 and decoded, as the node hop does, and added up in float32,
 the yardstick, and in bfloat16, rounded to nearest.
 
-First the same gradients are added up in both ways, after 8, 64 and 512 micro-steps, and compared. Then training goes on from the
-checkpoint once for each way, with the same batches, and with INT4 for the sums, as the cross hop sends them. A run
-in float32 whose weights were moved by one part in ten million shows how far runs part by themselves. Nothing is timed.
+The same gradients are added up in both ways, after 8, 64 and 512 micro-steps, and compared. Beside them stands the error of INT4
+for the exact sums, as the cross hop sends them. Nothing is timed.
 """
 
 from __future__ import annotations
@@ -20,16 +19,15 @@ from typing import NamedTuple
 
 import torch
 from library.pages import Grid
-from library.small_training import Pretrained, Text, adamw, add_flags, backward, update
+from library.small_training import Pretrained, Text, add_flags, backward
+from library.study import parse
 
 from hf_zeropp import ops
 from hf_zeropp.ops.format import Segment, WireLayout
 
 BLOCK, NODE_BITS, CROSS_BITS = 128, 8, 4
 BATCH, LENGTH = 4, 64
-"""Tokens of a micro-step: few, so that 64 of them make a step that is trained with."""
-NUM_HELD_OUT = 16
-NUDGE = 1e-7
+"""Tokens of a micro-step: few, so that there are many of them."""
 
 Gradients = dict[str, torch.Tensor]
 
@@ -117,67 +115,24 @@ def error_grid(model: torch.nn.Module, text: Text, micro_steps: int, repeats: in
     return grid
 
 
-def train(
-    pretrained: Pretrained, sums: Accumulator, rate: float, micro_steps: int, steps: int, nudge: float
-) -> list[float]:
-    """Return the held-out loss at four points of a run from the checkpoint."""
-    model, text, losses = pretrained.restore(nudge), pretrained.text.fork(), []
-    optimizer = adamw(model, rate)
-    for index in range(steps):
-        for _ in range(micro_steps - 1):
-            sums.add(micro_step(model, text))
-        totals = through(CROSS_BITS, sums.last(micro_step(model, text)))
-        for name, param in model.named_parameters():
-            param.grad = totals[name] / micro_steps
-        update(model, optimizer)
-        if (index + 1) % (steps // 4) == 0:
-            losses.append(pretrained.held_out_loss())
-    return losses
-
-
-def loss_grid(pretrained: Pretrained, rate: float, micro_steps: int, steps: int) -> Grid:
-    """Train in both ways, and return the table."""
-    points = [steps // 4 * quarter for quarter in (1, 2, 3, 4)]
-    columns = ("sums", *(f"step {point}" for point in points), "at the end")
-    grid = Grid(f"held-out loss, {micro_steps} micro-steps to a step", columns)
-    runs = (
-        ("float32", torch.float32, 0.0),
-        ("float32, other by 1e-7 at the start", torch.float32, NUDGE),
-        ("bfloat16, to nearest", torch.bfloat16, 0.0),
-    )
-    exact: list[float] = []
-    for name, dtype, nudge in runs:
-        losses = train(pretrained, Accumulator(dtype), rate, micro_steps, steps, nudge)
-        exact = exact or losses
-        grid.rows.append([name, *(f"{loss:.4f}" for loss in losses), f"{losses[-1] - exact[-1]:+.4f}"])
-    return grid
-
-
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_flags(parser, hidden_size=128, layers=2, pretraining=200)
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate behind the checkpoint")
     parser.add_argument(
         "--sums", type=int, nargs="*", default=[8, 64, 512], help="micro-steps of sums that are compared"
     )
-    parser.add_argument(
-        "--micro-steps", type=int, nargs="*", default=[8, 64], help="micro-steps to a step that is trained"
-    )
-    parser.add_argument("--steps", type=int, nargs="*", default=[60, 16], help="for each way, by micro-steps")
     parser.add_argument("--repeats", type=int, default=4, help="sums that are compared")
-    return parser.parse_args(argv)
+    return parse(parser, {"pretraining": 10, "sums": [8], "repeats": 1}, argv)
 
 
 def main() -> None:
     """Train, measure, and print the tables in Markdown."""
     args = parse_args(sys.argv[1:])
-    pretrained = Pretrained(args, vocab_size=2048, num_held_out=NUM_HELD_OUT, head_size=32)
+    pretrained = Pretrained(args, vocab_size=2048, head_size=32)
     for micro_steps in args.sums:
         grid = error_grid(pretrained.model, pretrained.text.fork(), micro_steps, args.repeats)
         print(grid.markdown() + "\n", flush=True)
-    for micro_steps, steps in zip(args.micro_steps, args.steps, strict=True):
-        print(loss_grid(pretrained, args.rate, micro_steps, steps).markdown() + "\n", flush=True)
     print(f"{sum(param.numel() for param in pretrained.model.parameters()) / 1e6:.1f} M parameters")
 
 

@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from library.pages import Grid
 from library.small_training import Pretrained, Text, adamw, add_flags, train_step
+from library.study import parse
 
 from hf_zeropp import ops
 from hf_zeropp.rollouts.versions import UpdateReceiver, UpdateSender
@@ -78,7 +79,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--updates", type=int, default=200, help="versions at each; the first ten are not counted")
     add_flags(parser, hidden_size=256, layers=4, pretraining=400)
     parser.add_argument("--steps", type=int, default=30, help="at each rate; the first ten are not counted")
-    return parser.parse_args(argv)
+    quick = {"pretraining": 10, "rates": [1e-5], "steps": 12, "update_rates": [1e-5], "updates": 12}
+    return parse(parser, quick | {"hidden_size": 128, "layers": 2}, argv)
 
 
 def words_of(model: torch.nn.Module) -> torch.Tensor:

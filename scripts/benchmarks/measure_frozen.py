@@ -8,19 +8,15 @@ and 4 bits. Bytes are counted at each collective, and compared with the predicti
 
 With ``--large`` the base has 1.05 billion parameters in 4 bits, beside ``hf-zeropp estimate``; it takes 4 GB of memory in all.
 Weights are packed as they are made, so that no rank ever holds the model in 16 bits. Bytes held are those of the storages behind
-tensors, on the rank that holds most. The memory of the process (``RssAnon``) stands beside them: ``MALLOC_MMAP_THRESHOLD_``
-changes it.
+tensors, on the rank that holds most.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import os
 import sys
 import tempfile
-import threading
-import time
 from collections.abc import Iterable, Iterator
 from statistics import mode
 
@@ -29,6 +25,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, init_empty_weights
 from accelerate.state import AcceleratorState
 from library.pages import Grid, show
+from library.study import parse
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -69,7 +66,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=8, help="of the adapters")
     if "--large" in argv:
         parser.set_defaults(hidden_size=2048, layers=18, vocab=32000, rank=16)
-    return parser.parse_args(argv)
+    return parse(parser, {"hidden_size": 128, "layers": 2}, argv)
 
 
 def llama_config(args: argparse.Namespace) -> LlamaConfig:
@@ -195,24 +192,6 @@ class MostGathered:
         self.num_bytes = max(self.num_bytes, storage_bytes(whole))
 
 
-class ProcessMemory:
-    """The most memory that this process owned (``RssAnon``), in bytes, looked at every 2 milliseconds."""
-
-    def __init__(self) -> None:
-        self.peak = 0
-        threading.Thread(target=self._look, daemon=True).start()
-
-    def now(self) -> int:
-        """Return what it owns now."""
-        with open("/proc/self/status") as file:
-            return next(1024 * int(line.split()[1]) for line in file if line.startswith("RssAnon"))
-
-    def _look(self) -> None:
-        while True:
-            self.peak = max(self.peak, self.now())
-            time.sleep(0.002)
-
-
 def held(model: nn.Module, optimizer: torch.optim.Optimizer, handle: ZeroPPHandle) -> dict[str, int]:
     """Return the bytes that this rank holds between steps, by the kinds of the estimate."""
     trained = trainable(model)
@@ -226,25 +205,21 @@ def held(model: nn.Module, optimizer: torch.optim.Optimizer, handle: ZeroPPHandl
     }
 
 
-def measure_large(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfig) -> dict[str, float]:
+def measure_large(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfig) -> dict[str, int]:
     """Train for ``STEPS`` steps, and return this rank's bytes."""
-    memory = ProcessMemory()
     plugin = ZeroPPPlugin(zeropp=zeropp)
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
     model = packed_model(config, args.rank, zeropp.frozen_bits or 4)
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     gathered, handle = MostGathered(model), plugin.handle_of(model)
-    memory.peak = 0  # what making the model took
     batch = torch.randint(args.vocab, (1, 64))
-    found: dict[str, float] = {}
+    found: dict[str, int] = {}
     for _ in range(STEPS):
-        began = time.process_time()
         accelerator.backward(model(input_ids=batch, labels=batch).loss)
         optimizer.step()
         found = {**held(model, optimizer.optimizer, handle)}
         optimizer.zero_grad()
-        found["seconds"] = time.process_time() - began
     # On gloo a block is freed before the next one is gathered. The estimate has what accelerators hold: two.
     # A block's size is the one that most units have.
     next_block = sum(mode(unit.gathered_bytes() for unit in units) for units in (handle.frozen_units, handle.units))
@@ -253,8 +228,6 @@ def measure_large(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPC
         "gathered": gathered.num_bytes + next_block + largest,
         "cross_node": handle.traffic.cross_node_bytes_per_step,
         "intra_node": handle.traffic.intra_node_bytes_per_step,
-        "process now": memory.now(),
-        "process peak": memory.peak,
     }
 
 
@@ -267,7 +240,7 @@ def estimated(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfi
     return ours(shape, Setup(world_size=world, ranks_per_node=per_node, config=zeropp))
 
 
-def large_rows(found: dict[str, float], line: Estimate) -> Iterator[list[str]]:
+def large_rows(found: dict[str, int], line: Estimate) -> Iterator[list[str]]:
     """Yield the rows of the table."""
     names = {
         "frozen": "base, 1/N of it",
@@ -282,20 +255,16 @@ def large_rows(found: dict[str, float], line: Estimate) -> Iterator[list[str]]:
     for key, name in names.items():
         expected = line.memory[key] if key in line.memory else getattr(line, key)
         yield [name, f"{found[key] / 1e6:.2f}", f"{expected / 1e6:.2f}", f"{found[key] / expected:.3f}"]
-    yield ["memory of the process after a step", f"{found['process now'] / 1e6:.0f}", "", ""]
-    yield ["its peak in training", f"{found['process peak'] / 1e6:.0f}", "", ""]
-    yield ["seconds of CPU time in the last step", f"{found['seconds']:.1f}", "", ""]
 
 
 def large_grid(args: argparse.Namespace) -> Grid:
     """Measure the large base, and return the table."""
     config, zeropp = llama_config(args), ZeroPPConfig.resolve(None)
     found = measure_large(args, config, zeropp)
-    everyone: list[dict[str, float]] = [{}] * dist.get_world_size()
+    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everyone, found)
     most = {key: max(each[key] for each in everyone) for key in found}
-    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_", "glibc's own")
-    title = f"hidden {args.hidden_size}, {args.layers} layers, LoRA rank {args.rank}; threshold of malloc: {threshold}"
+    title = f"hidden {args.hidden_size}, {args.layers} layers, LoRA rank {args.rank}"
     return Grid(title, LARGE_COLUMNS, [*large_rows(most, estimated(args, config, zeropp))])
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import yaml
 from library.pages import Grid, show
-from library.study import ROOT, rank_environment
+from library.study import ROOT, parse, rank_environment
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
 
@@ -57,7 +57,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", nargs="*", default=list(PROGRAMS), help="of TRL")
     parser.add_argument("--script", type=Path, nargs="*", default=[], help="with the flags of Transformers' run_clm.py")
-    return parser.parse_args(argv)
+    return parse(parser, {"programs": ["sft"]}, argv)
 
 
 def make_inputs(folder: Path) -> None:

@@ -115,7 +115,7 @@ def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: boo
             cross((Delta if deltas and step > 0 else WholeWeights)(gather, layouts, secondary), shard)
             time.sleep(0.3 * (is_late and late == "reader"))
             output = torch.empty(WORLD_SIZE * 64)
-            gather.decode(secondary, layout, output)
+            gather.decode(secondary, layouts, output)
             expected = 10.0 * step + torch.arange(WORLD_SIZE)
             right.append(
                 torch.allclose(output.view(WORLD_SIZE, 64)[:, 0], expected, rtol=0, atol=0.2)

@@ -26,24 +26,27 @@ from hf_zeropp.config import GRADIENT_BITS, NODE_GRADIENT_BITS
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 
-def gather(case: Case, rank: int) -> torch.Tensor:
+def gather(case: Case, rank: int, *, is_native: bool = False) -> torch.Tensor:
     world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
     output = torch.full((dist.get_world_size() * layout.numel,), float("nan"), dtype=case.dtype)
-    gather_both_hops(world.gather, output, case.values(rank, 1), GatherLayouts(layout))
+    gather_both_hops(world.gather, output, case.values(rank, 1), GatherLayouts(layout, is_native=is_native))
     return output
 
 
-def gather_twice_from_secondary(gather: TwoHopGather, case: Case, rank: int) -> torch.Tensor:
+def gather_twice_from_secondary(
+    gather: TwoHopGather, case: Case, rank: int, *, is_native: bool = False
+) -> torch.Tensor:
     """Run the cross hop once and the node hop twice, with buffers overwritten in between. Return the second result."""
     world, layout = world_of(case.ranks_per_node), case.layout(case.node_bits)
+    layouts = GatherLayouts(layout, is_native=is_native)
     secondary = gather.new_secondary(layout, torch.device("cpu"))
     assert secondary.own.numel() == world.topology.num_nodes * layout.nbytes
-    cross(WholeWeights(gather, GatherLayouts(layout), secondary), case.values(rank, 1))
+    cross(WholeWeights(gather, layouts, secondary), case.values(rank, 1))
     output = torch.empty(dist.get_world_size() * layout.numel, dtype=case.dtype)
     for _ in range(2):
         world.poison()
         output.fill_(float("nan"))
-        gather.decode(secondary, layout, output)
+        gather.decode(secondary, layouts, output)
     return output
 
 
@@ -60,6 +63,11 @@ def check_gather(case: Case, rank: int, digests: dict) -> None:
     assert torch.equal(first, second), "two runs differ"
     from_secondary = gather_twice_from_secondary(world.gather_async, case, rank)
     assert torch.equal(first, from_secondary.view(world_size, -1)), "a kept secondary shard decodes differently"
+    for native in (
+        gather(case, rank, is_native=True),
+        gather_twice_from_secondary(world.gather_async, case, rank, is_native=True),
+    ):
+        assert torch.equal(first, native.view(world_size, -1)), "a native node hop gives other weights"
     if case.dtype == torch.bfloat16:  # one dtype: each case maps memory anew
         from_shared = gather_twice_from_secondary(world.gather_shared, case, rank)
         assert torch.equal(first, from_shared.view(world_size, -1)), "a shared secondary shard decodes differently"

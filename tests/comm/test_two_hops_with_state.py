@@ -58,7 +58,7 @@ def gather_deltas(gather: TwoHopGather, case: Case, layouts: GatherLayouts, rank
             cross(WholeWeights(gather, layouts, secondary), masters(case, rank, 0).to(case.dtype))
         else:
             cross(Delta(gather, layouts, secondary), *in_pieces(masters(case, rank, step), layouts, step))
-        gather.decode(secondary, layouts.kept, output)
+        gather.decode(secondary, layouts, output)
     return output
 
 

@@ -29,6 +29,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "auto": {"qwz_mode": "auto"},
     "no secondary shard": {"hpz_size": None},
     "nodes of one rank": {"ranks_per_node": 1, **DELTA},
+    "values, native node hop": {"qwz_intra_bits": None},
+    "delta, native node hop": {"qwz_intra_bits": None, **DELTA},
+    "auto, native node hop": {"qwz_intra_bits": None, "qwz_mode": "auto"},
+    "no secondary shard, native node hop": {"qwz_intra_bits": None, "hpz_size": None},
 }
 
 POLICIES_OF = {"values": ("bf16", "bf16 reduce", "fp16 reduce")}
@@ -93,13 +97,13 @@ def calls_of_a_forward_pass(rank: int, overlap: bool) -> list[str]:
     with as_on_a_gpu():
         model = shard(make_lm(depth=3))
         apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap})
-        original = Hop.all_gather
+        original = Hop._run
 
         def noted(hop: Hop, *args: Any) -> Any:
             calls.append("cross" if "across" in hop.name else "node")
             return original(hop, *args)
 
-        Hop.all_gather = noted
+        Hop._run = noted
         with torch.no_grad():
             model(tokens_of(rank))
     return calls

@@ -20,10 +20,10 @@ from hf_zeropp.comm import agreement
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.fsdp.weights.copy import Copy, State
 from hf_zeropp.fsdp.weights.freshness import Change
-from hf_zeropp.traffic import GATHER_CROSS, REDUCE_CROSS, REDUCE_NODE
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 TIMEOUT_S = 10.0
-CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
+CONFIG = EXACT | {"hpz_size": "node", "qwz_intra_bits": None, "ranks_per_node": 2}
 
 
 def new_model(**settings: Any) -> tuple[torch.nn.Module, ZeroPPHandle]:
@@ -63,6 +63,7 @@ def dies_in_a_hop(rank: int, name: str, overlap: bool) -> None:
     "name, before, unit, ranks",
     [
         (GATHER_CROSS, "(root)", "blocks.0", [1, 3]),
+        (GATHER_NODE, "(root)", "blocks.0", [2, 3]),
         (REDUCE_CROSS, "blocks.1", "blocks.0", [1, 3]),
         (REDUCE_NODE, "blocks.1", "blocks.0", [2, 3]),
     ],

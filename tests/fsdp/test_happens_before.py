@@ -22,7 +22,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from ways_through_steps import (
     CONFIGURATIONS,
     NATIVE,
+    QUANTIZED,
     RANKS_PER_NODE,
+    WHOLE_WIRES,
     decay_of_a_skipped_layer,
     hooks_on_all_reduces,
     one_loss_over_roots,
@@ -165,6 +167,16 @@ def no_wait_for_native_sums() -> Any:
     return mock.patch.object(hop, "_reduce_scatter_rows", start_only)
 
 
+def no_wait_for_native_gathers() -> Any:
+    """The all-gathers of a node hop run on a stream of their own, which nothing waits for."""
+    start = hop._all_gather_rows
+
+    def start_only(output: torch.Tensor, rows: torch.Tensor, group: Any, async_op: bool) -> None:
+        start(output, rows, group, True)
+
+    return mock.patch.object(hop, "_all_gather_rows", start_only)
+
+
 native_steps = functools.partial(steps, **NATIVE)
 STOCK_WITH_HOOKS = "stock FSDP2, hooks on all-reduces"
 FAULTS = {
@@ -179,7 +191,7 @@ FAULTS = {
     ),
     "the reduction's input is freed early": Fault(
         forgetting(_fsdp_param_group, "ReduceScatterState", "reduce_scatter_input", "event"),
-        steps,
+        functools.partial(steps, **QUANTIZED),
         ("quantize_out", "post_backward"),
         is_reuse=True,
     ),
@@ -200,8 +212,21 @@ FAULTS = {
     ),
     "no wait for a gather": Fault(
         forgetting(_fsdp_collectives, "AllGatherResult", "all_gather_event"),
-        steps,
+        functools.partial(steps, **QUANTIZED),
         ("dequantize_out", "split_with_sizes_copy"),
+    ),
+    "no wait for a native gather": Fault(
+        forgetting(_fsdp_collectives, "AllGatherResult", "all_gather_event"),
+        native_steps,
+        ("allgather_into_tensor_coalesced_", "split_with_sizes_copy"),
+    ),
+    "no wait for the collectives of a native gather": Fault(
+        no_wait_for_native_gathers, native_steps, ("allgather_into_tensor_coalesced_", "split_with_sizes_copy")
+    ),
+    "no wait of changed words for native gathers": Fault(
+        no_wait_for_native_gathers,
+        functools.partial(native_steps, sizes=WHOLE_WIRES, qwz_mode="exact"),
+        ("allgather_into_tensor_coalesced_", "apply_changes"),
     ),
     "no wait of cross hops for the optimizer": Fault(
         lambda: mock.patch.object(schedules.GathersAhead, "queue", queue_at_once),

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +23,10 @@ from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 RANKS_PER_NODE = 8
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 SUMS = {"qgz_accumulator": "bfloat16"}
-NATIVE = {"qgz_intra_bits": None}
-"""The backend sums gradients within the node."""
+NATIVE = {"qwz_intra_bits": None, "qgz_intra_bits": None}
+"""The backend's own collectives run within the node. On a device with streams this is the default."""
+QUANTIZED = {"qwz_intra_bits": 8, "qgz_intra_bits": 8}
+"""Wires travel within the node as well."""
 
 
 class Training(NamedTuple):
@@ -47,8 +49,17 @@ def apply(model: nn.Module, **settings: Any) -> ZeroPPHandle:
     return apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings)
 
 
-def training(policy: str = "bf16", prepare: Callable[[TinyLM], Any] = lambda model: None, **settings: Any) -> Training:
-    model = make_lm(depth=3)
+WHOLE_WIRES = {"hidden": 128, "inner": 128}
+"""Sizes of a model whose shards fill 16 bytes each, so that an unquantized secondary shard is its weights, without padding."""
+
+
+def training(
+    policy: str = "bf16",
+    prepare: Callable[[TinyLM], Any] = lambda model: None,
+    sizes: Mapping[str, int] | None = None,
+    **settings: Any,
+) -> Training:
+    model = make_lm(depth=3, **(sizes or {}))
     prepare(model)
     shard(model, POLICIES[policy])
     handle = apply(model, **settings)
@@ -336,6 +347,17 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "native sums, skipped layers": functools.partial(skipped_layers, **NATIVE),
     "native sums, a head without gradients": functools.partial(a_head_without_gradients, **NATIVE),
     "native sums, looks at gradients": functools.partial(looks_at_gradients, **NATIVE),
+    "quantized within the node": functools.partial(steps, **QUANTIZED),
+    "quantized within the node, delta": functools.partial(steps, **QUANTIZED, **DELTA),
+    "quantized within the node, exact": functools.partial(steps, **QUANTIZED, qwz_mode="exact"),
+    "quantized within the node, no secondary shard": functools.partial(steps, **QUANTIZED, hpz_size=None),
+    "quantized within the node, skipped layers": functools.partial(skipped_layers, **QUANTIZED),
+    "native, a copy on 8 ranks, nodes of 4": functools.partial(steps, **NATIVE, hpz_size=8, ranks_per_node=4),
+    "native, secondary shards of weights": functools.partial(steps, **NATIVE, sizes=WHOLE_WIRES, qwz_mode="exact"),
+    "accumulation on the rank": functools.partial(steps, counts=(3, 1), qgz_accumulate="rank", **NATIVE),
+    "accumulation on the rank, gradients in 16 bits": functools.partial(
+        steps, "bf16 reduce", counts=(3, 1), qgz_accumulate="rank"
+    ),
     "hops on one stream": functools.partial(steps, overlap=False),
     "hops on one stream, exact": functools.partial(steps, overlap=False, qwz_mode="exact"),
     "generation": generation,

@@ -32,6 +32,12 @@ class Backward:
         """Note that a backward pass has reached the model. Its first call in a pass decides where the pass ends."""
         self._pass()
 
+    def begins_micro_step(self) -> bool:
+        """Return whether the micro-step of the pass under way is asked about for the first time."""
+        now = self._pass()
+        is_first, now.is_known = not now.is_known, True
+        return is_first
+
     def begins_to_reduce(self) -> bool:
         """Return whether the reduction that begins now is the first one of its pass."""
         now = self._pass()
@@ -51,6 +57,7 @@ class _Pass:
     """One backward pass. Autograd alone holds it, so it is gone as soon as the pass is, also where the pass raised."""
 
     def __init__(self, at_end: Callable[[], None]) -> None:
+        self.is_known = False
         self.has_reduced = False
         self.has_ended = False
         self._at_end = at_end

@@ -22,7 +22,7 @@ from hf_zeropp.fsdp.gradients.drivers import BLOCKING, StreamDriver, UnderWay
 from hf_zeropp.fsdp.gradients.form import Form, Forms, Partial, scale_of
 from hf_zeropp.fsdp.gradients.pending import PendingGradients
 from hf_zeropp.fsdp.gradients.withheld import WithheldGradients
-from hf_zeropp.fsdp.predictions import reduce_bytes
+from hf_zeropp.fsdp.predictions import reduce_bytes, reductions_per_step
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
@@ -31,7 +31,8 @@ from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers
 # [Note: gradient accumulation]
 # On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32 (or in
 # bf16, ``qgz_accumulator``), and FSDP2 receives zeros. The last micro-step adds its own sums and runs the cross hop. So
-# accumulation costs no cross-node bytes and no gradient of full size.
+# accumulation costs no cross-node bytes and no gradient of full size. With ``qgz_accumulate="rank"`` FSDP2 keeps gradients at
+# full size until the last micro-step, as under ``no_sync``, and calls no reduction before.
 #
 # A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes
 # first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and a look at a
@@ -46,6 +47,9 @@ NO_WIRE_FORM = (
 
 class AsksAboutReductions(Protocol):
     """The part of decisions.py that reductions ask."""
+
+    def keeps_unreduced(self, reduce: ZeroPPReduceScatter) -> bool:
+        """Return whether the unit's gradients stay on the rank at full size in this pass."""
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for."""
@@ -81,6 +85,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._micro_steps = run.micro_steps
         self._driver = run.driver
         self._decisions = decisions
+        self._accumulates_on_rank = run.config.accumulates_on_rank
         if isinstance(run.driver, StreamDriver):
             unit.reduce_behind(run.driver.run_rest)
         self._fsdp2 = DefaultReduceScatter()
@@ -253,6 +258,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     # Around FSDP2's post_backward.
 
+    def keeps_unreduced(self) -> bool:
+        """FSDP2 is about to reduce: return whether it is to keep the gradients at full size instead."""
+        return self._decisions.keeps_unreduced(self)
+
     def before_post_backward(self) -> None:
         """FSDP2 is about to add to ``.grad``: give it plain tensors, and forget contributions to gradients that are gone."""
         self.pending.make_way(frozenset(one.param for one in self.unit.reduced_shards() if one.has_gradient))
@@ -307,6 +316,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def discard(self) -> None:
         """Forget the micro-steps accumulated so far."""
         self._partial = None
+        if self._accumulates_on_rank:
+            self.unit.drop_unreduced()
         if not self._has_unfinished:
             self.pending.clear()
 
@@ -339,6 +350,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Return the bytes of one optimizer step of ``micro_steps`` backward passes."""
         if not self.unit.trainable:
             return {}
+        micro_steps = reductions_per_step(micro_steps, accumulates_on_rank=self._accumulates_on_rank)
         dtype, node, cross = self.unit.reduce_dtype, self.hops.node_hop, self.hops.cross_hop
         if dtype not in FLOAT_DTYPES:  # FSDP2 reduces it
             output = sum(shard.padded_numel for shard in self.unit.param_shards(trainable_only=True)) * dtype.itemsize

@@ -188,7 +188,7 @@ class ZeroPPAllGather(WeightGather):
         with copy.guard():
             secondary = copy.read()
             assert copy.layouts is not None
-            self.hops.decode(secondary, copy.layouts.kept, output_tensor)
+            self.hops.decode(secondary, copy.layouts, output_tensor)
         # No work is returned, because everything is on this stream already: FSDP2 records its event after this call.
         return None
 

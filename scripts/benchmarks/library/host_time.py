@@ -100,6 +100,7 @@ class HostClock:
                 setattr(dist, name, self.apart(getattr(dist, name)))
         hop._all_gather_buffers = self.apart(hop._all_gather_buffers)
         hop._reduce_scatter_rows = self.apart(hop._reduce_scatter_rows)
+        hop._all_gather_rows = self.apart(hop._all_gather_rows)
         CompiledKernels._call = self.apart(CompiledKernels._call)  # type: ignore[method-assign]
         for owner in (DefaultAllGather, ZeroPPAllGather):
             self.wrap(owner, "__call__", GATHER_COMM)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from hf_zeropp import ops
+from hf_zeropp import ops, quantize_frozen
 from hf_zeropp.config import DELTA_BITS, GRADIENT_BITS, WEIGHT_BITS
 from hf_zeropp.ops import changes_format, changes_reference, frozen_format, reference
 from hf_zeropp.ops.format import Segment, WireLayout
@@ -20,6 +23,7 @@ BLOCKS = {bits: 256 if bits == 8 else 128 for bits in sorted({*WEIGHT_BITS, *GRA
 """Elements that share a scale, by the bits of a code."""
 
 NUM_SOURCES = 4
+FEW_TOKENS = 4
 DENSITIES = {0.005: 0.12, 0.01: 0.12, 0.05: 0.17, 0.1: 0.2, 0.28: 0.23}
 """Shares of words that change, and of those the share that moves by more than one unit."""
 
@@ -204,3 +208,32 @@ def frozen_cases(bits: int, rows: int, columns: int, device: str) -> Iterator[Ca
     for num_inputs in (1, 8, 32):
         name = f"frozen matmul INT{bits} {rows} x {columns}, {num_inputs} rows of x"
         yield Case(name, packed, packed, matmul(num_inputs))
+
+
+def linear_cases(bits: int, tokens: int, features: int, device: str) -> Iterator[Case]:
+    """Yield a packed linear layer beside ``nn.Linear`` in bf16, forward and, where prompts are trained on, backward.
+
+    The backward pass is that of a frozen layer: it computes the gradient of the input. A call takes the next of several copies
+    of the layer, so that no weight is found in a cache.
+    """
+    packed, dense = FrozenFormat(bits).nbytes((features, features)), 2 * features**2
+
+    def layers(packs: bool) -> list[nn.Module]:
+        made = [nn.Linear(features, features, bias=False, dtype=torch.bfloat16, device=device) for _ in range(4)]
+        frozen = [layer.requires_grad_(False) for layer in made]
+        return [quantize_frozen(layer, bits) for layer in frozen] if packs else frozen
+
+    def forward(packs: bool) -> Action:
+        x, ring = torch.randn(tokens, features, dtype=torch.bfloat16, device=device), itertools.cycle(layers(packs))
+        return torch.no_grad()(lambda: next(ring)(x))
+
+    def backward(packs: bool) -> Action:
+        x = torch.randn(tokens, features, dtype=torch.bfloat16, device=device, requires_grad=True)
+        outputs = [layer(x) for layer in layers(packs)]
+        ring, gradient = itertools.cycle(outputs), torch.ones_like(outputs[0])
+        return lambda: torch.autograd.grad(next(ring), x, gradient, retain_graph=True)
+
+    passes = {"forward": forward} | ({"backward": backward} if tokens > FEW_TOKENS else {})
+    for name, make in passes.items():
+        label = f"linear INT{bits} {features} x {features}, {tokens} tokens, {name}, beside bf16"
+        yield Case(label, dense, packed, functools.partial(make, True), functools.partial(make, False))

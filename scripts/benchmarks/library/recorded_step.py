@@ -38,6 +38,7 @@ MOVES_UNITS = ("fsdp", "zeropp")
 
 CONTRIBUTIONS = {
     "_allgather_base_": "input_tensor",
+    "allgather_into_tensor_coalesced_": "inputs",
     "_reduce_scatter_base_": "output_tensor",
     "reduce_scatter_tensor_coalesced_": "outputs",
     "alltoall_base_": "input",

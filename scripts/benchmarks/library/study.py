@@ -25,13 +25,12 @@ PACKAGES = ("torch", "accelerate", "transformers")
 """Packages whose versions stand on every page."""
 
 
-def make_parser(description: str, default_output: str, *, has_model: bool = True) -> argparse.ArgumentParser:
-    """Make a parser with the flags that all studies have.
+def make_parser(description: str, default_output: str) -> argparse.ArgumentParser:
+    """Make a parser with the flags of studies that make a Llama of given sizes and keep rows on file.
 
     Args:
         description: the study's module docstring.
         default_output: name of the JSON file in ``scripts/results``.
-        has_model: whether the study makes a Llama of given sizes, and has a quick form.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=RESULTS / default_output, help="JSON, continued if it exists")
@@ -39,13 +38,9 @@ def make_parser(description: str, default_output: str, *, has_model: bool = True
     parser.add_argument(
         "--from-file", action="store_true", help="measure nothing: write page and plot of the file --output anew"
     )
-    if has_model:
-        parser.add_argument(
-            "--quick", action="store_true", help="a small form under 2 minutes that checks the direction"
-        )
-        parser.add_argument("--hidden-size", type=int, default=512)
-        parser.add_argument("--layers", type=int, default=6)
-        parser.add_argument("--vocab-size", type=int, default=2048)
+    parser.add_argument("--hidden-size", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--vocab-size", type=int, default=2048)
     return parser
 
 
@@ -53,10 +48,11 @@ def parse(parser: argparse.ArgumentParser, quick: dict[str, Any], argv: list[str
     """Parse a command line, in which ``--quick`` changes defaults.
 
     Args:
-        parser: of ``make_parser``.
+        parser: of ``make_parser``, or another.
         quick: defaults of the quick form. It also writes no results, unless ``--output`` is given.
         argv: the command line without the program's name.
     """
+    parser.add_argument("--quick", action="store_true", help="a small form of a minute or two on a quiet machine")
     if "--quick" in argv:
         parser.set_defaults(output=None, **quick)
     return parser.parse_args(argv)

@@ -177,6 +177,11 @@ class Case:
         return self.ranks_per_node < self.world
 
     @property
+    def accumulates_on_rank(self) -> bool:
+        """Whether ZeRO++ leaves gradients on the rank until the last micro-step."""
+        return dict(self.settings).get("qgz_accumulate") == "rank"
+
+    @property
     def is_exact(self) -> bool:
         """Whether ZeRO++ may differ from an unsharded model by the order of fp32 sums alone."""
         quantizes = any(dict(self.settings).get(name) for name in ("qwz_bits", "qgz_bits", "qgz_intra_bits"))

@@ -25,7 +25,7 @@ from differential.cases import (
     OptimizerSpec,
 )
 from differential.extension import EXTENSION_KINDS
-from differential.hazards import Walk
+from differential.hazards import FOR_NODE, Walk
 
 WORLDS = (2, 4, 2, 3, 2, 4, 2, 6, 2, 4, 3, 2, 4, 2, 3, 8)
 """The world of seed n is ``WORLDS[n % len(WORLDS)]``. Small ones are quick, and most of what goes wrong shows in them."""
@@ -57,6 +57,12 @@ def generate(seed: int, without: Collection[str] = NEVER) -> Case:
         models=models,
         optimizers=_optimizers(rng),
     )
+    # Drawn apart, so that seeds keep the rest of their programs.
+    if random.Random(f"{seed} accumulates").random() < 0.25:
+        case = dataclasses.replace(
+            case, settings=tuple(sorted({**dict(case.settings), "qgz_accumulate": "rank"}.items()))
+        )
+        without = {*without, *FOR_NODE}
     program = Program(rng, case, frozenset(without))
     return dataclasses.replace(case, operations=program.write())
 

@@ -19,6 +19,7 @@ HAZARDS = {
     "pending and zeroed": "zero_grad(set_to_none=False) while micro-steps wait",
     "pending and part dropped": "an optimizer over a part of the parameters drops its gradients while micro-steps wait",
     "pending and refrozen": "requires_grad changes while micro-steps wait",
+    "waits on the rank": "gradients are dropped while they wait on the rank, which FSDP2 keeps whatever becomes of .grad",
     "frozen before step": "parameters are frozen between backward and step",
     "silent write": "weights change through .data, numpy, foreach, or a checkpoint loaded in place",
     "step that raises": "an optimizer raises after a part of its updates",
@@ -42,6 +43,19 @@ STOCK_IS_WRONG = ("frozen while unsharded", "trained late")
 """Hazards that FSDP2 itself does not stand, and for which the package makes no promise."""
 BETTER_THAN_STOCK = frozenset({"changed while unsharded"})
 """Hazards that FSDP2 itself does not stand, and the package does."""
+
+FOR_NODE = frozenset(
+    {
+        "pending at step",
+        "pending at clip",
+        "pending at read",
+        "pending and zeroed",
+        "pending and part dropped",
+        "pending and refrozen",
+        "waits on the rank",
+    }
+)
+"""Hazards that only ``qgz_accumulate="node"`` stands. On the rank, FSDP2 promises nothing before the last micro-step."""
 
 MUST_RAISE = frozenset({"skipped on one rank", "skipped where gathers wait"})
 """Hazards that must end in an error on all ranks: there are no right numbers."""
@@ -186,7 +200,8 @@ class Walk:
         if not self.is_last:
             self.pending |= self._used(args)
         elif is_sure:  # one handle serves both models of a container, and delivers all that waits
-            self.pending -= set(range(len(self.case.models))) if self.case.joined else self._used(args)
+            delivers_all = self.case.joined and not self.case.accumulates_on_rank
+            self.pending -= set(range(len(self.case.models))) if delivers_all else self._used(args)
 
     def _skips(self, args: dict) -> bool:
         """Whether one rank skips a block: see ``sides.Side.train_apart``."""
@@ -258,6 +273,8 @@ class Walk:
         if self.pending and name == "zero_grad" and args["optimizer"] is not None and self._is_partial(args):
             self.found.add("pending and part dropped")
             return
+        if self.pending and name == "zero_grad" and self.case.accumulates_on_rank:
+            self.found.add("waits on the rank")
         self.has_grads = self.froze_with_grads = False
         self.pending.clear()
 

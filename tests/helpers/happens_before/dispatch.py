@@ -24,6 +24,7 @@ from happens_before.memory import Memory, Place
 UNMARKED = {
     "fsdp::all_gather_copy_in": {"all_gather_output"},
     "c10d::_allgather_base_": {"output_tensor"},
+    "c10d::allgather_into_tensor_coalesced_": {"outputs"},
     "c10d::_reduce_scatter_base_": {"output_tensor"},
     "c10d::reduce_scatter_tensor_coalesced_": {"outputs"},
     "c10d::alltoall_base_": {"output"},

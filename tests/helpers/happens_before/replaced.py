@@ -20,6 +20,7 @@ from hf_zeropp import devices, traffic
 COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "allgather", "allreduce", "broadcast")
 # Before torch 2.13 three of them had other names.
 COLLECTIVES += ("_allgather_base", "_reduce_scatter_base", "alltoall_base")
+COLLECTIVES += ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
 
 
 @contextlib.contextmanager

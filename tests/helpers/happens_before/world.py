@@ -46,6 +46,9 @@ def answer(func: Any, group: dist.ProcessGroup, values: dict[str, Any]) -> None:
     if name == "c10d::_allgather_base_":
         output, input = values["output_tensor"], values["input_tensor"]
         output.view(size, -1).copy_(input.clone().view(1, -1))
+    elif name == "c10d::allgather_into_tensor_coalesced_":
+        for output, input in zip(values["outputs"], values["inputs"], strict=True):
+            output.view(size, -1).copy_(input.clone().view(1, -1))
     elif name == "c10d::alltoall_base_":
         output, input = values["output"], values["input"]
         output.view(size, -1).copy_(input.view(size, -1)[rank : rank + 1])
