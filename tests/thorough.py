@@ -20,6 +20,7 @@ THOROUGH = (
     # The same promise once more, in another form or from another side.
     "fsdp/test_accumulation.py::*divide_factors_that_change*",
     "fsdp/test_accumulator.py::*the_error_is_that_of_bf16*",
+    "fsdp/test_accumulate_on_rank.py::*every_dtype_quantized*",
     "fsdp/test_answers.py::*actor_left_by_cancellation*",
     "fsdp/test_answers.py::*another_model_in_a_backward_pass*",
     "fsdp/test_auto.py::*it_comes_back*",
@@ -73,6 +74,8 @@ THOROUGH = (
     # Other trainers, examples and launchers than the first of their kind.
     "integrations/test_trainer.py::test_losses_follow_stock_and_bytes_follow_the_prediction{plain}",
     "integrations/test_trainer.py::test_unquantized_follows_stock_closely*",
+    "integrations/test_trainer.py::test_accumulation_on_the_rank*",
+    "integrations/test_trainer_checkpoints.py::test_resume_is_exact*rank}",
     "integrations/test_trainer.py::test_callback_costs_under_2_percent_of_a_step",
     "integrations/test_accelerate.py::test_training_resumes_bit_for_bit{FULL*",
     "integrations/test_accelerate.py::*a_model_that_is_never_used_is_not_kept*",

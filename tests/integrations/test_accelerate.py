@@ -31,6 +31,7 @@ from transformers import LlamaForCausalLM
 
 from hf_zeropp import ZeroPPPlugin, get_handle
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
+from hf_zeropp.traffic import REDUCE_NODE
 
 # INT8 weights and INT8 + INT4 gradients of a tiny random model: the distance was measured as 0.06 to 0.09 of the gradient's
 # norm. A gradient that is lost, doubled or scaled wrongly shows as 0.5 or more.
@@ -135,6 +136,26 @@ def accumulation_keeps_partials(rank: int) -> None:
     train(accelerator, model, optimizer, rank, (1,))
     assert handle.partial_bytes() == 0 and distance(weights(model), before) > 0
     assert (handle.traffic.steps, handle.traffic.micro_steps) == (1, 2)
+
+
+def accumulation_on_the_rank(rank: int) -> None:
+    """Accelerate's own ``no_sync`` stays: full gradients wait on the rank until one reduction. The numbers are the same."""
+    found, node_bytes = {}, {}
+    for where in ("node", "rank"):
+        accelerator = new_accelerator(UNQUANTIZED | {"qgz_accumulate": where}, micro_steps=3)
+        model, optimizer = prepared(accelerator)
+        handle = handle_of(accelerator, model)
+        assert GradientState().plugin_kwargs.get("sync_each_batch", False) == (where == "node")
+        train(accelerator, model, optimizer, rank, (0, 1))
+        assert any(unit.unreduced_bytes() for unit in handle.units) == (where == "rank")
+        train(accelerator, model, optimizer, rank, range(2, 6))
+        predicted = {name: count.times(2) for name, count in handle.predict(3).items()}
+        assert handle.traffic.counts == predicted, (where, handle.traffic.counts, predicted)
+        assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 6)
+        assert handle.partial_bytes() == 0
+        found[where], node_bytes[where] = weights(model), handle.traffic.counts[REDUCE_NODE].intra_node
+    assert distance(found["rank"], found["node"]) < 1e-5
+    assert node_bytes["node"] == 3 * node_bytes["rank"]
 
 
 def no_sync_by_hand(rank: int) -> None:
@@ -270,6 +291,7 @@ WORKS = Scenarios(
         accumulation_sends_once,
         counted_is_predicted,
         accumulation_keeps_partials,
+        accumulation_on_the_rank,
         no_sync_by_hand,
         clipping,
         gradient_checkpointing,

@@ -21,9 +21,9 @@ def train(rank: int, folder: str, zeropp: dict, kind: str, resume_from: str | No
     return losses(trainer), weights(trainer)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_resume_is_exact_with_accumulation_and_across_the_schedule(tmp_path, kind):
-    zeropp = TWO_NODES | {"qgz_until": 0.5}
+@pytest.mark.parametrize(("kind", "where"), [(KINDS[0], "node"), (KINDS[1], "node"), (KINDS[1], "rank")])
+def test_resume_is_exact_with_accumulation_and_across_the_schedule(tmp_path, kind, where):
+    zeropp = TWO_NODES | {"qgz_until": 0.5, "qgz_accumulate": where}
     arguments = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 2}
     straight = run_ranks(train, 4, str(tmp_path), zeropp, kind, None, arguments)
     checkpoint = str(tmp_path / "checkpoint-2")
