@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 from library.cluster import Cluster, Ranks
 from library.links import start_all
-from library.network import bits_per_second, speed
+from library.network import bits_per_second, rate_text, speed
 from library.pages import Grid, report
 from library.plots import cluster_text, log_ticks, over_rates, panels, save
 from library.rounds import cell_of, measure_in_turns
@@ -220,7 +220,7 @@ def step_grid(study: Study, stock: Key, args: argparse.Namespace) -> Grid:
         "link MB",
         "in M",
     )
-    grid = Grid(f"{stock.rate}, {title_of(stock, args)}", (*columns, "counted MB", "link/counted"))
+    grid = Grid(f"{rate_text(stock.rate)}, {title_of(stock, args)}", (*columns, "counted MB", "link/counted"))
     model_bytes = crossing_bytes(study.conditions)
     for cell in study.rows("cells"):
         key = Key(*(cell[name] for name in Key._fields))

@@ -20,9 +20,9 @@ from typing import Any
 
 from library.cluster import Cluster, Ranks
 from library.links import Key, measure_cells
-from library.network import speed
+from library.network import rate_text, speed
 from library.pages import Grid, report
-from library.plots import cells_figure, save
+from library.plots import cells_figure, log_ticks, save
 from library.rounds import busiest_link_bytes, step_seconds
 from library.study import Study, add_cluster_flags, crossing_bytes, make_parser, parse, require, shape_of, study_of
 from library.variants import VARIANTS, shown
@@ -90,7 +90,7 @@ def stock_of(variant: str) -> str:
 def token_grid(study: Study, rate: str) -> Grid:
     """Make the table of one rate, with a row per variant."""
     columns = ("variant", "s per token", "tokens/s, all ranks", "x stock", "link MB per token", "in M")
-    grid = Grid(f"generation, {rate}", columns)
+    grid = Grid(f"generation, {rate_text(rate)}", columns)
     model_bytes = crossing_bytes(study.conditions)
     for cell in (cell for cell in study.rows("cells") if cell["rate"] == rate):
         stock = study.find("cells", rate=rate, variant=stock_of(cell["variant"]))
@@ -110,7 +110,8 @@ def token_grid(study: Study, rate: str) -> Grid:
 def plot(study: Study, path: Path) -> None:
     """Draw tokens per second over the link's rate, one line per variant."""
     label = "tokens per second, all ranks"
-    figure = cells_figure(study, "Generation", "variant", lambda cell: cell["tokens_per_s"], label, yscale="log")
+    figure = cells_figure(study, "Greedy generation", "variant", lambda cell: cell["tokens_per_s"], label)
+    log_ticks(figure.axes[0], (1, 2, 5, 10, 20, 50, 100))
     save(figure, path)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from library.cluster import Cluster, Ranks
 from library.links import Key, measure_cells
-from library.network import speed
+from library.network import rate_text, speed
 from library.pages import Grid, report
 from library.plots import cells_figure, save
 from library.rounds import busiest_link_bytes, step_seconds
@@ -96,7 +96,7 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
 def sync_grid(study: Study, rate: str) -> Grid:
     """Make the table of one rate, with a row per case."""
     columns = ("case", "step, s", "step and sync, s", "of it sync", "MB a step", "with sync", "sync costs, s")
-    grid = Grid(f"sync, {rate}", columns)
+    grid = Grid(f"sync, {rate_text(rate)}", columns)
     for cell in (cell for cell in study.rows("cells") if cell["rate"] == rate):
         seconds = [f"{cell[key]:.3f}" for key in ("alone_s", "synced_s", "sync_s")]
         sent = [f"{cell[key] / 1e6:.2f}" for key in ("alone_bytes", "synced_bytes")]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn as nn
+from library.network import rate_text
 from library.pages import Grid, write_page
 from library.plots import panels, save
 from library.recorded_step import Recording, Scale, Step, last_step, tasks_of
@@ -224,7 +225,8 @@ def plot(drawings: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
     """Draw the lanes of each step. All steps have the same axis of time."""
     title = (
         "Modelled, not measured: what one GPU's streams do in a step of a 7B model\n"
-        f"{NODES} nodes of {RANKS_PER_NODE} H100, {DRAWN_NETWORK} per node, {DRAWN_TOKENS} tokens per GPU, one micro-step"
+        f"{NODES} nodes of {RANKS_PER_NODE} H100, {rate_text(DRAWN_NETWORK)} per node, "
+        f"{DRAWN_TOKENS} tokens per GPU, one micro-step"
     )
     figure, axes = panels(1, title, rows=len(drawings), width=9, height=1.7, sharex=True)
     for axis, (code, lanes) in zip(axes, drawings.items(), strict=True):

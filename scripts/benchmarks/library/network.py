@@ -111,6 +111,14 @@ def speed(rate: str) -> float:
     return bits_per_second(rate) or math.inf
 
 
+def rate_text(rate: str) -> str:
+    """Return how plots and tables name a rate: ``200mbit`` is 200 Mbit/s."""
+    bits = bits_per_second(rate)
+    if bits is None:
+        return "no limit"
+    return f"{bits / 1e9:g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:g} Mbit/s"
+
+
 def link_bytes() -> dict[str, int]:
     """Read the counters of this node's link. Ranks call it; they run inside their node's namespace.
 

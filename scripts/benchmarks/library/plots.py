@@ -6,14 +6,18 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from library.network import speed
+from library.network import rate_text, speed
 from library.study import Study
 from library.variants import ModelShape, shown
 
 COLORS = {
     "compute": "lightgray",
     "stock": "black",
+    "stock-fp32": "saddlebrown",
     "hsdp": "gray",
+    "qwz": "gold",
+    "hpz": "C8",
+    "qgz": "C9",
     "balanced": "C0",
     "half_model": "C1",
     "min_traffic": "C2",
@@ -21,9 +25,16 @@ COLORS = {
     "exact, 3-bit gradients": "C4",
     "auto": "C5",
     "paper": "C6",
-    "pcie": "C9",
+    "pcie": "navy",
+    "lora-stock": "dimgray",
+    "lora-16": "violet",
+    "lora-8": "mediumpurple",
+    "lora-4": "indigo",
 }
 """Colours of variants that stand in several pictures."""
+
+WAYS = (", publish_weights", ", full_tensor")
+"""Ways of syncing behind a variant's name: this package's, and TRL's."""
 
 
 def pyplot() -> Any:
@@ -78,21 +89,28 @@ def model_text(shape: dict[str, int]) -> str:
 
 def cluster_text(conditions: dict[str, Any]) -> str:
     """Return the part of a title that the studies on the emulated cluster share: model, nodes, ranks, batch."""
-    nodes = f"{conditions['nodes']} nodes x {conditions['ranks_per_node']} ranks"
-    return f"{model_text(conditions['model'])}, {nodes}, emulated cluster"
+    per_node = conditions["ranks_per_node"]
+    nodes = f"{conditions['nodes']} nodes x {per_node} rank{'s' if per_node > 1 else ''}"
+    tokens = (
+        f", {conditions['batch_size']} x {conditions['seq_len']} tokens per rank" if "seq_len" in conditions else ""
+    )
+    return f"{model_text(conditions['model'])}, {nodes}{tokens}, emulated cluster on CPUs"
 
 
 def colors_of(names: Iterable[str]) -> dict[str, Any]:
-    """Return a colour for each variant: its own of ``COLORS`` in all pictures, or the next that this picture does not use."""
-    chosen = dict.fromkeys(names)
-    left = iter([f"C{place}" for place in range(10) if f"C{place}" not in {COLORS.get(name) for name in chosen}])
-    return {name: COLORS.get(name) or next(left) for name in chosen}
+    """Return a colour for each variant: its own of ``COLORS`` in all pictures, or else the next of another palette.
+
+    A case that adds a way of syncing to a variant (see ``WAYS``) has the variant's colour.
+    """
+    own = {name: COLORS.get(name.removesuffix(WAYS[0]).removesuffix(WAYS[1])) for name in names}
+    left = iter(pyplot().cm.Dark2.colors)
+    return {name: color or next(left) for name, color in own.items()}
 
 
 def over_rates(
     axis: Any, rates: Iterable[str], names: Iterable[str], value: Callable[[str, str], float | None]
 ) -> None:
-    """Draw a figure over the rate of the link, one line per variant; those of LoRA are dashed.
+    """Draw a figure over the rate of the link, one line per variant. Those of LoRA are dashed, TRL's way has crosses.
 
     Args:
         axis: the panel.
@@ -105,8 +123,9 @@ def over_rates(
         points = [(place, found) for place, rate in enumerate(ordered) if (found := value(name, rate)) is not None]
         if points:
             style = "--" if name.startswith("lora") else "-"
-            axis.plot(*zip(*points, strict=True), style, color=color, marker="o", label=shown(name))
-    axis.set_xticks(range(len(ordered)), ordered)
+            marker = "x" if name.endswith(WAYS[1]) else "o"
+            axis.plot(*zip(*points, strict=True), style, color=color, marker=marker, label=shown(name))
+    axis.set_xticks(range(len(ordered)), map(rate_text, ordered), fontsize=8)
     axis.set_xlabel("link between nodes")
 
 
@@ -119,9 +138,7 @@ def log_ticks(axis: Any, values: Sequence[float]) -> None:
     axis.minorticks_off()
 
 
-def cells_figure(
-    study: Study, title: str, key: str, value: Callable[[dict[str, Any]], float], label: str, yscale: str = "linear"
-) -> Any:
+def cells_figure(study: Study, title: str, key: str, value: Callable[[dict[str, Any]], float], label: str) -> Any:
     """Return a figure of one panel with a figure of each of a study's cells over the link's rate, one line per name.
 
     Args:
@@ -130,7 +147,6 @@ def cells_figure(
         key: of the name in a cell.
         value: the figure of a cell.
         label: of the figure's axis.
-        yscale: of the figure's axis.
     """
     figure, (axis,) = panels(1, f"{title}\n{cluster_text(study.conditions)}", width=6)
 
@@ -140,5 +156,5 @@ def cells_figure(
 
     cells = study.rows("cells")
     over_rates(axis, [cell["rate"] for cell in cells], [cell[key] for cell in cells], found)
-    axis.set(ylabel=label, yscale=yscale)
+    axis.set_ylabel(label)
     return figure
