@@ -1,6 +1,10 @@
 """The node hop of a gather, and the secondary shard that it reads. Carriers (carriers.py) run the cross hop.
 
 See ``two_hops.py`` for the idea and the shapes. Here a node is the group of ranks that share a copy (``hpz_size``).
+
+[Note: two node hops] A *native* node hop decodes first and moves weights, by the backend's own all-gathers: a kernel of ours sees
+1/N of the unit. The other one moves wires, and each rank decodes the whole unit: fewer bytes within the node, but every gather
+writes the unit with a kernel that competes with the model for the GPU's memory. ``qwz_intra_bits`` chooses.
 """
 
 from __future__ import annotations

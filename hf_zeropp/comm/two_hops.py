@@ -8,6 +8,7 @@ A *slice* is the part of a unit that belongs to one rank: its shard of S weights
 slice takes B bytes, of codes and scales, in a *wire buffer*. Shapes in brackets count slices, elements or bytes:
 
     gather   shard [S] --encode--> [B] --cross hop--> secondary shard [Y, B] --node hop--> [N, Y, B] --decode--> [W, S]
+             secondary shard [Y, B] --decode--> [Y, S] --native node hop: Y all-gathers over N--> [Y, N, S] = [W, S]
     reduce   gradients [W, S] --encode--> [N, Y, B] --node hop--> [N, Y, B] --decode, sum over N--> partial sums [Y, S]
              gradients [Y, N, S] --native node hop: Y reduce-scatters over N--> partial sums [Y, S]
              partial sums [Y, S] --encode--> [Y, B'] --cross hop--> [Y, B'] --decode, sum over Y--> [S]
@@ -30,7 +31,7 @@ encode and decode kernels change the order while they write (slice reordering, s
 A hop is started by one method and finished by another, so that a caller can compute in between. ``Flight`` is a hop under way.
 
 The node hop of a gather is in ``two_hop_gather.py``, the reduction in ``two_hop_reduce.py``. On CPU the ranks of a node read
-secondary shards in each other's memory, and the node hop of a gather moves no bytes (``node_memory.py``).
+secondary shards in each other's memory, and the node hop of a gather moves no bytes (``node_memory.py``), unless it is native.
 """
 
 from hf_zeropp.comm.carriers import Carrier, ChangedWords, Delta, WholeWeights, exchange_sizes, gather_both_hops

@@ -58,11 +58,13 @@ def generate(seed: int, without: Collection[str] = NEVER) -> Case:
         optimizers=_optimizers(rng),
     )
     # Drawn apart, so that seeds keep the rest of their programs.
+    settings = dict(case.settings)
+    if random.Random(f"{seed} gathers natively").random() < 0.4:
+        settings["qwz_intra_bits"] = None
     if random.Random(f"{seed} accumulates").random() < 0.25:
-        case = dataclasses.replace(
-            case, settings=tuple(sorted({**dict(case.settings), "qgz_accumulate": "rank"}.items()))
-        )
+        settings["qgz_accumulate"] = "rank"
         without = {*without, *FOR_NODE}
+    case = dataclasses.replace(case, settings=tuple(sorted(settings.items())))
     program = Program(rng, case, frozenset(without))
     return dataclasses.replace(case, operations=program.write())
 
