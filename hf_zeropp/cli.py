@@ -35,12 +35,17 @@ PACKAGES = (PACKAGE, "torch", "accelerate", "transformers", "peft", "trl", "data
 def main(argv: list[str] | None = None) -> None:
     """Run the command line ``argv``, by default that of the process."""
     argv = sys.argv[1:] if argv is None else argv
-    # ``launch`` does not go through the parser. argparse would take the flags of Accelerate and of the script for its
-    # own, and would refuse those that it does not know.
+    # ``launch`` and ``tune`` do not go through the parser. argparse would take the flags of Accelerate and of the script for
+    # its own, and would refuse those that it does not know.
     if argv[:1] == ["launch"]:
         from hf_zeropp.integrations.launch.command import launch
 
         launch(argv[1:])
+        return
+    if argv[:1] == ["tune"]:
+        from hf_zeropp.integrations.tune.command import tune
+
+        tune(argv[1:])
         return
     args = _parser().parse_args(argv)
     commands = {
@@ -172,6 +177,11 @@ def _parser() -> argparse.ArgumentParser:
         "launch",
         add_help=False,
         help="Run a script under ZeRO++ by `accelerate launch`, with all its flags and a `zeropp_config:` block in its file.",
+    )
+    commands.add_parser(
+        "tune",  # as above
+        add_help=False,
+        help="Try your own job under each preset for a few steps, and say which is fastest.",
     )
     commands.add_parser(
         "env",

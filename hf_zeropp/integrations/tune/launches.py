@@ -1,0 +1,198 @@
+"""One trial: start a user's launch, follow its ranks, end it, and remove what it has left."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from torch.distributed.run import get_args_parser
+
+from hf_zeropp.config import ENV_ENABLED
+from hf_zeropp.integrations.launch.command import RUNNER
+from hf_zeropp.integrations.tune import ENV_TRIAL, traces
+from hf_zeropp.integrations.tune.candidates import Candidate
+from hf_zeropp.integrations.tune.trial import SOCKET, Order
+
+_END_S = 60.0
+"""Seconds that a launcher gets to end after its ranks have reported, and ranks to end after the first has failed."""
+_QUIET = {
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "WANDB_MODE": "disabled",
+    "COMET_MODE": "disabled",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+}
+"""Variables under which a script leaves no compiled modules beside itself and no runs at trackers."""
+
+
+class TrialError(ValueError):
+    """A trial gave no measurement. The message says why, in one line."""
+
+
+def command_of(words: list[str]) -> list[str]:
+    """Return the command that starts the ranks with ``hf_zeropp.run`` in front of the script.
+
+    Args:
+        words: a command of ``torchrun``, ``hf-zeropp launch`` or ``accelerate launch``, or only what stands behind the last two.
+    """
+    if os.path.basename(words[0]) != "torchrun":
+        is_whole = [os.path.basename(words[0]), *words[1:2]] in (["hf-zeropp", "launch"], ["accelerate", "launch"])
+        return [sys.executable, "-m", "hf_zeropp.cli", "launch", *words[2 * is_whole :]]
+    args = get_args_parser().parse_args(words[1:])
+    place = len(words) - len(args.training_script_args) - 1
+    flags, script = words[1:place], words[place:]
+    if not (args.module and args.training_script == RUNNER):
+        flags, script = (flags, [RUNNER, "-m", *script]) if args.module else ([*flags, "-m"], [RUNNER, *script])
+    return [sys.executable, "-m", "torch.distributed.run", *flags, *script]
+
+
+class Launch:
+    """One start of the user's job.
+
+    Args:
+        command: that ``command_of`` returns.
+        folder: for this trial alone.
+        on_step: called with the number of steps that the node's ranks have made.
+    """
+
+    def __init__(self, command: list[str], folder: Path, on_step: Callable[[int], None]) -> None:
+        self._command, self._folder, self._on_step = command, folder, on_step
+        self._selector = selectors.DefaultSelector()
+        self._lines: dict[socket.socket, bytes] = {}
+        self._reports: list[list[dict[str, Any]]] = []
+        self._failures: list[str] = []
+        self._ended: list[dict[str, Any]] = []
+
+    def run(self, candidate: Candidate, steps: int) -> list[dict[str, Any]]:
+        """Return what each rank of the world has measured. No process and no file of the trial is left.
+
+        Raises:
+            TrialError: the script failed, or ended before the steps.
+        """
+        self._folder.mkdir()
+        Order(steps, candidate.settings).write(self._folder)
+        switch = {ENV_ENABLED: "0" if candidate.settings is None else "1"}
+        environment = os.environ | _QUIET | switch | {ENV_TRIAL: str(self._folder)}
+        with socket.socket(socket.AF_UNIX) as listener, open(self._folder / "output", "w+") as output:
+            listener.bind(str(self._folder / SOCKET))
+            listener.listen(256)
+            self._selector.register(listener, selectors.EVENT_READ)
+            # In a session of its own the job does not get the terminal's Ctrl-C. It is ended here.
+            launcher = subprocess.Popen(
+                self._command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            try:
+                self._follow(launcher, listener)
+            finally:
+                self._clean_up(launcher)
+            output.seek(0)
+            return self._result(steps, output.read())
+
+    def _follow(self, launcher: subprocess.Popen[bytes], listener: socket.socket) -> None:
+        """Take the ranks' messages until the launcher has ended, or should have."""
+        deadline = None
+        while launcher.poll() is None and (deadline is None or time.monotonic() < deadline):
+            self._take(listener, timeout=0.2)
+            if deadline is None and (self._reports or self._failures):
+                deadline = time.monotonic() + _END_S
+        while self._take(listener, timeout=0):
+            pass
+
+    def _take(self, listener: socket.socket, timeout: float) -> bool:
+        """Take what the ranks have sent by now, and return whether there was anything."""
+        ready = self._selector.select(timeout)
+        for key, _ in ready:
+            source = key.fileobj
+            assert isinstance(source, socket.socket)
+            if source is listener:
+                rank, _ = listener.accept()
+                self._selector.register(rank, selectors.EVENT_READ)
+                self._lines[rank] = b""
+            elif received := source.recv(2**16):
+                *whole, self._lines[source] = (self._lines[source] + received).split(b"\n")
+                for line in whole:
+                    self._hear(**json.loads(line))
+            else:
+                self._selector.unregister(source)
+                source.close()
+        return bool(ready)
+
+    def _hear(self, kind: str, **message: Any) -> None:
+        if kind == "step":
+            self._on_step(message["steps"])
+        elif kind == "report":
+            self._reports.append(message["ranks"])
+        elif kind == "failed":
+            self._failures.append(message["why"])
+        else:
+            self._ended.append(message)
+
+    def _clean_up(self, launcher: subprocess.Popen[bytes]) -> None:
+        # A second Ctrl-C must not stop this half-way.
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            _end(launcher)
+            for rank in self._lines:
+                rank.close()
+            self._selector.close()
+            if failures := traces.undo(self._folder):
+                raise TrialError(f"something of the trial is left: {'; '.join(failures)}")
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _result(self, steps: int, output: str) -> list[dict[str, Any]]:
+        if self._reports:
+            return self._reports[0]
+        if self._failures:
+            # When one rank fails, the others lose their connections.
+            causes = [why for why in self._failures if "onnection" not in why and "failed on rank" not in why]
+            raise TrialError(f"the script failed: {(causes or self._failures)[0]}")
+        if self._ended:
+            made, unsharded = self._ended[0]["steps"], self._ended[0]["unsharded"]
+            if made:
+                raise TrialError(f"the script ended after {made} of {steps} steps: give it more data, or `--steps {made}`")
+            if unsharded:
+                raise TrialError(
+                    "the script trains, but shards no model with FSDP2: set `distributed_type: FSDP` and `fsdp_version: 2` in the "
+                    "Accelerate config (behind torchrun export ACCELERATE_USE_FSDP=true and FSDP_VERSION=2)"
+                )
+            raise TrialError("the script ended without an optimizer step")
+        said = [line for line in output.splitlines() if line.strip()]
+        raise TrialError(f"the ranks ended without a word: {said[-1].strip() if said else 'and nothing was printed'}")
+
+
+def _end(launcher: subprocess.Popen[bytes]) -> None:
+    """End the launcher and all that it has started: ranks lie in sessions of their own."""
+    try:
+        root = psutil.Process(launcher.pid)
+        family = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        family = []
+    for process in family:
+        _signal(process, signal.SIGTERM)
+    _, alive = psutil.wait_procs(family, timeout=3)
+    for process in alive:
+        _signal(process, signal.SIGKILL)
+    psutil.wait_procs(alive, timeout=10)
+    launcher.wait()
+
+
+def _signal(process: psutil.Process, number: signal.Signals) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        pass

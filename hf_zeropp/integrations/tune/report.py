@@ -1,0 +1,145 @@
+"""The table of a search, its verdict in a sentence, and the lines to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from hf_zeropp.config import BLOCK, ENV_ENABLED, ENV_PREFIX, PRESETS, ZeroPPConfig
+from hf_zeropp.integrations.tune.search import Search
+from hf_zeropp.integrations.tune.verdict import TOLERANCE, Measured, best_of, difference, is_alike, is_faster
+
+COLUMNS = ("candidate", "s per step", "middle half", "x stock", "MB across nodes", "MB within nodes", "peak MB per rank")
+NOTE = (
+    "Seconds are medians; MB are those of a node per step, of stock as rings carry them. A candidate is faster if three of four of its "
+    f"steps are shorter than three of four of stock's, and its {{figure}} must be stock's within {TOLERANCE:.0%} of the largest."
+)
+
+
+def show(search: Search, console: Console, *, has_file: bool) -> None:
+    """Print everything. ``has_file`` says that the job is launched with a config file, into which settings can be pasted."""
+    console.print(_table(search))
+    console.print(NOTE.format(figure=_figure(search)))
+    best = best_of(search.others, search.stocks)
+    console.print(f"\n[bold]{sentence(search, best)}[/bold]\n", highlight=False)
+    # ``soft_wrap`` leaves long lines whole, so that they can be pasted.
+    console.print(block(search, best, has_file=has_file), soft_wrap=True, highlight=False, markup=False)
+
+
+def to_json(search: Search, *, has_file: bool) -> dict[str, Any]:
+    """Return everything that ``show`` prints."""
+    best = best_of(search.others, search.stocks)
+    trials = [_to_json(one, search) for one in (*search.stocks, *search.others)]
+    return {
+        "recommended": best and best.candidate.name,
+        "settings": best and best.config and settings_of(best.config),
+        "why": sentence(search, best),
+        "paste": block(search, best, has_file=has_file),
+        "trials": trials + [{"name": one.candidate.name, "failed": one.why} for one in search.failed],
+    }
+
+
+def sentence(search: Search, best: Measured | None) -> str:
+    """Return the verdict, and why."""
+    stock = min(search.stocks, key=lambda one: one.median)
+    if best is not None:
+        times = f"{best.median:.3g} s per step where stock FSDP2 takes {stock.median:.3g} s"
+        moved = f"{_megabytes(best.cross_node)} MB enter a node per step in place of {_megabytes(stock.cross_node)}"
+        return f"{best.candidate.name}: {times} ({stock.median / best.median:.2f} x), since {moved}."
+    nearest = min(search.others, key=lambda one: one.median)
+    what = "of those with stock's losses is" if any(not is_alike(one, search.stocks[0]) for one in search.others) else "is"
+    return (
+        f"Leave it off: no candidate {what} faster than stock FSDP2 beyond the spread of the steps ({stock.median:.3g} s; "
+        f"{nearest.candidate.name}: {nearest.median:.3g} s)."
+    )
+
+
+def block(search: Search, best: Measured | None, *, has_file: bool) -> str:
+    """Return what to paste, in the form in which the job gets its settings."""
+    if best is None or best.config is None:
+        return f"export {ENV_ENABLED}=0"
+    settings = settings_of(best.config)
+    if best.about["in_python"]:  # settings of the script are used alone
+        return f"zeropp={settings!r}"
+    if has_file:
+        return yaml.safe_dump({BLOCK: settings}, sort_keys=False).rstrip()
+    values = {name: "none" if value is None else value for name, value in settings.items()}
+    return "\n".join(f"export {ENV_PREFIX}{name.upper()}={value}" for name, value in values.items())
+
+
+def settings_of(config: ZeroPPConfig) -> dict[str, Any]:
+    """Return the shortest settings that give this config: the nearest preset, and what goes over it."""
+
+    def beside(preset: str) -> dict[str, Any]:
+        base = ZeroPPConfig(**PRESETS[preset]).to_dict()
+        return {name: value for name, value in config.to_dict().items() if value != base[name]}
+
+    preset = min(PRESETS, key=lambda name: (len(beside(name)), name != "balanced"))
+    return {"preset": preset, **beside(preset)}
+
+
+def _table(search: Search) -> Table:
+    table = Table(title=f"hf-zeropp tune: {len(search.stocks[0].seconds)} steps of each")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column == "candidate" else "right")
+    table.add_column(f"{_figure(search)} off by", justify="right")
+    table.add_column("verdict")
+    best = best_of(search.others, search.stocks)
+    for one in (*search.stocks, *sorted(search.others, key=lambda other: other.median)):
+        table.add_row(*_row(one, search, is_best=one is best), style="bold" if one is best else "")
+    for failed in search.failed:
+        table.add_row(failed.candidate.name, *[""] * len(COLUMNS), f"failed: {failed.why}")
+    return table
+
+
+def _row(one: Measured, search: Search, *, is_best: bool) -> Sequence[str]:
+    low, high = one.quartiles
+    return (
+        one.candidate.name,
+        f"{one.median:.3f}",
+        f"{low:.3f}-{high:.3f}",
+        f"{search.stocks[0].median / one.median:.2f}",
+        _megabytes(one.cross_node),
+        _megabytes(one.intra_node),
+        f"{one.memory / 1e6:.0f}",
+        f"{difference(one, search.stocks[0]):.2%}" if one is not search.stocks[0] else "",
+        "recommended" if is_best else _verdict(one, search),
+    )
+
+
+def _verdict(one: Measured, search: Search) -> str:
+    if one in search.stocks:
+        return ""
+    if not is_alike(one, search.stocks[0]):
+        return f"refused: the {_figure(search)} differs"
+    return "faster" if is_faster(one, search.stocks) else "not faster"
+
+
+def _to_json(one: Measured, search: Search) -> dict[str, Any]:
+    return {
+        "name": one.candidate.name,
+        "seconds": one.seconds,
+        "median": one.median,
+        "cross_node_bytes": one.cross_node,
+        "intra_node_bytes": one.intra_node,
+        "peak_bytes": one.memory,
+        "difference": difference(one, search.stocks[0]),
+        "compared": _figure(search),
+        "figures": one.figures,
+        "verdict": _verdict(one, search),
+        "learning_rate": one.about["learning_rate"],
+        "config": one.config and one.config.to_dict(),
+    }
+
+
+def _figure(search: Search) -> str:
+    """Return what is compared. A loop may give its loss to no backward pass that can be seen."""
+    return "loss" if search.stocks[0].have_losses else "norm of the gradients (the script shows no loss)"
+
+
+def _megabytes(num_bytes: float | None) -> str:
+    return "not counted" if num_bytes is None else f"{num_bytes / 1e6:.2f}"

@@ -1,0 +1,107 @@
+"""The order of the trials. It depends on nothing but what all ranks have exchanged, so the tuners of all nodes go the same way."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable
+
+from hf_zeropp.integrations.tune.candidates import (
+    OWN,
+    STOCK,
+    Candidate,
+    accumulation_on_the_rank,
+    name_of,
+    other_node_hops,
+    presets_beside,
+)
+from hf_zeropp.integrations.tune.launches import TrialError
+from hf_zeropp.integrations.tune.verdict import SAME_SCRIPT, Failed, Measured, difference, is_alike
+
+ONE_NODE = (
+    "there is one node, so nothing crosses nodes and nothing can be saved: leave ZeRO++ off (ZEROPP_ENABLED=0). If the GPUs of this "
+    "machine have slow links, try the preset for that: ZEROPP_PRESET=pcie hf-zeropp tune ..."
+)
+
+
+class Search:
+    """Tries candidates, and keeps what came of them.
+
+    Args:
+        trial: runs a candidate. It raises a TrialError where there is nothing to measure.
+
+    Attributes:
+        stocks: the trials of stock.
+        others: the other trials that were measured.
+        failed: those that were not.
+    """
+
+    def __init__(self, trial: Callable[[Candidate], Measured]) -> None:
+        self._trial = trial
+        self.stocks: list[Measured] = []
+        self.others: list[Measured] = []
+        self.failed: list[Failed] = []
+
+    def run(self) -> None:
+        """Try all that is worth it.
+
+        Raises:
+            TrialError: nothing can be compared. The message says what to do.
+        """
+        self._try_stock()
+        own = self._try_own()
+        assert own.config is not None
+        self._try_all(presets_beside(own.config, own.about["learning_rate"]))
+        on_accelerator = own.about["on_accelerator"]
+        self._try_all(other_node_hops(self._best.candidate, own.config, on_accelerator=on_accelerator))
+        self._try_all(accumulation_on_the_rank(self._best.candidate, own.config, own.about["micro_steps"]))
+        if len(self.stocks) == 1:
+            self._try_stock()
+        ranks_per_node = own.about["ranks_per_node"]
+        self.stocks = [stock.with_bytes_of_fsdp2(ranks_per_node) for stock in self.stocks]
+
+    @property
+    def _best(self) -> Measured:
+        """The fastest so far, by its median. What is decided on it is only what to try next."""
+        return min((one for one in self.others if is_alike(one, self.stocks[0])), key=lambda one: one.median, default=self.others[0])
+
+    def _try_stock(self) -> None:
+        try:
+            self.stocks.append(self._trial(STOCK))
+        except TrialError as error:
+            raise TrialError(f"on stock FSDP2 {error}") from error
+        first, last = self.stocks[0], self.stocks[-1]
+        if not all(map(math.isfinite, first.figures)):
+            step = [math.isfinite(figure) for figure in first.figures].index(False) + 1
+            raise TrialError(f"on stock FSDP2 the loss of step {step} is {first.figures[step - 1]}: nothing can be compared")
+        if not difference(last, first, mean=True) <= SAME_SCRIPT:
+            raise TrialError(
+                f"two starts on stock FSDP2 have other losses ({first.figures[0]:.5g} and {last.figures[0]:.5g} in the first step): "
+                "the script must train the same at each start, so give it a seed for the model and for the order of the data"
+            )
+
+    def _try_own(self) -> Measured:
+        try:
+            own = self._trial(OWN)
+        except TrialError as error:
+            raise TrialError(f"stock FSDP2 runs, but under ZeRO++ {error}") from error
+        if own.config is None:
+            raise TrialError("no model comes under ZeRO++: the script turns it off (zeropp=False). Leave that out")
+        if own.about["num_nodes"] == 1:
+            raise TrialError(ONE_NODE)
+        preset = name_of(own.config)
+        self._add(dataclasses.replace(own, candidate=Candidate(f"{preset} (yours)" if preset else OWN.name, {})))
+        return own
+
+    def _try_all(self, candidates: Iterable[Candidate]) -> None:
+        for candidate in candidates:
+            try:
+                self._add(self._trial(candidate))
+            except TrialError as error:
+                self.failed.append(Failed(candidate, str(error)))
+
+    def _add(self, measured: Measured) -> None:
+        self.others.append(measured)
+        # The script may be another at each start. If so, nothing that follows would help.
+        if len(self.stocks) == 1 and not difference(measured, self.stocks[0], mean=True) <= SAME_SCRIPT:
+            self._try_stock()

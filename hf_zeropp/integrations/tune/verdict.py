@@ -1,0 +1,126 @@
+"""What the ranks of a trial have measured together, and which candidate is worth recommending.
+
+A candidate counts as faster if three of four of its steps are shorter than three of four of stock's, in each of stock's trials. Its
+losses must be stock's within ``TOLERANCE`` of the largest of them. Of those that pass, the one with the lowest median is
+recommended. Stock is tried twice: first, and last. So the two also tell whether the machine has changed meanwhile, and
+whether the script does the same at each start.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.integrations.tune.candidates import Candidate
+from hf_zeropp.traffic import Bytes, Peers, total
+
+TOLERANCE = 0.02
+"""The largest difference of losses, as a share of stock's largest. Default settings are off by 0.001 to 0.01 in a few steps."""
+SAME_SCRIPT = 0.002
+"""The largest mean difference, in the same share, of two trials of stock."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """One trial, all ranks of the world together.
+
+    Attributes:
+        candidate: what was tried.
+        seconds: of each measured step, on the rank that took longest.
+        figures: of each step from the first on: the mean loss of the ranks, or the norm of the gradients.
+        have_losses: whether they are losses.
+        memory: peak bytes of the rank that held most.
+        cross_node, intra_node: bytes per step of the node that received most; None where nothing was counted.
+        config: in force; None with stock.
+        about: further figures of the first rank.
+    """
+
+    candidate: Candidate
+    seconds: tuple[float, ...]
+    figures: tuple[float, ...]
+    have_losses: bool
+    memory: int
+    cross_node: float | None
+    intra_node: float | None
+    config: ZeroPPConfig | None
+    about: dict[str, Any]
+
+    @classmethod
+    def of(cls, candidate: Candidate, ranks: Sequence[dict[str, Any]]) -> Measured:
+        """Put together what the ranks have measured."""
+        first = ranks[0]
+        have_losses = all(rank["have_losses"] for rank in ranks)
+        sums = [sum(each) for each in zip(*(rank["figures"] for rank in ranks), strict=True)]
+        crossed, within = ([rank[key] for rank in ranks] for key in ("cross_node", "intra_node"))
+        return cls(
+            candidate,
+            seconds=tuple(map(max, zip(*(rank["seconds"] for rank in ranks), strict=True))),
+            figures=tuple(one / len(ranks) if have_losses else math.sqrt(one) for one in sums),
+            have_losses=have_losses,
+            memory=max(rank["memory"] for rank in ranks),
+            cross_node=None if None in crossed else max(crossed),
+            intra_node=None if None in within else max(within),
+            config=None if first["config"] is None else ZeroPPConfig(**first["config"]),
+            about=first,
+        )
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """Seconds that a quarter, and three quarters, of the steps take at most."""
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
+
+    def with_bytes_of_fsdp2(self, ranks_per_node: int) -> Measured:
+        """Return this trial of stock with the bytes of FSDP2's own collectives, as rings carry them."""
+        counts: list[Bytes] = [
+            Peers.among(ranks, ranks[0], ranks_per_node).bytes_in_ring(round(of_slice))
+            for ranks, of_slice in self.about["collectives"]
+        ]
+        if not counts:
+            return self
+        received = total(counts)
+        return dataclasses.replace(
+            self, cross_node=received.cross_node * ranks_per_node, intra_node=received.intra_node * ranks_per_node
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Failed:
+    """A trial that gave no measurement, and why."""
+
+    candidate: Candidate
+    why: str
+
+
+def difference(one: Measured, stock: Measured, *, mean: bool = False) -> float:
+    """Return the largest (or mean) difference of losses, as a share of stock's largest; NaN where a loss is none."""
+    gaps = [abs(ours - its) for ours, its in zip(one.figures, stock.figures, strict=True)]
+    largest = max(map(abs, stock.figures))
+    gap = sum(gaps) / len(gaps) if mean else max(gaps)
+    # ``max`` would pass over a NaN that does not stand first.
+    return math.nan if any(map(math.isnan, gaps)) else gap / largest if largest else gap
+
+
+def is_alike(one: Measured, stock: Measured) -> bool:
+    """Return whether the losses agree within the tolerance."""
+    return one.have_losses == stock.have_losses and difference(one, stock) <= TOLERANCE
+
+
+def is_faster(one: Measured, stocks: Sequence[Measured]) -> bool:
+    """Return whether three of four steps are shorter than three of four of each trial of stock."""
+    return all(one.quartiles[1] < stock.quartiles[0] for stock in stocks)
+
+
+def best_of(others: Sequence[Measured], stocks: Sequence[Measured]) -> Measured | None:
+    """Return the fastest of those that are faster than stock with the same losses; None if there is none."""
+    passed = [one for one in others if is_alike(one, stocks[0]) and is_faster(one, stocks)]
+    return min(passed, key=lambda one: one.median, default=None)
