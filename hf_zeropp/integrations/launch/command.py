@@ -89,7 +89,7 @@ def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
     parser.prog, parser.description = "hf-zeropp launch", DESCRIPTION
     args = parser.parse_args(flags)
     file = {}
-    if (path := _config_file(args)) is not None:
+    if (path := config_file_of(args)) is not None:
         file = _read_launch_config(path)
         check_keys(path, file)
         _export_zeropp(path, file, folder)
@@ -105,7 +105,7 @@ def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
     return args
 
 
-def _config_file(args: argparse.Namespace) -> str | None:
+def config_file_of(args: argparse.Namespace) -> str | None:
     """Return the config file that Accelerate would read: the flag's, or the one that ``accelerate config`` writes."""
     is_default = os.path.isfile(default_config_file) and not args.cpu
     return args.config_file or (default_config_file if is_default else None)

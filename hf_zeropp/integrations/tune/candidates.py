@@ -6,14 +6,14 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hf_zeropp.config import PRESETS, ZeroPPConfig, field_names
+from hf_zeropp.config import AUTO, PRESETS, ZeroPPConfig, field_names
 
 DELTA_2_BITS = "min_traffic"
 MIN_RATE_OF_2_BITS = 1e-5
 """The least learning rate at which deltas of 2 bits are tried. At 1e-6 they lose half of the progress."""
 _OF_PRESETS = ("qwz_mode", "qwz_bits", "hpz_bits", "qgz_bits")
 """The settings in which the presets that are tried differ. The user's own values of all others stay."""
-_NODE_HOPS = {
+_NODE_HOPS: dict[str, dict[str, Any]] = {
     "native node hops": {"qwz_intra_bits": None, "qgz_intra_bits": None},
     "quantized node hops": {"qwz_intra_bits": 8, "qgz_intra_bits": 8},
 }
@@ -42,12 +42,10 @@ def presets_beside(own: ZeroPPConfig, learning_rate: float) -> Iterator[Candidat
 
 def other_node_hops(best: Candidate, own: ZeroPPConfig, *, on_accelerator: bool) -> Iterator[Candidate]:
     """Yield the fastest candidate with the node hops that it does not have, native or quantized."""
-    default = None if on_accelerator else 8
-    config = _over(own, best)
-    for name, hops in _NODE_HOPS.items():
-        settings = {field: bits for field, bits in hops.items() if field in field_names()}
-        now = {field: getattr(config, field) for field in settings}
-        if settings != {field: default if bits == "auto" else bits for field, bits in now.items()}:
+    default = None if on_accelerator else 8  # what "auto" stands for
+    now = {name: getattr(_over(own, best), name) for name in ("qwz_intra_bits", "qgz_intra_bits")}
+    for name, settings in _NODE_HOPS.items():
+        if settings != {field: default if bits == AUTO else bits for field, bits in now.items()}:
             yield from _allowed(own, [Candidate(f"{best.name}, {name}", {**(best.settings or {}), **settings})])
 
 

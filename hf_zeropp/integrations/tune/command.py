@@ -5,28 +5,26 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from accelerate.commands.config.config_args import default_config_file
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hf_zeropp.integrations.tune import report
 from hf_zeropp.integrations.tune.candidates import Candidate
-from hf_zeropp.integrations.tune.launches import Launch, TrialError, command_of
+from hf_zeropp.integrations.tune.launches import Launch, TrialError, command_of, has_config_file
 from hf_zeropp.integrations.tune.search import Search
 from hf_zeropp.integrations.tune.verdict import Measured
 
 DESCRIPTION = (
-    "Run your own job for a few steps on stock FSDP2 and under each preset, with other node hops and accumulation, and say which is "
-    "fastest, or that none is faster than stock. The job is started as `hf-zeropp launch` would start it, with the same flags; or "
-    "by torchrun. Nothing of a trial stays: no process, no checkpoint, no file outside of caches. On several nodes run the same "
-    "command on each, with its own rank, as for the job itself: all try the same candidates in the same order."
+    "Run your own job for a few steps on stock FSDP2 and under each preset, with other node hops and accumulation, and say "
+    "which is fastest, or that none is faster than stock. The job is started as `hf-zeropp launch` would start it, with the same "
+    "flags, or by torchrun. Nothing of a trial stays: no process, no checkpoint, no file outside of caches. On several nodes run "
+    "the same command on each, with its own rank, as for the job itself: all try the same candidates in the same order."
 )
 MIN_STEPS = 6
 
@@ -46,8 +44,7 @@ def tune(argv: list[str]) -> None:
         raise SystemExit(f"hf-zeropp tune: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit("hf-zeropp tune: interrupted. Nothing is left of the trials.") from None
-    has_file = any("config" in word for word in args.job) or os.path.isfile(default_config_file)
-    has_file &= os.path.basename(args.job[0]) != "torchrun"
+    has_file = has_config_file(args.job)
     if args.json:
         print(json.dumps(report.to_json(search, has_file=has_file), indent=1))
     else:

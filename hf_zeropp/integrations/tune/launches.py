@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from hf_zeropp.config import ENV_ENABLED
-from hf_zeropp.integrations.launch.command import RUNNER
+from hf_zeropp.integrations.launch.command import RUNNER, config_file_of
 from hf_zeropp.integrations.tune import ENV_TRIAL, traces
 from hf_zeropp.integrations.tune.candidates import Candidate
 from hf_zeropp.integrations.tune.trial import SOCKET, Order
@@ -44,15 +45,30 @@ def command_of(words: list[str]) -> list[str]:
     Args:
         words: a command of ``torchrun``, ``hf-zeropp launch`` or ``accelerate launch``, or only what stands behind the last two.
     """
-    if os.path.basename(words[0]) != "torchrun":
-        is_whole = [os.path.basename(words[0]), *words[1:2]] in (["hf-zeropp", "launch"], ["accelerate", "launch"])
-        return [sys.executable, "-m", "hf_zeropp.cli", "launch", *words[2 * is_whole :]]
+    if not _is_torchrun(words):
+        return [sys.executable, "-m", "hf_zeropp.cli", "launch", *_behind_launch(words)]
     args = get_args_parser().parse_args(words[1:])
     place = len(words) - len(args.training_script_args) - 1
     flags, script = words[1:place], words[place:]
     if not (args.module and args.training_script == RUNNER):
         flags, script = (flags, [RUNNER, "-m", *script]) if args.module else ([*flags, "-m"], [RUNNER, *script])
     return [sys.executable, "-m", "torch.distributed.run", *flags, *script]
+
+
+def has_config_file(words: list[str]) -> bool:
+    """Return whether the job is launched with a config file of Accelerate's."""
+    if _is_torchrun(words):
+        return False
+    return config_file_of(launch_command_parser().parse_args(_behind_launch(words))) is not None
+
+
+def _is_torchrun(words: list[str]) -> bool:
+    return os.path.basename(words[0]) == "torchrun"
+
+
+def _behind_launch(words: list[str]) -> list[str]:
+    is_whole = [os.path.basename(words[0]), *words[1:2]] in (["hf-zeropp", "launch"], ["accelerate", "launch"])
+    return words[2 * is_whole :]
 
 
 class Launch:
@@ -164,11 +180,13 @@ class Launch:
         if self._ended:
             made, unsharded = self._ended[0]["steps"], self._ended[0]["unsharded"]
             if made:
-                raise TrialError(f"the script ended after {made} of {steps} steps: give it more data, or `--steps {made}`")
+                raise TrialError(
+                    f"the script ended after {made} of {steps} steps: give it more data, or `--steps {made}`"
+                )
             if unsharded:
                 raise TrialError(
-                    "the script trains, but shards no model with FSDP2: set `distributed_type: FSDP` and `fsdp_version: 2` in the "
-                    "Accelerate config (behind torchrun export ACCELERATE_USE_FSDP=true and FSDP_VERSION=2)"
+                    "the script trains, but shards no model with FSDP2: set `distributed_type: FSDP` and `fsdp_version: 2` in "
+                    "the Accelerate config (behind torchrun export ACCELERATE_USE_FSDP=true and FSDP_VERSION=2)"
                 )
             raise TrialError("the script ended without an optimizer step")
         said = [line for line in output.splitlines() if line.strip()]

@@ -13,10 +13,12 @@ from hf_zeropp.config import BLOCK, ENV_ENABLED, ENV_PREFIX, PRESETS, ZeroPPConf
 from hf_zeropp.integrations.tune.search import Search
 from hf_zeropp.integrations.tune.verdict import TOLERANCE, Measured, best_of, difference, is_alike, is_faster
 
-COLUMNS = ("candidate", "s per step", "middle half", "x stock", "MB across nodes", "MB within nodes", "peak MB per rank")
+COLUMNS = ("candidate", "s", "middle half", "x stock", "across", "within", "peak", "off by", "verdict")
 NOTE = (
-    "Seconds are medians; MB are those of a node per step, of stock as rings carry them. A candidate is faster if three of four of its "
-    f"steps are shorter than three of four of stock's, and its {{figure}} must be stock's within {TOLERANCE:.0%} of the largest."
+    "s: median seconds of a step; between the next two lies the middle half of the steps. across, within: MB that a node "
+    "receives per step from other nodes, and its ranks from each other; of stock as rings carry them. peak: MB of the rank that "
+    "holds most. off by: the largest difference of the {figure} to stock, which must be at most "
+    f"{TOLERANCE:.0%} of the largest. faster: three of four steps are shorter than three of four of stock's."
 )
 
 
@@ -51,7 +53,9 @@ def sentence(search: Search, best: Measured | None) -> str:
         moved = f"{_megabytes(best.cross_node)} MB enter a node per step in place of {_megabytes(stock.cross_node)}"
         return f"{best.candidate.name}: {times} ({stock.median / best.median:.2f} x), since {moved}."
     nearest = min(search.others, key=lambda one: one.median)
-    what = "of those with stock's losses is" if any(not is_alike(one, search.stocks[0]) for one in search.others) else "is"
+    what = (
+        "of those with stock's losses is" if any(not is_alike(one, search.stocks[0]) for one in search.others) else "is"
+    )
     return (
         f"Leave it off: no candidate {what} faster than stock FSDP2 beyond the spread of the steps ({stock.median:.3g} s; "
         f"{nearest.candidate.name}: {nearest.median:.3g} s)."
@@ -85,14 +89,13 @@ def settings_of(config: ZeroPPConfig) -> dict[str, Any]:
 def _table(search: Search) -> Table:
     table = Table(title=f"hf-zeropp tune: {len(search.stocks[0].seconds)} steps of each")
     for column in COLUMNS:
-        table.add_column(column, justify="left" if column == "candidate" else "right")
-    table.add_column(f"{_figure(search)} off by", justify="right")
-    table.add_column("verdict")
+        is_text = column in ("candidate", "verdict")
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
     best = best_of(search.others, search.stocks)
     for one in (*search.stocks, *sorted(search.others, key=lambda other: other.median)):
         table.add_row(*_row(one, search, is_best=one is best), style="bold" if one is best else "")
     for failed in search.failed:
-        table.add_row(failed.candidate.name, *[""] * len(COLUMNS), f"failed: {failed.why}")
+        table.add_row(failed.candidate.name, *[""] * (len(COLUMNS) - 2), f"failed: {failed.why}")
     return table
 
 

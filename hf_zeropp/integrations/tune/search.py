@@ -1,4 +1,4 @@
-"""The order of the trials. It depends on nothing but what all ranks have exchanged, so the tuners of all nodes go the same way."""
+"""The order of the trials. It depends only on what all ranks have exchanged, so the tuners of all nodes go the same way."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from hf_zeropp.integrations.tune.launches import TrialError
 from hf_zeropp.integrations.tune.verdict import SAME_SCRIPT, Failed, Measured, difference, is_alike
 
 ONE_NODE = (
-    "there is one node, so nothing crosses nodes and nothing can be saved: leave ZeRO++ off (ZEROPP_ENABLED=0). If the GPUs of this "
-    "machine have slow links, try the preset for that: ZEROPP_PRESET=pcie hf-zeropp tune ..."
+    "there is one node, so nothing crosses nodes and nothing can be saved: leave ZeRO++ off (ZEROPP_ENABLED=0). If the GPUs of "
+    "this machine have slow links, try the preset for that: ZEROPP_PRESET=pcie hf-zeropp tune ..."
 )
 
 
@@ -52,8 +52,9 @@ class Search:
         own = self._try_own()
         assert own.config is not None
         self._try_all(presets_beside(own.config, own.about["learning_rate"]))
-        on_accelerator = own.about["on_accelerator"]
-        self._try_all(other_node_hops(self._best.candidate, own.config, on_accelerator=on_accelerator))
+        if own.about["ranks_per_node"] > 1:
+            on_accelerator = own.about["on_accelerator"]
+            self._try_all(other_node_hops(self._best.candidate, own.config, on_accelerator=on_accelerator))
         self._try_all(accumulation_on_the_rank(self._best.candidate, own.config, own.about["micro_steps"]))
         if len(self.stocks) == 1:
             self._try_stock()
@@ -63,7 +64,8 @@ class Search:
     @property
     def _best(self) -> Measured:
         """The fastest so far, by its median. What is decided on it is only what to try next."""
-        return min((one for one in self.others if is_alike(one, self.stocks[0])), key=lambda one: one.median, default=self.others[0])
+        alike = [one for one in self.others if is_alike(one, self.stocks[0])]
+        return min(alike, key=lambda one: one.median, default=self.others[0])
 
     def _try_stock(self) -> None:
         try:
@@ -73,11 +75,13 @@ class Search:
         first, last = self.stocks[0], self.stocks[-1]
         if not all(map(math.isfinite, first.figures)):
             step = [math.isfinite(figure) for figure in first.figures].index(False) + 1
-            raise TrialError(f"on stock FSDP2 the loss of step {step} is {first.figures[step - 1]}: nothing can be compared")
+            raise TrialError(
+                f"on stock FSDP2 the loss of step {step} is {first.figures[step - 1]}: nothing can be compared"
+            )
         if not difference(last, first, mean=True) <= SAME_SCRIPT:
             raise TrialError(
-                f"two starts on stock FSDP2 have other losses ({first.figures[0]:.5g} and {last.figures[0]:.5g} in the first step): "
-                "the script must train the same at each start, so give it a seed for the model and for the order of the data"
+                f"two starts on stock FSDP2 have other losses ({first.figures[0]:.5g} and {last.figures[0]:.5g} in the first "
+                "step): the script must train the same at each start, so give it a seed for model and data"
             )
 
     def _try_own(self) -> Measured:

@@ -3,8 +3,8 @@
 A rank notes in a *journal* what it is about to make: folders, files and links, before they are there. The tuner removes them when
 all ranks have ended, however they ended. Of a file that exists a rank keeps a copy before it writes to it, and the tuner puts it
 back. Files and folders that were there before cannot be deleted or renamed: the script gets a PermissionError. Python's audit
-events tell of all of this. What a library writes from C or Rust tells nothing: such files lie in folders that Python made, but for
-the two functions that ``note_saves`` wraps.
+events tell of all of this. They do not tell what a library writes from C or Rust. Such files lie in folders that Python made, but
+for the two functions that ``note_saves`` wraps.
 
 From the first step on checkpoints are not saved at all: their functions do nothing.
 
@@ -23,7 +23,7 @@ import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -58,7 +58,7 @@ class Traces:
         self._journal = os.open(folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
         homes = [os.path.expanduser(path) for path in ("~/.cache", "~/.triton")]
-        self._left_alone = tuple(map(os.path.abspath, (*caches, *homes, *_NOT_FILES, folder)))
+        self._left_alone = [os.path.abspath(path) for path in (*caches, *homes, *_NOT_FILES, str(folder))]
         self._noted: set[str] = set()
         self._inside = threading.local()
         self.is_training = False
@@ -72,14 +72,15 @@ class Traces:
         """Let functions that save do nothing in steps, and note the files that they write before."""
         for owner, name in ((torch, "save"), (safetensors.torch, "save_file")):
             setattr(owner, name, self._in_steps_nothing(getattr(owner, name), notes_path=True))
-        for owner, name in (
+        methods: tuple[tuple[type, str], ...] = (
             (Accelerator, "save"),
             (Accelerator, "save_model"),
             (Accelerator, "save_state"),
             (PreTrainedModel, "save_pretrained"),
-        ):
-            setattr(owner, name, self._in_steps_nothing(getattr(owner, name)))
-        transformers.trainer.DEFAULT_CALLBACKS.append(_StepsAlone)
+        )
+        for kind, name in methods:
+            setattr(kind, name, self._in_steps_nothing(getattr(kind, name)))
+        cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_StepsAlone)
 
     def _in_steps_nothing(self, save: Callable[..., Any], *, notes_path: bool = False) -> Callable[..., Any]:
         @functools.wraps(save)
@@ -151,7 +152,9 @@ class Traces:
     def _keep(self, name: str) -> None:
         """Keep a copy of a file. Of all ranks that want to, the one that comes first does."""
         if (size := os.path.getsize(name)) > MAX_COPY_BYTES:
-            raise PermissionError(f"the script would write to {name!r}, of {size / 1e9:.1f} GB. Let it write elsewhere.")
+            raise PermissionError(
+                f"the script would write to {name!r}, of {size / 1e9:.1f} GB. Let it write elsewhere."
+            )
         copy = self._folder / hashlib.sha256(os.fsencode(name)).hexdigest()
         if not copy.exists():
             descriptor, mine = tempfile.mkstemp(dir=self._folder)
@@ -187,9 +190,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
 class _StepsAlone(TrainerCallback):
     """Lets a Trainer neither save nor evaluate between the steps that are measured."""
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         control.should_save = control.should_evaluate = False
 
 

@@ -1,8 +1,8 @@
 """One rank of a trial: it counts the script's optimizer steps, measures them, reports, and ends.
 
-``hf_zeropp.run`` begins the trial before the script. All that it needs are hooks: of optimizers, which count a step for those that
-hold sharded parameters, and of ``torch.autograd.backward``, which is called with the loss whichever way a script is written. After
-the last step the ranks exchange what each has measured, so that the tuners of all nodes know the same and decide alike. Then the
+``hf_zeropp.run`` begins the trial before the script. All that it needs are hooks: of optimizers, where a step counts that changes
+sharded parameters, and of ``torch.autograd.backward``, which is called with the loss whichever way a script is written. After the
+last step the ranks exchange what each has measured, so that the tuners of all nodes know the same and decide alike. Then the
 process ends at once: nothing behind the step runs, no block that cleans up and no checkpoint.
 """
 
@@ -147,11 +147,15 @@ class Trial:
             if self.steps >= SKIPPED_STEPS:
                 self._collectives[tuple(dist.get_process_group_ranks(group))] += times * slice_of_rank.nbytes
 
-        def counted_gather(self: Any, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted_gather(
+            self: Any, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             count(input_tensor, group, 1)
             return gather(self, output_tensor, input_tensor, group, *args, **kwargs)
 
-        def counted_reduce(self: Any, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted_reduce(
+            self: Any, output_tensor: Any, input_tensor: Any, group: Any, *args: Any, **kwargs: Any
+        ) -> Any:
             # gloo reduces the whole tensor on all ranks and drops the rest, so its ring goes round twice.
             count(output_tensor, group, 2 if dist.get_backend(group) == "gloo" else 1)
             return reduce(self, output_tensor, input_tensor, group, *args, **kwargs)
@@ -191,7 +195,8 @@ class Trial:
         if self.steps == 1:
             _forget_peak(params[0].device)
         if self.steps == min(SKIPPED_STEPS, self._order.steps - 1):
-            self._handles = [handle for handle in map(get_handle, find_sharded_modules()) if handle is not None]
+            found: list[Any] = find_sharded_modules()
+            self._handles = [handle for handle in map(get_handle, found) if handle is not None]
             self._before = self._counters()
         if self.steps == self._order.steps:
             self._report_and_end(params[0].device)

@@ -1,6 +1,6 @@
 """What the ranks of a trial have measured together, and which candidate is worth recommending.
 
-A candidate counts as faster if three of four of its steps are shorter than three of four of stock's, in each of stock's trials. Its
+A candidate counts as faster if three of four of its steps are shorter than three of four of stock's, in each trial of stock. Its
 losses must be stock's within ``TOLERANCE`` of the largest of them. Of those that pass, the one with the lowest median is
 recommended. Stock is tried twice: first, and last. So the two also tell whether the machine has changed meanwhile, and
 whether the script does the same at each start.
