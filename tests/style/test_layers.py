@@ -52,8 +52,8 @@ OPTIONAL = {
     "ops.triton_device": "triton",
     "ops.triton_kernels": "triton",
 }
-# These are documented, in spite of the underscore: of named tuples, and of ctypes.CDLL.
-DOCUMENTED = {"_fields", "_replace", "_name"}
+# These are documented, in spite of the underscore: of named tuples, of ctypes.CDLL, and of os.
+DOCUMENTED = {"_fields", "_replace", "_name", "_exit"}
 
 
 def modules() -> dict[str, ast.Module]:

@@ -1,4 +1,4 @@
-"""What a script writes while it is tried, so that a user's files are afterwards as they were before.
+"""A user's files are the same after a trial as before: ranks note what the script writes, and the tuner takes it back.
 
 A rank notes in a *journal* what it is about to make: folders, files and links, before they are there. The tuner removes them when
 all ranks have ended, however they ended. Of a file that exists a rank keeps a copy before it writes to it, and the tuner puts it

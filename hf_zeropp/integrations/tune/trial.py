@@ -45,7 +45,7 @@ _GRACE_S = 0.3
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """What a tuner asks of the ranks of one trial: optimizer steps, and settings that go over all others (None: stock)."""
+    """A trial as a tuner orders it: its optimizer steps, and settings that go over all others. None stands for stock."""
 
     steps: int
     settings: dict[str, Any] | None

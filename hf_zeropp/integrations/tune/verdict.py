@@ -1,4 +1,4 @@
-"""What the ranks of a trial have measured together, and which candidate is worth recommending.
+"""Trials are put together from their ranks, compared with stock, and the best of them is found.
 
 A candidate counts as faster if three of four of its steps are shorter than three of four of stock's, in each trial of stock. Its
 losses must be stock's within ``TOLERANCE`` of the largest of them. Of those that pass, the one with the lowest median is

@@ -1,0 +1,289 @@
+"""``hf-zeropp tune``: what it tries, what it recommends and refuses, and that nothing of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from harness import free_port, run_ranks, started_ranks
+from test_unmodified import LAUNCHED
+
+from hf_zeropp import run
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.integrations.tune import launches
+from hf_zeropp.integrations.tune.candidates import STOCK, Candidate
+from hf_zeropp.integrations.tune.command import tune
+from hf_zeropp.integrations.tune.launches import TrialError, command_of
+from hf_zeropp.integrations.tune.report import sentence, settings_of
+from hf_zeropp.integrations.tune.search import Search
+from hf_zeropp.integrations.tune.traces import Traces, undo
+from hf_zeropp.integrations.tune.verdict import Measured, best_of
+
+SCRIPT = '''
+import os, sys, torch
+from accelerate import Accelerator
+from transformers import LlamaConfig, LlamaForCausalLM, set_seed
+
+accelerator = Accelerator(gradient_accumulation_steps=2)
+set_seed(0)
+os.makedirs("out/deep", exist_ok=True)
+open("out/deep/notes.txt", "w").write("made")
+open("log.txt", "a").write("more")
+torch.save({{}}, "early.pt")
+config = LlamaConfig(vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
+model = LlamaForCausalLM(config)
+optimizer = torch.optim.AdamW(model.parameters(), lr={rate})
+model, optimizer = accelerator.prepare(model, optimizer)
+for step in range({steps}):
+    tokens = torch.randint(97, (2, 16), generator=torch.Generator().manual_seed(2 * step + accelerator.process_index))
+    with accelerator.accumulate(model):
+        loss = model(input_ids=tokens, labels=tokens).loss {change}
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    if accelerator.sync_gradients:
+        accelerator.save_state("checkpoint")
+accelerator.save_state("final")
+'''
+
+
+def script(folder: Path, *, steps: int = 40, change: str = "", rate: float = 1e-3) -> str:
+    (folder / "log.txt").write_text("before")
+    (folder / "script.py").write_text(SCRIPT.format(steps=steps, change=change, rate=rate))
+    return str(folder / "script.py")
+
+
+def listing(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+# ------------------------------------------------------------------------------- the search, on trials that take no time
+
+
+def measured(candidate: Candidate, seconds: float, figures: list[float], own: ZeroPPConfig, **about: Any) -> Measured:
+    spread = 1 + about.pop("spread", 0.05)
+    is_stock = candidate.settings is None
+    config = None if is_stock else ZeroPPConfig(**{**own.to_dict(), **candidate.settings})
+    rank = {
+        "seconds": [seconds, seconds, seconds * spread],
+        "figures": figures,
+        "have_losses": True,
+        "memory": 10**9,
+        "cross_node": None if is_stock else 10**6,
+        "intra_node": None if is_stock else 10**6,
+        "config": config and config.to_dict(),
+        "collectives": [[[0, 1, 2, 3], 100.0]],
+        **{"num_nodes": 2, "ranks_per_node": 2, "micro_steps": 2, "learning_rate": 1e-4, "in_python": False},
+        **{"on_accelerator": False},
+        **about,
+    }
+    return Measured.of(candidate, [rank, rank])
+
+
+def search(times: dict[str, float], own: ZeroPPConfig | None = None, **about: Any) -> tuple[Search, list[str]]:
+    """Search where each candidate takes the time of the first name that its own begins with."""
+    tried: list[str] = []
+
+    def trial(candidate: Candidate) -> Measured:
+        tried.append(candidate.name)
+        seconds = next(times[name] for name in times if candidate.name.startswith(name))
+        figures = about.get("figures", {}).get(candidate.name, [5.0, 4.9])
+        others = {key: value for key, value in about.items() if key != "figures"}
+        return measured(candidate, seconds, figures, own or ZeroPPConfig(), **others)
+
+    found = Search(trial)
+    found.run()
+    return found, tried
+
+
+def test_the_fastest_is_recommended_and_tried_with_other_node_hops() -> None:
+    found, tried = search({"stock": 1.0, "half_model, native": 0.5, "half_model": 0.6, "": 0.8})
+    assert tried[:5] == ["stock FSDP2", "your settings", "exact", "half_model", "min_traffic"]
+    assert "half_model, native node hops" in tried and tried[-1] == "stock FSDP2"
+    best = best_of(found.others, found.stocks)
+    assert best is not None and best.candidate.name.startswith("half_model, native node hops")
+    settings = settings_of(best.config)
+    assert settings.items() >= {"preset": "half_model", "qwz_intra_bits": None, "qgz_intra_bits": None}.items()
+    assert ZeroPPConfig.from_dict(settings) == best.config
+    assert "2.00 x" in sentence(found, best)
+    assert found.stocks[0].cross_node == 300.0  # a ring of four ranks over two nodes brings 3 slices into each
+
+
+def test_nothing_slower_or_within_the_spread_is_recommended() -> None:
+    for times in ({"": 1.0}, {"stock": 1.0, "": 1.3}, {"stock": 1.0, "": 0.97}):
+        found, _ = search(times, spread=0.2)
+        best = best_of(found.others, found.stocks)
+        assert best is None and sentence(found, best).startswith("Leave it off")
+
+
+def test_another_loss_is_refused() -> None:
+    figures = {"exact": [5.0, 5.2], "half_model": [5.0, float("nan")]}
+    found, _ = search({"exact": 0.1, "half_model": 0.1, "stock": 1.0, "": 0.8}, figures=figures)
+    assert best_of(found.others, found.stocks).candidate.name.startswith(("balanced (yours)", "min_traffic"))
+
+
+def test_two_bits_are_not_tried_at_low_rates() -> None:
+    times = {"": 1.0}
+    assert "min_traffic" not in search(times, learning_rate=9e-6)[1]
+    assert "min_traffic" in search(times, learning_rate=1e-5)[1]
+
+
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({"figures": {"stock FSDP2": [5.0, float("nan")]}}, "on stock FSDP2 the loss of step 2 is nan"),
+        ({"num_nodes": 1}, "there is one node.*leave ZeRO\\+\\+ off.*pcie"),
+    ],
+)
+def test_searches_that_end_early(about: dict[str, Any], words: str) -> None:
+    with pytest.raises(TrialError, match=words):
+        search({"": 1.0}, **about)
+
+
+def test_a_script_that_is_another_at_each_start() -> None:
+    """The loss of the first candidate is suspicious. Stock is tried again at once, and is another too."""
+    figures = iter([[5.0, 4.9], [5.3, 4.7], [4.8, 5.2]])
+    with pytest.raises(TrialError, match="two starts on stock FSDP2 have other losses .*seed"):
+        Search(lambda candidate: measured(candidate, 1.0, next(figures), ZeroPPConfig())).run()
+
+
+# ------------------------------------------------------------------------------------------------- what a script writes
+
+
+def write_everywhere(rank: int, folder: str, place: str) -> list[str]:
+    os.chdir(place)
+    traces = Traces(Path(folder))
+    traces.watch()
+    traces.note_saves()
+    os.makedirs("new/deep", exist_ok=True)
+    with open(f"new/deep/{rank}.txt", "w") as file:
+        file.write("x")
+    with open("kept.txt", "a") as file:
+        file.write(f"rank {rank}")
+    Path("other.txt").write_text("other")
+    torch.save({"a": torch.ones(1)}, "written_by_cpp.pt")
+    with open(f"temporary_{rank}", "w"):
+        pass
+    os.replace(f"temporary_{rank}", "atomic.txt")
+    traces.is_training = True
+    torch.save({}, "checkpoint.pt")
+    said = []
+    for forbidden in (lambda: os.remove("user.txt"), lambda: os.rename("user.txt", "gone.txt")):
+        with pytest.raises(PermissionError) as error:
+            forbidden()
+        said.append(str(error.value))
+    return said
+
+
+def test_what_ranks_write_is_taken_back(tmp_path: Path) -> None:
+    place, folder = tmp_path / "place", tmp_path / "folder"
+    place.mkdir()
+    folder.mkdir()
+    for name in ("kept.txt", "other.txt", "atomic.txt", "user.txt"):
+        (place / name).write_text(name)
+    before = listing(place)
+    said = run_ranks(write_everywhere, 2, str(folder), str(place))
+    assert all("'" + str(place / "user.txt") in message for message in said[0])
+    written = {path.name for path in place.rglob("*")}
+    assert {"new", "0.txt", "1.txt", "written_by_cpp.pt"} <= written and "checkpoint.pt" not in written
+    assert (place / "atomic.txt").read_text() == ""
+    assert undo(folder) == []
+    assert listing(place) == before and {path.name for path in place.iterdir()} == set(before)
+
+
+# --------------------------------------------------------------------------------------- whole searches, on forked ranks
+
+
+class ForkedJob:
+    """Stands in for the launcher's process: two ranks that the harness forks run ``hf_zeropp.run``, in seconds."""
+
+    ranks_per_node = "1"
+
+    def __init__(self, command: list[str], env: dict[str, str], **_: Any) -> None:
+        self._stack = contextlib.ExitStack()
+        words = command[command.index("launch") + 1 :]
+        changed = {name: value for name, value in env.items() if os.environ.get(name) != value}
+        environment = LAUNCHED | {"ZEROPP_RANKS_PER_NODE": self.ranks_per_node} | changed
+        ranks = started_ranks(run_words, 2, words, env=environment, init=False)
+        self._ranks = self._stack.enter_context(ranks)
+        self.pid = self._ranks[0].pid
+
+    def poll(self) -> int | None:
+        return 0 if all(rank.has_ended() for rank in self._ranks) else None
+
+    def wait(self) -> None:
+        self._stack.close()
+
+
+def run_words(rank: int, words: list[str]) -> None:
+    os.chdir(Path(words[0]).parent)
+    run.main(words)
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches.subprocess, "Popen", ForkedJob)
+
+
+def test_tune_on_two_ranks(tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The promise: trials of a user's own script, one table of them, and no trace of them."""
+    monkeypatch.setattr("hf_zeropp.integrations.tune.search.presets_beside", lambda *_: [])  # for time
+    path = script(tmp_path)
+    before = listing(tmp_path)
+    tune(["--steps", "6", "--json", path])
+    assert listing(tmp_path) == before and {each.name for each in tmp_path.iterdir()} == set(before)
+    found = json.loads(capsys.readouterr().out)
+    stock, again, own = found["trials"]
+    assert stock["name"] == again["name"] == "stock FSDP2" and own["name"] == "balanced (yours)"
+    assert stock["figures"] == again["figures"] and len(stock["figures"]) == 6 and len(stock["seconds"]) == 3
+    assert 0 < own["difference"] < 0.01 and own["compared"] == "loss"
+    assert own["learning_rate"] == 1e-3 and own["config"]["ranks_per_node"] == 1
+    # Two micro-steps: stock gathers four times and reduces once, and ours sends 8-bit weights and 4-bit gradients once.
+    assert 6 < stock["cross_node_bytes"] / own["cross_node_bytes"] < 30
+    assert found["recommended"] in (None, "balanced (yours)")
+
+
+BAD = {
+    "ends": ({"steps": 6}, "on stock FSDP2 the script ended after 3 of 6 steps: give it more data, or `--steps 3`"),
+    "crashes": ({"change": "+ None"}, "on stock FSDP2 the script failed: TypeError: unsupported operand"),
+    "is not a number": ({"change": "* float('nan')"}, "on stock FSDP2 the loss of step 1 is nan: nothing can be compared"),
+    "is another": ({"change": "* (1 + torch.rand(1, generator=None).item() * 0 + int.from_bytes(os.urandom(1)) / 99)"}, "give it a seed"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_scripts(tmp_path: Path, forked: None, name: str) -> None:
+    changes, words = BAD[name]
+    path = script(tmp_path, **changes)
+    before = listing(tmp_path)
+    with pytest.raises(SystemExit) as error:
+        tune(["--steps", "6", path])
+    assert words in error.value.code and "\n" not in error.value.code
+    assert listing(tmp_path) == before
+
+
+def test_a_script_that_never_shards(tmp_path: Path, forked: None) -> None:
+    path = tmp_path / "alone.py"
+    path.write_text(
+        "import torch\nmodel = torch.nn.Linear(4, 1)\noptimizer = torch.optim.AdamW(model.parameters())\n"
+        "for _ in range(9):\n    model(torch.ones(1, 4)).sum().backward()\n    optimizer.step()\n"
+    )
+    with pytest.raises(SystemExit, match="trains, but shards no model with FSDP2: set `distributed_type: FSDP`"):
+        tune([str(path)])
+
+
+def test_one_node(tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ForkedJob, "ranks_per_node", "2")
+    with pytest.raises(SystemExit, match="there is one node"):
+        tune(["--steps", "6", script(tmp_path)])
