@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from test_unmodified import LAUNCHED
 from hf_zeropp import run
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.integrations.tune import launches
-from hf_zeropp.integrations.tune.candidates import STOCK, Candidate
+from hf_zeropp.integrations.tune.candidates import Candidate
 from hf_zeropp.integrations.tune.command import tune
 from hf_zeropp.integrations.tune.launches import TrialError, command_of
 from hf_zeropp.integrations.tune.report import sentence, settings_of
@@ -30,7 +29,7 @@ from hf_zeropp.integrations.tune.search import Search
 from hf_zeropp.integrations.tune.traces import Traces, undo
 from hf_zeropp.integrations.tune.verdict import Measured, best_of
 
-SCRIPT = '''
+SCRIPT = """
 import os, sys, torch
 from accelerate import Accelerator
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
@@ -55,7 +54,7 @@ for step in range({steps}):
     if accelerator.sync_gradients:
         accelerator.save_state("checkpoint")
 accelerator.save_state("final")
-'''
+"""
 
 
 def script(folder: Path, *, steps: int = 40, change: str = "", rate: float = 1e-3) -> str:
@@ -257,8 +256,14 @@ def test_tune_on_two_ranks(tmp_path: Path, forked: None, monkeypatch: pytest.Mon
 BAD = {
     "ends": ({"steps": 6}, "on stock FSDP2 the script ended after 3 of 6 steps: give it more data, or `--steps 3`"),
     "crashes": ({"change": "+ None"}, "on stock FSDP2 the script failed: TypeError: unsupported operand"),
-    "is not a number": ({"change": "* float('nan')"}, "on stock FSDP2 the loss of step 1 is nan: nothing can be compared"),
-    "is another": ({"change": "* (1 + torch.rand(1, generator=None).item() * 0 + int.from_bytes(os.urandom(1)) / 99)"}, "give it a seed"),
+    "is not a number": (
+        {"change": "* float('nan')"},
+        "on stock FSDP2 the loss of step 1 is nan: nothing can be compared",
+    ),
+    "is another": (
+        {"change": "* (1 + os.urandom(1)[0] / 99)"},
+        "give it a seed",
+    ),
 }
 
 
@@ -287,3 +292,115 @@ def test_one_node(tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ForkedJob, "ranks_per_node", "2")
     with pytest.raises(SystemExit, match="there is one node"):
         tune(["--steps", "6", script(tmp_path)])
+
+
+TRAINER = """
+import torch, transformers
+from hf_zeropp import ZeroPPCallback
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        tokens = torch.randint(97, (16,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens}
+
+arguments = transformers.TrainingArguments(
+    "output", max_steps=20, per_device_train_batch_size=2, save_steps=1, eval_strategy="steps", eval_steps=1, report_to="none",
+    logging_steps=50, learning_rate=1e-5, warmup_steps=10, use_cpu=True, fsdp=True, fsdp_config={"zeropp": {"ranks_per_node": 1}},
+)
+config = transformers.LlamaConfig(
+    vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4
+)
+transformers.set_seed(0)
+model = transformers.LlamaForCausalLM(config)
+trainer = transformers.Trainer(model, arguments, train_dataset=Data(), eval_dataset=Data(), callbacks=[ZeroPPCallback()])
+trainer.train()
+trainer.save_model("final")
+"""
+
+
+def test_a_trainer_with_settings_of_its_own(
+    tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Candidates go over the script's settings, which would go over variables, and so the block to paste is one of Python."""
+    exact = Candidate("exact", {"qwz_mode": "exact", "qwz_bits": None, "hpz_bits": None, "qgz_bits": 4})
+    monkeypatch.setattr("hf_zeropp.integrations.tune.search.presets_beside", lambda *_: [exact])
+    monkeypatch.setattr("hf_zeropp.integrations.tune.report.best_of", lambda others, _: others[1])
+    (tmp_path / "script.py").write_text(TRAINER)
+    tune(["--steps", "7", "--json", str(tmp_path / "script.py")])
+    assert os.listdir(tmp_path) == ["script.py"]
+    found = json.loads(capsys.readouterr().out)
+    stock, _, own, other = found["trials"]
+    assert own["config"]["qwz_mode"] == "values" and other["config"]["qwz_mode"] == "exact"
+    assert found["paste"] == "zeropp={'preset': 'exact', 'ranks_per_node': 1}"
+    # The rate of a warm-up would let too few words change.
+    assert {trial["learning_rate"] for trial in found["trials"]} == {1e-5}
+    assert other["difference"] < 0.01 and stock["figures"][6] < stock["figures"][0]
+
+
+# ---------------------------------------------------------------------------------------------------------- real launches
+
+
+def start_tune(folder: Path, *words: str) -> subprocess.Popen[str]:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("ZEROPP_")}
+    environment = inherited | LAUNCHED | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    del environment["ZEROPP_RANKS_PER_NODE"]
+    command = [sys.executable, "-m", "hf_zeropp.cli", "tune", *words]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen(command, env=environment, cwd=folder, **pipes)
+
+
+def torchrun(node: int, port: int, path: str) -> list[str]:
+    place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
+    return ["torchrun", "--nproc-per-node", "1", *place, path]
+
+
+def test_two_nodes_behind_torchrun_decide_alike(tmp_path: Path) -> None:
+    path, port = script(tmp_path, rate=1e-6), free_port()
+    before = listing(tmp_path)
+    nodes = [start_tune(tmp_path, "--steps", "6", "--json", *torchrun(node, port, path)) for node in range(2)]
+    said = [node.communicate(timeout=600) for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said
+    first, second = (json.loads(out) for out, _ in said)
+    assert first == second and listing(tmp_path) == before
+    names = [trial["name"] for trial in first["trials"]]
+    assert names[:3] == ["stock FSDP2", "stock FSDP2", "balanced (yours)"] and {"exact", "half_model"} <= {*names}
+    assert "min_traffic" not in names  # it loses too much at 1e-6
+    assert first["paste"].startswith("export ZEROPP_")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+def test_an_interrupted_search_leaves_no_process(tmp_path: Path, number: signal.Signals) -> None:
+    path = script(tmp_path, steps=10**6)
+    before = listing(tmp_path)
+    job = ["torchrun", "--nproc-per-node", "2", "--master-port", str(free_port()), path]
+    command = start_tune(tmp_path, "--steps", "10000", *job)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "early.pt").exists():
+        assert time.monotonic() < deadline and command.poll() is None
+        time.sleep(0.2)
+    family = psutil.Process(command.pid).children(recursive=True)
+    assert len(family) >= 3  # the launcher and its ranks
+    command.send_signal(number)
+    _, said = command.communicate(timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=30)
+    assert alive == []
+    if number != signal.SIGKILL:  # then none is left who could remove files
+        assert command.returncode == 1 and "interrupted" in said and listing(tmp_path) == before
+
+
+COMMANDS = {
+    "train.py --steps 3": "hf_zeropp.cli launch train.py --steps 3",
+    "accelerate launch --config_file a b.py": "hf_zeropp.cli launch --config_file a b.py",
+    "hf-zeropp launch -m b": "hf_zeropp.cli launch -m b",
+    "torchrun --nnodes 2 b.py c": "torch.distributed.run --nnodes 2 -m hf_zeropp.run b.py c",
+    "torchrun -m b -m": "torch.distributed.run -m hf_zeropp.run -m b -m",
+    "torchrun -m hf_zeropp.run b": "torch.distributed.run -m hf_zeropp.run b",
+}
+
+
+@pytest.mark.parametrize("words", COMMANDS)
+def test_the_command_of_a_job(words: str) -> None:
+    assert command_of(words.split()) == [sys.executable, "-m", *COMMANDS[words].split()]

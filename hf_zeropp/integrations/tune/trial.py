@@ -80,6 +80,7 @@ class Trial:
         self.steps = self.unsharded_steps = 0
         self._order = order
         self._in_python = False
+        self._config: ZeroPPConfig | None = None
         self._losses: list[torch.Tensor] = []
         self._figures: list[torch.Tensor] = []  # of each step: its losses, or the square of its gradients' norm
         self._have_losses = True
@@ -121,8 +122,9 @@ class Trial:
 
         def resolve(given: Any) -> ZeroPPConfig:
             self._in_python |= given is not None and not any(given is one for one in ours)
-            ours.append(dataclasses.replace(original(given), **settings))
-            return ours[-1]
+            self._config = dataclasses.replace(original(given), **settings)
+            ours.append(self._config)
+            return self._config
 
         setattr(ZeroPPConfig, "resolve", staticmethod(resolve))  # noqa: B010 - mypy refuses another kind of method
 
@@ -248,7 +250,7 @@ class Trial:
             "micro_steps": max((count[2] for count in counts), default=None),
             "collectives": [[ranks, bytes_ / measured] for ranks, bytes_ in self._collectives.items()],
             "learning_rate": self._learning_rate,
-            "config": trained and trained.config.to_dict(),
+            "config": trained and self._config and self._config.to_dict(),
             "num_nodes": trained and trained.topology.num_nodes,
             "ranks_per_node": trained and trained.traffic.ranks_per_node,
             "in_python": self._in_python,

@@ -45,7 +45,7 @@ class SyncRun(TrainingRun):
         sync_s: list[float] = []
 
         def step() -> float:
-            loss = self._step(1)
+            loss = self.take_step(1)
             begin = time.monotonic()
             if way != "none":
                 self._load(self._weights(way))

@@ -93,7 +93,7 @@ class TrainingRun:
 
     def measure(self, steps: int, micro_steps: int) -> Measurement:
         """Time ``steps`` steps of ``micro_steps`` micro-steps one by one, and count the bytes of them all."""
-        return timed_steps(lambda: self._step(micro_steps), steps, self.handle)
+        return timed_steps(lambda: self.take_step(micro_steps), steps, self.handle)
 
     def memory(self, micro_steps: int) -> dict[str, int]:
         """Run one step, and return the bytes that this rank holds by kind, as they are before the optimizer step.
@@ -109,15 +109,16 @@ class TrainingRun:
             partial = max(partial, self.handle.partial_bytes() if self.handle else 0)
 
         kinds: dict[str, int] = {}
-        self._step(micro_steps, after_micro_step=look, before_update=lambda: kinds.update(self._memory_by_kind()))
+        self.take_step(micro_steps, after_micro_step=look, before_update=lambda: kinds.update(self._memory_by_kind()))
         return kinds | {"partial": partial, "peak": peak}
 
-    def _step(
+    def take_step(
         self,
         micro_steps: int,
         after_micro_step: Callable[[], None] | None = None,
         before_update: Callable[[], None] | None = None,
     ) -> float:
+        """Make one optimizer step, and return the loss of its last micro-step."""
         # Accelerate reads it in every ``accumulate``, so one prepared model can be measured with all accumulations.
         self.accelerator.gradient_accumulation_steps = micro_steps
         for _ in range(micro_steps):
