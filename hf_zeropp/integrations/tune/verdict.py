@@ -2,8 +2,8 @@
 
 A candidate counts as faster if three of four of its steps are shorter than three of four of stock's, in each trial of stock. Its
 losses must be stock's within ``TOLERANCE`` of the largest of them. Of those that pass, the one with the lowest median is
-recommended. Stock is tried twice: first, and last. So the two also tell whether the machine has changed meanwhile, and
-whether the script does the same at each start.
+recommended. Stock is tried first and last, so a machine that becomes faster or slower meanwhile does not decide. Trials of stock
+must also have the same losses: else the script is another at each start, and nothing can be compared.
 """
 
 from __future__ import annotations
