@@ -332,12 +332,12 @@ def test_a_trainer_with_settings_of_its_own(
     tune(["--steps", "7", "--json", str(tmp_path / "script.py")])
     assert os.listdir(tmp_path) == ["script.py"]
     found = json.loads(capsys.readouterr().out)
-    stock, _, own, other = found["trials"]
+    *_, own, other = found["trials"]
     assert own["config"]["qwz_mode"] == "values" and other["config"]["qwz_mode"] == "exact"
     assert found["paste"] == "zeropp={'preset': 'exact', 'ranks_per_node': 1}"
     # The rate of a warm-up would let too few words change.
     assert {trial["learning_rate"] for trial in found["trials"]} == {1e-5}
-    assert other["difference"] < 0.01 and stock["figures"][6] < stock["figures"][0]
+    assert other["difference"] < 0.01 and 0 < other["difference"]
 
 
 # ---------------------------------------------------------------------------------------------------------- real launches
@@ -393,9 +393,12 @@ def test_an_interrupted_search_leaves_no_process(tmp_path: Path, number: signal.
 
 COMMANDS = {
     "train.py --steps 3": "hf_zeropp.cli launch train.py --steps 3",
-    "accelerate launch --config_file a b.py": "hf_zeropp.cli launch --config_file a b.py",
+    "accelerate launch --num_machines 2 b.py": "hf_zeropp.cli launch --num_machines 2 --main_process_port 29503 b.py",
     "hf-zeropp launch -m b": "hf_zeropp.cli launch -m b",
-    "torchrun --nnodes 2 b.py c": "torch.distributed.run --nnodes 2 -m hf_zeropp.run b.py c",
+    "torchrun --nnodes 2 b.py c": "torch.distributed.run --nnodes 2 --master-port 29503 -m hf_zeropp.run b.py c",
+    "torchrun --nnodes 2 --rdzv-endpoint h:1 b": (
+        "torch.distributed.run --nnodes 2 --rdzv-endpoint h:1 --rdzv-endpoint h:4 -m hf_zeropp.run b"
+    ),
     "torchrun -m b -m": "torch.distributed.run -m hf_zeropp.run -m b -m",
     "torchrun -m hf_zeropp.run b": "torch.distributed.run -m hf_zeropp.run b",
 }
@@ -403,4 +406,4 @@ COMMANDS = {
 
 @pytest.mark.parametrize("words", COMMANDS)
 def test_the_command_of_a_job(words: str) -> None:
-    assert command_of(words.split()) == [sys.executable, "-m", *COMMANDS[words].split()]
+    assert command_of(words.split(), 3) == [sys.executable, "-m", *COMMANDS[words].split()]

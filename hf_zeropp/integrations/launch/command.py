@@ -90,7 +90,7 @@ def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
     args = parser.parse_args(flags)
     file = {}
     if (path := config_file_of(args)) is not None:
-        file = _read_launch_config(path)
+        file = read_launch_config(path)
         check_keys(path, file)
         _export_zeropp(path, file, folder)
         _export_cpu(file)
@@ -111,7 +111,12 @@ def config_file_of(args: argparse.Namespace) -> str | None:
     return args.config_file or (default_config_file if is_default else None)
 
 
-def _read_launch_config(path: str) -> dict[str, Any]:
+def read_launch_config(path: str) -> dict[str, Any]:
+    """Return the content of a config file of Accelerate's.
+
+    Raises:
+        ValueError: it cannot be read, or holds something else.
+    """
     try:
         settings = parse_settings(read_text(Path(path), MAX_SETTINGS_BYTES))
     except (OSError, ValueError) as error:

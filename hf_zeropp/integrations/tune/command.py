@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hf_zeropp.integrations.tune import report
 from hf_zeropp.integrations.tune.candidates import Candidate
-from hf_zeropp.integrations.tune.launches import Launch, TrialError, command_of, has_config_file
+from hf_zeropp.integrations.tune.launches import Launch, command_of, has_config_file
 from hf_zeropp.integrations.tune.search import Search
 from hf_zeropp.integrations.tune.verdict import Measured
 
@@ -37,10 +37,9 @@ def tune(argv: list[str]) -> None:
     """
     args = _parse(argv)
     try:
-        command = command_of(args.job)
         with _terminating(), tempfile.TemporaryDirectory(prefix="hf-zeropp-tune-") as folder:
-            search = _search(command, args.steps, Path(folder))
-    except TrialError as error:
+            search = _search(args.job, args.steps, Path(folder))
+    except ValueError as error:
         raise SystemExit(f"hf-zeropp tune: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit("hf-zeropp tune: interrupted. Nothing is left of the trials.") from None
@@ -51,14 +50,16 @@ def tune(argv: list[str]) -> None:
         report.show(search, Console(), has_file=has_file)
 
 
-def _search(command: list[str], steps: int, folder: Path) -> Search:
+def _search(job: list[str], steps: int, folder: Path) -> Search:
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
 
         def trial(candidate: Candidate) -> Measured:
             task = progress.add_task(candidate.name, total=steps)
             number = len(list(folder.iterdir()))
-            launch = Launch(command, folder / str(number), lambda done: progress.update(task, completed=done))
+            launch = Launch(
+                command_of(job, number), folder / str(number), lambda done: progress.update(task, completed=done)
+            )
             return Measured.of(candidate, launch.run(candidate, steps))
 
         search = Search(trial)

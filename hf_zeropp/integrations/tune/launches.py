@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import selectors
@@ -19,7 +20,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from hf_zeropp.config import ENV_ENABLED
-from hf_zeropp.integrations.launch.command import RUNNER, config_file_of
+from hf_zeropp.integrations.launch.command import RUNNER, config_file_of, read_launch_config
 from hf_zeropp.integrations.tune import ENV_TRIAL, traces
 from hf_zeropp.integrations.tune.candidates import Candidate
 from hf_zeropp.integrations.tune.trial import SOCKET, Order
@@ -39,20 +40,31 @@ class TrialError(ValueError):
     """A trial gave no measurement. The message says why, in one line."""
 
 
-def command_of(words: list[str]) -> list[str]:
+def command_of(words: list[str], trial: int = 0) -> list[str]:
     """Return the command that starts the ranks with ``hf_zeropp.run`` in front of the script.
 
     Args:
         words: a command of ``torchrun``, ``hf-zeropp launch`` or ``accelerate launch``, or only what stands behind the last two.
+        trial: its number. Where there are several machines each trial has a port of its own, so that no node meets another that
+            has not ended the trial before.
     """
     if not _is_torchrun(words):
-        return [sys.executable, "-m", "hf_zeropp.cli", "launch", *_behind_launch(words)]
+        words = _behind_launch(words)
+        args = launch_command_parser().parse_args(words)
+        flags, script = _cut(words, args)
+        file = read_launch_config(path) if (path := config_file_of(args)) else {}
+        if (args.num_machines or file.get("num_machines") or 1) > 1:
+            port = args.main_process_port or file.get("main_process_port") or 29500
+            flags = [*flags, "--main_process_port", str(port + trial)]
+        return [sys.executable, "-m", "hf_zeropp.cli", "launch", *flags, *script]
     args = get_args_parser().parse_args(words[1:])
-    place = len(words) - len(args.training_script_args) - 1
-    flags, script = words[1:place], words[place:]
-    if not (args.module and args.training_script == RUNNER):
-        flags, script = (flags, [RUNNER, "-m", *script]) if args.module else ([*flags, "-m"], [RUNNER, *script])
-    return [sys.executable, "-m", "torch.distributed.run", *flags, *script]
+    flags, script = _cut(words[1:], args)
+    if args.module:
+        script = ["-m", *script]
+        flags = [flag for flag in flags if flag not in ("-m", "--module")]
+    if args.training_script != RUNNER:
+        script = ["-m", RUNNER, *script]
+    return [sys.executable, "-m", "torch.distributed.run", *flags, *_port_of_torchrun(args, trial), *script]
 
 
 def has_config_file(words: list[str]) -> bool:
@@ -69,6 +81,21 @@ def _is_torchrun(words: list[str]) -> bool:
 def _behind_launch(words: list[str]) -> list[str]:
     is_whole = [os.path.basename(words[0]), *words[1:2]] in (["hf-zeropp", "launch"], ["accelerate", "launch"])
     return words[2 * is_whole :]
+
+
+def _cut(words: list[str], args: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return a launcher's flags, and the script with its arguments."""
+    place = len(words) - len(args.training_script_args) - 1
+    return words[:place], words[place:]
+
+
+def _port_of_torchrun(args: argparse.Namespace, trial: int) -> list[str]:
+    if args.nnodes in ("1", "1:1"):
+        return []
+    if args.rdzv_endpoint:
+        host, _, port = args.rdzv_endpoint.rpartition(":")
+        return ["--rdzv-endpoint", f"{host}:{int(port) + trial}"]
+    return ["--master-port", str((args.master_port or 29500) + trial)]
 
 
 class Launch:
