@@ -62,8 +62,8 @@ def grid_of(study: Study, accumulation: int) -> Grid:
 
 def draw(study: Study, path: Path) -> None:
     """Draw one panel for each number of micro-steps, on one scale of seconds."""
-    what = "Seconds per optimizer step, over the rate of the link between two nodes (measured on CPUs, gloo)"
-    title = f"{what}\n{cluster_text(study.conditions)}, bf16, AdamW"
+    what = "Seconds per optimizer step, over the rate of the link between the two nodes"
+    title = f"{what}\n{cluster_text(study.conditions)}, gloo, bf16, AdamW"
     figure, axes = panels(2, title, width=4.6, height=3.6, sharey=True)
     for axis, accumulation in zip(axes, (1, 8), strict=True):
         for name, label in LINES.items():
