@@ -2,13 +2,16 @@
 
 import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import yaml
 
 import hf_zeropp
+from hf_zeropp import cli
 
 ROOT = Path(__file__).parent.parent
 
@@ -29,6 +32,19 @@ def test_the_workflow_runs_the_two_commands_of_the_readme() -> None:
     ran = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
     assert len(promised) == 2
     assert [command for command in promised if not any(line.startswith(command) for line in ran)] == []
+
+
+def test_the_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each takes what the README gives it; those that only compute run."""
+    spans = re.findall(r"`(hf-zeropp [^`]*)`", " ".join((ROOT / "README.md").read_text().split()))
+    lines = [shlex.split(span)[1:] for span in spans]
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    known = re.search(r"\{([\w,-]+)\}", capsys.readouterr().out)
+    assert known is not None and {line[0] for line in lines} <= {*known[1].split(",")}
+    (estimate,) = [line for line in lines if line[0] == "estimate"]
+    cli.main(estimate)
+    assert "zeropp_config:" in capsys.readouterr().out
 
 
 def test_a_wheel_works_without_a_compiler() -> None:
