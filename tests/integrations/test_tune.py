@@ -191,13 +191,13 @@ def test_what_ranks_write_is_taken_back(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("kept.txt", "other.txt", "atomic.txt", "user.txt"):
         (place / name).write_text(name)
-    before = listing(place)
+    before, began_s = listing(place), time.time()
     said = run_ranks(write_everywhere, 2, str(folder), str(place))
     assert all("'" + str(place / "user.txt") in message for message in said[0])
     written = {path.name for path in place.rglob("*")}
     assert {"new", "0.txt", "1.txt", "written_by_cpp.pt"} <= written and "checkpoint.pt" not in written
     assert (place / "atomic.txt").read_text() == ""
-    assert undo(folder) == []
+    assert undo(folder, began_s) == []
     assert listing(place) == before and {path.name for path in place.iterdir()} == set(before)
 
 

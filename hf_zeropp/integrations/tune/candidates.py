@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from hf_zeropp.config import AUTO, PRESETS, ZeroPPConfig, field_names
+from hf_zeropp.config import AUTO, PRESETS, ZeroPPConfig
 
 DELTA_2_BITS = "min_traffic"
 MIN_RATE_OF_2_BITS = 1e-5
@@ -51,10 +51,9 @@ def other_node_hops(best: Candidate, own: ZeroPPConfig, *, on_accelerator: bool)
 
 def accumulation_on_the_rank(best: Candidate, own: ZeroPPConfig, micro_steps: float) -> Iterator[Candidate]:
     """Yield the fastest candidate with gradients that stay on the rank until the last micro-step, if there are several."""
-    field = "qgz_accumulate"
-    if micro_steps > 1 and field in field_names():
-        name = f"{best.name}, accumulation on the rank"
-        yield from _allowed(own, [Candidate(name, {**(best.settings or {}), field: "rank"})])
+    if micro_steps > 1:
+        settings = {**(best.settings or {}), "qgz_accumulate": "rank"}
+        yield from _allowed(own, [Candidate(f"{best.name}, accumulation on the rank", settings)])
 
 
 def name_of(config: ZeroPPConfig) -> str | None:

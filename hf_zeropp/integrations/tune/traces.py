@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
@@ -200,8 +201,12 @@ def entries_of(folder: Path) -> list[dict[str, str]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def undo(folder: Path) -> list[str]:
+def undo(folder: Path, began_s: float) -> list[str]:
     """Remove what the ranks have made, and put back what they have written to. Call it when they have ended.
+
+    Args:
+        folder: that of ``Traces``.
+        began_s: when the trial began, in seconds of ``time.time``.
 
     Returns:
         What could not be removed or put back, and why.
@@ -211,7 +216,8 @@ def undo(folder: Path) -> list[str]:
         try:
             if "made" in entry:
                 _remove(entry["made"])
-            else:
+            # Nodes may share a file. What is newer than the trial was copied after ranks of another node had written.
+            elif os.path.getmtime(entry["copy"]) < began_s:
                 shutil.copy2(entry["copy"], entry["kept"])
         except OSError as error:
             failures.append(str(error))
@@ -220,7 +226,11 @@ def undo(folder: Path) -> list[str]:
 
 
 def _remove(path: str) -> None:
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    elif os.path.lexists(path):
-        os.remove(path)
+    # Nodes may share a folder, and remove it at the same time.
+    with suppress(FileNotFoundError):
+        if os.path.islink(path) or not os.path.isdir(path):
+            os.remove(path)
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+            if os.path.isdir(path):
+                shutil.rmtree(path)
