@@ -98,12 +98,14 @@ class ModelShape:
         units: all parameters, as FSDP2 gathers them by itself.
         frozen_units: the frozen ones among them, as this package's Accelerate plugin groups them (``frozen/units.py``).
         packed_format: the format of a checkpoint that was saved packed. Its weights stay as they are, whatever ``frozen_bits``.
+        active: share of the parameters that one token meets; under 1 for mixtures of experts.
     """
 
     name: str
     units: tuple[UnitShape, ...]
     frozen_units: tuple[UnitShape, ...] = ()
     packed_format: FrozenFormat | None = None
+    active: float = 1.0
 
     @classmethod
     def of_count(cls, text: str) -> ModelShape:

@@ -125,7 +125,7 @@ def _work_of(job: Job, method: str | Method) -> list[UnitWork]:
 def _token_work(unit: UnitWork, job: Job) -> UnitWork:
     # A token reads each weight of a unit once, and few sequences at a time do not keep the arithmetic busy.
     flops_s = unit.forward_s
-    per_weight = 2 * job.active * job.tokens / job.cluster.device.flops
+    per_weight = 2 * job.model.active * job.tokens / job.cluster.device.flops
     numel = flops_s / per_weight if per_weight else 0.0
     forward_s = max(flops_s, HALF_BYTES * numel / job.cluster.device.copy_rate)
     # Weights do not change, so a gather costs what it costs in a backward pass: within the node where there is a secondary

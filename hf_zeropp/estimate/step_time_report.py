@@ -67,7 +67,7 @@ def add_time_flags(parser: argparse.ArgumentParser) -> None:
         help=f"The share of the GPU's peak that training attains without communication. The default is {ATTAINABLE_MFU}, an "
         "assumption.",
     )
-    group.add_argument("--active", help="The parameters that one token meets, for mixtures of experts, such as 37B.")
+    group.add_argument("--active", help="The parameters that one token meets in a mixture of experts, such as 37B. The default is what the model's config says.")
     group.add_argument("--gpu-memory", help="The memory of a GPU, such as 80GB. The default is the GPU's own.")
     group.add_argument("--recommend", action="store_true", help="Print the zeropp_config: block to use, and why.")
     group.add_argument(
@@ -115,11 +115,12 @@ class TimeEstimate:
             )
         cluster = _cluster(args, setup)
         self._gpu_memory = _gpu_memory(args.gpu_memory, cluster)
-        active = _active_share(args.active, model)
+        if args.active is not None:
+            model = dataclasses.replace(model, active=_active_share(args.active, model))
         if args.generate is not None and args.generate < 1:
             raise ValueError(f"expected at least one sequence for --generate, got {args.generate}")
         self._num_sequences = args.generate
-        self._job = Job(model, setup, cluster, args.batch_tokens, args.checkpointing, active)
+        self._job = Job(model, setup, cluster, args.batch_tokens, args.checkpointing)
         self._rows = compare(self._job, self._gpu_memory, _methods(setup))
         self._recommendation = recommendation(self._job, self._rows) if args.recommend else ""
 
@@ -178,9 +179,7 @@ def _gpu_memory(text: str | None, cluster: Cluster) -> float:
     return memory
 
 
-def _active_share(text: str | None, model: ModelShape) -> float:
-    if text is None:
-        return 1.0
+def _active_share(text: str, model: ModelShape) -> float:
     count = parse_count(text)
     if not count or count > model.num_params:
         raise ValueError(

@@ -109,7 +109,6 @@ class Job:
         cluster: of the same world and nodes.
         tokens: tokens per rank and micro-step.
         checkpointing: whether activations are recomputed in the backward pass, which costs one forward pass more.
-        active: share of the parameters that a token meets; under 1 for mixtures of experts.
 
     Raises:
         ValueError: the cluster is another one than the setup's, or there are no tokens.
@@ -120,7 +119,6 @@ class Job:
     cluster: Cluster
     tokens: int
     checkpointing: bool = False
-    active: float = 1.0
 
     def __post_init__(self) -> None:
         ours, theirs = ((one.world_size, one.ranks_per_node) for one in (self.setup, self.cluster))
@@ -148,7 +146,7 @@ class Job:
 
     def forward_s(self, unit: UnitShape) -> float:
         """Return the seconds of one unit's forward pass."""
-        return self.active * FORWARD_FLOPS * self.tokens * unit.numel / self.cluster.device.flops
+        return self.model.active * FORWARD_FLOPS * self.tokens * unit.numel / self.cluster.device.flops
 
     def backward_s(self, unit: UnitShape) -> float:
         """Return the seconds of one unit's backward pass, with what is recomputed in it."""
@@ -159,7 +157,7 @@ class Job:
         trained = sum(param.numel for param in unit.trainable)
         # The backward pass takes gradients of inputs for all weights, and gradients of weights for the trained ones.
         passes = FORWARD_FLOPS * (1 + recomputes) + BACKWARD_FLOPS / 2
-        return self.active * self.tokens * (passes * unit.numel + BACKWARD_FLOPS / 2 * trained)
+        return self.model.active * self.tokens * (passes * unit.numel + BACKWARD_FLOPS / 2 * trained)
 
 
 def forward_order(units: tuple[UnitShape, ...]) -> tuple[UnitShape, ...]:

@@ -16,6 +16,14 @@ from hf_zeropp.frozen.units import Place, find_frozen_units
 from hf_zeropp.integrations.lora.quantizer import METHOD, ZeroPPQuantConfig
 from hf_zeropp.integrations.wrap_policy import block_names
 
+CHOSEN_EXPERTS = (
+    "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
+)  # fmt: skip
+"""Names under which configs of mixtures say how many experts a token meets."""
+
+EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Names under which they say how many there are."""
+
 
 def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool = False) -> ModelShape:
     """Return the shape of the model that a Hugging Face config describes.
@@ -35,16 +43,17 @@ def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool
             f"{source!r} is neither a parameter count (7B, 350M) nor a model Transformers finds: {error}"
         ) from error
     with torch.device("meta"):
-        model: nn.Module = _model(config).requires_grad_(not freezes)
+        model: nn.Module = build_model(config).requires_grad_(not freezes)
         if lora_rank is not None:
             model = _with_lora(model, lora_rank)
-    packing = _packing(config)
+    packing, active = _packing(config), active_share(model, config)
     if packing is None:
-        return ModelShape(source, units_of(model), frozen_units_of(model))
-    return ModelShape(source, units_of(model), frozen_units_of(model, packing.skip), packing.format)
+        return ModelShape(source, units_of(model), frozen_units_of(model), active=active)
+    return ModelShape(source, units_of(model), frozen_units_of(model, packing.skip), packing.format, active)
 
 
-def _model(config: PretrainedConfig) -> PreTrainedModel:
+def build_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model of a config, with a head for language models where its kind has one."""
     try:
         return AutoModelForCausalLM.from_config(config)
     except ValueError:  # the config is of another kind of model
@@ -64,6 +73,31 @@ def _packing(config: PretrainedConfig) -> ZeroPPQuantConfig | None:
     stored = getattr(config, "quantization_config", None)
     is_ours = isinstance(stored, dict) and stored.get("quant_method") == METHOD
     return ZeroPPQuantConfig.from_dict(stored) if is_ours else None
+
+
+def active_share(model: nn.Module, config: PretrainedConfig) -> float:
+    """Return the share of a model's parameters that one token meets: of the experts those to which it is sent, and the rest.
+
+    Args:
+        model: on any device.
+        config: its own, in the names of its family. Where it does not say how many experts a token meets, all count.
+    """
+    # The dictionary has the names of the family. Attributes may stand for several layers that differ, and raise then.
+    settings = config.get_text_config().to_dict()
+    settings |= settings.get("ffn_config") or {}  # DBRX
+    chosen, experts = (
+        next((value for name in names if isinstance(value := settings.get(name), int) and value > 0), None)
+        for names in (CHOSEN_EXPERTS, EXPERTS)
+    )
+    if chosen is None or experts is None:
+        return 1.0
+    total = routed = 0
+    for name, param in model.named_parameters():
+        # Shared experts, which every token meets, have another name. Routed ones are modules, or one parameter for all.
+        is_routed = "experts" in name.split(".") or (param.ndim == 3 and len(param) == experts)
+        total += param.numel()
+        routed += param.numel() if is_routed else 0
+    return 1 - routed / total * (1 - min(1.0, chosen / experts))
 
 
 def frozen_units_of(model: nn.Module, skip: Iterable[str] = ()) -> tuple[UnitShape, ...]:
