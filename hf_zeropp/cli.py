@@ -21,7 +21,7 @@ from hf_zeropp.compat import TESTED
 from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.estimate import measured_cluster, memory_and_bytes, memory_report, step_time_report
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.training_job import CHANGED_WEIGHTS, OPTIMIZER_STATE_BYTES, Setup
+from hf_zeropp.estimate.training_job import ASSUMED_LEARNING_RATE, OPTIMIZER_STATE_BYTES, Setup
 from hf_zeropp.ops.frozen_format import FROZEN_BITS
 from hf_zeropp.sizes import parse_count
 
@@ -88,7 +88,7 @@ def run_estimate(args: argparse.Namespace) -> None:
             config=_estimate_config(args, model),
             fp32_reduce=args.fp32_reduce,
             tensor_parallel=args.tensor_parallel,
-            changed_weights=args.changed_weights,
+            learning_rate=args.learning_rate,
         )
         estimates = memory_and_bytes.estimate(model, setup)
         times = step_time_report.TimeEstimate(args, model, setup) if wants_times else None
@@ -247,11 +247,10 @@ def _add_job(parser: argparse.ArgumentParser) -> None:
         help="The neighbouring ranks of a node that cut every layer between them. The default is 1.",
     )
     parser.add_argument(
-        "--changed-weights",
+        "--learning-rate",
         type=float,
-        metavar="SHARE",
-        help="The share of weights whose 16-bit value changes in a step, for qwz_mode exact: about 0.01 at a learning rate "
-        f"of 1e-6, 0.07 at 1e-5, 0.33 at 1e-4. The default is {CHANGED_WEIGHTS}, and --recommend then leaves exact out.",
+        help="The learning rate, on which it depends how many weights change in a step (qwz_mode exact), and which presets keep "
+        f"the progress of training. The default is {ASSUMED_LEARNING_RATE}.",
     )
     parser.add_argument("--fp32-reduce", action="store_true", help="Reduce gradients in fp32 instead of bf16.")
 

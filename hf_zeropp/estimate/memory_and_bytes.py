@@ -1,20 +1,29 @@
-"""Memory per rank and bytes per optimizer step of a training job: DDP, ZeRO-1/2/3, HSDP, hpZ, FSDP2 and this package.
+"""Memory per rank and bytes per optimizer step of a training job: DDP, ZeRO-1/2/3, hpZ, HSDP, FSDP2 and this package.
 
 An estimate is arithmetic: it takes no process group and no weights. Methods are computed in one of two ways.
 
-- The papers' methods (DDP, ZeRO-1/2/3, MiCS / HSDP, hpZ) follow the ZeRO paper, arXiv 1910.02054 section 3: 16-bit parameters
-  and gradients, and K bytes per parameter of optimizer states, the fp32 master among them (Adam: K = 12).
-- FSDP2 and this package are computed as they hold it: a shard is the fp32 master itself, and gradients are kept in fp32
+- The papers' methods (DDP, ZeRO-1/2/3, hpZ) follow the ZeRO paper, arXiv 1910.02054 section 3: 16-bit parameters and gradients,
+  and K bytes per parameter of optimizer states, the fp32 master among them (Adam: K = 12).
+- FSDP2, HSDP and this package are computed as they hold it: a shard is the fp32 master itself, and gradients are kept in fp32
   beside it. For Adam both ways come to 16 bytes per parameter.
 
 The estimate of this package is exact where the shape of the model is known (from a config): padding, blocks, scales and
 1-D parameters are laid out by the functions that a run uses, and a test compares the result with what a run holds and sends.
 A shape made from a parameter count is that of a transformer of usual proportions.
 
-Bytes per step are those that enter one node, from other nodes or within it, all its ranks together. They are the least that
-any algorithm can move: over the network each byte of a gather enters a node once. Flat rings move more, (W-1)/W where this
-module counts (Y-1)/Y. Activations are left out for every method. The full weights that FSDP2 and this package hold for a
-moment stand beside the total (``Estimate.gathered``), because the papers' formulas leave them out.
+Bytes per step are those that enter one node, from other nodes or within it, all its ranks together. M is the bytes of all weights
+in 16 bits. With A micro-steps, and all weights trained, these bytes enter each node over the network:
+
+- ZeRO-3 by its definition: 3 M A (Y-1)/Y. Each micro-step gathers all weights twice, and reduces all gradients.
+- FSDP2 as Accelerate runs it: (2 A + 1) M (Y-1)/Y. It reduces in the last micro-step alone, and keeps gradients of full size until
+  then. With ``sync_each_batch`` ("FSDP2 synced") it keeps shards, and sends what ZeRO-3 sends.
+- HSDP (FSDP2 over the ranks of each node): 2 M (Y-1)/Y, in an all-reduce of gradients.
+
+That is the least that any algorithm can move: each byte of a gather enters a node once. Gathers and reductions over the world run
+in flat rings under NCCL and gloo, which put (W-1)/W on the link of a node in place of (Y-1)/Y (``Estimate.in_rings``).
+
+Activations are left out for every method. The full weights that FSDP2 and this package hold for a moment stand beside the total
+(``Estimate.gathered``), because the papers' formulas leave them out.
 
 Frozen weights (LoRA's base) are held by FSDP2 in 16 bits, 1/W on each rank, and by this package as its Accelerate plugin holds
 them (``frozen/units.py``): 1/N of the node's copy, packed if ``frozen_bits`` says so. FSDP2 gathers a unit of them within the
@@ -54,6 +63,7 @@ KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "fr
 MASTER_BYTES = 4
 HALF_BYTES = 2
 
+SYNCED = "FSDP2 synced"
 THIS_PACKAGE = "this package"
 
 
@@ -64,7 +74,8 @@ class Estimate:
     Attributes:
         method: its name.
         memory: bytes per rank, by kind (``KINDS``).
-        cross_node: bytes that enter one node from other nodes per optimizer step.
+        cross_node: bytes that enter one node from other nodes per optimizer step, at least.
+        in_rings: the same where gathers and reductions over the world run in flat rings.
         intra_node: bytes that move between the ranks of one node per optimizer step.
         gathered: bytes per rank of the full weights that are held at one time, at most: gathered units, and one decoded weight
             of a packed base. They are no part of ``total``. The papers do not count them, so their methods have 0.
@@ -73,6 +84,7 @@ class Estimate:
     method: str
     memory: dict[str, float]
     cross_node: float
+    in_rings: float
     intra_node: float
     gathered: float = 0.0
 
@@ -83,9 +95,8 @@ class Estimate:
 
     def times(self, num_groups: int) -> Estimate:
         """Return the estimate of a node on which as many shard groups lie, each with the bytes of this one."""
-        return dataclasses.replace(
-            self, cross_node=self.cross_node * num_groups, intra_node=self.intra_node * num_groups
-        )
+        traffic = {name: getattr(self, name) * num_groups for name in ("cross_node", "in_rings", "intra_node")}
+        return dataclasses.replace(self, **traffic)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields and the total, fit for JSON."""
@@ -102,27 +113,25 @@ def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
         return [
             one.times(setup.tensor_parallel) for one in estimate(model.cut(setup.tensor_parallel), setup.of_group())
         ]
-    return [*paper_methods(model, setup), fsdp2(model, setup), ours(model, setup)]
+    lines = [*paper_methods(model, setup), hsdp(model, setup), fsdp2(model, setup)]
+    if setup.micro_steps > 1:
+        lines.append(fsdp2(model, setup, syncs=True))
+    return [*lines, ours(model, setup)]
 
 
 # ---- The papers' methods.
 
 
 def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
-    """Return the estimates of DDP, ZeRO-1/2/3, MiCS / HSDP and hpZ, by the formulas of their papers.
+    """Return the estimates of DDP, ZeRO-1/2/3 and hpZ, by the formulas of their papers.
 
     Each method accumulates gradients in the way that sends least: DDP and ZeRO-1 communicate once per step, ZeRO-2 and
-    ZeRO-3 at every micro-step, HSDP across nodes once per step.
+    ZeRO-3 at every micro-step.
     """
     # All weights are gathered, the frozen ones too; gradients exist for the trained ones alone. LoRA is where both
     # differ.
     everything, trained = HALF_BYTES * model.num_params, HALF_BYTES * model.num_trainable
     world, per_node, steps = setup.world_size, setup.ranks_per_node, setup.micro_steps
-    # HSDP all-reduces 1/N of the gradients over each cross group, which is all of them over a node's N cross groups.
-    hsdp = Bytes(
-        intra_node=(per_node - 1) * (2 * everything + trained) * steps,
-        cross_node=_flat_bytes(trained, setup, times=2).cross_node,
-    )
     hpz = _flat_bytes(everything + trained, setup, times=steps)
     # The forward gather and the reduction cross nodes. The backward gather finds its secondary shards within the node.
     hpz.intra_node += round((per_node - 1) * everything * steps)
@@ -134,7 +143,6 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
         "ZeRO-1": (1, 1, world, _flat_bytes(trained, setup, times=2)),
         "ZeRO-2": (1, world, world, _flat_bytes(trained, setup, times=1 + steps)),
         "ZeRO-3": (world, world, world, _flat_bytes(2 * everything + trained, setup, times=steps)),
-        "MiCS / HSDP": (per_node, per_node, per_node, hsdp),
         "hpZ": (world, world, world, hpz),
     }
     return [
@@ -148,6 +156,7 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
                 frozen=(everything - trained) / parameters,
             ),
             traffic.cross_node,
+            _in_rings(traffic.cross_node, setup),
             traffic.intra_node,
         )
         for method, (parameters, gradients, optimizer, traffic) in methods.items()
@@ -162,22 +171,41 @@ def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> Bytes:
     return Bytes(0, round((setup.ranks_per_node - 1) * num_bytes * times), round(from_outside * times))
 
 
+def _in_rings(flat: float, setup: Setup) -> float:
+    """Return what a flat ring puts on a node's link, of bytes of which (Y-1)/Y enter it at least."""
+    # One rank of a node has its predecessor in the ring on another node, and through that one pass all bytes but its own shard.
+    world, nodes = setup.world_size, setup.num_nodes
+    return flat * (world - 1) / world * nodes / (nodes - 1) if nodes > 1 else 0.0
+
+
 # ---- FSDP2.
 
 
-def fsdp2(model: ModelShape, setup: Setup) -> Estimate:
+def fsdp2(model: ModelShape, setup: Setup, *, syncs: bool = False) -> Estimate:
     """Return the estimate of FSDP2 as Accelerate runs it.
 
-    Micro-steps before the last are not synchronized: gradients are kept in full and reduced once per step.
+    Args:
+        model: its units.
+        setup: how it is trained.
+        syncs: whether gradients are reduced in every micro-step. By default they are kept in full, and reduced once per step.
     """
     memory = _sharded_memory(model, setup)
-    if setup.micro_steps > 1:
-        # Full size, and not 1/W: unsynchronized micro-steps add up gradients before they are reduced.
-        memory["accumulator"] = setup.reduce_dtype.itemsize * model.num_trainable
     gradients = setup.reduce_dtype.itemsize * model.num_trainable
-    traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup) + gradients, setup)
+    if setup.micro_steps > 1 and not syncs:
+        memory["accumulator"] = gradients
+    reduced = gradients * (setup.micro_steps if syncs else 1)
+    traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup) + reduced, setup)
+    across, in_rings = traffic.cross_node, _in_rings(traffic.cross_node, setup)
     gathered = _gathered_at_once((unit, _gathered_bytes(unit, setup)) for unit in model.units)
-    return Estimate("FSDP2", memory, traffic.cross_node, traffic.intra_node, gathered)
+    return Estimate(SYNCED if syncs else "FSDP2", memory, across, in_rings, traffic.intra_node, gathered)
+
+
+def hsdp(model: ModelShape, setup: Setup) -> Estimate:
+    """Return the estimate of FSDP2 over the ranks of each node, whose gradients are all-reduced over nodes once per step."""
+    node = fsdp2(model, dataclasses.replace(setup, world_size=setup.ranks_per_node))
+    # Each rank sums up 1/N of the gradients over its cross group, which is all of them over a node's N cross groups.
+    across = _flat_bytes(setup.reduce_dtype.itemsize * model.num_trainable, setup, times=2).cross_node
+    return dataclasses.replace(node, method="HSDP", cross_node=across, in_rings=across)
 
 
 def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
@@ -251,6 +279,7 @@ def _with_frozen_base(line: Estimate, model: ModelShape, setup: Setup) -> Estima
         line,
         memory=line.memory | {"frozen": sum(gather.shard_bytes() for gather in gathers)},
         cross_node=line.cross_node + traffic.cross_node,
+        in_rings=line.in_rings + traffic.cross_node,
         intra_node=line.intra_node + traffic.intra_node,
         gathered=line.gathered
         + _gathered_at_once((gather.unit, gather.gathered_bytes()) for gather in gathers)
@@ -286,10 +315,13 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
         traffic.add(gather.hops(times, crossings).total())
     # Units count what one rank receives. All ranks receive equally, so a node receives N times that.
     traffic = traffic.times(setup.ranks_per_node)
+    in_rings: float = traffic.cross_node
     if stays_fsdp2:
-        traffic.add(_flat_bytes(_fsdp2_gathered_bytes(model, setup), setup))
+        flat = _flat_bytes(_fsdp2_gathered_bytes(model, setup), setup)
+        traffic.add(flat)
+        in_rings += _in_rings(flat.cross_node, setup)
     gathered = _gathered_at_once((unit, _gathered_bytes(unit, setup)) for unit in model.units)
-    return Estimate(THIS_PACKAGE, memory, traffic.cross_node, traffic.intra_node, gathered)
+    return Estimate(THIS_PACKAGE, memory, traffic.cross_node, in_rings, traffic.intra_node, gathered)
 
 
 # ---- The exchanges of one unit, by which the model of step times (unit_work.py) counts as well.

@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from hf_zeropp.estimate.memory_and_bytes import KINDS, THIS_PACKAGE, Estimate
+from hf_zeropp.estimate.memory_and_bytes import KINDS, SYNCED, THIS_PACKAGE, Estimate
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import Setup
 
@@ -29,12 +29,14 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
         f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {_layers(setup)}{setup.optimizer}, "
         f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
+    synced = f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n"
     caption = (
-        "Memory is per rank. Traffic is what enters one node per optimizer step.\n"
-        "Gathered: full weights, held while layers compute; the papers leave them out.\n"
-        "M, G and T are 10^6, 10^9 and 10^12 bytes."
+        "Memory is per rank. Gathered: full weights, held while layers compute.\n"
+        "Traffic is what enters one node per optimizer step. Across nodes: the least for\n"
+        "any algorithm; in rings: what flat rings of NCCL or gloo put on its link.\n"
+        f"{synced if setup.micro_steps > 1 else ''}M, G and T are 10^6, 10^9 and 10^12 bytes."
     )
-    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     result.add_column(no_wrap=True)
     for one in estimates:
         style = "bold" if one.method == THIS_PACKAGE else None
@@ -53,6 +55,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     result.add_section()
     result.add_row("Traffic", style="italic")
     add_row(" across nodes", (one.cross_node for one in estimates))
+    add_row(" in rings", (one.in_rings for one in estimates))
     add_row(" within node", (one.intra_node for one in estimates))
     return result
 

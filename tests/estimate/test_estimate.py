@@ -77,13 +77,24 @@ def test_zero_plus_plus_paper_figure_4() -> None:
     ("method", "micro_steps", "volume"),
     [
         ("DDP", 8, 2), ("ZeRO-1", 8, 2), ("ZeRO-2", 1, 2), ("ZeRO-2", 8, 9), ("ZeRO-3", 1, 3), ("ZeRO-3", 8, 24),
-        ("MiCS / HSDP", 8, 2), ("hpZ", 1, 2), ("hpZ", 8, 16), ("FSDP2", 1, 3), ("FSDP2", 8, 17),
+        ("HSDP", 8, 2), ("FSDP2 synced", 8, 24), ("hpZ", 1, 2), ("hpZ", 8, 16), ("FSDP2", 1, 3), ("FSDP2", 8, 17),
     ],
 )  # fmt: skip
 def test_cross_node_volume_in_multiples_of_m(method: str, micro_steps: int, volume: int) -> None:
     model = ModelShape.of_count("7B")
     line = by_method(model, Setup(world_size=32, ranks_per_node=8, micro_steps=micro_steps))[method]
     assert line.cross_node == pytest.approx(volume * 2 * model.num_params * 3 / 4)
+    # Collectives over the world run in rings, and those of HSDP between nodes over one rank of each.
+    assert line.in_rings == pytest.approx(line.cross_node * (1 if method == "HSDP" else (31 / 32) / (3 / 4)))
+
+
+def test_fsdp2_keeps_gradients_of_full_size_unless_it_is_synced() -> None:
+    model = ModelShape.of_count("7B")
+    lines = by_method(model, Setup(world_size=32, ranks_per_node=8, micro_steps=8))
+    full = 2 * model.num_params
+    assert [lines[name].memory["accumulator"] for name in ("FSDP2", "HSDP", "FSDP2 synced")] == [full, full, 0]
+    assert lines["HSDP"].total == pytest.approx(16 * model.num_params / 8 + full, rel=1e-3)
+    assert "FSDP2 synced" not in by_method(model, Setup(world_size=32, ranks_per_node=8))  # nothing to synchronize
 
 
 @pytest.mark.parametrize("micro_steps", [1, 8])
@@ -249,17 +260,18 @@ def check_against_run(settings: dict, tied: bool, micro_steps: int) -> None:
 def test_command_prints_every_method_in_80_columns(
     job: list[str], kinds: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing is cut, and no row is broken: a kind of memory and its eight numbers stand on one line."""
+    """Nothing is cut, and no row is broken: a kind of memory and its numbers stand on one line, one for each method."""
     monkeypatch.setenv("COLUMNS", "80")
     cli.main(["estimate", *job])
     shown = capsys.readouterr().out
-    for word in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "MiCS", "HSDP", "hpZ", "FSDP2", "this", "package"):
+    for word in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP", "hpZ", "FSDP2", "this", "package"):
         assert word in shown
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown and max(map(len, shown.splitlines())) <= 80
     rows = [line.split() for line in shown.splitlines()]
-    for label in (*kinds, "gradients", "optimizer", "secondary", "total", "+ gathered", "across nodes", "within node"):
+    num_methods = 9 if "--accumulation" in job else 8
+    for label in (*kinds, "gradients", "optimizer", "secondary", "total", "+ gathered", "across nodes", "in rings", "within node"):
         words = label.split()
-        assert [len(row) for row in rows if row[: len(words)] == words] == [len(words) + 8], label
+        assert [len(row) for row in rows if row[: len(words)] == words] == [len(words) + num_methods], label
 
 
 @pytest.mark.parametrize(
