@@ -82,9 +82,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """Settings under a name. ``scripts/results/half_model.md`` holds what they cost in loss and save in bytes."""
 
-LOWEST_LEARNING_RATE = {"min_traffic": 1e-5}
-"""Presets that lose progress below a learning rate: half of it at 1e-6 (``scripts/results/fine_tuning.md``)."""
-
 
 @dataclasses.dataclass(frozen=True)
 class ZeroPPConfig:

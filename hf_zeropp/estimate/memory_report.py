@@ -25,7 +25,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     """
     title = (
         f"{model.name}: {_shorten(model.num_params, COUNT_UNITS)} parameters, "
-        f"{_shorten(model.num_trainable, COUNT_UNITS)} trained, {_base(model, setup)}"
+        f"{_shorten(model.num_trainable, COUNT_UNITS)} trained{_base(model, setup)}\n"
         f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {_layers(setup)}{setup.optimizer}, "
         f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
@@ -63,7 +63,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
 def _base(model: ModelShape, setup: Setup) -> str:
     """Return what the title says of the frozen weights. The papers' methods and FSDP2 do not pack them."""
     format = model.frozen_format(setup.config.frozen_bits)
-    return f"base in {16 if format is None else format.bits} bits, " if model.frozen_units else ""
+    return f", base in {16 if format is None else format.bits} bits" if model.frozen_units else ""
 
 
 def _layers(setup: Setup) -> str:
