@@ -349,7 +349,7 @@ class UnitGather:
         self.keeps_secondary = hpz_size is not None
         self.node_hop, self.cross_hop = two_hop_peers(gather_node_size(hpz_size, node_size), setup)
         # bf16 is the compute dtype that is assumed throughout.
-        self.layouts = gather_layouts(setup.config, flat_shards(params, setup), torch.bfloat16, trains=True)
+        self.layouts = gather_layouts(setup.settings, flat_shards(params, setup), torch.bfloat16, trains=True)
         self.changes_bytes = changed_words_bytes(self.layouts, setup.share_of_changes)
         self._world_size = setup.world_size
 
@@ -402,8 +402,8 @@ class UnitReduce:
     def __init__(self, params: Iterable[ParamShape], setup: Setup, node_size: int) -> None:
         self.node_hop, self.cross_hop = two_hop_peers(node_size, setup)
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
-        quantizes = setup.config.quantizes_gradients
-        self.layouts = reduce_layouts(setup.config, flat_shards(params, setup), setup.reduce_dtype, quantizes=quantizes)
+        quantizes = setup.settings.quantizes_gradients
+        self.layouts = reduce_layouts(setup.settings, flat_shards(params, setup), setup.reduce_dtype, quantizes=quantizes)
         self._setup = setup
 
     def accumulator_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -34,12 +35,13 @@ class Setup:
         ranks_per_node: N.
         micro_steps: forward and backward passes per optimizer step.
         optimizer: a key of ``OPTIMIZER_STATE_BYTES``.
-        config: settings of this package. Their own ``ranks_per_node`` is not read.
+        config: settings of this package, as a user writes them. Their own ``ranks_per_node`` is not read.
         fp32_reduce: whether FSDP2 and this package reduce gradients in fp32 instead of bf16.
         tensor_parallel: neighbouring ranks of a node that cut every layer between them. Each of them shards its part over the
             ranks of the same place among their neighbours.
         learning_rate: of AdamW. How many weights change in a step depends on it (``qwz_mode="exact"``). None where it is unknown;
             ``ASSUMED_LEARNING_RATE`` is taken then.
+        on_cpu: whether ranks compute on CPUs. Settings that say ``"auto"`` depend on it.
 
     Raises:
         ValueError: the nodes do not divide the world, the tensor-parallel ranks do not divide the node, the optimizer is
@@ -54,6 +56,7 @@ class Setup:
     fp32_reduce: bool = False
     tensor_parallel: int = 1
     learning_rate: float | None = None
+    on_cpu: bool = False
 
     def __post_init__(self) -> None:
         check_divides(f"{self.ranks_per_node} ranks per node", self.ranks_per_node, self.world_size)
@@ -77,6 +80,13 @@ class Setup:
             ranks_per_node=self.ranks_per_node // self.tensor_parallel,
             tensor_parallel=1,
         )
+
+    @functools.cached_property
+    def settings(self) -> ZeroPPConfig:
+        """The settings as they are in force on these ranks."""
+        size = self.config.hpz_size
+        spans_nodes = isinstance(size, int) and size > self.ranks_per_node
+        return self.config.resolve_node_bits(on_cpu=self.on_cpu, copies_span_nodes=spans_nodes)
 
     @property
     def share_of_changes(self) -> float:
@@ -127,6 +137,8 @@ class Job:
             raise ValueError(
                 f"expected a cluster of {ours[0]} ranks, {ours[1]} per node, got one of {theirs[0]} ranks, {theirs[1]} per node"
             )
+        # The cluster says on what ranks compute.
+        object.__setattr__(self, "setup", dataclasses.replace(self.setup, on_cpu=self.cluster.backend == "gloo"))
         if self.tokens < 1:
             raise ValueError(f"expected at least one token per rank and micro-step, got {self.tokens}")
 

@@ -19,6 +19,7 @@ from hf_zeropp.estimate.cluster import Cluster
 from hf_zeropp.estimate.memory_and_bytes import (
     HALF_BYTES,
     MASTER_BYTES,
+    SYNCED,
     FrozenGather,
     UnitGather,
     UnitReduce,
@@ -49,8 +50,8 @@ class Method:
     Attributes:
         shards: whether weights are sharded, and so gathered (all but DDP).
         within_node: whether weights are sharded over the node alone, and gradients all-reduced over nodes (HSDP).
-        deepspeed: whether DeepSpeed runs it. It reduces gradients in every micro-step, and FSDP2 in the last alone; it prefetches
-            units of at most ``PREFETCH_NUMEL`` elements, and FSDP2 all.
+        syncs: whether gradients are reduced in every micro-step, as DeepSpeed does, and not in the last alone.
+        deepspeed: whether DeepSpeed runs it. It prefetches units of at most ``PREFETCH_NUMEL`` elements, and FSDP2 all.
         qwz: whether gathers over the world are quantized.
         hpz: whether backward passes gather within the node.
         qgz: whether gradients are reduced in two quantized hops.
@@ -58,6 +59,7 @@ class Method:
 
     shards: bool = True
     within_node: bool = False
+    syncs: bool = False
     deepspeed: bool = False
     qwz: bool = False
     hpz: bool = False
@@ -66,11 +68,12 @@ class Method:
 
 METHODS = {
     "DDP": Method(shards=False),
-    "ZeRO-3": Method(deepspeed=True),
+    "ZeRO-3": Method(syncs=True, deepspeed=True),
     "FSDP2": Method(),
+    SYNCED: Method(syncs=True),
     "HSDP": Method(within_node=True),
-    "hpZ": Method(deepspeed=True, hpz=True),
-    DEEPSPEED: Method(deepspeed=True, qwz=True, hpz=True, qgz=True),
+    "hpZ": Method(syncs=True, deepspeed=True, hpz=True),
+    DEEPSPEED: Method(syncs=True, deepspeed=True, qwz=True, hpz=True, qgz=True),
 }
 """By name. ZeRO-3, hpZ and ZeRO++ are DeepSpeed's; FSDP2 and HSDP are FSDP2's as Accelerate runs it."""
 
@@ -222,7 +225,7 @@ class _Maker:
             gather_first=gather,
             gather_forward=gather,
             gather_backward=again if unit.reshards else (),
-            reduce=reduce if method.deepspeed else (),
+            reduce=reduce if method.syncs else (),
             reduce_last=reduce,
             all_reduce_last=self._all_reduce(unit.trainable) if method.within_node else (),
             copies=(self._stages.copy_weights(unit),) if gather else (),
