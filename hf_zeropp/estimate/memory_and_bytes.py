@@ -297,7 +297,7 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     memory = _sharded_memory(model, setup)
     memory["secondary"] = sum(gather.secondary_bytes() for gather in gathers)
     memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
-    if setup.micro_steps > 1:
+    if setup.micro_steps > 1 and setup.config.qgz_accumulate == "node":
         # Between micro-steps ``.grad`` holds no memory (fsdp/gradients/pending.py). In the last one a unit's gradient is made
         # before its partial sums are freed, and the next one's in their room: both are larger, fp32 or bf16, on two nodes or
         # more.
@@ -348,10 +348,17 @@ class UnitGather:
         hpz_size = resolve_hpz_size(setup.config.hpz_size, node_size, setup.world_size)
         self.keeps_secondary = hpz_size is not None
         self.node_hop, self.cross_hop = two_hop_peers(gather_node_size(hpz_size, node_size), setup)
+        # Weights in 16 bits move within the node by the backend's own all-gather.
+        self.is_native = setup.settings.qwz_intra_bits is None and self.node_hop.group_size > 1
         # bf16 is the compute dtype that is assumed throughout.
         self.layouts = gather_layouts(setup.settings, flat_shards(params, setup), torch.bfloat16, trains=True)
         self.changes_bytes = changed_words_bytes(self.layouts, setup.share_of_changes)
         self._world_size = setup.world_size
+
+    @property
+    def decodes(self) -> bool:
+        """Whether the copy is kept in codes, of which a native node hop decodes the rank's own part."""
+        return self.layouts.kept.nbytes != HALF_BYTES * self.layouts.kept.numel
 
     def secondary_bytes(self) -> int:
         """Return the bytes of the copy that a rank keeps."""
@@ -366,6 +373,8 @@ class UnitGather:
         """
         kept, delta = self.layouts.kept, self.layouts.delta
         received = self._world_size * kept.nbytes
+        if self.is_native:  # the backend receives in FSDP2's own buffer
+            received = HALF_BYTES * self.cross_hop.group_size * kept.numel if self.decodes else 0
         of_delta = 0 if delta is None else delta.nbytes + MASTER_BYTES * delta.numel
         if delta is not None or self.layouts.sends_changes:
             return received + max(of_delta, 2 * kept.nbytes if self.layouts.sends_changes else 0)
@@ -404,12 +413,17 @@ class UnitReduce:
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
         quantizes = setup.settings.quantizes_gradients
         self.layouts = reduce_layouts(setup.settings, flat_shards(params, setup), setup.reduce_dtype, quantizes=quantizes)
+        self.is_native = setup.settings.qgz_intra_bits is None and self.node_hop.group_size > 1
         self._setup = setup
 
     def accumulator_bytes(self) -> int:
-        """Return the bytes of the partial sums between micro-steps: 1/N of the unit in fp32, or bf16."""
-        itemsize = getattr(torch, self._setup.config.qgz_accumulator).itemsize
-        return itemsize * self.cross_hop.group_size * self.layouts.node_hop.numel if self._setup.micro_steps > 1 else 0
+        """Return the bytes of the gradients between micro-steps: full-size ones on the rank, or 1/N of their sums in the node."""
+        setup, numel = self._setup, self.layouts.node_hop.numel
+        if setup.micro_steps == 1:
+            return 0
+        if setup.config.qgz_accumulate == "rank":
+            return setup.reduce_dtype.itemsize * setup.world_size * numel
+        return getattr(torch, setup.config.qgz_accumulator).itemsize * self.cross_hop.group_size * numel
 
     def buffer_bytes(self) -> int:
         """Return the bytes of wire buffers: both hops send and receive, and the node hop carries the whole unit.
@@ -419,13 +433,16 @@ class UnitReduce:
         """
         layouts, num_nodes = self.layouts, self.cross_hop.group_size
         sent = received = self._setup.world_size * layouts.node_hop.nbytes if self.node_hop.group_size > 1 else 0
+        if self.is_native:  # the backend sends what FSDP2 has laid out, and leaves the sums over the node
+            sent, received = 0, num_nodes * layouts.node_hop.nbytes
         is_rounded = self._setup.config.qgz_accumulator == "bfloat16" and self._setup.micro_steps > 1
         copy = torch.float32.itemsize * num_nodes * layouts.node_hop.numel if is_rounded else 0
         return received + max(sent, copy) + 2 * num_nodes * layouts.cross_hop.nbytes
 
     def hops(self, micro_steps: int) -> HopBytes:
         """Return what one rank receives in so many micro-steps."""
-        return reduce_bytes(self.layouts, cross_hop=self.cross_hop, node_hop=self.node_hop, micro_steps=micro_steps)
+        passes = 1 if self._setup.config.qgz_accumulate == "rank" else micro_steps
+        return reduce_bytes(self.layouts, cross_hop=self.cross_hop, node_hop=self.node_hop, micro_steps=passes)
 
 
 class FrozenGather:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hf_zeropp.config import PRESETS, ZeroPPConfig
 from hf_zeropp.estimate.memory_and_bytes import HALF_BYTES, MASTER_BYTES, flat_shards
@@ -105,10 +106,12 @@ def token_s(job: Job, method: str) -> float:
 
 def with_method(job: Job, method: str | Method) -> Job:
     """Return the job with the settings that a method names: a preset's, where it is one of this package's."""
-    if method not in PRESETS:
-        return job
-    frozen_bits = job.setup.config.frozen_bits  # how the base is stored is no choice of a preset
-    config = dataclasses.replace(ZeroPPConfig.resolve({"preset": method}), frozen_bits=frozen_bits)
+    return with_settings(job, {"preset": method}) if method in PRESETS else job
+
+
+def with_settings(job: Job, settings: Mapping[str, Any]) -> Job:
+    """Return the job under other settings. How the frozen base is stored stays as it is."""
+    config = ZeroPPConfig.from_dict({**settings, "frozen_bits": job.setup.config.frozen_bits})
     return dataclasses.replace(job, setup=dataclasses.replace(job.setup, config=config))
 
 

@@ -14,7 +14,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from hf_zeropp.config import PRESETS, ZeroPPConfig
+from hf_zeropp.config import BLOCK, PRESETS, ZeroPPConfig
 from hf_zeropp.estimate.cluster import (
     ATTAINABLE_MFU,
     GPUS,
@@ -25,20 +25,27 @@ from hf_zeropp.estimate.cluster import (
     parse_rate,
 )
 from hf_zeropp.estimate.measured_cluster import read_cluster
-from hf_zeropp.estimate.memory_and_bytes import fsdp2, ours, paper_methods
+from hf_zeropp.estimate.memory_and_bytes import SYNCED, estimate, ours
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, step_time, token_s, with_method
+from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, step_time, token_s, with_method, with_settings
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import DEEPSPEED, METHODS
+from hf_zeropp.fsdp.weights.low_rates import LOWEST_RATES
 from hf_zeropp.sizes import parse_bytes, parse_count
 
-EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic", "pcie")
+EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic")
 """Presets in the order of preference among equally fast ones: fewer bits and less known settings come later.
 
-``"exact"`` rounds less than ``"balanced"`` and holds twice the memory."""
+``"exact"`` rounds less than ``"balanced"`` and holds twice the memory. ``"pcie"`` is for one node."""
 
 MARGIN = 0.03
 """Share of a step that counts as equal: medians of one measured job moved by as much from one run to the next."""
+
+STOCK = ("FSDP2", SYNCED, "HSDP")
+"""The ways of FSDP2 without this package, beside which its settings have to pay."""
+
+CODES_WITHIN_NODE = {"qwz_intra_bits": 8, "qgz_intra_bits": 8}
+"""The other choice than the backend's own collectives within a node, for slow links."""
 
 GENERATION_METHODS = ("ZeRO-3", "FSDP2", "HSDP", DEEPSPEED, "balanced")
 _TIME_FLAGS = ("recommend", "generate", "gpu_memory", "within", "active", "checkpointing")
@@ -69,7 +76,7 @@ def add_time_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--active", help="The parameters that one token meets in a mixture of experts, such as 37B. The default is what the model's config says.")
     group.add_argument("--gpu-memory", help="The memory of a GPU, such as 80GB. The default is the GPU's own.")
-    group.add_argument("--recommend", action="store_true", help="Print the zeropp_config: block to use, and why.")
+    group.add_argument("--recommend", action="store_true", help="Print what to paste, and why.")
     group.add_argument(
         "--generate", type=int, metavar="SEQUENCES", help="Also predict generation, with this many sequences per rank."
     )
@@ -121,8 +128,11 @@ class TimeEstimate:
             raise ValueError(f"expected at least one sequence for --generate, got {args.generate}")
         self._num_sequences = args.generate
         self._job = Job(model, setup, cluster, args.batch_tokens, args.checkpointing)
-        self._rows = compare(self._job, self._gpu_memory, _methods(setup))
-        self._recommendation = recommendation(self._job, self._rows) if args.recommend else ""
+        self._rows = compare(self._job, self._gpu_memory, _methods(self._job.setup))
+        self._recommendation = ""
+        if args.recommend:
+            own = choices(self._job, self._gpu_memory)
+            self._recommendation = recommendation(self._job, self._rows, own)
 
     def to_json(self) -> dict[str, Any]:
         """Return the cluster and the predictions."""
@@ -190,29 +200,32 @@ def _active_share(text: str, model: ModelShape) -> float:
 
 def _methods(setup: Setup) -> tuple[str, ...]:
     """Return the methods to compare, the settings of the job among them where no preset has them."""
+    names = tuple(name for name in method_names() if setup.micro_steps > 1 or name != SYNCED)
     plain = dataclasses.replace(setup.config, frozen_bits=None)
-    known = [ZeroPPConfig.resolve({"preset": preset}) for preset in PRESETS]
-    return method_names() if plain in known else (*method_names(), SETTINGS)
+    known = [ZeroPPConfig.preset(preset) for preset in PRESETS]
+    return names if plain in known else (*names, SETTINGS)
 
 
-# ---- Every method, and the one to recommend.
+# ---- Every method, and what to use.
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One method of a comparison.
+    """One method of a comparison, or one choice of this package's settings.
 
     Attributes:
         method: its name.
         time: the prediction of its step.
         memory: bytes per rank, with gathered units, without activations.
         fits: whether that is within the memory of a GPU.
+        settings: of a choice: a preset, and what to set beside it. None for methods.
     """
 
     method: str
     time: StepTime
     memory: float
     fits: bool
+    settings: dict[str, Any] | None = None
 
 
 def compare(job: Job, gpu_memory: float, methods: Iterable[str] | None = None) -> list[Row]:
@@ -230,19 +243,35 @@ def compare(job: Job, gpu_memory: float, methods: Iterable[str] | None = None) -
     return rows
 
 
+def choices(job: Job, gpu_memory: float) -> list[Row]:
+    """Return a row for each choice of settings: presets, with and without codes within a node and gradients on the rank."""
+    setup = job.setup
+    presets = [preset for preset in EXACTNESS if setup.rate >= LOWEST_RATES.get(PRESETS[preset].get("qwz_bits"), 0.0)]
+    rows = []
+    # Within one node only ``pcie`` sends anything else than FSDP2 does.
+    for preset in presets if setup.num_nodes > 1 else ("pcie",):
+        # On CPU codes within a node are the default. Some presets name their bits.
+        has_bits = setup.on_cpu or "qgz_intra_bits" in PRESETS[preset]
+        for hops in ({},) if has_bits else ({}, CODES_WITHIN_NODE):
+            for sums in ({}, {"qgz_accumulate": "rank"}) if setup.micro_steps > 1 else ({},):
+                settings = {"preset": preset, **hops, **sums}
+                own = with_settings(job, settings)
+                memory = memory_of(own, SETTINGS)
+                rows.append(Row(_name(settings), step_time(own, SETTINGS), memory, memory <= gpu_memory, settings))
+    return rows
+
+
 def memory_of(job: Job, method: str) -> float:
     """Return the bytes per rank under a method, with the units that are gathered at one time."""
     job = with_method(job, method)
-    stock = fsdp2(job.model, job.setup)
-    if method == "FSDP2":
-        return stock.total + stock.gathered
+    setup = job.setup
     if method in METHODS:
-        name = {"HSDP": "MiCS / HSDP", DEEPSPEED: "hpZ"}.get(method, method)
-        line = next(line for line in paper_methods(job.model, job.setup) if line.method == name)
+        lines = {line.method: line for line in estimate(job.model, setup)}
+        line = lines.get({DEEPSPEED: "hpZ"}.get(method, method), lines["FSDP2"])  # synced with one micro-step: FSDP2
         # The papers' formulas leave gathered units out. Every method that shards weights holds as many as FSDP2.
-        return line.total + (0 if method == "DDP" else stock.gathered)
-    groups = job.setup.config.ranks_per_node
-    setup = dataclasses.replace(job.setup, ranks_per_node=groups) if isinstance(groups, int) else job.setup
+        return line.total + (0 if method == "DDP" else line.gathered or lines["FSDP2"].gathered)
+    if isinstance(setup.config.ranks_per_node, int):
+        setup = dataclasses.replace(setup, ranks_per_node=setup.config.ranks_per_node)
     line = ours(job.model, setup)
     return line.total + line.gathered
 
@@ -252,55 +281,78 @@ def fastest(rows: Iterable[Row]) -> Row | None:
     return min((row for row in rows if row.fits), key=lambda row: row.time.step_s, default=None)
 
 
-def recommended(rows: Iterable[Row], *, knows_changes: bool = False) -> Row | None:
-    """Return the preset to use: the most exact one that fits and is as fast as the fastest, by ``MARGIN``; None for none.
+def recommended(rows: Iterable[Row], own: Iterable[Row]) -> Row | None:
+    """Return what to use; None where nothing fits.
+
+    That is FSDP2 without this package, in one of the ways of ``STOCK``, unless a choice of settings is faster by ``MARGIN``. Of
+    the choices that are as fast as the fastest, by the same margin, it is the first.
 
     Args:
-        rows: the methods that are compared.
-        knows_changes: whether the share of weights that change in a step was given. Without that, ``"exact"`` is not recommended:
-            at the learning rates of pretraining it sends more than the others.
+        rows: methods, those of ``STOCK`` among them.
+        own: choices of settings, in the order of preference.
     """
-    presets = [row for row in rows if row.method in PRESETS and row.fits and (knows_changes or row.method != "exact")]
-    best = fastest(presets)
-    if best is None:
-        return None
-    equal = [row for row in presets if row.time.step_s <= best.time.step_s * (1 + MARGIN)]
-    return min(equal, key=lambda row: EXACTNESS.index(row.method))
+    own = [row for row in own if row.fits]
+    rival, best = fastest(row for row in rows if row.method in STOCK), fastest(own)
+    if best is None or (rival is not None and best.time.step_s > rival.time.step_s * (1 - MARGIN)):
+        return rival
+    limit = best.time.step_s * (1 + MARGIN)
+    return next(row for row in own if row.time.step_s <= min(limit, rival.time.step_s if rival else math.inf))
 
 
-def recommendation(job: Job, rows: list[Row]) -> str:
-    """Return the ``zeropp_config:`` block to paste, and a sentence that says why.
+def recommendation(job: Job, rows: list[Row], own: list[Row]) -> str:
+    """Return what to paste, and a sentence that says why.
 
     Raises:
-        ValueError: no preset fits the memory.
+        ValueError: neither this package nor FSDP2 fits the memory.
     """
-    row = recommended(rows, knows_changes=job.setup.changed_weights is not None)
+    row = recommended(rows, own)
     if row is None:
-        least = min((one for one in rows if one.method in PRESETS), key=lambda one: one.memory)
+        least = min(own, key=lambda one: one.memory)
         raise ValueError(
-            f"expected a preset that fits the memory of a GPU, got {least.memory / 1e9:.1f} GB per rank for the smallest "
+            f"expected settings that fit the memory of a GPU, got {least.memory / 1e9:.1f} GB per rank for the smallest "
             f"({least.method}). Use more ranks, --lora, or GPUs with more memory (--gpu-memory)."
         )
-    block: dict[str, object] = {"preset": row.method}
-    if job.setup.config.frozen_bits is not None:
-        block["frozen_bits"] = job.setup.config.frozen_bits
-    text = yaml.safe_dump({"zeropp_config": block}, sort_keys=False)
-    return f"{text}# {_reason(job, row, rows)}\n"
+    if row.settings is None:
+        text = _off(row, job.setup)
+    else:
+        block = dict(row.settings)
+        if job.setup.config.frozen_bits is not None:
+            block["frozen_bits"] = job.setup.config.frozen_bits
+        text = yaml.safe_dump({BLOCK: block}, sort_keys=False)
+    assumed = f"# A learning rate of {job.setup.rate:g} is assumed. Say yours: --learning-rate 1e-6, for example.\n"
+    return f"{text}# {_reason(job, row, rows, own)}\n{assumed if job.setup.learning_rate is None else ''}"
 
 
-def _reason(job: Job, row: Row, rows: list[Row]) -> str:
-    stock = {one.method: one for one in rows if one.method in ("FSDP2", "HSDP")}
-    others = [
-        f"{one.time.step_s:.3g} s of {one.method}{'' if one.fits else ', which does not fit'}" for one in stock.values()
-    ]
-    said = f"{row.method} is predicted to take {row.time.step_s:.3g} s per step, against {' and '.join(others)}"
-    rival = fastest(stock.values())
+def _off(row: Row, setup: Setup) -> str:
+    """Return what switches this package off, and makes FSDP2 run in the way of a row."""
+    text = "export ZEROPP_ENABLED=0  # leave it off\n"
+    if row.method == "HSDP":
+        sizes = {"dp_replicate_size": setup.num_nodes, "dp_shard_size": setup.ranks_per_node}
+        block = {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
+        text += f"# In the file of accelerate launch:\n{yaml.safe_dump(block, sort_keys=False)}"
+    if row.method == SYNCED:
+        text += "# In the arguments of the Trainer:\n"
+        text += yaml.safe_dump({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}})
+    return text
+
+
+def _reason(job: Job, row: Row, rows: list[Row], own: list[Row]) -> str:
+    ours = row if row.settings is not None else fastest(own)
+    others = [one for one in rows if one.method in STOCK]
+    if ours is None:
+        ours = min(own, key=lambda one: one.time.step_s)
+    told = [f"{one.time.step_s:.3g} s of {one.method}{'' if one.fits else ', which does not fit'}" for one in others]
+    said = f"{ours.method} is predicted to take {ours.time.step_s:.3g} s per step, against {', '.join(told)}"
     if job.setup.num_nodes == 1:
-        return f"{said}: with one node nothing crosses nodes, and FSDP2's own collectives stay."
-    if rival is not None and rival.time.step_s < row.time.step_s * (1 - MARGIN):
-        return f"{said}: here {rival.method} without this package is faster (ZEROPP_ENABLED=0 switches it off)."
-    share = row.time.network_s / row.time.step_s
-    return f"{said}; its bytes keep the network busy for {share:.0%} of the step."
+        return f"{said}: with one node nothing crosses nodes."
+    if row.settings is None:
+        return f"{said}: {row.method} without this package is as fast, within {MARGIN:.0%}, or faster."
+    return f"{said}; its bytes keep the network busy for {row.time.network_s / row.time.step_s:.0%} of the step."
+
+
+def _name(settings: dict[str, Any]) -> str:
+    beside = ", ".join(f"{name}: {value}" for name, value in settings.items() if name != "preset")
+    return f"{settings['preset']} ({beside})" if beside else settings["preset"]
 
 
 # ---- Tables.

@@ -89,10 +89,15 @@ class Setup:
         return self.config.resolve_node_bits(on_cpu=self.on_cpu, copies_span_nodes=spans_nodes)
 
     @property
+    def rate(self) -> float:
+        """The learning rate, or what is assumed for it."""
+        return ASSUMED_LEARNING_RATE if self.learning_rate is None else self.learning_rate
+
+    @property
     def share_of_changes(self) -> float:
         """The share of bf16 weights whose value changes in a step of AdamW at the learning rate."""
         # Fitted to the six rates from 1e-6 to 1e-3 of scripts/results/exact.md, each within 5 %: 0.07 at 1e-5.
-        return 1 / (1 + (2.2e-4 / (self.learning_rate or ASSUMED_LEARNING_RATE)) ** 0.838)
+        return 1 / (1 + (2.2e-4 / self.rate) ** 0.838)
 
     @property
     def num_nodes(self) -> int:

@@ -246,7 +246,8 @@ class _Maker:
         else:
             # Without a secondary shard nothing can be started ahead: a gather runs both hops when FSDP2 asks for it.
             first = again = self._crossing(unit.params) + self._node_gather(unit.params)
-        reduce_last = self._two_hop_reduce(unit.params, last=True)
+        on_rank = self._setup.config.qgz_accumulate == "rank"
+        reduce_last = self._two_hop_reduce(unit.params, last=True, accumulates=not on_rank)
         behind = 2 if overlaps and not self._is_gloo and self.num_nodes > 1 else 0
         split = len(reduce_last) - behind
         return UnitWork(
@@ -256,7 +257,7 @@ class _Maker:
             gather_first=first,
             gather_forward=again,
             gather_backward=again if unit.reshards else (),
-            reduce=self._two_hop_reduce(unit.params, last=False),
+            reduce=() if on_rank else self._two_hop_reduce(unit.params, last=False),
             reduce_last=reduce_last[:split],
             all_reduce_last=reduce_last[split:],
             copies=(self._stages.copy_weights(unit),),
@@ -356,14 +357,18 @@ class _Maker:
     @functools.cache  # noqa: B019
     def _node_gather(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
         """Return the stages that make whole weights of secondary shards: node hop and decode."""
-        gather = self._gather(params)
-        kept, peers = gather.layouts.kept, gather.node_hop
-        decode = self._stages.kernel("decode", self._setup.world_size * (kept.nbytes + HALF_BYTES * kept.numel))
+        gather, stages = self._gather(params), self._stages
+        kept, peers, slices = gather.layouts.kept, gather.node_hop, gather.cross_hop.group_size
         # On CPU the ranks of a node read secondary shards in each other's memory.
         reads_peers = self._is_gloo and gather.keeps_secondary and self._setup.config.shared_memory
+        if gather.is_native:
+            own = HALF_BYTES * slices * kept.numel
+            decode = (stages.kernel("decode", slices * kept.nbytes + own),) if gather.decodes else ()
+            return (*decode, stages.ring("node hop", own, peers))
+        decode_all = stages.kernel("decode", self._setup.world_size * (kept.nbytes + HALF_BYTES * kept.numel))
         if peers.group_size == 1 or reads_peers:
-            return (decode,)
-        return (self._stages.exchange("node hop", gather.hops(gathers=1, crossings=0).node_hop, peers), decode)
+            return (decode_all,)
+        return (stages.exchange("node hop", gather.hops(gathers=1, crossings=0).node_hop, peers), decode_all)
 
     @functools.cache  # noqa: B019
     def _two_hop_reduce(
@@ -375,11 +380,15 @@ class _Maker:
         layouts, node, cross, hops = reduce.layouts, reduce.node_hop, reduce.cross_hop, reduce.hops(micro_steps=1)
         numel, world, nodes = layouts.node_hop.numel, setup.world_size, self.num_nodes
         full = setup.reduce_dtype.itemsize * world * numel
-        arrived = world * layouts.node_hop.nbytes if node.group_size > 1 else full
+        arrived = full
         partial = SUM_BYTES * nodes * numel if accumulates and setup.micro_steps > 1 else 0
         result = [stages.copy("copy gradients", full)]
-        if node.group_size > 1:
-            result.append(stages.kernel("encode", full + world * layouts.node_hop.nbytes))
+        if reduce.is_native:
+            arrived = full // node.group_size
+            result.append(stages.ring("node hop", arrived, node, GLOO_REDUCE_TIMES if self._is_gloo else 1))
+        elif node.group_size > 1:
+            arrived = world * layouts.node_hop.nbytes
+            result.append(stages.kernel("encode", full + arrived))
             result.append(stages.exchange("node hop", hops.node_hop, node))
         if not last:
             return (*result, stages.kernel("sum", arrived + 2 * partial))

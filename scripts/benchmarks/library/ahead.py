@@ -7,10 +7,9 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 
-from hf_zeropp.config import PRESETS
 from hf_zeropp.estimate.cluster import GPUS, gpu_cluster
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.step_time_report import compare, fastest, recommended
+from hf_zeropp.estimate.step_time_report import MARGIN, STOCK, choices, compare, fastest, recommended
 from hf_zeropp.estimate.training_job import Job, Setup
 from library.pages import Grid
 from library.plots import log_ticks, panels, pyplot, save
@@ -21,8 +20,6 @@ GBITS = (10, 100, 400, 800, 3200)
 ACCUMULATIONS = (1, 8)
 RANKS_PER_NODE = 8
 TOKENS = 2048
-STOCK = ("DDP", "ZeRO-3", "FSDP2", "HSDP")
-"""Methods without this package among which the fastest that fits is its rival."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +31,10 @@ class Ahead:
         world_size: GPUs.
         micro_steps: per step.
         gbit: of a node's network.
-        stock: the fastest method without this package that fits, and its seconds; None where none fits.
-        preset: the recommended preset, and its seconds; None where none fits.
+        stock: the fastest of FSDP2 and HSDP that fits, and its seconds; None where none fits.
+        own: the settings of this package to compare with it, and their seconds: those that are recommended, or else the fastest that
+            fit. None where none fit.
+        is_recommended: whether the settings are recommended, and not to leave this package off.
     """
 
     model: str
@@ -43,12 +42,13 @@ class Ahead:
     micro_steps: int
     gbit: int
     stock: tuple[str, float] | None
-    preset: tuple[str, float] | None
+    own: tuple[str, float] | None
+    is_recommended: bool
 
     @property
     def gain(self) -> float | None:
-        """How many times faster the preset is."""
-        return None if self.stock is None or self.preset is None else self.stock[1] / self.preset[1]
+        """How many times faster the settings are."""
+        return None if self.stock is None or self.own is None else self.stock[1] / self.own[1]
 
 
 def predict_all() -> list[Ahead]:
@@ -67,7 +67,8 @@ def ahead_grids(rows: list[Ahead]) -> Iterator[Grid]:
     for model in MODELS:
         for micro_steps in ACCUMULATIONS:
             title = (
-                f"predicted, {model}, {micro_steps} micro-steps: x faster than the best of {', '.join(STOCK)} that fits"
+                f"predicted, {model}, {micro_steps} micro-steps: x faster than the best of {', '.join(STOCK)} that fits; off where "
+                f"that is as fast, within {MARGIN:.0%}, and the recommendation is to leave this package off"
             )
             grid = Grid(title, ("GPUs", *(_network(gbit) for gbit in GBITS)))
             for world in WORLDS:
@@ -108,13 +109,15 @@ def _ahead(name: str, world_size: int, micro_steps: int, gbit: int) -> Ahead:
     gpu = GPUS["h100"]
     cluster = gpu_cluster(gpu, world_size, RANKS_PER_NODE, gbit * 1e9 / 8)
     job = Job(_shape(name), Setup(world_size, RANKS_PER_NODE, micro_steps), cluster, TOKENS, checkpointing=True)
-    rows = compare(job, gpu.memory, (*STOCK, *PRESETS))
-    stock = fastest(row for row in rows if row.method in STOCK)
-    preset = recommended(rows)
+    rows, own = compare(job, gpu.memory, STOCK), choices(job, gpu.memory)
+    stock, choice = fastest(rows), recommended(rows, own)
+    is_recommended = choice is not None and choice.settings is not None
+    shown = choice if is_recommended else fastest(own)
     return Ahead(
         name, world_size, micro_steps, gbit,
         None if stock is None else (stock.method, stock.time.step_s),
-        None if preset is None else (preset.method, preset.time.step_s),
+        None if shown is None else (shown.method, shown.time.step_s),
+        is_recommended,
     )  # fmt: skip
 
 
@@ -129,13 +132,13 @@ def _find(rows: list[Ahead], model: str, world_size: int, micro_steps: int, gbit
 
 
 def _cell(row: Ahead) -> str:
-    if row.preset is None:
+    if row.own is None:
         return "nothing fits" if row.stock is None else f"{row.stock[0]} alone fits"
     if row.world_size == RANKS_PER_NODE:
         return "one node"
     if row.stock is None or row.gain is None:
-        return f"{row.preset[0]} alone fits"
-    return f"{row.gain:.2f} ({row.preset[0]}, {row.stock[0]})"
+        return f"{row.own[0]} alone fits"
+    return f"{'' if row.is_recommended else 'off: '}{row.gain:.2f} ({row.own[0]}; {row.stock[0]})"
 
 
 def _network(gbit: int) -> str:

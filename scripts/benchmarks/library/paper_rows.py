@@ -25,7 +25,7 @@ WORLD = 384
 COUNTED_FLOPS = 8
 """Operations per weight and token that the paper's TFLOPs count, assumed: with activation checkpointing, a forward pass twice."""
 
-TECHNIQUES = {name: Method(deepspeed=True, **{name.lower(): True}) for name in ("qwZ", "hpZ", "qgZ")}
+TECHNIQUES = {name: Method(syncs=True, deepspeed=True, **{name.lower(): True}) for name in ("qwZ", "hpZ", "qgZ")}
 LOW, HIGH = 100, 400
 """Gbit/s of a node's network, with one and with four InfiniBand links."""
 
