@@ -90,8 +90,8 @@ def run_estimate(args: argparse.Namespace) -> None:
             tensor_parallel=args.tensor_parallel,
             learning_rate=args.learning_rate,
         )
-        estimates = memory_and_bytes.estimate(model, setup)
         times = step_time_report.TimeEstimate(args, model, setup) if wants_times else None
+        estimates = memory_and_bytes.estimate(model, times.setup if times else setup)
     # Every mistake of a user is a ValueError whose message says what to do. A traceback would hide it.
     except ValueError as error:
         raise SystemExit(f"hf-zeropp estimate: {error}") from error

@@ -57,6 +57,8 @@ THOROUGH = (
     "comm/*{3}",
     "frozen/test_storage.py::*",
     "frozen/test_frozen_peft.py::*{None*",
+    "estimate/test_step_time.py::test_what_is_recommended_is_never_slower{7B-256}",
+    "estimate/test_step_time.py::test_what_is_recommended_is_never_slower{70B*",
     "estimate/test_estimate.py::test_ours_under_other_settings{half a model}",
     "estimate/test_estimate.py::test_ours_under_other_settings{secondary of*",
     "estimate/test_estimate.py::test_ours_under_other_settings{no secondary}",

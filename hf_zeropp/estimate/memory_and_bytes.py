@@ -413,7 +413,8 @@ class UnitReduce:
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
         quantizes = setup.settings.quantizes_gradients
         self.layouts = reduce_layouts(setup.settings, flat_shards(params, setup), setup.reduce_dtype, quantizes=quantizes)
-        self.is_native = setup.settings.qgz_intra_bits is None and self.node_hop.group_size > 1
+        # The backend's own reduce-scatters run within the node.
+        self.is_native = self.layouts.is_native and self.node_hop.group_size > 1
         self._setup = setup
 
     def accumulator_bytes(self) -> int:
@@ -434,7 +435,7 @@ class UnitReduce:
         layouts, num_nodes = self.layouts, self.cross_hop.group_size
         sent = received = self._setup.world_size * layouts.node_hop.nbytes if self.node_hop.group_size > 1 else 0
         if self.is_native:  # the backend sends what FSDP2 has laid out, and leaves the sums over the node
-            sent, received = 0, num_nodes * layouts.node_hop.nbytes
+            sent, received = 0, num_nodes * layouts.node_hop_bytes
         is_rounded = self._setup.config.qgz_accumulator == "bfloat16" and self._setup.micro_steps > 1
         copy = torch.float32.itemsize * num_nodes * layouts.node_hop.numel if is_rounded else 0
         return received + max(sent, copy) + 2 * num_nodes * layouts.cross_hop.nbytes

@@ -110,6 +110,9 @@ class TimeEstimate:
         model: its units.
         setup: how it is trained.
 
+    Attributes:
+        setup: the same, on what the cluster computes.
+
     Raises:
         ValueError: an argument is wrong.
     """
@@ -129,6 +132,7 @@ class TimeEstimate:
         self._num_sequences = args.generate
         self._job = Job(model, setup, cluster, args.batch_tokens, args.checkpointing)
         self._rows = compare(self._job, self._gpu_memory, _methods(self._job.setup))
+        self.setup = self._job.setup
         self._recommendation = ""
         if args.recommend:
             own = choices(self._job, self._gpu_memory)
@@ -342,7 +346,7 @@ def _reason(job: Job, row: Row, rows: list[Row], own: list[Row]) -> str:
     if ours is None:
         ours = min(own, key=lambda one: one.time.step_s)
     told = [f"{one.time.step_s:.3g} s of {one.method}{'' if one.fits else ', which does not fit'}" for one in others]
-    said = f"{ours.method} is predicted to take {ours.time.step_s:.3g} s per step, against {', '.join(told)}"
+    said = f"{ours.method} is predicted to take {ours.time.step_s:.3g} s per step, against {' and '.join(told)}"
     if job.setup.num_nodes == 1:
         return f"{said}: with one node nothing crosses nodes."
     if row.settings is None:

@@ -384,7 +384,7 @@ class _Maker:
         partial = SUM_BYTES * nodes * numel if accumulates and setup.micro_steps > 1 else 0
         result = [stages.copy("copy gradients", full)]
         if reduce.is_native:
-            arrived = full // node.group_size
+            arrived = nodes * layouts.node_hop_bytes
             result.append(stages.ring("node hop", arrived, node, GLOO_REDUCE_TIMES if self._is_gloo else 1))
         elif node.group_size > 1:
             arrived = world * layouts.node_hop.nbytes

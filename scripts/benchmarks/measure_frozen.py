@@ -237,7 +237,7 @@ def estimated(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfi
         config.save_pretrained(folder)
         shape = pretrained_shape(folder, lora_rank=args.rank)
     world, per_node = dist.get_world_size(), int(zeropp.ranks_per_node)
-    return ours(shape, Setup(world_size=world, ranks_per_node=per_node, config=zeropp))
+    return ours(shape, Setup(world_size=world, ranks_per_node=per_node, config=zeropp, on_cpu=True))
 
 
 def large_rows(found: dict[str, int], line: Estimate) -> Iterator[list[str]]:

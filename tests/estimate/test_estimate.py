@@ -229,7 +229,7 @@ def test_ours_under_other_settings(settings: str) -> None:
 
 def check_against_run(settings: dict, tied: bool, micro_steps: int) -> None:
     ranks = run_ranks(hold_and_send, 4, settings, tied, micro_steps, init=False)
-    setup = Setup(world_size=4, ranks_per_node=2, micro_steps=micro_steps, config=ZeroPPConfig(**settings))
+    setup = Setup(4, 2, micro_steps, config=ZeroPPConfig(**settings), on_cpu=True)
     line = ours(ModelShape("llama", units_of(llama(tied))), setup)
     for kind in ("secondary", "accumulator"):  # padded alike on all ranks
         assert {rank[kind] for rank in ranks} == {line.memory[kind]}, kind

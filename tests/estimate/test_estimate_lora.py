@@ -123,7 +123,7 @@ def test_a_run_holds_and_sends_what_is_estimated(tmp_path: Path, as_floats: bool
 
 
 def estimate_of(source: str, bits: int | None) -> Estimate:
-    setup = Setup(world_size=4, ranks_per_node=2, micro_steps=MICRO_STEPS, config=ZeroPPConfig(frozen_bits=bits))
+    setup = Setup(4, 2, MICRO_STEPS, config=ZeroPPConfig(frozen_bits=bits), on_cpu=True)
     return ours(pretrained_shape(source, lora_rank=RANK), setup)
 
 

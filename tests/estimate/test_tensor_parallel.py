@@ -46,9 +46,8 @@ def hold_and_send(rank: int) -> dict[str, float]:
 
 
 def test_what_a_run_holds_and_sends():
-    setup = Setup(
-        WORLD, RANKS_PER_NODE, MICRO_STEPS, config=ZeroPPConfig(ranks_per_node=RANKS_PER_NODE), tensor_parallel=TENSOR
-    )
+    config = ZeroPPConfig(ranks_per_node=RANKS_PER_NODE)
+    setup = Setup(WORLD, RANKS_PER_NODE, MICRO_STEPS, config=config, tensor_parallel=TENSOR, on_cpu=True)
     line = estimate(shape(), setup)[-1]
     ranks = run_ranks(hold_and_send, WORLD)
     for rank in ranks:
