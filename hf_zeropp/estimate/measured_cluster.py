@@ -41,7 +41,7 @@ DESCRIPTION = (
     "torchrun --nproc-per-node 4 -m hf_zeropp.cli bench-network --output cluster.yaml"
 )
 
-KIND = "hf-zeropp cluster 1"
+KIND = "hf-zeropp cluster 2"
 """The first line of a file says what it is and in which form."""
 
 _REMEDY = "Measure again: hf-zeropp bench-network --output FILE, under the launcher of your job."
@@ -110,98 +110,31 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise ValueError(f"expected at least 1KB for --wire, got {args.wire!r}. Small messages measure latency alone.")
 
 
-def _table(measured: Measured) -> Table:
-    nodes = measured.world_size // measured.ranks_per_node
-    title = f"{nodes} nodes x {measured.ranks_per_node} ranks, {measured.backend}, {measured.device}"
+def _table(cluster: Cluster) -> Table:
+    device = cluster.device
+    title = f"{cluster.num_nodes} nodes x {cluster.ranks_per_node} ranks, {cluster.backend}, {device.name}"
     table = Table(title=title, show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(justify="right")
-    table.add_row("network of a node", format_rate(measured.network_bytes_per_s))
-    table.add_row("its latency", f"{measured.network_latency_s * 1e6:.0f} us")
-    table.add_row("within a node, per rank", f"{measured.within_bytes_per_s / 1e9:.3g} GB/s")
-    table.add_row("its latency", f"{measured.within_latency_s * 1e6:.0f} us")
-    table.add_row("one block, per rank", f"{measured.flops / 1e12:.3g} TFLOP/s")
-    table.add_row("quantization, per rank", f"{measured.kernel_bytes_per_s / 1e9:.3g} GB/s")
-    table.add_row("copy, per rank", f"{measured.copy_bytes_per_s / 1e9:.3g} GB/s")
+    table.add_row("network of a node", format_rate(cluster.network.rate))
+    table.add_row("its latency", f"{cluster.network.latency * 1e6:.0f} us")
+    table.add_row("within a node, per rank", f"{cluster.within.rate / 1e9:.3g} GB/s")
+    table.add_row("its latency", f"{cluster.within.latency * 1e6:.0f} us")
+    table.add_row("one block, per rank", f"{device.flops / 1e12:.3g} TFLOP/s")
+    table.add_row("quantization, per rank", f"{device.kernel_rate / 1e9:.3g} GB/s")
+    table.add_row("copy, per rank", f"{device.copy_rate / 1e9:.3g} GB/s")
     return table
 
 
 # ---- The file.
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """The figures that ``bench-network`` measured.
-
-    Attributes:
-        device: name of the processor or GPU.
-        backend: ``"nccl"`` or ``"gloo"``.
-        world_size: ranks in the measurement.
-        ranks_per_node: N.
-        network_bytes_per_s: of one node, in one direction.
-        network_latency_s: of one small collective over the cross group.
-        within_bytes_per_s: of one rank, in one direction.
-        within_latency_s: of one small collective over the node group.
-        flops: operations per second in one block's forward and backward passes.
-        kernel_bytes_per_s: read and written by quantization.
-        copy_bytes_per_s: read and written by a copy.
-        wire_bytes_per_s: bytes that a rank's processor sends and receives per second; None where other hardware does it.
-        memory_bytes: of one GPU; None where ranks share the machine's.
-    """
-
-    device: str
-    backend: str
-    world_size: int
-    ranks_per_node: int
-    network_bytes_per_s: float
-    network_latency_s: float
-    within_bytes_per_s: float
-    within_latency_s: float
-    flops: float
-    kernel_bytes_per_s: float
-    copy_bytes_per_s: float
-    wire_bytes_per_s: float | None = None
-    memory_bytes: float | None = None
-
-    def cluster(self, world_size: int, ranks_per_node: int) -> Cluster:
-        """Return a cluster of ``world_size`` ranks on nodes like those that were measured.
-
-        Raises:
-            ValueError: its nodes have another number of ranks.
-        """
-        if ranks_per_node != self.ranks_per_node:
-            raise ValueError(
-                f"expected a file measured with {ranks_per_node} ranks per node, got one with {self.ranks_per_node} "
-                f"({self.world_size} ranks in all): it is of another cluster. Say --ranks-per-node {self.ranks_per_node}, or "
-                "measure this cluster with hf-zeropp bench-network."
-            )
-        # Other numbers of such nodes are what an estimate is for. What one node sends and receives stays the same.
-        device = Device(
-            self.device,
-            self.flops,
-            self.flops,
-            self.memory_bytes or math.inf,
-            self.kernel_bytes_per_s,
-            self.copy_bytes_per_s,
-            self.wire_bytes_per_s or math.inf,
-        )
-        return Cluster(
-            world_size,
-            ranks_per_node,
-            Link(self.network_bytes_per_s, self.network_latency_s),
-            Link(self.within_bytes_per_s, self.within_latency_s),
-            device,
-            "gloo" if self.backend == "gloo" else "nccl",
-        )
+def write_cluster(path: Path, cluster: Cluster) -> None:
+    """Write a file for ``estimate --cluster``: the fields of ``Cluster``, of its links and of its device."""
+    path.write_text(yaml.safe_dump({"kind": KIND, **dataclasses.asdict(cluster)}, sort_keys=False))
 
 
-def write_cluster(path: Path, measured: Measured) -> None:
-    """Write a file for ``estimate --cluster``."""
-    content = {"kind": KIND, **dataclasses.asdict(measured)}
-    path.write_text(yaml.safe_dump(content, sort_keys=False))
-
-
-def read_cluster(path: Path) -> Measured:
+def read_cluster(path: Path) -> Cluster:
     """Read a file that ``bench-network`` wrote.
 
     Raises:
@@ -211,45 +144,44 @@ def read_cluster(path: Path) -> Measured:
         content = parse_settings(read_text(path, MAX_SETTINGS_BYTES))
     except (OSError, ValueError) as error:
         raise ValueError(f"expected a cluster file, cannot read {str(path)!r}: {error}. {_REMEDY}") from error
-    if not isinstance(content, dict) or content.get("kind") != KIND:
-        got = content.get("kind", "no kind") if isinstance(content, dict) else type(content).__name__
-        raise ValueError(f"expected `kind: {KIND}` in {str(path)!r}, got {got!r}. {_REMEDY}")
-    return Measured(**_checked({key: value for key, value in content.items() if key != "kind"}, path))
+    if not isinstance(content, dict) or content.pop("kind", "no kind") != KIND:
+        raise ValueError(f"expected a mapping with `kind: {KIND}` in {str(path)!r}, got something else. {_REMEDY}")
+    return _parsed(Cluster, content, path)
 
 
-def _checked(content: dict[str, Any], path: Path) -> dict[str, Any]:
-    fields = {field.name: field for field in dataclasses.fields(Measured)}
-    needed = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
-    if wrong := (set(content) - set(fields)) or (needed - set(content)):
-        what = "no unknown" if set(content) - set(fields) else "all"
-        raise ValueError(
-            f"expected {what} keys in {str(path)!r}, got trouble with {', '.join(sorted(map(str, wrong)))}. {_REMEDY}"
-        )
+def _parsed(kind: type, content: Any, path: Path) -> Any:
+    """Return the part of a cluster that ``content`` describes, in all fields of its class."""
+    names = {field.name for field in dataclasses.fields(kind)}
+    if not isinstance(content, dict) or set(content) != names:
+        raise ValueError(f"expected the keys {', '.join(sorted(names))} in {str(path)!r}, got {content!r}. {_REMEDY}")
     for name, value in content.items():
-        if expected := _expected(name, value):
-            raise ValueError(f"expected {expected} for {name} in {str(path)!r}, got {value!r}. {_REMEDY}")
-    return content
+        if name in _PARTS:
+            content[name] = _parsed(_PARTS[name], value, path)
+        elif not _CHECKS.get(name, _is_rate)(value):
+            raise ValueError(f"expected {name} of a cluster in {str(path)!r}, got {value!r}. {_REMEDY}")
+    return kind(**content)
 
 
-def _expected(name: str, value: Any) -> str | None:
-    """Return what a value should be; None where it is that."""
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if name == "device":
-        return None if isinstance(value, str) else "a text"
-    if name == "backend":
-        return None if value in ("nccl", "gloo") else "nccl or gloo"
-    if name in ("world_size", "ranks_per_node"):
-        return None if is_number and isinstance(value, int) and value >= 1 else "a positive int"
-    if value is None and name in ("wire_bytes_per_s", "memory_bytes"):
-        return None
-    is_valid = is_number and (value > 0 or (value == 0 and name.endswith("latency_s")))
-    return None if is_valid else "a positive number"
+def _is_rate(value: Any) -> bool:
+    return type(value) in (int, float) and value > 0  # NaN is not above zero
+
+
+_PARTS: dict[str, type] = {"network": Link, "within": Link, "device": Device}
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "name": lambda value: isinstance(value, str),
+    "backend": lambda value: value in ("nccl", "gloo"),
+    "world_size": lambda value: type(value) is int and value > 0,
+    "ranks_per_node": lambda value: type(value) is int and value > 0,
+    "latency": lambda value: value == 0 or _is_rate(value),
+    "step_overhead": lambda value: value is None or _is_rate(value),
+}
+"""Whether a value may stand under a name. Under all others rates stand."""
 
 
 # ---- The measurement.
 
 
-def measure_cluster(args: argparse.Namespace) -> Measured | None:
+def measure_cluster(args: argparse.Namespace) -> Cluster | None:
     """Measure this cluster. Collective over the job.
 
     Args:
@@ -301,7 +233,7 @@ class _Benchmark:
         self._cross = Hop("cross hop", topology.cross_group, traffic)
         self._node = Hop("node hop", topology.node_group, traffic)
 
-    def run(self) -> Measured:
+    def run(self) -> Cluster:
         is_gloo = self._device.type == "cpu"
         _say("the network between nodes", 1)
         cross_latency, cross_rate = self._hop(self._cross)
@@ -314,22 +246,17 @@ class _Benchmark:
         flops = self._flops()
         _say("quantization", 5)
         kernel_rate = self._kernel_rate()
-        return Measured(
-            device=_device_name(self._device),
-            backend=str(dist.get_backend(self._cross.group)),
-            world_size=dist.get_world_size(),
-            ranks_per_node=self._per_node,
+        # On loopback nothing but the processor limits gloo. Its ranks share the memory of the machine.
+        wire_rate = node_rate if is_gloo and self._node.size > 1 else math.inf
+        memory = math.inf if is_gloo else float(torch.cuda.get_device_properties(self._device).total_memory)
+        return Cluster(
+            dist.get_world_size(),
+            self._per_node,
             # All ranks of a node send through the one network that they share.
-            network_bytes_per_s=cross_rate * self._per_node,
-            network_latency_s=cross_latency,
-            within_bytes_per_s=node_rate,
-            within_latency_s=node_latency,
-            flops=flops,
-            kernel_bytes_per_s=kernel_rate,
-            copy_bytes_per_s=copy_rate,
-            # On loopback nothing but the processor limits gloo.
-            wire_bytes_per_s=node_rate if is_gloo and self._node.size > 1 else None,
-            memory_bytes=None if is_gloo else float(torch.cuda.get_device_properties(self._device).total_memory),
+            Link(cross_rate * self._per_node, cross_latency),
+            Link(node_rate, node_latency),
+            Device(_device_name(self._device), flops, flops, memory, kernel_rate, copy_rate, wire_rate),
+            "gloo" if str(dist.get_backend(self._cross.group)) == "gloo" else "nccl",
         )
 
     def _hop(self, hop: Hop) -> tuple[float, float]:

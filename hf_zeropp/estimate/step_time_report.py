@@ -170,7 +170,15 @@ class TimeEstimate:
 
 def _cluster(args: argparse.Namespace, setup: Setup) -> Cluster:
     if args.cluster:
-        return read_cluster(args.cluster).cluster(setup.world_size, setup.ranks_per_node)
+        measured = read_cluster(args.cluster)
+        if measured.ranks_per_node != setup.ranks_per_node:
+            raise ValueError(
+                f"expected a file measured with {setup.ranks_per_node} ranks per node, got one with {measured.ranks_per_node} "
+                f"({measured.world_size} ranks in all): it is of another cluster. Say --ranks-per-node "
+                f"{measured.ranks_per_node}, or measure this cluster with hf-zeropp bench-network."
+            )
+        # Other numbers of such nodes are what an estimate is for. What one node sends and receives stays the same.
+        return dataclasses.replace(measured, world_size=setup.world_size)
     return gpu_cluster(
         find_gpu(args.gpu),
         setup.world_size,
