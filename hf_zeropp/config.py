@@ -139,7 +139,6 @@ class ZeroPPConfig:
     hpz_bits: int | None = None
     qgz_bits: int | None = 4
     qgz_intra_bits: int | Literal["auto"] | None = AUTO
-    qgz_accumulate: Literal["node", "rank"] = "node"
     qgz_until: float = 1.0
     qgz_accumulator: Literal["float32", "bfloat16"] = "float32"
     qgz_accumulate: Literal["node", "rank"] = "node"
@@ -420,7 +419,6 @@ _CHECKS: dict[str, Check] = {
     "hpz_bits": one_of(8, None),
     "qgz_bits": one_of(*GRADIENT_BITS, None),
     "qgz_intra_bits": one_of(AUTO, *NODE_GRADIENT_BITS, None),
-    "qgz_accumulate": one_of("node", "rank"),
     "qgz_until": fraction,
     "qgz_accumulator": one_of("float32", "bfloat16"),
     "qgz_accumulate": one_of("node", "rank"),

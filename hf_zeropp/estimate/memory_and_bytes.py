@@ -11,8 +11,8 @@ The estimate of this package is exact where the shape of the model is known (fro
 1-D parameters are laid out by the functions that a run uses, and a test compares the result with what a run holds and sends.
 A shape made from a parameter count is that of a transformer of usual proportions.
 
-Bytes per step are those that enter one node, from other nodes or within it, all its ranks together. M is the bytes of all weights
-in 16 bits. With A micro-steps, and all weights trained, these bytes enter each node over the network:
+Bytes per step are those that enter one node, from other nodes or within it, all its ranks together. M is the bytes of all
+weights in 16 bits. With A micro-steps, and all weights trained, these bytes enter each node over the network:
 
 - ZeRO-3 by its definition: 3 M A (Y-1)/Y. Each micro-step gathers all weights twice, and reduces all gradients.
 - FSDP2 as Accelerate runs it: (2 A + 1) M (Y-1)/Y. It reduces in the last micro-step alone, and keeps gradients of full size until
@@ -52,6 +52,7 @@ from hf_zeropp.fsdp.predictions import (
     gathers_per_step,
     leaves_gathers_to_fsdp2,
     reduce_bytes,
+    reductions_per_step,
 )
 from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.traffic import Bytes, Peers, total
@@ -297,7 +298,7 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     memory = _sharded_memory(model, setup)
     memory["secondary"] = sum(gather.secondary_bytes() for gather in gathers)
     memory["accumulator"] = sum(reduce.accumulator_bytes() for reduce in reduces)
-    if setup.micro_steps > 1 and setup.config.qgz_accumulate == "node":
+    if setup.micro_steps > 1 and not setup.config.accumulates_on_rank:
         # Between micro-steps ``.grad`` holds no memory (fsdp/gradients/pending.py). In the last one a unit's gradient is made
         # before its partial sums are freed, and the next one's in their room: both are larger, fp32 or bf16, on two nodes or
         # more.
@@ -348,17 +349,12 @@ class UnitGather:
         hpz_size = resolve_hpz_size(setup.config.hpz_size, node_size, setup.world_size)
         self.keeps_secondary = hpz_size is not None
         self.node_hop, self.cross_hop = two_hop_peers(gather_node_size(hpz_size, node_size), setup)
-        # Weights in 16 bits move within the node by the backend's own all-gather.
-        self.is_native = setup.settings.qwz_intra_bits is None and self.node_hop.group_size > 1
         # bf16 is the compute dtype that is assumed throughout.
         self.layouts = gather_layouts(setup.settings, flat_shards(params, setup), torch.bfloat16, trains=True)
+        # The backend's own all-gathers move weights in 16 bits within the node.
+        self.is_native = self.layouts.decodes_first and self.node_hop.group_size > 1
         self.changes_bytes = changed_words_bytes(self.layouts, setup.share_of_changes)
         self._world_size = setup.world_size
-
-    @property
-    def decodes(self) -> bool:
-        """Whether the copy is kept in codes, of which a native node hop decodes the rank's own part."""
-        return self.layouts.kept.nbytes != HALF_BYTES * self.layouts.kept.numel
 
     def secondary_bytes(self) -> int:
         """Return the bytes of the copy that a rank keeps."""
@@ -374,7 +370,7 @@ class UnitGather:
         kept, delta = self.layouts.kept, self.layouts.delta
         received = self._world_size * kept.nbytes
         if self.is_native:  # the backend receives in FSDP2's own buffer
-            received = HALF_BYTES * self.cross_hop.group_size * kept.numel if self.decodes else 0
+            received = 0 if self.layouts.holds_weights else self.cross_hop.group_size * self.layouts.node_bytes
         of_delta = 0 if delta is None else delta.nbytes + MASTER_BYTES * delta.numel
         if delta is not None or self.layouts.sends_changes:
             return received + max(of_delta, 2 * kept.nbytes if self.layouts.sends_changes else 0)
@@ -412,7 +408,9 @@ class UnitReduce:
         self.node_hop, self.cross_hop = two_hop_peers(node_size, setup)
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
         quantizes = setup.settings.quantizes_gradients
-        self.layouts = reduce_layouts(setup.settings, flat_shards(params, setup), setup.reduce_dtype, quantizes=quantizes)
+        self.layouts = reduce_layouts(
+            setup.settings, flat_shards(params, setup), setup.reduce_dtype, quantizes=quantizes
+        )
         # The backend's own reduce-scatters run within the node.
         self.is_native = self.layouts.is_native and self.node_hop.group_size > 1
         self._setup = setup
@@ -422,7 +420,7 @@ class UnitReduce:
         setup, numel = self._setup, self.layouts.node_hop.numel
         if setup.micro_steps == 1:
             return 0
-        if setup.config.qgz_accumulate == "rank":
+        if setup.config.accumulates_on_rank:
             return setup.reduce_dtype.itemsize * setup.world_size * numel
         return getattr(torch, setup.config.qgz_accumulator).itemsize * self.cross_hop.group_size * numel
 
@@ -442,8 +440,8 @@ class UnitReduce:
 
     def hops(self, micro_steps: int) -> HopBytes:
         """Return what one rank receives in so many micro-steps."""
-        passes = 1 if self._setup.config.qgz_accumulate == "rank" else micro_steps
-        return reduce_bytes(self.layouts, cross_hop=self.cross_hop, node_hop=self.node_hop, micro_steps=passes)
+        times = reductions_per_step(micro_steps, accumulates_on_rank=self._setup.config.accumulates_on_rank)
+        return reduce_bytes(self.layouts, cross_hop=self.cross_hop, node_hop=self.node_hop, micro_steps=times)
 
 
 class FrozenGather:

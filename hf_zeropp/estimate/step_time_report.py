@@ -27,7 +27,15 @@ from hf_zeropp.estimate.cluster import (
 from hf_zeropp.estimate.measured_cluster import read_cluster
 from hf_zeropp.estimate.memory_and_bytes import SYNCED, estimate, ours
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, step_time, token_s, with_method, with_settings
+from hf_zeropp.estimate.step_time import (
+    SETTINGS,
+    StepTime,
+    method_names,
+    step_time,
+    token_s,
+    with_method,
+    with_settings,
+)
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import DEEPSPEED, METHODS
 from hf_zeropp.fsdp.weights.low_rates import LOWEST_RATES
@@ -74,7 +82,10 @@ def add_time_flags(parser: argparse.ArgumentParser) -> None:
         help=f"The share of the GPU's peak that training attains without communication. The default is {ATTAINABLE_MFU}, an "
         "assumption.",
     )
-    group.add_argument("--active", help="The parameters that one token meets in a mixture of experts, such as 37B. The default is what the model's config says.")
+    group.add_argument(
+        "--active",
+        help="The parameters that one token meets in a mixture of experts, such as 37B. By default its config says.",
+    )
     group.add_argument("--gpu-memory", help="The memory of a GPU, such as 80GB. The default is the GPU's own.")
     group.add_argument("--recommend", action="store_true", help="Print what to paste, and why.")
     group.add_argument(
@@ -258,7 +269,7 @@ def compare(job: Job, gpu_memory: float, methods: Iterable[str] | None = None) -
 def choices(job: Job, gpu_memory: float) -> list[Row]:
     """Return a row for each choice of settings: presets, with and without codes within a node and gradients on the rank."""
     setup = job.setup
-    presets = [preset for preset in EXACTNESS if setup.rate >= LOWEST_RATES.get(PRESETS[preset].get("qwz_bits"), 0.0)]
+    presets = [preset for preset in EXACTNESS if setup.rate >= LOWEST_RATES.get(PRESETS[preset].get("qwz_bits") or 0, 0.0)]
     rows = []
     # Within one node only ``pcie`` sends anything else than FSDP2 does.
     for preset in presets if setup.num_nodes > 1 else ("pcie",):

@@ -246,7 +246,7 @@ class _Maker:
         else:
             # Without a secondary shard nothing can be started ahead: a gather runs both hops when FSDP2 asks for it.
             first = again = self._crossing(unit.params) + self._node_gather(unit.params)
-        on_rank = self._setup.config.qgz_accumulate == "rank"
+        on_rank = self._setup.config.accumulates_on_rank
         reduce_last = self._two_hop_reduce(unit.params, last=True, accumulates=not on_rank)
         behind = 2 if overlaps and not self._is_gloo and self.num_nodes > 1 else 0
         split = len(reduce_last) - behind
@@ -362,9 +362,9 @@ class _Maker:
         # On CPU the ranks of a node read secondary shards in each other's memory.
         reads_peers = self._is_gloo and gather.keeps_secondary and self._setup.config.shared_memory
         if gather.is_native:
-            own = HALF_BYTES * slices * kept.numel
-            decode = (stages.kernel("decode", slices * kept.nbytes + own),) if gather.decodes else ()
-            return (*decode, stages.ring("node hop", own, peers))
+            own = slices * gather.layouts.node_bytes
+            decode = stages.kernel("decode", slices * kept.nbytes + own)
+            return (*(() if gather.layouts.holds_weights else (decode,)), stages.ring("node hop", own, peers))
         decode_all = stages.kernel("decode", self._setup.world_size * (kept.nbytes + HALF_BYTES * kept.numel))
         if peers.group_size == 1 or reads_peers:
             return (decode_all,)

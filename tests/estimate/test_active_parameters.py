@@ -32,7 +32,8 @@ PUBLISHED = {
     "gpt-oss-120b": (GptOssConfig(), 117e9, 5.1e9),
     "DBRX": (
         DbrxConfig(
-            d_model=6144, n_layers=40, n_heads=48, vocab_size=100352, attn_config={"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000.0},
+            d_model=6144, n_layers=40, n_heads=48, vocab_size=100352,
+            attn_config={"kv_n_heads": 8, "clip_qkv": 8, "rope_theta": 500000.0},
             ffn_config={"ffn_hidden_size": 10752, "moe_num_experts": 16, "moe_top_k": 4}, tie_word_embeddings=False,
         ),
         132e9,

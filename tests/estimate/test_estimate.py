@@ -269,7 +269,8 @@ def test_command_prints_every_method_in_80_columns(
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown and max(map(len, shown.splitlines())) <= 80
     rows = [line.split() for line in shown.splitlines()]
     num_methods = 9 if "--accumulation" in job else 8
-    for label in (*kinds, "gradients", "optimizer", "secondary", "total", "+ gathered", "across nodes", "in rings", "within node"):
+    traffic = ("across nodes", "in rings", "within node")
+    for label in (*kinds, "gradients", "optimizer", "secondary", "total", "+ gathered", *traffic):
         words = label.split()
         assert [len(row) for row in rows if row[: len(words)] == words] == [len(words) + num_methods], label
 

@@ -90,7 +90,9 @@ def test_leaving_it_off_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
 
 def exported(shown: str) -> dict[str, str]:
     """Return the variables that a shell would have behind the lines that are shown."""
-    lines = [line.removeprefix("export ").partition("#")[0] for line in shown.splitlines() if line.startswith("export ")]
+    lines = [
+        line.removeprefix("export ").partition("#")[0] for line in shown.splitlines() if line.startswith("export ")
+    ]
     return dict(line.strip().split("=") for line in lines)
 
 

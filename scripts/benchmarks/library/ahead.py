@@ -32,8 +32,8 @@ class Ahead:
         micro_steps: per step.
         gbit: of a node's network.
         stock: the fastest of FSDP2 and HSDP that fits, and its seconds; None where none fits.
-        own: the settings of this package to compare with it, and their seconds: those that are recommended, or else the fastest that
-            fit. None where none fit.
+        own: the settings of this package to compare with it, and their seconds: those that are recommended, or else the fastest
+            that fit. None where none fit.
         is_recommended: whether the settings are recommended, and not to leave this package off.
     """
 
@@ -67,8 +67,8 @@ def ahead_grids(rows: list[Ahead]) -> Iterator[Grid]:
     for model in MODELS:
         for micro_steps in ACCUMULATIONS:
             title = (
-                f"predicted, {model}, {micro_steps} micro-steps: x faster than the best of {', '.join(STOCK)} that fits; off where "
-                f"that is as fast, within {MARGIN:.0%}, and the recommendation is to leave this package off"
+                f"predicted, {model}, {micro_steps} micro-steps: x faster than the best of {', '.join(STOCK)} that fits; off "
+                f"where that is as fast, within {MARGIN:.0%}, and the recommendation is to leave this package off"
             )
             grid = Grid(title, ("GPUs", *(_network(gbit) for gbit in GBITS)))
             for world in WORLDS:
