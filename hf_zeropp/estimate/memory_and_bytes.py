@@ -15,7 +15,7 @@ Bytes per step are those that enter one node, from other nodes or within it, all
 weights in 16 bits. With A micro-steps, and all weights trained, these bytes enter each node over the network:
 
 - ZeRO-3 by its definition: 3 M A (Y-1)/Y. Each micro-step gathers all weights twice, and reduces all gradients.
-- FSDP2 as Accelerate runs it: (2 A + 1) M (Y-1)/Y. It reduces in the last micro-step alone, and keeps gradients of full size until
+- FSDP2 as Accelerate runs it: (2 A + 1) M (Y-1)/Y. It reduces in the last micro-step alone, and keeps full-size gradients until
   then. With ``sync_each_batch`` ("FSDP2 synced") it keeps shards, and sends what ZeRO-3 sends.
 - HSDP (FSDP2 over the ranks of each node): 2 M (Y-1)/Y, in an all-reduce of gradients.
 
@@ -352,7 +352,7 @@ class UnitGather:
         # bf16 is the compute dtype that is assumed throughout.
         self.layouts = gather_layouts(setup.settings, flat_shards(params, setup), torch.bfloat16, trains=True)
         # The backend's own all-gathers move weights in 16 bits within the node.
-        self.is_native = self.layouts.decodes_first and self.node_hop.group_size > 1
+        self.is_native = self.layouts.is_native and self.node_hop.group_size > 1
         self.changes_bytes = changed_words_bytes(self.layouts, setup.share_of_changes)
         self._world_size = setup.world_size
 

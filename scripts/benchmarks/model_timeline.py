@@ -43,9 +43,12 @@ STEPS = 3
 TOKENS = (2048, 4096, 8192)
 NETWORKS = ("50gbit", "100gbit", "200gbit", "400gbit")
 STOCK = "stock FSDP2"
+# The streams are emulated on a CPU, where other bits within a node are the default.
+NATIVE: dict[str, Any] = {"qwz_intra_bits": None, "qgz_intra_bits": None}
 METHODS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "delta": {"qwz_mode": "delta", "qwz_bits": 4},
+    "default": NATIVE,
+    "delta": NATIVE | {"qwz_mode": "delta", "qwz_bits": 4},
+    "default, INT8 within": {"qwz_intra_bits": 8, "qgz_intra_bits": 8},
 }
 ONE_STREAM, BESIDE = "one stream", "beside"
 CODES = {ONE_STREAM: {"overlap": False}, BESIDE: {}}
