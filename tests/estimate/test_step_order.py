@@ -26,13 +26,11 @@ from hf_zeropp.estimate.unit_work import UnitWork  # noqa: E402
 LAYERS = 6
 PER_NODE = model_timeline.RANKS_PER_NODE
 WORLD = model_timeline.NODES * PER_NODE
-QUANTIZED_WITHIN = {"qwz_intra_bits": 8, "qgz_intra_bits": 8}
-"""The estimate's meaning of "auto"."""
 
 
 @functools.cache
 def recorded(method: str, overlap: bool) -> Recording:
-    return model_timeline.record(model_timeline.METHODS[method] | QUANTIZED_WITHIN | {"overlap": overlap}, LAYERS)
+    return model_timeline.record(model_timeline.METHODS[method] | {"overlap": overlap}, LAYERS)
 
 
 def matrix(rows: int, columns: int) -> ParamShape:

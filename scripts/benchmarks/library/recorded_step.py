@@ -33,6 +33,9 @@ from happens_before import Operation, Stream  # noqa: E402  (only there)
 MATRIX_PRODUCTS = {"mm": "self", "addmm": "mat1"}
 """Operators that compute, each with the name of its left argument."""
 
+MOVE_NOTHING = ("new_empty", "all_gather_copy_in")
+"""Operators of a unit's exchanges that only allocate, and those whose parts are recorded by themselves."""
+
 MOVES_UNITS = ("fsdp", "zeropp")
 """Namespaces of operators that take the time of their bytes, wherever they run."""
 
@@ -123,7 +126,9 @@ class Recording:
         elif name in MATRIX_PRODUCTS:
             left, right = operation.arguments[MATRIX_PRODUCTS[name]], operation.arguments["mat2"]
             work = dataclasses.replace(work, operations=2 * left.numel() * right.shape[-1])
-        elif operation.func.namespace in MOVES_UNITS or operation.step or "_fused_" in name:
+        elif name not in MOVE_NOTHING and (
+            operation.func.namespace in MOVES_UNITS or operation.step or "_fused_" in name
+        ):
             work = dataclasses.replace(work, num_bytes=_touched_bytes(operation))
         # Other operators of the model are part of the share of its peak that a GPU attains.
         self.works.append(work)
