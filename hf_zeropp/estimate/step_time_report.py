@@ -269,7 +269,9 @@ def compare(job: Job, gpu_memory: float, methods: Iterable[str] | None = None) -
 def choices(job: Job, gpu_memory: float) -> list[Row]:
     """Return a row for each choice of settings: presets, with and without codes within a node and gradients on the rank."""
     setup = job.setup
-    presets = [preset for preset in EXACTNESS if setup.rate >= LOWEST_RATES.get(PRESETS[preset].get("qwz_bits") or 0, 0.0)]
+    presets = [
+        preset for preset in EXACTNESS if setup.rate >= LOWEST_RATES.get(PRESETS[preset].get("qwz_bits") or 0, 0.0)
+    ]
     rows = []
     # Within one node only ``pcie`` sends anything else than FSDP2 does.
     for preset in presets if setup.num_nodes > 1 else ("pcie",):

@@ -37,8 +37,8 @@ from library.study import RESULTS, command_line, versions
 
 from hf_zeropp.config import PRESETS
 from hf_zeropp.estimate.step_time import StepTime
+from hf_zeropp.estimate.step_time_report import EXACTNESS, recommended
 from hf_zeropp.estimate.step_time_report import Row as ComparisonRow
-from hf_zeropp.estimate.step_time_report import recommended
 from hf_zeropp.estimate.unit_work import DEEPSPEED
 
 MEDIAN_LIMIT, LARGEST_LIMIT, PAPER_LIMIT = 0.10, 0.25, 0.10
@@ -129,8 +129,10 @@ def preset_grid(study: OwnStudy) -> Grid:
     for rate in study.rates:
         for micro_steps in (1, 8):
             seconds = {preset: study.predict_preset(preset, rate, micro_steps) for preset in PRESETS}
-            times = [ComparisonRow(name, StepTime(step_s, 0, 0), 0, True) for name, step_s in seconds.items()]
-            choice = recommended(times)
+            times = [
+                ComparisonRow(name, StepTime(seconds[name], 0, 0), 0, True, {"preset": name}) for name in EXACTNESS
+            ]
+            choice = recommended((), times)
             assert choice is not None
             cells = [f"{step_s:.3g}" for step_s in seconds.values()]
             grid.rows.append([f"{rate}, {micro_steps}", *cells, choice.method])

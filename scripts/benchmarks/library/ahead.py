@@ -1,4 +1,4 @@
-"""Predict where this package pays: H100s from 8 to 1,024, on networks of 10 Gbit/s to 3.2 Tbit/s. No row here was measured."""
+"""Predict where this package pays: H100s from 16 to 256, on networks of 10 Gbit/s to 3.2 Tbit/s. No row here was measured."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from hf_zeropp.estimate.training_job import Job, Setup
 from library.pages import Grid
 from library.plots import log_ticks, panels, pyplot, save
 
-MODELS = ("7B", "70B", "405B")
-WORLDS = (8, 16, 64, 256, 1024)
-GBITS = (10, 100, 400, 800, 3200)
+MODELS = ("7B", "70B")
+WORLDS = (16, 64, 256)
+GBITS = (10, 100, 200, 400, 800, 3200)
 ACCUMULATIONS = (1, 8)
 RANKS_PER_NODE = 8
 TOKENS = 2048
@@ -89,7 +89,7 @@ def plot_ahead(rows: list[Ahead], path: Path) -> None:
         for world in WORLDS:
             gains = [_find(rows, model, world, micro_steps, gbit).gain for gbit in GBITS]
             shown = [(place, gain) for place, gain in enumerate(gains) if gain is not None]
-            if shown and world > RANKS_PER_NODE:
+            if shown:
                 color = pyplot().cm.viridis(WORLDS.index(world) / len(WORLDS))
                 axis.plot(*zip(*shown, strict=True), color=color, marker=".", label=f"{world} GPUs")
         if not axis.lines:
@@ -134,8 +134,6 @@ def _find(rows: list[Ahead], model: str, world_size: int, micro_steps: int, gbit
 def _cell(row: Ahead) -> str:
     if row.own is None:
         return "nothing fits" if row.stock is None else f"{row.stock[0]} alone fits"
-    if row.world_size == RANKS_PER_NODE:
-        return "one node"
     if row.stock is None or row.gain is None:
         return f"{row.own[0]} alone fits"
     return f"{'' if row.is_recommended else 'off: '}{row.gain:.2f} ({row.own[0]}; {row.stock[0]})"
