@@ -261,22 +261,17 @@ class _Benchmark:
 
     def _hop(self, hop: Hop) -> tuple[float, float]:
         """Return seconds of a small collective, and bytes per second that one rank receives in large ones."""
-        latency = self._seconds(self._gather(hop, SMALL_BYTES))
+        latency = self._seconds(self._collective(hop.all_gather, SMALL_BYTES, hop.size * SMALL_BYTES))
         wire_bytes = self._wire_bytes // hop.size * hop.size
         received = (hop.size - 1) * wire_bytes + (hop.size - 1) * wire_bytes // hop.size
-        seconds = self._seconds(self._gather(hop, wire_bytes)) + self._seconds(self._exchange(hop, wire_bytes))
+        seconds = self._seconds(self._collective(hop.all_gather, wire_bytes, hop.size * wire_bytes))
+        seconds += self._seconds(self._collective(hop.all_to_all, wire_bytes, wire_bytes))
         # A latency that swallows a large collective would leave no time for its bytes: a noisy machine does that.
         return latency, received / max(seconds - 2 * latency, seconds / 2)
 
-    def _gather(self, hop: Hop, wire_bytes: int) -> Callable[[], object]:
-        wire = torch.zeros(wire_bytes, dtype=torch.uint8, device=self._device)
-        output = torch.zeros(hop.size * wire_bytes, dtype=torch.uint8, device=self._device)
-        return lambda: hop.all_gather(output, wire)
-
-    def _exchange(self, hop: Hop, wire_bytes: int) -> Callable[[], object]:
-        wire = torch.zeros(wire_bytes, dtype=torch.uint8, device=self._device)
-        output = torch.zeros_like(wire)
-        return lambda: hop.all_to_all(output, wire)
+    def _collective(self, start: Callable[..., object], sent: int, received: int) -> Callable[[], object]:
+        wire, output = (torch.zeros(size, dtype=torch.uint8, device=self._device) for size in (sent, received))
+        return lambda: start(output, wire)
 
     def _flops(self) -> float:
         """Return operations per second in the forward and backward passes of a block's feed-forward layer."""

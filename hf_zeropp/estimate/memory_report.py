@@ -23,10 +23,14 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     Methods are the columns because all of them fit 80 characters; the kinds of memory would not. Each number has a unit of
     its own for the same reason: a shard may be a millionth of the model.
     """
+    # The papers' methods and FSDP2 do not pack frozen weights.
+    format = model.frozen_format(setup.config.frozen_bits)
+    base = f", base in {16 if format is None else format.bits} bits" if model.frozen_units else ""
+    layers = f"layers cut over {setup.tensor_parallel} ranks, " if setup.tensor_parallel > 1 else ""
     title = (
-        f"{model.name}: {_shorten(model.num_params, COUNT_UNITS)} parameters, "
-        f"{_shorten(model.num_trainable, COUNT_UNITS)} trained{_base(model, setup)}\n"
-        f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {_layers(setup)}{setup.optimizer}, "
+        f"{model.name}: {shorten(model.num_params, COUNT_UNITS)} parameters, "
+        f"{shorten(model.num_trainable, COUNT_UNITS)} trained{base}\n"
+        f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {layers}{setup.optimizer}, "
         f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
     synced = f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n"
@@ -45,11 +49,13 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
 
     # A dash for zero: most methods lack most kinds of memory, and the numbers that are there should stand out.
     def add_row(label: str, values: Iterable[float]) -> None:
-        result.add_row(label, *(_shorten(value, BYTE_UNITS) if value else "-" for value in values))
+        result.add_row(label, *(shorten(value, BYTE_UNITS) if value else "-" for value in values))
 
     result.add_row("Memory", style="italic")
-    for kind in _kinds_in(estimates):
-        add_row(f" {_label(kind, model)}", (one.memory[kind] for one in estimates))
+    labels = {"frozen": "frozen base"} | ({"parameters": "adapters"} if model.frozen_units else {})
+    for kind in KINDS:
+        if any(one.memory[kind] for one in estimates):
+            add_row(f" {labels.get(kind, kind)}", (one.memory[kind] for one in estimates))
     add_row(" total", (one.total for one in estimates))
     add_row(" + gathered", (one.gathered for one in estimates))
     result.add_section()
@@ -58,24 +64,6 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     add_row(" in rings", (one.in_rings for one in estimates))
     add_row(" within node", (one.intra_node for one in estimates))
     return result
-
-
-def _base(model: ModelShape, setup: Setup) -> str:
-    """Return what the title says of the frozen weights. The papers' methods and FSDP2 do not pack them."""
-    format = model.frozen_format(setup.config.frozen_bits)
-    return f", base in {16 if format is None else format.bits} bits" if model.frozen_units else ""
-
-
-def _layers(setup: Setup) -> str:
-    """Return what the title says of tensor parallelism."""
-    return f"layers cut over {setup.tensor_parallel} ranks, " if setup.tensor_parallel > 1 else ""
-
-
-def _label(kind: str, model: ModelShape) -> str:
-    """Return the name of a kind of memory in the table."""
-    if kind == "parameters" and model.frozen_units:
-        return "adapters"
-    return "frozen base" if kind == "frozen" else kind
 
 
 def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[str, Any]:
@@ -87,12 +75,7 @@ def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[
     }
 
 
-def _kinds_in(estimates: list[Estimate]) -> list[str]:
-    """Return the kinds of memory that at least one method takes."""
-    return [kind for kind in KINDS if any(one.memory[kind] for one in estimates)]
-
-
-def _shorten(number: float, units: Sequence[str]) -> str:
+def shorten(number: float, units: Sequence[str]) -> str:
     """Return three significant digits of ``number`` and its unit: "1.75G" for 1_749_600_000. Each unit is 1000 of the last."""
     index = 0
     while number >= 999.5 and index < len(units) - 1:  # from there on, three digits round to 1000

@@ -26,6 +26,7 @@ from hf_zeropp.estimate.cluster import (
 )
 from hf_zeropp.estimate.measured_cluster import read_cluster
 from hf_zeropp.estimate.memory_and_bytes import SYNCED, estimate, ours
+from hf_zeropp.estimate.memory_report import COUNT_UNITS, shorten
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.step_time import (
     SETTINGS,
@@ -151,18 +152,12 @@ class TimeEstimate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the cluster and the predictions."""
-        times = [
-            {
-                "method": row.method,
-                "step_s": row.time.step_s,
-                "tokens_per_s": row.time.tokens_per_s(self._job),
-                "mfu": row.time.mfu(self._job),
-                "exposed": row.time.exposed,
-                "memory": row.memory,
-                "fits": row.fits,
-            }
-            for row in self._rows
-        ]
+        names = ("method", "step_s", "tokens_per_s", "mfu", "exposed", "memory", "fits")
+        times = []
+        for row in self._rows:
+            time = row.time
+            rates = (time.step_s, time.tokens_per_s(self._job), time.mfu(self._job), time.exposed)
+            times.append(dict(zip(names, (row.method, *rates, row.memory, row.fits), strict=True)))
         cluster = dataclasses.asdict(self._job.cluster)
         return {"simulated": True, "cluster": cluster, "tokens": self._job.tokens, "times": times}
 
@@ -362,10 +357,8 @@ def _off(row: Row, setup: Setup) -> str:
 
 
 def _reason(job: Job, row: Row, rows: list[Row], own: list[Row]) -> str:
-    ours = row if row.settings is not None else fastest(own)
+    ours = row if row.settings is not None else fastest(own) or min(own, key=lambda one: one.time.step_s)
     others = [one for one in rows if one.method in STOCK]
-    if ours is None:
-        ours = min(own, key=lambda one: one.time.step_s)
     told = [f"{one.time.step_s:.3g} s of {one.method}{'' if one.fits else ', which does not fit'}" for one in others]
     said = f"{ours.method} is predicted to take {ours.time.step_s:.3g} s per step, against {' and '.join(told)}"
     if job.setup.num_nodes == 1:
@@ -400,7 +393,7 @@ def time_table(job: Job, rows: Sequence[Row], gpu_memory: float) -> Table:
         time = row.time
         cells = (
             f"{time.step_s:.4g}",
-            _count(time.tokens_per_s(job)),
+            shorten(time.tokens_per_s(job), COUNT_UNITS),
             f"{time.mfu(job):.1%}",
             f"{time.exposed:.0%}",
             f"{row.memory / 1e9:.3g}",
@@ -418,7 +411,7 @@ def generation_table(job: Job) -> Table:
     result.add_column("tokens/s, all ranks", justify="right")
     for method in GENERATION_METHODS:
         tokens_per_s = job.tokens * job.setup.world_size / token_s(job, method)
-        result.add_row(method, _count(tokens_per_s))
+        result.add_row(method, shorten(tokens_per_s, COUNT_UNITS))
     return result
 
 
@@ -431,10 +424,3 @@ def _caption(job: Job, gpu_memory: float) -> str:
         "Exposed: the share of a step in which a rank does not compute.\n"
         f"GB/rank is without activations; {limit}."
     )
-
-
-def _count(number: float) -> str:
-    for factor, unit in ((1e6, "M"), (1e3, "K")):
-        if number >= factor:
-            return f"{number / factor:.3g}{unit}"
-    return f"{number:.3g}"

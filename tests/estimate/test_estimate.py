@@ -11,7 +11,7 @@ from harness import run_ranks
 
 from hf_zeropp import ZeroPPConfig, cli
 from hf_zeropp.estimate.memory_and_bytes import estimate, ours
-from hf_zeropp.estimate.memory_report import BYTE_UNITS, _shorten
+from hf_zeropp.estimate.memory_report import BYTE_UNITS, shorten
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.integrations.pretrained_shape import units_of
@@ -279,7 +279,7 @@ def test_command_prints_every_method_in_80_columns(
     ("number", "text"), [(0.5, "0.5"), (999.4, "999"), (999.5, "1K"), (1_749_600_000, "1.75G"), (3.2e18, "3.2e+03P")]
 )
 def test_numbers_have_three_digits_and_a_unit(number: float, text: str) -> None:
-    assert _shorten(number, BYTE_UNITS) == text
+    assert shorten(number, BYTE_UNITS) == text
 
 
 def test_command_gives_json(capsys: pytest.CaptureFixture) -> None:
