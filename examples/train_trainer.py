@@ -32,7 +32,7 @@ from transformers import (
     set_seed,
 )
 
-from hf_zeropp import ZeroPPCallback
+from hf_zeropp import Muon, ZeroPPCallback
 
 
 @dataclasses.dataclass
@@ -44,6 +44,7 @@ class ScriptArguments:
     text_files: str = os.path.join(sysconfig.get_path("stdlib"), "*.py")
     seq_len: int = 128
     vocab_size: int = 4096
+    muon: bool = dataclasses.field(default=False, metadata={"help": "train the matrices of layers with Muon"})
 
 
 @dataclasses.dataclass
@@ -123,6 +124,7 @@ def main() -> None:
         text = load_text(script)
         tokenizer = load_tokenizer(script, text, args.output_dir)
         tokens = tokenize(text, tokenizer, script.seq_len).train_test_split(test_size=256, seed=args.seed)
+    settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     trainer = Trainer(
         model=build_model(script, tokenizer),
         args=args,
@@ -131,6 +133,7 @@ def main() -> None:
         data_collator=default_data_collator,
         processing_class=tokenizer,
         callbacks=[ZeroPPCallback()],
+        optimizer_cls_and_kwargs=(lambda: Muon.of_model, settings) if script.muon else None,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     trainer.save_model()

@@ -22,6 +22,7 @@ from hf_zeropp.frozen.packing import quantize_frozen
 from hf_zeropp.generation import generation_mode
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
+from hf_zeropp.muon import Muon
 
 order_launches()  # NCCL reads its variables once: here most scripts have made no process group yet
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "Muon",
     "ZeroPPCallback",
     "ZeroPPConfig",
     "ZeroPPHandle",

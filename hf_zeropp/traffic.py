@@ -39,6 +39,7 @@ REDUCE_REPLICAS = "reduce, replicas"
 GATHER_FROZEN = "gather, frozen weights"
 FSDP2_GATHER = "gather, FSDP2's own"
 FSDP2_REDUCE = "reduce, FSDP2's own"
+OPTIMIZER = "optimizer, its own"
 
 
 @dataclasses.dataclass

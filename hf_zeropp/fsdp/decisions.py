@@ -36,6 +36,7 @@ from hf_zeropp.comm.agreement import Agreement, Answer, Statement
 from hf_zeropp.fsdp.gradients.backward_passes import Backward, current_backward, require_backward
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.withheld import give_everywhere
+from hf_zeropp.fsdp.optimizer_traffic import OptimizerTraffic
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
@@ -116,6 +117,7 @@ class Decisions:
         self._frozen = list(frozen)
         self._micro_steps = run.micro_steps
         self._driver = run.driver
+        self._optimizers = OptimizerTraffic(run.traffic)
         self._agreement = agreement
         self._micro_step_answer: Answer | None = None
         self._backward = Backward(self._end_backward)
@@ -306,7 +308,8 @@ class Decisions:
             DisagreementError: on every rank, if ranks did not reduce the same gradients.
         """
         held = _params_of(optimizer)
-        if self._reduces_for(held):
+        reduces = self._reduces_for(held)
+        if reduces:
             if self._is_generating:
                 raise RuntimeError(
                     f"An optimizer steps inside generation_mode (rank {dist.get_rank()}), where weights must not change. Leave "
@@ -319,11 +322,14 @@ class Decisions:
                 # A write up to now was no optimizer's. With deltas that matters: after a step a delta is enough,
                 # after any other write whole weights must cross.
                 gather.copy.before_step(has_closure=has_closure)
+        if reduces:
+            self._optimizers.begin_step(optimizer, has_closure=has_closure)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
         held = _params_of(optimizer)
         if self._reduces_for(held):
+            self._optimizers.end_step(optimizer)
             self._run.traffic.end_optimizer_step()
             if not self._has_stepped:
                 self._has_stepped = True

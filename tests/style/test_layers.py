@@ -24,6 +24,7 @@ LAYERS = [
     "sizes",
     "devices",
     "compat",
+    "muon",
     "ops",
     "traffic",
     "comm",

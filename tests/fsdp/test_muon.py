@@ -1,0 +1,229 @@
+"""Muon on sharded matrices gives the bits of the unsharded update, and what an optimizer sends by itself is counted and named."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import tempfile
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from harness import Scenarios
+from toy import EXACT, backward, make_lm, shard
+from torch.distributed.fsdp import fully_shard
+from trainer_runs import build_trainer, callback_of, logged, losses, same_weights, weights
+
+from hf_zeropp import Muon, apply_zeropp
+from hf_zeropp.fsdp import optimizer_traffic
+from hf_zeropp.integrations.step_log import CROSS_NODE
+from hf_zeropp.traffic import OPTIMIZER, Bytes
+
+CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
+# Fewer rows than ranks, rows that ranks share unevenly, more matrices than ranks and not a multiple of them.
+SIZES = ((13, 40), (40, 7), (7, 3), (3, 29), (29, 29))
+
+
+class Experts(nn.Module):
+    """A stack of matrices, as Transformers fuses the experts of a layer; as many as there are ranks, and one more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(5, 29, 11))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.einsum("bi,eio->beo", x, self.stack)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(i, o, bias=i > 20) for i, o in SIZES), Experts())
+
+
+def muon_has_the_bits_of_the_unsharded_update(rank: int) -> None:
+    sharded, whole = layers(), layers()
+    for layer in sharded:
+        fully_shard(layer)
+    ours = Muon.of_model(fully_shard(sharded), lr=1e-2)
+    matrices = [param for param in whole.parameters() if param.ndim == 2]
+    experts = [nn.Parameter(expert) for expert in whole[-1].stack.detach().clone()]
+    settings = {"lr": 1e-2, "adjust_lr_fn": "match_rms_adamw"}
+    theirs = torch.optim.Muon([*matrices, *experts], **settings)
+    adamw = torch.optim.AdamW([param for param in whole.parameters() if param.ndim == 1], lr=1e-2, weight_decay=0.1)
+    for step in range(4):
+        torch.manual_seed(step)
+        sharded(torch.randn(6, 13)).square().sum().backward()
+        for mine, its in zip(sharded.parameters(), whole.parameters(), strict=True):
+            its.grad = mine.grad.full_tensor()
+        for expert, grad in zip(experts, whole[-1].stack.grad, strict=True):
+            expert.grad = grad.clone()
+        for optimizer in (ours, theirs, adamw):
+            optimizer.step()
+        ours.zero_grad()
+        whole[-1].stack.data.copy_(torch.stack(experts))
+        for mine, its in zip(sharded.parameters(), whole.parameters(), strict=True):
+            assert torch.equal(mine.full_tensor(), its), (step, tuple(its.shape))
+
+
+def train(rank: int, optimizer_of, steps: int = 4):
+    model = shard(make_lm(hidden=64, inner=128))
+    handle = apply_zeropp(model, CONFIG)
+    optimizer = optimizer_of([param for param in model.blocks.parameters() if param.ndim == 2])
+    with messages() as logs:
+        for step in range(steps):
+            backward(model, rank, step)
+            optimizer.step()
+            model.zero_grad()
+    return handle, optimizer, logs
+
+
+@contextlib.contextmanager
+def messages():
+    logs: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logs.append(record.getMessage())
+    optimizer_traffic.logger.addHandler(handler)
+    yield logs
+    optimizer_traffic.logger.removeHandler(handler)
+
+
+def what_muon_sends_is_counted(rank: int) -> None:
+    """Each of 4 ranks owns one of 4 matrices: it receives 3/4 of that one, half of it from another node, and its parts of three."""
+    handle, _, logs = train(rank, Muon)
+    counted = handle.traffic.counts[OPTIMIZER]
+    matrix = 64 * 128 * 2
+    assert (counted.cross_node, counted.intra_node) == (4 * 2 * matrix // 2, 4 * 2 * matrix // 4)
+    assert logs == []
+
+
+def torchs_muon_is_named_with_the_remedy(rank: int) -> None:
+    handle, _, logs = train(rank, torch.optim.Muon)
+    counted = handle.traffic.counts[OPTIMIZER]
+    model = sum(count.cross_node for name, count in handle.traffic.counts.items() if name != OPTIMIZER)
+    assert counted.cross_node > 2 * model
+    if rank == 0:
+        (message,) = logs
+        assert "Muon sends" in message and "use hf_zeropp.Muon" in message
+    else:
+        assert logs == []
+
+
+def adamw_sends_nothing_and_the_models_own_bytes_are_left_out(rank: int) -> None:
+    handle, optimizer, logs = train(rank, torch.optim.AdamW)
+    assert OPTIMIZER not in handle.traffic.counts
+    assert logs == []
+    # Steps that are not watched, and models that are gone, leave nothing behind.
+    assert optimizer_traffic._Watch.active is None
+    gone = weakref.ref(optimizer)
+    del optimizer
+    assert gone() is None
+
+
+def a_step_that_raises_ends_its_watch(rank: int) -> None:
+    class Failing(torch.optim.SGD):
+        fails = False
+
+        def step(self, closure=None):
+            if self.fails:
+                raise RuntimeError("on all ranks")
+            return super().step(closure)
+
+    model = shard(make_lm())
+    handle = apply_zeropp(model, CONFIG)
+    optimizer = Failing(model.parameters(), lr=0.1)
+    for step in range(5):
+        backward(model, rank, step)
+        optimizer.fails = step == 1
+        with pytest.raises(RuntimeError, match="on all ranks") if optimizer.fails else contextlib.nullcontext():
+            optimizer.step()
+        model.zero_grad()
+    assert optimizer_traffic._Watch.active is None
+    assert OPTIMIZER not in handle.traffic.counts
+
+
+def collectives_count_as_their_backends_carry_them(rank: int) -> None:
+    """On 2 x 2 ranks; rings share out what enters a node evenly among its ranks."""
+
+    class Sending(torch.optim.SGD):
+        send = None
+
+        def step(self, closure=None):
+            self.send()
+            return super().step(closure)
+
+    part, whole = torch.zeros(1000), torch.zeros(4000)
+    parts = list(whole.split(1000))
+    expected = {
+        "all_gather": (lambda: dist.all_gather_into_tensor(whole, part), Bytes(1, 6000, 6000)),
+        "all_gather of lists": (lambda: dist.all_gather(parts, part), Bytes(1, 6000, 6000)),
+        "reduce_scatter": (lambda: dist.reduce_scatter_tensor(part, whole), Bytes(1, 6000, 6000)),
+        "all_reduce": (lambda: dist.all_reduce(whole), Bytes(1, 12000, 12000)),
+        "all_to_all": (lambda: dist.all_to_all_single(whole, torch.zeros(4000)), Bytes(1, 4000, 8000)),
+        "all_to_all of lists": (lambda: dist.all_to_all(parts, [part.clone() for _ in parts]), Bytes(1, 4000, 8000)),
+        "broadcast": (lambda: dist.broadcast(whole, 0), Bytes(1, 6000, 6000)),
+    }
+    for name, (send, received) in expected.items():
+        model = shard(make_lm())
+        handle = apply_zeropp(model, CONFIG)
+        optimizer = Sending(model.parameters(), lr=0.1)
+        optimizer.send = send
+        for step in range(5):
+            backward(model, rank, step)
+            optimizer.step()
+            model.zero_grad()
+        assert handle.traffic.counts[OPTIMIZER] == received.times(5), name
+
+
+def a_trainer_resumes_with_the_bits_of_an_unbroken_run(rank: int) -> None:
+    folder = [tempfile.mkdtemp() if rank == 0 else None]
+    dist.broadcast_object_list(folder)
+    runs = []
+    for resume in (None, True):
+        trainer = build_trainer(
+            folder[0],
+            max_steps=6 if resume else 4,
+            save_strategy="steps",
+            save_steps=4,
+            **({} if resume else {"logging_steps": 1}),
+        )
+        trainer.optimizer_cls_and_kwargs = (lambda: Muon.of_model, {"lr": 2e-3})
+        trainer.train(resume_from_checkpoint=resume)
+        runs.append(trainer)
+    straight = build_trainer(folder[0] + "-straight", save_strategy="steps", save_steps=4)
+    straight.optimizer_cls_and_kwargs = (lambda: Muon.of_model, {"lr": 2e-3})
+    straight.train()
+    assert losses(straight) == losses(runs[1])
+    assert same_weights(weights(straight), weights(runs[1]))
+    assert losses(straight)[-1] < losses(straight)[0]
+    # The log holds the optimizer's bytes as well: those of its first step come with the second.
+    counts = callback_of(straight).handle.traffic.counts
+    assert counts[OPTIMIZER].cross_node > 0
+    of_steps = logged(straight, CROSS_NODE)
+    assert of_steps[3] == pytest.approx(of_steps[5]) and of_steps[0] < of_steps[3] < of_steps[1]
+
+
+def what_is_no_matrix_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=r"Muon takes matrices, got a parameter of shape \(12,\).* use Muon.of_model"):
+        Muon(make_lm().blocks[0].norm.parameters())
+
+
+SCENARIOS = Scenarios(
+    4,
+    [
+        muon_has_the_bits_of_the_unsharded_update,
+        what_muon_sends_is_counted,
+        torchs_muon_is_named_with_the_remedy,
+        adamw_sends_nothing_and_the_models_own_bytes_are_left_out,
+        a_step_that_raises_ends_its_watch,
+        collectives_count_as_their_backends_carry_them,
+        a_trainer_resumes_with_the_bits_of_an_unbroken_run,
+        what_is_no_matrix_is_refused,
+    ],
+)
+
+
+@SCENARIOS.parametrize
+def test_muon(scenario):
+    SCENARIOS.check(scenario)
