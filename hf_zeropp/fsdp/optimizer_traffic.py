@@ -70,10 +70,11 @@ def _warn_if_much(optimizer: torch.optim.Optimizer, received: Bytes, traffic: Tr
     # The bytes of this package's Muon are those that Muon needs.
     if received.cross_node > of_model and not isinstance(optimizer, Muon) and dist.get_rank() == 0:
         logger.warning(
-            "%s sends %.1f MB to a node from other nodes in each step, by collectives of its own; the model sends %.1f MB. An "
-            "optimizer that updates element by element (AdamW) sends nothing. For Muon use hf_zeropp.Muon, which computes what "
-            "torch.optim.Muon does and sends at most half of the model.",
+            "%s of %s sends %.1f MB to a node from other nodes in each step, by collectives of its own; the model sends %.1f MB. "
+            "An optimizer that updates element by element (AdamW) sends nothing. For Muon use hf_zeropp.Muon, which computes "
+            "what torch.optim.Muon does and sends at most half of the model.",
             type(optimizer).__name__,
+            type(optimizer).__module__.partition(".")[0],
             received.cross_node * traffic.ranks_per_node / 1e6,
             of_model * traffic.ranks_per_node / 1e6,
         )

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from harness import Scenarios
-from toy import EXACT, backward, make_lm, shard
 from torch.distributed.fsdp import fully_shard
+from toy import EXACT, backward, make_lm, shard
 from trainer_runs import build_trainer, callback_of, logged, losses, same_weights, weights
 
 from hf_zeropp import Muon, apply_zeropp
@@ -90,7 +90,7 @@ def messages():
 
 
 def what_muon_sends_is_counted(rank: int) -> None:
-    """Each of 4 ranks owns one of 4 matrices: it receives 3/4 of that one, half of it from another node, and its parts of three."""
+    """Each of 4 ranks owns one of 4 matrices: it receives 3/4 of that one, 2/4 from another node, and as much of the others."""
     handle, _, logs = train(rank, Muon)
     counted = handle.traffic.counts[OPTIMIZER]
     matrix = 64 * 128 * 2
@@ -105,7 +105,7 @@ def torchs_muon_is_named_with_the_remedy(rank: int) -> None:
     assert counted.cross_node > 2 * model
     if rank == 0:
         (message,) = logs
-        assert "Muon sends" in message and "use hf_zeropp.Muon" in message
+        assert "Muon of torch sends" in message and "use hf_zeropp.Muon" in message
     else:
         assert logs == []
 
