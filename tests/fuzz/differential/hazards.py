@@ -186,6 +186,8 @@ class Walk:
 
     def _backward(self, name: str, args: dict) -> None:
         if name == "abort":
+            if self.pending and self.case.accumulates_on_rank:
+                self.found.add("waits on the rank")
             self.has_grads = False
             self.pending.clear()
             self.unsharded -= self._used(args)
