@@ -378,7 +378,7 @@ class Decisions:
         for reduce in self.reduces:
             # After the last micro-step this also settles units that took no part in it. After another one it only
             # takes the wrappers off gradients that are complete; what is owed stays for the next micro-step.
-            if self._micro_steps.is_last_now or not reduce.owes:
+            if not reduce.is_settled and (self._micro_steps.is_last_now or not reduce.owes):
                 reduce.deliver()
         if answer is not None:
             self._give_withheld(answer.largest())

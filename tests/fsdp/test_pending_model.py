@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_zeropp.comm.agreement import Agreement, Channel
 from hf_zeropp.comm.hop import Hop, WireBuffers
-from hf_zeropp.comm.topology import get_topology, whole_world
+from hf_zeropp.comm.topology import WorldGroups, get_topology, whole_world
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
@@ -47,6 +47,7 @@ class FakeUnit:
 
     shows_reduced_output = False
     reduce_dtype = torch.float32
+    gradient_divide_factor = None
     modules: tuple[torch.nn.Module, ...] = ()
 
     def __init__(self, name: str, params: dict[str, DTensor]) -> None:
@@ -132,7 +133,8 @@ class Model:
         self.units = [FakeUnit(unit, {name: self.params[name] for name in own}) for unit, own in UNITS.items()]
         world = dist.group.WORLD
         config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None, overlap=overlap)
-        run = Run.of(config, get_topology(1, "cpu"), whole_world(), Traffic(1, 1), hpz_size=None)
+        groups = WorldGroups(whole_world(), whole_world(), ())
+        run = Run.of(config, get_topology(1, "cpu"), groups, None, Traffic(1, 1), hpz_size=None)
         self.micro_steps, self.driver = run.micro_steps, run.driver
         self.decisions = CountedDecisions(run, Agreement(Channel(world)), [])
         hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())

@@ -143,27 +143,33 @@ class PendingGradients:
         self._aside: dict[DTensor, DTensor] = {}  # gradients without memory, while FSDP2 finds None in their place
         self._new: set[DTensor] = set()  # the parameters for which FSDP2 finds None, and puts zeros there
 
-    def make_way(self, reduced: frozenset[DTensor]) -> None:
+    def make_way(self, reduced: Callable[[], Iterable[DTensor]]) -> None:
         """Let FSDP2 find plain tensors, or None, in ``.grad``.
 
         Args:
-            reduced: the parameters to whose gradients it is about to add its output.
+            reduced: returns the parameters to whose gradients it is about to add its output.
         """
+        self._new.clear()
+        if not self._is_held:  # nearly always on accelerators, and nothing is asked
+            return
         self._forget_orphans()
-        for param, waiting in self._waiting.items() if self._is_held else ():
+        with_output = frozenset(reduced())
+        for param, waiting in self._waiting.items():
             grad = param.grad
             assert isinstance(grad, DTensor)
-            if waiting.is_empty and param in reduced:
+            if waiting.is_empty and param in with_output:
                 self._aside[param] = grad
                 param.grad = None
             else:
                 set_local_tensor(grad, waiting.plain)
         self._is_held = False
+
+    def expect_zeros(self, reduced: Iterable[DTensor]) -> None:
+        """FSDP2 is about to add zeros to the gradients of these parameters."""
         self._new = {param for param in reduced if param.grad is None}
 
     def expect_values(self) -> None:
         """FSDP2 is about to add more than zeros."""
-        self._new.clear()
         for waiting in self._waiting.values():
             waiting.is_zeros = False
 
@@ -208,8 +214,14 @@ class PendingGradients:
 
     def clear(self) -> None:
         """Nothing is pending any more: leave plain tensors in ``.grad``."""
-        self.release()
-        self._waiting.clear()
+        if not self.is_clear:
+            self.release()
+            self._waiting.clear()
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether no gradient waits, or waited and is to be given back."""
+        return not (self._waiting or self._is_held or self._aside)
 
     def plain_of(self, param: DTensor) -> torch.Tensor:
         """Return the tensor to which the result for ``param`` is added. Only where ``waits(param)``."""

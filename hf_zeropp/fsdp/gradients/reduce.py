@@ -136,6 +136,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._shown_output = output_tensor if shows_output else None
         output = None if driver.is_late or not crosses else output_tensor
         if output is None:
+            self.pending.expect_zeros(one.param for one in parts if one.has_gradient)
             output_tensor.zero_()
         else:
             self.pending.expect_values()
@@ -264,7 +265,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def before_post_backward(self) -> None:
         """FSDP2 is about to add to ``.grad``: give it plain tensors, and forget contributions to gradients that are gone."""
-        self.pending.make_way(frozenset(one.param for one in self.unit.reduced_shards() if one.has_gradient))
+        self.pending.make_way(lambda: [one.param for one in self.unit.reduced_shards() if one.has_gradient])
         self._drop_unwanted()
         self.withheld.forget_unwanted()
 
@@ -292,6 +293,11 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         return self._partial is not None and any(
             self.pending.waits(column.param) for column in self._partial.form.columns
         )
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether ``deliver`` has nothing to do."""
+        return not self._has_unfinished and self.pending.is_clear
 
     @property
     def _has_unfinished(self) -> bool:
