@@ -12,7 +12,6 @@ https://ui.perfetto.dev. A variant that raises is reported with its error, and t
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import statistics
@@ -46,76 +45,37 @@ VOCAB = 4096
 WARM_UP = 3
 
 
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """The same for all ranks.
-
-    Attributes:
-        device: "cuda" or "cpu".
-        backend: "gloo" or "nccl".
-        steps: optimizer steps per variant.
-        hidden: features of the model.
-        layers: transformer blocks.
-        output: folder for traces.
-        rendezvous: file by which ranks find each other.
-    """
-
-    device: str
-    backend: str
-    steps: int
-    hidden: int
-    layers: int
-    output: str
-    rendezvous: str
+Figures = dict[str, Any]
+"""One variant on one rank: ``losses`` of all steps, median ``step_s`` behind the warm-up, ``peak_bytes`` on the accelerator (0 on
+CPU), ``cross_bytes`` that entered this node from the other one per step (None for stock, which does not count); or ``error``."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Figures:
-    """One variant on one rank. Either ``error`` is set or the others are.
-
-    Attributes:
-        losses: of all steps.
-        step_s: median seconds of a step behind the warm-up.
-        peak_bytes: largest memory allocated on the accelerator; 0 on CPU.
-        cross_bytes: entered this node from the other one per step; None for stock, which does not count.
-        error: a traceback.
-    """
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    step_s: float = 0.0
-    peak_bytes: int = 0
-    cross_bytes: float | None = None
-    error: str | None = None
-
-
-def rank_main(rank: int, world: int, job: Job) -> None:
+def rank_main(rank: int, world: int, job: argparse.Namespace, rendezvous: str) -> None:
     """Run all variants on one rank, and save its figures."""
     device = torch.device(job.device, rank % max(torch.cuda.device_count(), 1)) if job.device == "cuda" else "cpu"
     if job.device == "cuda":
         torch.cuda.set_device(device)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world)}
-    store = dist.FileStore(job.rendezvous, world)
+    store = dist.FileStore(rendezvous, world)
     dist.init_process_group(job.backend, store=store, rank=rank, world_size=world)
-    figures = {}
+    figures: dict[str, Figures] = {}
     for name, settings in VARIANTS.items():
         try:
             figures[name] = train(name, settings, torch.device(device), job)
         except Exception:  # noqa: BLE001 - it is the result of this variant
-            figures[name] = Figures(error=traceback.format_exc())
+            figures[name] = {"error": traceback.format_exc()}
             # The ranks' collectives are out of step now, so nothing that follows could be trusted.
             break
-    Path(job.output, f"rank{rank}.json").write_text(
-        json.dumps({name: dataclasses.asdict(one) for name, one in figures.items()})
-    )
-    if all(one.error is None for one in figures.values()):
+    Path(job.output, f"rank{rank}.json").write_text(json.dumps(figures))
+    if not any("error" in one for one in figures.values()):
         dist.barrier()
         dist.destroy_process_group()
     else:
         os._exit(1)  # peers may wait in a collective, and so would an orderly exit
 
 
-def make_model(device: torch.device, job: Job) -> LlamaForCausalLM:
+def make_model(device: torch.device, job: argparse.Namespace) -> LlamaForCausalLM:
     """Return a model with the same weights on every rank, sharded over the world."""
     shape = ModelShape(job.hidden, job.hidden * 11 // 4, job.layers, job.hidden // 64, VOCAB)
     model = build_model(shape).to(device)
@@ -127,7 +87,7 @@ def make_model(device: torch.device, job: Job) -> LlamaForCausalLM:
     return model
 
 
-def train(name: str, settings: dict[str, Any] | None, device: torch.device, job: Job) -> Figures:
+def train(name: str, settings: dict[str, Any] | None, device: torch.device, job: argparse.Namespace) -> Figures:
     """Train one variant."""
     model = make_model(device, job)
     handle: ZeroPPHandle | None = None
@@ -143,7 +103,8 @@ def train(name: str, settings: dict[str, Any] | None, device: torch.device, job:
     cross = None if handle is None else handle.traffic.cross_node_bytes / handle.traffic.steps
     _trace(lambda: one_step(model, optimizer, device, job.steps), Path(job.output, f"trace_{name}.json"), is_cuda)
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else 0
-    return Figures([loss.item() for loss in losses], statistics.median(seconds[WARM_UP:]), peak, cross)
+    step_s = statistics.median(seconds[WARM_UP:])
+    return {"losses": [loss.item() for loss in losses], "step_s": step_s, "peak_bytes": peak, "cross_bytes": cross}
 
 
 def one_step(
@@ -183,19 +144,22 @@ def _trace(function: Any, path: Path, is_cuda: bool) -> None:
 
 def grid_of(figures: dict[str, Figures], title: str) -> Grid:
     """Return the table of rank 0."""
-    grid = Grid(
-        title, ("variant", "first loss", "last loss", "step, ms", "beside stock", "peak MB", "MB from other nodes")
-    )
-    stock = figures.get("stock")
+    columns = ("variant", "first loss", "last loss", "step, ms", "beside stock", "peak MB", "MB from other nodes")
+    grid = Grid(title, columns)
     for name, one in figures.items():
-        if one.error is not None:
-            grid.rows.append([name, "raised", one.error.strip().splitlines()[-1][:60], "", "", "", ""])
+        if "error" in one:
+            grid.rows.append([name, "raised", one["error"].strip().splitlines()[-1][:60], "", "", "", ""])
             continue
-        ratio = f"{one.step_s / stock.step_s:.2f}" if stock is not None and stock.step_s else ""
-        cross = "" if one.cross_bytes is None else f"{one.cross_bytes / 1e6:.2f}"
-        memory = f"{one.peak_bytes / 1e6:.0f}" if one.peak_bytes else ""
-        losses = f"{one.losses[0]:.4f}", f"{one.losses[-1]:.4f}"
-        grid.rows.append([name, *losses, f"{one.step_s * 1e3:.1f}", ratio, memory, cross])
+        ratio = one["step_s"] / figures["stock"]["step_s"]
+        row = [
+            name,
+            f"{one['losses'][0]:.4f}",
+            f"{one['losses'][-1]:.4f}",
+            f"{one['step_s'] * 1e3:.1f}",
+            f"{ratio:.2f}",
+        ]
+        row.append(f"{one['peak_bytes'] / 1e6:.0f}" if one["peak_bytes"] else "")
+        grid.rows.append([*row, "" if one["cross_bytes"] is None else f"{one['cross_bytes'] / 1e6:.2f}"])
     return grid
 
 
@@ -209,26 +173,22 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     args = parser.parse_args()
-    output = args.output.resolve() / f"training_{args.backend}_{args.device}"
-    output.mkdir(parents=True, exist_ok=True)
+    args.output = args.output.resolve() / f"training_{args.backend}_{args.device}"
+    args.output.mkdir(parents=True, exist_ok=True)
     world = torch.cuda.device_count() // 2 * 2 if args.backend == "nccl" else GLOO_RANKS
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(
-            args.device, args.backend, args.steps, args.hidden, args.layers, str(output), os.path.join(folder, "store")
-        )
         try:
-            mp.spawn(rank_main, (world, job), world)
+            mp.spawn(rank_main, (world, args, os.path.join(folder, "store")), world)
         except mp.ProcessExitedException as error:
             print(f"A rank ended early: {error}")
-    saved = json.loads((output / "rank0.json").read_text())
-    figures = {name: Figures(**one) for name, one in saved.items()}
+    figures: dict[str, Figures] = json.loads((args.output / "rank0.json").read_text())
     grid = grid_of(figures, f"{world} {args.backend} ranks on {args.device}, {args.steps} steps, medians of rank 0")
     show([grid])
-    (output / "training.md").write_text(f"# Training beside stock FSDP2\n\n{grid.markdown()}\n")
+    (args.output / "training.md").write_text(f"# Training beside stock FSDP2\n\n{grid.markdown()}\n")
     for name, one in figures.items():
-        if one.error is not None:
-            print(f"{name}: {one.error}")
-    learned = all(one.error is None and one.losses[-1] < one.losses[0] for one in figures.values())
+        if "error" in one:
+            print(f"{name}: {one['error']}")
+    learned = all("error" not in one and one["losses"][-1] < one["losses"][0] for one in figures.values())
     return 0 if learned and figures.keys() == VARIANTS.keys() else 1
 
 
