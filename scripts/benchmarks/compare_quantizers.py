@@ -67,7 +67,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--output", type=Path, default=RESULTS / "quantizers.json", help="JSON, continued if it exists")
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
-    quick = {"hidden_size": 64, "layers": 1, "steps": 20, "lora_steps": 5, "output": None}
+    quick = {"hidden_size": 64, "layers": 1, "steps": 20, "lora_steps": 5}
     return parse(parser, quick, argv)
 
 
