@@ -191,7 +191,20 @@ def test_tables_keep_headers_and_digits(capsys, monkeypatch, columns) -> None:
     cli.main(["estimate", "1.23T", "--world", "16384", "--trainable", "123M"])
     shown = capsys.readouterr().out
     assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
-    words = {"DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "rings", "HSDP", "hpZ", "FSDP2", "this", "package", "across", "within"}
+    words = {
+        "DDP",
+        "ZeRO-1",
+        "ZeRO-2",
+        "ZeRO-3",
+        "rings",
+        "HSDP",
+        "hpZ",
+        "FSDP2",
+        "this",
+        "package",
+        "across",
+        "within",
+    }
     assert words <= set(shown.split()), shown
 
 
