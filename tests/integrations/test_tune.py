@@ -237,7 +237,8 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tune_on_two_ranks(tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The promise: trials of a user's own script, one table of them, and no trace of them."""
-    monkeypatch.setattr("hf_zeropp.integrations.tune.search.presets_beside", lambda *_: [])  # for time
+    for candidates in ("presets_beside", "accumulation_on_the_rank"):  # for time
+        monkeypatch.setattr(f"hf_zeropp.integrations.tune.search.{candidates}", lambda *_: [])
     path = script(tmp_path)
     before = listing(tmp_path)
     tune(["--steps", "6", "--json", path])
