@@ -198,7 +198,26 @@ def fsdp2(model: ModelShape, setup: Setup, *, syncs: bool = False) -> Estimate:
     traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup) + reduced, setup)
     across, in_rings = traffic.cross_node, _in_rings(traffic.cross_node, setup)
     gathered = _gathered_at_once((unit, _gathered_bytes(unit, setup)) for unit in model.units)
-    return Estimate(SYNCED if syncs else "FSDP2", memory, across, in_rings, traffic.intra_node, gathered)
+    line = Estimate(SYNCED if syncs else "FSDP2", memory, across, in_rings, traffic.intra_node, gathered)
+    return _with_muon(line, model, setup)
+
+
+def _with_muon(line: Estimate, model: ModelShape, setup: Setup) -> Estimate:
+    """Add what ``hf_zeropp.Muon`` sends: each matrix of a layer in 16 bits to the rank that owns it, and back."""
+    if setup.optimizer != "muon":
+        return line
+    layers = [unit for unit in model.units if not unit.spans_model]
+    matrices = sum(param.numel for unit in layers for param in unit.trainable if len(param.shape) == 2)
+    # Each rank owns 1/W of them, and every two ranks exchange the parts that one has of what the other owns.
+    of_pair = 2 * HALF_BYTES * matrices / setup.world_size**2
+    across = round(setup.ranks_per_node * (setup.world_size - setup.ranks_per_node) * of_pair)
+    within = round(setup.ranks_per_node * (setup.ranks_per_node - 1) * of_pair)
+    return dataclasses.replace(
+        line,
+        cross_node=line.cross_node + across,
+        in_rings=line.in_rings + across,
+        intra_node=line.intra_node + within,
+    )
 
 
 def hsdp(model: ModelShape, setup: Setup) -> Estimate:
@@ -267,7 +286,7 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
     if setup.num_nodes == 1:  # FSDP2's own collectives stay
         line = dataclasses.replace(fsdp2(trained, setup), method=THIS_PACKAGE)
     else:
-        line = _two_hops(trained, setup)
+        line = _with_muon(_two_hops(trained, setup), trained, setup)
     return _with_frozen_base(line, model, setup)
 
 

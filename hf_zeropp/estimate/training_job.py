@@ -13,8 +13,16 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster
 from hf_zeropp.estimate.model_shape import ModelShape, UnitShape
 
-OPTIMIZER_STATE_BYTES = {"adamw": 8, "adamw-8bit": 2, "lion": 4, "sgd-momentum": 4, "sgd": 0, "adafactor": 0}
-"""Bytes per parameter of an optimizer's states, without the master."""
+OPTIMIZER_STATE_BYTES = {
+    "adamw": 8,
+    "adamw-8bit": 2,
+    "lion": 4,
+    "muon": 4,
+    "sgd-momentum": 4,
+    "sgd": 0,
+    "adafactor": 0,
+}
+"""Bytes per parameter of an optimizer's states, without the master. For Muon those of its matrices; of embeddings it keeps 8."""
 
 ASSUMED_LEARNING_RATE = 1e-5
 """That of fine-tuning, where none is given."""

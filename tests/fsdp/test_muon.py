@@ -17,6 +17,9 @@ from toy import EXACT, backward, make_lm, shard
 from trainer_runs import build_trainer, callback_of, logged, losses, same_weights, weights
 
 from hf_zeropp import Muon, apply_zeropp
+from hf_zeropp.estimate.memory_and_bytes import ours
+from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
+from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.fsdp import optimizer_traffic
 from hf_zeropp.integrations.step_log import CROSS_NODE
 from hf_zeropp.traffic import OPTIMIZER, Bytes
@@ -95,6 +98,10 @@ def what_muon_sends_is_counted(rank: int) -> None:
     counted = handle.traffic.counts[OPTIMIZER]
     matrix = 64 * 128 * 2
     assert (counted.cross_node, counted.intra_node) == (4 * 2 * matrix // 2, 4 * 2 * matrix // 4)
+    shape = ModelShape("matrices", (UnitShape("layer", (ParamShape((64, 128)),) * 4),))
+    lines = [ours(shape, Setup(4, 2, optimizer=optimizer)) for optimizer in ("muon", "adamw")]
+    assert lines[0].cross_node - lines[1].cross_node == 2 * counted.cross_node // 4
+    assert lines[0].intra_node - lines[1].intra_node == 2 * counted.intra_node // 4
     assert logs == []
 
 
