@@ -21,6 +21,7 @@ weights in 16 bits. With A micro-steps, and all weights trained, these bytes ent
 
 That is the least that any algorithm can move: each byte of a gather enters a node once. Gathers and reductions over the world run
 in flat rings under NCCL and gloo, which put (W-1)/W on the link of a node in place of (Y-1)/Y (``Estimate.in_rings``).
+gloo reduces by all-reduces, which carry twice that; the estimate counts NCCL's reduce-scatters.
 
 Activations are left out for every method. The full weights that FSDP2 and this package hold for a moment stand beside the total
 (``Estimate.gathered``), because the papers' formulas leave them out.

@@ -37,7 +37,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     caption = (
         "Memory is per rank. Gathered: full weights, held while layers compute.\n"
         "Traffic is what enters one node per optimizer step. Across nodes: the least for\n"
-        "any algorithm; in rings: what flat rings of NCCL or gloo put on its link.\n"
+        "any algorithm; in rings: what NCCL's flat rings put on its link (gloo's: more).\n"
         f"{synced if setup.micro_steps > 1 else ''}M, G and T are 10^6, 10^9 and 10^12 bytes."
     )
     result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
