@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from library.pages import Grid, show
 from library.small_training import Pretrained, Text, adamw, add_flags, backward, update
+from library.study import parse
 
 from hf_zeropp import ops
 from hf_zeropp.ops.format import GRAD_BLOCK, Segment, WireLayout
@@ -165,7 +166,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--train-size", type=int, default=4, help="ranks of a node in the trained runs")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rate", type=float, default=1e-3)
-    return parser.parse_args(argv)
+    return parse(parser, {"pretraining": 10, "sizes": [2], "repeats": 1, "train_size": 2, "steps": 4}, argv)
 
 
 def main() -> None:
