@@ -55,12 +55,8 @@ GPUS = {
     "a100": Gpu("A100 SXM 80 GB", 312e12, 80e9, 2039e9, 600e9, "NVIDIA A100 80GB datasheet"),
     "h100": Gpu("H100 SXM 80 GB", 989.5e12, 80e9, 3350e9, 900e9, "NVIDIA H100 datasheet (sparse rate halved)"),
     "h200": Gpu("H200 SXM 141 GB", 989.5e12, 141e9, 4800e9, 900e9, "NVIDIA H200 datasheet (sparse rate halved)"),
-    "b200": Gpu(
-        "B200 180 GB", 2250e12, 180e9, 8000e9, 1800e9, "NVIDIA DGX B200 datasheet (sparse rate halved, an eighth)"
-    ),
-    "4090": Gpu(
-        "RTX 4090", 165.2e12, 24e9, 1008e9, 64e9, "NVIDIA Ada whitepaper (fp32 accumulation); PCIe 4.0 x16 within"
-    ),
+    "b200": Gpu("B200 180 GB", 2250e12, 180e9, 8000e9, 1800e9, "NVIDIA DGX B200 datasheet (sparse halved, an eighth)"),
+    "4090": Gpu("RTX 4090", 165.2e12, 24e9, 1008e9, 64e9, "NVIDIA Ada whitepaper (fp32 sums); PCIe 4.0 x16 within"),
 }
 """GPUs by the name that ``--gpu`` takes."""
 

@@ -36,9 +36,9 @@ from hf_zeropp.sizes import parse_bytes
 from hf_zeropp.traffic import Traffic
 
 HELP = "Measure the network, the links within nodes and the computation, for estimate --cluster."
+_RUN = "torchrun --nproc-per-node 4 -m hf_zeropp.cli bench-network"
 DESCRIPTION = (
-    "Measure this cluster under the launcher of your job, for estimate --cluster: "
-    "torchrun --nproc-per-node 4 -m hf_zeropp.cli bench-network --output cluster.yaml"
+    f"Measure this cluster under the launcher of your job, for estimate --cluster: {_RUN} --output cluster.yaml"
 )
 
 KIND = "hf-zeropp cluster 2"
@@ -53,7 +53,6 @@ SMALL_BYTES = 512
 NUM_MEASUREMENTS = 5
 KERNEL_BLOCK = 256
 KERNEL_BITS = 8
-_RUN = "torchrun --nproc-per-node 4 -m hf_zeropp.cli bench-network"
 
 
 # ---- The command.
@@ -255,7 +254,15 @@ class _Benchmark:
             # All ranks of a node send through the one network that they share.
             Link(cross_rate * self._per_node, cross_latency),
             Link(node_rate, node_latency),
-            Device(_device_name(self._device), flops, flops, memory, kernel_rate, copy_rate, wire_rate),
+            Device(
+                "CPU" if is_gloo else torch.cuda.get_device_name(self._device),
+                flops,
+                flops,
+                memory,
+                kernel_rate,
+                copy_rate,
+                wire_rate,
+            ),
             "gloo" if str(dist.get_backend(self._cross.group)) == "gloo" else "nccl",
         )
 
@@ -325,7 +332,3 @@ def _say(measured: str, number: int) -> None:
     if dist.get_rank() == 0:
         # Lines, and no bar: launchers hand lines on, and log files keep them. The figures alone go to standard output.
         print(f"Measuring {measured} ({number} of {NUM_MEASUREMENTS}) ...", file=sys.stderr, flush=True)
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

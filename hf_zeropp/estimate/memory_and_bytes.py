@@ -1,6 +1,6 @@
 """Memory per rank and bytes per optimizer step of a training job: DDP, ZeRO-1/2/3, hpZ, HSDP, FSDP2 and this package.
 
-An estimate is arithmetic: it takes no process group and no weights. Methods are computed in one of two ways.
+An estimate is arithmetic: it takes no process group and no weights. Methods are computed in one of two ways:
 
 - The papers' methods (DDP, ZeRO-1/2/3, hpZ) follow the ZeRO paper, arXiv 1910.02054 section 3: 16-bit parameters and gradients,
   and K bytes per parameter of optimizer states, the fp32 master among them (Adam: K = 12).
@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
@@ -100,10 +99,6 @@ class Estimate:
         traffic = {name: getattr(self, name) * num_groups for name in ("cross_node", "in_rings", "intra_node")}
         return dataclasses.replace(self, **traffic)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields and the total, fit for JSON."""
-        return {**dataclasses.asdict(self), "total": self.total}
-
 
 def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
     """Return the estimates of all methods: the papers' first, this package last.
@@ -111,10 +106,10 @@ def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
     With tensor parallelism their ranks are those of one shard group, and their bytes those of all shard groups of a node. What
     tensor parallelism itself sends is not in them.
     """
-    if setup.tensor_parallel > 1:
-        return [
-            one.times(setup.tensor_parallel) for one in estimate(model.cut(setup.tensor_parallel), setup.of_group())
-        ]
+    if (parts := setup.tensor_parallel) > 1:
+        ranks = {"world_size": setup.world_size // parts, "ranks_per_node": setup.ranks_per_node // parts}
+        group = dataclasses.replace(setup, **ranks, tensor_parallel=1)
+        return [one.times(parts) for one in estimate(model.cut(parts), group)]
     lines = [*paper_methods(model, setup), hsdp(model, setup), fsdp2(model, setup)]
     if setup.micro_steps > 1:
         lines.append(fsdp2(model, setup, syncs=True))

@@ -71,7 +71,7 @@ def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[
     return {
         "model": {"name": model.name, "parameters": model.num_params, "trainable": model.num_trainable},
         "setup": dataclasses.asdict(setup),
-        "estimates": [one.to_dict() for one in estimates],
+        "estimates": [{**dataclasses.asdict(one), "total": one.total} for one in estimates],
     }
 
 

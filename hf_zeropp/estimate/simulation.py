@@ -128,15 +128,10 @@ class Program:
 class _Running:
     """A task that runs: what is left of it, and its share of each resource."""
 
-    __slots__ = ("index", "latency", "left", "shares", "speed", "stream")
-
     def __init__(self, index: int, task: Task) -> None:
-        self.index = index
-        self.stream = task.stream
-        self.latency = task.latency
+        self.index, self.stream, self.latency, self.speed = index, task.stream, task.latency, 1.0
         self.left = max((seconds for _, seconds in task.demands), default=0.0)
         self.shares = [(resource, seconds / self.left) for resource, seconds in task.demands if seconds]
-        self.speed = 1.0
 
     @property
     def uses_resources(self) -> bool:

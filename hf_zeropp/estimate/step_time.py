@@ -41,7 +41,7 @@ class StepTime:
 
     def tokens_per_s(self, job: Job) -> float:
         """Return tokens per second of all ranks."""
-        return job.tokens_per_step / self.step_s
+        return job.tokens * job.setup.micro_steps * job.setup.world_size / self.step_s
 
     def mfu(self, job: Job) -> float:
         """Return the operations of the model over those that the device could have made at its peak."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
@@ -107,23 +108,18 @@ def wants_times(args: argparse.Namespace) -> bool:
     if args.cluster or (args.gpu and args.network):
         return True
     missing = "--network" if args.gpu else "--gpu" if args.network else "--gpu and --network, or --cluster"
-    asked = [name for name in _TIME_FLAGS if getattr(args, name)]
-    if args.gpu or args.network or asked:
-        got = "--gpu" if args.gpu else "--network" if args.network else f"--{asked[0].replace('_', '-')}"
-        raise ValueError(f"expected {missing} beside {got}, got none. Say --gpu h100 --network 100gbit, for example.")
+    if asked := [f"--{name.replace('_', '-')}" for name in ("gpu", "network", *_TIME_FLAGS) if getattr(args, name)]:
+        raise ValueError(
+            f"expected {missing} beside {asked[0]}, got none. Say --gpu h100 --network 100gbit, for example."
+        )
     return False
 
 
 class TimeEstimate:
     """Step times of the job that the command line describes. Everything is checked before anything is printed.
 
-    Args:
-        args: the command line.
-        model: its units.
-        setup: how it is trained.
-
     Attributes:
-        setup: the same, on what the cluster computes.
+        setup: how the model is trained, on what the cluster computes.
 
     Raises:
         ValueError: an argument is wrong.
@@ -198,13 +194,10 @@ def _cluster(args: argparse.Namespace, setup: Setup) -> Cluster:
 def _gpu_memory(text: str | None, cluster: Cluster) -> float:
     if text is None:
         return cluster.device.memory
-    try:
-        memory = parse_bytes(text)
-    except ValueError:
-        memory = 0
-    if memory <= 0 or math.isinf(memory):
-        raise ValueError(f"expected a size with its unit for --gpu-memory, such as 80GB, got {text!r}")
-    return memory
+    with contextlib.suppress(ValueError):
+        if 0 < (memory := parse_bytes(text)) < math.inf:
+            return memory
+    raise ValueError(f"expected a size with its unit for --gpu-memory, such as 80GB, got {text!r}")
 
 
 def _active_share(text: str, model: ModelShape) -> float:
@@ -247,13 +240,7 @@ class Row:
 
 
 def compare(job: Job, gpu_memory: float, methods: Iterable[str] | None = None) -> list[Row]:
-    """Return a row for each method, by default all.
-
-    Args:
-        job: the settings of its setup are read for the method ``SETTINGS`` alone.
-        gpu_memory: bytes per rank.
-        methods: names.
-    """
+    """Return a row for each method, by default all, on GPUs of so many bytes. Settings count for ``SETTINGS`` alone."""
     rows = []
     for method in methods or method_names():
         memory = memory_of(job, method)
@@ -384,7 +371,15 @@ def time_table(job: Job, rows: Sequence[Row], gpu_memory: float) -> Table:
         f"{format_rate(cluster.network.rate)} attainable per node, {cluster.within.rate / 1e9:.3g} GB/s within, "
         f"{job.tokens} tokens x {job.setup.micro_steps}"
     )
-    result = Table(title=title, caption=_caption(job, gpu_memory), box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
+    device = job.cluster.device
+    share = f" ({device.flops / device.peak_flops:.0%} of the peak)" if device.flops != device.peak_flops else ""
+    limit = "its memory is unknown" if math.isinf(gpu_memory) else f"it fits if at most {gpu_memory / 1e9:.3g} GB"
+    caption = (
+        f"Simulated, not measured. Attainable: {device.flops / 1e12:.3g} TFLOP/s{share}.\n"
+        "Exposed: the share of a step in which a rank does not compute.\n"
+        f"GB/rank is without activations; {limit}."
+    )
+    result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     result.add_column("predicted", no_wrap=True)
     for name in ("step s", "tokens/s", "MFU", "exposed", "GB/rank", "fits"):
         result.add_column(name, justify="right", no_wrap=True)
@@ -413,14 +408,3 @@ def generation_table(job: Job) -> Table:
         tokens_per_s = job.tokens * job.setup.world_size / token_s(job, method)
         result.add_row(method, shorten(tokens_per_s, COUNT_UNITS))
     return result
-
-
-def _caption(job: Job, gpu_memory: float) -> str:
-    device = job.cluster.device
-    share = f" ({device.flops / device.peak_flops:.0%} of the peak)" if device.flops != device.peak_flops else ""
-    limit = "its memory is unknown" if math.isinf(gpu_memory) else f"it fits if at most {gpu_memory / 1e9:.3g} GB"
-    return (
-        f"Simulated, not measured. Attainable: {device.flops / 1e12:.3g} TFLOP/s{share}.\n"
-        "Exposed: the share of a step in which a rank does not compute.\n"
-        f"GB/rank is without activations; {limit}."
-    )

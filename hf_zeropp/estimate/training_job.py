@@ -80,15 +80,6 @@ class Setup:
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise ValueError(f"expected a learning rate above zero, such as 1e-5, got {self.learning_rate}")
 
-    def of_group(self) -> Setup:
-        """Return the setup of one shard group beside tensor parallelism: the ranks that hold the same part of each layer."""
-        return dataclasses.replace(
-            self,
-            world_size=self.world_size // self.tensor_parallel,
-            ranks_per_node=self.ranks_per_node // self.tensor_parallel,
-            tensor_parallel=1,
-        )
-
     @functools.cached_property
     def settings(self) -> ZeroPPConfig:
         """The settings as they are in force on these ranks."""
@@ -159,11 +150,6 @@ class Job:
     def model_flops(self) -> float:
         """Operations of one step on one rank, without recomputation: those that MFU counts."""
         return self.setup.micro_steps * sum(self._flops(unit, recomputes=False) for unit in self.ordered_units)
-
-    @property
-    def tokens_per_step(self) -> int:
-        """Tokens of one optimizer step on all ranks."""
-        return self.tokens * self.setup.micro_steps * self.setup.world_size
 
     @property
     def ordered_units(self) -> tuple[UnitShape, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 from hf_zeropp.comm.topology import resolve_hpz_size
 from hf_zeropp.config import ZeroPPConfig
@@ -159,10 +160,6 @@ class Stages:
         """Return a copy of FSDP2's own, of a unit into or out of its flat buffer: read once and written once."""
         return Stage(name, KERNEL, ((PROCESSOR, 2 * num_bytes / self.cluster.device.copy_rate),))
 
-    def copy_weights(self, unit: UnitShape) -> Stage:
-        """Return FSDP2's copy of a gathered unit into its parameters, in 16 bits."""
-        return self.copy("copy weights", HALF_BYTES * unit.numel)
-
     def exchange(self, name: str, traffic: Bytes, peers: Peers) -> Stage:
         """Return a hop or an all-to-all: every peer sends once, and all messages are under way at one time."""
         link = self.cluster.network if peers.cross_node else self.cluster.within
@@ -218,17 +215,13 @@ class _Maker:
             reduce = self._two_hop_reduce(unit.params, last=True, accumulates=False)
         else:
             reduce = self._flat_reduce(unit.trainable, peers, method)
-        return UnitWork(
-            unit.name,
-            self._job.forward_s(unit),
-            self._job.backward_s(unit),
-            gather_first=gather,
-            gather_forward=gather,
-            gather_backward=again if unit.reshards else (),
+        return self._work(
+            unit,
+            (gather, gather, again),
             reduce=reduce if method.syncs else (),
             reduce_last=reduce,
             all_reduce_last=self._all_reduce(unit.trainable) if method.within_node else (),
-            copies=(self._stages.copy_weights(unit),) if gather else (),
+            copies=(self._stages.copy("copy weights", HALF_BYTES * unit.numel),) if gather else (),
             prefetches=not method.deepspeed or unit.numel <= PREFETCH_NUMEL,
         )
 
@@ -250,17 +243,13 @@ class _Maker:
         reduce_last = self._two_hop_reduce(unit.params, last=True, accumulates=not on_rank)
         behind = 2 if overlaps and not self._is_gloo and self.num_nodes > 1 else 0
         split = len(reduce_last) - behind
-        return UnitWork(
-            unit.name,
-            self._job.forward_s(unit),
-            self._job.backward_s(unit),
-            gather_first=first,
-            gather_forward=again,
-            gather_backward=again if unit.reshards else (),
+        return self._work(
+            unit,
+            (first, again, again),
             reduce=() if on_rank else self._two_hop_reduce(unit.params, last=False),
             reduce_last=reduce_last[:split],
             all_reduce_last=reduce_last[split:],
-            copies=(self._stages.copy_weights(unit),),
+            copies=(self._stages.copy("copy weights", HALF_BYTES * unit.numel),),
             ahead=ahead,
         )
 
@@ -274,14 +263,13 @@ class _Maker:
         copies: tuple[Stage, ...] = (self._stages.copy("copy weights", gather.gathered_bytes()),)
         if format is not None:
             copies += (self._stages.kernel("decode frozen", gather.gathered_bytes() + HALF_BYTES * unit.numel),)
+        return self._work(unit, (stages, stages, stages), copies=copies)
+
+    def _work(self, unit: UnitShape, gathers: tuple[tuple[Stage, ...], ...], **others: Any) -> UnitWork:
+        """Return the work of a unit with its gathers in the first and later forward passes, and in backward passes."""
+        first, forward, backward = gathers[0], gathers[1], gathers[2] if unit.reshards else ()
         return UnitWork(
-            unit.name,
-            self._job.forward_s(unit),
-            self._job.backward_s(unit),
-            gather_first=stages,
-            gather_forward=stages,
-            gather_backward=stages if unit.reshards else (),
-            copies=copies,
+            unit.name, self._job.forward_s(unit), self._job.backward_s(unit), first, forward, backward, **others
         )
 
     # ---- Stages of 16-bit wires, and of DeepSpeed's gather.
