@@ -107,8 +107,8 @@ def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
     tensor parallelism itself sends is not in them.
     """
     if (parts := setup.tensor_parallel) > 1:
-        ranks = {"world_size": setup.world_size // parts, "ranks_per_node": setup.ranks_per_node // parts}
-        group = dataclasses.replace(setup, **ranks, tensor_parallel=1)
+        world, per_node = setup.world_size // parts, setup.ranks_per_node // parts
+        group = dataclasses.replace(setup, world_size=world, ranks_per_node=per_node, tensor_parallel=1)
         return [one.times(parts) for one in estimate(model.cut(parts), group)]
     lines = [*paper_methods(model, setup), hsdp(model, setup), fsdp2(model, setup)]
     if setup.micro_steps > 1:
