@@ -113,6 +113,8 @@ PYTORCH: tuple[Seam, ...] = (
         "Tensors and their subclasses among the nested arguments of an operator."),
     has("torch.utils._python_dispatch:TorchDispatchMode", "ignore_compile_internals", "fsdp.optimizer_traffic",
         "Sees the collectives of an optimizer's first steps, and lets compiled functions of it run compiled."),
+    has("torch._subclasses.fake_tensor", "FakeTensor", "fsdp.optimizer_traffic",
+        "Operators on such tensors are not real ones: DTensor runs them to find out how results are sharded."),
     has("torch.distributed.distributed_c10d", "_resolve_process_group", "fsdp.optimizer_traffic",
         "The group of a collective that names it."),
     has("torch:_ops", "OpOverload", "fsdp.optimizer_traffic",

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -122,8 +123,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        # A subclass such as DTensor runs first. This mode sees the operators that it is made of.
-        if any(kind is not torch.Tensor and issubclass(kind, torch.Tensor) for kind in types):
+        # A subclass such as DTensor runs first. This mode sees the operators that it is made of. A fake tensor is no such
+        # subclass: its own mode, by which DTensor finds out how results are sharded, has left the operator to this one.
+        if any(issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, FakeTensor) for kind in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload) and func.name().startswith(_COLLECTIVES):
