@@ -91,6 +91,11 @@ def gets_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
     return has_own or (fills_in and unsharded.requires_grad)
 
 
+def was_gathered(fsdp_param: FSDPParam) -> bool:
+    """Return whether any pass has used the parameter. FSDP2 sets the attribute then."""
+    return getattr(fsdp_param, "_unsharded_param", None) is not None
+
+
 def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
     """Return the gradients that a rank keeps of a parameter at full size, because FSDP2 was told not to reduce them."""
     own = getattr(getattr(fsdp_param, "_unsharded_param", None), "grad", None)
@@ -100,5 +105,5 @@ def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
 def drop_unreduced(fsdp_param: FSDPParam) -> None:
     """Forget them."""
     fsdp_param.unsharded_accumulated_grad = None
-    if getattr(fsdp_param, "_unsharded_param", None) is not None:
+    if was_gathered(fsdp_param):
         fsdp_param._unsharded_param.grad = None

@@ -42,6 +42,7 @@ from hf_zeropp.fsdp.param_shard import (
     reduce_dtype_of,
     shard_of,
     unreduced_of,
+    was_gathered,
 )
 from hf_zeropp.ops.format import FLOAT_DTYPES
 
@@ -135,6 +136,9 @@ class Unit:
         @functools.wraps(original)
         def post_backward(*args: Any) -> None:
             if keeps_unreduced():
+                # FSDP2 would look for gradients of parameters that no pass has used yet, and raise.
+                if not all(map(was_gathered, self._group.fsdp_params)):
+                    return
                 reduces, self._group.reduce_grads = self._group.reduce_grads, False
                 try:
                     original(*args)

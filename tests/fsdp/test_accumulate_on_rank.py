@@ -174,6 +174,18 @@ def units_and_parameters_that_miss_the_last_micro_step(rank: int, overlap: bool)
     check_gradients(model, make_lm(depth=3), rank, Reduction(None, 4, 2), steps=(0, 1), summed=True, loss=losses)
 
 
+def units_that_no_pass_has_used_yet(rank: int, overlap: bool) -> None:
+    """FSDP2's own ``no_sync`` raises there in mixed precision, as it looks for gradients of what was never gathered."""
+    model = shard(make_lm(depth=3), POLICIES["bf16"])
+    handle = apply(model, overlap)
+    for step, path in enumerate(([0, 2], [0, 1, 2])):
+        handle.set_last_micro_step(step == 1)
+        model.path = path
+        backward(model, rank, step)
+    assert all(param.grad is not None for param in model.parameters())
+    assert handle.partial_bytes() == 0
+
+
 def schedules_of_quantization_take_effect(rank: int, overlap: bool) -> None:
     """Full gradients are no sums of one kind: ``qgz_until`` need not wait for them."""
     model = shard(make_lm())
@@ -202,6 +214,7 @@ EVERY = [
     gradients_of_full_size_are_held,
     a_step_without_a_last_micro_step_is_refused,
     units_and_parameters_that_miss_the_last_micro_step,
+    units_that_no_pass_has_used_yet,
     schedules_of_quantization_take_effect,
 ]
 WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
