@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +18,14 @@ from hf_zeropp.comm.agreement import Agreement, Channel
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.node_memory import NodeMemory
-from hf_zeropp.comm.topology import WorldGroups, get_replica_rounds, get_topology, new_cpu_group
+from hf_zeropp.comm.topology import ShardMesh, WorldGroups, get_replica_rounds, get_topology, new_cpu_group, own_group
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
+from hf_zeropp.fsdp.meshes import ranks_of
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
@@ -101,51 +102,71 @@ def has_handles() -> bool:
     return len(_handles) > 0
 
 
-def _install(model: nn.Module, plan: Plan, groups: WorldGroups) -> ZeroPPHandle:
+def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> ZeroPPHandle:
     units = find_units(model)
-    topology = get_topology(plan.shard_ranks_per_node, units[0].device_type, groups.shards)
-    # Units over the whole shard group get the two hops. The plan allows one other kind: frozen units that are sharded
-    # over a node. FSDP2's own gather of those never leaves the node, so it is only counted, and not replaced.
-    ranks = list(topology.ranks)
-    units_of_all = [unit for unit in units if dist.get_process_group_ranks(unit.shard_group) == ranks]
-    units_of_nodes = [unit for unit in units if unit not in units_of_all]
-    run = Run.of(
-        ZeroPPConfig(**dict(plan.settings)),
-        topology,
-        groups,
-        next((unit.replica_group for unit in units_of_all if unit.replica_group is not None), None),
-        _new_traffic(model, units_of_all, units_of_nodes, plan.ranks_per_node, _num_nodes(plan, groups)),
-        hpz_size=plan.hpz_size,
-        checks=plan.checks_secondaries,
-    )
-    if not plan.is_enabled or topology.num_nodes == 1:
-        log_inactive(topology, run.traffic.num_nodes, is_enabled=plan.is_enabled)
-        return ZeroPPHandle(run, units_of_all, units_of_nodes)
-    frozen = install_frozen_gathers(model, units_of_nodes, run.traffic)
+    meshes = {mesh.topology.ranks: mesh for mesh in _shard_meshes(plan, groups, units)}
+    mesh = next(iter(meshes.values()))
+    # Units over the whole shard group get the two hops, and experts whose own group spans nodes. The plan allows two other
+    # kinds. Frozen units that are sharded over a node: FSDP2's own gather of those never leaves the node, so it is only counted,
+    # and not replaced. And experts whose group does not leave a node.
+    of_meshes = [unit for unit in units if ranks_of(unit) in meshes]
+    of_nodes = [unit for unit in units if ranks_of(unit) not in meshes]
+    by_fsdp2 = [unit for unit in of_meshes if _is_within_node(unit, meshes)]
+    served = [unit for unit in of_meshes if unit not in by_fsdp2]
+    num_nodes = len({rank // plan.ranks_per_node for rank in own_group(mesh.groups.data_parallel)})
+    traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes)
+    run = Run.of(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
+    if not plan.is_enabled or mesh.topology.num_nodes == 1:
+        log_inactive(mesh.topology, num_nodes, is_enabled=plan.is_enabled)
+        return ZeroPPHandle(run, of_meshes, of_nodes)
+    frozen = install_frozen_gathers(model, of_nodes, run.traffic)
     if frozen:
         compare_frozen(model, frozen, run)
-    if units_of_all:
-        handle = _install_two_hops(model, run, units_of_all, frozen)
+    if served:
+        decisions = _install_two_hops(model, run, served, meshes, frozen)
+        handle = ZeroPPHandle(run, served, of_nodes, frozen, decisions, by_fsdp2)
     else:
         refuse_thawed_before_forwards(model, frozen)
-        handle = ZeroPPHandle(run, [], units_of_nodes, frozen)
-    on_cpu = not devices.has_streams(topology.mesh.device_type)
+        handle = ZeroPPHandle(run, [], of_nodes, frozen)
+    on_cpu = not devices.has_streams(mesh.device_type)
     log_active(run.config, run.traffic, handle.predict(), num_units=len(units), on_cpu=on_cpu)
     return handle
 
 
+def _shard_meshes(plan: Plan, groups: Sequence[WorldGroups], units: Sequence[Unit]) -> Iterator[ShardMesh]:
+    """Make the groups of each mesh. Collective over the world."""
+    for mesh, of_world in zip(plan.meshes, groups, strict=True):
+        topology = get_topology(mesh.ranks_per_node, units[0].device_type, of_world.shards)
+        replicas = next((unit.replica_group for unit in units if ranks_of(unit) == mesh.ranks), None)
+        yield ShardMesh(topology, of_world, mesh.hpz_size, replicas)
+
+
+def _is_within_node(unit: Unit, meshes: Mapping[tuple[int, ...], ShardMesh]) -> bool:
+    """Return whether these are experts whose shard group does not leave a node."""
+    first, *of_experts = meshes
+    return ranks_of(unit) in of_experts and meshes[ranks_of(unit)].topology.num_nodes == 1
+
+
 def _install_two_hops(
-    model: nn.Module, run: Run, units: Sequence[Unit], frozen: Sequence[FrozenGather]
-) -> ZeroPPHandle:
+    model: nn.Module,
+    run: Run,
+    units: Sequence[Unit],
+    meshes: Mapping[tuple[int, ...], ShardMesh],
+    frozen: Sequence[FrozenGather],
+) -> Decisions:
     # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
-    channel = Channel(new_cpu_group(run.groups.data_parallel))
+    channel = Channel(new_cpu_group(run.mesh.groups.data_parallel))
     decisions = Decisions(run, Agreement(channel), frozen)
     # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
     weakref.finalize(decisions, channel.close).atexit = False
-    gathers = _make_gathers(run, decisions, units)
-    hops = _reduce_hops(run)
-    for unit, gather in zip(units, gathers, strict=True):
-        reduce = ZeroPPReduceScatter(unit, run, decisions, hops)
+    # Hops are made mesh by mesh, in one order on all ranks, since some of them meet to share memory.
+    ways: dict[tuple[int, ...], tuple[Callable[[Unit], WeightGather], TwoHopReduce]] = {}
+    for ranks, mesh in meshes.items():
+        if group := next((unit.shard_group for unit in units if ranks_of(unit) == ranks), None):
+            ways[ranks] = _gathers_over(mesh, group, run, decisions), _reduce_hops(mesh, run)
+    for unit in units:
+        make_gather, hops = ways[ranks_of(unit)]
+        gather, reduce = make_gather(unit), ZeroPPReduceScatter(unit, run, decisions, hops)
         unit.take_over_replicas()
         unit.set_all_gather(gather)
         unit.set_reduce_scatter(reduce)
@@ -158,45 +179,47 @@ def _install_two_hops(
     hook_loading(model, decisions.invalidate)
     listen_to_optimizers(decisions)
     _warn_of_fallbacks(run, decisions)
-    return ZeroPPHandle(run, units, [gather.unit for gather in frozen], frozen, decisions)
+    return decisions
 
 
-def _make_gathers(run: Run, decisions: Decisions, units: Sequence[Unit]) -> list[WeightGather]:
+def _gathers_over(
+    mesh: ShardMesh, group: dist.ProcessGroup, run: Run, decisions: Decisions
+) -> Callable[[Unit], WeightGather]:
+    """Return what makes the gather of a unit of this mesh, whose ranks are FSDP2's ``group``."""
     # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
     # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
-    if leaves_gathers_to_fsdp2(run.config, run.hpz_size, run.topology.num_ranks):
-        return [CountedWeightGather(unit, run, decisions) for unit in units]
-    hops, check = _gather_hops(run), None
-    if run.checks:
-        hpz_size = None if run.hpz_size is None else hops.node_hop.size
-        check = SecondaryCheck.of(hpz_size, units[0].shard_group, run.replicas)
-    return [ZeroPPAllGather(unit, run, decisions, hops, check) for unit in units]
+    if leaves_gathers_to_fsdp2(run.config, mesh.hpz_size, mesh.topology.num_ranks):
+        return lambda unit: CountedWeightGather(unit, run, decisions)
+    hops = _gather_hops(mesh, run)
+    hpz_size = None if mesh.hpz_size is None else hops.node_hop.size
+    check = SecondaryCheck.of(hpz_size, group, mesh.replicas) if run.checks else None
+    return lambda unit: ZeroPPAllGather(unit, run, decisions, hops, check)
 
 
-def _gather_hops(run: Run) -> TwoHopGather:
+def _gather_hops(mesh: ShardMesh, run: Run) -> TwoHopGather:
     # The groups of gathers follow ``hpz_size``, the number of ranks that share a copy, and may differ from the true
     # nodes. The groups of reductions do not: their node hop is meant for the fast links, whatever the copies are.
-    groups = run.topology if run.hpz_size is None else run.topology_of(run.hpz_size)
+    groups = mesh.topology if mesh.hpz_size is None else mesh.topology_of(mesh.hpz_size)
     cross = Hop(GATHER_CROSS, groups.cross_group, run.traffic, is_async=run.overlaps_by_itself)
     # The node hop is waited for at once, since FSDP2 needs the weights that it delivers now.
     node = Hop(GATHER_NODE, groups.node_group, run.traffic)
     # The same group under another name: a table then tells resyncs, which should be rare.
     resync = Hop(GATHER_RESYNC, groups.cross_group, run.traffic, is_async=run.overlaps_by_itself)
-    is_cpu = not devices.has_streams(run.topology.mesh.device_type)
+    is_cpu = not devices.has_streams(mesh.device_type)
     # It is equal on all ranks, since the settings and the device are. ``connect`` is a collective, so a rank that
     # skipped it alone would leave its node waiting. Without hpZ nothing is kept that peers could read later, and where weights
     # travel decoded, peers read nothing that is kept.
-    is_read = run.hpz_size is not None and run.config.qwz_intra_bits is not None
+    is_read = mesh.hpz_size is not None and run.config.qwz_intra_bits is not None
     may_share = run.config.shared_memory and is_read and is_cpu
     return TwoHopGather(cross, node, run.buffers, NodeMemory.connect(node.group) if may_share else None, resync)
 
 
-def _reduce_hops(run: Run) -> TwoHopReduce:
-    node = Hop(REDUCE_NODE, run.topology.node_group, run.traffic, is_async=run.overlaps_by_itself)
+def _reduce_hops(mesh: ShardMesh, run: Run) -> TwoHopReduce:
+    node = Hop(REDUCE_NODE, mesh.topology.node_group, run.traffic, is_async=run.overlaps_by_itself)
     # With streams too, FSDP2 goes on before cross hops have ended.
-    cross = Hop(REDUCE_CROSS, run.topology.cross_group, run.traffic, is_async=run.config.overlap)
+    cross = Hop(REDUCE_CROSS, mesh.topology.cross_group, run.traffic, is_async=run.config.overlap)
     accumulator = getattr(torch, run.config.qgz_accumulator)
-    rounds = get_replica_rounds(run.groups.replicas)
+    rounds = get_replica_rounds(mesh.groups.replicas)
     replicas = [Hop(REDUCE_REPLICAS, group, run.traffic, is_async=run.config.overlap) for group in rounds]
     return TwoHopReduce(node, cross, run.buffers, accumulator, replicas)
 
@@ -207,12 +230,6 @@ def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
     run.warnings.warn(MIXED_DTYPES, [unit for unit in gathered if unit.param_dtype not in FLOAT_DTYPES])
     trained = [reduce.unit for reduce in decisions.reduces if reduce.unit.trains]
     run.warnings.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])
-
-
-def _num_nodes(plan: Plan, groups: WorldGroups) -> int:
-    """Return over how many nodes the model is trained, with all its replicas."""
-    own = next(ranks for ranks in groups.data_parallel if dist.get_rank() in ranks)
-    return len({rank // plan.ranks_per_node for rank in own})
 
 
 def _new_traffic(

@@ -35,6 +35,7 @@ class ZeroPPHandle:
         frozen: the gathers of ``frozen_units``; none where FSDP2's own collectives stay.
         decisions: what ranks decide together about ``units``. None where FSDP2's own collectives stay, and where there is no
             such unit.
+        by_fsdp2: units of experts that FSDP2 gathers and reduces itself, because each lies within a node.
 
     Attributes:
         config: the settings in force, with what ``"auto"`` stands for on this device.
@@ -52,15 +53,17 @@ class ZeroPPHandle:
         frozen_units: Sequence[Unit],
         frozen: Sequence[FrozenGather] = (),
         decisions: Decisions | None = None,
+        by_fsdp2: Sequence[Unit] = (),
     ) -> None:
         self.config = run.config
-        self.topology = run.topology
+        self.topology = run.mesh.topology
         self.traffic = run.traffic
         self.units = list(units)
         self.frozen_units = list(frozen_units)
         self.gathers: list[ZeroPPAllGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
         self._run = run
+        self._by_fsdp2 = list(by_fsdp2)
         self._decisions = decisions
         self._comms: list[CommObject] = list(frozen)
         if decisions is not None:
@@ -79,8 +82,8 @@ class ZeroPPHandle:
         return any(gather.hops.shares_memory for gather in self.gathers)
 
     def serves(self, unit: Unit) -> bool:
-        """Return whether the unit's gathers are the handle's, or counted by it."""
-        return unit.all_gather in self._comms
+        """Return whether the unit was there when the handle was made."""
+        return unit.all_gather in self._comms or unit.all_gather in [each.all_gather for each in self._by_fsdp2]
 
     def invalidate(self) -> None:
         """Gather across nodes again at the next forward pass.
@@ -163,13 +166,15 @@ class ZeroPPHandle:
         # stays FSDP2's own, that is the world.
         in_groups = bool(self.gathers) and all(gather.stays_in_group for gather in self.gathers)
         # Other parallelism exchanges activations in every forward pass, in groups of its own.
-        has_other_parallelism = len(self._run.groups.data_parallel) > 1
+        has_other_parallelism = len(self._run.mesh.groups.data_parallel) > 1 or any(
+            unit.has_other_parallelism for unit in (*self.units, *self._by_fsdp2)
+        )
         if not self.is_active or not (in_groups or not self.units) or has_other_parallelism:
             return None
         # Two kinds of gathers meet in groups of two sizes: frozen units over the node, secondary copies over
         # ``hpz_size`` ranks. One size divides the other (``resolve_hpz_size``), so the larger group contains the
         # smaller.
-        return self._run.topology_of(max(self.topology.ranks_per_node, self._run.hpz_size or 1)).node_group
+        return self._run.mesh.topology_of(max(self.topology.ranks_per_node, self._run.mesh.hpz_size or 1)).node_group
 
     def secondary_bytes(self) -> int:
         """Bytes this rank holds in secondary shards."""
@@ -186,8 +191,8 @@ class ZeroPPHandle:
             ValueError: ``config`` is not the one in force.
         """
         resolved = config.resolve_node_bits(
-            on_cpu=not devices.has_streams(self.topology.mesh.device_type),
-            copies_span_nodes=(self._run.hpz_size or 0) > self.topology.ranks_per_node,
+            on_cpu=not devices.has_streams(self._run.mesh.device_type),
+            copies_span_nodes=(self._run.mesh.hpz_size or 0) > self.topology.ranks_per_node,
         )
         if resolved != self.config:
             raise ValueError(

@@ -11,7 +11,6 @@ import dataclasses
 import itertools
 import logging
 import os
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,15 +22,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_zeropp import devices
 from hf_zeropp.comm.hosts import Host, check_hosts, this_host
 from hf_zeropp.comm.topology import (
-    ShardGroups,
     WorldGroups,
-    count_on_each_node,
     detect_ranks_per_node,
-    resolve_hpz_size,
 )
 from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
+from hf_zeropp.fsdp.meshes import UnitMesh, check_no_unknown_replicas, holders_of, meshes_of, ranks_of, world_groups
 from hf_zeropp.fsdp.units import Unit, find_units
 from hf_zeropp.fsdp.weights.first_use import is_running
 from hf_zeropp.fsdp.weights.secondary_check import wants_check
@@ -67,26 +64,22 @@ class Plan:
         versions: of the libraries that choose collectives and bytes, as pairs of name and version.
         settings: the settings as they are in force on this device, as sorted pairs of name and value.
         ranks_per_node: ranks of each node of the world.
-        ranks: those over which the model is sharded, in order: the world, or this rank's shard group.
-        replicas: those that hold the same shard as this rank, one in each replica, in order; this rank alone without replicas.
-        holders: those that hold a part of the same parameters, sorted: ``ranks``, and with replicas or tensor parallelism more.
-        shard_ranks_per_node: how many of them each node has, N.
-        hpz_size: ranks that share one secondary copy; None where none is kept.
+        meshes: over which ranks units are sharded. The first is that of the model, the others are of experts. Ranks of one shard
+            group may have others for experts, of the same sizes.
+        holders: those that hold a part of the same parameters, sorted: with replicas or tensor parallelism more than one shard
+            group.
         is_enabled: False with ``ZEROPP_ENABLED=0``.
         checks_secondaries: whether ``ZEROPP_CHECK=1`` is set.
         units: the units, in module order.
     """
 
     # The order of the fields is that in which they are compared. A cause comes before what follows from it: other
-    # settings lead to another ``hpz_size``, and the error should name the settings.
+    # settings lead to other meshes, and the error should name the settings.
     versions: tuple[tuple[str, str], ...]
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
-    ranks: tuple[int, ...]
-    replicas: tuple[int, ...]
+    meshes: tuple[UnitMesh, ...]
     holders: tuple[int, ...]
-    shard_ranks_per_node: int
-    hpz_size: int | None
     is_enabled: bool
     checks_secondaries: bool
     units: tuple[UnitPlan, ...]
@@ -127,7 +120,7 @@ def agree(
     model: nn.Module,
     config: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | None,
     mesh: DeviceMesh | None = None,
-) -> tuple[Plan, WorldGroups]:
+) -> tuple[Plan, tuple[WorldGroups, ...]]:
     """Check this rank's model and settings, and exchange the outcome. Collective over the world.
 
     Args:
@@ -136,7 +129,7 @@ def agree(
         mesh: the mesh over which the model is sharded on purpose, though it is not the world.
 
     Returns:
-        This rank's plan, which is that of all ranks of its shard group but for ``replicas``, and how the model divides the world.
+        This rank's plan, and how each of its meshes divides the world.
 
     Raises:
         ValueError: on every rank, if any rank objects to its model or settings, if two ranks differ, or if a node has ranks on
@@ -161,18 +154,22 @@ def agree(
         plans.append(rank_plan)
     _check_same_place([is_first_use for *_, is_first_use in outcomes])
     # Every rank has all plans and compares them in the same order, so every rank raises the same error or none.
-    groups = WorldGroups(
-        _shard_groups(plans), _data_parallel_groups(plans), tuple(dict.fromkeys(plan.replicas for plan in plans))
-    )
-    for ranks in groups.shards:
-        _check_same_plan({rank: dataclasses.replace(plans[rank], replicas=()) for rank in ranks})
-    for ranks in groups.data_parallel:
-        _check_same_plan({rank: plans[rank] for rank in ranks}, of="hpz_size checks_secondaries units")
+    of_model = world_groups([plan.meshes[0] for plan in plans])
+    # All ranks make the process groups of all shard groups, so what these depend on must be equal over the world. Models may
+    # differ (stages of a pipeline).
+    firsts = {ranks[0]: plans[ranks[0]] for ranks in of_model.shards}
+    _check_same_plan({rank: _Shape.of(plan) for rank, plan in firsts.items()})
+    if plans[0].is_enabled:
+        check_no_unknown_replicas([(plan.meshes[0].ranks, plan.holders, plan.units) for plan in firsts.values()])
+    for ranks in of_model.data_parallel:
+        _check_same_plan({rank: _Comparable.of(plans[rank]) for rank in ranks})
+    num_meshes = min(len(plan.meshes) for plan in plans)
+    groups = [of_model, *(world_groups([plan.meshes[index] for plan in plans]) for index in range(1, num_meshes))]
     if plans[0].is_enabled:
         check_hosts(
             [host for _, _, host, _ in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"]
         )
-    return plans[dist.get_rank()], groups
+    return plans[dist.get_rank()], tuple(groups)
 
 
 def _check_same_place(are_first_uses: Sequence[bool]) -> None:
@@ -192,59 +189,12 @@ def _check_same_place(are_first_uses: Sequence[bool]) -> None:
         )
 
 
-def _shard_groups(plans: Sequence[Plan]) -> ShardGroups:
-    """Return the shard groups that the ranks are in.
-
-    Raises:
-        ValueError: they overlap, or differ in size or in settings.
-    """
-    groups = tuple(dict.fromkeys(plan.ranks for plan in plans))
-    for rank, plan in enumerate(plans):
-        strangers = [other for other in plan.ranks if plans[other].ranks != plan.ranks]
-        if strangers:
-            raise ValueError(
-                f"Ranks must agree on the ranks over which the model is sharded: rank {rank} has {list(plan.ranks)}, rank "
-                f"{strangers[0]} has {list(plans[strangers[0]].ranks)}. Call fully_shard with the same mesh on all of them."
-            )
-    # All ranks make the process groups of all shard groups, so what these depend on must be equal over the world. Models may
-    # differ (stages of a pipeline).
-    firsts = {ranks[0]: _shape_of(plans[ranks[0]]) for ranks in groups}
-    _check_same_plan(firsts, _Shape)
-    _check_no_unknown_replicas([plans[ranks[0]] for ranks in groups])
-    return groups
+Sizes = tuple[tuple[int, int, int, int | None], ...]
+"""Of each mesh: ranks, replicas, ranks on each node, and ranks that share one secondary copy."""
 
 
-def _data_parallel_groups(plans: Sequence[Plan]) -> ShardGroups:
-    """Return the data-parallel groups: the shard groups of all ranks that hold one shard.
-
-    Raises:
-        ValueError: ranks differ in them, so that their replicas overlap in part.
-    """
-    groups = [tuple(sorted(rank for replica in plan.replicas for rank in plans[replica].ranks)) for plan in plans]
-    for rank, ranks in enumerate(groups):
-        strangers = [other for other in ranks if groups[other] != ranks]
-        if strangers:
-            raise ValueError(
-                f"Ranks must agree on the model's replicas: rank {rank} trains with {list(ranks)}, rank {strangers[0]} with "
-                f"{list(groups[strangers[0]])}. Call fully_shard with the same (replicate, shard) mesh on all of them."
-            )
-    return tuple(dict.fromkeys(groups))
-
-
-def _check_no_unknown_replicas(plans: Sequence[Plan]) -> None:
-    """Raise a ValueError if two shard groups hold the same parameters, each for itself. ``plans`` has one of each group."""
-    # Stages of a pipeline differ in their parameters. Groups beside tensor parallelism hold parts of the same ones.
-    seen: dict[tuple[UnitPlan, ...], Plan] = {}
-    for plan in plans:
-        first = seen.setdefault(plan.units, plan)
-        if not plan.is_enabled or set(plan.ranks) <= set(first.holders):
-            continue
-        raise ValueError(
-            f"The model is sharded over ranks {list(first.ranks)}, and the same parameters once more over ranks "
-            f"{list(plan.ranks)}: these are replicas whose gradients are not averaged, so they would drift apart. Call "
-            "fully_shard with the whole mesh (replicate, shard) on all of them, or with a 1-D mesh over all ranks, and "
-            "apply_zeropp without a mesh. If they are stages of a pipeline, give their modules different names."
-        )
+def _sizes_of(plan: Plan) -> Sizes:
+    return tuple((len(mesh.ranks), len(mesh.replicas), mesh.ranks_per_node, mesh.hpz_size) for mesh in plan.meshes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,22 +204,30 @@ class _Shape:
     versions: tuple[tuple[str, str], ...]
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
-    number_of_ranks: int
-    number_of_replicas: int
-    shard_ranks_per_node: int
+    sizes: Sizes
     is_enabled: bool
 
+    @classmethod
+    def of(cls, plan: Plan) -> _Shape:
+        return cls(plan.versions, plan.settings, plan.ranks_per_node, _sizes_of(plan), plan.is_enabled)
 
-def _shape_of(plan: Plan) -> _Shape:
-    return _Shape(
-        plan.versions,
-        plan.settings,
-        plan.ranks_per_node,
-        len(plan.ranks),
-        len(plan.replicas),
-        plan.shard_ranks_per_node,
-        plan.is_enabled,
-    )
+
+@dataclasses.dataclass(frozen=True)
+class _Comparable:
+    """The facts that ranks which train the same model must have in common."""
+
+    versions: tuple[tuple[str, str], ...]
+    settings: tuple[tuple[str, Any], ...]
+    ranks_per_node: int
+    sizes: Sizes
+    is_enabled: bool
+    checks_secondaries: bool
+    units: tuple[UnitPlan, ...]
+
+    @classmethod
+    def of(cls, plan: Plan) -> _Comparable:
+        shape = _Shape.of(plan)
+        return cls(**vars(shape), checks_secondaries=plan.checks_secondaries, units=plan.units)
 
 
 def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) -> Plan:
@@ -282,86 +240,38 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
             "Prepare it with Accelerate and a ZeroPPPlugin, or call fully_shard on its blocks and on the model."
         )
     ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
-    ranks, replicas = _ranks_of_model(units, mesh)
     for unit in units:
-        _check_unit(unit, ranks, replicas, ranks_per_node)
+        _check_unit(unit)
+    meshes = meshes_of(units, config.hpz_size, ranks_per_node, mesh)
+    of_model = meshes[0]
+    for unit in units:
         # Frozen units over a node are not gathered by deltas, so their dtype does not matter.
-        if config.sends_deltas and _ranks_of(unit) == ranks:
+        if config.sends_deltas and any(ranks_of(unit) == each.ranks for each in meshes):
             _check_deltas(unit, config.qwz_mode)
-    world_size, shard_ranks_per_node = len(ranks), count_on_each_node(ranks, ranks_per_node)
-    hpz_size = resolve_hpz_size(config.hpz_size, shard_ranks_per_node, world_size)
     # A copy over the world with one node is not a mistake: nothing crosses nodes there, and nothing is installed.
-    if config.qwz_mode != "values" and hpz_size == world_size > shard_ranks_per_node:
+    if config.qwz_mode != "values" and of_model.hpz_size == len(of_model.ranks) > of_model.ranks_per_node:
         raise ValueError(
-            f"hpz_size={hpz_size} spreads one copy of the weights over all ranks: none is kept that qwz_mode={config.qwz_mode!r} "
-            "could bring up to date. Set hpz_size='node', or qwz_mode='values'."
+            f"hpz_size={of_model.hpz_size} spreads one copy of the weights over all ranks: none is kept that "
+            f"qwz_mode={config.qwz_mode!r} could bring up to date. Set hpz_size='node', or qwz_mode='values'."
         )
     # From here on no setting depends on the device any more: handles and reports show what is in force.
     config = config.resolve_node_bits(
-        on_cpu=not devices.has_streams(units[0].device_type), copies_span_nodes=(hpz_size or 0) > shard_ranks_per_node
+        on_cpu=not devices.has_streams(units[0].device_type),
+        copies_span_nodes=(of_model.hpz_size or 0) > of_model.ranks_per_node,
     )
     return Plan(
         versions=tuple((library, version_of(library)) for library in ("hf_zeropp", "torch")),
         settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
         ranks_per_node=ranks_per_node,
-        ranks=ranks,
-        replicas=replicas,
-        holders=tuple(sorted(set(ranks).union(*map(_holders_of, units)))),
-        shard_ranks_per_node=shard_ranks_per_node,
-        hpz_size=hpz_size,
+        meshes=meshes,
+        holders=tuple(sorted(set(of_model.ranks).union(*map(holders_of, units)))),
         is_enabled=is_enabled(),
         checks_secondaries=wants_check(),
         units=tuple(map(UnitPlan.of, units)),
     )
 
 
-def _ranks_of(unit: Unit) -> tuple[int, ...]:
-    return tuple(dist.get_process_group_ranks(unit.shard_group))
-
-
-def _holders_of(unit: Unit) -> set[int]:
-    return {rank for param in unit.params for rank in param.device_mesh.mesh.flatten().tolist()}
-
-
-def _replicas_of(unit: Unit) -> tuple[int, ...]:
-    group = unit.replica_group
-    return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
-
-
-def _ranks_of_model(units: Sequence[Unit], mesh: DeviceMesh | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ranks over which the model has to be sharded, and those that have to hold the same shard as this rank.
-
-    They are the world and this rank, unless there are replicas or other parallelism.
-    """
-    # Parameters of replicas and of tensor parallelism have a second mesh. Nothing else tells a shard group from a mistake: a
-    # model that is sharded over a node, say, whose copies on other nodes are not kept alike.
-    beside = Counter(
-        (_ranks_of(unit), _replicas_of(unit))
-        for unit in units
-        if unit.has_other_parallelism or unit.replica_group is not None
-    )
-    ranks, replicas = (
-        beside.most_common(1)[0][0] if beside else (tuple(range(dist.get_world_size())), (dist.get_rank(),))
-    )
-    if mesh is None:
-        return ranks, replicas
-    # The mesh that the caller gives may be that of the replicas too. Its last dimension is the one over which FSDP2 shards.
-    given = (
-        mesh.mesh.flatten().tolist() if mesh.ndim == 1 else dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
-    )
-    return tuple(given), replicas
-
-
-def _words_of(ranks: tuple[int, ...]) -> str:
-    return f"all {len(ranks)} ranks" if len(ranks) == dist.get_world_size() else f"ranks {list(ranks)}"
-
-
-def _own_node(ranks_per_node: int) -> tuple[int, ...]:
-    first = dist.get_rank() // ranks_per_node * ranks_per_node
-    return tuple(range(first, first + ranks_per_node))
-
-
-def _check_unit(unit: Unit, model_ranks: tuple[int, ...], replicas: tuple[int, ...], ranks_per_node: int) -> None:
+def _check_unit(unit: Unit) -> None:
     # The handle is on the module that ``apply_zeropp`` was called with, so a call above or below that module does not
     # find it. A second installation would replace the comm objects under the first handle's hooks.
     if isinstance(unit.reduce_scatter, ZeroPPReduceScatter):
@@ -373,19 +283,6 @@ def _check_unit(unit: Unit, model_ranks: tuple[int, ...], replicas: tuple[int, .
         raise ValueError(
             f"unit {unit.name} was sharded with reshard_after_forward=<int>, which keeps other shards for backward; "
             "ZeRO++ keeps its own. Call fully_shard with reshard_after_forward=True (and set hpz_size to that int)."
-        )
-    # A unit over one node must be frozen, since its gradients would be summed over that node and never across nodes.
-    ranks, node = _ranks_of(unit), _own_node(ranks_per_node)
-    if ranks != model_ranks and not (ranks == node and not unit.trainable):
-        raise ValueError(
-            f"unit {unit.name} is sharded over ranks {list(ranks)}, expected {_words_of(model_ranks)} in order"
-            f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {node[0]}'}. "
-            "Call fully_shard with a 1-D mesh over them. If other parallelism divides the world, pass that mesh to apply_zeropp."
-        )
-    if ranks == model_ranks and _replicas_of(unit) != replicas:
-        raise ValueError(
-            f"unit {unit.name} is replicated over ranks {list(_replicas_of(unit))}, and other units over {list(replicas)}. Call "
-            "fully_shard with the same mesh for all units."
         )
 
 
@@ -407,19 +304,16 @@ def _check_deltas(unit: Unit, mode: str) -> None:
         )
 
 
-def _check_same_plan(
-    plans: Mapping[int, Plan] | Mapping[int, _Shape], form: type = Plan, *, of: str | None = None
-) -> None:
-    """Raise a ValueError that names the first rank and field that differ from the first rank. ``of`` names the fields."""
+def _check_same_plan(plans: Mapping[int, _Shape] | Mapping[int, _Comparable]) -> None:
+    """Raise a ValueError that names the first rank and field that differ from the first rank."""
     (first, expected), *others = plans.items()
-    names = [field.name for field in dataclasses.fields(form)] if of is None else of.split()
     for rank, plan in others:
-        for name in names:
-            ours, theirs = getattr(expected, name), getattr(plan, name)
+        for field in dataclasses.fields(expected):
+            ours, theirs = getattr(expected, field.name), getattr(plan, field.name)
             if ours != theirs:
                 own, other = _first_difference(ours, theirs)
                 raise ValueError(
-                    f"Ranks must agree on ZeRO++'s {name}: rank {first} has {own}, rank {rank} has {other}. Give all "
+                    f"Ranks must agree on ZeRO++'s {field.name}: rank {first} has {own}, rank {rank} has {other}. Give all "
                     "ranks the same settings, environment and model."
                 )
 

@@ -90,6 +90,32 @@ class Topology:
         return self.mesh.get_group("cross")
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardMesh:
+    """The ranks over which units of a model are sharded, with their groups.
+
+    Attributes:
+        topology: the nodes, with the groups of reductions.
+        groups: how the mesh divides the world.
+        hpz_size: how many ranks share a secondary copy of the weights; None where none is kept, and every gather crosses nodes.
+        replicas: the ranks that hold the same shards as this one; None without replicas (HSDP).
+    """
+
+    topology: Topology
+    groups: WorldGroups
+    hpz_size: int | None
+    replicas: dist.ProcessGroup | None
+
+    @property
+    def device_type(self) -> str:
+        """The type of the device that computes with the units."""
+        return self.topology.mesh.device_type
+
+    def topology_of(self, ranks_per_node: int) -> Topology:
+        """Return the groups of nodes of another size. Collective over the world where they are not made yet."""
+        return get_topology(ranks_per_node, self.device_type, self.groups.shards)
+
+
 def detect_ranks_per_node(setting: int | str, world_size: int) -> int:
     """Return N, the ranks of one node, from the setting and the launcher's ``LOCAL_WORLD_SIZE``.
 
@@ -188,6 +214,11 @@ def get_topology(ranks_per_node: int, device_type: str, shard_groups: ShardGroup
     if key not in _topologies:
         _topologies[key] = _build_topology(ranks_per_node, device_type, shard_groups)
     return _topologies[key]
+
+
+def own_group(groups: ShardGroups) -> tuple[int, ...]:
+    """Return the ranks among which this rank is."""
+    return next(ranks for ranks in groups if dist.get_rank() in ranks)
 
 
 _replica_rounds: dict[tuple[dist.ProcessGroup | None, ShardGroups], list[dist.ProcessGroup]] = {}
@@ -303,7 +334,7 @@ def _build_topology(ranks_per_node: int, device_type: str, shard_groups: ShardGr
     cross_group, _ = dist.new_subgroups_by_enumeration(crossing, timeout=world_timeout())
     within = [ranks for nodes in of_nodes for ranks in nodes.tolist()]
     node_group, _ = dist.new_subgroups_by_enumeration(within, timeout=world_timeout())
-    own = next(index for index, ranks in enumerate(shard_groups) if rank in ranks)
+    own = shard_groups.index(own_group(shard_groups))
     mesh = DeviceMesh.from_group(
         [cross_group, node_group], device_type, of_nodes[own], mesh_dim_names=("cross", "node")
     )

@@ -275,7 +275,7 @@ class Decisions:
             self._micro_step_answer = self._ask_debts(Moment.BACKWARD, action, detail=int(is_last) + 2 * int(quantizes))
             # gloo ends the process of a rank that receives a hop of another size (SIGABRT). So on a CPU no hop starts before
             # ranks know that they reduce the gradients of the same units.
-            if not devices.has_streams(self._run.topology.mesh.device_type):
+            if not devices.has_streams(self._run.mesh.device_type):
                 self.confirm_micro_step()
 
     def confirm_micro_step(self) -> None:

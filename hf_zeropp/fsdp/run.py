@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from hf_zeropp import devices
 from hf_zeropp.comm.hop import WireBuffers
-from hf_zeropp.comm.topology import Topology, WorldGroups, get_topology
+from hf_zeropp.comm.topology import ShardMesh
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.gradients.drivers import Driver, new_driver
 from hf_zeropp.fsdp.gradients.micro_steps import MicroSteps
@@ -41,11 +41,8 @@ class Run:
 
     Attributes:
         config: the settings in force.
-        topology: the nodes, with the groups of reductions.
-        groups: how the model divides the world.
-        replicas: the ranks that hold the same shards as this one; None without replicas (HSDP).
+        mesh: the ranks over which the model is sharded, but for experts that have a mesh of their own.
         traffic: counts bytes and steps.
-        hpz_size: how many ranks share a secondary copy of the weights; None where none is kept, and every gather crosses nodes.
         checks: whether copies are compared with the masters, and ranks with each other (``ZEROPP_CHECK=1``).
         micro_steps: where accumulation stands, and whether gradients are quantized now.
         warnings: those that were logged.
@@ -56,11 +53,8 @@ class Run:
     """
 
     config: ZeroPPConfig
-    topology: Topology
-    groups: WorldGroups
-    replicas: dist.ProcessGroup | None
+    mesh: ShardMesh
     traffic: Traffic
-    hpz_size: int | None
     checks: bool
     micro_steps: MicroSteps
     warnings: UnitWarnings
@@ -72,36 +66,25 @@ class Run:
     def of(
         cls,
         config: ZeroPPConfig,
-        topology: Topology,
-        groups: WorldGroups,
-        replicas: dist.ProcessGroup | None,
+        mesh: ShardMesh,
         traffic: Traffic,
         *,
-        hpz_size: int | None,
         checks: bool = False,
     ) -> Run:
         """Begin a run, with nothing under way."""
-        device_type = topology.mesh.device_type
         return cls(
             config=config,
-            topology=topology,
-            groups=groups,
-            replicas=replicas,
+            mesh=mesh,
             traffic=traffic,
-            hpz_size=hpz_size,
             checks=checks,
             micro_steps=MicroSteps(config.quantizes_gradients),
             warnings=UnitWarnings(),
             buffers=WireBuffers(),
-            schedule=GatherSchedule.of(config, device_type),
-            driver=new_driver(device_type, overlaps=config.overlap),
+            schedule=GatherSchedule.of(config, mesh.device_type),
+            driver=new_driver(mesh.device_type, overlaps=config.overlap),
         )
 
     @property
     def overlaps_by_itself(self) -> bool:
         """Whether hops run while the model computes on a backend without streams, where a collective blocks otherwise."""
-        return self.config.overlap and not devices.has_streams(self.topology.mesh.device_type)
-
-    def topology_of(self, ranks_per_node: int) -> Topology:
-        """Return the groups of nodes of another size. Collective over the world where they are not made yet."""
-        return get_topology(ranks_per_node, self.topology.mesh.device_type, self.groups.shards)
+        return self.config.overlap and not devices.has_streams(self.mesh.device_type)

@@ -8,8 +8,8 @@ import pytest
 from accelerate import ParallelismConfig
 from harness import run_ranks
 from torch.distributed.fsdp import FSDPModule
-from trainer_runs import UNQUANTIZED, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
-from transformers import AutoModelForCausalLM
+from trainer_runs import UNQUANTIZED, VOCAB, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
 from transformers.distributed import DistributedConfig
 
 WORLD, FOUR_NODES = 8, {"ranks_per_node": 2}
@@ -18,6 +18,12 @@ MESHES = {
     "dp_replicate x fsdp": {"dp_replicate_size": 2, "fsdp_size": 4},
     "fsdp x tp": {"fsdp_size": 4, "tp_size": 2},
     "dp_replicate x fsdp x tp": {"dp_replicate_size": 2, "fsdp_size": 2, "tp_size": 2},
+}
+EXPERT_MESHES = {
+    "ep within nodes": {"fsdp_size": 8, "ep_size": 2},
+    "ep across nodes": {"fsdp_size": 8, "ep_size": 4},
+    "whole experts": {"fsdp_size": 8, "ep_size": 8},
+    "dp_replicate x fsdp x ep": {"dp_replicate_size": 2, "fsdp_size": 4, "ep_size": 2},
 }
 WAYS = {
     "stock": (False, "1"),
@@ -49,16 +55,41 @@ def train_each(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, tupl
         if handle is not None and handle.is_active:
             counted = {name: count.cross_node for name, count in handle.traffic.counts.items()}
             predicted = {name: 3 * count.cross_node for name, count in handle.predict(2).items()}
-            assert num_fsdp2_gathers(model) == 0
+            # Experts that are whole on one rank are not sharded: there is nothing to gather.
+            assert num_fsdp2_gathers(model) == (2 if mesh.get("ep_size") == WORLD else 0)
         found[name] = losses(trainer), counted, predicted
     return found
 
 
-@pytest.mark.parametrize("mesh", list(MESHES))
+def tiny_experts():
+    """Return a model with eight experts in each of two layers."""
+    set_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCAB,
+            hidden_size=64,
+            intermediate_size=128,
+            moe_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            num_experts=8,
+            num_experts_per_tok=2,
+            max_position_embeddings=64,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
+
+
+@pytest.mark.parametrize("mesh", [*MESHES, *EXPERT_MESHES])
 def test_model_sharded_at_load(tmp_path, mesh):
     saved = str(tmp_path / "model")
-    tiny_model().save_pretrained(saved)
-    for found in run_ranks(train_each, WORLD, str(tmp_path), saved, MESHES[mesh], limit_s=300):
+    (tiny_experts() if mesh in EXPERT_MESHES else tiny_model()).save_pretrained(saved)
+    settings = (MESHES | EXPERT_MESHES)[mesh]
+    for found in run_ranks(train_each, WORLD, str(tmp_path), saved, settings, limit_s=300):
         stock = found["stock"][0]
         assert found["off"][0] == stock
         assert found["unquantized"][0] == pytest.approx(stock, rel=1e-5)

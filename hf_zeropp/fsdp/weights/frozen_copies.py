@@ -40,7 +40,7 @@ def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Run) 
 def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
     digests = [[_digest(local_tensor_of(param)) for param in gather.unit.params] for gather in gathers]
     # The nodes of other replicas hold the same frozen weights.
-    across = [run.topology.cross_group, *([] if run.replicas is None else [run.replicas])]
+    across = [run.mesh.topology.cross_group, *([] if run.mesh.replicas is None else [run.mesh.replicas])]
     found = [_find_difference(gathers, digests, group) for group in across]
     if said := next(filter(None, _of_data_parallel_ranks(next(filter(None, found), None), run)), None):
         raise ValueError(
@@ -75,7 +75,7 @@ def _ranks_by(values: Sequence[bytes], ranks: Sequence[int]) -> str:
 def _of_data_parallel_ranks(value: Any, run: Run) -> list[Any]:
     """Return the values of all ranks that train this rank's model."""
     values = [value]
-    for group in (run.topology.cross_group, run.topology.node_group, run.replicas):
+    for group in (run.mesh.topology.cross_group, run.mesh.topology.node_group, run.mesh.replicas):
         if group is not None:
             values = [one for of_rank in _of_ranks(values, group) for one in of_rank]
     return values

@@ -149,7 +149,7 @@ class ZeroPPAllGather(WeightGather):
         super().__init__(unit, Copy(unit, freshness, checked), decisions)
         self.hops = hops
         self._run = run
-        self._keeps_secondary = run.hpz_size is not None
+        self._keeps_secondary = run.config.hpz_size is not None
         self._sent = Sent()
         self._fsdp2 = CountedAllGather(unit, run.traffic)
         # The key is dtype and whether the unit trains. Both may change during a run: a conversion, or a unit that
