@@ -84,7 +84,7 @@ def check_weights(gathered: dict, sharded: dict, bits: int | None) -> None:
 def check_case(case: Case, rank: int, ranks_per_node: int) -> None:
     policy, config = POLICIES[case.policy], case.config(ranks_per_node)
     model, reference = shard(make_lm(**MODELS[case.model]), policy), make_lm(**MODELS[case.model])
-    apply_zeropp(model, config)
+    config = apply_zeropp(model, config).config  # with the bits that are in force on this device
     loss = backward(model, rank)
     weights = gathered_weights(model)
     shares = check_gradients(model, reference, rank, reduction_of(config, policy))
@@ -120,7 +120,7 @@ def check_against_stock(case: Case, rank: int) -> None:
     policy, config = POLICIES[case.policy], case.config(2)
     stock = stock_gradients(rank, policy, **MODELS[case.model])
     model, reference = shard(make_lm(**MODELS[case.model]), policy), make_lm(**MODELS[case.model])
-    apply_zeropp(model, config)
+    config = apply_zeropp(model, config).config  # with the bits that are in force on this device
     backward(model, rank)
     ours, own = full_gradients(model), local_gradients(gathered_weights(model), reference, rank)
     reduction = reduction_of(config, policy)
