@@ -145,7 +145,12 @@ def test_a_missing_order_is_told(caplog, monkeypatch, version, environ, words):
     assert [words in record.getMessage() for record in caplog.records] == ([True] if words else [])
 
 
-KINDS = {"_allgather_base_": "gather", "alltoall_base_": "reduction"}
+KINDS = {
+    "_allgather_base_": "gather",
+    "allgather_into_tensor_coalesced_": "gather",  # native node hops
+    "alltoall_base_": "reduction",
+    "reduce_scatter_tensor_coalesced_": "reduction",  # native node hops
+}
 
 
 def all_unordered_pairs(rank: int, settings: dict) -> set[frozenset[str]]:
