@@ -114,7 +114,8 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     by_fsdp2 = [unit for unit in of_meshes if _is_within_node(unit, meshes)]
     served = [unit for unit in of_meshes if unit not in by_fsdp2]
     num_nodes = len({rank // plan.ranks_per_node for rank in own_group(mesh.groups.data_parallel)})
-    traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes)
+    num_replicas = max(1, num_nodes // mesh.topology.num_nodes)  # those that are on other nodes
+    traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes, num_replicas)
     run = Run.of(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
     if not plan.is_enabled or mesh.topology.num_nodes == 1:
         log_inactive(mesh.topology, num_nodes, is_enabled=plan.is_enabled)
@@ -127,7 +128,7 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
         handle = ZeroPPHandle(run, served, of_nodes, frozen, decisions, by_fsdp2)
     else:
         refuse_thawed_before_forwards(model, frozen)
-        handle = ZeroPPHandle(run, [], of_nodes, frozen)
+        handle = ZeroPPHandle(run, [], of_nodes, frozen, by_fsdp2=by_fsdp2)
     on_cpu = not devices.has_streams(mesh.device_type)
     log_active(run.config, run.traffic, handle.predict(), num_units=len(units), on_cpu=on_cpu)
     return handle
@@ -233,11 +234,16 @@ def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
 
 
 def _new_traffic(
-    model: nn.Module, units: list[Unit], frozen_units: list[Unit], ranks_per_node: int, num_nodes: int
+    model: nn.Module,
+    units: list[Unit],
+    frozen_units: list[Unit],
+    ranks_per_node: int,
+    num_nodes: int,
+    num_replicas: int,
 ) -> Traffic:
     model_bytes = sum(sum(param.numel() for param in unit.params) * unit.param_dtype.itemsize for unit in units)
     # M is the model as ZeRO-3 would send it, so packed frozen weights count as the bf16 weights that they stand for.
     frozen = [param for unit in frozen_units for param in unit.params]
     model_bytes += dense_numel(model, frozen) * torch.bfloat16.itemsize
     trainable_bytes = sum(sum(param.numel() for param in unit.trainable) * unit.reduce_dtype.itemsize for unit in units)
-    return Traffic(ranks_per_node, num_nodes, model_bytes, trainable_bytes)
+    return Traffic(ranks_per_node, num_nodes, model_bytes, trainable_bytes, num_replicas)

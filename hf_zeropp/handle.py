@@ -169,7 +169,9 @@ class ZeroPPHandle:
         has_other_parallelism = len(self._run.mesh.groups.data_parallel) > 1 or any(
             unit.has_other_parallelism for unit in (*self.units, *self._by_fsdp2)
         )
-        if not self.is_active or not (in_groups or not self.units) or has_other_parallelism:
+        # Replicas on the same nodes as each other have nodes of fewer ranks than the frozen units that they share.
+        is_apart = self.topology.ranks_per_node != self.traffic.ranks_per_node
+        if not self.is_active or not (in_groups or not self.units) or has_other_parallelism or is_apart:
             return None
         # Two kinds of gathers meet in groups of two sizes: frozen units over the node, secondary copies over
         # ``hpz_size`` ranks. One size divides the other (``resolve_hpz_size``), so the larger group contains the

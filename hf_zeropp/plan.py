@@ -189,12 +189,15 @@ def _check_same_place(are_first_uses: Sequence[bool]) -> None:
         )
 
 
-Sizes = tuple[tuple[int, int, int, int | None], ...]
-"""Of each mesh: ranks, replicas, ranks on each node, and ranks that share one secondary copy."""
+Sizes = tuple[tuple[int, int, int, int | None, bool], ...]
+"""Of each mesh: ranks, replicas, ranks on each node, ranks that share one secondary copy, and whether it has units."""
 
 
 def _sizes_of(plan: Plan) -> Sizes:
-    return tuple((len(mesh.ranks), len(mesh.replicas), mesh.ranks_per_node, mesh.hpz_size) for mesh in plan.meshes)
+    return tuple(
+        (len(mesh.ranks), len(mesh.replicas), mesh.ranks_per_node, mesh.hpz_size, mesh.has_units)
+        for mesh in plan.meshes
+    )
 
 
 @dataclasses.dataclass(frozen=True)

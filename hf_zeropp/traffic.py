@@ -117,9 +117,10 @@ class Traffic:
 
     Args:
         ranks_per_node: N. The bytes of one rank times N are those of its node, since all ranks of a node receive equally.
-        num_nodes: Y.
+        num_nodes: Y, or with replicas the nodes of all of them.
         model_bytes: M, bytes of the model's parameters in the compute dtype.
         trainable_bytes: bytes of the trainable parameters in the reduce dtype.
+        num_replicas: replicas of the model (HSDP).
 
     Attributes:
         timer: seconds in collectives since the last ``reset``.
@@ -130,11 +131,19 @@ class Traffic:
             by collective include it.
     """
 
-    def __init__(self, ranks_per_node: int, num_nodes: int, model_bytes: int = 0, trainable_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        ranks_per_node: int,
+        num_nodes: int,
+        model_bytes: int = 0,
+        trainable_bytes: int = 0,
+        num_replicas: int = 1,
+    ) -> None:
         self.ranks_per_node = ranks_per_node
         self.num_nodes = num_nodes
         self.model_bytes = model_bytes
         self.trainable_bytes = trainable_bytes
+        self.num_replicas = num_replicas
         self._is_in_rollout = False
         self.reset()
 
@@ -211,7 +220,11 @@ class Traffic:
         # ZeRO-3 gathers for the forward and for the backward pass of each micro-step, and reduces in each. Its rings
         # send more than (Y-1)/Y; the least that any algorithm needs is counted, so that the saving is never
         # overstated.
-        return (2 * self.model_bytes + self.trainable_bytes) * micro_steps * (self.num_nodes - 1) / self.num_nodes
+        num_nodes = self.num_nodes / self.num_replicas
+        within_replica = (2 * self.model_bytes + self.trainable_bytes) * micro_steps * (num_nodes - 1) / num_nodes
+        # Replicas need an all-reduce of what a node holds, once per step.
+        share_of_node = self.trainable_bytes / num_nodes
+        return within_replica + 2 * share_of_node * (self.num_replicas - 1) / self.num_replicas
 
     def table(self, predicted: Mapping[str, Bytes] | None = None) -> Table:
         """Return a rich table of the bytes per node and step, by collective, with the bytes of ZeRO-3 below.

@@ -28,12 +28,14 @@ class UnitMesh:
         replicas: the ranks that hold the same shard as this one, one in each replica, in order; itself alone without replicas.
         ranks_per_node: how many of ``ranks`` each node has, N.
         hpz_size: how many of them share one secondary copy; None where none is kept.
+        has_units: whether any unit is sharded over them, and not over nodes alone.
     """
 
     ranks: tuple[int, ...]
     replicas: tuple[int, ...]
     ranks_per_node: int
     hpz_size: int | None
+    has_units: bool
 
 
 def ranks_of(unit: Unit) -> tuple[int, ...]:
@@ -73,6 +75,11 @@ def meshes_of(
                 )
         elif unit.has_other_parallelism and holders_of(unit) == holders:
             found[own, _replicas_of(unit)] = None  # experts
+            if sum(ranks == own for ranks, _ in found) > 1:
+                raise ValueError(
+                    f"unit {unit.name} has replicas on ranks {list(_replicas_of(unit))}, and other experts over the same ranks "
+                    "on others. Call fully_shard with the same mesh for all experts."
+                )
         # A unit over one node must be frozen, since its gradients would be summed over that node and never across nodes.
         elif own != node or unit.trainable:
             raise ValueError(
@@ -81,14 +88,26 @@ def meshes_of(
                 "Call fully_shard with a 1-D mesh over them. If other parallelism divides the world, pass that mesh to "
                 "apply_zeropp."
             )
-    return tuple(_mesh(*each, hpz_size, ranks_per_node) for each in found)
+    own_units = set(map(ranks_of, units))
+    # A number of ranks that share copies is meant for the model's mesh. Experts are sharded over fewer, and share them in nodes.
+    of_experts = None if hpz_size is None else "node"
+    sizes = [hpz_size] + [of_experts] * (len(found) - 1)
+    return tuple(
+        _mesh(*each, size, ranks_per_node, has_units=each[0] in own_units)
+        for each, size in zip(found, sizes, strict=True)
+    )
 
 
 def _mesh(
-    ranks: tuple[int, ...], replicas: tuple[int, ...], hpz_size: int | str | None, ranks_per_node: int
+    ranks: tuple[int, ...],
+    replicas: tuple[int, ...],
+    hpz_size: int | str | None,
+    ranks_per_node: int,
+    *,
+    has_units: bool,
 ) -> UnitMesh:
     on_each_node = count_on_each_node(ranks, ranks_per_node)
-    return UnitMesh(ranks, replicas, on_each_node, resolve_hpz_size(hpz_size, on_each_node, len(ranks)))
+    return UnitMesh(ranks, replicas, on_each_node, resolve_hpz_size(hpz_size, on_each_node, len(ranks)), has_units)
 
 
 def _mesh_of_model(units: Sequence[Unit], given: DeviceMesh | None) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from harness import Scenarios, expect_errors, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from toy import EXACT, POLICIES, backward, full_gradients, full_weights, loss_of, loss_without_head, make_lm, shard
 
@@ -138,6 +138,19 @@ def a_divide_factor(rank: int, ranks_per_node: int) -> None:
                 )
 
 
+def a_dtype_without_a_wire_form(rank: int, ranks_per_node: int) -> None:
+    """FSDP2 reduces float64 itself, over the shard group. The replicas are averaged all the same."""
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
+    mesh = mesh_of(2)
+    stock, model = (shard(make_lm(), policy, mesh=mesh) for _ in range(2))
+    handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
+    ours, expected = train(model, handle, rank), train(stock, None, rank)
+    assert ours == pytest.approx(expected, rel=TOLERANCE)
+    assert_equal_replicas(model, mesh)
+    counted, predicted = handle.traffic.counts["reduce, replicas"], handle.predict()["reduce, replicas"]
+    assert counted.cross_node == 3 * predicted.cross_node > 0
+
+
 def a_gradient_on_one_replica(rank: int, ranks_per_node: int) -> None:
     """A parameter that one replica alone uses has its gradient on all. Stock cannot do so: the oracle is one unsharded model."""
     mesh = mesh_of(2)
@@ -214,6 +227,7 @@ FUNCTIONS = [
     without_overlap,
     in_bf16,
     a_divide_factor,
+    a_dtype_without_a_wire_form,
     a_gradient_on_one_replica,
     an_edit_on_one_replica,
     generation,

@@ -107,7 +107,7 @@ def gradients_lie_where_units_say(rank: int) -> None:
         model.blocks[0].up.weight.grad_dtype = torch.float32
     recorded = record(shard(model, MixedPrecisionPolicy(reduce_dtype=torch.float32)))
     for unit, _, _ in recorded:
-        unit.wrap_post_backward(lambda: None, lambda: None)
+        unit.wrap_post_backward(lambda: False, lambda: None, lambda: None)
     backward(model, rank)
     for unit, _, reduce in recorded:
         shards = unit.reduced_shards()

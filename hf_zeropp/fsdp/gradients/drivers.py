@@ -122,7 +122,8 @@ class GlooDriver:
         """Begin a reduction, one unit ahead of the one before it."""
         # The unit before this one leaves its node hop first: its wire buffers are then free for this one.
         self._leave_node()
-        while len(self._crossing) > MAX_CROSSING:
+        # Each is taken one hop further. Among replicas that is not yet its end, and it goes to the end of the queue.
+        for _ in range(len(self._crossing) - MAX_CROSSING):
             self._take_on(self._crossing.popleft())
         self._take_on(reduction)
 

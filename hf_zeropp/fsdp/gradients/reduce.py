@@ -26,7 +26,7 @@ from hf_zeropp.fsdp.predictions import reduce_bytes, reductions_per_step
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
-from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers
+from hf_zeropp.traffic import FSDP2_REDUCE, REDUCE_REPLICAS, Bytes, Peers, total
 
 # [Note: gradient accumulation]
 # On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32 (or in
@@ -255,7 +255,17 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._warnings.warn(NO_WIRE_FORM, [self.unit])
         peers = Peers.of(group, self._traffic.ranks_per_node)
         self._traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
-        return self._fsdp2(output, flat, group, op, async_op)
+        work = self._fsdp2(output, flat, group, op, async_op)
+        if not self.hops.replica_hops:
+            return work
+        # FSDP2 knows the shard group alone (``Unit.take_over_replicas``), and averages over no replicas.
+        if work is not None:
+            work.wait()
+        for hop in self.hops.replica_hops:
+            hop.all_reduce(output)
+        if self.unit.gradient_divide_factor is None:
+            output.div_(self.hops.num_replicas)
+        return None
 
     # Around FSDP2's post_backward.
 
@@ -361,7 +371,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if dtype not in FLOAT_DTYPES:  # FSDP2 reduces it
             output = sum(shard.padded_numel for shard in self.unit.param_shards(trainable_only=True)) * dtype.itemsize
             peers = Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
-            return {FSDP2_REDUCE: peers.bytes_of(output).times(micro_steps)}
+            across = (hop.all_reduce_bytes(output) for hop in self.hops.replica_hops)
+            own = {FSDP2_REDUCE: peers.bytes_of(output).times(micro_steps)}
+            return own | ({REDUCE_REPLICAS: total(across).times(micro_steps)} if self.hops.replica_hops else {})
         layouts = self.layouts(dtype)
         # A hook that looks at the unit's gradients lets them cross at every micro-step.
         crossings = micro_steps if self.unit.shows_reduced_output else 1

@@ -39,8 +39,11 @@ def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Run) 
 
 def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
     digests = [[_digest(local_tensor_of(param)) for param in gather.unit.params] for gather in gathers]
-    # The nodes of other replicas hold the same frozen weights.
-    across = [run.mesh.topology.cross_group, *([] if run.mesh.replicas is None else [run.mesh.replicas])]
+    across = [run.mesh.topology.cross_group]
+    # Replicas on other nodes hold the same frozen weights. On the same node they hold other shards of one copy.
+    if run.mesh.replicas is not None:
+        places = {rank % run.traffic.ranks_per_node for rank in dist.get_process_group_ranks(run.mesh.replicas)}
+        across += [run.mesh.replicas] if len(places) == 1 else []
     found = [_find_difference(gathers, digests, group) for group in across]
     if said := next(filter(None, _of_data_parallel_ranks(next(filter(None, found), None), run)), None):
         raise ValueError(
