@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from hf_zeropp.comm.agreement import Agreement, Channel
 from hf_zeropp.comm.hop import Hop, WireBuffers
-from hf_zeropp.comm.topology import WorldGroups, get_topology, whole_world
+from hf_zeropp.comm.topology import ShardMesh, WorldGroups, get_topology, whole_world
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
@@ -134,7 +134,8 @@ class Model:
         world = dist.group.WORLD
         config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None, overlap=overlap)
         groups = WorldGroups(whole_world(), whole_world(), ())
-        run = Run.of(config, get_topology(1, "cpu"), groups, None, Traffic(1, 1), hpz_size=None)
+        mesh_of_shards = ShardMesh(get_topology(1, "cpu"), groups, hpz_size=None, replicas=None)
+        run = Run.of(config, mesh_of_shards, Traffic(1, 1))
         self.micro_steps, self.driver = run.micro_steps, run.driver
         self.decisions = CountedDecisions(run, Agreement(Channel(world)), [])
         hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())

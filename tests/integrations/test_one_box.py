@@ -52,7 +52,8 @@ def test_four_ranks_of_one_machine(micro_steps):
 
 
 def test_the_preset_is_one_rank_per_node_and_no_secondary_shard():
-    assert ZeroPPConfig.preset("pcie") == ZeroPPConfig(ranks_per_node=1, hpz_size=None)
+    quantized = ZeroPPConfig(ranks_per_node=1, hpz_size=None, qwz_intra_bits=8, qgz_intra_bits=8)
+    assert ZeroPPConfig.preset("pcie") == quantized
     assert ZeroPPConfig.preset("pcie", hpz_size="node").hpz_size == "node"
 
 

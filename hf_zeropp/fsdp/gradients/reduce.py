@@ -100,7 +100,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        op: ReduceOp,
+        op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
@@ -249,7 +249,12 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self._empty_pending()
 
     def _reduce_by_fsdp2(
-        self, output: torch.Tensor, flat: torch.Tensor, group: dist.ProcessGroup, op: ReduceOp, async_op: bool
+        self,
+        output: torch.Tensor,
+        flat: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: ReduceOp | ReduceOp.RedOpType,
+        async_op: bool,
     ) -> dist.Work | None:
         self.pending.expect_values()
         self._warnings.warn(NO_WIRE_FORM, [self.unit])

@@ -222,7 +222,9 @@ class Walk:
         size = settings.get("hpz_size", "node")
         keeps_copies = size is not None and size != self.case.world
         has_extension = any(block.kind in EXTENSION_KINDS for model in models for block in model.blocks)
-        starts_ahead = settings.get("overlap", True) and settings.get("shared_memory", True)
+        # Weights that move in 16 bits within the node are gathered by gloo, whatever memory the ranks share.
+        reads_peers = settings.get("shared_memory", True) and settings.get("qwz_intra_bits", 8) is not None
+        starts_ahead = settings.get("overlap", True) and reads_peers
         # Ranks that read copies in each other's memory wait for each other where weights arrive.
         share_copies = (self.case.ranks_per_node if size == "node" else size) != 1
         lands = share_copies and not self._used(args) <= self.settled
