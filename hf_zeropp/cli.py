@@ -89,7 +89,7 @@ def run_estimate(args: argparse.Namespace) -> None:
             fp32_reduce=args.fp32_reduce,
             tensor_parallel=args.tensor_parallel,
             learning_rate=args.learning_rate,
-        )
+        ).in_replicas(args.replicas)
         times = step_time_report.TimeEstimate(args, model, setup) if wants_times else None
         estimates = memory_and_bytes.estimate(model, times.setup if times else setup)
     # Every mistake of a user is a ValueError whose message says what to do. A traceback would hide it.
@@ -239,6 +239,12 @@ def _add_estimate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--replicas",
+        type=_positive,
+        default=1,
+        help="The number of replicas of the model (HSDP), each over nodes of its own, to compare with one group of all ranks.",
+    )
     parser.add_argument(
         "--tensor-parallel",
         type=_positive,

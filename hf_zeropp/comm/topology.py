@@ -241,7 +241,7 @@ def get_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup]:
 def _build_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup]:
     num_replicas, stride = len(replica_groups[0]), 1
     rounds = []
-    for factor in _prime_factors(num_replicas):
+    for factor in prime_factors(num_replicas):
         # The ranks that meet in a round differ in one digit of their places, where each factor is a digit's base.
         firsts = [place for place in range(num_replicas) if place // stride % factor == 0]
         meeting = [
@@ -254,7 +254,8 @@ def _build_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup
     return rounds
 
 
-def _prime_factors(number: int) -> list[int]:
+def prime_factors(number: int) -> list[int]:
+    """Return the prime factors of a number of replicas, each as often as it divides it: the ranks that meet in each round."""
     factors, factor = [], 2
     while number > 1:
         while number % factor == 0:

@@ -17,7 +17,8 @@ weights in 16 bits. With A micro-steps, and all weights trained, these bytes ent
 - ZeRO-3 by its definition: 3 M A (Y-1)/Y. Each micro-step gathers all weights twice, and reduces all gradients.
 - FSDP2 as Accelerate runs it: (2 A + 1) M (Y-1)/Y. It reduces in the last micro-step alone, and keeps full-size gradients until
   then. With ``sync_each_batch`` ("FSDP2 synced") it keeps shards, and sends what ZeRO-3 sends.
-- HSDP (FSDP2 over the ranks of each node): 2 M (Y-1)/Y, in an all-reduce of gradients.
+- HSDP (FSDP2 over the ranks of each node): 2 M (Y-1)/Y, in an all-reduce of gradients. Replicas of several nodes send what FSDP2
+  sends in each of them, and all-reduce the gradients that a node holds.
 
 That is the least that any algorithm can move: each byte of a gather enters a node once. Gathers and reductions over the world run
 in flat rings under NCCL and gloo, which put (W-1)/W on the link of a node in place of (Y-1)/Y (``Estimate.in_rings``).
@@ -38,7 +39,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hf_zeropp.comm.topology import resolve_hpz_size
+from hf_zeropp.comm.topology import prime_factors, resolve_hpz_size
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
@@ -101,8 +102,9 @@ class Estimate:
 
 
 def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
-    """Return the estimates of all methods: the papers' first, this package last.
+    """Return the estimates of all methods: the papers' first, this package last, with replicas behind the same without.
 
+    All ranks hold one model but under HSDP, and in the last line where there are replicas.
     With tensor parallelism their ranks are those of one shard group, and their bytes those of all shard groups of a node. What
     tensor parallelism itself sends is not in them.
     """
@@ -110,10 +112,14 @@ def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
         world, per_node = setup.world_size // parts, setup.ranks_per_node // parts
         group = dataclasses.replace(setup, world_size=world, ranks_per_node=per_node, tensor_parallel=1)
         return [one.times(parts) for one in estimate(model.cut(parts), group)]
-    lines = [*paper_methods(model, setup), hsdp(model, setup), fsdp2(model, setup)]
+    one = setup.in_replicas(1)
+    lines = [*paper_methods(model, one), hsdp(model, setup), fsdp2(model, one)]
     if setup.micro_steps > 1:
-        lines.append(fsdp2(model, setup, syncs=True))
-    return [*lines, ours(model, setup)]
+        lines.append(fsdp2(model, one, syncs=True))
+    lines.append(ours(model, one))
+    if setup.replicas > 1:
+        lines.append(dataclasses.replace(ours(model, setup), method=f"{setup.replicas} replicas"))
+    return lines
 
 
 # ---- The papers' methods.
@@ -217,11 +223,15 @@ def _with_muon(line: Estimate, model: ModelShape, setup: Setup) -> Estimate:
 
 
 def hsdp(model: ModelShape, setup: Setup) -> Estimate:
-    """Return the estimate of FSDP2 over the ranks of each node, whose gradients are all-reduced over nodes once per step."""
-    node = fsdp2(model, dataclasses.replace(setup, world_size=setup.ranks_per_node))
-    # Each rank sums up 1/N of the gradients over its cross group, which is all of them over a node's N cross groups.
-    across = _flat_bytes(setup.reduce_dtype.itemsize * model.num_trainable, setup, times=2).cross_node
-    return dataclasses.replace(node, method="HSDP", cross_node=across, in_rings=across)
+    """Return the estimate of FSDP2 over each replica, whose gradients are all-reduced over replicas once per step."""
+    setup = setup.of_hsdp
+    line = fsdp2(model, setup)
+    # The ranks of a node hold 1/Y of a replica's gradients, and the all-reduce sends that twice.
+    of_node = setup.reduce_dtype.itemsize * model.num_trainable / setup.num_nodes
+    across = round(2 * of_node * (setup.replicas - 1) / setup.replicas)
+    return dataclasses.replace(
+        line, method="HSDP", cross_node=line.cross_node + across, in_rings=line.in_rings + across
+    )
 
 
 def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
@@ -280,7 +290,8 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
     # The plugin takes frozen parameters out of the units over the world, and gives them units over the node.
     trained = dataclasses.replace(model, units=model.trained_units, frozen_units=())
     if setup.num_nodes == 1:  # FSDP2's own collectives stay
-        line = dataclasses.replace(fsdp2(trained, setup), method=THIS_PACKAGE)
+        stock = fsdp2 if setup.replicas == 1 else hsdp
+        line = dataclasses.replace(stock(trained, setup), method=THIS_PACKAGE)
     else:
         line = _with_muon(_two_hops(trained, setup), trained, setup)
     return _with_frozen_base(line, model, setup)
@@ -421,6 +432,8 @@ class UnitReduce:
 
     def __init__(self, params: Iterable[ParamShape], setup: Setup, node_size: int) -> None:
         self.node_hop, self.cross_hop = two_hop_peers(node_size, setup)
+        # The ranks that meet in a round are of different replicas, and so on different nodes.
+        self.replica_hops = [Peers(0, factor - 1) for factor in prime_factors(setup.replicas)]
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
         quantizes = setup.settings.quantizes_gradients
         self.layouts = reduce_layouts(
@@ -451,12 +464,20 @@ class UnitReduce:
             sent, received = 0, num_nodes * layouts.node_hop_bytes
         is_rounded = self._setup.config.qgz_accumulator == "bfloat16" and self._setup.micro_steps > 1
         copy = torch.float32.itemsize * num_nodes * layouts.node_hop.numel if is_rounded else 0
-        return received + max(sent, copy) + 2 * num_nodes * layouts.cross_hop.nbytes
+        # Rounds of replicas follow the cross hop. They send one slice, and receive one of each rank.
+        crossing = max(2 * num_nodes, *(1 + peers.group_size for peers in self.replica_hops), 0)
+        return received + max(sent, copy) + crossing * layouts.cross_hop.nbytes
 
     def hops(self, micro_steps: int) -> HopBytes:
         """Return what one rank receives in so many micro-steps."""
         times = reductions_per_step(micro_steps, accumulates_on_rank=self._setup.config.accumulates_on_rank)
-        return reduce_bytes(self.layouts, cross_hop=self.cross_hop, node_hop=self.node_hop, micro_steps=times)
+        return reduce_bytes(
+            self.layouts,
+            cross_hop=self.cross_hop,
+            node_hop=self.node_hop,
+            micro_steps=times,
+            replica_hops=self.replica_hops,
+        )
 
 
 class FrozenGather:

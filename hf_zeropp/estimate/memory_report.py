@@ -30,20 +30,22 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     title = (
         f"{model.name}: {shorten(model.num_params, COUNT_UNITS)} parameters, "
         f"{shorten(model.num_trainable, COUNT_UNITS)} trained{base}\n"
-        f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {layers}{setup.optimizer}, "
+        f"{setup.in_replicas(1).num_nodes} nodes x {setup.ranks_per_node} ranks, {layers}{setup.optimizer}, "
         f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
     synced = f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n"
+    replicas = f"HSDP and the last column: {setup.replicas} replicas of {setup.num_nodes} nodes.\n"
+    notes = (synced if setup.micro_steps > 1 else "") + (replicas if setup.replicas > 1 else "")
     caption = (
         "Memory is per rank. Gathered: full weights, held while layers compute.\n"
         "Traffic is what enters one node per optimizer step. Across nodes: the least for\n"
         "any algorithm; in rings: what NCCL's flat rings put on its link (gloo's: more).\n"
-        f"{synced if setup.micro_steps > 1 else ''}M, G and T are 10^6, 10^9 and 10^12 bytes."
+        f"{notes}M, G and T are 10^6, 10^9 and 10^12 bytes."
     )
     result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     result.add_column(no_wrap=True)
     for one in estimates:
-        style = "bold" if one.method == THIS_PACKAGE else None
+        style = "bold" if one is estimates[-1] or one.method == THIS_PACKAGE else None
         # A number that does not fit continues on the next line: no digit may be lost.
         result.add_column(one.method, style=style, justify="right", overflow="fold")
 

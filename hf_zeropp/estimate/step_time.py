@@ -11,7 +11,7 @@ from hf_zeropp.estimate.memory_and_bytes import HALF_BYTES, MASTER_BYTES, flat_s
 from hf_zeropp.estimate.simulation import COMPUTE, NETWORK, Program, Task, simulate
 from hf_zeropp.estimate.step_order import step_program, token_program
 from hf_zeropp.estimate.training_job import Job
-from hf_zeropp.estimate.unit_work import METHODS, Method, UnitWork, work_of_method, work_of_package
+from hf_zeropp.estimate.unit_work import METHODS, Method, UnitWork, setup_of, work_of_method, work_of_package
 
 SETTINGS = "these settings"
 """The method of ``Job.setup.config``, where it is none of the presets."""
@@ -41,7 +41,7 @@ class StepTime:
 
     def tokens_per_s(self, job: Job) -> float:
         """Return tokens per second of all ranks."""
-        return job.tokens * job.setup.micro_steps * job.setup.world_size / self.step_s
+        return job.tokens * job.setup.micro_steps * job.cluster.world_size / self.step_s
 
     def mfu(self, job: Job) -> float:
         """Return the operations of the model over those that the device could have made at its peak."""
@@ -141,13 +141,16 @@ def _token_work(unit: UnitWork, job: Job) -> UnitWork:
 
 def optimizer_s(job: Job, method: str | Method) -> float:
     """Return the seconds of the optimizer: master, gradient and states of a rank's shard are read, and written back."""
-    # HSDP's ranks hold 1/N and update all of it; DDP's hold everything.
-    copies = job.setup.world_size if method == "DDP" else job.setup.num_nodes if method == "HSDP" else 1
-    device = job.cluster.device
+    setup, device = job.setup, job.cluster.device
+    if (known := METHODS.get(method) if isinstance(method, str) else method) is not None:
+        setup = setup_of(setup, known)
+    # The ranks of a replica hold all of the model together, and those of DDP each by itself.
+    copies = setup.world_size if method == "DDP" else setup.replicas
     if device.step_overhead is not None:
         return copies * device.step_overhead
-    numel = sum(shard.padded_numel for unit in job.model.units for shard in flat_shards(unit.trainable, job.setup))
-    return copies * numel * (3 * MASTER_BYTES + 2 * job.setup.state_bytes) / device.copy_rate
+    shards = flat_shards((param for unit in job.model.units for param in unit.trainable), setup)
+    numel = sum(shard.padded_numel for shard in shards) * copies // setup.replicas
+    return numel * (3 * MASTER_BYTES + 2 * job.setup.state_bytes) / device.copy_rate
 
 
 def _work(tasks: Sequence[Task]) -> tuple[float, float]:

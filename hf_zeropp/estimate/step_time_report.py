@@ -143,8 +143,9 @@ class TimeEstimate:
         self.setup = self._job.setup
         self._recommendation = ""
         if args.recommend:
-            own = choices(self._job, self._gpu_memory)
-            self._recommendation = recommendation(self._job, self._rows, own)
+            hsdp, own = choices_with_replicas(self._job, self._gpu_memory)
+            rows = [row for row in self._rows if row.method != "HSDP"] + hsdp
+            self._recommendation = recommendation(self._job, rows, own)
 
     def to_json(self) -> dict[str, Any]:
         """Return the cluster and the predictions."""
@@ -153,7 +154,7 @@ class TimeEstimate:
         for row in self._rows:
             time = row.time
             rates = (time.step_s, time.tokens_per_s(self._job), time.mfu(self._job), time.exposed)
-            times.append(dict(zip(names, (row.method, *rates, row.memory, row.fits), strict=True)))
+            times.append(dict(zip(names, (row.name, *rates, row.memory, row.fits), strict=True)))
         cluster = dataclasses.asdict(self._job.cluster)
         return {"simulated": True, "cluster": cluster, "tokens": self._job.tokens, "times": times}
 
@@ -171,6 +172,7 @@ class TimeEstimate:
 
 
 def _cluster(args: argparse.Namespace, setup: Setup) -> Cluster:
+    setup = setup.in_replicas(1)
     if args.cluster:
         measured = read_cluster(args.cluster)
         if measured.ranks_per_node != setup.ranks_per_node:
@@ -230,6 +232,7 @@ class Row:
         memory: bytes per rank, with gathered units, without activations.
         fits: whether that is within the memory of a GPU.
         settings: of a choice: a preset, and what to set beside it. None for methods.
+        replicas: of the model. With 1, HSDP has one on each node.
     """
 
     method: str
@@ -237,15 +240,35 @@ class Row:
     memory: float
     fits: bool
     settings: dict[str, Any] | None = None
+    replicas: int = 1
+
+    @property
+    def name(self) -> str:
+        """The method, with the number of replicas."""
+        return f"{self.method}, {self.replicas} replicas" if self.replicas > 1 else self.method
 
 
 def compare(job: Job, gpu_memory: float, methods: Iterable[str] | None = None) -> list[Row]:
     """Return a row for each method, by default all, on GPUs of so many bytes. Settings count for ``SETTINGS`` alone."""
-    rows = []
-    for method in methods or method_names():
-        memory = memory_of(job, method)
-        rows.append(Row(method, step_time(job, method), memory, memory <= gpu_memory))
+    names = tuple(methods or method_names())
+    rows = [_row(job if method == "HSDP" else job.in_replicas(1), method, gpu_memory) for method in names]
+    if job.setup.replicas > 1:
+        rows += [_row(job, method, gpu_memory) for method in names if method not in METHODS]
     return rows
+
+
+def _row(job: Job, method: str, gpu_memory: float) -> Row:
+    memory = memory_of(job, method)
+    return Row(method, step_time(job, method), memory, memory <= gpu_memory, replicas=job.setup.replicas)
+
+
+def choices_with_replicas(job: Job, gpu_memory: float) -> tuple[list[Row], list[Row]]:
+    """Return rows of HSDP and of ``choices`` for each number of replicas that have several nodes.
+
+    Fewer replicas come first: they take less memory.
+    """
+    jobs = [job.in_replicas(replicas) for replicas in job.setup.numbers_of_replicas]
+    return [_row(one, "HSDP", gpu_memory) for one in jobs], [row for one in jobs for row in choices(one, gpu_memory)]
 
 
 def choices(job: Job, gpu_memory: float) -> list[Row]:
@@ -262,9 +285,8 @@ def choices(job: Job, gpu_memory: float) -> list[Row]:
         for hops in ({},) if has_bits else ({}, CODES_WITHIN_NODE):
             for sums in ({}, {"qgz_accumulate": "rank"}) if setup.micro_steps > 1 else ({},):
                 settings = {"preset": preset, **hops, **sums}
-                own = with_settings(job, settings)
-                memory = memory_of(own, SETTINGS)
-                rows.append(Row(_name(settings), step_time(own, SETTINGS), memory, memory <= gpu_memory, settings))
+                row = _row(with_settings(job, settings), SETTINGS, gpu_memory)
+                rows.append(dataclasses.replace(row, method=_name(settings), settings=settings))
     return rows
 
 
@@ -317,7 +339,7 @@ def recommendation(job: Job, rows: list[Row], own: list[Row]) -> str:
         least = min(own, key=lambda one: one.memory)
         raise ValueError(
             f"expected settings that fit the memory of a GPU, got {least.memory / 1e9:.1f} GB per rank for the smallest "
-            f"({least.method}). Use more ranks, --lora, or GPUs with more memory (--gpu-memory)."
+            f"({least.name}). Use more ranks, --lora, or GPUs with more memory (--gpu-memory)."
         )
     if row.settings is None:
         text = _off(row, job.setup)
@@ -326,6 +348,7 @@ def recommendation(job: Job, rows: list[Row], own: list[Row]) -> str:
         if job.setup.config.frozen_bits is not None:
             block["frozen_bits"] = job.setup.config.frozen_bits
         text = yaml.safe_dump({BLOCK: block}, sort_keys=False)
+        text += _replicated(job.setup, row.replicas) if row.replicas > 1 else ""
     assumed = f"# A learning rate of {job.setup.rate:g} is assumed. Say yours: --learning-rate 1e-6, for example.\n"
     return f"{text}# {_reason(job, row, rows, own)}\n{assumed if job.setup.learning_rate is None else ''}"
 
@@ -334,25 +357,36 @@ def _off(row: Row, setup: Setup) -> str:
     """Return what switches this package off, and makes FSDP2 run in the way of a row."""
     text = "export ZEROPP_ENABLED=0  # leave it off\n"
     if row.method == "HSDP":
-        sizes = {"dp_replicate_size": setup.num_nodes, "dp_shard_size": setup.ranks_per_node}
-        block = {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
-        text += f"# In the file of accelerate launch:\n{yaml.safe_dump(block, sort_keys=False)}"
+        text += _replicated(setup, setup.in_replicas(row.replicas).of_hsdp.replicas)
     if row.method == SYNCED:
         text += "# In the arguments of the Trainer:\n"
         text += yaml.safe_dump({"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}})
     return text
 
 
+def _replicated(setup: Setup, replicas: int) -> str:
+    """Return what makes Accelerate replicate the model."""
+    sizes = {"dp_replicate_size": replicas, "dp_shard_size": setup.in_replicas(replicas).world_size}
+    block = {"parallelism_config": {f"parallelism_config_{name}": size for name, size in sizes.items()}}
+    return f"# In the file of accelerate launch:\n{yaml.safe_dump(block, sort_keys=False)}"
+
+
 def _reason(job: Job, row: Row, rows: list[Row], own: list[Row]) -> str:
     ours = row if row.settings is not None else fastest(own) or min(own, key=lambda one: one.time.step_s)
-    others = [one for one in rows if one.method in STOCK]
-    told = [f"{one.time.step_s:.3g} s of {one.method}{'' if one.fits else ', which does not fit'}" for one in others]
-    said = f"{ours.method} is predicted to take {ours.time.step_s:.3g} s per step, against {' and '.join(told)}"
+    # Of HSDP, and of this package without replicas or with some, the best is told.
+    stock = [[one for one in rows if one.method == name] for name in STOCK]
+    others = [*stock, [one for one in own if (one.replicas > 1) != (ours.replicas > 1)]]
+    told = [_told(fastest(ones) or min(ones, key=lambda one: one.time.step_s)) for ones in others if ones]
+    said = f"{ours.name} is predicted to take {ours.time.step_s:.3g} s per step, against {' and '.join(told)}"
     if job.setup.num_nodes == 1:
         return f"{said}: with one node nothing crosses nodes."
     if row.settings is None:
-        return f"{said}: {row.method} without this package is as fast, within {MARGIN:.0%}, or faster."
+        return f"{said}: {row.name} without this package is as fast, within {MARGIN:.0%}, or faster."
     return f"{said}; its bytes keep the network busy for {row.time.network_s / row.time.step_s:.0%} of the step."
+
+
+def _told(row: Row) -> str:
+    return f"{row.time.step_s:.3g} s of {row.name}{'' if row.fits else ', which does not fit'}"
 
 
 def _name(settings: dict[str, Any]) -> str:
@@ -394,7 +428,7 @@ def time_table(job: Job, rows: Sequence[Row], gpu_memory: float) -> Table:
             f"{row.memory / 1e9:.3g}",
             "yes" if row.fits else "no",
         )
-        result.add_row(row.method, *cells, style="bold" if row is best else None)
+        result.add_row(row.name, *cells, style="bold" if row is best else None)
     return result
 
 
@@ -405,6 +439,6 @@ def generation_table(job: Job) -> Table:
     result.add_column("predicted", no_wrap=True)
     result.add_column("tokens/s, all ranks", justify="right")
     for method in GENERATION_METHODS:
-        tokens_per_s = job.tokens * job.setup.world_size / token_s(job, method)
+        tokens_per_s = job.tokens * job.cluster.world_size / token_s(job, method)
         result.add_row(method, shorten(tokens_per_s, COUNT_UNITS))
     return result

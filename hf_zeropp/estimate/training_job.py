@@ -36,10 +36,10 @@ BACKWARD_FLOPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The job that is estimated: the world, its nodes, and how the model is trained.
+    """The job that is estimated: the ranks over which the model is sharded, their nodes, and how the model is trained.
 
     Args:
-        world_size: W.
+        world_size: W, the ranks of the job, or with replicas those of one.
         ranks_per_node: N.
         micro_steps: forward and backward passes per optimizer step.
         optimizer: a key of ``OPTIMIZER_STATE_BYTES``.
@@ -47,6 +47,7 @@ class Setup:
         fp32_reduce: whether FSDP2 and this package reduce gradients in fp32 instead of bf16.
         tensor_parallel: neighbouring ranks of a node that cut every layer between them. Each of them shards its part over the
             ranks of the same place among their neighbours.
+        replicas: of the model (HSDP), each over nodes of its own. Their gradients are averaged.
         learning_rate: of AdamW. How many weights change in a step depends on it (``qwz_mode="exact"``). None where it is unknown;
             ``ASSUMED_LEARNING_RATE`` is taken then.
         on_cpu: whether ranks compute on CPUs. Settings that say ``"auto"`` depend on it.
@@ -63,6 +64,7 @@ class Setup:
     config: ZeroPPConfig = dataclasses.field(default_factory=ZeroPPConfig)
     fp32_reduce: bool = False
     tensor_parallel: int = 1
+    replicas: int = 1
     learning_rate: float | None = None
     on_cpu: bool = False
 
@@ -79,6 +81,32 @@ class Setup:
             raise ValueError(f"expected at least one micro-step per step, got {self.micro_steps}")
         if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
             raise ValueError(f"expected a learning rate above zero, such as 1e-5, got {self.learning_rate}")
+
+    def in_replicas(self, replicas: int) -> Setup:
+        """Return the same ranks as so many replicas of the model.
+
+        Raises:
+            ValueError: they do not divide the nodes.
+        """
+        nodes = self.num_nodes * self.replicas
+        if replicas < 1 or nodes % replicas:
+            raise ValueError(
+                f"expected replicas that divide the {nodes} nodes, got {replicas}. Divisors: "
+                f"{[number for number in range(1, nodes + 1) if nodes % number == 0]}."
+            )
+        world_size = nodes * self.ranks_per_node // replicas
+        return dataclasses.replace(self, world_size=world_size, replicas=replicas)
+
+    @property
+    def numbers_of_replicas(self) -> list[int]:
+        """How many replicas of several nodes each the ranks can be divided in, 1 among them."""
+        nodes = self.num_nodes * self.replicas
+        return [number for number in range(1, nodes) if nodes % number == 0] or [1]
+
+    @property
+    def of_hsdp(self) -> Setup:
+        """The replicas of stock HSDP: as many as here, or where there is one, a replica on each node."""
+        return self if self.replicas > 1 else self.in_replicas(self.num_nodes)
 
     @functools.cached_property
     def settings(self) -> ZeroPPConfig:
@@ -100,7 +128,7 @@ class Setup:
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, Y."""
+        """Number of nodes, Y, or with replicas those of one."""
         return self.world_size // self.ranks_per_node
 
     @property
@@ -136,7 +164,7 @@ class Job:
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        ours, theirs = ((one.world_size, one.ranks_per_node) for one in (self.setup, self.cluster))
+        ours, theirs = ((one.world_size, one.ranks_per_node) for one in (self.setup.in_replicas(1), self.cluster))
         if ours != theirs:
             raise ValueError(
                 f"expected a cluster of {ours[0]} ranks, {ours[1]} per node, got one of {theirs[0]} ranks, {theirs[1]} per node"
@@ -145,6 +173,10 @@ class Job:
         object.__setattr__(self, "setup", dataclasses.replace(self.setup, on_cpu=self.cluster.backend == "gloo"))
         if self.tokens < 1:
             raise ValueError(f"expected at least one token per rank and micro-step, got {self.tokens}")
+
+    def in_replicas(self, replicas: int) -> Job:
+        """Return the same job with so many replicas of the model."""
+        return dataclasses.replace(self, setup=self.setup.in_replicas(replicas))
 
     @property
     def model_flops(self) -> float:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from hf_zeropp.comm.topology import resolve_hpz_size
+from hf_zeropp.comm.topology import prime_factors, resolve_hpz_size
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster
 from hf_zeropp.estimate.memory_and_bytes import (
@@ -50,7 +50,7 @@ class Method:
 
     Attributes:
         shards: whether weights are sharded, and so gathered (all but DDP).
-        within_node: whether weights are sharded over the node alone, and gradients all-reduced over nodes (HSDP).
+        replicates: whether weights are sharded over each of several replicas, and gradients all-reduced over them (HSDP).
         syncs: whether gradients are reduced in every micro-step, as DeepSpeed does, and not in the last alone.
         deepspeed: whether DeepSpeed runs it. It prefetches units of at most ``PREFETCH_NUMEL`` elements, and FSDP2 all.
         qwz: whether gathers over the world are quantized.
@@ -59,7 +59,7 @@ class Method:
     """
 
     shards: bool = True
-    within_node: bool = False
+    replicates: bool = False
     syncs: bool = False
     deepspeed: bool = False
     qwz: bool = False
@@ -72,7 +72,7 @@ METHODS = {
     "ZeRO-3": Method(syncs=True, deepspeed=True),
     "FSDP2": Method(),
     SYNCED: Method(syncs=True),
-    "HSDP": Method(within_node=True),
+    "HSDP": Method(replicates=True),
     "hpZ": Method(syncs=True, deepspeed=True, hpz=True),
     DEEPSPEED: Method(syncs=True, deepspeed=True, qwz=True, hpz=True, qgz=True),
 }
@@ -113,10 +113,16 @@ class UnitWork:
     ahead: int = 0
 
 
+def setup_of(setup: Setup, method: Method) -> Setup:
+    """Return over which ranks a method beside this package shards weights."""
+    return setup.of_hsdp if method.replicates else setup.in_replicas(1)
+
+
 def work_of_method(job: Job, method: Method) -> list[UnitWork]:
     """Return the work of all units under a method beside this package. The settings of the job are not read."""
     # The paper's preset has the layouts of DeepSpeed's quantized wires.
-    maker = _Maker(job, dataclasses.replace(job.setup, config=ZeroPPConfig.resolve({"preset": "paper"})))
+    config = ZeroPPConfig.resolve({"preset": "paper"})
+    maker = _Maker(job, dataclasses.replace(setup_of(job.setup, method), config=config))
     return [maker.of_method(unit, method) for unit in job.ordered_units]
 
 
@@ -128,7 +134,8 @@ def work_of_package(job: Job) -> list[UnitWork]:
     else:
         # FSDP2's own collectives stay. It gathers adapters in units of their own, since the plugin took the frozen weights out.
         model = dataclasses.replace(job.model, units=job.model.trained_units, frozen_units=())
-        trained = work_of_method(dataclasses.replace(job, model=model), METHODS["FSDP2"])
+        stock = METHODS["FSDP2" if job.setup.replicas == 1 else "HSDP"]
+        trained = work_of_method(dataclasses.replace(job, model=model), stock)
     frozen = [maker.frozen(unit) for unit in forward_order(job.model.frozen_units)]
     if not frozen:
         return trained
@@ -141,7 +148,7 @@ class Stages:
     """Makes stages for a cluster.
 
     Args:
-        cluster: whose rates they take.
+        cluster: whose rates they take. Its ranks are those over which a model is sharded.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -195,7 +202,7 @@ class _Maker:
     def __init__(self, job: Job, setup: Setup) -> None:
         self._job = job
         self._setup = setup
-        self._stages = Stages(job.cluster)
+        self._stages = Stages(dataclasses.replace(job.cluster, world_size=setup.world_size))
         config, world = setup.config, setup.world_size
         # Settings may divide ranks in other groups than the true nodes. Bytes are fast or slow by the true ones.
         self._node_size = config.ranks_per_node if isinstance(config.ranks_per_node, int) else setup.ranks_per_node
@@ -205,7 +212,7 @@ class _Maker:
         self._is_gloo = job.cluster.backend == "gloo"
 
     def of_method(self, unit: UnitShape, method: Method) -> UnitWork:
-        peers = self._stages.node if method.within_node else self._stages.world
+        peers = self._stages.world
         if method.qwz:
             gather = self._encoded_ring(unit.params)
         else:
@@ -220,7 +227,7 @@ class _Maker:
             (gather, gather, again),
             reduce=reduce if method.syncs else (),
             reduce_last=reduce,
-            all_reduce_last=self._all_reduce(unit.trainable) if method.within_node else (),
+            all_reduce_last=self._all_reduce(unit.trainable) if method.replicates else (),
             copies=(self._stages.copy("copy weights", HALF_BYTES * unit.numel),) if gather else (),
             prefetches=not method.deepspeed or unit.numel <= PREFETCH_NUMEL,
         )
@@ -241,7 +248,8 @@ class _Maker:
             first = again = self._crossing(unit.params) + self._node_gather(unit.params)
         on_rank = self._setup.config.accumulates_on_rank
         reduce_last = self._two_hop_reduce(unit.params, last=True, accumulates=not on_rank)
-        behind = 2 if overlaps and not self._is_gloo and self.num_nodes > 1 else 0
+        rounds = len(prime_factors(self._setup.replicas))
+        behind = 2 + 2 * rounds if overlaps and not self._is_gloo and self.num_nodes > 1 else 0
         split = len(reduce_last) - behind
         return self._work(
             unit,
@@ -305,13 +313,13 @@ class _Maker:
 
     @functools.cache  # noqa: B019
     def _all_reduce(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
-        cross = self._stages.cross
-        if not params or cross.group_size == 1:
+        others = Peers(0, self._setup.replicas - 1)
+        if not params or others.group_size == 1:
             return ()
-        # Each rank of a node has 1/N of the unit, and adds it up over its cross group.
-        slice_bytes = _slice_bytes(params, self._stages.node, self._setup.reduce_dtype.itemsize)
-        traffic = cross.bytes_of(-(-slice_bytes // cross.group_size)).times(2)
-        return (self._stages.exchange("all-reduce", traffic, cross),)
+        # Each rank has a slice of the unit, and adds it up over the replicas, which are on other nodes.
+        slice_bytes = _slice_bytes(params, self._stages.world, self._setup.reduce_dtype.itemsize)
+        traffic = others.bytes_of(-(-slice_bytes // others.group_size)).times(2)
+        return (self._stages.exchange("all-reduce", traffic, others),)
 
     # ---- Stages of two hops.
 
@@ -380,10 +388,15 @@ class _Maker:
             result.append(stages.exchange("node hop", hops.node_hop, node))
         if not last:
             return (*result, stages.kernel("sum", arrived + 2 * partial))
-        left = nodes * layouts.cross_hop.nbytes
+        wire = layouts.cross_hop.nbytes
+        left = nodes * wire
         result.append(stages.kernel("sum and encode", arrived + partial + left))
         if cross.group_size > 1:
             result.append(stages.exchange("cross hop", hops.cross_hop, cross))
+        for peers in reduce.replica_hops:
+            result.append(stages.kernel("sum and encode", left + wire))
+            result.append(stages.exchange("replica hop", peers.bytes_of(wire), peers))
+            left = peers.group_size * wire
         return (*result, stages.kernel("finish", left + setup.reduce_dtype.itemsize * numel))
 
 

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.ops.changes_format import capacity
-from hf_zeropp.traffic import Bytes, Peers, total
+from hf_zeropp.traffic import REDUCE_REPLICAS, Bytes, Peers, total
 
 SIZE_BYTES = 8
 """Bytes in which a rank tells the size of a unit's changed words."""
@@ -29,18 +30,21 @@ class HopBytes:
     Attributes:
         cross_hop: the collectives over the cross group.
         node_hop: the collectives over the node group. It has zero calls where each node has one rank.
+        replica_hops: the rounds in which replicas are added up. There are none without replicas.
     """
 
     cross_hop: Bytes
     node_hop: Bytes
+    replica_hops: Bytes = dataclasses.field(default_factory=Bytes)
 
     def total(self) -> Bytes:
-        """Return the sum of both hops."""
-        return total((self.cross_hop, self.node_hop))
+        """Return the sum of all hops."""
+        return total((self.cross_hop, self.node_hop, self.replica_hops))
 
     def by_name(self, *, cross_hop: str, node_hop: str) -> dict[str, Bytes]:
         """Return the bytes under the names of the collectives, without a hop that makes no call."""
-        return {name: count for name, count in ((cross_hop, self.cross_hop), (node_hop, self.node_hop)) if count.calls}
+        hops = ((cross_hop, self.cross_hop), (node_hop, self.node_hop), (REDUCE_REPLICAS, self.replica_hops))
+        return {name: count for name, count in hops if count.calls}
 
 
 def leaves_gathers_to_fsdp2(config: ZeroPPConfig, hpz_size: int | None, world_size: int) -> bool:
@@ -134,7 +138,13 @@ def reductions_per_step(micro_steps: int, *, accumulates_on_rank: bool) -> int:
 
 
 def reduce_bytes(
-    layouts: ReduceLayouts, *, cross_hop: Peers, node_hop: Peers, micro_steps: int, crossings: int = 1
+    layouts: ReduceLayouts,
+    *,
+    cross_hop: Peers,
+    node_hop: Peers,
+    micro_steps: int,
+    crossings: int = 1,
+    replica_hops: Iterable[Peers] = (),
 ) -> HopBytes:
     """Return what one unit's gradient reductions send in one optimizer step.
 
@@ -146,6 +156,7 @@ def reduce_bytes(
         node_hop: peers in the node hop.
         micro_steps: result of ``reductions_per_step``.
         crossings: how many of them cross nodes. More than one do where hooks look at the unit's gradients.
+        replica_hops: peers in each round in which replicas are added up.
     """
     # A rank receives from each peer of its node all Y slices of its cross group: their wires, or as many bytes of sums as a
     # ring of reduce-scatters passes on. A hop among one rank makes no call, and the table has no line for it.
@@ -153,4 +164,5 @@ def reduce_bytes(
     return HopBytes(
         cross_hop=cross_hop.bytes_of(layouts.cross_hop.nbytes).times(crossings),
         node_hop=within_node.times(micro_steps if node_hop.group_size > 1 else 0),
+        replica_hops=total(peers.bytes_of(layouts.cross_hop.nbytes) for peers in replica_hops).times(crossings),
     )

@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/bench_cluster.py                                    the whole study
     python scripts/benchmarks/bench_cluster.py --rates 200mbit --variants stock balanced --accumulation 1
+    python scripts/benchmarks/bench_cluster.py --nodes 4 --ranks-per-node 1 --variants stock "balanced, 2 replicas"
     python scripts/benchmarks/bench_cluster.py --pretraining 300 --learning-rates 1e-6 1e-5 --output exact_steps.json
 
 At every rate and accumulation the variants take turns in several rounds, and medians are compared: other programs on the
@@ -162,7 +163,8 @@ def _measure_all(
             )  # fmt: skip
             for name, rounds in found.items():
                 cell = cell_of(rounds, args.ranks_per_node) | {"loss": rounds[-1][0].loss}
-                study.add("cells", in_turns[name]._asdict() | cell)
+                predicted = runs[name].call("predicted_bytes", one.accumulation)[0]
+                study.add("cells", in_turns[name]._asdict() | cell | {"predicted_bytes": predicted})
 
 
 def _variant(name: str, args: argparse.Namespace) -> Variant:
@@ -220,7 +222,9 @@ def step_grid(study: Study, stock: Key, args: argparse.Namespace) -> Grid:
         "link MB",
         "in M",
     )
-    grid = Grid(f"{rate_text(stock.rate)}, {title_of(stock, args)}", (*columns, "counted MB", "link/counted"))
+    grid = Grid(
+        f"{rate_text(stock.rate)}, {title_of(stock, args)}", (*columns, "counted MB", "predicted", "link/counted")
+    )
     model_bytes = crossing_bytes(study.conditions)
     for cell in study.rows("cells"):
         key = Key(*(cell[name] for name in Key._fields))
@@ -236,10 +240,15 @@ def step_grid(study: Study, stock: Key, args: argparse.Namespace) -> Grid:
             *((f"{floor:.3f}", f"{cell['step_s'] / floor:.2f}") if floor else ("", "")),
             f"{sent / 1e6:.2f}",
             f"{sent / model_bytes:.3f}",
-            *((f"{counted / 1e6:.2f}", f"{sent / counted:.3f}") if counted else ("", "")),
+            *((f"{counted / 1e6:.2f}", predicted_text(cell), f"{sent / counted:.3f}") if counted else ("", "", "")),
         ]
         grid.rows.append(row)
     return grid
+
+
+def predicted_text(cell: dict[str, Any]) -> str:
+    """Return the predicted MB of a cell. Those of older files have none."""
+    return f"{cell['predicted_bytes'] / 1e6:.2f}" if cell.get("predicted_bytes") else ""
 
 
 def memory_grid(study: Study) -> Grid:

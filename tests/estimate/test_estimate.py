@@ -175,14 +175,24 @@ def llama(tied: bool) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, tie_word_embeddings=tied, **sizes))
 
 
-def hold_and_send(rank: int, settings: dict, tied: bool, micro_steps: int) -> dict[str, float]:
+def hold_and_send(
+    rank: int, settings: dict, tied: bool, micro_steps: int, replicas: int = 1, ranks_per_node: int = 2
+) -> dict[str, float]:
     """Return the bytes a rank holds in a step of Accelerate's FSDP2 with this package, and the bytes per node and step."""
-    from accelerate import Accelerator
+    from accelerate import Accelerator, ParallelismConfig
 
     from hf_zeropp import ZeroPPPlugin
 
-    plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2, **settings}, transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
-    accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin, gradient_accumulation_steps=micro_steps)
+    settings = {"ranks_per_node": ranks_per_node, **settings}
+    plugin = ZeroPPPlugin(zeropp=settings, transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
+    mesh = {"dp_replicate_size": replicas, "dp_shard_size": 4 // replicas}
+    parallelism = None if replicas == 1 else ParallelismConfig(**mesh)
+    accelerator = Accelerator(
+        mixed_precision="bf16",
+        fsdp_plugin=plugin,
+        gradient_accumulation_steps=micro_steps,
+        parallelism_config=parallelism,
+    )
     model = llama(tied)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     handle = plugin.handle_of(model)
@@ -230,9 +240,16 @@ def test_ours_under_other_settings(settings: str) -> None:
     check_against_run(SETTINGS[settings], tied=False, micro_steps=2)
 
 
-def check_against_run(settings: dict, tied: bool, micro_steps: int) -> None:
-    ranks = run_ranks(hold_and_send, 4, settings, tied, micro_steps, init=False)
-    setup = Setup(4, 2, micro_steps, config=ZeroPPConfig(**settings), on_cpu=True)
+def test_replicas() -> None:
+    """Two replicas of two nodes with one rank each: the rounds in which they are added up are part of the bytes."""
+    check_against_run({}, tied=False, micro_steps=2, replicas=2, ranks_per_node=1)
+
+
+def check_against_run(
+    settings: dict, tied: bool, micro_steps: int, *, replicas: int = 1, ranks_per_node: int = 2
+) -> None:
+    ranks = run_ranks(hold_and_send, 4, settings, tied, micro_steps, replicas, ranks_per_node, init=False)
+    setup = Setup(4, ranks_per_node, micro_steps, config=ZeroPPConfig(**settings), on_cpu=True).in_replicas(replicas)
     line = ours(ModelShape("llama", units_of(llama(tied))), setup)
     for kind in ("secondary", "accumulator"):  # padded alike on all ranks
         assert {rank[kind] for rank in ranks} == {line.memory[kind]}, kind
@@ -285,6 +302,30 @@ def test_numbers_have_three_digits_and_a_unit(number: float, text: str) -> None:
     assert shorten(number, BYTE_UNITS) == text
 
 
+def test_command_shows_replicas_beside_one_group(
+    capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    cli.main(["estimate", "70B", "--world", "128", "--replicas", "4", "--accumulation", "8"])
+    shown = capsys.readouterr().out
+    assert "16 nodes x 8 ranks" in shown and "4 replicas of 4 nodes" in shown
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown and max(map(len, shown.splitlines())) <= 80
+
+
+def test_replicas_of_four_nodes_send_their_share_of_m() -> None:
+    """By the definitions: gathers and reductions over 4 nodes, and two rounds of a quarter of INT4 gradients."""
+    model = ModelShape.of_count("70B")
+    setup = Setup(world_size=128, ranks_per_node=8).in_replicas(4)
+    lines = by_method(model, setup)
+    bf16 = 2 * model.num_params
+    assert lines["4 replicas"].cross_node / bf16 == pytest.approx(0.75 * 3 / 4 + 2 * 0.25 / 4, rel=0.02)
+    assert lines["HSDP"].cross_node / bf16 == pytest.approx(3 * 3 / 4 + 2 * 3 / 4 / 4, rel=0.001)
+    assert lines["4 replicas"].memory["optimizer"] == lines["HSDP"].memory["optimizer"]
+    # Replicas of one node each stay FSDP2's.
+    within = by_method(model, setup.in_replicas(16))
+    assert within["16 replicas"].cross_node == within["HSDP"].cross_node
+
+
 def test_command_gives_json(capsys: pytest.CaptureFixture) -> None:
     cli.main(["estimate", "350M", "--world", "16", "--trainable", "2M", "--json"])
     answer = json.loads(capsys.readouterr().out)
@@ -303,6 +344,10 @@ def test_command_reads_a_config_from_disk(capsys: pytest.CaptureFixture, tmp_pat
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (
+            ["7B", "--world", "32", "--replicas", "3"],
+            "expected replicas that divide the 4 nodes, got 3. Divisors: [1, 2, 4]",
+        ),
         (["7B", "--world", "12"], "Divisors: [1, 2, 3, 4, 6, 12]"),
         (["no/such-model/anywhere", "--world", "8"], "neither a parameter count"),
         (["7X", "--world", "16"], "a positive parameter count such as 7B"),

@@ -18,7 +18,17 @@ from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.simulation import simulate
 from hf_zeropp.estimate.step_order import ALL_REDUCE, CROSS, GATHER, MAIN, REDUCE
 from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, program_of, step_time, token_s
-from hf_zeropp.estimate.step_time_report import STOCK, Row, choices, compare, fastest, memory_of, recommended
+from hf_zeropp.estimate.step_time_report import (
+    STOCK,
+    Row,
+    choices,
+    choices_with_replicas,
+    compare,
+    fastest,
+    memory_of,
+    recommendation,
+    recommended,
+)
 from hf_zeropp.estimate.training_job import Job, Setup
 
 CONFIGS = {
@@ -215,6 +225,32 @@ def test_the_recommendation_follows_the_network_and_the_links_within_a_node() ->
     row = recommended((), choices(dataclasses.replace(job(), cluster=cluster), 80e9))
     assert row is not None and row.settings == {"preset": "exact", "qwz_intra_bits": 8, "qgz_intra_bits": 8}
     assert recommended(compare(job(), 1e6), choices(job(), 1e6)) is None  # nothing fits a megabyte
+
+
+@pytest.mark.parametrize("micro_steps", [1, 2])
+def test_replicas_send_what_the_memory_report_counts(micro_steps: int) -> None:
+    """Also where each replica is a node, and this package leaves it to FSDP2."""
+    one = job(micro_steps=micro_steps)
+    for replicas in (2, 4):
+        divided = one.in_replicas(replicas)
+        lines = {line.method: line for line in estimate(MODEL, divided.setup)}
+        for method, line in (("HSDP", "HSDP"), (SETTINGS, f"{replicas} replicas")):
+            sent = program_of(divided, method).traffic
+            assert 4 * sent.cross_node == pytest.approx(lines[line].in_rings, rel=1e-3)
+    by_fsdp2, own = (step_time(one.in_replicas(4), method).step_s for method in ("HSDP", SETTINGS))
+    assert own == pytest.approx(by_fsdp2, rel=1e-3)
+
+
+def test_numbers_of_replicas_are_weighed() -> None:
+    one = job()
+    hsdp, own = choices_with_replicas(one, 80e9)
+    assert [row.replicas for row in hsdp] == [1, 2] and {row.replicas for row in own} == {1, 2}
+    assert [row.time for row in own if row.replicas == 1] == [row.time for row in choices(one, 80e9)]
+    # Whatever is fastest by replicas alone is pasted with the mesh.
+    in_two = [row for row in own if row.replicas == 2]
+    said = recommendation(one, [*compare(one, 80e9, STOCK), *hsdp], in_two)
+    assert "parallelism_config_dp_replicate_size: 2\n  parallelism_config_dp_shard_size: 8" in said
+    assert ", 2 replicas is predicted to take" in said
 
 
 @pytest.mark.parametrize(("rate", "proposes"), [(1e-6, False), (0.9e-5, False), (1e-5, True), (1e-3, True)])

@@ -383,12 +383,14 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # A hook that looks at the unit's gradients lets them cross at every micro-step.
         crossings = micro_steps if self.unit.shows_reduced_output else 1
         predicted = reduce_bytes(
-            layouts, cross_hop=cross.peers, node_hop=node.peers, micro_steps=micro_steps, crossings=crossings
+            layouts,
+            cross_hop=cross.peers,
+            node_hop=node.peers,
+            micro_steps=micro_steps,
+            crossings=crossings,
+            replica_hops=[hop.peers for hop in self.hops.replica_hops],
         )
-        counts = predicted.by_name(cross_hop=cross.name, node_hop=node.name)
-        for hop in self.hops.replica_hops:
-            counts.setdefault(hop.name, Bytes()).add(hop.peers.bytes_of(layouts.cross_hop.nbytes).times(crossings))
-        return counts
+        return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 
 
 def _wait_for_offloaded_gradients() -> None:

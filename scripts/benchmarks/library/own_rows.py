@@ -167,7 +167,7 @@ class OwnStudy:
         config = ZeroPPConfig.resolve(variant.zeropp or {})
         setup = Setup(cluster.world_size, per_node, max(1, micro_steps), config=config, fp32_reduce=variant.fp32_reduce)
         job = Job(model, setup, cluster, tokens)
-        method = "HSDP" if variant.hsdp else "FSDP2" if variant.zeropp is None else SETTINGS
+        method = "HSDP" if variant.replicas == "nodes" else "FSDP2" if variant.zeropp is None else SETTINGS
         return token_s(job, method) if self._is_generation else step_time(job, method).step_s
 
     # Fits.

@@ -15,6 +15,8 @@ COLORS = {
     "stock": "black",
     "stock-fp32": "saddlebrown",
     "hsdp": "gray",
+    "hsdp, 2 replicas": "gray",
+    "balanced, 2 replicas": "C0",
     "qwz": "gold",
     "hpz": "C8",
     "qgz": "C9",

@@ -95,6 +95,13 @@ class TrainingRun:
         """Time ``steps`` steps of ``micro_steps`` micro-steps one by one, and count the bytes of them all."""
         return timed_steps(lambda: self.take_step(micro_steps), steps, self.handle)
 
+    def predicted_bytes(self, micro_steps: int) -> int | None:
+        """Return the bytes that are predicted to enter this node in a step; None where this package does not run."""
+        if self.handle is None:
+            return None
+        predicted = self.handle.predict(micro_steps).values()
+        return self.handle.traffic.ranks_per_node * sum(count.cross_node for count in predicted)
+
     def memory(self, micro_steps: int) -> dict[str, int]:
         """Run one step, and return the bytes that this rank holds by kind, as they are before the optimizer step.
 
@@ -154,10 +161,11 @@ class TrainingRun:
 
 
 def _parallelism(variant: Variant) -> ParallelismConfig | None:
-    if not variant.hsdp:
+    if variant.replicas == 1:
         return None
-    ranks_per_node = int(os.environ["LOCAL_WORLD_SIZE"])
-    return ParallelismConfig(dp_replicate_size=dist.get_world_size() // ranks_per_node, dp_shard_size=ranks_per_node)
+    num_nodes = dist.get_world_size() // int(os.environ["LOCAL_WORLD_SIZE"])
+    replicas = num_nodes if variant.replicas == "nodes" else variant.replicas
+    return ParallelismConfig(dp_replicate_size=replicas, dp_shard_size=dist.get_world_size() // replicas)
 
 
 def _local_bytes(tensor: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
+from typing import Any, Literal
 
 OFF = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": None}
 """Settings with everything off, to which a variant adds the one technique that it shows."""
@@ -51,7 +51,8 @@ class Variant:
         name: in tables and on the command line.
         zeropp: settings of this package; None leaves FSDP2's own communication.
         fp32_reduce: reduce gradients in fp32 instead of bf16.
-        hsdp: shard within the node and replicate over nodes, which Transformers recommends between nodes.
+        replicas: replicate over so many groups of nodes, and shard within each of them (HSDP). ``"nodes"`` replicates over
+            nodes, which Transformers recommends between nodes.
         silent: run no collective at all. The time that is left is that of the computation and of FSDP2's own copies.
         lora: train LoRA adapters on the linear layers of a frozen bf16 base, instead of the whole model.
     """
@@ -59,7 +60,7 @@ class Variant:
     name: str
     zeropp: dict[str, Any] | None = None
     fp32_reduce: bool = False
-    hsdp: bool = False
+    replicas: int | Literal["nodes"] = 1
     silent: bool = False
     lora: bool = False
 
@@ -70,11 +71,13 @@ VARIANTS = {
         Variant("compute", silent=True),
         Variant("stock"),
         Variant("stock-fp32", fp32_reduce=True),
-        Variant("hsdp", hsdp=True),
+        Variant("hsdp", replicas="nodes"),
+        Variant("hsdp, 2 replicas", replicas=2),
         Variant("qwz", QWZ),
         Variant("hpz", HPZ),
         Variant("qgz", QGZ),
         *(Variant(name, settings) for name, settings in PRESETS.items()),
+        Variant("balanced, 2 replicas", PRESETS["balanced"], replicas=2),
         Variant("exact, 3-bit gradients", {"preset": "exact", "qgz_bits": 3}),
         Variant("auto", {"qwz_mode": "auto"}),
         # The default without one of its parts: see scripts/results/overlap.md.
