@@ -9,7 +9,17 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from frozen_runs import UNQUANTIZED, VOCAB, packed_copy, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
+from frozen_runs import (
+    REPLICAS,
+    UNQUANTIZED,
+    VOCAB,
+    packed_copy,
+    prepare,
+    reset_accelerate,
+    tiny_llama,
+    tokens,
+    with_adapter,
+)
 from harness import expect_errors, run_ranks
 
 from hf_zeropp import compat
@@ -30,6 +40,7 @@ SETUPS = {
     "lora 4 bits": (True, {"frozen_bits": 4, **UNQUANTIZED}),
     "lora 16 bits": (True, {"frozen_bits": None, **UNQUANTIZED}),
     "full": (False, UNQUANTIZED),
+    "lora 4 bits in replicas": (True, {"frozen_bits": 4, **REPLICAS, **UNQUANTIZED}),
     "lora, no secondary": (True, {"frozen_bits": 8, "hpz_size": None, **UNQUANTIZED}),
 }
 
@@ -120,7 +131,8 @@ def test_nothing_crosses_nodes_after_the_first_token(results, setup):
     for rank in results:
         groups = rank[setup]["groups"]
         assert groups[0] == 4, "all ranks agree on the weights when generation begins"
-        assert set(groups) == {2, 4} and groups.count(2) > groups.count(4), (
+        of_node = 1 if "replicas" in setup else 2
+        assert set(groups) == {of_node, 4} and groups.count(of_node) > groups.count(4), (
             "the node's ranks alone ask whether to go on"
         )
         assert all(cross == 0 for _, cross in rank[setup]["later"].values())

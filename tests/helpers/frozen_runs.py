@@ -10,13 +10,16 @@ import copy
 
 import torch
 import torch.nn as nn
-from accelerate import Accelerator
+from accelerate import Accelerator, ParallelismConfig
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from hf_zeropp import ZeroPPPlugin, quantize_frozen
 
 VOCAB = 97
+REPLICAS = {"parallelism": ParallelismConfig(dp_replicate_size=2, dp_shard_size=2), "ranks_per_node": 1}
+"""Arguments of ``prepare``: two replicas of two nodes, with one rank each."""
+
 UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
 
 
@@ -73,10 +76,18 @@ def trainable(model: nn.Module) -> list[nn.Parameter]:
     return [param for param in model.parameters() if param.requires_grad]
 
 
-def prepare(model: nn.Module, *, ranks_per_node: int = 2, mixed_precision: str = "no", ram_efficient=False, **zeropp):
+def prepare(
+    model: nn.Module,
+    *,
+    ranks_per_node: int = 2,
+    mixed_precision: str = "no",
+    ram_efficient=False,
+    parallelism: ParallelismConfig | None = None,
+    **zeropp,
+):
     """Shard ``model`` over nodes of ``ranks_per_node``. Returns the accelerator, its plugin, the model, an optimizer."""
     plugin = ZeroPPPlugin(zeropp={"ranks_per_node": ranks_per_node, **zeropp}, cpu_ram_efficient_loading=ram_efficient)
-    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=mixed_precision)
+    accelerator = Accelerator(fsdp_plugin=plugin, mixed_precision=mixed_precision, parallelism_config=parallelism)
     optimizer = torch.optim.SGD(trainable(model), lr=0.05)
     model, optimizer = accelerator.prepare(model, optimizer)
     return accelerator, plugin, model, optimizer

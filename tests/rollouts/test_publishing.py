@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from frozen_runs import (
+    REPLICAS,
     UNQUANTIZED,
     packed_copy,
     prepare,
@@ -38,9 +39,11 @@ FULL = {
     "no secondary shards": (tiny_llama, {}, {"hpz_size": None}),
     "delta": (tiny_llama, {}, {"qwz_mode": "delta", "qwz_bits": 4}),
     "experts": (tiny_mixtral, {}, {}),
+    "replicas": (tiny_llama, {}, REPLICAS),
 }
 LORA = {
     "4 bits": ({}, {"frozen_bits": 4}),
+    "4 bits in replicas": ({}, {"frozen_bits": 4, **REPLICAS}),
     "16 bits": ({}, {}),
     "a head that is trained": ({"modules_to_save": ["lm_head"]}, {"frozen_bits": 8}),
     "a scale of its own": ({"use_rslora": True, "lora_alpha": 3}, {"frozen_bits": 4}),
@@ -100,7 +103,8 @@ def publish_full(rank: int) -> dict[str, dict]:
         again = published(model)
         second = traffic.cross_node_bytes - first
         in_rollouts = traffic.ranks_per_node * traffic.rollouts.cross_node
-        within_in_rollouts = traffic.ranks_per_node * traffic.rollouts.intra_node == traffic.intra_node_bytes > 0
+        within_in_rollouts = traffic.ranks_per_node * traffic.rollouts.intra_node == traffic.intra_node_bytes
+        assert (traffic.intra_node_bytes > 0) == (traffic.ranks_per_node > 1)
         expected = seen_in_forward(model)
         train_step(accelerator, model, optimizer, rank)
         traffic.reset()
