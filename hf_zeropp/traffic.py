@@ -129,6 +129,9 @@ class Traffic:
         micro_steps: backward passes since the last ``reset``.
         rollouts: what this rank received since the last ``reset`` while it generated, or fed an inference engine. The counts
             by collective include it.
+        others: what this rank received since the last ``reset`` in collectives that this package neither runs nor replaces, by
+            kind: of expert and tensor parallelism, of clipping, of trackers. They are counted in two early steps, and are no
+            part of the other counts.
     """
 
     def __init__(
@@ -156,21 +159,28 @@ class Traffic:
         self._has_stepped = False  # since the last backward pass began
         self._counts: dict[str, Bytes] = defaultdict(Bytes)
         self.rollouts = Bytes()
+        self.others: dict[str, Bytes] = {}
 
     def begin_backward(self) -> None:
         """Note that a backward pass begins, whose gradients make another step."""
         self._has_stepped = False
 
-    def end_optimizer_step(self) -> None:
-        """Count a step, unless another optimizer's was counted for the same gradients."""
-        self.steps += not self._has_stepped
+    def end_optimizer_step(self) -> bool:
+        """Count a step, unless another optimizer's was counted for the same gradients. Return whether it was."""
+        is_first = not self._has_stepped
+        self.steps += is_first
         self._has_stepped = True
+        return is_first
 
     def record(self, collective: str, received: Bytes) -> None:
         """Add what this rank received in a collective of that name."""
         self._counts[collective].add(received)
         if self._is_in_rollout:
             self.rollouts.add(received)
+
+    def record_other(self, collective: str, received: Bytes) -> None:
+        """Add what this rank received in a collective that this package neither runs nor replaces."""
+        self.others.setdefault(collective, Bytes()).add(received)
 
     @contextmanager
     def in_rollout(self) -> Iterator[None]:
@@ -270,6 +280,19 @@ class Traffic:
         if self.cross_node_bytes:
             saving = self.zero3_bytes_per_step() / self.cross_node_bytes_per_step
             table.add_row("saving", "", "", f"{saving:.2f}x", "")
+        if self.others:
+            self._add_others(table)
+
+    def _add_others(self, table: Table) -> None:
+        table.add_section()
+        per_node = self.ranks_per_node / max(self.steps, 1)
+        for name, count in sorted(self.others.items()):
+            within, across = (_megabytes(num_bytes * per_node) for num_bytes in (count.intra_node, count.cross_node))
+            table.add_row(name, f"{count.calls / max(self.steps, 1):.1f}", within, across, "")
+        table.caption = (
+            "In the last section: collectives of the model (expert and tensor parallelism), of clipping and of the script. "
+            "They were counted in two steps, and are not in the total."
+        )
 
     def print(self, predicted: Mapping[str, Bytes] | None = None) -> None:
         """Print the table to standard output. ``predicted`` is as in ``table``."""

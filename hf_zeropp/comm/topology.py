@@ -248,7 +248,7 @@ def _build_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup
             [ranks[first + digit * stride] for digit in range(factor)] for ranks in replica_groups for first in firsts
         ]
         _meet()
-        group, _ = dist.new_subgroups_by_enumeration(meeting, timeout=world_timeout())
+        group = _new_group(meeting)
         rounds.append(group)
         stride *= factor
     return rounds
@@ -304,8 +304,22 @@ def new_cpu_group(groups: ShardGroups) -> dist.ProcessGroup:
     """
     _meet()
     ranks = [list(group) for group in groups]
-    group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=world_timeout(), backend="gloo")
+    return _new_group(ranks, backend="gloo")
+
+
+_own_groups: set[tuple[dist.ProcessGroup | None, str]] = set()
+
+
+def _new_group(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """Make the groups of these ranks, and return that of this rank."""
+    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=world_timeout(), backend=backend)
+    _own_groups.add((dist.group.WORLD, group.group_name))
     return group
+
+
+def is_own_group(group: dist.ProcessGroup) -> bool:
+    """Return whether this package made the group, and no one else uses it."""
+    return (dist.group.WORLD, group.group_name) in _own_groups
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
@@ -332,9 +346,9 @@ def _build_topology(ranks_per_node: int, device_type: str, shard_groups: ShardGr
     # Making a group is collective over the world: every rank makes the groups of all nodes, in the same order, and
     # keeps its own. ``init_device_mesh`` would make the same groups with the backend's default timeout.
     crossing = [ranks for nodes in of_nodes for ranks in nodes.T.tolist()]
-    cross_group, _ = dist.new_subgroups_by_enumeration(crossing, timeout=world_timeout())
+    cross_group = _new_group(crossing)
     within = [ranks for nodes in of_nodes for ranks in nodes.tolist()]
-    node_group, _ = dist.new_subgroups_by_enumeration(within, timeout=world_timeout())
+    node_group = _new_group(within)
     own = shard_groups.index(own_group(shard_groups))
     mesh = DeviceMesh.from_group(
         [cross_group, node_group], device_type, of_nodes[own], mesh_dim_names=("cross", "node")

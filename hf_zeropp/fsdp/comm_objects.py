@@ -41,10 +41,23 @@ def names_unit(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with naming(args[0].unit):  # type: ignore[attr-defined]  # ``self``
-            return method(*args, **kwargs)
+        global _depth
+        _depth += 1
+        try:
+            with naming(args[0].unit):  # type: ignore[attr-defined]  # ``self``
+                return method(*args, **kwargs)
+        finally:
+            _depth -= 1
 
     return run
+
+
+_depth = 0  # of calls of comm objects
+
+
+def is_in_comm_object() -> bool:
+    """Return whether a comm object is at work, which counts its bytes itself."""
+    return _depth > 0
 
 
 class CommObject(ABC):

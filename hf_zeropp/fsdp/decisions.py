@@ -38,6 +38,7 @@ from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.withheld import give_everywhere
 from hf_zeropp.fsdp.optimizer_traffic import OptimizerTraffic
 from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.step_traffic import StepTraffic
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import WeightGather, due_gathers
@@ -118,6 +119,7 @@ class Decisions:
         self._micro_steps = run.micro_steps
         self._driver = run.driver
         self._optimizers = OptimizerTraffic(run.traffic)
+        self._others = StepTraffic(run.traffic)
         self._agreement = agreement
         self._micro_step_answer: Answer | None = None
         self._backward = Backward(self._end_backward)
@@ -144,6 +146,8 @@ class Decisions:
         # KeyboardInterrupt.
         while self._entered and not entrance.modules < self._entered[-1].modules:
             self._entered.pop()
+        if not self._entered and current_backward() == -1:
+            self._others.enter_pass(trains=torch.is_grad_enabled())
         # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
         # model of a container) would be in vain.
         inside = (gather for gather in self.gathers if not entrance.modules.isdisjoint(gather.unit.modules))
@@ -162,6 +166,7 @@ class Decisions:
         if entrance in self._entered:  # a pass may raise before it has entered, and a step ends what it runs in
             del self._entered[self._entered.index(entrance) :]
         if not self._entered:
+            self._others.leave_pass()
             self._run.schedule.finish()
 
     def invalidate(self) -> None:
@@ -300,7 +305,9 @@ class Decisions:
 
     # Optimizers' steps. Every optimizer of the process is told of here, also that of another model.
 
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+    def before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, *, has_closure: bool, is_compiled: bool = False
+    ) -> None:
         """Complete the gradients that the optimizer is about to read, and note that it may change weights.
 
         Raises:
@@ -323,6 +330,7 @@ class Decisions:
                 # after any other write whole weights must cross.
                 gather.copy.before_step(has_closure=has_closure)
         if reduces:
+            self._others.begin_step(is_compiled=is_compiled)
             self._optimizers.begin_step(optimizer, has_closure=has_closure)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -330,7 +338,7 @@ class Decisions:
         held = _params_of(optimizer)
         if self._reduces_for(held):
             self._optimizers.end_step(optimizer)
-            self._run.traffic.end_optimizer_step()
+            self._others.end_step(is_first=self._run.traffic.end_optimizer_step())
             if not self._has_stepped:
                 self._has_stepped = True
                 warn_of_low_rate(self._run.config, optimizer)

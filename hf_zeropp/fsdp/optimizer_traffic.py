@@ -8,23 +8,18 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed.distributed_c10d import _resolve_process_group
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from hf_zeropp.fsdp.collective_watch import CollectiveWatch
 from hf_zeropp.muon import Muon
-from hf_zeropp.traffic import OPTIMIZER, Bytes, Peers, Traffic
+from hf_zeropp.traffic import OPTIMIZER, Bytes, Traffic
 
 logger = logging.getLogger(__name__)
 
 WATCHED_STEPS = 2
-_COLLECTIVES = ("c10d::", "_c10d_functional::", "_dtensor::")
 
 
 class OptimizerTraffic:
@@ -81,7 +76,7 @@ def _warn_if_much(optimizer: torch.optim.Optimizer, received: Bytes, traffic: Tr
         )
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(CollectiveWatch):
     """Counts what this rank receives in the collectives of one step.
 
     Args:
@@ -92,10 +87,13 @@ class _Watch(TorchDispatchMode):
     active: _Watch | None = None
 
     def __init__(self, optimizer: torch.optim.Optimizer, ranks_per_node: int) -> None:
-        super().__init__()
+        super().__init__(ranks_per_node)
         self.optimizer = optimizer
         self.received = Bytes()
-        self._ranks_per_node = ranks_per_node
+
+    def count(self, kind: str, group: dist.ProcessGroup, received: Bytes) -> None:
+        """Add a collective, whatever its kind."""
+        self.received.add(received)
 
     def begin(self) -> None:
         """Count from here on, until ``end``. A step's beginning and end are told by hooks, so no block can stand around it."""
@@ -107,11 +105,6 @@ class _Watch(TorchDispatchMode):
         _Watch.active = None
         self.__exit__(None, None, None)
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled functions of the optimizer run compiled, where this mode sees their collectives as well."""
-        return True
-
     def __enter__(self) -> _Watch:
         _Watch.active = self
         return super().__enter__()
@@ -119,53 +112,3 @@ class _Watch(TorchDispatchMode):
     def __exit__(self, *exception: Any) -> None:
         _Watch.active = None
         super().__exit__(*exception)
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        # A subclass such as DTensor runs first. This mode sees the operators that it is made of. A fake tensor is no such
-        # subclass: its own mode, by which DTensor finds out how results are sharded, has left the operator to this one.
-        if any(issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, FakeTensor) for kind in types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        if isinstance(func, torch._ops.OpOverload) and func.name().startswith(_COLLECTIVES):
-            if (group := _group_of(args)) is not None and group.size() > 1:
-                peers = Peers.of(group, self._ranks_per_node)
-                self.received.add(_received_in(func.name(), args, result, peers))
-        return result
-
-
-def _group_of(args: Sequence[Any]) -> dist.ProcessGroup | None:
-    """Return the group of a collective: operators take the object itself, boxed, or its name, as their last text."""
-    for argument in reversed(args):
-        if isinstance(argument, dist.ProcessGroup):
-            return argument
-        if isinstance(argument, str):
-            return _resolve_process_group(argument)  # type: ignore[arg-type]
-        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return dist.ProcessGroup.unbox(argument)
-    return None
-
-
-def _received_in(name: str, args: Sequence[Any], result: Any, peers: Peers) -> Bytes:
-    """Return what a rank receives in a collective, by rings where a backend uses them, and equally where ranks differ."""
-    operator = name.partition("::")[2].removeprefix("_")
-    if operator.startswith(("send", "isend")):
-        return Bytes()
-    ranks = peers.group_size
-    # What is written and what is read: in place, the first two arguments, or the first one where it is both.
-    is_in_place = name.startswith("c10d::")
-    read = _bytes_in(args[1] if is_in_place and _bytes_in(args[1]) else args[0])
-    written = _bytes_in(args[0] if is_in_place else result)
-    if operator.startswith(("alltoall", "all_to_all", "shard_dim_alltoall", "gather", "scatter")):
-        return peers.bytes_of(written // ranks)
-    if operator.startswith("reduce_scatter"):
-        return peers.bytes_in_ring(read // ranks)
-    if operator.startswith(("all_reduce", "allreduce")):
-        return peers.bytes_in_ring(2 * read // ranks)
-    # All-gathers, whose output is the larger one; and what passes every rank once, as a broadcast does.
-    return peers.bytes_in_ring(max(read, written) // ranks)
-
-
-def _bytes_in(argument: Any) -> int:
-    return sum(leaf.nbytes for leaf in tree_leaves(argument) if isinstance(leaf, torch.Tensor))

@@ -14,6 +14,7 @@ CROSS_NODE = "zeropp/cross_node_gb_per_step"
 INTRA_NODE = "zeropp/intra_node_gb_per_step"
 ROLLOUT_CROSS_NODE = "zeropp/rollout_cross_node_gb_per_step"
 ROLLOUT_INTRA_NODE = "zeropp/rollout_intra_node_gb_per_step"
+OTHERS_CROSS_NODE = "zeropp/others_cross_node_gb_per_step"
 SAVING = "zeropp/saving_vs_zero3"
 TIME_SHARE = "zeropp/share_of_step_in_collectives"
 
@@ -29,6 +30,8 @@ class Totals:
         rollout_cross_node_bytes: those of the trained model that came while it generated, or fed an inference engine. Where
             copies are kept (hpZ), the next forward pass does not send them again.
         rollout_intra_node_bytes: those of its intra-node bytes that came then.
+        others_cross_node_bytes: bytes that a node received from other nodes in collectives of the model and of the script, by the
+            counts of two early steps. They are not in ``cross_node_bytes``.
         zero3_bytes: bytes that a node would have received from other nodes under ZeRO-3 in these steps.
         step_s: seconds in steps, without evaluation and generation between them.
         collectives_s: seconds of these in collectives.
@@ -39,6 +42,7 @@ class Totals:
     intra_node_bytes: int = 0
     rollout_cross_node_bytes: int = 0
     rollout_intra_node_bytes: int = 0
+    others_cross_node_bytes: int = 0
     zero3_bytes: float = 0.0
     step_s: float = 0.0
     collectives_s: float = 0.0
@@ -62,6 +66,8 @@ class Totals:
         if self.rollout_cross_node_bytes or self.rollout_intra_node_bytes:
             entries[ROLLOUT_CROSS_NODE] = self.rollout_cross_node_bytes / self.steps / 1e9
             entries[ROLLOUT_INTRA_NODE] = self.rollout_intra_node_bytes / self.steps / 1e9
+        if self.others_cross_node_bytes:
+            entries[OTHERS_CROSS_NODE] = self.others_cross_node_bytes / self.steps / 1e9
         # A ratio would divide by zero if no byte crossed nodes.
         if self.cross_node_bytes:
             entries[SAVING] = self.zero3_bytes / self.cross_node_bytes
@@ -141,6 +147,7 @@ class StepLog:
             intra_node_bytes=sum(handle.traffic.intra_node_bytes for handle in self.handles),
             rollout_cross_node_bytes=trained.ranks_per_node * trained.rollouts.cross_node,
             rollout_intra_node_bytes=trained.ranks_per_node * trained.rollouts.intra_node,
+            others_cross_node_bytes=trained.ranks_per_node * sum(count.cross_node for count in trained.others.values()),
             # The function divides by ``max(steps, 1)``. The same factor gives the total, also before the first step.
             zero3_bytes=trained.zero3_bytes_per_step() * max(trained.steps, 1),
             step_s=self._step_s,

@@ -191,7 +191,7 @@ class Noting:
         self.number = number
         self.told = told
 
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, **how: bool) -> None:
         self.told.append(self.number)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 from accelerate import ParallelismConfig
 from harness import run_ranks
 from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from trainer_runs import UNQUANTIZED, VOCAB, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
-from transformers.distributed import DistributedConfig
+from transformers.distributed import DistributedConfig, expert_parallel
 
 WORLD, FOUR_NODES = 8, {"ranks_per_node": 2}
 MESHES = {
@@ -82,6 +84,50 @@ def tiny_experts():
             eos_token_id=2,
         )
     )
+
+
+def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int], int]:
+    """Train with experts across nodes. Return what was counted, and what the tokens of each step took that crossed nodes."""
+    allow_parallelism_on_cpu()
+    config = DistributedConfig(fsdp_size=8, ep_size=4, ep_implementation="all_to_all")
+    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config)
+    arguments = {"fsdp": None, "max_grad_norm": 1.0, "max_steps": 5, "gradient_accumulation_steps": 2}
+    trainer = build_trainer(folder, FOUR_NODES, model=model, **arguments)
+    known = [0] * arguments["max_steps"]
+
+    def crossing(sizes: list[int], group: dist.ProcessGroup) -> int:
+        ranks = dist.get_process_group_ranks(group)
+        return sum(size for other, size in zip(ranks, sizes, strict=True) if other // 2 != rank // 2)
+
+    def exchange(tokens, received, sent, group, original=expert_parallel.all_to_all_single_autograd):
+        # The backward pass sends gradients the other way.
+        rows = crossing(received, group) + crossing(sent, group)
+        known[trainer.state.global_step] += rows * tokens.shape[-1] * tokens.element_size()
+        return original(tokens, received, sent, group)
+
+    def tell_sizes(received, sent, group, original=expert_parallel.all_to_all_single):
+        known[trainer.state.global_step] += crossing([sent.nbytes // group.size()] * group.size(), group)
+        return original(received, sent, group=group)
+
+    with (
+        mock.patch.object(expert_parallel, "all_to_all_single_autograd", exchange),
+        mock.patch.object(expert_parallel, "all_to_all_single", tell_sizes),
+    ):
+        trainer.train()
+    assert not _get_current_dispatch_mode_stack()
+    return callback_of(trainer).handle.traffic.others, known, len(list(model.parameters()))
+
+
+def test_tokens_on_their_way_to_experts_and_clipping_are_counted(tmp_path):
+    """The second step stands for the first, and the smaller of the second and third for those that follow."""
+    saved = str(tmp_path / "model")
+    tiny_experts().save_pretrained(saved)
+    for others, known, _ in run_ranks(count_tokens, WORLD, str(tmp_path), saved, limit_s=300):
+        assert min(known) > 0
+        later = [known[1] + known[2] + known[1] + 2 * known[index] for index in (1, 2)]
+        assert others["all-to-all, in passes"].cross_node in later
+        # Norms of dense weights and of experts: Transformers adds up both by all-reduces of a few bytes.
+        assert 0 < others["all-reduce, between passes"].cross_node < 10_000
 
 
 @pytest.mark.parametrize("mesh", [*MESHES, *EXPERT_MESHES])
