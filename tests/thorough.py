@@ -115,6 +115,7 @@ THOROUGH = (
     "rollouts/test_trl_async.py::*",
     "rollouts/test_trl_server.py::*",
     "rollouts/test_trl_sync.py::*RLOO*",
+    "integrations/test_meshes.py::test_adapters_beside_frozen_experts",
     "rollouts/test_publishing.py::test_adapters_in_16_bits*",
     "rollouts/test_publishing.py::test_one_unit_is_gathered*",
     # It compiles the kernels once more.

@@ -5,14 +5,18 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
 from harness import run_ranks
+from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from trainer_runs import UNQUANTIZED, VOCAB, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
 from transformers.distributed import DistributedConfig, expert_parallel
+
+from hf_zeropp.traffic import GATHER_CROSS
 
 WORLD, FOUR_NODES = 8, {"ranks_per_node": 2}
 MESHES = {
@@ -53,13 +57,14 @@ def train_each(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, tupl
             trainer = build_trainer(folder, zeropp, model=model, **arguments)
             trainer.train()
         handle = callback_of(trainer).handle
-        counted = predicted = None
+        counted = predicted = others = None
         if handle is not None and handle.is_active:
             counted = {name: count.cross_node for name, count in handle.traffic.counts.items()}
             predicted = {name: 3 * count.cross_node for name, count in handle.predict(2).items()}
+            others = {name for name in handle.traffic.others if name.endswith("in passes")}
             # Experts that are whole on one rank are not sharded: there is nothing to gather.
             assert num_fsdp2_gathers(model) == (2 if mesh.get("ep_size") == WORLD else 0)
-        found[name] = losses(trainer), counted, predicted
+        found[name] = losses(trainer), counted, predicted, others
     return found
 
 
@@ -130,6 +135,47 @@ def test_tokens_on_their_way_to_experts_and_clipping_are_counted(tmp_path):
         assert 0 < others["all-reduce, between passes"].cross_node < 10_000
 
 
+def train_adapters(rank: int, folder: str, saved: str) -> dict[str, tuple]:
+    allow_parallelism_on_cpu()
+    found = {}
+    for name in ("stock", "unquantized", "defaults"):
+        model = AutoModelForCausalLM.from_pretrained(
+            saved, distributed_config=DistributedConfig(fsdp_size=8, ep_size=4)
+        )
+        set_seed(0)
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+        arguments = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
+        trainer = build_trainer(folder, WAYS[name][0], model=model, **arguments)
+        trainer.train()
+        adapters = torch.cat([param.detach().flatten() for param in model.parameters() if param.requires_grad])
+        of_ranks = [torch.empty_like(adapters) for _ in range(WORLD)]
+        dist.all_gather(of_ranks, adapters)
+        handle = callback_of(trainer).handle
+        crossings = None if handle is None else handle.traffic.counts[GATHER_CROSS].calls
+        units = None if handle is None else len(handle.gathers)
+        is_equal = all(torch.equal(adapters, other) for other in of_ranks)
+        found[name] = losses(trainer), is_equal, crossings, units
+    return found
+
+
+def test_adapters_beside_frozen_experts(tmp_path):
+    """PEFT adds them to a model that was sharded at load: the base crosses nodes once, and adapters are whole on every rank."""
+    saved = str(tmp_path / "model")
+    tiny_experts().save_pretrained(saved)
+    for found in run_ranks(train_adapters, WORLD, str(tmp_path), saved, limit_s=300):
+        stock = found["stock"][0]
+        for way, bound in (("unquantized", 1e-5), ("defaults", 0.01)):
+            own, is_equal, crossings, units = found[way]
+            assert own == pytest.approx(stock, rel=bound) and is_equal
+            assert crossings == units > 0
+
+
+def test_transformers_refuses_stages_beside_shards():
+    """The guide says so by these words."""
+    with pytest.raises(ValueError, match="Combining FSDP with pipeline parallelism is not supported yet"):
+        DistributedConfig(pp_size=2, fsdp_size=2)
+
+
 @pytest.mark.parametrize("mesh", [*MESHES, *EXPERT_MESHES])
 def test_model_sharded_at_load(tmp_path, mesh):
     saved = str(tmp_path / "model")
@@ -141,6 +187,10 @@ def test_model_sharded_at_load(tmp_path, mesh):
         assert found["unquantized"][0] == pytest.approx(stock, rel=1e-5)
         assert found["defaults"][0] == pytest.approx(stock, rel=0.01) and found["defaults"][0] != stock
         for way in ("unquantized", "defaults"):
-            _, counted, predicted = found[way]
+            _, counted, predicted, others = found[way]
             assert counted == predicted and sum(counted.values()) > 0
             assert ("reduce, replicas" in counted) == ("dp_replicate" in mesh)
+            # Of what runs in passes only other parallelism, and units that stay FSDP2's, are not this package's.
+            assert ("all-reduce, in passes" in others) == ("tp" in mesh)
+            assert ("all-to-all, in passes" in others) == ("ep_size" in settings)
+            assert not others or "tp" in mesh or "ep_size" in settings
