@@ -56,7 +56,13 @@ class CollectiveWatch(TorchDispatchMode):
     ) -> Any:
         # A subclass such as DTensor runs first. This mode sees the operators that it is made of. A fake tensor is no such
         # subclass: its own mode, by which DTensor finds out how results are sharded, has left the operator to this one.
-        if any(issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, FakeTensor) for kind in types):
+        # Nor is a class that leaves operators as they are, such as Parameter, which ``param.data`` shows here.
+        if any(
+            issubclass(kind, torch.Tensor)
+            and kind is not FakeTensor
+            and kind.__torch_dispatch__ != torch.Tensor.__torch_dispatch__
+            for kind in types
+        ):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         if isinstance(func, torch._ops.OpOverload) and func.name().startswith(_COLLECTIVES):

@@ -99,6 +99,8 @@ def modes_of_users_end_as_they_began(rank: int) -> None:
         assert mode not in _get_current_dispatch_mode_stack()
     for index in range(4):
         step(index)
+        # Parameters that are no DTensors reach the mode as they are.
+        torch.nn.Parameter(torch.ones(3)).data.add_(1)
     assert handle.traffic.others[CLIPPING].calls > 0
     assert not _get_current_dispatch_mode_stack()
 
