@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Set up what is missing, then train a 20 M language model under ZeRO++: four CPU processes as 2 nodes x 2 ranks, about
-# three minutes on two cores. Arguments go to the example: `bash scripts/quickstart.sh --zeropp off` runs stock FSDP2.
+# four minutes on two cores. Arguments go to the example: `bash scripts/quickstart.sh --zeropp off` runs stock FSDP2.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 make_environment
 install_package examples
