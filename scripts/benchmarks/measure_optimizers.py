@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from library.links import start_all
 from library.pages import Grid
 from library.rounds import cell_of, measure_in_turns
 from library.sandbox import enter_sandbox
-from library.study import new_console, rank_environment
+from library.study import crossing_bytes, new_console, rank_environment
 from library.variants import VARIANTS, ModelShape
 
 PACKAGES = {
@@ -32,6 +33,7 @@ PACKAGES = {
     "hf_zeropp.Muon": "torch",
 }
 RATE, ADAMW_RATE = 1e-3, 1e-4
+NODES, RANKS_PER_NODE = 2, 2
 
 
 def optimizers(name: str, matrices: list[Any], others: list[Any]) -> list[Any]:
@@ -129,7 +131,8 @@ def main() -> None:
     names = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
     columns = ("optimizer", "across nodes, MB", "of M", "counted, of M", "s per step", "error of the update")
     grid = Grid(f"{args.variant}, {shape.num_parameters / 1e6:.1f} M parameters, {args.rate}", columns)
-    with Cluster(2, 2, rank_environment(1)) as cluster, contextlib.ExitStack() as stack:
+    model_bytes = crossing_bytes({"nodes": NODES, "model": dataclasses.asdict(shape)})
+    with Cluster(NODES, RANKS_PER_NODE, rank_environment(1)) as cluster, contextlib.ExitStack() as stack:
         cells = start_all(
             stack, cluster, names, lambda c, name: c.start("measure_optimizers:serve", name, args.variant, shape)
         )
@@ -138,7 +141,7 @@ def main() -> None:
         cluster.set_link(args.rate)
         found = measure_in_turns(cells, 1, steps=9, seconds=60, rounds=args.rounds)
         for name, rounds in found.items():
-            cell, model = cell_of(rounds, 2), 2 * shape.num_parameters
+            cell = cell_of(rounds, RANKS_PER_NODE)
             counted = cell["counted_bytes"]
             cluster.set_link()
             # Another one than this: that of muon-fsdp2 for whole weights calls a function that does not exist (0.3.0).
@@ -147,8 +150,8 @@ def main() -> None:
                 [
                     name,
                     f"{cell['link_bytes'] / 1e6:.1f}",
-                    f"{cell['link_bytes'] / model:.3f}",
-                    f"{counted / model:.3f}" if counted else "",
+                    f"{cell['link_bytes'] / model_bytes:.2f}",
+                    f"{counted / model_bytes:.2f}" if counted else "",
                     f"{cell['step_s']:.2f}",
                     "none" if error is None else f"{error:.1e}" if error else "0",
                 ]
