@@ -194,7 +194,13 @@ def grids(study: Study, args: argparse.Namespace) -> list[Grid]:
 def title_of(key: Key, args: argparse.Namespace) -> str:
     """Return what the cells of a table or panel have in common, but for the link."""
     steps = f"{key.accumulation} micro-step{'s' if key.accumulation > 1 else ''} per step"
-    return f"{steps}, learning rate {key.learning_rate:g}" if len(args.learning_rates) > 1 else steps
+    return f"{steps}, learning rate {power_text(key.learning_rate)}" if len(args.learning_rates) > 1 else steps
+
+
+def power_text(value: float) -> str:
+    """Return a learning rate as guides write it: 1e-6, where Python's own form is 1e-06, and 1e-4 for 0.0001."""
+    digits, exponent = f"{value:e}".split("e")
+    return f"{float(digits):g}e{int(exponent)}"
 
 
 def floor_seconds(study: Study, key: Key, link_bytes: float) -> float | None:
@@ -216,15 +222,15 @@ def step_grid(study: Study, stock: Key, args: argparse.Namespace) -> Grid:
         "variant",
         "step s",
         "min-max",
-        *(f"x {name}" for name in rivals),
+        *(f"x {name if name == 'stock' else shown(name)}" for name in rivals),
         "floor s",
         "x floor",
         "link MB",
         "in M",
     )
-    grid = Grid(
-        f"{rate_text(stock.rate)}, {title_of(stock, args)}", (*columns, "counted MB", "predicted", "link/counted")
-    )
+    predictions = ["predicted"] if any(cell.get("predicted_bytes") for cell in study.rows("cells")) else []
+    columns = (*columns, "counted MB", *predictions, "link/counted")
+    grid = Grid(f"{rate_text(stock.rate)}, {title_of(stock, args)}", columns)
     model_bytes = crossing_bytes(study.conditions)
     for cell in study.rows("cells"):
         key = Key(*(cell[name] for name in Key._fields))
@@ -240,7 +246,9 @@ def step_grid(study: Study, stock: Key, args: argparse.Namespace) -> Grid:
             *((f"{floor:.3f}", f"{cell['step_s'] / floor:.2f}") if floor else ("", "")),
             f"{sent / 1e6:.2f}",
             f"{sent / model_bytes:.3f}",
-            *((f"{counted / 1e6:.2f}", predicted_text(cell), f"{sent / counted:.3f}") if counted else ("", "", "")),
+            f"{counted / 1e6:.2f}" if counted else "",
+            *(predicted_text(cell) if counted else "" for _ in predictions),
+            f"{sent / counted:.3f}" if counted else "",
         ]
         grid.rows.append(row)
     return grid
@@ -262,7 +270,10 @@ def memory_grid(study: Study) -> Grid:
 
 
 def plot(study: Study, args: argparse.Namespace, path: Path) -> None:
-    """Draw step rates over the link's rate, as ratios to a rival, one panel per accumulation and learning rate."""
+    """Draw step rates over the link's rate, as ratios to a rival, one panel per accumulation and learning rate.
+
+    Variants with replicas are dashed: they have the colour of the variant in one group.
+    """
     shown_names = [name for name in args.variants if name != "compute" and (args.rival == "stock" or name != "stock")]
     rival = shown(args.rival)
     title = f"Steps per second beside {rival} (= 1)\n{cluster_text(study.conditions)}"
@@ -276,10 +287,13 @@ def plot(study: Study, args: argparse.Namespace, path: Path) -> None:
             return other["step_s"] / own["step_s"] if own and other else None
 
         over_rates(axis, args.rates, shown_names, ratio)
+        for line in axis.lines:
+            if line.get_label().endswith("replicas"):
+                line.set_linestyle("--")
         axis.set_title(title_of(here, args), fontsize=9)
         low, high = axis.get_ylim()
         log_ticks(axis, FINE_TICKS if high < 2.5 * low else (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16))
-    axes[0].set_ylabel(f"steps per second, {rival} = 1")
+    axes[0].set_ylabel(f"steps per second ({rival} = 1)")
     save(figure, path)
 
 
