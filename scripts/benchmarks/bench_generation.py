@@ -22,7 +22,7 @@ from library.cluster import Cluster, Ranks
 from library.links import Key, measure_cells
 from library.network import rate_text, speed
 from library.pages import Grid, report
-from library.plots import cells_figure, log_ticks, save
+from library.plots import cluster_text, log_ticks, over_rates, panels, save
 from library.rounds import busiest_link_bytes, step_seconds
 from library.study import Study, add_cluster_flags, crossing_bytes, make_parser, parse, require, shape_of, study_of
 from library.variants import VARIANTS, shown
@@ -108,10 +108,23 @@ def token_grid(study: Study, rate: str) -> Grid:
 
 
 def plot(study: Study, path: Path) -> None:
-    """Draw tokens per second over the link's rate, one line per variant."""
-    label = "tokens per second, all ranks"
-    figure = cells_figure(study, "Greedy generation", "variant", lambda cell: cell["tokens_per_s"], label)
-    log_ticks(figure.axes[0], (1, 2, 5, 10, 20, 50, 100))
+    """Draw tokens per second over the link's rate, one line per variant: whole models in one panel, LoRA in another."""
+    batch, prompt = study.conditions["batch_size"], study.conditions["prompt_len"]
+    prompts = f"{batch} prompt{'s' if batch > 1 else ''} of {prompt} tokens per rank"
+    cells = study.rows("cells")
+
+    def tokens(name: str, rate: str) -> float | None:
+        cell = study.find("cells", rate=rate, variant=name)
+        return None if cell is None else cell["tokens_per_s"]
+
+    figure, axes = panels(2, f"Greedy generation, {prompts}\n{cluster_text(study.conditions)}", sharey=True)
+    for axis, title, is_lora in zip(axes, ("without LoRA", "with LoRA"), (False, True), strict=True):
+        names = [cell["variant"] for cell in cells if cell["variant"].startswith("lora") is is_lora]
+        if names:
+            over_rates(axis, [cell["rate"] for cell in cells], names, tokens)
+            axis.set_title(title, fontsize=9)
+            log_ticks(axis, (1, 2, 5, 10, 20, 50, 100))
+    axes[0].set_ylabel("tokens per second, all ranks")
     save(figure, path)
 
 

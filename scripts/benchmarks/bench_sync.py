@@ -106,7 +106,7 @@ def sync_grid(study: Study, rate: str) -> Grid:
 
 def plot(study: Study, path: Path) -> None:
     """Draw what a sync costs over the link's rate, one line per case."""
-    title, label = "Feeding an inference engine behind every step", "a step takes longer with a sync by, s"
+    title, label = "Feeding an inference engine behind every step", "seconds that a sync adds to a step"
     figure = cells_figure(study, title, "case", lambda cell: cell["synced_s"] - cell["alone_s"], label)
     save(figure, path)
 
