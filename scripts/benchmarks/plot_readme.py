@@ -70,7 +70,7 @@ def draw(study: Study, path: Path) -> None:
             style = ":" if name == "compute" else "-"
             axis.plot(seconds_of(study, accumulation, name), style, color=COLORS[name], marker="o", label=label)
         axis.set(yscale="log", title=micro_steps(accumulation), xlabel="link between nodes")
-        axis.set_xticks(range(len(RATES)), SHOWN_RATES)
+        axis.set_xticks(range(len(RATES)), SHOWN_RATES, fontsize=8)
         axis.minorticks_off()
         axis.set_yticks(SECONDS, [f"{value:g}" for value in SECONDS])
     axes[0].set_ylabel("seconds per step")
