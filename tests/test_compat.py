@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,22 @@ def plant(monkeypatch, seam: Seam) -> None:
 def test_a_silent_seam_that_holds_raises_nothing(monkeypatch, library):
     plant(monkeypatch, planted("somelib.core", "_is_loaded", relation=Relation.READS, is_silent=True))
     check_seams()
+
+
+class Deprecated:
+    """Like ``torch.distributed.reduce_op``: whoever looks at it is warned."""
+
+    def __getattribute__(self, name: str) -> object:
+        warnings.warn("it is deprecated", FutureWarning, stacklevel=2)
+        return object.__getattribute__(self, name)
+
+
+def test_what_a_library_deprecates_warns_no_user_of_this_package(monkeypatch, library):
+    library.old = Deprecated()
+    plant(monkeypatch, planted("somelib.core", "_is_loaded", relation=Relation.READS, is_silent=True))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_seams()
 
 
 @pytest.mark.parametrize(

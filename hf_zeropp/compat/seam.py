@@ -130,8 +130,12 @@ def _codes_of(owner: Any) -> Iterator[CodeType]:
     """
     if isinstance(owner, ModuleType):
         # A module's dictionary also holds imported names. Their code is that of other modules, and would prove nothing
-        # about this one.
-        members = [value for value in vars(owner).values() if getattr(value, "__module__", None) == owner.__name__]
+        # about this one. Objects without code may warn whoever looks at them, as ``torch.distributed.reduce_op`` does.
+        members = [
+            value
+            for value in vars(owner).values()
+            if callable(value) and getattr(value, "__module__", None) == owner.__name__
+        ]
     elif isinstance(owner, type):
         # Base classes are included, because a method may move to a base or a mixin without a change for us.
         members = [value for base in owner.__mro__ if base is not object for value in vars(base).values()]
