@@ -133,7 +133,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, default=RESULTS / "timeline.json", help="JSON; the page and plot lie beside it"
     )
-    parser.add_argument("--from-file", action="store_true", help="model nothing: draw the plot of --output anew")
+    parser.add_argument("--from-file", action="store_true", help="model nothing: write page and plot of --output anew")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model")
     return parser.parse_args(argv)
 
@@ -195,7 +195,7 @@ def rows_of(code: str, method: str, recording: Recording) -> list[Row]:
 def grid_of(rows: list[Row], network: str) -> Grid:
     """Return the table of a network: a row for each batch and method, with cross hops beside and behind node hops."""
     columns = ["tokens per GPU, settings", STOCK, *CODES, "ratio", *(f"idle, {code}" for code in CODES)]
-    grid = Grid(f"step at {network} per node, ms; share of it in which the network is idle", columns)
+    grid = Grid(f"step at {rate_text(network)} per node, ms; share of it in which the network is idle", columns)
     found = {(row.code, row.method, row.tokens): row for row in rows if row.network == network}
     for tokens in TOKENS:
         for method in METHODS:
@@ -235,7 +235,7 @@ def plot(drawings: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
     )
     figure, axes = panels(1, title, rows=len(drawings), width=9, height=1.7, sharex=True)
     for axis, (code, lanes) in zip(axes, drawings.items(), strict=True):
-        for height, (name, spans) in enumerate(reversed(lanes.items())):
+        for height, (name, spans) in zip(range(len(lanes) - 1, -1, -1), lanes.items(), strict=True):  # as in the legend
             bars = [(start, end - start) for start, end in spans]
             axis.broken_barh(bars, (height + 0.1, 0.8), color=f"C{height}", label=name)
         axis.set_yticks([])
@@ -246,29 +246,34 @@ def plot(drawings: dict[str, dict[str, list[list[float]]]], path: Path) -> None:
 
 
 def main() -> None:
-    """Record, simulate, and write the JSON file, the plot and the page."""
+    """Record and simulate, or read what was, and write the JSON file, the plot and the page."""
     args = parse_args(sys.argv[1:])
-    picture = args.output.with_suffix(".png")
     if args.from_file:
-        plot(json.loads(args.output.read_text())["drawings"], picture)
-        return
-    stock = record(None, args.layers)
+        content = json.loads(args.output.read_text())
+    else:
+        content = {"conditions": {"command": command_line(__file__), "versions": versions()}, **model(args.layers)}
+        args.output.write_text(json.dumps(content) + "\n")
+    picture = args.output.with_suffix(".png")
+    plot(content["drawings"], picture)
+    rows = [Row(**row) for row in content["rows"]]
+    grids = [grid_of(rows, network) for network in NETWORKS]
+    write_page(args.output.with_suffix(".md"), TITLE, content["conditions"], INTRO, grids, picture)
+    for row in rows:
+        print(*row)
+
+
+def model(layers: int) -> dict[str, Any]:
+    """Return the rows and the plot's drawings of all codes and methods, fit for JSON."""
+    stock = record(None, layers)
     rows = rows_of(STOCK, STOCK, stock)
     drawings = {STOCK: drawing_of(step_of(stock, DRAWN_NETWORK, DRAWN_TOKENS))}
     for code, setting in CODES.items():
         for method, settings in METHODS.items():
-            recording = record(settings | setting, args.layers)
+            recording = record(settings | setting, layers)
             rows += rows_of(code, method, recording)
             if method == "default":
                 drawings[code] = drawing_of(step_of(recording, DRAWN_NETWORK, DRAWN_TOKENS))
-    conditions = {"command": command_line(__file__), "versions": versions()}
-    content = {"conditions": conditions, "rows": [row._asdict() for row in rows], "drawings": drawings}
-    args.output.write_text(json.dumps(content) + "\n")
-    plot(drawings, picture)
-    grids = [*(grid_of(rows, network) for network in NETWORKS)]
-    write_page(args.output.with_suffix(".md"), TITLE, conditions, INTRO, grids, picture)
-    for row in rows:
-        print(*row)
+    return {"rows": [row._asdict() for row in rows], "drawings": drawings}
 
 
 if __name__ == "__main__":
