@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from hf_zeropp.comm.topology import Topology
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.traffic import Bytes, Traffic, total
+from hf_zeropp.traffic import Bytes, Traffic, total, with_noun
 
 logger = logging.getLogger(__name__)
 
@@ -61,12 +61,12 @@ def log_active(
         return
     name = config.preset_name(on_cpu=on_cpu)
     logger.warning(
-        "ZeRO++ is on: %d nodes x %d ranks, %s, %d units. In a step of one micro-step a node is expected to receive %s%s from "
+        "ZeRO++ is on: %d nodes x %s, %s, %s. In a step of one micro-step a node is expected to receive %s%s from "
         "other nodes. FSDP2's own collectives would take %s or more.",
         traffic.num_nodes,
-        traffic.ranks_per_node,
+        with_noun(traffic.ranks_per_node, "rank"),
         f"preset {name!r}" if name else "settings of no preset",
-        num_units,
+        with_noun(num_units, "unit"),
         # How many words change is known after a step. Until then whole weights, or deltas, are counted.
         "at most " if config.sends_changes else "",
         _in_words(traffic.ranks_per_node * total(predicted.values()).cross_node),

@@ -244,8 +244,8 @@ class Traffic:
         """
         steps, micro = max(self.steps, 1), self.micro_steps / max(self.steps, 1)
         table = Table(
-            title=f"MB per node and step: {self.steps} steps of {micro:g} micro-steps, "
-            f"{self.num_nodes} nodes x {self.ranks_per_node} ranks"
+            title=f"MB per node and step: {with_noun(self.steps, 'step')} of {with_noun(micro, 'micro-step')}, "
+            f"{self.num_nodes} nodes x {with_noun(self.ranks_per_node, 'rank')}"
         )
         table.add_column("collective", no_wrap=True)
         for column in ("calls", "within node", "across nodes", "predicted"):
@@ -305,6 +305,11 @@ def total(counts: Iterable[Bytes]) -> Bytes:
     for count in counts:
         result.add(count)
     return result
+
+
+def with_noun(number: float, noun: str) -> str:
+    """Return a number with its noun: "1 rank", "2 ranks"."""
+    return f"{number:.9g} {noun}{'' if number == 1 else 's'}"
 
 
 def _megabytes(num_bytes: float) -> str:

@@ -9,7 +9,17 @@ from rich.console import Console
 from toy import EXACT, POLICIES, backward, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Bytes, Peers, Traffic, total
+from hf_zeropp.traffic import (
+    GATHER_CROSS,
+    GATHER_NODE,
+    REDUCE_CROSS,
+    REDUCE_NODE,
+    Bytes,
+    Peers,
+    Traffic,
+    total,
+    with_noun,
+)
 
 NODES = {"ranks_per_node": 2}
 
@@ -255,3 +265,12 @@ def test_table_shows_counts_prediction_and_saving(predicted):
     text = shown(traffic, predicted)
     assert "6.000" in text and "12.000" in text and "2.00x" in text  # 2 ranks x 3 MB; 3 x 8 MB x 1/2
     assert ("3.000" in text) == (predicted is not None)
+
+
+def test_a_single_thing_is_named_in_the_singular():
+    assert [with_noun(number, "step") for number in (1, 1.0, 2.5, 1234567)] == [
+        "1 step",
+        "1 step",
+        "2.5 steps",
+        "1234567 steps",
+    ]
