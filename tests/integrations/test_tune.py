@@ -16,7 +16,11 @@ import psutil
 import pytest
 import torch
 from harness import free_port, run_ranks, started_ranks
+from peft import LoraConfig, get_peft_model
 from test_unmodified import LAUNCHED
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 from hf_zeropp import run
 from hf_zeropp.config import ZeroPPConfig
@@ -199,6 +203,38 @@ def test_what_ranks_write_is_taken_back(tmp_path: Path) -> None:
     assert (place / "atomic.txt").read_text() == ""
     assert undo(folder, began_s) == []
     assert listing(place) == before and {path.name for path in place.iterdir()} == set(before)
+
+
+def save_adapters(rank: int, folder: str, place: str) -> None:
+    os.chdir(place)
+    layers = torch.nn.Sequential(torch.nn.Linear(4, 4))
+    adapter = get_peft_model(layers, LoraConfig(target_modules=["0"]))
+    traces = Traces(Path(folder))
+    traces.watch()
+    traces.note_saves()
+    adapter.save_pretrained("adapter")
+    torch.save({}, f="by_name.pt")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))
+    tokenizer.save_pretrained(save_directory="adapter")
+    traces.is_training = True
+    adapter.save_pretrained("later")
+
+
+def test_an_adapter_of_the_user_is_put_back(tmp_path: Path) -> None:
+    """PEFT has bound ``save_file`` by name before the trial begins, and tokenizers write from Rust."""
+    place, folder = tmp_path / "place", tmp_path / "folder"
+    for each in (place / "adapter", folder):
+        each.mkdir(parents=True)
+    (place / "by_name.pt").write_text("mine")
+    for name in ("adapter_model.safetensors", "adapter_config.json", "tokenizer.json"):
+        (place / "adapter" / name).write_text("mine")
+    before, began_s = listing(place), time.time()
+    run_ranks(save_adapters, 1, str(folder), str(place))
+    for path in place.rglob("*.*"):
+        assert path.name == "README.md" or path.read_bytes() != b"mine"
+    assert not (place / "later").exists()
+    assert undo(folder, began_s) == []
+    assert listing(place) == before
 
 
 # --------------------------------------------------------------------------------------- whole searches, on forked ranks

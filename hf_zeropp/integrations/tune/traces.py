@@ -4,7 +4,7 @@ A rank notes in a *journal* what it is about to make: folders, files and links, 
 all ranks have ended, however they ended. Of a file that exists a rank keeps a copy before it writes to it, and the tuner puts it
 back. Files and folders that were there before cannot be deleted or renamed: the script gets a PermissionError. Python's audit
 events tell of all of this. They do not tell what a library writes from C or Rust. Such files lie in folders that Python made, but
-for the two functions that ``note_saves`` wraps.
+for those of the functions that ``note_saves`` wraps.
 
 From the first step on checkpoints are not saved at all: their functions do nothing.
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -26,11 +27,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
+import safetensors.numpy
 import safetensors.torch
 import torch
 import transformers.trainer
 from accelerate import Accelerator
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 MAX_COPY_BYTES = 2**30
 JOURNAL = "journal"
@@ -70,26 +79,25 @@ class Traces:
         sys.addaudithook(self._look)
 
     def note_saves(self) -> None:
-        """Let functions that save do nothing in steps, and note the files that they write before."""
-        for owner, name in ((torch, "save"), (safetensors.torch, "save_file")):
-            setattr(owner, name, self._in_steps_nothing(getattr(owner, name), notes_path=True))
-        methods: tuple[tuple[type, str], ...] = (
-            (Accelerator, "save"),
-            (Accelerator, "save_model"),
-            (Accelerator, "save_state"),
-            (PreTrainedModel, "save_pretrained"),
-        )
-        for kind, name in methods:
+        """Let functions that save do nothing in steps, and note the files that they write before from C or Rust."""
+        for owner, name, keyword in _NATIVE_WRITERS:
+            setattr(owner, name, self._in_steps_nothing(getattr(owner, name), keyword))
+        saving = [(kind, "save_pretrained") for kind in _kinds_of_models()]
+        for kind, name in ((Accelerator, "save"), (Accelerator, "save_model"), (Accelerator, "save_state"), *saving):
             setattr(kind, name, self._in_steps_nothing(getattr(kind, name)))
         cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_StepsAlone)
 
-    def _in_steps_nothing(self, save: Callable[..., Any], *, notes_path: bool = False) -> Callable[..., Any]:
+    def _in_steps_nothing(self, save: Callable[..., Any], keyword: str | None = None) -> Callable[..., Any]:
+        """Return a function in place of ``save``. ``keyword`` names its second argument where that must be noted."""
+
         @functools.wraps(save)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if self.is_training:
                 return None
-            target = next((one for one in args[1:2] if isinstance(one, str | os.PathLike)), None)
-            if notes_path and target is not None:
+            target = args[1] if len(args) > 1 else kwargs.get(keyword or "")
+            if keyword == "save_directory":
+                target = os.path.join(target, "tokenizer.json")
+            if keyword is not None:
                 self._write(target)
             return save(*args, **kwargs)
 
@@ -186,6 +194,24 @@ _ACTIONS: dict[str, Callable[..., None]] = {
     "shutil.rmtree": Traces._delete,
     "sqlite3.connect": Traces._write,
 }
+
+
+_NATIVE_WRITERS: tuple[tuple[Any, str, str], ...] = (
+    (torch, "save", "f"),
+    # What ``save_file`` looks up when it is called: libraries have bound ``save_file`` itself by name.
+    (safetensors.torch, "serialize_file", "filename"),
+    (safetensors.numpy, "serialize_file", "filename"),
+    (PreTrainedTokenizerBase, "save_pretrained", "save_directory"),
+)
+"""Functions that write a file without Python, and the keyword of their second argument, which is the file or its folder."""
+
+
+def _kinds_of_models() -> list[type]:
+    if importlib.util.find_spec("peft") is None:
+        return [PreTrainedModel]
+    from peft import PeftModel  # an optional dependency, which ``transformers.trainer`` has imported
+
+    return [PreTrainedModel, PeftModel]
 
 
 class _StepsAlone(TrainerCallback):
