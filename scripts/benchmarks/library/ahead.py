@@ -80,8 +80,8 @@ def ahead_grids(rows: list[Ahead]) -> Iterator[Grid]:
 def plot_ahead(rows: list[Ahead], path: Path) -> None:
     """Draw the gain over the rate of the network, one panel per model and accumulation, one line per number of GPUs."""
     title = (
-        "Predicted, not measured: a step of the recommended settings beside the best of FSDP2, FSDP2 synced and HSDP that fits\n"
-        "H100, 8 on a node, 2048 tokens per GPU and micro-step, activation checkpointing, learning rate 1e-5"
+        f"Predicted, not measured: a step of the recommended settings beside the best of {', '.join(STOCK)} that fits\n"
+        f"H100, {RANKS_PER_NODE} on a node, {TOKENS} tokens per GPU and micro-step, activation checkpointing, learning rate 1e-5"
     )
     figure, axes = panels(len(MODELS), title, rows=len(ACCUMULATIONS), sharey=True, height=3)
     cases = [(model, micro_steps) for micro_steps in ACCUMULATIONS for model in MODELS]
