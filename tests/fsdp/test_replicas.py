@@ -3,13 +3,18 @@
 The oracle is stock FSDP2 on the same (replicate, shard) mesh. Nodes have one rank or two.
 """
 
+import itertools
 import os
+import shutil
+import tempfile
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Scenarios, expect_errors, run_ranks
+import torch.distributed.checkpoint as dcp
+from harness import RankError, Scenarios, announce, expect_errors, run_ranks, started_ranks
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -27,9 +32,11 @@ def mesh_of(num_replicas: int):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def train(model, handle, rank: int, *, steps: int = 3, micro_steps: int = 1, clip: float | None = None) -> list[float]:
+def train(
+    model, handle, rank: int, *, steps: int = 3, micro_steps: int = 1, clip: float | None = None, optimizer=None
+) -> list[float]:
     """Train on tokens that differ on every rank. Return the losses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
         for micro_step in range(micro_steps):
@@ -79,13 +86,13 @@ def beside_stock(
     counted, predicted = handle.traffic.counts, handle.predict(micro_steps)
     assert counted["reduce, replicas"].cross_node > 0
     for name in predicted:
-        if not predicted[name].is_measured and name != "gather, across nodes":
+        if not predicted[name].is_measured:
             assert counted[name].cross_node == 3 * predicted[name].cross_node, (name, counted[name], predicted[name])
             assert counted[name].intra_node == 3 * predicted[name].intra_node, (name, counted[name], predicted[name])
 
 
-# Two hops and stock's reduction add up in different orders: some fp32 roundings, which AdamW makes larger in small gradients.
-TOLERANCE = 2e-5
+# Two hops and stock's reduction add up in different orders. Losses show some fp32 roundings of that, or none.
+TOLERANCE = 1e-6
 
 
 def unquantized(rank: int, ranks_per_node: int) -> None:
@@ -97,15 +104,15 @@ def unquantized_over_micro_steps_with_clipping(rank: int, ranks_per_node: int) -
 
 
 def default_settings(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {}, 0.05, micro_steps=2)
+    beside_stock(rank, ranks_per_node, {}, 0.01, micro_steps=2)
 
 
 def exact_weights(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {"preset": "exact"}, 0.05)
+    beside_stock(rank, ranks_per_node, {"preset": "exact"}, 0.01)
 
 
 def half_a_model(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {"preset": "half_model"}, 0.05)
+    beside_stock(rank, ranks_per_node, {"preset": "half_model"}, 0.01)
 
 
 def without_overlap(rank: int, ranks_per_node: int) -> None:
@@ -204,6 +211,40 @@ def checkpoints(rank: int, ranks_per_node: int) -> None:
         torch.testing.assert_close(weight, expected[name], rtol=1e-4, atol=1e-4)
 
 
+def shared_folder() -> str:
+    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(folder)
+    return folder[0]
+
+
+def sharded_checkpoints(rank: int, ranks_per_node: int) -> None:
+    """A run that is resumed from a sharded checkpoint of weights and optimizer goes on as the run that saved it, bit for bit."""
+    mesh, folder = mesh_of(2), shared_folder()
+    for number, settings in enumerate((UNQUANTIZED, {}, {"preset": "half_model"})):
+        path = os.path.join(folder, str(number))
+        runs = []
+        for seed in (0, 1):  # the second run starts from other weights, all of which it has to load
+            model = shard(make_lm(seed, hidden=16, inner=48), mesh=mesh)
+            handle = apply_zeropp(model, settings | {"ranks_per_node": ranks_per_node})
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+            train(model, handle, rank, optimizer=optimizer, steps=2)
+            weights, moments = get_state_dict(model, optimizer)
+            state = {"model": weights, "optimizer": moments}
+            if seed == 0:
+                dcp.save(state, checkpoint_id=path)
+                handle.save_state(path)
+            else:
+                dcp.load(state, checkpoint_id=path)
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+                handle.load_state(path)
+            assert all(weight.device_mesh.ndim == 2 for weight in weights.values())
+            runs.append(train(model, handle, rank, optimizer=optimizer, micro_steps=2))
+        assert runs[0] == runs[1], (settings, runs)
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(folder)
+
+
 def drift(rank: int, ranks_per_node: int) -> None:
     """``ZEROPP_CHECK`` finds replicas whose weights differ, on all ranks."""
     mesh = mesh_of(2)
@@ -232,6 +273,7 @@ FUNCTIONS = [
     an_edit_on_one_replica,
     generation,
     checkpoints,
+    sharded_checkpoints,
     drift,
 ]
 WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, FUNCTIONS, 2)}
@@ -243,23 +285,43 @@ def test_replicas(scenario, way):
     WAYS[way].check(scenario)
 
 
-def with_other_micro_steps(rank: int) -> None:
+def with_other_micro_steps(rank: int, early: list[int]) -> None:
     model = shard(make_lm(), mesh=mesh_of(2))
     handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": 1})
-    handle.set_last_micro_step(rank < 2)
+    handle.set_last_micro_step(rank in early)
     backward(model, rank)
     handle.set_last_micro_step(True)
     backward(model, rank)
 
 
-def test_replicas_that_differ_in_their_micro_steps_are_named():
-    for error in expect_errors(with_other_micro_steps, 4):
+@pytest.mark.parametrize("early", [[0, 1], [1, 3]], ids=["one replica", "one rank of each replica"])
+def test_ranks_that_differ_in_their_micro_steps_are_named_on_all(early):
+    for error in expect_errors(with_other_micro_steps, 4, early):
         assert "DisagreementError" in error
+
+
+def train_without_end(rank: int) -> None:
+    model = shard(make_lm(), mesh=mesh_of(2))
+    handle = apply_zeropp(model, {"ranks_per_node": 1})
+    for step in itertools.count():
+        train(model, handle, rank, steps=1, micro_steps=2)
+        announce(f"step {step}")
+
+
+def test_a_killed_rank_ends_all_replicas():
+    with started_ranks(train_without_end, 4, timeout_s=20) as ranks:
+        ranks[3].wait_for("step 1")
+        ranks[3].kill()
+        with pytest.raises(RankError) as failure:
+            ranks.collect(grace_s=15)  # sooner than the timeout
+    ended = {one.rank: one.kind for one in failure.value.errors}
+    assert ended.pop(3) == "ProcessDied"
+    assert ended.keys() == {0, 1, 2} and "TimeoutError" not in ended.values(), failure.value.errors
 
 
 def any_number_of_replicas(rank: int, num_replicas: int) -> None:
     beside_stock(rank, 1, UNQUANTIZED, TOLERANCE, num_replicas=num_replicas, micro_steps=2)
-    beside_stock(rank, 1, {}, 0.05, num_replicas=num_replicas)
+    beside_stock(rank, 1, {}, 0.01, num_replicas=num_replicas)
 
 
 @pytest.mark.parametrize("way", list(NUMBERS_OF_REPLICAS))
