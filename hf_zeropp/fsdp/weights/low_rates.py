@@ -16,11 +16,15 @@ LOWEST_RATES = {2: 1e-5}
 """Bits of a delta, and the lowest learning rate of AdamW at which ``scripts/results/fine_tuning.md`` shows that they train."""
 
 
+def lowest_rate(config: ZeroPPConfig) -> float:
+    """Return the lowest learning rate at which a model trains under these settings; 0.0 where they set no limit."""
+    return LOWEST_RATES.get(config.qwz_bits or 0, 0.0) if config.qwz_mode == "delta" else 0.0
+
+
 def warn_of_low_rate(config: ZeroPPConfig, optimizer: torch.optim.Optimizer) -> None:
     """Tell a user, on rank 0, that the optimizer's learning rate is too low for the deltas in force."""
-    bits = config.qwz_bits if config.qwz_mode == "delta" else None
-    lowest = LOWEST_RATES.get(bits or 0)
-    if lowest is None or (rate := _highest_rate(optimizer)) >= lowest or dist.get_rank() != 0:
+    lowest = lowest_rate(config)
+    if not lowest or (rate := _highest_rate(optimizer)) >= lowest or dist.get_rank() != 0:
         return
     logger.warning(
         "The highest learning rate of %s is %.3g. Changes of weights in %d bits are too coarse for steps of rates under %g: at "
@@ -28,7 +32,7 @@ def warn_of_low_rate(config: ZeroPPConfig, optimizer: torch.optim.Optimizer) -> 
         "no weight and sends fewer bytes at such rates.",
         type(optimizer).__name__,
         rate,
-        bits,
+        config.qwz_bits,
         lowest,
     )
 

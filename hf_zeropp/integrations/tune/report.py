@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.table import Table
 
 from hf_zeropp.config import BLOCK, ENV_ENABLED, ENV_PREFIX, PRESETS, ZeroPPConfig
 from hf_zeropp.integrations.tune.search import Search
-from hf_zeropp.integrations.tune.verdict import TOLERANCE, Measured, best_of, difference, is_alike, is_faster
+from hf_zeropp.integrations.tune.verdict import TOLERANCE, Measured, best_of, difference, is_faster, refusal
 
-COLUMNS = ("candidate", "s", "middle half", "x stock", "across", "within", "peak", "off by", "verdict")
+COLUMNS = {"s": 10, "middle half": 17, "x stock": 9, "across": 12, "within": 12, "peak": 9, "off by": 8}
+"""The figures of a candidate, and how wide they are printed. They stand below its name, so that 80 columns are enough."""
 NOTE = (
     "s: median seconds of a step; between the next two lies the middle half of the steps. across, within: MB that a node "
     "receives per step from other nodes, and its ranks from each other; of stock as rings carry them. peak: MB of the rank that "
@@ -24,12 +24,24 @@ NOTE = (
 
 def show(search: Search, console: Console, *, has_file: bool) -> None:
     """Print everything. ``has_file`` says that the job is launched with a config file, into which settings can be pasted."""
-    console.print(_table(search))
-    console.print(NOTE.format(figure=_figure(search)))
     best = best_of(search.others, search.stocks)
-    console.print(f"\n[bold]{sentence(search, best)}[/bold]\n", highlight=False)
-    # ``soft_wrap`` leaves long lines whole, so that they can be pasted.
-    console.print(block(search, best, has_file=has_file), soft_wrap=True, highlight=False, markup=False)
+
+    def write(text: str, style: str = "", *, is_cut: bool = False) -> None:
+        # ``soft_wrap`` leaves long lines whole, so that they can be pasted. Names may look like markup.
+        console.print(text, style=style, soft_wrap=not is_cut, highlight=False, markup=False)
+
+    write(f"hf-zeropp tune: {len(search.stocks[0].seconds)} steps of each", "italic")
+    write(_in_columns(COLUMNS), "bold")
+    for one in (*search.stocks, *sorted(search.others, key=lambda other: other.median)):
+        style = "bold" if one is best else ""
+        verdict = "recommended" if one is best else _verdict(one, search)
+        write(f"{one.candidate.name}: {verdict}" if verdict else one.candidate.name, style, is_cut=True)
+        write(_in_columns(_figures(one, search)), style)
+    for failed in search.failed:
+        write(f"{failed.candidate.name}: failed: {failed.why}", is_cut=True)
+    write("\n" + NOTE.format(figure=search.stocks[0].compared), is_cut=True)
+    write(f"\n{sentence(search, best)}\n", "bold", is_cut=True)
+    write(block(search, best, has_file=has_file))
 
 
 def to_json(search: Search, *, has_file: bool) -> dict[str, Any]:
@@ -50,16 +62,23 @@ def sentence(search: Search, best: Measured | None) -> str:
     stock = min(search.stocks, key=lambda one: one.median)
     if best is not None:
         times = f"{best.median:.3g} s per step where stock FSDP2 takes {stock.median:.3g} s"
-        moved = f"{_megabytes(best.cross_node)} MB enter a node per step in place of {_megabytes(stock.cross_node)}"
-        return f"{best.candidate.name}: {times} ({stock.median / best.median:.2f} x), since {moved}."
-    nearest = min(search.others, key=lambda one: one.median)
-    what = (
-        "of those with stock's losses is" if any(not is_alike(one, search.stocks[0]) for one in search.others) else "is"
-    )
+        return f"{best.candidate.name}: {times} ({stock.median / best.median:.2f} x){_moved(best, stock)}."
+    if not search.passing:
+        return "Leave it off: every candidate is refused."
+    nearest = min(search.passing, key=lambda one: one.median)
+    what = "candidate" if len(search.passing) == len(search.others) else "candidate that is not refused"
     return (
-        f"Leave it off: no candidate {what} faster than stock FSDP2 beyond the spread of the steps ({stock.median:.3g} s; "
+        f"Leave it off: no {what} is faster than stock FSDP2 beyond the spread of the steps ({stock.median:.3g} s; "
         f"{nearest.candidate.name}: {nearest.median:.3g} s)."
     )
+
+
+def _moved(best: Measured, stock: Measured) -> str:
+    """Return the bytes as a part of the sentence. They are the reason only where they are fewer."""
+    if best.cross_node is None or stock.cross_node is None:
+        return ""
+    word = "since" if best.cross_node < stock.cross_node else "while"
+    return f", {word} {_megabytes(best.cross_node)} MB enter a node per step in place of {_megabytes(stock.cross_node)}"
 
 
 def block(search: Search, best: Measured | None, *, has_file: bool) -> str:
@@ -86,23 +105,9 @@ def settings_of(config: ZeroPPConfig) -> dict[str, Any]:
     return {"preset": preset, **beside(preset)}
 
 
-def _table(search: Search) -> Table:
-    table = Table(title=f"hf-zeropp tune: {len(search.stocks[0].seconds)} steps of each")
-    for column in COLUMNS:
-        is_text = column in ("candidate", "verdict")
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
-    best = best_of(search.others, search.stocks)
-    for one in (*search.stocks, *sorted(search.others, key=lambda other: other.median)):
-        table.add_row(*_row(one, search, is_best=one is best), style="bold" if one is best else "")
-    for failed in search.failed:
-        table.add_row(failed.candidate.name, *[""] * (len(COLUMNS) - 2), f"failed: {failed.why}")
-    return table
-
-
-def _row(one: Measured, search: Search, *, is_best: bool) -> Sequence[str]:
+def _figures(one: Measured, search: Search) -> Sequence[str]:
     low, high = one.quartiles
     return (
-        one.candidate.name,
         f"{one.median:.3f}",
         f"{low:.3f}-{high:.3f}",
         f"{search.stocks[0].median / one.median:.2f}",
@@ -110,15 +115,18 @@ def _row(one: Measured, search: Search, *, is_best: bool) -> Sequence[str]:
         _megabytes(one.intra_node),
         f"{one.memory / 1e6:.0f}",
         f"{difference(one, search.stocks[0]):.2%}" if one is not search.stocks[0] else "",
-        "recommended" if is_best else _verdict(one, search),
     )
+
+
+def _in_columns(texts: Iterable[str]) -> str:
+    return "".join(text.rjust(width) for text, width in zip(texts, COLUMNS.values(), strict=True))
 
 
 def _verdict(one: Measured, search: Search) -> str:
     if one in search.stocks:
         return ""
-    if not is_alike(one, search.stocks[0]):
-        return f"refused: the {_figure(search)} differs"
+    if why := refusal(one, search.stocks[0]):
+        return f"refused, since {why}"
     return "faster" if is_faster(one, search.stocks) else "not faster"
 
 
@@ -131,17 +139,12 @@ def _to_json(one: Measured, search: Search) -> dict[str, Any]:
         "intra_node_bytes": one.intra_node,
         "peak_bytes": one.memory,
         "difference": difference(one, search.stocks[0]),
-        "compared": _figure(search),
+        "compared": search.stocks[0].compared,
         "figures": one.figures,
         "verdict": _verdict(one, search),
         "learning_rate": one.about["learning_rate"],
         "config": one.config and one.config.to_dict(),
     }
-
-
-def _figure(search: Search) -> str:
-    """Return what is compared. A loop may give its loss to no backward pass that can be seen."""
-    return "loss" if search.stocks[0].have_losses else "norm of the gradients (the script shows no loss)"
 
 
 def _megabytes(num_bytes: float | None) -> str:

@@ -13,10 +13,10 @@ from hf_zeropp.integrations.tune.candidates import (
     accumulation_on_the_rank,
     name_of,
     other_node_hops,
-    presets_beside,
+    presets,
 )
 from hf_zeropp.integrations.tune.launches import TrialError
-from hf_zeropp.integrations.tune.verdict import SAME_SCRIPT, TOLERANCE, Failed, Measured, difference, is_alike
+from hf_zeropp.integrations.tune.verdict import SAME_SCRIPT, TOLERANCE, Failed, Measured, difference, refusal
 
 MAX_RIVALS = 3
 """How many candidates are measured once more, where the spread of their steps does not say which is the fastest."""
@@ -53,22 +53,29 @@ class Search:
         """
         self._try_stock()
         own = self._try_own()
-        assert own.config is not None
-        self._try_all(presets_beside(own.config, own.about["learning_rate"]))
-        if own.about["ranks_per_node"] > 1:
-            on_accelerator = own.about["on_accelerator"]
-            self._try_all(other_node_hops(self._best.candidate, own.config, on_accelerator=on_accelerator))
-        self._try_all(accumulation_on_the_rank(self._best.candidate, own.config, own.about["micro_steps"]))
+        config, about = own.config, own.about
+        assert config is not None
+
+        def try_those_worth_it(candidates: Iterable[Candidate]) -> None:
+            self._try_all(one for one in candidates if one.is_worth_a_trial(config, about["learning_rate"]))
+
+        try_those_worth_it(presets())
+        if about["ranks_per_node"] > 1:
+            try_those_worth_it(other_node_hops(self._best.candidate, config, on_accelerator=about["on_accelerator"]))
+        try_those_worth_it(accumulation_on_the_rank(self._best.candidate, about["micro_steps"]))
         self._try_rivals_again()
         self._try_stock()
-        ranks_per_node = own.about["ranks_per_node"]
-        self.stocks = [stock.with_bytes_of_fsdp2(ranks_per_node) for stock in self.stocks]
+        self.stocks = [stock.with_bytes_of_fsdp2(about["ranks_per_node"]) for stock in self.stocks]
 
     @property
     def _best(self) -> Measured:
         """The fastest so far, by its median. What is decided on it is only what to try next."""
-        alike = [one for one in self.others if is_alike(one, self.stocks[0])]
-        return min(alike, key=lambda one: one.median, default=self.others[0])
+        return min(self.passing, key=lambda one: one.median, default=self.others[0])
+
+    @property
+    def passing(self) -> list[Measured]:
+        """The other trials that are not refused."""
+        return [one for one in self.others if refusal(one, self.stocks[0]) is None]
 
     def _try_stock(self) -> None:
         try:
@@ -110,7 +117,7 @@ class Search:
     def _try_rivals_again(self) -> None:
         """Double the steps of those that may be the fastest as well, since the machine may have been busy with other things."""
         best = self._best
-        rivals = [one for one in self.others if one.quartiles[0] <= best.quartiles[1] and is_alike(one, self.stocks[0])]
+        rivals = [one for one in self.passing if one.quartiles[0] <= best.quartiles[1]]
         for rival in sorted(rivals, key=lambda one: one.median)[:MAX_RIVALS] if len(rivals) > 1 else []:
             try:
                 again = self._trial(rival.candidate)

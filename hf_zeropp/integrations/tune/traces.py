@@ -94,7 +94,7 @@ class Traces:
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if self.is_training:
                 return None
-            target = args[1] if len(args) > 1 else kwargs.get(keyword or "")
+            target: Any = args[1] if len(args) > 1 else kwargs.get(keyword or "")
             if keyword == "save_directory":
                 target = os.path.join(target, "tokenizer.json")
             if keyword is not None:

@@ -89,7 +89,7 @@ class Trial:
         self._handles: list[ZeroPPHandle] = []
         self._before: list[tuple[int, int, int]] = []
         self._collectives: dict[tuple[int, ...], int] = defaultdict(int)
-        self._learning_rate = 0.0
+        self._learning_rates: dict[torch.optim.Optimizer, float] = {}
         self._tuner = socket.socket(socket.AF_UNIX)
         self._tuner.connect(str(folder / SOCKET))
         threading.Thread(target=self._end_with_the_tuner, daemon=True).start()
@@ -167,15 +167,16 @@ class Trial:
 
     def _step_begins(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Keep the learning rate at its peak: how many weights a step changes depends on it, and most runs begin with less."""
-        # PyTorch makes an optimizer's states by a step without gradients, before it loads them.
-        if not self._has_gradients or not _is_sharded(optimizer):
+        # PyTorch makes an optimizer's states by a step without gradients, before it loads them. Later an optimizer may step
+        # behind another one, which has taken note of the gradients.
+        if not (self._has_gradients or self.steps) or not _is_sharded(optimizer):
             return
         self._traces.is_training = True
         for group in optimizer.param_groups:
             if float(group.get("initial_lr", 0)) > float(group["lr"]):
                 group["lr"] = group["initial_lr"]
-        rates = [float(group["lr"]) for group in optimizer.param_groups if float(group["lr"]) > 0]
-        self._learning_rate = min(rates, default=0.0)
+        if rates := [float(group["lr"]) for group in optimizer.param_groups if float(group["lr"]) > 0]:
+            self._learning_rates[optimizer] = min(rates)
 
     def _step_ends(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         # Several optimizers that step after one backward pass, or within it, make one step.
@@ -249,7 +250,7 @@ class Trial:
             "intra_node": sum(count[1] for count in counts) if counts else None,
             "micro_steps": max((count[2] for count in counts), default=None),
             "collectives": [[ranks, bytes_ / measured] for ranks, bytes_ in self._collectives.items()],
-            "learning_rate": self._learning_rate,
+            "learning_rate": min(self._learning_rates.values(), default=0.0),
             "config": trained and self._config and self._config.to_dict(),
             "num_nodes": trained and trained.topology.num_nodes,
             "ranks_per_node": trained and trained.traffic.ranks_per_node,

@@ -1,9 +1,10 @@
 """Trials are put together from their ranks, compared with stock, and the best of them is found.
 
 A candidate counts as faster if three of four of its steps are shorter than three of four of stock's, in each trial of stock. Its
-losses must be stock's within ``TOLERANCE`` of the largest of them. Of those that pass, the one with the lowest median is
-recommended. Stock is tried first and last, so a machine that becomes faster or slower meanwhile does not decide. Trials of stock
-must also have the same losses: else the script is another at each start, and nothing can be compared.
+losses must be stock's within ``TOLERANCE`` of the largest of them. Its weights must train at the learning rate: a few steps do
+not show what deltas of 2 bits lose. Of those that pass, the one with the lowest median is recommended. Stock is tried first and
+last, so a machine that becomes faster or slower meanwhile does not decide. Trials of stock must also have the same losses: else
+the script is another at each start, and nothing can be compared.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.weights.low_rates import lowest_rate
 from hf_zeropp.integrations.tune.candidates import Candidate
 from hf_zeropp.traffic import Bytes, Peers, total
 
@@ -69,6 +71,11 @@ class Measured:
         )
 
     @property
+    def compared(self) -> str:
+        """The name of the figures. A loop may give its loss to no backward pass that can be seen."""
+        return "loss" if self.have_losses else "norm of the gradients (the script shows no loss)"
+
+    @property
     def median(self) -> float:
         """Seconds of a step."""
         return statistics.median(self.seconds)
@@ -110,9 +117,14 @@ def difference(one: Measured, stock: Measured, *, mean: bool = False) -> float:
     return math.nan if any(map(math.isnan, gaps)) else gap / largest if largest else gap
 
 
-def is_alike(one: Measured, stock: Measured) -> bool:
-    """Return whether the losses agree within the tolerance."""
-    return one.have_losses == stock.have_losses and difference(one, stock) <= TOLERANCE
+def refusal(one: Measured, stock: Measured) -> str | None:
+    """Return why a trial may not be recommended, however fast it is; None if nothing speaks against it."""
+    if one.have_losses != stock.have_losses or not difference(one, stock) <= TOLERANCE:
+        return f"the {stock.compared} differs"
+    rate = one.about["learning_rate"]
+    if one.config is not None and rate < lowest_rate(one.config):
+        return f"changes of weights in {one.config.qwz_bits} bits lose too much at a learning rate of {rate:g}"
+    return None
 
 
 def is_faster(one: Measured, stocks: Sequence[Measured]) -> bool:
@@ -121,6 +133,6 @@ def is_faster(one: Measured, stocks: Sequence[Measured]) -> bool:
 
 
 def best_of(others: Sequence[Measured], stocks: Sequence[Measured]) -> Measured | None:
-    """Return the fastest of those that are faster than stock with the same losses; None if there is none."""
-    passed = [one for one in others if is_alike(one, stocks[0]) and is_faster(one, stocks)]
+    """Return the fastest of those that are faster than stock and not refused; None if there is none."""
+    passed = [one for one in others if is_faster(one, stocks) and refusal(one, stocks[0]) is None]
     return min(passed, key=lambda one: one.median, default=None)
