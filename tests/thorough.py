@@ -38,6 +38,7 @@ THOROUGH = (
     "fsdp/test_other_parallelism.py::test_tensor_parallelism_with_default_settings",
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{*unquantized}",
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{*no copies}",
+    "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{replicas-exact}",
     # Other worlds, dtypes and lengths of what one case shows.
     "fsdp/test_*::test_any_number_of_nodes{8}",
     "fsdp/test_*::test_any_number_of_nodes{2}",
@@ -104,6 +105,7 @@ THOROUGH = (
     "integrations/test_tune.py::test_a_script_that_never_shards",
     "integrations/test_tune.py::test_one_node",
     "integrations/test_tune.py::test_a_trainer_with_settings_of_its_own",
+    "integrations/test_tune.py::test_one_trial_through_the_launcher",
     "integrations/test_tune.py::test_two_nodes_behind_torchrun_decide_alike",
     "integrations/test_tune.py::test_an_interrupted_search_leaves_no_process{*",
     "integrations/test_trainer_checkpoints.py::test_resume_is_exact*{FULL*",

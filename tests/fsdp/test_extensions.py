@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import torch.utils._pytree as pytree
 from harness import run_ranks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
@@ -91,14 +92,18 @@ class Block(nn.Module):
         return x + self.plain(F.gelu(self.parts(x)))
 
 
-def model_in_parts() -> nn.Module:
+def model_in_parts(mesh: DeviceMesh | None = None) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Sequential(*[Block(20) for _ in range(2)])
     for block in model:
         block.parts.weight = nn.Parameter(TwoParts(block.parts.weight.detach()))
-        fully_shard(block.plain)
-        fully_shard(block)
-    return fully_shard(model)
+        fully_shard(block.plain, mesh=mesh)
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def replicas_in_parts() -> nn.Module:
+    return model_in_parts(init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
 def model_in_float8() -> nn.Module:
@@ -165,7 +170,9 @@ def beside_stock(rank: int, make: Callable[[], nn.Module], width: int, mode: str
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("hf_zeropp").addHandler(handler)
-    handle = apply_zeropp(model, SETTINGS[mode])
+    # Replicas must span nodes to be served: with two ranks each, they have nodes of one.
+    has_replicas = next(model.parameters()).device_mesh.ndim == 2
+    handle = apply_zeropp(model, SETTINGS[mode] | ({"ranks_per_node": 1} if has_replicas else {}))
     losses = train(model, width, rank, handle)
     # Plain units may be quantized. What the others gather is as exact as stock's.
     assert losses == pytest.approx(expected, rel=1e-4 if mode in ("exact", "unquantized") else 0.05)
@@ -191,10 +198,11 @@ NEEDS_TORCHAO = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, 
     ("make", "width"),
     [
         (model_in_parts, 20),
+        (replicas_in_parts, 20),
         pytest.param(model_in_float8, 32, marks=NEEDS_TORCHAO),
         pytest.param(model_in_nf4, 256, marks=NEEDS_TORCHAO),
     ],
-    ids=["two parts", "float8", "nf4"],
+    ids=["two parts", "replicas", "float8", "nf4"],
 )
 def test_trains_as_stock_and_names_the_units(make, width, mode):
     rank_0, *_ = run_ranks(beside_stock, 4, make, width, mode, ["0", "1"])

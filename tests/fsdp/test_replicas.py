@@ -22,6 +22,7 @@ from toy import EXACT, POLICIES, backward, full_gradients, full_weights, loss_of
 
 from hf_zeropp import apply_zeropp, generation_mode
 from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
+from hf_zeropp.traffic import REDUCE_REPLICAS
 
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 
@@ -245,6 +246,46 @@ def sharded_checkpoints(rank: int, ranks_per_node: int) -> None:
         shutil.rmtree(folder)
 
 
+def reduced_within_replicas_alone(rank: int, ranks_per_node: int) -> None:
+    """Sums are right where the user lets replicas be averaged in the last micro-step alone."""
+    mesh = mesh_of(2)
+    model, whole = shard(make_lm(), mesh=mesh), make_lm()
+    handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
+    once = handle.predict(3)[REDUCE_REPLICAS].cross_node
+    for tells in (False, True):  # ``set_requires_all_reduce`` alone, and beside this package's own call
+        for one in (model, whole):
+            one.zero_grad()
+        handle.traffic.reset()
+        for micro_step in range(3):
+            is_last = micro_step == 2
+            model.set_requires_all_reduce(is_last)
+            if tells:
+                handle.set_last_micro_step(is_last)
+            for one in (model, whole):
+                backward(one, rank, micro_step)
+        found = full_gradients(model)
+        for name, param in whole.named_parameters():
+            expected = param.grad.clone()
+            dist.all_reduce(expected)
+            torch.testing.assert_close(found[name], expected / dist.get_world_size(), rtol=1e-5, atol=1e-6)
+    assert handle.traffic.counts[REDUCE_REPLICAS].cross_node == once > 0
+
+
+def names_of_the_mesh(rank: int, ranks_per_node: int) -> None:
+    """Parameters stay on the (replicate, shard) mesh, replicated over the first dimension, and so do gradients and moments."""
+    mesh = mesh_of(2)
+    model = shard(make_lm(), mesh=mesh)
+    handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
+    optimizer = torch.optim.AdamW(model.parameters())
+    backward(model, rank)
+    optimizer.step()
+    for param in model.parameters():
+        for tensor in (param, param.grad, optimizer.state[param]["exp_avg"]):
+            assert tensor.device_mesh == mesh and tensor.device_mesh.mesh_dim_names == ("replicate", "shard")
+            assert [placement.is_replicate() for placement in tensor.placements] == [True, False]
+    assert handle.topology.ranks == tuple(dist.get_process_group_ranks(mesh.get_group("shard")))
+
+
 def drift(rank: int, ranks_per_node: int) -> None:
     """``ZEROPP_CHECK`` finds replicas whose weights differ, on all ranks."""
     mesh = mesh_of(2)
@@ -274,6 +315,8 @@ FUNCTIONS = [
     generation,
     checkpoints,
     sharded_checkpoints,
+    reduced_within_replicas_alone,
+    names_of_the_mesh,
     drift,
 ]
 WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, FUNCTIONS, 2)}
