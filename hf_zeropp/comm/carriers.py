@@ -17,11 +17,12 @@ most 16-bit weights keep their bits. Ranks of a cross group that hold a unit in 
 since they received it. Each rank compares its shard with its own slice of the secondary shard, which is what the others hold of
 it, and encodes the difference (``ops/changes_format.py``). Nothing is rounded, so a copy that was brought up to date equals one
 that was sent whole, bit for bit, whatever changed the weights. The wires of different ranks differ in size, and a collective
-needs equal ones. So ``exchange_sizes`` comes between ``prepare`` and ``send``, once for all units that are due: one all-gather
-of 8 bytes a unit. Each unit's wires are then padded to the largest.
+needs equal ones. So ``exchange_sizes`` comes between ``prepare`` and ``send``, once for all units of a mesh that are due: one
+all-gather of 8 bytes a unit. Each unit's wires are then padded to the largest.
 
 [Note: the host waits once] On a device with streams the host reads the sizes between the first stage and the last. It waits for
-the optimizer and for the encoding then, once a step, and the device idles until the host has launched the next kernels. Without
+the optimizer and for the encoding then, once a step (and for experts on a mesh of their own once more, for the network alone),
+and the device idles until the host has launched the next kernels. Without
 the wait, buffers would have to be chosen from sizes of earlier steps, with a margin. That margin is padding, which crosses the
 network in every step, and words that did not fit would arrive a step late: weights would not be exact any more. For 7 B weights
 at 1e-5 (0.03 of the 7 GB that enter a node) a margin of an eighth takes 4 ms at 50 Gbit/s, and longer on slower networks.
@@ -242,10 +243,15 @@ class ChangedWords(Carrier):
 
 
 def exchange_sizes(carriers: Sequence[ChangedWords]) -> None:
-    """Tell all ranks of the cross group the sizes of what is prepared: those of the same units on every rank, in one order."""
+    """Tell all ranks of a cross group the sizes of what is prepared: those of the same units on every rank, in one order.
+
+    Args:
+        carriers: of units that share their hops. Units of another mesh have other ranks to exchange with.
+    """
     if not carriers:
         return
     hops = carriers[0].hops
+    assert all(carrier.hops is hops for carrier in carriers), "sizes of units with other hops go to other ranks"
     own = torch.cat([carrier._told for carrier in carriers])
     received = own.new_empty(hops.sizes_hop.size * own.numel())
     # A blocking hop: nothing can be sent before the sizes are known.

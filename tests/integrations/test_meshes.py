@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate import ParallelismConfig
-from harness import run_ranks
+from harness import RankError, announce, expect_errors, run_ranks, started_ranks
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from trainer_runs import UNQUANTIZED, VOCAB, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
 from transformers.distributed import DistributedConfig, expert_parallel
 
+from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.traffic import GATHER_CROSS
 
 WORLD, FOUR_NODES = 8, {"ranks_per_node": 2}
@@ -39,6 +42,17 @@ WAYS = {
 }
 
 
+# What else experts on a mesh of their own train with. Changed words give the bits of whole weights.
+EXPERT_WAYS = {
+    "unquantized": WAYS["unquantized"],
+    "exact": (FOUR_NODES | UNQUANTIZED | {"qwz_mode": "exact"}, "1"),
+    "preset exact": (FOUR_NODES | {"preset": "exact"}, "1"),
+    "auto": (FOUR_NODES | {"qwz_mode": "auto"}, "1"),
+    "half_model": (FOUR_NODES | {"preset": "half_model"}, "1"),
+    "accumulation on the rank": (FOUR_NODES | {"qgz_accumulate": "rank"}, "1"),
+}
+
+
 def allow_parallelism_on_cpu() -> None:
     """Accelerate asks for accelerators where there is a second kind of parallelism. Nothing that follows needs one."""
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
@@ -46,10 +60,10 @@ def allow_parallelism_on_cpu() -> None:
     ParallelismConfig.build_device_mesh = lambda self, device_type: build(self, "cpu")
 
 
-def train_each(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, tuple]:
+def train_each(rank: int, folder: str, saved: str, mesh: dict, ways: dict) -> dict[str, tuple]:
     allow_parallelism_on_cpu()
     found = {}
-    for name, (zeropp, switch) in WAYS.items():
+    for name, (zeropp, switch) in ways.items():
         with mock.patch.dict("os.environ", {"ZEROPP_ENABLED": switch}):
             model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
             assert any(isinstance(module, FSDPModule) for module in model.modules())
@@ -59,8 +73,8 @@ def train_each(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, tupl
         handle = callback_of(trainer).handle
         counted = predicted = others = None
         if handle is not None and handle.is_active:
-            counted = {name: count.cross_node for name, count in handle.traffic.counts.items()}
-            predicted = {name: 3 * count.cross_node for name, count in handle.predict(2).items()}
+            counted = {name: (count.cross_node, count.intra_node) for name, count in handle.traffic.counts.items()}
+            predicted = {name: (3 * each.cross_node, 3 * each.intra_node) for name, each in handle.predict(2).items()}
             others = {name for name in handle.traffic.others if name.endswith("in passes")}
             # Experts that are whole on one rank are not sharded: there is nothing to gather.
             assert num_fsdp2_gathers(model) == (2 if mesh.get("ep_size") == WORLD else 0)
@@ -181,16 +195,137 @@ def test_model_sharded_at_load(tmp_path, mesh):
     saved = str(tmp_path / "model")
     (tiny_experts() if mesh in EXPERT_MESHES else tiny_model()).save_pretrained(saved)
     settings = (MESHES | EXPERT_MESHES)[mesh]
-    for found in run_ranks(train_each, WORLD, str(tmp_path), saved, settings, limit_s=300):
+    for found in run_ranks(train_each, WORLD, str(tmp_path), saved, settings, WAYS, limit_s=300):
         stock = found["stock"][0]
         assert found["off"][0] == stock
-        assert found["unquantized"][0] == pytest.approx(stock, rel=1e-5)
+        assert found["unquantized"][0] == pytest.approx(stock, rel=1e-6)
         assert found["defaults"][0] == pytest.approx(stock, rel=0.01) and found["defaults"][0] != stock
         for way in ("unquantized", "defaults"):
             _, counted, predicted, others = found[way]
-            assert counted == predicted and sum(counted.values()) > 0
+            assert counted == predicted and all(sum(each) > 0 for each in zip(*counted.values(), strict=True))
             assert ("reduce, replicas" in counted) == ("dp_replicate" in mesh)
             # Of what runs in passes only other parallelism, and units that stay FSDP2's, are not this package's.
             assert ("all-reduce, in passes" in others) == ("tp" in mesh)
             assert ("all-to-all, in passes" in others) == ("ep_size" in settings)
             assert not others or "tp" in mesh or "ep_size" in settings
+
+
+def train_experts(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, tuple]:
+    """Return of each way the losses, and by collective the bytes across nodes: counted, predicted, and how near they must be."""
+    allow_parallelism_on_cpu()
+    found = {}
+    for name, (zeropp, _) in {"stock": WAYS["stock"], **EXPERT_WAYS}.items():
+        model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
+        arguments = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 4, "gradient_accumulation_steps": 2}
+        trainer = build_trainer(folder, zeropp, model=model, **arguments)
+        trainer.train()
+        bytes_by_name = {}
+        if (handle := callback_of(trainer).handle) is not None:
+            sends_whole = handle.config.qwz_mode == "values"
+            for collective, one in handle.predict(2).items():
+                # The first step sends whole weights where changes are the rule, and counts them apart.
+                steps = 3 if collective == GATHER_CROSS and not sends_whole else 4
+                # What is measured is a rounded mean of each unit, from every other node.
+                slack = steps * len(handle.gathers) * WORLD if one.is_measured else 0
+                counted = handle.traffic.counts[collective].cross_node
+                bytes_by_name[collective] = counted, steps * one.cross_node, slack
+        found[name] = losses(trainer), bytes_by_name
+    return found
+
+
+@pytest.mark.parametrize("mesh", EXPERT_MESHES)
+def test_experts_on_a_mesh_of_their_own_with_every_carrier(tmp_path, mesh):
+    saved = str(tmp_path / "model")
+    tiny_experts().save_pretrained(saved)
+    for found in run_ranks(train_experts, WORLD, str(tmp_path), saved, EXPERT_MESHES[mesh], limit_s=300):
+        stock = found["stock"][0]
+        assert found["exact"][0] == found["unquantized"][0] == pytest.approx(stock, rel=1e-5)
+        for way in EXPERT_WAYS:
+            own, bytes_by_name = found[way]
+            assert own == pytest.approx(stock, rel=0.01), way
+            assert bytes_by_name[GATHER_CROSS][0] > 0
+            for collective, (counted, predicted, slack) in bytes_by_name.items():
+                assert abs(counted - predicted) <= slack, (way, collective, counted, predicted)
+
+
+KINDS = MESHES | {"fsdp x ep": EXPERT_MESHES["ep across nodes"]}
+
+
+def saved_model(folder: str, mesh: str) -> str:
+    path = f"{folder}/model"
+    (tiny_experts() if "ep" in mesh.split(" x ") else tiny_model()).save_pretrained(path)
+    return path
+
+
+def sharded_at_load(saved: str, mesh: dict) -> tuple[torch.nn.Module, ZeroPPHandle]:
+    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
+    return model, apply_zeropp(model, FOUR_NODES)
+
+
+def loss_of(model: torch.nn.Module, rank: int, mesh: dict, step: int = 0) -> torch.Tensor:
+    """Return the loss of tokens that the ranks of one tensor-parallel group have in common."""
+    generator = torch.Generator().manual_seed(1000 * step + rank // mesh.get("tp_size", 1))
+    tokens = torch.randint(3, VOCAB, (2, 16), generator=generator)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
+        for name, weight in model.state_dict().items()
+    }
+
+
+def save_and_load_and_train_without_end(rank: int, folder: str, saved: str, mesh: dict) -> None:
+    """Full weights that were saved behind a step are those of the ranks, and a model of them goes on from there."""
+    model, handle = sharded_at_load(saved, mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, rank, mesh).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    handle.reshard()
+    expected = full_weights(model)
+    model.save_pretrained(f"{folder}/saved")
+    dist.barrier()
+    whole = AutoModelForCausalLM.from_pretrained(f"{folder}/saved")
+    again, _ = sharded_at_load(f"{folder}/saved", mesh)
+    for one in (whole, again):
+        found = full_weights(one)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    losses = [loss_of(one, rank, mesh, step=1) for one in (model, again, whole)]
+    assert torch.equal(losses[0], losses[1])
+    torch.testing.assert_close(losses[0], losses[2], rtol=0.01, atol=0)
+    announce("loaded")
+    for step in itertools.count():
+        loss_of(model, rank, mesh, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("mesh", KINDS)
+def test_full_weights_are_saved_and_loaded_and_a_killed_rank_ends_all(tmp_path, mesh):
+    arguments = str(tmp_path), saved_model(str(tmp_path), mesh), KINDS[mesh]
+    with started_ranks(save_and_load_and_train_without_end, WORLD, *arguments, timeout_s=60) as ranks:
+        for rank in range(WORLD):
+            ranks[rank].wait_for("loaded", limit_s=300)
+        ranks[5].kill()
+        with pytest.raises(RankError) as failure:
+            ranks.collect(grace_s=40)  # sooner than the timeout
+    ended = {one.rank: one.kind for one in failure.value.errors}
+    assert ended.pop(5) == "ProcessDied"
+    assert ended.keys() == set(range(WORLD)) - {5} and "TimeoutError" not in ended.values(), failure.value.errors
+
+
+def with_other_micro_steps(rank: int, saved: str, mesh: dict) -> None:
+    model, handle = sharded_at_load(saved, mesh)
+    handle.set_last_micro_step(rank in (0, 1))
+    loss_of(model, rank, mesh).backward()
+    handle.set_last_micro_step(True)
+    loss_of(model, rank, mesh).backward()
+
+
+@pytest.mark.parametrize("mesh", KINDS)
+def test_other_micro_steps_on_some_ranks_raise_on_all(tmp_path, mesh):
+    errors = expect_errors(with_other_micro_steps, WORLD, saved_model(str(tmp_path), mesh), KINDS[mesh], limit_s=300)
+    assert any("DisagreementError" in error for error in errors), errors

@@ -25,12 +25,18 @@ from typing import Protocol
 import torch
 
 from hf_zeropp import devices
-from hf_zeropp.comm.two_hops import ChangedWords, exchange_sizes
+from hf_zeropp.comm.two_hops import ChangedWords, TwoHopGather, exchange_sizes
 from hf_zeropp.config import ZeroPPConfig
 
 
 class DueGather(Protocol):
-    """A gather whose cross hop is due."""
+    """A gather whose cross hop is due.
+
+    Attributes:
+        hops: its two hops, which the units of a mesh share.
+    """
+
+    hops: TwoHopGather
 
     def encode(self) -> ChangedWords | None:
         """Encode the changed words that it will send; None where it sends something else."""
@@ -163,5 +169,13 @@ class GathersAhead(GatherSchedule):
 
 
 def encode(due: Sequence[DueGather]) -> None:
-    """Encode the changed words that cross hops will send, and exchange their sizes: once for all, as it waits for the network."""
-    exchange_sizes([words for gather in due if (words := gather.encode()) is not None])
+    """Encode the changed words that cross hops will send, and exchange their sizes once per mesh: that waits for the network."""
+    # Experts may lie on another mesh than the rest. The order of the meshes comes from all gathers that are due, on which ranks
+    # have agreed. Which of them send changed words, each cross group chooses: ranks that went by these could wait in a ring.
+    prepared: dict[TwoHopGather, list[ChangedWords]] = {}
+    for gather in due:
+        words, of_mesh = gather.encode(), prepared.setdefault(gather.hops, [])
+        if words is not None:
+            of_mesh.append(words)
+    for of_mesh in prepared.values():
+        exchange_sizes(of_mesh)

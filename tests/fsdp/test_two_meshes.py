@@ -1,0 +1,284 @@
+"""Units on two meshes in one model, with FSDP2 alone: dense weights over all ranks, experts over those that hold the same ones.
+
+Four ranks, as two nodes or as four. Each rank holds two of four experts, which are sharded over two ranks of different nodes. So
+a rank exchanges dense weights with other ranks than experts. The oracle is stock FSDP2 on the same meshes.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn as nn
+from harness import Scenarios, run_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from toy import POLICIES, full_weights
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
+from hf_zeropp.fsdp.weights import schedules
+from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
+
+WORLD, WIDTH, NUM_EXPERTS, DEPTH, STEPS = 4, 24, 4, 2, 3
+UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
+EXACT_WEIGHTS = UNQUANTIZED | {"qwz_mode": "exact"}
+# Two hops and one reduction add up in different orders, and AdamW makes the roundings of small gradients larger.
+TOLERANCE = 2e-5
+
+
+class Experts(nn.Module):
+    """The experts that this rank holds, each on its part of the tokens.
+
+    Attributes:
+        used: those that get tokens. The others get none, and compute with empty tensors.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(NUM_EXPERTS, WIDTH, WIDTH) / 5)
+        self.used: list[int] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weights.to_local() if isinstance(self.weights, DTensor) else self.weights
+        outputs = []
+        for index, (tokens, weight) in enumerate(zip(x.chunk(len(weights)), weights, strict=True)):
+            num_used = len(tokens) if index in self.used else 0
+            computed = (tokens[:num_used] @ weight).tanh()
+            outputs.append(torch.cat([computed, torch.zeros_like(tokens[num_used:])]))
+        return torch.cat(outputs)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense = nn.Linear(WIDTH, WIDTH)
+        self.experts = Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(self.dense(x))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(DEPTH))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for layer in self.layers:
+            layer.experts.used = used
+            x = layer(x)
+        return self.head(x)
+
+
+def sharded(policy: MixedPrecisionPolicy) -> Model:
+    """Return the model with experts over two ranks, and with all else over four."""
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("efsdp", "ep"))
+    for layer in model.layers:
+        experts = layer.experts
+        experts.weights = nn.Parameter(distribute_tensor(experts.weights.detach(), mesh["ep"], [Shard(0)]))
+        fully_shard(experts, mesh=mesh["efsdp"], mp_policy=policy)
+        # The mean over all ranks, as that of dense weights. gloo has no sums with a factor, which FSDP2 asks for otherwise.
+        experts.set_gradient_divide_factor(float(WORLD))
+        experts.set_force_sum_reduction_for_comms(True)
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+
+def used_by(rank: int, step: int) -> list[int]:
+    """Return the experts that get tokens on a rank: none, one, the other, or both."""
+    return [[], [0], [1], [0, 1]][(rank + step) % 4]
+
+
+def train(
+    model: Model,
+    handle: ZeroPPHandle | None,
+    rank: int,
+    *,
+    steps: int = STEPS,
+    micro_steps: int = 1,
+    rates: tuple[float, float] = (1e-3, 1e-3),
+) -> list[float]:
+    """Train with AdamW, at one learning rate for dense weights and one for experts. Return the losses."""
+    experts = [param for name, param in model.named_parameters() if "experts" in name]
+    dense = [param for name, param in model.named_parameters() if "experts" not in name]
+    groups = [{"params": params, "lr": rate} for params, rate in zip((dense, experts), rates, strict=True)]
+    optimizer = torch.optim.AdamW(groups, foreach=False)  # one operator takes no tensors of two meshes
+    losses = []
+    for step in range(steps):
+        for micro_step in range(micro_steps):
+            if handle is not None:
+                handle.set_last_micro_step(micro_step == micro_steps - 1)
+            index = step * micro_steps + micro_step
+            x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * index + rank))
+            loss = model(x, used_by(rank, index)).float().square().mean()
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def check_bytes(counted: dict[str, Bytes], predicted: dict[str, Bytes], *, steps: int, num_units: int) -> None:
+    """Check what crossed nodes against the prediction, which holds a mean where words are counted."""
+    assert predicted.keys() <= counted.keys()
+    for name, one in predicted.items():
+        # A mean per unit, which was rounded, and came from each of the other nodes.
+        slack = steps * num_units * WORLD if one.is_measured else 0
+        assert abs(counted[name].cross_node - steps * one.cross_node) <= slack, (name, counted[name], one)
+
+
+def beside_stock(
+    rank: int,
+    ranks_per_node: int,
+    settings: dict,
+    relative: float,
+    *,
+    policy: str = "fp32",
+    micro_steps: int = 1,
+) -> list[float]:
+    """Train with and without ZeRO++. Compare losses, full weights and bytes, and return the losses."""
+    stock, model = sharded(POLICIES[policy]), sharded(POLICIES[policy])
+    handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node} | settings)
+    assert len(handle.gathers) == 2 * DEPTH + 1
+    ours = train(model, handle, rank, micro_steps=micro_steps)
+    expected = train(stock, None, rank, micro_steps=micro_steps)
+    assert ours == pytest.approx(expected, rel=relative), (ours, expected)
+    whole = full_weights(stock)
+    for name, weight in full_weights(model).items():
+        torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-4 if relative == TOLERANCE else 1e-2)
+    # The optimizer's step is behind all counts, so the steps that follow cross once each.
+    handle.traffic.reset()
+    train(model, handle, rank, micro_steps=micro_steps)
+    counted = handle.traffic.counts
+    if handle.config.sends_changes:
+        # The mean is that of all steps since the start.
+        assert counted[GATHER_CROSS].cross_node < 1.2 * STEPS * handle.predict(micro_steps)[GATHER_CROSS].cross_node
+    rest = {name: one for name, one in handle.predict(micro_steps).items() if not one.is_measured}
+    check_bytes(counted, rest, steps=STEPS, num_units=len(handle.gathers))
+    assert GATHER_RESYNC not in counted
+    return ours
+
+
+def unquantized(rank: int, ranks_per_node: int) -> None:
+    beside_stock(rank, ranks_per_node, UNQUANTIZED, TOLERANCE, micro_steps=2)
+
+
+def exact_weights(rank: int, ranks_per_node: int) -> None:
+    """Changed words give the bits of whole weights, with every way of overlapping and sharing memory."""
+    ways = ({}, {"overlap": False}, {"shared_memory": False}, {"qwz_intra_bits": None})
+    for policy, relative, chosen in (("fp32", TOLERANCE, ways[:1]), ("bf16", 0.02, ways)):
+        whole = beside_stock(rank, ranks_per_node, UNQUANTIZED, relative, policy=policy)
+        for way in chosen:
+            assert beside_stock(rank, ranks_per_node, EXACT_WEIGHTS | way, relative, policy=policy) == whole, way
+
+
+def words_of_all_steps(rank: int, ranks_per_node: int) -> None:
+    """What crossed in changed words is the mean that is predicted, in each mesh with the other nodes of that mesh."""
+    model = sharded(POLICIES["bf16"])
+    handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node, "preset": "exact"})
+    train(model, handle, rank)
+    counted, predicted = handle.traffic.counts, handle.predict()
+    assert predicted[GATHER_CROSS].is_measured
+    one = {GATHER_CROSS: predicted[GATHER_CROSS]}
+    check_bytes(counted, one, steps=STEPS - 1, num_units=len(handle.gathers))
+    assert counted[GATHER_RESYNC].calls == len(handle.gathers)
+
+
+def presets(rank: int, ranks_per_node: int) -> None:
+    for settings in (
+        {},
+        {"preset": "exact"},
+        {"preset": "half_model"},
+        {"preset": "min_traffic"},
+        {"qwz_mode": "auto"},
+    ):
+        beside_stock(rank, ranks_per_node, settings, 0.05, policy="bf16", micro_steps=2)
+
+
+def accumulation_on_the_rank(rank: int, ranks_per_node: int) -> None:
+    on_rank = {"qgz_accumulate": "rank"}
+    beside_stock(rank, ranks_per_node, EXACT_WEIGHTS | on_rank, TOLERANCE, micro_steps=3)
+    beside_stock(rank, ranks_per_node, on_rank, 0.05, micro_steps=3)
+
+
+def deltas_of_some_groups_and_words_of_others(rank: int, ranks_per_node: int) -> None:
+    """With ``auto`` each cross group chooses what it sends: here one of experts sends words, and all others deltas."""
+    for overlap in (True, False):
+        model = sharded(POLICIES["bf16"])
+        settings = {"qwz_mode": "auto", "ranks_per_node": ranks_per_node, "overlap": overlap}
+        handle = apply_zeropp(model, settings)
+        train(model, handle, rank, steps=6, rates=(1e-2, 1e-2 if rank % 2 else 1e-9))
+        in_a_row = {gather.unit.name: gather._sent.deltas_in_a_row for gather in handle.gathers}
+        assert in_a_row["layers.0"] == 5
+        assert in_a_row["layers.0.experts"] == (5 if rank % 2 else 0)
+
+
+def generation(rank: int, ranks_per_node: int) -> None:
+    """Weights of both meshes are brought up to date once, and then nothing crosses nodes."""
+    model = sharded(POLICIES["bf16"])
+    handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node, "preset": "exact"})
+    train(model, handle, rank, steps=2)
+    x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(rank))
+    with torch.no_grad():
+        expected = model(x, [0, 1])
+        with generation_mode(model):
+            handle.traffic.reset()
+            assert torch.equal(model(x, [0, 1]), expected)
+            assert handle.traffic.cross_node_bytes == 0
+
+
+SCENARIOS = [
+    unquantized,
+    exact_weights,
+    words_of_all_steps,
+    presets,
+    accumulation_on_the_rank,
+    deltas_of_some_groups_and_words_of_others,
+    generation,
+]
+WAYS = {
+    "4 nodes x 1": Scenarios(WORLD, SCENARIOS, 1, limit_s=300),
+    "2 nodes x 2": Scenarios(WORLD, SCENARIOS, 2, limit_s=300),
+}
+
+
+@Scenarios.parametrize_ways(WAYS)
+def test_two_meshes(scenario, way):
+    WAYS[way].check(scenario)
+
+
+def all_carriers(rank: int, ranks_per_node: int) -> None:
+    for settings in (
+        EXACT_WEIGHTS,
+        {"preset": "half_model"},
+        {"qwz_mode": "auto"},
+        {"preset": "exact", "overlap": False},
+    ):
+        beside_stock(rank, ranks_per_node, settings, 0.05)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_copies_of_both_meshes_are_those_of_the_masters(ranks_per_node):
+    run_ranks(all_carriers, WORLD, ranks_per_node, env={"ZEROPP_CHECK": "1"})
+
+
+class Due:
+    """A gather that is due, and has encoded words or not."""
+
+    def __init__(self, hops: object, words: object) -> None:
+        self.hops, self._words = hops, words
+
+    def encode(self) -> object:
+        return self._words
+
+
+def test_sizes_are_exchanged_mesh_by_mesh_in_the_order_of_what_is_due(monkeypatch):
+    """Not in that of what sends words: with ``auto`` dense units of this rank may send deltas, and those of its peers words."""
+    exchanged = []
+    monkeypatch.setattr(schedules, "exchange_sizes", exchanged.append)
+    dense, experts = object(), object()
+    schedules.encode([Due(dense, None), Due(experts, "a"), Due(dense, "b"), Due(experts, "c")])
+    assert exchanged == [["b"], ["a", "c"]]
