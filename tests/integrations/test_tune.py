@@ -21,6 +21,7 @@ import yaml
 from harness import free_port, run_ranks, started_ranks
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from test_trainer_launch import CONFIGS
 from test_unmodified import LAUNCHED
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -29,9 +30,9 @@ from transformers import PreTrainedTokenizerFast
 from hf_zeropp import run
 from hf_zeropp.config import PRESETS, ZeroPPConfig
 from hf_zeropp.integrations.tune import launches
-from hf_zeropp.integrations.tune.candidates import Candidate
+from hf_zeropp.integrations.tune.candidates import OWN, Candidate
 from hf_zeropp.integrations.tune.command import tune
-from hf_zeropp.integrations.tune.launches import TrialError, command_of
+from hf_zeropp.integrations.tune.launches import Launch, TrialError, command_of, has_config_file
 from hf_zeropp.integrations.tune.report import sentence, settings_of, show, to_json
 from hf_zeropp.integrations.tune.search import Search
 from hf_zeropp.integrations.tune.traces import Traces, undo
@@ -476,6 +477,22 @@ def start_tune(folder: Path, *words: str) -> subprocess.Popen[str]:
 def torchrun(node: int, port: int, path: str) -> list[str]:
     place = ["--nnodes", "2", "--node-rank", str(node), "--master-addr", "127.0.0.1", "--master-port", str(port)]
     return ["torchrun", "--nproc-per-node", "1", *place, path]
+
+
+def test_one_trial_through_the_launcher(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, folder, config = script(tmp_path), tmp_path_factory.mktemp("tuner"), "cpu_2_nodes_x_2_ranks.yaml"
+    words = ["hf-zeropp", "launch", "--config_file", str(CONFIGS / config), "--main_process_port", "0", path]
+    before, steps = listing(tmp_path), []
+    monkeypatch.chdir(tmp_path)
+    ranks = Launch(command_of(words), folder / "trial", steps.append).run(OWN, 6)
+    assert len(ranks) == 4 and set(steps) == set(range(1, 7))
+    own = Measured.of(OWN, ranks)
+    assert own.about["num_nodes"] == own.about["ranks_per_node"] == own.about["micro_steps"] == 2
+    # Each rank hands its node's other rank, in both micro-steps, what crosses nodes once.
+    assert own.cross_node < own.intra_node < 20 * own.cross_node and own.memory > 10**8
+    assert listing(tmp_path) == before and has_config_file(words)
 
 
 def test_two_nodes_behind_torchrun_decide_alike(tmp_path: Path) -> None:
