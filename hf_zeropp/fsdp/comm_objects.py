@@ -52,11 +52,22 @@ def names_unit(method: Callable[P, T]) -> Callable[P, T]:
     return run
 
 
-_depth = 0  # of calls of comm objects
+_depth = 0  # of calls of comm objects, and of blocks that count as such
 
 
-def is_in_comm_object() -> bool:
-    """Return whether a comm object is at work, which counts its bytes itself."""
+@contextmanager
+def of_this_package() -> Iterator[None]:
+    """Let no one take collectives that run inside for those of others."""
+    global _depth
+    _depth += 1
+    try:
+        yield
+    finally:
+        _depth -= 1
+
+
+def is_of_this_package() -> bool:
+    """Return whether a comm object is at work, which counts its bytes itself, or ``of_this_package`` is in force."""
     return _depth > 0
 
 

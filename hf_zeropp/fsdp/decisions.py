@@ -36,7 +36,6 @@ from hf_zeropp.comm.agreement import Agreement, Answer, Statement
 from hf_zeropp.fsdp.gradients.backward_passes import Backward, current_backward, require_backward
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.withheld import give_everywhere
-from hf_zeropp.fsdp.optimizer_traffic import OptimizerTraffic
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.step_traffic import StepTraffic
 from hf_zeropp.fsdp.weights.freshness import Change
@@ -118,7 +117,6 @@ class Decisions:
         self._frozen = list(frozen)
         self._micro_steps = run.micro_steps
         self._driver = run.driver
-        self._optimizers = OptimizerTraffic(run.traffic)
         self._others = StepTraffic(run.traffic)
         self._agreement = agreement
         self._micro_step_answer: Answer | None = None
@@ -305,9 +303,7 @@ class Decisions:
 
     # Optimizers' steps. Every optimizer of the process is told of here, also that of another model.
 
-    def before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, *, has_closure: bool, is_compiled: bool = False
-    ) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Complete the gradients that the optimizer is about to read, and note that it may change weights.
 
         Raises:
@@ -330,15 +326,13 @@ class Decisions:
                 # after any other write whole weights must cross.
                 gather.copy.before_step(has_closure=has_closure)
         if reduces:
-            self._others.begin_step(is_compiled=is_compiled)
-            self._optimizers.begin_step(optimizer, has_closure=has_closure)
+            self._others.begin_step(optimizer)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
         held = _params_of(optimizer)
         if self._reduces_for(held):
-            self._optimizers.end_step(optimizer)
-            self._others.end_step(is_first=self._run.traffic.end_optimizer_step())
+            self._others.end_step(optimizer)
             if not self._has_stepped:
                 self._has_stepped = True
                 warn_of_low_rate(self._run.config, optimizer)

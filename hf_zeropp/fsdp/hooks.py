@@ -21,9 +21,7 @@ from hf_zeropp.fsdp.units import initialize_root, on_backward
 class StepListener(Protocol):
     """An object that is told of every optimizer's step."""
 
-    def before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, *, has_closure: bool, is_compiled: bool = False
-    ) -> None:
+    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
         """Called before any optimizer of the process steps. A closure may run forward passes inside of the step."""
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -58,7 +56,7 @@ def _install_optimizer_hooks() -> None:
     def tell_before(optimizer: torch.optim.Optimizer, has_closure: bool, is_compiled: bool) -> None:
         # The list is a copy: a listener may be freed, or a new model prepared, while one of them runs collectives.
         for listener in list(_listeners.values()):
-            listener.before_optimizer_step(optimizer, has_closure=has_closure, is_compiled=is_compiled)
+            listener.before_optimizer_step(optimizer, has_closure=has_closure)
         if is_compiled:
             renew_gradients(param for group in optimizer.param_groups for param in group["params"])
 

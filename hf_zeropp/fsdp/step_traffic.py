@@ -1,129 +1,133 @@
-"""Bytes that others send in a step: expert and tensor parallelism, clipping, trackers. They are counted in two steps.
+"""Bytes that others send in a step: expert and tensor parallelism, clipping, trackers, and optimizers, as Muon does.
 
-From the end of an optimizer's first step to the end of its third, a mode sees all operators. Collectives that this package counts
-itself are left out: those over its own groups, those inside of its comm objects, and those of optimizers (optimizer_traffic.py).
-Evaluation and generation are left out too. Later steps are taken to send what the smaller of the two sent, and are not looked at.
-With a compiled optimizer step nothing is counted.
+From the end of the first step to the end of the third, collectives are watched (collective_watch.py), but for those that this
+package counts itself. Evaluation and generation are left out. Later steps are taken to receive what the smaller of the two did.
+
+What comes inside of an optimizer's own second and third step is the optimizer's. It is counted by itself, in each of its steps,
+and named where it is much. Nothing is exchanged for all this: each rank counts what it receives.
 """
 
 from __future__ import annotations
 
+import logging
+import threading
 import weakref
 from collections import defaultdict
 
+import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from hf_zeropp.comm.topology import is_own_group
 from hf_zeropp.fsdp.collective_watch import CollectiveWatch
-from hf_zeropp.fsdp.comm_objects import is_in_comm_object
 from hf_zeropp.fsdp.gradients.backward_passes import current_backward
-from hf_zeropp.traffic import Bytes, Traffic, total
+from hf_zeropp.muon import Muon
+from hf_zeropp.traffic import OPTIMIZER, Bytes, Traffic, total
+
+logger = logging.getLogger(__name__)
 
 WATCHED_STEPS = 2
 
 
-class StepTraffic:
+class StepTraffic(CollectiveWatch):
     """Counts what others send in the steps of one model.
 
     Args:
-        traffic: of the model. The bytes are added to its ``others``.
+        traffic: of the model. The bytes are added to its ``others``, and to its counts those of optimizers.
     """
 
     def __init__(self, traffic: Traffic) -> None:
+        super().__init__(traffic.ranks_per_node)
         self._traffic = traffic
-        self._watch: _Watch | None = None  # from the end of the first step on, until two were watched
-        self._watched: list[dict[str, Bytes]] = []
-        self._is_compiled = False
+        self._is_in_pass = False
+        self._stepping: torch.optim.Optimizer | None = None
+        self._in_step = Bytes()
+        self._between_steps: dict[str, Bytes] = defaultdict(Bytes)
+        # What the watched steps received, behind an empty count for the first. An optimizer may be gone before the model.
+        self._of_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Bytes]] = weakref.WeakKeyDictionary()
+        self._of_others: list[dict[str, Bytes]] = []
+        self._thread = threading.get_ident()
+
+    def count(self, kind: str, received: Bytes) -> None:
+        """Add a collective of this thread, or of a backward pass, whose threads are others on accelerators."""
+        is_in_backward = current_backward() != -1
+        if not is_in_backward and threading.get_ident() != self._thread:
+            return
+        if self._stepping is not None:
+            self._in_step.add(received)
+        elif self._is_watched:
+            place = "in" if self._is_in_pass or is_in_backward else "between"
+            self._between_steps[f"{kind}, {place} passes"].add(received)
 
     def enter_pass(self, *, trains: bool) -> None:
         """A forward pass begins. One without gradients is none of a step's, nor is what follows, up to one with them."""
-        if self._watch is not None:
-            self._watch.is_in_pass, self._watch.is_paused = trains, not trains
+        self._stepping = None  # a step that runs passes, in a closure, or that raised, which no hook tells of
+        self._is_in_pass = trains
+        self._turn(trains and self._is_watched)
 
     def leave_pass(self) -> None:
         """A forward pass has ended."""
-        if self._watch is not None:
-            self._watch.is_in_pass = False
+        self._is_in_pass = False
 
-    def begin_step(self, *, is_compiled: bool) -> None:
-        """An optimizer steps. Its own collectives are counted elsewhere."""
-        # A compiled function leaves the modes of the thread as it found them, and breaks if they changed inside.
-        self._is_compiled |= is_compiled
-        if self._watch is not None:
-            self._watch.is_paused = True
+    def begin_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Watch the step that begins, if it is one of the first. The model's own collectives must lie behind."""
+        if self._stepping is None:  # a step inside of another one is a part of it
+            self._stepping, self._in_step, self._thread = optimizer, Bytes(), threading.get_ident()
+            self._turn(self._is_watched or len(self._of_optimizers.get(optimizer, ())) in range(1, WATCHED_STEPS + 1))
 
-    def end_step(self, *, is_first: bool) -> None:
-        """An optimizer has stepped, as the first one with these gradients or as another."""
-        if self._is_compiled:
-            return
-        if is_first:
-            self._end_period()
-        if self._watch is not None:
-            self._watch.begin()
+    def end_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step that is done, as the first one with these gradients or as another."""
+        if self._stepping is optimizer:
+            self._stepping = None
+            self._count_optimizer(optimizer)
+        if self._traffic.end_optimizer_step():
+            self._count_others()
+        self._turn(self._is_watched)
 
-    def _end_period(self) -> None:
-        repeats = 1
-        if self._watch is not None and not self._watch.is_on:
-            return  # a mode of the user's was on. The next step is watched in its place
-        if self._watch is not None:
-            self._watched.append(dict(self._watch.received))
-            self._watch.received.clear()
+    @property
+    def _is_watched(self) -> bool:
+        return 0 < len(self._of_others) <= WATCHED_STEPS
+
+    def _turn(self, is_on: bool) -> None:
+        self.turn_on() if is_on else self.turn_off()
+
+    def _count_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        steps = self._of_optimizers.setdefault(optimizer, [])
+        if len(steps) <= WATCHED_STEPS:
+            steps.append(self._in_step if steps else Bytes())
+            if len(steps) == 1 + WATCHED_STEPS:
+                _warn_if_much(optimizer, steps[-1], self._traffic)
+        if steps[-1].calls:
             # The first step counts as the second, unless the counters were reset behind it.
-            repeats += len(self._watched) == 1 and self._traffic.steps > 1
-            if len(self._watched) == WATCHED_STEPS:
-                self._watch.end()
-                self._watch = None
-            received = self._watched[-1]
-        elif self._watched:
-            received = min(self._watched, key=lambda counts: _size(total(counts.values())))
+            repeats = 1 + (len(steps) == 2 and self._traffic.steps > 0)
+            self._traffic.record(OPTIMIZER, steps[-1].times(repeats))
+
+    def _count_others(self) -> None:
+        steps = self._of_others
+        if len(steps) <= WATCHED_STEPS:
+            steps.append(dict(self._between_steps))
+            self._between_steps.clear()
+            received = steps[-1]
         else:
-            self._watch = _Watch(self._traffic.ranks_per_node)
-            # A script that ends before its third step leaves no mode behind.
-            weakref.finalize(self, self._watch.end)
-            return
+            received = min(steps[1:], key=lambda counts: _size(total(counts.values())))
+        repeats = 1 + (len(steps) == 2 and self._traffic.steps > 1)  # as above
         for name, count in received.items():
             self._traffic.record_other(name, count.times(repeats))
 
 
-class _Watch(CollectiveWatch):
-    """Counts by name what this rank receives.
-
-    Attributes:
-        received: by the kind of the collective, and whether it ran in a forward or backward pass, or between them.
-        is_in_pass: whether a forward pass is under way.
-        is_paused: whether collectives are left out.
-        is_on: whether it sees operators.
-    """
-
-    def __init__(self, ranks_per_node: int) -> None:
-        super().__init__(ranks_per_node)
-        self.received: dict[str, Bytes] = defaultdict(Bytes)
-        self.is_in_pass = False
-        self.is_paused = False
-        self.is_on = False
-
-    def count(self, kind: str, group: dist.ProcessGroup, received: Bytes) -> None:
-        """Add a collective that is neither this package's nor an optimizer's."""
-        if not (self.is_paused or is_own_group(group) or is_in_comm_object()) and _size(received):
-            is_in_pass = self.is_in_pass or current_backward() != -1
-            self.received[f"{kind}, {'in' if is_in_pass else 'between'} passes"].add(received)
-
-    def begin(self) -> None:
-        """Count from here on, unless a mode of the user's is on: it would end before this one."""
-        self.is_paused = False
-        if not self.is_on and not _get_current_dispatch_mode_stack():
-            self.is_on = True
-            self.__enter__()
-
-    def end(self) -> None:
-        """Count no more. A mode that was begun since and is still on has to end first, and this one is paused until then."""
-        stack = _get_current_dispatch_mode_stack()
-        if self.is_on and stack and stack[-1] is self:
-            self.is_on = False
-            self.__exit__(None, None, None)
-        self.is_paused = self.is_on
-
-
 def _size(count: Bytes) -> int:
     return count.intra_node + count.cross_node
+
+
+def _warn_if_much(optimizer: torch.optim.Optimizer, received: Bytes, traffic: Traffic) -> None:
+    others = (count.cross_node for name, count in traffic.counts.items() if name != OPTIMIZER)
+    of_model = sum(others) / (traffic.steps + 1)
+    # The bytes of this package's Muon are those that Muon needs.
+    if received.cross_node > of_model and not isinstance(optimizer, Muon) and dist.get_rank() == 0:
+        logger.warning(
+            "%s of %s sends %.1f MB to a node from other nodes in each step, by collectives of its own; the model sends %.1f MB. "
+            "An optimizer that updates element by element (AdamW) sends nothing. For Muon use hf_zeropp.Muon, which computes "
+            "what torch.optim.Muon does and sends at most half of the model.",
+            type(optimizer).__name__,
+            type(optimizer).__module__.partition(".")[0],
+            received.cross_node * traffic.ranks_per_node / 1e6,
+            of_model * traffic.ranks_per_node / 1e6,
+        )

@@ -20,7 +20,7 @@ from hf_zeropp import Muon, apply_zeropp
 from hf_zeropp.estimate.memory_and_bytes import ours
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.estimate.training_job import Setup
-from hf_zeropp.fsdp import optimizer_traffic
+from hf_zeropp.fsdp import collective_watch, step_traffic
 from hf_zeropp.integrations.step_log import CROSS_NODE
 from hf_zeropp.traffic import OPTIMIZER, Bytes
 
@@ -87,9 +87,9 @@ def messages():
     logs: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logs.append(record.getMessage())
-    optimizer_traffic.logger.addHandler(handler)
+    step_traffic.logger.addHandler(handler)
     yield logs
-    optimizer_traffic.logger.removeHandler(handler)
+    step_traffic.logger.removeHandler(handler)
 
 
 def what_muon_sends_is_counted(rank: int) -> None:
@@ -122,7 +122,7 @@ def adamw_sends_nothing_and_the_models_own_bytes_are_left_out(rank: int) -> None
     assert OPTIMIZER not in handle.traffic.counts
     assert logs == []
     # Steps that are not watched, and models that are gone, leave nothing behind.
-    assert optimizer_traffic._Watch.active is None
+    assert collective_watch._library is None
     gone = weakref.ref(optimizer)
     del optimizer
     assert gone() is None
@@ -146,7 +146,7 @@ def a_step_that_raises_ends_its_watch(rank: int) -> None:
         with pytest.raises(RuntimeError, match="on all ranks") if optimizer.fails else contextlib.nullcontext():
             optimizer.step()
         model.zero_grad()
-    assert optimizer_traffic._Watch.active is None
+    assert collective_watch._library is None
     assert OPTIMIZER not in handle.traffic.counts
 
 

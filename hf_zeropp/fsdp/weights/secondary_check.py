@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from hf_zeropp.comm.two_hops import Carrier, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
+from hf_zeropp.fsdp.comm_objects import of_this_package
 from hf_zeropp.fsdp.units import Unit
 
 logger = logging.getLogger(__name__)
@@ -202,7 +203,8 @@ class CheckedUnit:
 
 def _all_of(own: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
     values = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(values, own, group=group)
+    with of_this_package():
+        dist.all_gather(values, own, group=group)
     return torch.stack(values).tolist()
 
 
