@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
 from hf_zeropp.announcement import log_active, log_inactive
@@ -43,6 +44,7 @@ from hf_zeropp.traffic import (
     REDUCE_CROSS,
     REDUCE_NODE,
     REDUCE_REPLICAS,
+    MeshBytes,
     Traffic,
 )
 
@@ -113,9 +115,8 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     of_nodes = [unit for unit in units if ranks_of(unit) not in meshes]
     by_fsdp2 = [unit for unit in of_meshes if _is_within_node(unit, meshes)]
     served = [unit for unit in of_meshes if unit not in by_fsdp2]
-    num_nodes = len({rank // plan.ranks_per_node for rank in own_group(mesh.groups.data_parallel)})
-    num_replicas = max(1, num_nodes // mesh.topology.num_nodes)  # those that are on other nodes
-    traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes, num_replicas)
+    num_nodes = len(_nodes_of(own_group(mesh.groups.data_parallel), plan.ranks_per_node))
+    traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes, meshes)
     run = Run.of(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
     if not plan.is_enabled or mesh.topology.num_nodes == 1:
         log_inactive(mesh.topology, num_nodes, is_enabled=plan.is_enabled)
@@ -239,11 +240,38 @@ def _new_traffic(
     frozen_units: list[Unit],
     ranks_per_node: int,
     num_nodes: int,
-    num_replicas: int,
+    meshes: Mapping[tuple[int, ...], ShardMesh],
 ) -> Traffic:
-    model_bytes = sum(sum(param.numel() for param in unit.params) * unit.param_dtype.itemsize for unit in units)
     # M is the model as ZeRO-3 would send it, so packed frozen weights count as the bf16 weights that they stand for.
-    frozen = [param for unit in frozen_units for param in unit.params]
-    model_bytes += dense_numel(model, frozen) * torch.bfloat16.itemsize
+    frozen = dense_numel(model, [param for unit in frozen_units for param in unit.params]) * torch.bfloat16.itemsize
+    model_bytes = frozen + sum(
+        sum(param.numel() for param in unit.params) * unit.param_dtype.itemsize for unit in units
+    )
     trainable_bytes = sum(sum(param.numel() for param in unit.trainable) * unit.reduce_dtype.itemsize for unit in units)
-    return Traffic(ranks_per_node, num_nodes, model_bytes, trainable_bytes, num_replicas)
+    of_meshes: list[MeshBytes] = []
+    for ranks, mesh in meshes.items():
+        of_mesh = [unit for unit in units if ranks_of(unit) == ranks]
+        # ZeRO-3 would shard what is frozen as the rest of the model.
+        of_meshes.append(_mesh_bytes(of_mesh, mesh, ranks_per_node, 0 if of_meshes else frozen))
+    return Traffic(ranks_per_node, num_nodes, model_bytes, trainable_bytes, of_meshes)
+
+
+def _mesh_bytes(units: Sequence[Unit], mesh: ShardMesh, ranks_per_node: int, frozen_bytes: int) -> MeshBytes:
+    own_nodes = _nodes_of(own_group(mesh.groups.data_parallel), ranks_per_node)
+    own_node = dist.get_rank() // ranks_per_node
+    num_parts = sum(own_node in _nodes_of(ranks, ranks_per_node) for ranks in mesh.groups.data_parallel)
+
+    def numel_on_node(unit: Unit, params: Sequence[DTensor]) -> int:
+        # What other parallelism does not cut is the same in each part, and has to arrive once.
+        return sum(min(param.numel(), num_parts * unit.numel_in_group(param)) for param in params)
+
+    return MeshBytes(
+        weights=frozen_bytes + sum(numel_on_node(unit, unit.params) * unit.param_dtype.itemsize for unit in units),
+        gradients=sum(numel_on_node(unit, unit.trainable) * unit.reduce_dtype.itemsize for unit in units),
+        num_nodes=mesh.topology.num_nodes,
+        num_replicas=max(1, len(own_nodes) // mesh.topology.num_nodes),  # those that are on other nodes
+    )
+
+
+def _nodes_of(ranks: Sequence[int], ranks_per_node: int) -> set[int]:
+    return {rank // ranks_per_node for rank in ranks}

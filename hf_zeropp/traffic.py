@@ -19,7 +19,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -112,6 +112,35 @@ class Peers:
         return Bytes(1, received - from_outside, from_outside)
 
 
+@dataclasses.dataclass(frozen=True)
+class MeshBytes:
+    """The units that are sharded over one mesh, as far as they choose what ZeRO-3 sends.
+
+    Attributes:
+        weights: bytes of the parameters in the compute dtype. Where other parallelism cuts them, the parts that the node's ranks
+            gather: all parts of dense weights beside tensor parallelism, and of experts those that the node's ranks hold.
+        gradients: bytes of the trainable ones in the reduce dtype.
+        num_nodes: Y, the nodes over which one replica of them is sharded.
+        num_replicas: how many replicas are on different nodes (HSDP).
+    """
+
+    weights: int
+    gradients: int
+    num_nodes: int
+    num_replicas: int = 1
+
+    def zero3_bytes(self, micro_steps: float) -> float:
+        """Return what a node receives from others in ``micro_steps`` under ZeRO-3, at least."""
+        # ZeRO-3 gathers for the forward and for the backward pass of each micro-step, and reduces in each. Its rings
+        # send more than (Y-1)/Y; the least that any algorithm needs is counted, so that the saving is never
+        # overstated.
+        share_elsewhere = (self.num_nodes - 1) / self.num_nodes
+        within_replica = (2 * self.weights + self.gradients) * micro_steps * share_elsewhere
+        # Replicas need an all-reduce of what a node holds, once per step.
+        share_of_node = self.gradients / self.num_nodes
+        return within_replica + 2 * share_of_node * (self.num_replicas - 1) / self.num_replicas
+
+
 class Traffic:
     """Byte counters of one model on this rank.
 
@@ -120,7 +149,7 @@ class Traffic:
         num_nodes: Y, or with replicas the nodes of all of them.
         model_bytes: M, bytes of the model's parameters in the compute dtype.
         trainable_bytes: bytes of the trainable parameters in the reduce dtype.
-        num_replicas: replicas of the model (HSDP).
+        meshes: the same bytes by mesh, where there are several, or replicas; by default one that spans all nodes.
 
     Attributes:
         timer: seconds in collectives since the last ``reset``.
@@ -140,13 +169,13 @@ class Traffic:
         num_nodes: int,
         model_bytes: int = 0,
         trainable_bytes: int = 0,
-        num_replicas: int = 1,
+        meshes: Sequence[MeshBytes] | None = None,
     ) -> None:
         self.ranks_per_node = ranks_per_node
         self.num_nodes = num_nodes
         self.model_bytes = model_bytes
         self.trainable_bytes = trainable_bytes
-        self.num_replicas = num_replicas
+        self._meshes = (MeshBytes(model_bytes, trainable_bytes, num_nodes),) if meshes is None else tuple(meshes)
         self._is_in_rollout = False
         self.reset()
 
@@ -226,15 +255,8 @@ class Traffic:
         return self.zero3_bytes(self.micro_steps / max(self.steps, 1))
 
     def zero3_bytes(self, micro_steps: float) -> float:
-        """Return the cross-node bytes per node of ``micro_steps`` under ZeRO-3: (2 M + gradients) (Y-1)/Y for each."""
-        # ZeRO-3 gathers for the forward and for the backward pass of each micro-step, and reduces in each. Its rings
-        # send more than (Y-1)/Y; the least that any algorithm needs is counted, so that the saving is never
-        # overstated.
-        num_nodes = self.num_nodes / self.num_replicas
-        within_replica = (2 * self.model_bytes + self.trainable_bytes) * micro_steps * (num_nodes - 1) / num_nodes
-        # Replicas need an all-reduce of what a node holds, once per step.
-        share_of_node = self.trainable_bytes / num_nodes
-        return within_replica + 2 * share_of_node * (self.num_replicas - 1) / self.num_replicas
+        """Return the cross-node bytes per node of ``micro_steps`` under ZeRO-3: (2 M + gradients) (Y-1)/Y for each and mesh."""
+        return sum(mesh.zero3_bytes(micro_steps) for mesh in self._meshes)
 
     def table(self, predicted: Mapping[str, Bytes] | None = None) -> Table:
         """Return a rich table of the bytes per node and step, by collective, with the bytes of ZeRO-3 below.

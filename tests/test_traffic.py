@@ -15,6 +15,7 @@ from hf_zeropp.traffic import (
     REDUCE_CROSS,
     REDUCE_NODE,
     Bytes,
+    MeshBytes,
     Peers,
     Traffic,
     total,
@@ -232,6 +233,20 @@ def test_totals_are_per_node_and_step():
     assert total(traffic.counts.values()) == Bytes(3, 7, 60)
     traffic.reset()
     assert traffic.counts == {} and traffic.steps == 0 and traffic.cross_node_bytes == 0
+
+
+def test_zero3_is_counted_mesh_by_mesh():
+    """Dense weights in two replicas of two nodes; experts within a node, of which replicas are averaged; whole experts."""
+    dense, within_node = (
+        MeshBytes(1000, 600, num_nodes=2, num_replicas=2),
+        MeshBytes(400, 200, num_nodes=1, num_replicas=4),
+    )
+    whole = MeshBytes(300, 300, num_nodes=1)
+    assert dense.zero3_bytes(3) == 3 * 2600 / 2 + 2 * 300 / 2
+    assert within_node.zero3_bytes(3) == 2 * 200 * 3 / 4
+    assert whole.zero3_bytes(3) == 0
+    traffic = Traffic(2, 4, 1700, 1100, [dense, within_node, whole])
+    assert traffic.zero3_bytes(3) == 3 * 1300 + 300 + 300
 
 
 def test_rollouts_are_counted_beside_the_collectives_they_belong_to():

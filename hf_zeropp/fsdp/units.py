@@ -10,6 +10,7 @@ tests/fsdp/test_units.py fails when one of the names below moves.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -222,6 +223,12 @@ class Unit:
         """Whether parameters are sharded over a second mesh as well, which is that of tensor parallelism."""
         num_dimensions = 1 if self.replica_group is None else 2
         return any(param.device_mesh.ndim > num_dimensions for param in self.params)
+
+    def numel_in_group(self, param: DTensor) -> int:
+        """Return how many elements of a parameter the shard group holds: a part, if tensor or expert parallelism cuts it."""
+        num_own = 1 if self.replica_group is None else 2  # dimensions that FSDP2 has put in front of the others
+        others = zip(param.device_mesh.shape[num_own:], param.placements[num_own:], strict=True)
+        return param.numel() // math.prod(size for size, placement in others if placement.is_shard())
 
     @property
     def replica_group(self) -> dist.ProcessGroup | None:

@@ -230,7 +230,22 @@ def generation(rank: int, ranks_per_node: int) -> None:
             assert handle.traffic.cross_node_bytes == 0
 
 
+def what_zero3_sends(rank: int, ranks_per_node: int) -> None:
+    """A node gathers the experts that its ranks hold, of which half lie on another node, and of dense weights all parts."""
+    handle = apply_zeropp(sharded(POLICIES["bf16"]), {"ranks_per_node": ranks_per_node})
+    dense, experts = DEPTH * WIDTH * (WIDTH + 1) + 3 * (WIDTH + 1), DEPTH * NUM_EXPERTS * WIDTH**2
+    # Two gathers in bf16 and a reduction in fp32 are 8 bytes of each element. One rank holds half of the experts, two hold all.
+    of_node, num_nodes = ranks_per_node * experts / 2, WORLD // ranks_per_node
+    expected = 8 * (dense * (num_nodes - 1) / num_nodes + of_node / 2)
+    assert handle.traffic.zero3_bytes(1) == pytest.approx(expected)
+    assert handle.traffic.zero3_bytes(3) == pytest.approx(3 * expected)
+    assert handle.traffic.model_bytes == 2 * (dense + experts) and handle.traffic.trainable_bytes == 4 * (
+        dense + experts
+    )
+
+
 SCENARIOS = [
+    what_zero3_sends,
     unquantized,
     exact_weights,
     words_of_all_steps,
