@@ -6,4 +6,4 @@ it stays. ``verdict.py`` compares what was measured, and ``report.py`` prints it
 """
 
 ENV_TRIAL = "HF_ZEROPP_TRIAL"
-"""The variable that names the folder of a trial to its ranks. It lacks the prefix of settings, since it is none."""
+"""The variable that orders a trial from the ranks. It lacks the prefix of settings, since it is none."""

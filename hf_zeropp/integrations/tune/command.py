@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import signal
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,6 +15,7 @@ from hf_zeropp.integrations.tune import report
 from hf_zeropp.integrations.tune.candidates import Candidate
 from hf_zeropp.integrations.tune.launches import Launch, command_of, has_config_file
 from hf_zeropp.integrations.tune.search import Search
+from hf_zeropp.integrations.tune.trial import MIN_STEPS
 from hf_zeropp.integrations.tune.verdict import Measured
 
 DESCRIPTION = (
@@ -26,7 +24,6 @@ DESCRIPTION = (
     "flags, or by torchrun. Nothing of a trial stays: no process, no checkpoint, no file outside of caches. On several nodes run "
     "the same command on each, with its own rank, as for the job itself: all try the same candidates in the same order."
 )
-MIN_STEPS = 6
 
 
 def tune(argv: list[str]) -> None:
@@ -36,8 +33,9 @@ def tune(argv: list[str]) -> None:
         SystemExit: nothing could be compared. The message says what to do.
     """
     args = _parse(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the command as Ctrl-C does
     try:
-        with _terminating(), tempfile.TemporaryDirectory(prefix="hf-zeropp-tune-") as folder:
+        with tempfile.TemporaryDirectory(prefix="hf-zeropp-tune-") as folder:
             search = _search(args.job, args.steps, Path(folder))
     except ValueError as error:
         raise SystemExit(f"hf-zeropp tune: {error}") from error
@@ -65,20 +63,6 @@ def _search(job: list[str], steps: int, folder: Path) -> Search:
         search = Search(trial)
         search.run()
     return search
-
-
-@contextlib.contextmanager
-def _terminating() -> Iterator[None]:
-    """Let SIGTERM end the command as Ctrl-C does."""
-
-    def interrupt(*_: object) -> NoReturn:
-        raise KeyboardInterrupt
-
-    previous = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, previous)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

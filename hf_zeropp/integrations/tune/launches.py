@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import fcntl
 import json
 import os
-import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import psutil
 from accelerate.commands.launch import launch_command_parser
@@ -23,10 +24,10 @@ from hf_zeropp.config import ENV_ENABLED
 from hf_zeropp.integrations.launch.command import RUNNER, config_file_of, read_launch_config
 from hf_zeropp.integrations.tune import ENV_TRIAL, traces
 from hf_zeropp.integrations.tune.candidates import Candidate
-from hf_zeropp.integrations.tune.trial import SOCKET, Order
+from hf_zeropp.integrations.tune.trial import MESSAGES, MIN_STEPS, Order
 
 _END_S = 60.0
-"""Seconds that a launcher gets to end after its ranks have reported, and ranks to end after the first has failed."""
+"""Seconds that a launcher gets to end after its ranks have reported, and ranks to end after the first has failed or ended."""
 _QUIET = {
     "PYTHONDONTWRITEBYTECODE": "1",
     "WANDB_MODE": "disabled",
@@ -109,11 +110,8 @@ class Launch:
 
     def __init__(self, command: list[str], folder: Path, on_step: Callable[[int], None]) -> None:
         self._command, self._folder, self._on_step = command, folder, on_step
-        self._selector = selectors.DefaultSelector()
-        self._lines: dict[socket.socket, bytes] = {}
-        self._reports: list[list[dict[str, Any]]] = []
-        self._failures: list[str] = []
-        self._ended: list[dict[str, Any]] = []
+        self._unfinished = ""  # a line that a rank is writing
+        self._heard: dict[str, list[Any]] = {}
 
     def run(self, candidate: Candidate, steps: int) -> list[dict[str, Any]]:
         """Return what each rank of the world has measured. No process and no file of the trial is left.
@@ -123,13 +121,11 @@ class Launch:
         """
         self._folder.mkdir()
         self._began_s = time.time()
-        Order(steps, candidate.settings).write(self._folder)
+        order = json.dumps(dataclasses.asdict(Order(str(self._folder), steps, candidate.settings)))
         switch = {ENV_ENABLED: "0" if candidate.settings is None else "1"}
-        environment = os.environ | _QUIET | switch | {ENV_TRIAL: str(self._folder)}
-        with socket.socket(socket.AF_UNIX) as listener, open(self._folder / "output", "w+") as output:
-            listener.bind(str(self._folder / SOCKET))
-            listener.listen(256)
-            self._selector.register(listener, selectors.EVENT_READ)
+        environment = os.environ | _QUIET | switch | {ENV_TRIAL: order}
+        with open(self._folder / MESSAGES, "w+") as messages, open(self._folder / "output", "w+") as output:
+            fcntl.flock(messages, fcntl.LOCK_EX)
             # In a session of its own the job does not get the terminal's Ctrl-C. It is ended here.
             launcher = subprocess.Popen(
                 self._command,
@@ -140,78 +136,54 @@ class Launch:
                 start_new_session=True,
             )
             try:
-                self._follow(launcher, listener)
+                self._follow(launcher, messages)
             finally:
                 self._clean_up(launcher)
             output.seek(0)
             return self._result(steps, output.read())
 
-    def _follow(self, launcher: subprocess.Popen[bytes], listener: socket.socket) -> None:
+    def _follow(self, launcher: subprocess.Popen[bytes], messages: TextIO) -> None:
         """Take the ranks' messages until the launcher has ended, or should have."""
         deadline = None
         while launcher.poll() is None and (deadline is None or time.monotonic() < deadline):
-            self._take(listener, timeout=0.2)
-            if deadline is None and (self._reports or self._failures):
+            time.sleep(0.2)
+            self._take(messages)
+            if deadline is None and self._heard:
                 deadline = time.monotonic() + _END_S
-        while self._take(listener, timeout=0):
-            pass
+        self._take(messages)
 
-    def _take(self, listener: socket.socket, timeout: float) -> bool:
-        """Take what the ranks have sent by now, and return whether there was anything."""
-        ready = self._selector.select(timeout)
-        for key, _ in ready:
-            source = key.fileobj
-            assert isinstance(source, socket.socket)
-            if source is listener:
-                rank, _ = listener.accept()
-                self._selector.register(rank, selectors.EVENT_READ)
-                self._lines[rank] = b""
-            elif received := source.recv(2**16):
-                *whole, self._lines[source] = (self._lines[source] + received).split(b"\n")
-                for line in whole:
-                    self._hear(**json.loads(line))
+    def _take(self, messages: TextIO) -> None:
+        *whole, self._unfinished = (self._unfinished + messages.read()).split("\n")
+        for kind, said in map(json.loads, whole):
+            if kind == "step":
+                self._on_step(said)
             else:
-                self._selector.unregister(source)
-                source.close()
-        return bool(ready)
-
-    def _hear(self, kind: str, **message: Any) -> None:
-        if kind == "step":
-            self._on_step(message["steps"])
-        elif kind == "report":
-            self._reports.append(message["ranks"])
-        elif kind == "failed":
-            self._failures.append(message["why"])
-        else:
-            self._ended.append(message)
+                self._heard.setdefault(kind, []).append(said)
 
     def _clean_up(self, launcher: subprocess.Popen[bytes]) -> None:
-        # A second Ctrl-C must not stop this half-way.
-        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # A second interruption must not stop this half-way.
+        handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             _end(launcher)
-            for rank in self._lines:
-                rank.close()
-            self._selector.close()
             # It is no reason to leave the trial out: the tuners of other nodes know nothing of it, and must decide alike.
             for failure in traces.undo(self._folder, self._began_s):
                 print(f"hf-zeropp tune: something of a trial is left: {failure}", file=sys.stderr)
         finally:
-            signal.signal(signal.SIGINT, previous)
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
     def _result(self, steps: int, output: str) -> list[dict[str, Any]]:
-        if self._reports:
-            return self._reports[0]
-        if self._failures:
+        if "report" in self._heard:
+            return self._heard["report"][0]
+        if failures := self._heard.get("failed"):
             # When one rank fails, the others lose their connections.
-            causes = [why for why in self._failures if "onnection" not in why and "failed on rank" not in why]
-            raise TrialError(f"the script failed: {(causes or self._failures)[0]}")
-        if self._ended:
-            made, unsharded = self._ended[0]["steps"], self._ended[0]["unsharded"]
+            causes = [why for why in failures if "onnection" not in why and "failed on rank" not in why]
+            raise TrialError(f"the script failed: {(causes or failures)[0]}")
+        if "ended" in self._heard:
+            made, unsharded = self._heard["ended"][0]
             if made:
-                raise TrialError(
-                    f"the script ended after {made} of {steps} steps: give it more data, or `--steps {made}`"
-                )
+                fewer = f", or `--steps {made}`" if made >= MIN_STEPS else ""
+                raise TrialError(f"the script ended after {made} of {steps} steps: give it more data{fewer}")
             if unsharded:
                 raise TrialError(
                     "the script trains, but shards no model with FSDP2: set `distributed_type: FSDP` and `fsdp_version: 2` in "
@@ -230,16 +202,11 @@ def _end(launcher: subprocess.Popen[bytes]) -> None:
     except psutil.NoSuchProcess:
         family = []
     for process in family:
-        _signal(process, signal.SIGTERM)
+        with suppress(psutil.NoSuchProcess):
+            process.terminate()
     _, alive = psutil.wait_procs(family, timeout=3)
     for process in alive:
-        _signal(process, signal.SIGKILL)
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
     psutil.wait_procs(alive, timeout=10)
     launcher.wait()
-
-
-def _signal(process: psutil.Process, number: signal.Signals) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.NoSuchProcess:
-        pass

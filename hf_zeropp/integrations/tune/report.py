@@ -37,8 +37,8 @@ def show(search: Search, console: Console, *, has_file: bool) -> None:
         verdict = "recommended" if one is best else _verdict(one, search)
         write(f"{one.candidate.name}: {verdict}" if verdict else one.candidate.name, style, is_cut=True)
         write(_in_columns(_figures(one, search)), style)
-    for failed in search.failed:
-        write(f"{failed.candidate.name}: failed: {failed.why}", is_cut=True)
+    for name, why in search.failed.items():
+        write(f"{name}: failed: {why}", is_cut=True)
     write("\n" + NOTE.format(figure=search.stocks[0].compared), is_cut=True)
     write(f"\n{sentence(search, best)}\n", "bold", is_cut=True)
     write(block(search, best, has_file=has_file))
@@ -53,7 +53,7 @@ def to_json(search: Search, *, has_file: bool) -> dict[str, Any]:
         "settings": best and best.config and settings_of(best.config),
         "why": sentence(search, best),
         "paste": block(search, best, has_file=has_file),
-        "trials": trials + [{"name": one.candidate.name, "failed": one.why} for one in search.failed],
+        "trials": trials + [{"name": name, "failed": why} for name, why in search.failed.items()],
     }
 
 

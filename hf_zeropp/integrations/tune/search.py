@@ -16,7 +16,7 @@ from hf_zeropp.integrations.tune.candidates import (
     presets,
 )
 from hf_zeropp.integrations.tune.launches import TrialError
-from hf_zeropp.integrations.tune.verdict import SAME_SCRIPT, TOLERANCE, Failed, Measured, difference, refusal
+from hf_zeropp.integrations.tune.verdict import SAME_SCRIPT, TOLERANCE, Measured, difference, refusal
 
 MAX_RIVALS = 3
 """How many candidates are measured once more, where the spread of their steps does not say which is the fastest."""
@@ -36,14 +36,14 @@ class Search:
     Attributes:
         stocks: the trials of stock.
         others: the other trials that were measured.
-        failed: those that were not.
+        failed: the names of those that were not, and why.
     """
 
     def __init__(self, trial: Callable[[Candidate], Measured]) -> None:
         self._trial = trial
         self.stocks: list[Measured] = []
         self.others: list[Measured] = []
-        self.failed: list[Failed] = []
+        self.failed: dict[str, str] = {}
 
     def run(self) -> None:
         """Try all that is worth it.
@@ -112,7 +112,7 @@ class Search:
             try:
                 self._add(self._trial(candidate))
             except TrialError as error:
-                self.failed.append(Failed(candidate, str(error)))
+                self.failed[candidate.name] = str(error)
 
     def _try_rivals_again(self) -> None:
         """Double the steps of those that may be the fastest as well, since the machine may have been busy with other things."""

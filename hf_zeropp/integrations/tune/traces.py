@@ -80,25 +80,20 @@ class Traces:
 
     def note_saves(self) -> None:
         """Let functions that save do nothing in steps, and note the files that they write before from C or Rust."""
-        for owner, name, keyword in _NATIVE_WRITERS:
+        for owner, name, keyword in (*_SAVES, *_saves_of_peft()):
             setattr(owner, name, self._in_steps_nothing(getattr(owner, name), keyword))
-        saving = [(kind, "save_pretrained") for kind in _kinds_of_models()]
-        for kind, name in ((Accelerator, "save"), (Accelerator, "save_model"), (Accelerator, "save_state"), *saving):
-            setattr(kind, name, self._in_steps_nothing(getattr(kind, name)))
         cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_StepsAlone)
 
-    def _in_steps_nothing(self, save: Callable[..., Any], keyword: str | None = None) -> Callable[..., Any]:
+    def _in_steps_nothing(self, save: Callable[..., Any], keyword: str | None) -> Callable[..., Any]:
         """Return a function in place of ``save``. ``keyword`` names its second argument where that must be noted."""
 
         @functools.wraps(save)
         def replacement(*args: Any, **kwargs: Any) -> Any:
             if self.is_training:
                 return None
-            target: Any = args[1] if len(args) > 1 else kwargs.get(keyword or "")
-            if keyword == "save_directory":
-                target = os.path.join(target, "tokenizer.json")
             if keyword is not None:
-                self._write(target)
+                target: Any = args[1] if len(args) > 1 else kwargs[keyword]
+                self._write(os.path.join(target, "tokenizer.json") if keyword == "save_directory" else target)
             return save(*args, **kwargs)
 
         return replacement
@@ -196,22 +191,26 @@ _ACTIONS: dict[str, Callable[..., None]] = {
 }
 
 
-_NATIVE_WRITERS: tuple[tuple[Any, str, str], ...] = (
+_SAVES: tuple[tuple[Any, str, str | None], ...] = (
     (torch, "save", "f"),
     # What ``save_file`` looks up when it is called: libraries have bound ``save_file`` itself by name.
     (safetensors.torch, "serialize_file", "filename"),
     (safetensors.numpy, "serialize_file", "filename"),
     (PreTrainedTokenizerBase, "save_pretrained", "save_directory"),
+    (PreTrainedModel, "save_pretrained", None),
+    (Accelerator, "save", None),
+    (Accelerator, "save_model", None),
+    (Accelerator, "save_state", None),
 )
-"""Functions that write a file without Python, and the keyword of their second argument, which is the file or its folder."""
+"""Functions that save. Where they write a file without Python, the keyword is that of the second argument, the file or folder."""
 
 
-def _kinds_of_models() -> list[type]:
+def _saves_of_peft() -> list[tuple[Any, str, None]]:
     if importlib.util.find_spec("peft") is None:
-        return [PreTrainedModel]
+        return []
     from peft import PeftModel  # an optional dependency, which ``transformers.trainer`` has imported
 
-    return [PreTrainedModel, PeftModel]
+    return [(PeftModel, "save_pretrained", None)]
 
 
 class _StepsAlone(TrainerCallback):

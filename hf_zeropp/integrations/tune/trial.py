@@ -9,10 +9,11 @@ process ends at once: nothing behind the step runs, no block that cleans up and 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
+import itertools
 import json
 import os
 import resource
-import socket
 import threading
 import time
 from collections import defaultdict
@@ -35,37 +36,41 @@ from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.tune import ENV_TRIAL
 from hf_zeropp.integrations.tune.traces import Traces
 
-ORDER = "order.json"
-SOCKET = "tuner"
+MESSAGES = "messages"
+"""The file in a trial's folder to which ranks write lines of JSON: "step" and its number, "report" and what all ranks have
+measured, "failed" and why, "ended" and the steps of sharded models and of others. The tuner keeps it locked while it lives."""
 SKIPPED_STEPS = 3
 """Steps that are not measured: the first makes optimizer states, and whole weights cross where changes of them follow."""
+MIN_STEPS = 2 * SKIPPED_STEPS
 _GRACE_S = 0.3
 """Seconds between the last collective and the end, so that its last bytes have left all ranks."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Order:
-    """A trial as a tuner orders it: its optimizer steps, and settings that go over all others. None stands for stock."""
+    """A trial as a tuner orders it. It travels as JSON in the environment.
 
+    Attributes:
+        folder: for this trial alone, on this node.
+        steps: optimizer steps.
+        settings: those that go over all others. None stands for stock.
+    """
+
+    folder: str
     steps: int
     settings: dict[str, Any] | None
 
-    def write(self, folder: Path) -> None:
-        """Leave the order where the ranks find it."""
-        (folder / ORDER).write_text(json.dumps(dataclasses.asdict(self)))
-
 
 def try_out(script: Callable[[], None]) -> None:
-    """Run a script as the trial whose folder the environment names. The process ends after the last step of the trial."""
-    folder = Path(os.environ[ENV_TRIAL])
-    trial = Trial(Order(**json.loads((folder / ORDER).read_text())), folder)
+    """Run a script as the trial that the environment orders. The process ends after the last step of the trial."""
+    trial = Trial(Order(**json.loads(os.environ[ENV_TRIAL])))
     try:
         script()
     except BaseException as error:
         if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-            trial.tell(kind="failed", why=_in_a_line(error))
+            trial.tell("failed", _in_a_line(error))
             raise
-    trial.tell(kind="ended", steps=trial.steps, unsharded=trial.unsharded_steps)
+    trial.tell("ended", [trial.steps, trial.unsharded_steps])
 
 
 class Trial:
@@ -76,7 +81,7 @@ class Trial:
         unsharded_steps: those of optimizers without a sharded parameter.
     """
 
-    def __init__(self, order: Order, folder: Path) -> None:
+    def __init__(self, order: Order) -> None:
         self.steps = self.unsharded_steps = 0
         self._order = order
         self._in_python = False
@@ -87,13 +92,11 @@ class Trial:
         self._has_gradients = False
         self._marks: list[Any] = []
         self._handles: list[ZeroPPHandle] = []
-        self._before: list[tuple[int, int, int]] = []
         self._collectives: dict[tuple[int, ...], int] = defaultdict(int)
         self._learning_rates: dict[torch.optim.Optimizer, float] = {}
-        self._tuner = socket.socket(socket.AF_UNIX)
-        self._tuner.connect(str(folder / SOCKET))
+        self._messages = os.open(os.path.join(order.folder, MESSAGES), os.O_WRONLY | os.O_APPEND)
         threading.Thread(target=self._end_with_the_tuner, daemon=True).start()
-        self._traces = Traces(folder)
+        self._traces = Traces(Path(order.folder))
         self._traces.watch()
         self._traces.note_saves()
         if order.settings is None:
@@ -104,15 +107,13 @@ class Trial:
         register_optimizer_step_pre_hook(self._step_begins)
         register_optimizer_step_post_hook(self._step_ends)
 
-    def tell(self, **message: Any) -> None:
-        """Send the tuner a message. It may be gone."""
-        with suppress(OSError):
-            self._tuner.sendall((json.dumps(message) + "\n").encode())
+    def tell(self, kind: str, what: Any) -> None:
+        """Send the tuner a message."""
+        os.write(self._messages, (json.dumps([kind, what]) + "\n").encode())
 
     def _end_with_the_tuner(self) -> None:
-        # The tuner sends nothing. So this returns when it has ended, in whatever way, and no rank must outlive it.
-        with suppress(OSError):
-            self._tuner.recv(1)
+        # The lock is free when the tuner has ended, in whatever way, and no rank must outlive it.
+        fcntl.flock(self._messages, fcntl.LOCK_SH)
         os._exit(1)
 
     def _put_over_all_settings(self, settings: dict[str, Any]) -> None:
@@ -194,13 +195,14 @@ class Trial:
         self._losses.clear()
         self._mark(params[0].device)
         self.steps += 1
-        self.tell(kind="step", steps=self.steps)
+        self.tell("step", self.steps)
         if self.steps == 1:
             _forget_peak(params[0].device)
-        if self.steps == min(SKIPPED_STEPS, self._order.steps - 1):
+        if self.steps == SKIPPED_STEPS:
             found: list[Any] = find_sharded_modules()
             self._handles = [handle for handle in map(get_handle, found) if handle is not None]
-            self._before = self._counters()
+            for handle in self._handles:
+                handle.traffic.reset()
         if self.steps == self._order.steps:
             self._report_and_end(params[0].device)
 
@@ -213,14 +215,10 @@ class Trial:
         else:
             self._marks.append(time.perf_counter())
 
-    def _counters(self) -> list[tuple[int, int, int]]:
-        traffics = [handle.traffic for handle in self._handles]
-        return [(one.cross_node_bytes, one.intra_node_bytes, one.micro_steps) for one in traffics]
-
     def _report_and_end(self, device: torch.device) -> NoReturn:
         reports: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(reports, self._report(device))
-        self.tell(kind="report", ranks=reports)
+        self.tell("report", reports)
         dist.barrier()
         time.sleep(_GRACE_S)
         for child in psutil.Process().children(recursive=True):  # workers that load data
@@ -231,24 +229,18 @@ class Trial:
     def _report(self, device: torch.device) -> dict[str, Any]:
         if devices.has_streams(device):
             torch.accelerator.synchronize()
-            seconds = [begin.elapsed_time(end) / 1e3 for begin, end in zip(self._marks, self._marks[1:], strict=False)]
-        else:
-            seconds = [end - begin for begin, end in zip(self._marks, self._marks[1:], strict=False)]
-        first = min(SKIPPED_STEPS, self._order.steps - 1)
-        measured = self._order.steps - first
-        counts = [
-            [(after - before) / measured for before, after in zip(*pair, strict=True)]
-            for pair in zip(self._before, self._counters(), strict=True)
-        ]
+        marks = itertools.pairwise(self._marks[SKIPPED_STEPS - 1 :])
+        measured = self._order.steps - SKIPPED_STEPS
+        traffics = [handle.traffic for handle in self._handles]
         trained = max(self._handles, key=lambda handle: handle.traffic.trainable_bytes, default=None)
         return {
-            "seconds": seconds[first - 1 :],
+            "seconds": [_seconds_between(begin, end) for begin, end in marks],
             "figures": [float(figure) for figure in self._figures],
             "have_losses": self._have_losses,
             "memory": _peak(device),
-            "cross_node": sum(count[0] for count in counts) if counts else None,
-            "intra_node": sum(count[1] for count in counts) if counts else None,
-            "micro_steps": max((count[2] for count in counts), default=None),
+            "cross_node": sum(one.cross_node_bytes for one in traffics) / measured if traffics else None,
+            "intra_node": sum(one.intra_node_bytes for one in traffics) / measured if traffics else None,
+            "micro_steps": max((one.micro_steps / measured for one in traffics), default=None),
             "collectives": [[ranks, bytes_ / measured] for ranks, bytes_ in self._collectives.items()],
             "learning_rate": min(self._learning_rates.values(), default=0.0),
             "config": trained and self._config and self._config.to_dict(),
@@ -257,6 +249,10 @@ class Trial:
             "in_python": self._in_python,
             "on_accelerator": devices.has_streams(device),
         }
+
+
+def _seconds_between(begin: Any, end: Any) -> float:
+    return begin.elapsed_time(end) / 1e3 if isinstance(begin, torch.Event) else end - begin
 
 
 def _is_sharded(optimizer: torch.optim.Optimizer) -> bool:

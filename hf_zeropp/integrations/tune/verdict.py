@@ -100,14 +100,6 @@ class Measured:
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Failed:
-    """A trial that gave no measurement, and why."""
-
-    candidate: Candidate
-    why: str
-
-
 def difference(one: Measured, stock: Measured, *, mean: bool = False) -> float:
     """Return the largest (or mean) difference of losses, as a share of stock's largest; NaN where a loss is none."""
     gaps = [abs(ours - its) for ours, its in zip(one.figures, stock.figures, strict=True)]
