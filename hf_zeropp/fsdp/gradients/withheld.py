@@ -39,7 +39,7 @@ class WithheldGradients:
         self._unit = unit
         self._slices: dict[DTensor, torch.Tensor] = {}
         self._written: torch.Event | None = None
-        self._told: bytes | None = None  # of this rank; None where no gradient was missing so far
+        self._told = self._all = bytes([True]) * len(unit.params)  # of this rank
         self._exist = b""  # on any rank
 
     def keep(self, param: DTensor, result: torch.Tensor) -> None:
@@ -55,10 +55,9 @@ class WithheldGradients:
 
     def has_changed(self) -> bool:
         """Return whether other gradients exist on this rank than when ranks told each other the last time."""
-        if self.is_complete and self._told is None:  # nearly always, and it asks no parameter
+        if self.is_complete and self._told == self._all:  # nearly always, and it asks no parameter
             return False
-        own = self.existing()
-        return own != self._told and not (self._told is None and all(own))
+        return self.existing() != self._told
 
     def existing(self) -> bytes:
         """Return for each parameter whether it has a gradient on this rank, or gets none because it is frozen."""
