@@ -25,6 +25,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
+from hf_zeropp.fsdp.gradients.replicas_of_nodes import count_replicas_of_nodes
 from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
 from hf_zeropp.fsdp.meshes import ranks_of
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
@@ -124,12 +125,13 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     frozen = install_frozen_gathers(model, of_nodes, run.traffic)
     if frozen:
         compare_frozen(model, frozen, run)
+    counted = count_replicas_of_nodes(by_fsdp2, run)
     if served:
         decisions = _install_two_hops(model, run, served, meshes, frozen)
-        handle = ZeroPPHandle(run, served, of_nodes, frozen, decisions, by_fsdp2)
+        handle = ZeroPPHandle(run, served, of_nodes, frozen, decisions, by_fsdp2, counted)
     else:
         refuse_thawed_before_forwards(model, frozen)
-        handle = ZeroPPHandle(run, [], of_nodes, frozen, by_fsdp2=by_fsdp2)
+        handle = ZeroPPHandle(run, [], of_nodes, frozen, by_fsdp2=by_fsdp2, counted=counted)
     on_cpu = not devices.has_streams(mesh.device_type)
     log_active(run.config, run.traffic, handle.predict(), num_units=len(units), on_cpu=on_cpu)
     return handle
@@ -176,6 +178,7 @@ def _install_two_hops(
         # a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at it.
         unit.wrap_post_backward(reduce.keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward)
         decisions.add_unit(gather, reduce)
+    run.micro_steps.puts_off_replicas = lambda: any(unit.puts_off_replicas for unit in units)
     # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
     hook_passes(model, decisions)
     hook_loading(model, decisions.invalidate)

@@ -36,6 +36,7 @@ class ZeroPPHandle:
         decisions: what ranks decide together about ``units``. None where FSDP2's own collectives stay, and where there is no
             such unit.
         by_fsdp2: units of experts that FSDP2 gathers and reduces itself, because each lies within a node.
+        counted: what counts their bytes, where they have replicas on other nodes.
 
     Attributes:
         config: the settings in force, with what ``"auto"`` stands for on this device.
@@ -54,6 +55,7 @@ class ZeroPPHandle:
         frozen: Sequence[FrozenGather] = (),
         decisions: Decisions | None = None,
         by_fsdp2: Sequence[Unit] = (),
+        counted: Sequence[CommObject] = (),
     ) -> None:
         self.config = run.config
         self.topology = run.mesh.topology
@@ -65,7 +67,7 @@ class ZeroPPHandle:
         self._run = run
         self._by_fsdp2 = list(by_fsdp2)
         self._decisions = decisions
-        self._comms: list[CommObject] = list(frozen)
+        self._comms: list[CommObject] = [*frozen, *counted]
         if decisions is not None:
             self.gathers += [gather for gather in decisions.gathers if isinstance(gather, ZeroPPAllGather)]
             self.reduces += decisions.reduces

@@ -42,8 +42,8 @@ PYTORCH: tuple[Seam, ...] = (
     has("torch.distributed._composable_state", "_module_state_mapping", "fsdp.units",
         "All sharded modules of the process, to warn of those that run without ZeRO++."),
     has(f"{_GROUP}:FSDPParamGroup",
-        "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded reduce_grads gradient_divide_factor "
-        "force_sum_reduction_for_comms "
+        "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded reduce_grads all_reduce_grads "
+        "gradient_divide_factor force_sum_reduction_for_comms "
         "_reshard_after_forward _use_post_forward_mesh _to_sharded _all_reduce_hook _all_gather_comm "
         "_reduce_scatter_comm _reduce_scatter_process_group post_backward lazy_init _reset_sharded_params", "fsdp.units",
         "What a unit consists of, how it is gathered and reduced, and in which state it is."),
@@ -83,6 +83,10 @@ PYTORCH: tuple[Seam, ...] = (
     reads(f"{_PARAM}:FSDPParam", "fsdp_pre_all_gather", "fsdp.param_shard fsdp.units",
         "A tensor that defines this method makes its own input to a gather. If it moved: deltas are taken of memory "
         "that is not what FSDP2 gathers, and the weights drift apart.", silent=True),
+    # No release up to 2.15 has it. It is looked for by the name of its class, so one that is gone would look like a unit without.
+    has("torch.distributed.fsdp._fully_shard._all_gather_layout", "AllGatherLayout DefaultAllGatherLayout", "plan",
+        "What packs a gather's input and reads its output in an order of its own. If it moved: a unit where a user chose one "
+        "is not refused, and computes with weights in the wrong order.", since=(2, 16)),
     # Tensors, autograd, process groups, modules
     # It is read with a default of None, so a name that is gone would look like a parameter without hooks.
     has("torch:Tensor", "_post_accumulate_grad_hooks", "fsdp.units",

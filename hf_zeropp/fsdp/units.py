@@ -158,6 +158,21 @@ class Unit:
 
         self._group.post_backward = post_backward  # type: ignore[method-assign]
 
+    def wrap_own_reduction(self, wrapper: Callable[[Callable[[], None], bool], None]) -> None:
+        """Let ``wrapper`` run each reduction that FSDP2 does itself. It is also told whether replicas are averaged behind it."""
+        original = self._group.post_backward
+
+        @functools.wraps(original)
+        def post_backward(*args: Any) -> None:
+            group = self._group
+            fills_in = getattr(group, "reduce_scatter_unused_params", False)  # since torch 2.13
+            if group.reduce_grads and any(gets_gradient(param, fills_in) for param in group.fsdp_params):
+                wrapper(lambda: original(*args), group.all_reduce_grads)
+            else:
+                original(*args)
+
+        self._group.post_backward = post_backward  # type: ignore[method-assign]
+
     def unreduced_bytes(self) -> int:
         """Bytes of the gradients that this rank keeps at full size until FSDP2 reduces them."""
         return sum(grad.nbytes for fsdp_param in self._group.fsdp_params for grad in unreduced_of(fsdp_param))
@@ -250,6 +265,11 @@ class Unit:
             self._group.mesh_info = shards
             if self._group.post_forward_mesh_info is not None:
                 self._group.post_forward_mesh_info = shards
+
+    @property
+    def puts_off_replicas(self) -> bool:
+        """Whether the user lets reductions leave out the mean over replicas for now (``set_requires_all_reduce(False)``)."""
+        return self.replica_group is not None and not self._group.all_reduce_grads
 
     @property
     def device_type(self) -> str:
@@ -346,6 +366,11 @@ class Unit:
     def set_reduce_scatter(self, comm: ReduceScatter) -> None:
         """Let FSDP2 reduce the unit's gradients through ``comm``."""
         self._module.set_custom_reduce_scatter(comm)
+
+    def attached(self, kind: str) -> list[object]:
+        """Return what hangs on FSDP2's group or on its gather and is of a class with this name, under whatever attribute."""
+        values = [*vars(self._group).values(), *vars(self.all_gather).values()]
+        return [value for value in values if any(base.__name__ == kind for base in type(value).__mro__)]
 
     @property
     def all_gather(self) -> AllGather:

@@ -268,7 +268,7 @@ def reduced_within_replicas_alone(rank: int, ranks_per_node: int) -> None:
             expected = param.grad.clone()
             dist.all_reduce(expected)
             torch.testing.assert_close(found[name], expected / dist.get_world_size(), rtol=1e-5, atol=1e-6)
-    assert handle.traffic.counts[REDUCE_REPLICAS].cross_node == once > 0
+        assert handle.traffic.counts[REDUCE_REPLICAS].cross_node == once > 0
 
 
 def names_of_the_mesh(rank: int, ranks_per_node: int) -> None:
@@ -360,6 +360,18 @@ def test_a_killed_rank_ends_all_replicas():
     ended = {one.rank: one.kind for one in failure.value.errors}
     assert ended.pop(3) == "ProcessDied"
     assert ended.keys() == {0, 1, 2} and "TimeoutError" not in ended.values(), failure.value.errors
+
+
+def put_off_on_some_ranks(rank: int) -> None:
+    model = shard(make_lm(), mesh=mesh_of(2))
+    apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": 1})
+    model.set_requires_all_reduce(rank < 2)
+    backward(model, rank)
+
+
+def test_replicas_that_some_ranks_put_off_are_named():
+    for error in expect_errors(put_off_on_some_ranks, 4):
+        assert "DisagreementError" in error
 
 
 def any_number_of_replicas(rank: int, num_replicas: int) -> None:

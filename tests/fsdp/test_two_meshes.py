@@ -13,11 +13,11 @@ from harness import Scenarios, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from toy import POLICIES, full_weights
+from toy import POLICIES, full_weights, logged_messages
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
 from hf_zeropp.fsdp.weights import schedules
-from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
+from hf_zeropp.traffic import FSDP2_REDUCE, GATHER_CROSS, GATHER_RESYNC, Bytes
 
 WORLD, WIDTH, NUM_EXPERTS, DEPTH, STEPS = 4, 24, 4, 2, 3
 UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
@@ -85,6 +85,21 @@ def sharded(policy: MixedPrecisionPolicy) -> Model:
         experts.set_force_sum_reduction_for_comms(True)
         fully_shard(layer, mp_policy=policy)
     return fully_shard(model, mp_policy=policy)
+
+
+def replicated(policy: MixedPrecisionPolicy) -> Model:
+    """Return the model in two replicas. Experts are whole on a rank of each, and so stay within a node."""
+    torch.manual_seed(0)
+    model = Model()
+    mesh = init_device_mesh("cpu", (2, 1, WORLD // 2), mesh_dim_names=("replicate", "efsdp", "ep"))
+    dense = init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model.layers:
+        experts = layer.experts
+        experts.weights = nn.Parameter(distribute_tensor(experts.weights.detach(), mesh["ep"], [Shard(0)]))
+        fully_shard(experts, mesh=mesh["replicate", "efsdp"], mp_policy=policy)
+        experts.set_force_sum_reduction_for_comms(True)
+        fully_shard(layer, mesh=dense, mp_policy=policy)
+    return fully_shard(model, mesh=dense, mp_policy=policy)
 
 
 def used_by(rank: int, step: int) -> list[int]:
@@ -263,6 +278,35 @@ WAYS = {
 @Scenarios.parametrize_ways(WAYS)
 def test_two_meshes(scenario, way):
     WAYS[way].check(scenario)
+
+
+def replicas_of_nodes(rank: int) -> list[str]:
+    """Train with and without ZeRO++, and return the warnings."""
+    stock, model = replicated(POLICIES["bf16"]), replicated(POLICIES["bf16"])
+    with logged_messages() as logs:
+        handle = apply_zeropp(model, {"ranks_per_node": 1, "preset": "exact"} | UNQUANTIZED)
+    ours, expected = train(model, handle, rank, micro_steps=2), train(stock, None, rank, micro_steps=2)
+    assert ours == pytest.approx(expected, rel=0.02)
+    whole = full_weights(stock)
+    for name, weight in full_weights(model).items():
+        torch.testing.assert_close(weight, whole[name], rtol=0, atol=1e-2)
+    counted, predicted = handle.traffic.counts[FSDP2_REDUCE], handle.predict(2)[FSDP2_REDUCE]
+    # An all-reduce between two ranks receives as many bytes as it sums: half of the experts, in fp32.
+    assert predicted.cross_node == 2 * DEPTH * 4 * NUM_EXPERTS // 2 * WIDTH**2
+    assert (counted.calls, counted.cross_node) == (STEPS * predicted.calls, STEPS * predicted.cross_node)
+    assert not any("in passes" in name for name in handle.traffic.others)
+    model.set_requires_all_reduce(False)
+    handle.traffic.reset()
+    train(model, handle, rank, steps=1)
+    assert handle.traffic.counts[FSDP2_REDUCE].cross_node == 0
+    return logs
+
+
+def test_whole_gradients_of_experts_within_nodes_are_counted_and_named():
+    logs, *others = run_ranks(replicas_of_nodes, WORLD)
+    [warning] = [line for line in logs if "unquantized and in every micro-step" in line]
+    assert "layers.0.experts, layers.1.experts." in warning and "ep_size" in warning
+    assert not any("unquantized and in every micro-step" in line for lines in others for line in lines)
 
 
 def all_carriers(rank: int, ranks_per_node: int) -> None:

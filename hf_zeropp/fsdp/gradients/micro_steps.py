@@ -27,12 +27,14 @@ class MicroSteps:
         quantizes: whether gradients are quantized now. It is the same for all micro-steps of a step, because partial sums are
             sums of gradients that were encoded one way.
         ask_is_last: tells whether the coming backward pass ends an accumulation. Asked once per backward pass.
+        puts_off_replicas: tells whether FSDP2 was told to leave replicas for a later backward pass, which then is not the last.
         is_last_now: the answer for the backward pass under way.
     """
 
     def __init__(self, quantizes: bool) -> None:
         self.quantizes = self._wants_quantizes = quantizes
         self.ask_is_last: Callable[[], bool] = lambda: True
+        self.puts_off_replicas: Callable[[], bool] = lambda: False
         self.is_last_now = True
         self._num_steps_without_progress: int | None = 0  # None once progress was told, or asked for
 
@@ -67,4 +69,4 @@ class MicroSteps:
     def enter_backward(self) -> None:
         """Ask about the backward pass that has begun to reduce gradients."""
         # Asked once and kept: all units of a pass must take the same way, even if the answer changes while it runs.
-        self.is_last_now = self.ask_is_last()
+        self.is_last_now = self.ask_is_last() and not self.puts_off_replicas()
