@@ -30,7 +30,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_zeropp import run
 from hf_zeropp.config import PRESETS, ZeroPPConfig
 from hf_zeropp.integrations.tune import launches
-from hf_zeropp.integrations.tune.candidates import OWN, Candidate
+from hf_zeropp.integrations.tune.candidates import OWN, STOCK, Candidate
 from hf_zeropp.integrations.tune.command import tune
 from hf_zeropp.integrations.tune.launches import Launch, TrialError, command_of, has_config_file
 from hf_zeropp.integrations.tune.report import sentence, settings_of, show, to_json
@@ -253,6 +253,9 @@ def write_everywhere(rank: int, folder: str, place: str) -> list[str]:
     with open("kept.txt", "a") as file:
         file.write(f"rank {rank}")
     Path("other.txt").write_text("other")
+    with contextlib.suppress(FileExistsError):  # the other rank has made it
+        os.symlink("of_user", "link")
+    Path("link/inside.txt").write_text("written behind a link")
     torch.save({"a": torch.ones(1)}, "written_by_cpp.pt")
     with open(f"temporary_{rank}", "w"):
         pass
@@ -269,9 +272,9 @@ def write_everywhere(rank: int, folder: str, place: str) -> list[str]:
 
 def test_what_ranks_write_is_taken_back(tmp_path: Path) -> None:
     place, folder = tmp_path / "place", tmp_path / "folder"
-    place.mkdir()
+    (place / "of_user").mkdir(parents=True)
     folder.mkdir()
-    for name in ("kept.txt", "other.txt", "atomic.txt", "user.txt"):
+    for name in ("kept.txt", "other.txt", "atomic.txt", "user.txt", "of_user/inside.txt"):
         (place / name).write_text(name)
     before, began_s = listing(place), time.time()
     said = run_ranks(write_everywhere, 2, str(folder), str(place))
@@ -280,7 +283,8 @@ def test_what_ranks_write_is_taken_back(tmp_path: Path) -> None:
     assert {"new", "0.txt", "1.txt", "written_by_cpp.pt"} <= written and "checkpoint.pt" not in written
     assert (place / "atomic.txt").read_text() == ""
     assert undo(folder, began_s) == []
-    assert listing(place) == before and {path.name for path in place.iterdir()} == set(before)
+    assert listing(place) == before
+    assert {path.name for path in place.iterdir()} == {name.partition("/")[0] for name in before}
 
 
 def save_adapters(rank: int, folder: str, place: str) -> None:
@@ -406,6 +410,18 @@ def test_a_script_that_never_shards(tmp_path: Path, forked: None) -> None:
     ) as error:
         tune([str(path)])
     assert "\n" not in str(error.value.code) and listing(tmp_path) == before
+
+
+def test_a_script_whose_loss_is_not_seen(
+    tmp_path: Path, forked: None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = Path(script(tmp_path))
+    of_two = "torch.autograd.backward([loss, loss.detach().requires_grad_()])"
+    path.write_text(path.read_text().replace("accelerator.backward(loss)", of_two))
+    launch = Launch(command_of([str(path)]), tmp_path_factory.mktemp("tuner") / "trial", print)
+    stock = Measured.of(STOCK, launch.run(STOCK, 6))
+    assert not stock.have_losses and stock.compared.startswith("norm of the gradients")
+    assert len({*stock.figures}) == 6 and min(stock.figures) > 0
 
 
 def test_one_node(tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ class Traces:
         self._journal = os.open(folder / JOURNAL, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         caches = [os.environ[name] for name in _CACHES if os.environ.get(name)]
         homes = [os.path.expanduser(path) for path in ("~/.cache", "~/.triton")]
-        self._left_alone = [os.path.abspath(path) for path in (*caches, *homes, *_NOT_FILES, str(folder))]
+        self._left_alone = [os.path.realpath(path) for path in (*caches, *homes, *_NOT_FILES, str(folder))]
         self._noted: set[str] = set()
         self._inside = threading.local()
         self.is_training = False
@@ -139,10 +139,14 @@ class Traces:
             )
 
     def _watched(self, path: Any) -> str | None:
-        """Return the full path, None for descriptors and for places that are left alone."""
+        """Return the full path, None for descriptors and for places that are left alone.
+
+        Links to folders are followed: a script may make one, and write to files of the user behind it.
+        """
         if not isinstance(path, str | bytes | os.PathLike):
             return None
-        name = os.path.abspath(os.fsdecode(path))
+        parent, last = os.path.split(os.path.abspath(os.fsdecode(path)))
+        name = os.path.join(os.path.realpath(parent), last)
         is_left_alone = any(name == place or name.startswith(place + os.sep) for place in self._left_alone)
         return None if is_left_alone else name
 
