@@ -110,6 +110,7 @@ def torchs_muon_is_named_with_the_remedy(rank: int) -> None:
     counted = handle.traffic.counts[OPTIMIZER]
     model = sum(count.cross_node for name, count in handle.traffic.counts.items() if name != OPTIMIZER)
     assert counted.cross_node > 2 * model
+    assert handle.traffic.others == {}
     if rank == 0:
         (message,) = logs
         assert "Muon of torch sends" in message and "use hf_zeropp.Muon" in message

@@ -1,6 +1,7 @@
 """Bytes of others in a step: clipping and a script's own collectives are counted once, and nothing of this package's."""
 
 import gc
+import threading
 
 import pytest
 import torch
@@ -57,7 +58,14 @@ def clipping_and_logging_are_counted_once(rank: int) -> None:
 
 
 def without_clipping_there_is_nothing(rank: int) -> None:
-    _, handle = training(rank, 4, clips=False)
+    """What another thread sends, such as one that saves a checkpoint, is none of a step's."""
+
+    def save() -> None:
+        thread = threading.Thread(target=dist.all_reduce, args=(torch.zeros(1000),))
+        thread.start()
+        thread.join()
+
+    _, handle = training(rank, 4, clips=False, between=save)
     assert handle.traffic.others == {}
 
 
