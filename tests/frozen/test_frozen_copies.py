@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn as nn
 from frozen_runs import UNQUANTIZED, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
-from harness import Scenarios
-from torch.distributed.device_mesh import init_device_mesh
+from harness import Scenarios, expect_errors, run_ranks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from hf_zeropp import apply_zeropp
@@ -77,6 +77,28 @@ def weights_on_meta_are_compared_when_they_are_there(rank: int) -> None:
         )
         with expects:
             model(torch.ones(1, 8))
+
+
+def replicas_on_one_node_and_on_others(rank: int, differ: bool) -> None:
+    """Four replicas on four nodes of two ranks: each node has a rank of two replicas, which hold one frozen copy between them."""
+    node_mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("cross", "node"))["node"]
+    shape = torch.tensor([[0, 2], [1, 3], [4, 6], [5, 7]])
+    mesh = DeviceMesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    torch.manual_seed(0)
+    model = Pair()
+    model.frozen.requires_grad_(False)
+    if differ and rank >= 4:  # equal within each replica
+        model.frozen.bias.data[7] = 7  # in the shard of a node's second rank
+    shard_frozen(model, [], node_mesh)
+    model = fully_shard(model, mesh=mesh, ignored_params=set(frozen_parameters(model)))
+    apply_zeropp(model, {"ranks_per_node": 2, **UNQUANTIZED})
+    model(torch.ones(1, 8))
+
+
+def test_replicas_that_share_nodes_in_part():
+    run_ranks(replicas_on_one_node_and_on_others, 8, False)
+    for error in expect_errors(replicas_on_one_node_and_on_others, 8, True):
+        assert "frozen.bias differs between rank 1 and rank 5" in error
 
 
 SCENARIOS = Scenarios(

@@ -2,14 +2,15 @@
 
 Each node holds a copy of all frozen weights, and nothing that happens in training makes copies equal that differ. They differ
 where each rank has made a part of them by itself with a seed of its own: the new rows of an embedding that was resized, a head
-that no checkpoint has. A rank's shard of the copy must be equal on all ranks of its cross group. They exchange one hash for each
-unit, and the ranks of a node tell each other what they found, so that all ranks raise the same error.
+that no checkpoint has. A rank's shard of the copy must be equal on all ranks with its place in their nodes, of its own replica
+and of others. Those of a cross group exchange one hash for each unit, and so do those of a replica group, which may have ranks of
+one node as well. All ranks tell each other what they found, so that all raise the same error.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,12 +40,8 @@ def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Run) 
 
 def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
     digests = [[_digest(local_tensor_of(param)) for param in gather.unit.params] for gather in gathers]
-    across = [run.mesh.topology.cross_group]
-    # Replicas on other nodes hold the same frozen weights. On the same node they hold other shards of one copy.
-    if run.mesh.replicas is not None:
-        places = {rank % run.traffic.ranks_per_node for rank in dist.get_process_group_ranks(run.mesh.replicas)}
-        across += [run.mesh.replicas] if len(places) == 1 else []
-    found = [_find_difference(gathers, digests, group) for group in across]
+    across = filter(None, (run.mesh.topology.cross_group, run.mesh.replicas))
+    found = [_find_difference(gathers, digests, group, run.traffic.ranks_per_node) for group in across]
     if said := next(filter(None, _of_data_parallel_ranks(next(filter(None, found), None), run)), None):
         raise ValueError(
             f"Nodes hold different frozen weights: {said}. Nothing makes them equal later. Give all ranks the same seed before "
@@ -54,23 +51,37 @@ def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
 
 
 def _find_difference(
-    gathers: Sequence[FrozenGather], digests: Sequence[Sequence[bytes]], group: dist.ProcessGroup
+    gathers: Sequence[FrozenGather],
+    digests: Sequence[Sequence[bytes]],
+    group: dist.ProcessGroup,
+    ranks_per_node: int,
 ) -> str | None:
-    """Return in words the first parameter in which the ranks of a cross group differ; None if they do not."""
+    """Return in words the first parameter in which ranks of a group with one place in their nodes differ; None if none do."""
+    ranks = dist.get_process_group_ranks(group)
     of_ranks = _of_ranks([xxhash.xxh3_64_digest(b"".join(of_unit)) for of_unit in digests], group)
     for index, of_unit in enumerate(zip(*of_ranks, strict=True)):
-        if len(set(of_unit)) > 1:
+        if _differing(ranks, of_unit, ranks_per_node):
             # All ranks of the group have the same hashes here, and ask for those of the same unit's parameters.
             of_params = zip(*_of_ranks(digests[index], group), strict=True)
             named = zip(gathers[index].names, of_params, strict=True)
-            name, values = next((name, values) for name, values in named if len(set(values)) > 1)
-            return f"{name} differs between {_ranks_by(values, dist.get_process_group_ranks(group))}"
+            held = ((name, _differing(ranks, values, ranks_per_node)) for name, values in named)
+            name, holders = next((name, holders) for name, holders in held if holders)
+            return f"{name} differs between {_ranks_by(holders)}"
     return None
 
 
-def _ranks_by(values: Sequence[bytes], ranks: Sequence[int]) -> str:
+def _differing(ranks: Sequence[int], values: Sequence[bytes], ranks_per_node: int) -> dict[int, bytes]:
+    """Return the values of the ranks of the first place in a node at which they differ; none where all are equal."""
+    # Ranks of one node hold other shards of one copy.
+    places: dict[int, dict[int, bytes]] = defaultdict(dict)
+    for rank, value in zip(ranks, values, strict=True):
+        places[rank % ranks_per_node][rank] = value
+    return next((held for held in places.values() if len(set(held.values())) > 1), {})
+
+
+def _ranks_by(values: Mapping[int, bytes]) -> str:
     holders: dict[bytes, list[str]] = defaultdict(list)
-    for value, rank in zip(values, ranks, strict=True):
+    for rank, value in values.items():
         holders[value].append(str(rank))
     return " and ".join(f"rank{'s' if len(held) > 1 else ''} {', '.join(held)}" for held in holders.values())
 
