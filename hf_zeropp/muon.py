@@ -262,9 +262,12 @@ def _check(param: torch.Tensor) -> None:
             f"Muon takes matrices, got a parameter of shape {tuple(param.shape)}. Give norms, biases and embeddings to AdamW: "
             '{"params": [...], "algorithm": "adamw"}, or use Muon.of_model(model).'
         )
-    if isinstance(param, DTensor) and sum(placement.is_shard() for placement in param.placements) > 1:
+    # FSDP2's shards of what tensor parallelism cuts along the same dimension are strided, and ``is_shard`` does not name those.
+    placements = param.placements if isinstance(param, DTensor) else ()
+    dims = [placement.dim for placement in placements if not placement.is_replicate()]  # type: ignore[attr-defined]
+    if len(dims) > 1 and max(dims) >= param.ndim - 2:
         raise ValueError(
-            f"Muon takes matrices that are sharded along one dimension of the mesh, got {param.placements}. "
+            f"Muon takes matrices that are sharded along one dimension of the mesh, got {placements}. "
             'Give matrices under tensor parallelism to AdamW: {"params": [...], "algorithm": "adamw"}.'
         )
 

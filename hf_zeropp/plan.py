@@ -287,6 +287,13 @@ def _check_unit(unit: Unit) -> None:
             f"unit {unit.name} was sharded with reshard_after_forward=<int>, which keeps other shards for backward; "
             "ZeRO++ keeps its own. Call fully_shard with reshard_after_forward=True (and set hpz_size to that int)."
         )
+    # The default one takes what a gather delivers in rank order, as the two hops do. Others expect another order in its output.
+    layouts = {type(layout).__name__ for layout in unit.attached("AllGatherLayout")} - {"DefaultAllGatherLayout"}
+    if layouts:
+        raise ValueError(
+            f"unit {unit.name} has an all-gather layout of its own ({', '.join(sorted(layouts))}), which belongs to another "
+            "gather than ZeRO++'s. Leave out set_all_gather_layout, and set_custom_all_gather with such a layout."
+        )
 
 
 def _check_deltas(unit: Unit, mode: str) -> None:
