@@ -15,8 +15,15 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from trainer_runs import UNQUANTIZED, VOCAB, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM, set_seed
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    set_seed,
+)
 from transformers.distributed import DistributedConfig, expert_parallel
+from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.traffic import GATHER_CROSS
@@ -184,6 +191,53 @@ def test_adapters_beside_frozen_experts(tmp_path):
             assert crossings == units > 0
 
 
+def train_on_parts_of_sequences(rank: int, folder: str, attends: bool) -> dict[str, tuple]:
+    """Train with context parallelism, in which a rank attends to its own part of a sequence alone, where ``attends``."""
+    allow_parallelism_on_cpu()
+    if attends:
+        AttentionInterface.register("sdpa", eager_attention_forward)
+    found = {}
+    for name in ("stock", "unquantized", "defaults"):
+        trainer = build_trainer(
+            folder,
+            WAYS[name][0] and WAYS[name][0] | {"ranks_per_node": 2},
+            model=tiny_model(attn_implementation="sdpa"),
+            parallelism_config=ParallelismConfig(dp_shard_size=2, cp_size=2),
+            max_steps=3,
+            max_grad_norm=0.0,
+        )
+        trainer.train()
+        handle = callback_of(trainer).handle
+        found[name] = losses(trainer), handle and (handle.traffic.counts, handle.predict(), handle.topology.ranks)
+    return found
+
+
+def test_context_parallelism_of_accelerate(tmp_path):
+    """ZeRO++ runs over all ranks, since Accelerate shards over "dp_shard" and "cp" together."""
+    for found in run_ranks(train_on_parts_of_sequences, 4, str(tmp_path), True):
+        for way, bound in (("unquantized", 1e-6), ("defaults", 0.01)):
+            own, (counted, predicted, ranks) = found[way]
+            assert own == pytest.approx(found["stock"][0], rel=bound) and ranks == (0, 1, 2, 3)
+            assert counted.keys() == predicted.keys()
+            for name, expected in predicted.items():
+                assert counted[name].cross_node == 3 * expected.cross_node, name
+                assert counted[name].intra_node == 3 * expected.intra_node, name
+
+
+def test_pytorch_has_no_context_parallel_attention_for_cpus(tmp_path):
+    """So the test above has none. The guide says so by these words."""
+    for error in expect_errors(train_on_parts_of_sequences, 4, str(tmp_path), False):
+        assert (
+            "_scaled_dot_product_flash_attention_for_cpu.default does not have a sharding strategy registered" in error
+        )
+
+
+def test_accelerate_leaves_sequence_parallelism_to_deepspeed():
+    """The guide says so by these words."""
+    with pytest.raises(ValueError, match=r"sp_backend must be one of \['deepspeed'\], but got torch"):
+        ParallelismConfig(sp_size=2, sp_backend="torch")
+
+
 def test_transformers_refuses_stages_beside_shards():
     """The guide says so by these words."""
     with pytest.raises(ValueError, match="Combining FSDP with pipeline parallelism is not supported yet"):
@@ -202,7 +256,10 @@ def test_model_sharded_at_load(tmp_path, mesh):
         assert found["defaults"][0] == pytest.approx(stock, rel=0.01) and found["defaults"][0] != stock
         for way in ("unquantized", "defaults"):
             _, counted, predicted, others = found[way]
-            assert counted == predicted and all(sum(each) > 0 for each in zip(*counted.values(), strict=True))
+            assert counted == predicted
+            across, within = (sum(each) for each in zip(*counted.values(), strict=True))
+            # Where tensor parallelism takes a node, none of the ranks that hold the same part is beside another.
+            assert across > 0 and (within > 0) == ("tp" not in mesh)
             assert ("reduce, replicas" in counted) == ("dp_replicate" in mesh)
             # Of what runs in passes only other parallelism, and units that stay FSDP2's, are not this package's.
             assert ("all-reduce, in passes" in others) == ("tp" in mesh)
