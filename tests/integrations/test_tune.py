@@ -253,6 +253,7 @@ def write_everywhere(rank: int, folder: str, place: str) -> list[str]:
     with open("kept.txt", "a") as file:
         file.write(f"rank {rank}")
     Path("other.txt").write_text("other")
+    os.truncate("shortened.txt", 1)
     with contextlib.suppress(FileExistsError):  # the other rank has made it
         os.symlink("of_user", "link")
     Path("link/inside.txt").write_text("written behind a link")
@@ -274,7 +275,7 @@ def test_what_ranks_write_is_taken_back(tmp_path: Path) -> None:
     place, folder = tmp_path / "place", tmp_path / "folder"
     (place / "of_user").mkdir(parents=True)
     folder.mkdir()
-    for name in ("kept.txt", "other.txt", "atomic.txt", "user.txt", "of_user/inside.txt"):
+    for name in ("kept.txt", "other.txt", "atomic.txt", "user.txt", "shortened.txt", "of_user/inside.txt"):
         (place / name).write_text(name)
     before, began_s = listing(place), time.time()
     said = run_ranks(write_everywhere, 2, str(folder), str(place))

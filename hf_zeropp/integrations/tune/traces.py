@@ -184,6 +184,7 @@ class Traces:
 
 _ACTIONS: dict[str, Callable[..., None]] = {
     "open": Traces._open,
+    "os.truncate": Traces._write,
     "os.mkdir": Traces._write,
     "os.symlink": Traces._make_at,
     "os.link": Traces._make_at,
