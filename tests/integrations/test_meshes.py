@@ -18,6 +18,10 @@ from trainer_runs import UNQUANTIZED, VOCAB, build_trainer, callback_of, losses,
 from transformers import (
     AttentionInterface,
     AutoModelForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
     set_seed,
@@ -386,3 +390,94 @@ def with_other_micro_steps(rank: int, saved: str, mesh: dict) -> None:
 def test_other_micro_steps_on_some_ranks_raise_on_all(tmp_path, mesh):
     errors = expect_errors(with_other_micro_steps, WORLD, saved_model(str(tmp_path), mesh), KINDS[mesh], limit_s=300)
     assert any("DisagreementError" in error for error in errors), errors
+
+
+def tiny_family(family: str):
+    """Return a model of another family with eight experts in each of two layers."""
+    set_seed(0)
+    common = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if family == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**common))
+    return GptOssForCausalLM(
+        GptOssConfig(layer_types=["sliding_attention", "full_attention"], sliding_window=8, **common)
+    )
+
+
+def train_family(rank: int, folder: str, saved: str, implementation: str) -> dict[str, tuple]:
+    allow_parallelism_on_cpu()
+    found = {}
+    for name in ("stock", "unquantized", "defaults"):
+        config = DistributedConfig(fsdp_size=8, ep_size=4, ep_implementation=implementation)
+        model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config)
+        arguments = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
+        trainer = build_trainer(folder, WAYS[name][0], model=model, **arguments)
+        trainer.train()
+        handle = callback_of(trainer).handle
+        found[name] = losses(trainer), handle and (handle.traffic.counts, handle.predict(2), set(handle.traffic.others))
+    return found
+
+
+@pytest.mark.parametrize("implementation", ["all_to_all", "auto"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_other_families_of_experts(tmp_path, family, implementation):
+    saved = str(tmp_path / "model")
+    tiny_family(family).save_pretrained(saved)
+    for found in run_ranks(train_family, WORLD, str(tmp_path), saved, implementation, limit_s=300):
+        for way, bound in (("unquantized", 1e-6), ("defaults", 0.01)):
+            own, (counted, predicted, others) = found[way]
+            assert own == pytest.approx(found["stock"][0], rel=bound)
+            assert counted.keys() == predicted.keys() and "all-to-all, in passes" in others
+            for name, expected in predicted.items():
+                assert counted[name].cross_node == 3 * expected.cross_node, name
+                assert counted[name].intra_node == 3 * expected.intra_node, name
+
+
+def train_with_idle_experts(rank: int, saved: str) -> dict[str, tuple]:
+    """Train on one token again and again, so that one or two of eight experts get them all."""
+    settings = KINDS["fsdp x ep"] | {"ep_implementation": "all_to_all"}
+    received: list[int] = []
+
+    def exchange(tokens, sizes, sent, group, original=expert_parallel.all_to_all_single_autograd):
+        received.append(sum(sizes))
+        return original(tokens, sizes, sent, group)
+
+    found = {}
+    for name in ("stock", "unquantized"):
+        model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**settings))
+        if name != "stock":
+            apply_zeropp(model, WAYS[name][0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        received.clear()
+        own = []
+        with mock.patch.object(expert_parallel, "all_to_all_single_autograd", exchange):
+            for _ in range(3):
+                tokens = torch.full((1, 8), 7)
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                own.append(loss.item())
+        found[name] = own, min(received)
+    return found
+
+
+def test_experts_of_a_rank_that_no_token_reaches(tmp_path):
+    saved = saved_model(str(tmp_path), "fsdp x ep")
+    everywhere = run_ranks(train_with_idle_experts, WORLD, saved, limit_s=300)
+    assert min(found["unquantized"][1] for found in everywhere) == 0
+    for found in everywhere:
+        assert found["unquantized"][0] == pytest.approx(found["stock"][0], rel=1e-6)
