@@ -19,7 +19,15 @@ from hf_zeropp.comm.agreement import Agreement, Channel
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.node_memory import NodeMemory
-from hf_zeropp.comm.topology import ShardMesh, WorldGroups, get_replica_rounds, get_topology, new_cpu_group, own_group
+from hf_zeropp.comm.topology import (
+    ShardMesh,
+    WorldGroups,
+    get_replica_group,
+    get_replica_rounds,
+    get_topology,
+    new_cpu_group,
+    own_group,
+)
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
@@ -226,7 +234,9 @@ def _reduce_hops(mesh: ShardMesh, run: Run) -> TwoHopReduce:
     accumulator = getattr(torch, run.config.qgz_accumulator)
     rounds = get_replica_rounds(mesh.groups.replicas)
     replicas = [Hop(REDUCE_REPLICAS, group, run.traffic, is_async=run.config.overlap) for group in rounds]
-    return TwoHopReduce(node, cross, run.buffers, accumulator, replicas)
+    group = get_replica_group(mesh.groups.replicas)
+    whole = None if group is None else Hop(REDUCE_REPLICAS, group, run.traffic, is_async=run.config.overlap)
+    return TwoHopReduce(node, cross, run.buffers, accumulator, replicas, whole)
 
 
 def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:

@@ -98,6 +98,10 @@ class Peers:
         # each rank another one. In both a rank receives one slice per peer.
         return Bytes(1, self.intra_node * slice_bytes, self.cross_node * slice_bytes)
 
+    def bytes_in_all_reduce(self, num_bytes: int) -> Bytes:
+        """Return the bytes of one all-reduce of so many: those of a reduce-scatter and an all-gather."""
+        return self.bytes_of(2 * num_bytes // self.group_size)
+
     def bytes_in_ring(self, slice_bytes: int) -> Bytes:
         """Return the bytes of one flat all-gather of ``slice_bytes`` per rank, as gloo and NCCL run it.
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hf_zeropp import devices
-from hf_zeropp.traffic import Bytes, Peers, TimedWork, Traffic
+from hf_zeropp.traffic import Peers, TimedWork, Traffic
 
 # torch 2.13 renamed all_gather_into_tensor; both names move one contiguous buffer.
 _all_gather_buffers = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -132,15 +132,10 @@ class Hop:
         self._traffic.record(self.name, self.peers.bytes_of(rows.nbytes))
         return self._run(_all_gather_rows, output, rows)
 
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sum ``tensor`` over the ranks, in place, and wait for it. It counts as a reduce-scatter and an all-gather."""
-        self._traffic.record(self.name, self.all_reduce_bytes(tensor.nbytes))
-        if (work := self._run(_all_reduce_in_place, tensor, tensor)) is not None:
-            work.wait()
-
-    def all_reduce_bytes(self, num_bytes: int) -> Bytes:
-        """Return what ``all_reduce`` of so many bytes receives."""
-        return self.peers.bytes_of(2 * num_bytes // self.size)
+    def all_reduce(self, tensor: torch.Tensor) -> HopWork | None:
+        """Start to sum ``tensor`` over the ranks, in place. It counts as a reduce-scatter and an all-gather."""
+        self._traffic.record(self.name, self.peers.bytes_in_all_reduce(tensor.nbytes))
+        return self._run(_all_reduce_in_place, tensor, tensor)
 
     def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> HopWork | None:
         """Start output [size * B] <- from each rank, in group order, the part of its wire [size * B] for this rank."""

@@ -238,6 +238,24 @@ def get_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup]:
     return _replica_rounds[key]
 
 
+_replica_groups: dict[tuple[dist.ProcessGroup | None, ShardGroups], dist.ProcessGroup] = {}
+
+
+def get_replica_group(replica_groups: ShardGroups) -> dist.ProcessGroup | None:
+    """Return the group of all ranks that hold this rank's shard, which no one else uses; None without replicas.
+
+    It makes it once: every rank of the world must call it, with the same arguments.
+    """
+    rounds = get_replica_rounds(replica_groups)
+    if len(rounds) < 2:
+        return next(iter(rounds), None)
+    key = (dist.group.WORLD, replica_groups)
+    if key not in _replica_groups:
+        _meet()
+        _replica_groups[key] = _new_group([list(ranks) for ranks in replica_groups])
+    return _replica_groups[key]
+
+
 def _build_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup]:
     num_replicas, stride = len(replica_groups[0]), 1
     rounds = []

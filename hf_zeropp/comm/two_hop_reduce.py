@@ -13,7 +13,9 @@ quantized twice at most, on any number of ranks. Micro-steps add up in fp32, and
 
 Replicas of a model (HSDP) are added up in rounds, two of them in one, four in two: in each round a rank encodes its slice of the
 sum as the cross hop does, sends it to the ranks of other replicas that it meets in this round, and sums what all of them sent.
-All ranks of a round sum the same codes in the same order, so replicas stay equal bit for bit.
+All ranks of a round sum the same codes in the same order, so replicas stay equal bit for bit. Where rounds would take more bytes
+than an all-reduce of the sums, that runs in their place, as in stock HSDP: unquantized from three replicas on, and in INT4 beside
+bf16 where their number has a large prime factor, as 11 has.
 
 With one rank per node the node hop is empty. The partial sums are then the rank's own gradients, and are quantized once.
 """
@@ -29,6 +31,7 @@ import torch
 from hf_zeropp import ops
 from hf_zeropp.comm.hop import Flight, Hop, WireBuffers
 from hf_zeropp.ops.format import WireLayout
+from hf_zeropp.traffic import Bytes, Peers, total
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +52,27 @@ class ReduceLayouts:
         layout = self.node_hop
         return layout.numel * layout.raw_dtype.itemsize if self.is_native else layout.nbytes
 
+    def replicas_add_whole(self, rounds: Sequence[int]) -> bool:
+        """Whether an all-reduce of sums takes fewer bytes than codes in rounds of so many replicas each."""
+        num_codes, num_replicas = sum(size - 1 for size in rounds), math.prod(rounds)
+        return num_codes * num_replicas * self.cross_hop.nbytes > 2 * (num_replicas - 1) * self._sum_bytes
+
+    def replica_bytes(self, rounds: Sequence[Peers], replicas: Peers | None) -> Bytes:
+        """Return what a rank receives to add up replicas, with its peers in each round, and in all."""
+        if replicas is not None and self.replicas_add_whole([peers.group_size for peers in rounds]):
+            return replicas.bytes_in_all_reduce(self._sum_bytes)
+        return total(peers.bytes_of(self.cross_hop.nbytes) for peers in rounds)
+
+    def replica_buffer_bytes(self, rounds: Sequence[int]) -> int:
+        """Return the bytes that replicas leave on a rank at most: codes of a round, or sums."""
+        if self.replicas_add_whole(rounds):
+            return self._sum_bytes
+        return max(rounds, default=0) * self.cross_hop.nbytes
+
+    @property
+    def _sum_bytes(self) -> int:
+        return self.cross_hop.numel * self.cross_hop.raw_dtype.itemsize
+
 
 class TwoHopReduce:
     """Sum of flat gradients over the world, of which each rank receives its slice.
@@ -66,6 +90,7 @@ class TwoHopReduce:
         buffers: where wire buffers come from.
         accumulator: dtype in which partial sums are kept between micro-steps, fp32 or bf16.
         replica_hops: one for each round in which replicas are added up (``topology.get_replica_rounds``).
+        replicas: the hop over all of them, for an all-reduce in place of the rounds; None without replicas.
     """
 
     def __init__(
@@ -75,10 +100,12 @@ class TwoHopReduce:
         buffers: WireBuffers,
         accumulator: torch.dtype = torch.float32,
         replica_hops: Sequence[Hop] = (),
+        replicas: Hop | None = None,
     ) -> None:
         self.node_hop = node_hop
         self.cross_hop = cross_hop
         self.replica_hops = tuple(replica_hops)
+        self.replicas = replicas
         self._buffers = buffers
         self._accumulator = accumulator
 
@@ -96,6 +123,12 @@ class TwoHopReduce:
     def num_replicas(self) -> int:
         """The number of replicas that are added up."""
         return math.prod(hop.size for hop in self.replica_hops)
+
+    def hops_of_replicas(self, layouts: ReduceLayouts) -> tuple[Hop, ...]:
+        """Return the hops that add up replicas: the rounds, or an all-reduce, whichever takes fewer bytes."""
+        if self.replicas is not None and layouts.replicas_add_whole([hop.size for hop in self.replica_hops]):
+            return (self.replicas,)
+        return self.replica_hops
 
     def _arrives_summed(self, layouts: ReduceLayouts) -> bool:
         """Whether a node hop leaves partial sums, and no wires to decode."""
@@ -197,7 +230,7 @@ class TwoHopReduce:
         return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
 
     def start_replica_hop(self, index: int, flight: Flight, layouts: ReduceLayouts) -> Flight:
-        """Finish the hop before, and start one of ``replica_hops``: send the sums, encoded anew, to the ranks of this round.
+        """Finish the hop before, and start one of ``hops_of_replicas``: send the sums to its ranks, encoded anew, or add them up.
 
         Args:
             index: of the hop.
@@ -207,8 +240,13 @@ class TwoHopReduce:
         Returns:
             The hop under way.
         """
-        before, hop, layout = (self.cross_hop, *self.replica_hops)[index], self.replica_hops[index], layouts.cross_hop
-        received = flight.land(self._buffers)
+        before, hop = (self.cross_hop, *self.hops_of_replicas(layouts))[index : index + 2]
+        layout, received = layouts.cross_hop, flight.land(self._buffers)
+        if hop is self.replicas:
+            sums = torch.empty(layout.numel, dtype=layout.raw_dtype, device=received.device)
+            ops.dequantize_sum(received, layout, num_sources=before.size, dtype=sums.dtype, out=sums)
+            self._buffers.give(received)
+            return Flight(sums, hop.all_reduce(sums))
         wire = self._buffers.take(layout.nbytes, received.device)
         ops.dequantize_sum_quantize(received, layout, layout, num_sources=before.size, out=wire)
         self._buffers.give(received)
@@ -225,20 +263,19 @@ class TwoHopReduce:
             scale: factor of the sum, such as 1/W for a mean.
         """
         received = flight.land(self._buffers)
+        last = (self.cross_hop, *self.hops_of_replicas(layouts))[-1]
+        if last is self.replicas:
+            output.copy_(received).mul_(scale)
+            return
         ops.dequantize_sum(
-            received,
-            layouts.cross_hop,
-            num_sources=(self.cross_hop, *self.replica_hops)[-1].size,
-            scale=scale,
-            dtype=output.dtype,
-            out=output,
+            received, layouts.cross_hop, num_sources=last.size, scale=scale, dtype=output.dtype, out=output
         )
         self._buffers.give(received)
 
     def __call__(self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, *, scale: float = 1.0) -> None:
         """Run both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
         flight = self.start_cross_hop(layouts, None, self.start_node_hop(full, layouts))
-        for index in range(len(self.replica_hops)):
+        for index in range(len(self.hops_of_replicas(layouts))):
             flight = self.start_replica_hop(index, flight, layouts)
         self.finish(flight, layouts, output, scale)
 

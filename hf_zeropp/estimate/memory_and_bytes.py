@@ -433,7 +433,7 @@ class UnitReduce:
     def __init__(self, params: Iterable[ParamShape], setup: Setup, node_size: int) -> None:
         self.node_hop, self.cross_hop = two_hop_peers(node_size, setup)
         # The ranks that meet in a round are of different replicas, and so on different nodes.
-        self.replica_hops = [Peers(0, factor - 1) for factor in prime_factors(setup.replicas)]
+        self._rounds = [Peers(0, factor - 1) for factor in prime_factors(setup.replicas)]
         # ``qgz_until`` is left out: the estimate is of a step in which gradients are quantized.
         quantizes = setup.settings.quantizes_gradients
         self.layouts = reduce_layouts(
@@ -465,8 +465,9 @@ class UnitReduce:
         is_rounded = self._setup.config.qgz_accumulator == "bfloat16" and self._setup.micro_steps > 1
         copy = torch.float32.itemsize * num_nodes * layouts.node_hop.numel if is_rounded else 0
         # Rounds of replicas follow the cross hop. They send one slice, and receive one of each rank.
-        crossing = max(2 * num_nodes, *(1 + peers.group_size for peers in self.replica_hops), 0)
-        return received + max(sent, copy) + crossing * layouts.cross_hop.nbytes
+        wire = layouts.cross_hop.nbytes
+        of_replicas = wire + layouts.replica_buffer_bytes([peers.group_size for peers in self._rounds])
+        return received + max(sent, copy) + max(2 * num_nodes * wire, of_replicas)
 
     def hops(self, micro_steps: int) -> HopBytes:
         """Return what one rank receives in so many micro-steps."""
@@ -476,8 +477,15 @@ class UnitReduce:
             cross_hop=self.cross_hop,
             node_hop=self.node_hop,
             micro_steps=times,
-            replica_hops=self.replica_hops,
+            replica_hops=total(received for _, received in self.replica_hops()),
         )
+
+    def replica_hops(self) -> list[tuple[Peers, Bytes]]:
+        """Return the peers and bytes of each hop that adds up replicas."""
+        if self.layouts.replicas_add_whole([peers.group_size for peers in self._rounds]):
+            replicas = Peers(0, self._setup.replicas - 1)
+            return [(replicas, self.layouts.replica_bytes(self._rounds, replicas))]
+        return [(peers, self.layouts.replica_bytes([peers], None)) for peers in self._rounds]
 
 
 class FrozenGather:

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from hf_zeropp.comm.topology import prime_factors, resolve_hpz_size
+from hf_zeropp.comm.topology import resolve_hpz_size
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster
 from hf_zeropp.estimate.memory_and_bytes import (
@@ -33,6 +33,7 @@ from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.traffic import Bytes, Peers
 
 DEEPSPEED = "DeepSpeed ZeRO++"
+REPLICA_HOP = "replica hop"
 
 PREFETCH_NUMEL = 50_000_000
 """Elements that DeepSpeed prefetches at most: its default of ``stage3_prefetch_bucket_size``."""
@@ -248,7 +249,7 @@ class _Maker:
             first = again = self._crossing(unit.params) + self._node_gather(unit.params)
         on_rank = self._setup.config.accumulates_on_rank
         reduce_last = self._two_hop_reduce(unit.params, last=True, accumulates=not on_rank)
-        rounds = len(prime_factors(self._setup.replicas))
+        rounds = sum(stage.name == REPLICA_HOP for stage in reduce_last)
         behind = 2 + 2 * rounds if overlaps and not self._is_gloo and self.num_nodes > 1 else 0
         split = len(reduce_last) - behind
         return self._work(
@@ -393,10 +394,10 @@ class _Maker:
         result.append(stages.kernel("sum and encode", arrived + partial + left))
         if cross.group_size > 1:
             result.append(stages.exchange("cross hop", hops.cross_hop, cross))
-        for peers in reduce.replica_hops:
+        for peers, received in reduce.replica_hops():
             result.append(stages.kernel("sum and encode", left + wire))
-            result.append(stages.exchange("replica hop", peers.bytes_of(wire), peers))
-            left = peers.group_size * wire
+            result.append(stages.exchange(REPLICA_HOP, received, peers))
+            left = received.cross_node + wire
         return (*result, stages.kernel("finish", left + setup.reduce_dtype.itemsize * numel))
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 
 from hf_zeropp.comm.two_hops import GatherLayouts, ReduceLayouts
 from hf_zeropp.config import ZeroPPConfig
@@ -30,7 +29,7 @@ class HopBytes:
     Attributes:
         cross_hop: the collectives over the cross group.
         node_hop: the collectives over the node group. It has zero calls where each node has one rank.
-        replica_hops: the rounds in which replicas are added up. There are none without replicas.
+        replica_hops: the hops that add up replicas. There are none without replicas.
     """
 
     cross_hop: Bytes
@@ -144,7 +143,7 @@ def reduce_bytes(
     node_hop: Peers,
     micro_steps: int,
     crossings: int = 1,
-    replica_hops: Iterable[Peers] = (),
+    replica_hops: Bytes | None = None,
 ) -> HopBytes:
     """Return what one unit's gradient reductions send in one optimizer step.
 
@@ -156,7 +155,7 @@ def reduce_bytes(
         node_hop: peers in the node hop.
         micro_steps: result of ``reductions_per_step``.
         crossings: how many of them cross nodes. More than one do where hooks look at the unit's gradients.
-        replica_hops: peers in each round in which replicas are added up.
+        replica_hops: bytes of the hops that add up replicas (``ReduceLayouts.replica_bytes``); None without replicas.
     """
     # A rank receives from each peer of its node all Y slices of its cross group: their wires, or as many bytes of sums as a
     # ring of reduce-scatters passes on. A hop among one rank makes no call, and the table has no line for it.
@@ -164,5 +163,5 @@ def reduce_bytes(
     return HopBytes(
         cross_hop=cross_hop.bytes_of(layouts.cross_hop.nbytes).times(crossings),
         node_hop=within_node.times(micro_steps if node_hop.group_size > 1 else 0),
-        replica_hops=total(peers.bytes_of(layouts.cross_hop.nbytes) for peers in replica_hops).times(crossings),
+        replica_hops=(replica_hops or Bytes()).times(crossings),
     )

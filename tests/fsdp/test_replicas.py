@@ -21,8 +21,11 @@ from torch.distributed.tensor import DTensor
 from toy import EXACT, POLICIES, backward, full_gradients, full_weights, loss_of, loss_without_head, make_lm, shard
 
 from hf_zeropp import apply_zeropp, generation_mode
+from hf_zeropp.comm.topology import prime_factors
+from hf_zeropp.comm.two_hops import ReduceLayouts
 from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
-from hf_zeropp.traffic import REDUCE_REPLICAS
+from hf_zeropp.ops.format import Segment, WireLayout
+from hf_zeropp.traffic import REDUCE_REPLICAS, Peers
 
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 
@@ -320,7 +323,8 @@ FUNCTIONS = [
     drift,
 ]
 WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, FUNCTIONS, 2)}
-NUMBERS_OF_REPLICAS = {"3 x (2 x 1)": (6, 3), "4 x (2 x 1)": (8, 4)}
+# Unquantized, an all-reduce takes fewer bytes than rounds among three and more.
+NUMBERS_OF_REPLICAS = {"3 x (2 x 1)": (6, 3), "4 x (2 x 1)": (8, 4), "6 x (2 x 1)": (12, 6)}
 
 
 @Scenarios.parametrize_ways(WAYS)
@@ -382,4 +386,20 @@ def any_number_of_replicas(rank: int, num_replicas: int) -> None:
 @pytest.mark.parametrize("way", list(NUMBERS_OF_REPLICAS))
 def test_any_number_of_replicas(way):
     world_size, num_replicas = NUMBERS_OF_REPLICAS[way]
-    run_ranks(any_number_of_replicas, world_size, num_replicas)
+    run_ranks(any_number_of_replicas, world_size, num_replicas, limit_s=300)
+
+
+@pytest.mark.parametrize("bits", [3, 4, 8, None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_replicas_never_take_more_bytes_than_an_all_reduce(bits, dtype):
+    """Of each element stock receives 2 (R-1)/R times its own bytes. Large primes would take R-1 codes in one round."""
+    numel = 2**16
+    layout = WireLayout([Segment(numel, bits)], 128, dtype)
+    layouts = ReduceLayouts(layout, layout)
+    for num_replicas in range(2, 200):
+        rounds = [Peers(0, factor - 1) for factor in prime_factors(num_replicas)]
+        ours = layouts.replica_bytes(rounds, Peers(0, num_replicas - 1)).cross_node
+        assert ours <= 2 * numel * dtype.itemsize * (num_replicas - 1) / num_replicas, num_replicas
+    if bits == 4 and dtype == torch.bfloat16:
+        assert layouts.replica_bytes([Peers(0, 6)], Peers(0, 6)).cross_node == 6 * layout.nbytes
+        assert layouts.replica_bytes([Peers(0, 10)], Peers(0, 10)).cross_node == 2 * 2 * numel // 11 * 10

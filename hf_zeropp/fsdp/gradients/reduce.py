@@ -26,7 +26,7 @@ from hf_zeropp.fsdp.predictions import reduce_bytes, reductions_per_step
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
-from hf_zeropp.traffic import FSDP2_REDUCE, REDUCE_REPLICAS, Bytes, Peers, total
+from hf_zeropp.traffic import FSDP2_REDUCE, REDUCE_REPLICAS, Bytes, Peers
 
 # [Note: gradient accumulation]
 # On every micro-step but the last only the node hop runs. Its sums are added to a *partial*, 1/N of the unit in fp32 (or in
@@ -185,7 +185,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             flight = hops.start_cross_hop(layouts, sums, flight)
             del sums
             yield UnderWay(flight, crosses=True)
-            for index in range(len(hops.replica_hops)):
+            for index in range(len(hops.hops_of_replicas(layouts))):
                 flight = hops.start_replica_hop(index, flight, layouts)
                 yield UnderWay(flight, crosses=True)
 
@@ -261,13 +261,13 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         peers = Peers.of(group, self._traffic.ranks_per_node)
         self._traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
         work = self._fsdp2(output, flat, group, op, async_op)
-        if not self.hops.replica_hops:
+        if self.hops.replicas is None:
             return work
         # FSDP2 knows the shard group alone (``Unit.take_over_replicas``), and averages over no replicas.
         if work is not None:
             work.wait()
-        for hop in self.hops.replica_hops:
-            hop.all_reduce(output)
+        if (summed := self.hops.replicas.all_reduce(output)) is not None:
+            summed.wait()
         if self.unit.gradient_divide_factor is None:
             output.div_(self.hops.num_replicas)
         return None
@@ -328,7 +328,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             if partial.written is not None:
                 torch.accelerator.current_stream().wait_event(partial.written)
             flight = self.hops.start_cross_hop(partial.form.layouts, partial.sums)
-            for index in range(len(self.hops.replica_hops)):
+            for index in range(len(self.hops.hops_of_replicas(partial.form.layouts))):
                 flight = self.hops.start_replica_hop(index, flight, partial.form.layouts)
             self._finish(flight, partial.form, partial.others)
         if not self._has_unfinished:
@@ -376,19 +376,21 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if dtype not in FLOAT_DTYPES:  # FSDP2 reduces it
             output = sum(shard.padded_numel for shard in self.unit.param_shards(trainable_only=True)) * dtype.itemsize
             peers = Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
-            across = (hop.all_reduce_bytes(output) for hop in self.hops.replica_hops)
             own = {FSDP2_REDUCE: peers.bytes_of(output).times(micro_steps)}
-            return own | ({REDUCE_REPLICAS: total(across).times(micro_steps)} if self.hops.replica_hops else {})
+            if (replicas := self.hops.replicas) is None:
+                return own
+            return own | {REDUCE_REPLICAS: replicas.peers.bytes_in_all_reduce(output).times(micro_steps)}
         layouts = self.layouts(dtype)
         # A hook that looks at the unit's gradients lets them cross at every micro-step.
         crossings = micro_steps if self.unit.shows_reduced_output else 1
+        rounds, replicas = [hop.peers for hop in self.hops.replica_hops], self.hops.replicas
         predicted = reduce_bytes(
             layouts,
             cross_hop=cross.peers,
             node_hop=node.peers,
             micro_steps=micro_steps,
             crossings=crossings,
-            replica_hops=[hop.peers for hop in self.hops.replica_hops],
+            replica_hops=layouts.replica_bytes(rounds, None if replicas is None else replicas.peers),
         )
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 

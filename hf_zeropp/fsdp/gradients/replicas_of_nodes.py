@@ -48,8 +48,7 @@ class ReplicasOfNodes(CommObject):
         shards = self.unit.param_shards(trainable_only=True)
         output = sum(shard.padded_numel for shard in shards) * self.unit.reduce_dtype.itemsize
         collectives = [self._within.bytes_of(output)] if self._within.group_size > 1 else []
-        # An all-reduce is a reduce-scatter and an all-gather.
-        collectives += [self._replicas.bytes_of(2 * output // self._replicas.group_size)] if averages else []
+        collectives += [self._replicas.bytes_in_all_reduce(output)] if averages else []
         return total(collectives)
 
 
