@@ -153,7 +153,7 @@ class ZeroPPCallback(TrainerCallback):
             ValueError: the Trainer would not shard with FSDP2, or its TRL has no way to feed vLLM within the node.
         """
         _check_arguments(args, model)
-        plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=_settings_of(args))
+        plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=self._settings_for(args))
         self._take_part(args, plugin)
         # A model that Transformers sharded at load is not prepared by Accelerate. The plugin's own hook is never armed
         # for it, and there may be no FSDP plugin to replace.
@@ -163,6 +163,9 @@ class ZeroPPCallback(TrainerCallback):
             use_plugin(plugin)
         else:
             check_all_or_none(plugin)
+
+    def _settings_for(self, args: TrainingArguments) -> Any:
+        return _settings_of(args)
 
     def _take_part(self, args: TrainingArguments, plugin: ZeroPPPlugin) -> None:
         self._args, self._plugin = args, plugin
@@ -269,6 +272,17 @@ class ZeroPPCallback(TrainerCallback):
 class _DefaultCallback(ZeroPPCallback):
     """Part of every Trainer that is built after this module was imported: see the two notes above."""
 
+    _of_scripts: tuple[Any] | None = None
+
+    @classmethod
+    def serve_scripts(cls, settings: Any) -> None:
+        """Take part also where a script brings a model that is sharded already, with these settings, and says nothing of any."""
+        cls._of_scripts = (settings,)
+
+    def _settings_for(self, args: TrainingArguments) -> Any:
+        settings = super()._settings_for(args)
+        return self._of_scripts[0] if settings is None and self._of_scripts is not None else settings
+
     def _begin(self) -> None:
         """Leave everything as it is, because most Trainers have nothing to do with ZeRO++."""
 
@@ -279,7 +293,9 @@ class _DefaultCallback(ZeroPPCallback):
         active = getattr(AcceleratorState(), "fsdp_plugin", None)
         launched = active if isinstance(active, ZeroPPPlugin) else None
         wants = _wants_zeropp(args)
-        if launched is None and not wants:
+        # Accelerate has no plugin for a model that Transformers sharded at load, so none stands here under ``hf_zeropp.run``.
+        is_run = self._of_scripts is not None and wants is None and _is_sharded(model)
+        if launched is None and not wants and not is_run:
             return
         super()._begin()
         # The plugin that stands already has the settings of the environment, or those that a script gave its own
@@ -311,6 +327,7 @@ class _DefaultCallback(ZeroPPCallback):
 
 
 cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_DefaultCallback)
+serve_scripts = _DefaultCallback.serve_scripts
 
 
 def _settings_of(args: TrainingArguments) -> Any:

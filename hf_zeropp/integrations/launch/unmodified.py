@@ -57,8 +57,10 @@ def put_in_force(settings: Settings = None) -> None:
         _watch_first_steps()
     # Importing the module puts the callback among the Trainer's defaults. It is imported here and not above, because that
     # takes a second, and wrong settings should be refused before.
-    import hf_zeropp.integrations.trainer  # noqa: F401
+    from hf_zeropp.integrations.trainer import serve_scripts
 
+    if is_enabled():
+        serve_scripts(settings)
     _patch_accelerator()
 
 

@@ -1,0 +1,74 @@
+"""A model that Transformers shards at load, in a script that does not know this package, run as ``hf-zeropp launch`` runs it."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+from harness import expect_errors, run_ranks
+from test_meshes import allow_parallelism_on_cpu
+from test_unmodified import LAUNCHED, UNQUANTIZED, run_script
+from trainer_runs import build_trainer, tiny_model
+from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
+
+from hf_zeropp.integrations.accelerate import let_stock_plugin_count_on_cpu
+
+SCRIPT = Path(__file__).parent / "scripts/sharded_at_load.py"
+NODES = {"ZEROPP_RANKS_PER_NODE": "1"}
+
+
+def run_on_cpu(rank: int, command: list[str]) -> dict | None:
+    allow_parallelism_on_cpu()
+    return run_script(rank, command, micro_steps=2)
+
+
+def run(folder: Path, env: dict) -> tuple[list[float], dict | None]:
+    (folder / "out").mkdir(exist_ok=True)
+    command = [str(SCRIPT), "--model", str(folder / "model"), "--out", str(folder / "out")]
+    counts = run_ranks(run_on_cpu, 4, command, env=env, init=False)
+    return json.loads((folder / "out/losses.json").read_text()), counts[0]
+
+
+def test_an_unmodified_script_with_replicas(tmp_path: Path) -> None:
+    tiny_model().save_pretrained(tmp_path / "model")
+    off, without = run(tmp_path, NODES | {"ZEROPP_ENABLED": "0"})
+    unquantized, _ = run(tmp_path, NODES | UNQUANTIZED)
+    ours, counts = run(tmp_path, NODES)
+    assert without is None
+    assert unquantized == pytest.approx(off, rel=1e-6)
+    assert ours == pytest.approx(off, rel=0.01) and ours != off
+    # ``run_script`` gives a rank's part of nodes of two, and here a node is one rank.
+    assert 2 * counts["counted"] == pytest.approx(counts["predicted"], rel=1e-6)
+
+
+def run_as_stock(rank: int, folder: str) -> None:
+    allow_parallelism_on_cpu()
+    let_stock_plugin_count_on_cpu()
+    sys.argv = ["python", "--model", f"{folder}/model", "--out", folder]
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_accelerate_takes_no_such_model_where_its_file_says_fsdp(tmp_path: Path) -> None:
+    """The model is sharded already. Accelerate would do it, and says so without this package too."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    for error in expect_errors(run_as_stock, 4, str(tmp_path), env=LAUNCHED, init=False):
+        assert "When using FSDP2, a model and optimizer must be passed together to `Accelerator.prepare()`" in error
+
+
+def train_with_checkpoints(rank: int, folder: str, saved: str) -> None:
+    allow_parallelism_on_cpu()
+    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(fsdp_size=2))
+    build_trainer(folder, {"ranks_per_node": 1}, model=model, fsdp=None, save_strategy="steps", save_steps=1)
+
+
+def test_transformers_does_not_resume_models_that_it_shards_at_load(tmp_path: Path) -> None:
+    """The guide says so by these words."""
+    saved = str(tmp_path / "model")
+    tiny_model().save_pretrained(saved)
+    for error in expect_errors(train_with_checkpoints, 2, str(tmp_path), saved):
+        assert "Resuming is not supported for models sharded at load time (`DistributedConfig`)" in error
+        assert "save_only_model=True" in error
