@@ -133,7 +133,7 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
         text: tuple[str | None, str | None] = (None, None)
         if args.pretraining:
             files, checkpoint = stack.enter_context(checkpoint_of(cluster, recipe, args.pretraining))
-            text = files.train, checkpoint
+            text = files.code.train, checkpoint
         for learning_rate, keys in itertools.groupby(missing, lambda key: key.learning_rate):
             own = shape_of(args), args.batch_size, args.seq_len, learning_rate, *text
             _measure_all(list(keys), own, cluster, args, study, lambda key: progress.update(task, description=str(key)))

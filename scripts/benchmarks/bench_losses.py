@@ -1,21 +1,22 @@
-"""What do ZeRO++ and its presets cost in training loss, from scratch and from a checkpoint on, beside stock FSDP2?
+"""What do ZeRO++ and its presets cost in loss, beside stock FSDP2: from scratch, in fine-tuning, with LoRA, in DPO?
 
-    python scripts/benchmarks/bench_losses.py --steps 300
-    python scripts/benchmarks/bench_losses.py --rates 1e-6 1e-5 1e-4 1e-3 --seeds 0 --output scripts/results/fine_tuning.json
+    python scripts/benchmarks/bench_losses.py
+    python scripts/benchmarks/bench_losses.py --tasks fine-tuning --seeds 0 --rates 1e-5
 
-The first form trains from scratch with a schedule. With ``--rates`` a model is trained from scratch once, and every run goes on
-from there at a constant learning rate. A seed sets the order of the text, and from scratch the weights, the same for every
-variant. Runs are on 2 nodes x 2 ranks at full network speed, and nothing is timed. Every run keeps a curve, whose last point is
-its end.
+A model is trained from scratch, or goes on from a checkpoint that was trained on source code: to English documentation, to LoRA
+adapters for it, or to a preference for it. A seed sets the order of the text, and from scratch the weights, the same for every
+variant. Runs are on 2 nodes x 2 ranks at full network speed, and nothing is timed. Differences to stock are taken within a seed,
+and intervals are those of Student's t over the seeds.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,240 +25,273 @@ from library.pages import Grid, report
 from library.plots import colors_of, model_text, panels, save
 from library.study import Study, make_parser, parse, rank_environment, require, shape_of, study_of
 from library.text import SERVED, checkpoint_of
-from library.variants import FINE_TUNING_VARIANTS, LOSS_VARIANTS, ConstantRecipe, Recipe, shown
+from library.variants import LOSS_VARIANTS, Recipe, shown
 from rich.progress import Progress
 
-SCRATCH_VARIANTS = ("stock", "qwz", "hpz", "qgz", "balanced", "balanced, qgz_until 0.5", "unblocked")
+WHOLE_MODEL = (
+    "stock",
+    "balanced",
+    "half_model",
+    "min_traffic",
+    "exact",
+    "exact, 3-bit gradients",
+    "paper",
+    "balanced, native node hops",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What models learn in a part of the study.
+
+    Attributes:
+        title: in tables.
+        rates: learning rates of AdamW.
+        variants: the first is the one with which the others are compared.
+        recipe: fields of ``Recipe`` that are its own.
+        checkpoint: whether it goes on from the checkpoint.
+        length: its steps, as a multiple of those on the command line.
+    """
+
+    title: str
+    rates: tuple[float, ...]
+    variants: tuple[str, ...]
+    recipe: dict[str, Any]
+    checkpoint: bool = True
+    length: int = 1
+
+
+_GOES_ON = {"warmup": None, "text": "documentation"}
+_LORA = ("lora-stock", "lora-4", "lora-4, half_model", "lora-4, min_traffic", "lora-4, exact")
+TASKS = {
+    "scratch": Task("from scratch", (1e-3,), (*WHOLE_MODEL, "unblocked"), {}, checkpoint=False, length=2),
+    "fine-tuning": Task("fine-tuning", (1e-6, 1e-5, 1e-4, 1e-3), WHOLE_MODEL, _GOES_ON),
+    "lora": Task("LoRA", (1e-3,), _LORA, _GOES_ON | {"adapters": True}),
+    "dpo": Task("DPO", (1e-5,), WHOLE_MODEL[:5], _GOES_ON | {"preferences": True, "batch_size": 2}),
+}
 QUICK = {
+    "tasks": ["scratch", "fine-tuning"],
+    "rates": [1e-3],
+    "variants": ["stock", "balanced", "half_model", "min_traffic", "exact"],
     "seeds": [0],
-    "steps": 24,
-    "batch_size": 2,
-    "points": 2,
+    "steps": 10,
+    "pretraining": 20,
     "hidden_size": 128,
     "layers": 2,
-    "learning_rate": 1e-3,
 }
-QUICK_SCRATCH = QUICK | {"variants": ["stock", "balanced", "half_model", "min_traffic"]}
-QUICK_FINE_TUNING = QUICK | {"variants": ["stock", "exact"], "steps": 8, "pretraining": 20}
-TITLE = "The loss of each preset beside stock FSDP2"
-FINE_TUNING_TITLE = "Fine-tuning: loss and bytes of each preset beside stock FSDP2"
-INTRO = """A Llama from scratch; the seed sets its weights as well, and the learning rate follows a cosine. The shaded band of the
-plot is the spread over seeds. `paper` is ZeRO++ as published (INT8 weights, INT4 gradients in both hops); the other presets send
-INT8 gradients inside the node. *One scale per shard* is the paper's negative control: one for a rank's whole shard of each
-parameter."""
-FINE_TUNING_INTRO = """A Llama was trained from scratch. From this checkpoint each run goes on with a new AdamW at a constant
-learning rate, without warm-up. Progress is the validation loss at the start minus that at the end of the run. The density of a
-unit is the share of its bf16 weights that change in a step, from exact's runs."""
-COMMON = """
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262}
+"""The 97.5 % point of Student's t by the number of seeds."""
 
-The text is the source code of Python's standard library (BPE of its own, every tenth module held out); 2 nodes x 2 ranks, fp32
-masters, bf16 compute, AdamW (betas 0.9 and 0.95, weight decay 0.1), steps of {tokens} tokens. A seed sets the order of the text,
-the same for every variant, and losses are compared within a seed. M is the model in bf16 times (Y-1)/Y for Y nodes. Bytes are
-counted by the package (scales, sizes and padding included, protocol headers not), as means over all steps but the first, which
-sends whole weights. Those of stock FSDP2 were not counted: it sends at least 2 M of weights and 1 M of gradients."""
+TITLE = "The loss of each preset beside stock FSDP2"
+INTRO = """A Llama is trained on the source code of Python's standard library from scratch, with a schedule. Another such model,
+trained for {pretraining} steps, is the checkpoint from which the other tasks go on, at a constant learning rate
+without warm-up: *fine-tuning* to the English of Python's language reference, *LoRA* of rank 8 for the same text, on a
+base in bf16 (stock FSDP2) or in 4 bits, and *DPO* (beta 0.1), which is to prefer the text's own continuations to
+those of other places. Every tenth module or topic is held out for validation.
+
+2 nodes x 2 ranks, fp32 masters, bf16 compute, AdamW (betas 0.9 and 0.95, weight decay 0.1), steps of {tokens} tokens
+(DPO: {pairs} pairs). A seed sets the order of the text, and from scratch the weights, the same for every variant.
+Differences are taken within a seed; brackets hold the mean's 95 % interval by Student's t over the seeds. **Bold**:
+the interval excludes stock, so the difference is real. *Progress* is what a run takes off the validation loss, over
+what stock takes off. `paper` is ZeRO++ as published (INT8 weights, INT4 gradients in both hops); *native node hops*
+leave 16 bits within the node, the default on accelerators; *one scale per shard* is the paper's negative control.
+Bytes are counted by the package (scales, sizes and padding included), as means over all steps but the first, in M,
+the model in bf16 times (Y-1)/Y for Y nodes."""
 FIXED = ("recipe", "pretraining")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
-    parser = make_parser(__doc__, "convergence.json")
-    parser.set_defaults(hidden_size=256, layers=4)
-    parser.add_argument("--rates", nargs="+", type=float, default=[], help="of AdamW, constant, behind a checkpoint")
-    parser.add_argument("--variants", nargs="+", default=SCRATCH_VARIANTS, choices=list(LOSS_VARIANTS))
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=500, help="of each run")
-    parser.add_argument("--pretraining", type=int, default=0, help="steps before the checkpoint; 300 with --rates")
-    parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and step")
-    parser.add_argument("--learning-rate", type=float, default=2e-3, help="the highest of the schedule")
-    parser.add_argument("--points", type=int, default=20, help="points of each curve")
-    if "--rates" not in argv:
-        return parse(parser, QUICK_SCRATCH, argv)
-    parser.set_defaults(variants=FINE_TUNING_VARIANTS, steps=150, points=10, pretraining=300)
-    return parse(parser, QUICK_FINE_TUNING, argv)
+    parser = make_parser(__doc__, "losses.json")
+    parser.set_defaults(hidden_size=384, layers=2)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--rates", nargs="+", type=float, help="only these of each task's learning rates")
+    parser.add_argument("--variants", nargs="+", choices=list(LOSS_VARIANTS), help="only these of each task's")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
+    parser.add_argument("--steps", type=int, default=60, help="of a run; one from scratch has twice as many")
+    parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
+    parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank and step")
+    parser.add_argument("--points", type=int, default=2, help="points of each curve")
+    return parse(parser, QUICK, argv)
 
 
 # ---------------------------------------------------------------------------------------------------------- measurement
 
 
 def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
-    """Make the checkpoint, and run every rate, variant and seed that the study lacks.
+    """Make the checkpoint, and run every task, rate, variant and seed that the study lacks.
 
     Seeds are the outer loop, so that a study that is stopped has complete comparisons for some seeds.
     """
-    rates = args.rates or [None]
-    wanted = [(rate, variant, seed) for seed in args.seeds for rate in rates for variant in args.variants]
+    wanted = [
+        (name, rate, variant, seed)
+        for seed in args.seeds
+        for name in args.tasks
+        for rate in TASKS[name].rates
+        for variant in TASKS[name].variants
+        if (not args.rates or rate in args.rates) and (not args.variants or variant in args.variants)
+    ]
     missing = [key for key in wanted if _find(study, *key) is None]
     if not missing:
         return
-    task = progress.add_task("preparing the text", total=len(missing) * args.points)
+    bar = progress.add_task("pretraining", total=len(missing))
     recipe = recipe_of(args)
+    pretraining = args.pretraining if any(TASKS[name].checkpoint for name, *_ in missing) else 0
     with (
         Cluster(2, 2, rank_environment(threads=1)) as cluster,
-        checkpoint_of(cluster, recipe, args.pretraining) as (files, checkpoint),
+        checkpoint_of(cluster, dataclasses.replace(recipe, batch_size=4), pretraining) as (files, checkpoint),
     ):
-        for rate, variant, seed in missing:
-            progress.update(task, description=f"{variant}, seed {seed}" + (f", {rate:g}" if rate else ""))
-            own = ConstantRecipe(**vars(recipe) | {"learning_rate": rate}) if rate else recipe
+        for name, rate, variant, seed in missing:
+            progress.update(bar, description=f"{name}, {variant}, {rate:g}, seed {seed}")
+            task, steps = TASKS[name], args.steps * TASKS[name].length
+            own = dataclasses.replace(recipe, **task.recipe, steps=steps, learning_rate=rate)
             # Behind a checkpoint seeds are others than the checkpoint's, so that no run sees its batches again.
-            with cluster.start(SERVED, variant, seed + (1000 if rate else 0), own, files, checkpoint) as ranks:
-                row = train(ranks, args.steps, args.points, lambda: progress.advance(task))
-            study.add("runs", {"rate": rate, "variant": variant, "seed": seed, **row})
+            place = (seed + 1000, own, files, checkpoint) if task.checkpoint else (seed, own, files)
+            with cluster.start(SERVED, variant, *place) as ranks:
+                row = train(ranks, steps, args.points)
+            study.add("runs", {"task": name, "rate": rate, "variant": variant, "seed": seed, **row})
+            progress.advance(bar)
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
-    """Return the settings of the checkpoint, and of all runs but for the learning rate."""
-    return Recipe(shape_of(args), args.steps, args.batch_size, learning_rate=args.learning_rate)
+    """Return the settings of the checkpoint, over which those of a task go."""
+    return Recipe(shape_of(args), args.steps, args.batch_size, learning_rate=1e-3)
 
 
-def train(ranks: Ranks, steps: int, points: int, advance: Callable[[], None]) -> dict[str, Any]:
-    """Train one run to its end, and return its row: losses, bytes, and the curves of loss and density."""
-    start = ranks.call("evaluate")[0]
-    curve: dict[str, Any] = {"step": [], "train": [], "validation": [], "density": {}}
-    done = 0
+def train(ranks: Ranks, steps: int, points: int) -> dict[str, Any]:
+    """Train one run to its end, and return its row: losses and bytes."""
+    curve: dict[str, list[float]] = {"step": [0], "validation": [ranks.call("evaluate")[0]]}
     for point in range(1, points + 1):
         upto = round(steps * point / points)
-        if upto > done:
-            curve["step"].append(upto)
-            curve["train"].append(ranks.call("train", upto - done)[0])
-            for unit, share in ranks.call("density")[0].items():
-                curve["density"].setdefault(unit, []).append(share)
-            curve["validation"].append(ranks.call("evaluate")[0])
-        done = upto
-        advance()
-    return {"start": start, "final": curve["validation"][-1], **ranks.call("sent")[0], "curve": curve}
+        ranks.call("train", upto - curve["step"][-1])
+        curve["step"].append(upto)
+        curve["validation"].append(ranks.call("evaluate")[0])
+    return {"start": curve["validation"][0], "final": curve["validation"][-1], **ranks.call("sent")[0], "curve": curve}
 
 
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def _find(study: Study, rate: float | None, variant: str, seed: int) -> dict[str, Any] | None:
-    return study.find("runs", rate=rate, variant=variant, seed=seed)
+@dataclasses.dataclass(frozen=True)
+class Interval:
+    """A mean over seeds with the bounds of its 95 % interval. With one seed they are infinite."""
+
+    mean: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Return the interval of the mean of normally distributed values."""
+        mean = statistics.mean(values)
+        num = len(values)
+        half = STUDENT_T[num] * statistics.stdev(values) / math.sqrt(num) if num in STUDENT_T else math.inf
+        return cls(mean, mean - half, mean + half)
+
+    def text(self, form: Callable[[float], str], exact: float) -> str:
+        """Return mean and bounds; bold where they exclude ``exact``."""
+        if math.isinf(self.low):
+            return form(self.mean)
+        shown = f"{form(self.mean)} [{form(self.low)}, {form(self.high)}]"
+        return shown if self.low <= exact <= self.high else f"**{shown}**"
 
 
-def rates_of(study: Study) -> list[Any]:
-    """Return the learning rates of runs behind a checkpoint, or None alone."""
-    rates = {run["rate"] for run in study.rows("runs")}
-    return [None] if rates == {None} else sorted(rates)
+def _find(study: Study, task: str, rate: float, variant: str, seed: int) -> dict[str, Any] | None:
+    return study.find("runs", task=task, rate=rate, variant=variant, seed=seed)
 
 
-def runs_of(study: Study, rate: float | None, variant: str) -> list[dict[str, Any]]:
-    """Return a variant's runs at a rate, one per seed."""
-    return [run for run in study.rows("runs") if (run["rate"], run["variant"]) == (rate, variant)]
+def cells_of(study: Study, name: str) -> list[tuple[float, list[str]]]:
+    """Return the learning rates of a task, each with the variants that ran beside stock."""
+    task = TASKS[name]
+    found = [(rate, [one for one in task.variants if pairs_of(study, name, rate, one)]) for rate in task.rates]
+    return [(rate, variants) for rate, variants in found if variants]
 
 
-def variants_of(study: Study) -> list[str]:
-    """Return the variants that have run, in the order in which they first did."""
-    return list(dict.fromkeys(run["variant"] for run in study.rows("runs")))
-
-
-def beside_stock(study: Study, runs: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return each of the runs with stock's of the same rate and seed, where there is one."""
-    pairs = [(run, _find(study, run["rate"], "stock", run["seed"])) for run in runs]
+def pairs_of(study: Study, name: str, rate: float, variant: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the runs of a cell, one per seed, each with stock's of the same seed."""
+    runs = [run for run in study.rows("runs") if (run["task"], run["rate"], run["variant"]) == (name, rate, variant)]
+    pairs = [(run, _find(study, name, rate, TASKS[name].variants[0], run["seed"])) for run in runs]
     return [(run, stock) for run, stock in pairs if stock is not None]
 
 
-def change_of(study: Study, runs: list[dict[str, Any]]) -> float | None:
-    """Return by how much the final losses exceed stock's with the same seed, relative, the mean over seeds."""
-    changes = [run["final"] / stock["final"] - 1 for run, stock in beside_stock(study, runs)]
-    return statistics.mean(changes) if changes else None
+def change_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Interval:
+    """Return by how much the final losses exceed stock's, relative."""
+    return Interval.of([run["final"] / stock["final"] - 1 for run, stock in pairs])
 
 
-def progress_of(study: Study, runs: list[dict[str, Any]]) -> float | None:
-    """Return what runs have learned over what stock has, the mean over seeds; None where no start is known."""
-    shares = [
-        (stock["start"] - run["final"]) / (stock["start"] - stock["final"])
-        for run, stock in beside_stock(study, runs)
-        if stock.get("start", 0.0) > stock["final"]
-    ]
-    return statistics.mean(shares) if shares else None
+def progress_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Interval:
+    """Return what runs have learned over what stock has. Both begin where stock does: packed weights are part of the cost."""
+    return Interval.of([(stock["start"] - run["final"]) / (stock["start"] - stock["final"]) for run, stock in pairs])
 
 
-def sent_by(run: dict[str, Any]) -> tuple[float, float] | None:
-    """Return the bytes of weights and gradients across nodes in a step, of M; None where older runs did not count them."""
-    if run["variant"] == "stock":
-        return 2.0, 1.0
-    return (run["weights"], run["gradients"]) if run.get("weights") is not None else None
+def sent_by(run: dict[str, Any]) -> float | None:
+    """Return the bytes of weights and gradients across nodes in a step, of M; None for FSDP2's own, which were not counted."""
+    return None if run["weights"] is None else run["weights"] + run["gradients"]
 
 
-def loss_grid(study: Study) -> Grid:
-    """Make the table of final validation losses, by learning rate and variant, and of bytes where they were counted."""
-    counts = any(sent_by(run) for run in study.rows("runs") if run["variant"] != "stock")
-    columns = ("seeds", "loss", "std", "to stock", "of stock's progress", "weights", "gradients", "whole step")
-    title = f"validation loss after {study.conditions['recipe']['steps']} steps"
-    if counts:
-        title += ", and bytes across nodes in a step, of M"
-    grid = Grid(title, ("variant", *columns[: None if counts else 5]))
-    for rate in rates_of(study):
-        for variant in variants_of(study):
-            if not (runs := runs_of(study, rate, variant)):
-                continue
-            sent, losses = sent_by(runs[0]), [run["final"] for run in runs]
-            change, progress = change_of(study, runs), progress_of(study, runs)
-            row = [shown(variant) + ("" if rate is None else f", {rate:g}"), str(len(losses))]
-            row += [f"{statistics.mean(losses):.4f}", f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else ""]
-            row += ["" if change is None else f"{change:+.3%}", "" if progress is None else f"{progress:.1%}"]
-            if counts:
-                row += [f"{figure:.3f}" for figure in (*sent, sum(sent))] if sent else ["", "", ""]
-            grid.rows.append(row)
-    return grid
-
-
-def density_grid(study: Study) -> Grid:
-    """Make the table of changed weights by unit, in the first and in the last part of exact's runs."""
-    rates = rates_of(study)
-    grid = Grid("Weights that change in a step: first and last point of exact's runs", ("unit", *map(str, rates)))
-    runs = [next(iter(runs_of(study, rate, "exact")), None) for rate in rates]
-    for unit in next((run["curve"]["density"] for run in runs if run), []):
-        curves = [run and run["curve"]["density"][unit] for run in runs]
-        grid.rows.append([unit, *(f"{curve[0]:.1%} → {curve[-1]:.1%}" if curve else "" for curve in curves)])
+def loss_grid(study: Study, name: str) -> Grid:
+    """Make the table of a task: losses, differences to stock, progress and bytes, by learning rate and variant."""
+    columns = ("rate, variant", "seeds", "loss", "std over seeds", "loss to stock", "progress", "bytes, M")
+    grid = Grid(f"{TASKS[name].title}: validation loss at the end", columns)
+    for rate, variants in cells_of(study, name):
+        for variant in variants:
+            pairs = pairs_of(study, name, rate, variant)
+            losses, sent = [run["final"] for run, _ in pairs], sent_by(pairs[0][0])
+            row = [f"{rate:g}, {shown(variant)}", str(len(pairs)), f"{statistics.mean(losses):.4f}"]
+            row += [f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else ""]
+            if variant != TASKS[name].variants[0]:
+                row += [change_of(pairs).text("{:+.3%}".format, 0.0), progress_of(pairs).text("{:.1%}".format, 1.0)]
+            else:
+                row += ["", ""]
+            grid.rows.append([*row, f"{sent:.3f}" if sent is not None else ""])
     return grid
 
 
 def plot(study: Study, path: Path) -> None:
-    """Draw losses over steps from scratch; behind a checkpoint, what was learned and sent over the learning rate."""
-    recipe, rates = study.conditions["recipe"], rates_of(study)
-    conditions = f"{model_text(recipe['shape'])}, 2 nodes x 2 ranks, {recipe['steps']} steps of one micro-step"
-    heading = "Training from scratch" if rates == [None] else "Fine-tuning from a checkpoint"
-    figure, axes = panels(2, f"{heading}, beside stock FSDP2\n{conditions}")
-    for variant, color in colors_of(variants_of(study)).items():
-        if rates == [None]:
-            _plot_curves(axes, study, runs_of(study, None, variant), color)
-        else:
-            _plot_rates(axes, study, variant, color)
+    """Draw the progress of fine-tuning and its bytes over the learning rate, and losses from scratch beside stock's."""
+    conditions = f"{model_text(study.conditions['recipe']['shape'])}, 2 nodes x 2 ranks, one micro-step"
+    title = f"Loss of each preset beside stock FSDP2: mean over seeds, and its 95 % interval\n{conditions}"
+    figure, axes = panels(3, title)
+    learned, bytes_sent, above = axes
+    for variant, color in colors_of(WHOLE_MODEL[1:]).items():
+        _plot_rates(study, variant, color, learned, bytes_sent)
+        _plot_scratch(study, variant, color, above)
+    learned.set(xlabel="learning rate of fine-tuning", ylabel="% of stock's progress", xscale="log")
+    bytes_sent.set(
+        xlabel="learning rate of fine-tuning", ylabel="bytes across nodes in a step, of M (stock: 3)", xscale="log"
+    )
+    bytes_sent.set_ylim(bottom=0)
+    above.set(xlabel="step, from scratch", ylabel="loss, % above stock FSDP2, same seed")
+    for axis, exact in ((learned, 100), (above, 0)):
+        axis.axhline(exact, color="black", linewidth=1, label=shown("stock"))
     save(figure, path)
 
 
-def _plot_curves(axes: list[Any], study: Study, runs: list[dict[str, Any]], color: Any) -> None:
-    """Draw the mean loss over seeds, and how far it is above stock's: the mean, and a band of all seeds."""
-    import numpy as np
-
-    losses, changes = axes
-    steps, label = runs[0]["curve"]["step"], shown(runs[0]["variant"])
-    losses.plot(steps, np.mean([run["curve"]["validation"] for run in runs], axis=0), color=color, label=label)
-    losses.set(xlabel="step", ylabel="validation loss, mean over seeds")
-    above = [
-        100 * (np.divide(run["curve"]["validation"], stock["curve"]["validation"]) - 1)
-        for run, stock in beside_stock(study, runs)
-    ]
-    changes.plot(steps, np.mean(above, axis=0), color=color, label=label)
-    changes.fill_between(steps, np.min(above, 0), np.max(above, 0), color=color, alpha=0.15)
-    changes.set(xlabel="step", ylabel="loss, % above stock FSDP2, same seed")
-
-
-def _plot_rates(axes: list[Any], study: Study, variant: str, color: Any) -> None:
-    """Draw the share of stock's progress, and the bytes of a step, over the learning rate."""
-    learned, bytes_sent = axes
-    rates = [rate for rate in rates_of(study) if runs_of(study, rate, variant)]
-    shares = [progress_of(study, runs_of(study, rate, variant)) for rate in rates]
-    learned.plot(
-        rates, [100 * share if share else None for share in shares], color=color, marker="o", label=shown(variant)
+def _plot_rates(study: Study, variant: str, color: Any, learned: Any, bytes_sent: Any) -> None:
+    rates = [rate for rate, variants in cells_of(study, "fine-tuning") if variant in variants]
+    cells = [pairs_of(study, "fine-tuning", rate, variant) for rate in rates]
+    shares = [progress_of(pairs) for pairs in cells]
+    half = [100 * (share.high - share.mean) if math.isfinite(share.high) else 0.0 for share in shares]
+    label = shown(variant)
+    learned.errorbar(
+        rates, [100 * share.mean for share in shares], half, color=color, marker="o", capsize=3, label=label
     )
-    learned.set(xlabel="learning rate", ylabel="% of stock's progress", xscale="log", ylim=(0, 110))
-    if variant != "stock":
-        sent = [sum(sent_by(runs_of(study, rate, variant)[0]) or ()) for rate in rates]
-        bytes_sent.plot(rates, sent, color=color, marker="o", label=shown(variant))
-    bytes_sent.set(xlabel="learning rate", ylabel="bytes across nodes in a step, of M (stock: 3)", xscale="log")
-    bytes_sent.set_ylim(bottom=0)
+    bytes_sent.plot(rates, [sent_by(pairs[0][0]) for pairs in cells], color=color, marker="o", label=label)
+
+
+def _plot_scratch(study: Study, variant: str, color: Any, above: Any) -> None:
+    for rate, variants in cells_of(study, "scratch"):
+        if variant in variants:
+            pairs = pairs_of(study, "scratch", rate, variant)
+            curves = [
+                [
+                    100 * (ours / its - 1)
+                    for ours, its in zip(*(one["curve"]["validation"] for one in pair), strict=True)
+                ]
+                for pair in pairs
+            ]
+            mean = [statistics.mean(point) for point in zip(*curves, strict=True)]
+            above.plot(pairs[0][0]["curve"]["step"], mean, color=color, marker="o", label=shown(variant))
 
 
 def check_direction(study: Study) -> None:
@@ -266,39 +300,33 @@ def check_direction(study: Study) -> None:
     Raises:
         SystemExit: the direction of a result is wrong.
     """
-    rates = rates_of(study)
-    stock = runs_of(study, rates[-1], "stock")[0]
-    claims = {"stock learns": stock["final"] < stock["start"]}
-    for variant in variants_of(study)[1:]:
-        far = abs(change_of(study, runs_of(study, rates[-1], variant)) or 0.0)
-        claims[f"{variant} stays within 3 % of stock"] = far < 0.03
-    if rates == [None]:
-        half, least = (sum(sent_by(runs_of(study, None, name)[0])) for name in ("half_model", "min_traffic"))
-        claims["half a model crosses"] = 0.5 < half < 0.56
-        claims["three eighths of a model cross"] = 0.375 < least < 0.44
-    else:
-        slow, fast = (runs_of(study, rate, "exact")[0] for rate in (rates[0], rates[-1]))
-        claims["exact weights at the lowest rate take less than 2-bit deltas, 0.133 M"] = 0 < slow["weights"] < 0.133
-        claims["they take more at the highest, and less than the model"] = slow["weights"] < fast["weights"] < 1.01
-        claims["gradients take the bytes of INT4"] = 0.25 < slow["gradients"] < 0.30
-        densities = [run["curve"]["density"] for run in (slow, fast)]
-        claims["more weights of every unit change at the highest rate"] = all(
-            densities[1][unit][-1] > shares[-1] > 0 for unit, shares in densities[0].items()
-        )
+    claims = {}
+    for name in ("scratch", "fine-tuning"):
+        (rate, variants), *_ = cells_of(study, name)
+        for variant in variants:
+            pairs = pairs_of(study, name, rate, variant)
+            (run, _), *_ = pairs
+            claims[f"{variant} learns, {name}"] = run["final"] < run["start"]
+            claims[f"{variant} stays within 3 % of stock, {name}"] = abs(change_of(pairs).mean) < 0.03
+    sent = {variant: sent_by(pairs_of(study, "scratch", 1e-3, variant)[0][0]) for variant in QUICK["variants"][1:]}
+    claims["half a model crosses"] = 0.5 < sent["half_model"] < 0.56
+    claims["three eighths of a model cross"] = 0.375 < sent["min_traffic"] < 0.44
+    claims["words that changed are fewer bytes than the model"] = 0.25 < sent["exact"] < 1.3
     require(claims)
 
 
 def main() -> None:
     """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    recipe = recipe_of(args)
-    conditions = {"recipe": dataclasses.asdict(recipe), "pretraining": args.pretraining}
+    conditions = {"recipe": dataclasses.asdict(recipe_of(args)), "pretraining": args.pretraining}
     study = study_of(args, __file__, conditions, FIXED, run_study)
     found = study.conditions["recipe"]
-    common = COMMON.format(tokens=4 * found["batch_size"] * found["seq_len"])
-    title, intro = (FINE_TUNING_TITLE, FINE_TUNING_INTRO) if args.rates else (TITLE, INTRO)
-    grids = [loss_grid(study), *([density_grid(study)] if args.rates else [])]
-    report(study, title, intro + common, grids, plot)
+    intro = INTRO.format(
+        pretraining=study.conditions["pretraining"],
+        tokens=4 * found["batch_size"] * found["seq_len"],
+        pairs=4 * TASKS["dpo"].recipe["batch_size"],
+    )
+    report(study, TITLE, intro, [loss_grid(study, name) for name in TASKS], plot)
     if args.quick:
         check_direction(study)
 

@@ -13,7 +13,7 @@ from hf_zeropp.config import ZeroPPConfig
 logger = logging.getLogger(__name__)
 
 LOWEST_RATES = {2: 1e-5}
-"""Bits of a delta, and the lowest learning rate of AdamW at which ``scripts/results/fine_tuning.md`` shows that they train."""
+"""Bits of a delta, and the lowest learning rate of AdamW at which ``scripts/results/losses.md`` shows that they train."""
 
 
 def lowest_rate(config: ZeroPPConfig) -> float:
@@ -28,8 +28,8 @@ def warn_of_low_rate(config: ZeroPPConfig, optimizer: torch.optim.Optimizer) -> 
         return
     logger.warning(
         "The highest learning rate of %s is %.3g. Changes of weights in %d bits are too coarse for steps of rates under %g: at "
-        "1e-6 a run made half of the progress of stock FSDP2 (scripts/results/fine_tuning.md). Set preset 'exact', which rounds "
-        "no weight and sends fewer bytes at such rates.",
+        "1e-6 runs made a third to a half of the progress of stock FSDP2 (scripts/results/losses.md). Set preset 'exact', which "
+        "rounds no weight and sends fewer bytes at such rates.",
         type(optimizer).__name__,
         rate,
         config.qwz_bits,

@@ -34,7 +34,7 @@ class Text:
 
     def __init__(self, vocab_size: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            self._tokens = np.load(write_tokens(Path(folder), vocab_size).train)
+            self._tokens = np.load(write_tokens(Path(folder), vocab_size).code.train)
         self._random = np.random.default_rng(0)
 
     def fork(self) -> Text:

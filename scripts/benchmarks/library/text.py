@@ -1,9 +1,10 @@
-"""The text of all studies of training, the source code of Python's standard library, and a checkpoint that was trained on it."""
+"""The texts of all studies of training, code and documentation of Python's standard library, and a checkpoint on them."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import sysconfig
 import tempfile
 from collections.abc import Iterator
@@ -11,26 +12,36 @@ from pathlib import Path
 from typing import NamedTuple
 
 from library.cluster import Cluster
+from library.study import ROOT
 from library.variants import Recipe
 
 SERVED = "library.text_run:TextRun"
 """The class that ranks run, behind which come variant, seed, recipe, and the files of ``checkpoint_of``."""
 
 
-class TokenFiles(NamedTuple):
-    """Paths of token files, as text."""
+class Tokens(NamedTuple):
+    """Paths of the token files of a text."""
 
     train: str
     validation: str
 
 
+class TokenFiles(NamedTuple):
+    """The texts: source code of the standard library's modules, and the topics of its language reference, which are English."""
+
+    code: Tokens
+    documentation: Tokens
+
+
 def write_tokens(folder: Path, vocab_size: int) -> TokenFiles:
-    """Write the text as tokens; every tenth module is validation text.
+    """Write the texts as tokens; every tenth module, and every tenth topic, is validation text.
 
     Args:
         folder: for the files.
-        vocab_size: of the tokenizer, which is trained on the same text.
+        vocab_size: of the tokenizer, which is trained on the code.
     """
+    from pydoc_data.topics import topics
+
     import numpy as np
     from tokenizers import ByteLevelBPETokenizer
 
@@ -44,13 +55,18 @@ def write_tokens(folder: Path, vocab_size: int) -> TokenFiles:
         np.save(path, np.array([token for text in chosen for token in tokenizer.encode(text).ids], dtype=np.uint16))
         return str(path)
 
-    training = [text for i, text in enumerate(texts) if i % 10]
-    return TokenFiles(write("train", training), write("validation", texts[::10]))
+    def split(name: str, parts: list[str]) -> Tokens:
+        training = [text for i, text in enumerate(parts) if i % 10]
+        return Tokens(write(f"{name}_train", training), write(f"{name}_validation", parts[::10]))
+
+    return TokenFiles(split("code", texts), split("documentation", [topics[name] for name in sorted(topics)]))
 
 
 @contextlib.contextmanager
 def checkpoint_of(cluster: Cluster, recipe: Recipe, steps: int) -> Iterator[tuple[TokenFiles, str | None]]:
     """Train from scratch under stock FSDP2 with the recipe's schedule, at full network speed.
+
+    The weights stay in ``runs``, so that a study that is continued goes on from the same ones.
 
     Args:
         cluster: on which it is trained.
@@ -58,14 +74,16 @@ def checkpoint_of(cluster: Cluster, recipe: Recipe, steps: int) -> Iterator[tupl
         steps: of the training; 0 trains nothing.
 
     Yields:
-        The token files, and the path of the weights, None where nothing was trained. They exist while the context lasts.
+        The token files, which exist while the context lasts, and the path of the weights, None where nothing was trained.
     """
+    recipe = dataclasses.replace(recipe, steps=steps)
+    weights = ROOT / "runs" / f"checkpoint_{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}.pt"
     with tempfile.TemporaryDirectory(dir="/run") as folder:  # the sandbox's own
         files = write_tokens(Path(folder), recipe.shape.vocab_size)
-        weights = str(Path(folder) / "checkpoint.pt")
         cluster.set_link()
-        if steps:
-            with cluster.start(SERVED, "stock", 0, dataclasses.replace(recipe, steps=steps), files) as ranks:
+        if steps and not weights.exists():
+            weights.parent.mkdir(exist_ok=True)
+            with cluster.start(SERVED, "stock", 0, recipe, files) as ranks:
                 ranks.call("train", steps)
-                ranks.call("save", weights)
-        yield files, weights if steps else None
+                ranks.call("save", str(weights))
+        yield files, str(weights) if steps else None

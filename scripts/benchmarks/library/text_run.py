@@ -1,25 +1,28 @@
-"""One rank's training run on real text, with one variant and one seed: losses, bytes, and weights that change."""
+"""One rank's training run on real text, with one variant and one seed: losses and bytes."""
 
 from __future__ import annotations
 
-import re
+import os
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.distributed.tensor import DTensor
 
 from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, REDUCE_CROSS
 from library.text import TokenFiles
-from library.training_run import build_model, windows
+from library.training_run import build_model, windows, with_lora
 from library.variants import LOSS_VARIANTS, Recipe
 
-ROOT_UNIT = "embeddings and head"
 WHOLE_SHARD = 1 << 17
 """A block that holds a rank's whole shard of any parameter in the studies of loss, so that each shard has one scale."""
+PROMPT = 32
+"""Tokens that a preferred continuation and another one share."""
+BETA = 0.1
+"""DPO's factor (Rafailov et al., arXiv 2305.18290, equation 7), TRL's default."""
+VALIDATION_BATCH = 16
 
 
 class TextRun:
@@ -48,8 +51,11 @@ class TextRun:
         self.accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin)
         set_seed(seed)
         model = build_model(recipe.shape, seed, checkpoint)
+        self._objective = Preference(build_model(recipe.shape, seed, checkpoint)) if recipe.preferences else NextToken()
+        if recipe.adapters:
+            model = with_lora(model)
         optimizer = torch.optim.AdamW(
-            model.parameters(),
+            [param for param in model.parameters() if param.requires_grad],
             lr=recipe.learning_rate,
             betas=(0.9, 0.95),
             weight_decay=0.1,
@@ -59,42 +65,29 @@ class TextRun:
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
         self.schedule = schedule
         self.handle = self.plugin.handle_of(self.model)
-        self.tokens = np.load(files.train, mmap_mode="r")
-        self.validation = _sequences(np.load(files.validation), recipe)
+        text = getattr(files, recipe.text)
+        self.tokens = np.load(text.train, mmap_mode="r")
+        own = _sequences(np.load(text.validation), recipe)[dist.get_rank() :: dist.get_world_size()]
+        self.validation = [self._objective.batch(part) for part in own.split(VALIDATION_BATCH)]
         # A generator of the run's own, so that every variant sees the same batches, however it uses PyTorch's.
         self.random = np.random.default_rng([seed, dist.get_rank()])
-        self.step = 0
-        # Kept from before the first forward pass: an evaluation leaves the root's weights whole, under the same names.
-        self._shards = {name: param.detach() for name, param in self.model.named_parameters()}
-        self._changed: dict[str, int] = {}
-        self._seen: dict[str, int] = {}
+        self._steps = 0
         self._sent: dict[str, float | None] = {"weights": None, "gradients": None}
 
     def train(self, steps: int) -> float:
         """Train for ``steps`` more steps, and return the mean training loss over them and over ranks."""
-        self._changed, self._seen = {}, {}
         losses = [self._train_step() for _ in range(steps)]
         # The evaluation that follows sends the last step's weights, which belong to no step that is counted here.
         self._sent = self._shares_of_model()
-        return round(self._mean(torch.stack(losses).mean()), 5)
+        return round(self._mean(torch.stack(losses).mean()), 6)
 
     @torch.no_grad()
     def evaluate(self) -> float:
         """Return the loss on the validation sequences of all ranks."""
         self.model.eval()
-        own = self.validation[dist.get_rank() :: dist.get_world_size()]
-        losses = [self._loss(batch) for batch in own.split(16)]
+        losses = [self._objective.loss(self.model, batch) for batch in self.validation]
         self.model.train()
-        return round(self._mean(torch.stack(losses).mean()), 5)
-
-    def density(self) -> dict[str, float]:
-        """Return the share of bf16 weights that changed in a step, by unit: the mean over the last ``train``."""
-        shares = {}
-        for unit, changed in self._changed.items():
-            counts = torch.tensor([changed, self._seen[unit]])
-            dist.all_reduce(counts)
-            shares[unit] = round(counts[0].item() / counts[1].item(), 6)
-        return shares
+        return round(self._mean(torch.stack(losses).mean()), 6)
 
     def sent(self) -> dict[str, float | None]:
         """Return ``weights`` and ``gradients``: bytes across nodes per step, over M (Y-1)/Y; None for FSDP2's own.
@@ -107,34 +100,22 @@ class TextRun:
         """Write the whole fp32 model to a file, as a checkpoint of later runs."""
         state = self.accelerator.get_state_dict(self.model)
         if dist.get_rank() == 0:
-            torch.save(state, path)
+            torch.save(state, path + ".partial")
+            os.replace(path + ".partial", path)
         dist.barrier()
 
     def _train_step(self) -> torch.Tensor:
-        before = self._words()
-        if self.handle:
-            self.handle.set_progress(self.step / self.recipe.steps)
-        loss = self._loss(windows(self.tokens, self.random, self.recipe.batch_size, self.recipe.seq_len))
+        batch = windows(self.tokens, self.random, self.recipe.batch_size, self.recipe.seq_len)
+        loss = self._objective.loss(self.model, self._objective.batch(batch))
         self.accelerator.backward(loss)
         self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.schedule.step()
         self.optimizer.zero_grad()
-        self.step += 1
-        if self.handle and self.step == 1:
+        self._steps += 1
+        if self.handle and self._steps == 1:
             self.handle.traffic.reset()
-        for name, words in self._words().items():
-            unit = _unit_of(name)
-            self._changed[unit] = self._changed.get(unit, 0) + int((words != before[name]).sum())
-            self._seen[unit] = self._seen.get(unit, 0) + words.numel()
         return loss.detach()
-
-    def _words(self) -> dict[str, torch.Tensor]:
-        """Return the bits of this rank's weights in bf16, by parameter."""
-        local = {
-            name: shard.to_local() if isinstance(shard, DTensor) else shard for name, shard in self._shards.items()
-        }
-        return {name: shard.to(torch.bfloat16, copy=True).view(torch.int16) for name, shard in local.items()}
 
     def _shares_of_model(self) -> dict[str, float | None]:
         if self.handle is None:
@@ -150,28 +131,70 @@ class TextRun:
 
         return {"weights": share(GATHER_CROSS, GATHER_RESYNC), "gradients": share(REDUCE_CROSS)}
 
-    def _loss(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Compute the loss in fp32, from the logits.
-
-        A loss that the model computes is an output, which FSDP2 casts to bf16: two or three digits would be left of it.
-        """
-        logits = self.model(input_ids=tokens).logits[:, :-1].float()
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-
     def _mean(self, value: torch.Tensor) -> float:
         """Return the mean over ranks."""
         dist.all_reduce(value)
         return value.item() / dist.get_world_size()
 
 
+class NextToken:
+    """Language modelling. A batch is the tokens [batch, length]."""
+
+    def batch(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the batch of these sequences."""
+        return tokens
+
+    def loss(self, model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+        """Return the mean loss of the next token.
+
+        It is computed in fp32, from the logits. A loss that the model computes is an output, which FSDP2 casts to bf16: two or
+        three digits would be left of it.
+        """
+        return -_log_probs(model, batch).mean()
+
+
+class Preference:
+    """DPO: the text's own continuations are preferred to those of the sequence before them in the batch.
+
+    A batch is the tokens [2 * batch, length], preferred ones first, and their log-probabilities under the reference.
+
+    Args:
+        reference: the model before training, whole on each rank.
+    """
+
+    def __init__(self, reference: torch.nn.Module) -> None:
+        self._reference = reference
+
+    @torch.no_grad()
+    def batch(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the batch of these sequences."""
+        others = torch.cat([tokens[:, :PROMPT], tokens.roll(1, dims=0)[:, PROMPT:]], dim=1)
+        pairs = torch.cat([tokens, others])
+        with torch.autocast("cpu", torch.bfloat16):
+            return pairs, self._of_continuations(self._reference, pairs)
+
+    def loss(self, model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """Return the mean loss of the pairs."""
+        pairs, reference = batch
+        preferred, other = (self._of_continuations(model, pairs) - reference).chunk(2)
+        return -torch.nn.functional.logsigmoid(BETA * (preferred - other)).mean()
+
+    def _of_continuations(self, model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+        return _log_probs(model, tokens)[:, PROMPT - 1 :].sum(dim=1)
+
+
+def _log_probs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-probability of each token but the first: [batch, length - 1]."""
+    logits = model(input_ids=tokens).logits[:, :-1].float()
+    targets = tokens[:, 1:]
+    return -torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(
+        targets
+    )
+
+
 def _sequences(tokens: np.ndarray, recipe: Recipe) -> torch.Tensor:
     wanted = recipe.num_validation * recipe.seq_len
     return torch.from_numpy(tokens[:wanted].astype(np.int64)).view(-1, recipe.seq_len)
-
-
-def _unit_of(name: str) -> str:
-    layer = re.search(r"layers\.(\d+)\.", name)
-    return f"layer {layer[1]}" if layer else ROOT_UNIT
 
 
 def _share_one_scale() -> None:

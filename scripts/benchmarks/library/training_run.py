@@ -79,7 +79,7 @@ class TrainingRun:
             cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin, parallelism_config=_parallelism(variant)
         )
         model = build_model(shape, checkpoint=checkpoint)
-        model = _with_lora(model) if variant.lora else model
+        model = with_lora(model) if variant.lora else model
         trainable = [param for param in model.parameters() if param.requires_grad]
         optimizer = torch.optim.AdamW(trainable, lr=learning_rate, foreach=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -210,7 +210,8 @@ class _SilentReduceScatter(ReduceScatter):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[0])
 
 
-def _with_lora(base: torch.nn.Module) -> torch.nn.Module:
+def with_lora(base: torch.nn.Module) -> torch.nn.Module:
+    """Freeze a base in bf16 under LoRA adapters on all linear layers."""
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(base.to(torch.bfloat16), LoraConfig(r=8, target_modules="all-linear"))

@@ -93,21 +93,15 @@ VARIANTS = {
 
 LOSS_VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
-    "qwz": QWZ,
-    "hpz": HPZ,
-    "qgz": QGZ,
     **PRESETS,
-    "balanced, qgz_until 0.5": {"qgz_until": 0.5},
+    "exact, 3-bit gradients": VARIANTS["exact, 3-bit gradients"].zeropp,
+    "balanced, native node hops": {"qwz_intra_bits": None, "qgz_intra_bits": None},
     "unblocked": {},  # ``text_run.py`` changes the blocks
-    # One setting changed in the paper's configuration.
-    "delta-4": PAPER | {"qwz_mode": "delta", "qwz_bits": 4},
-    "delta-2": PAPER | {"qwz_mode": "delta", "qwz_bits": 2},
-    **{name: VARIANTS[name].zeropp for name in ("exact, 3-bit gradients", "auto")},
+    "lora-stock": None,
+    "lora-4": {"frozen_bits": 4},
+    **{f"lora-4, {name}": {"preset": name, "frozen_bits": 4} for name in ("half_model", "min_traffic", "exact")},
 }
-"""Settings in the studies on text by the variant's name; None is FSDP2's own communication."""
-
-FINE_TUNING_VARIANTS = ("stock", "balanced", "half_model", "min_traffic", "exact", "exact, 3-bit gradients", "auto")
-"""The variants that the studies of fine-tuning compare."""
+"""Settings in the study of losses by the variant's name; None is FSDP2's own communication."""
 
 
 def shown(name: str) -> str:
@@ -136,7 +130,7 @@ class ModelShape:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Settings that all runs of a loss study share.
+    """Settings that runs of a loss study share.
 
     Attributes:
         shape: the model's sizes.
@@ -144,8 +138,11 @@ class Recipe:
         batch_size: sequences per rank and step.
         seq_len: tokens of a sequence.
         learning_rate: the highest of the schedule.
-        warmup: fraction of the steps in which the learning rate rises.
+        warmup: fraction of the steps in which the learning rate rises; None keeps it constant.
         num_validation: sequences on which the loss is measured, over all ranks.
+        text: what is trained on, a field of ``TokenFiles``.
+        adapters: train LoRA adapters on a frozen base, instead of the whole model.
+        preferences: learn by DPO to prefer the text's own continuations to those of other places.
     """
 
     shape: ModelShape
@@ -153,21 +150,17 @@ class Recipe:
     batch_size: int = 4
     seq_len: int = 128
     learning_rate: float = 2e-3
-    warmup: float = 0.05
+    warmup: float | None = 0.05
     num_validation: int = 64
+    text: Literal["code", "documentation"] = "code"
+    adapters: bool = False
+    preferences: bool = False
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step over the highest: it rises linearly, then falls to a tenth as a cosine."""
+        if self.warmup is None:
+            return 1.0
         warmup = max(1, round(self.warmup * self.steps))
         if step < warmup:
             return (step + 1) / warmup
         return 0.55 + 0.45 * math.cos(math.pi * (step - warmup) / max(1, self.steps - warmup))
-
-
-@dataclasses.dataclass(frozen=True)
-class ConstantRecipe(Recipe):
-    """Settings of runs that go on from a checkpoint at one learning rate."""
-
-    def rate_at(self, step: int) -> float:
-        """Return 1: every step has the recipe's learning rate, the first one too."""
-        return 1.0
