@@ -481,3 +481,19 @@ def test_experts_of_a_rank_that_no_token_reaches(tmp_path):
     assert min(found["unquantized"][1] for found in everywhere) == 0
     for found in everywhere:
         assert found["unquantized"][0] == pytest.approx(found["stock"][0], rel=1e-6)
+
+
+def adapt_experts(rank: int, saved: str) -> None:
+    allow_parallelism_on_cpu()
+    config = DistributedConfig(fsdp_size=8, ep_size=4)
+    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    model = get_peft_model(model, LoraConfig(r=4, target_parameters=targets))
+    tokens = torch.arange(3, 19).view(1, 16)
+    model(input_ids=tokens, labels=tokens)
+
+
+def test_peft_has_no_adapters_on_experts_of_other_ranks(tmp_path):
+    """This package has no part in it. The guide says so by these words."""
+    for error in expect_errors(adapt_experts, WORLD, saved_model(str(tmp_path), "fsdp x ep")):
+        assert "aten.baddbmm.default got mixed torch.Tensor and DTensor" in error
