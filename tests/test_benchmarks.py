@@ -253,20 +253,34 @@ def test_sync_benchmark(untouched_network: None) -> None:
 
 @pytest.mark.long
 @needs_namespaces
-def test_losses_benchmark(untouched_network: None) -> None:
-    """Its own checks: losses near stock, and the bytes of 4-bit and of 2-bit deltas."""
-    assert "min_traffic" in run_quick("bench_losses.py")
+def test_losses_benchmark(tmp_path: Path, untouched_network: None) -> None:
+    """Its own checks: losses near stock from scratch and in fine-tuning, and the bytes of deltas and of changed words."""
+    output = tmp_path / "losses.json"
+    assert "min_traffic" in run_quick("bench_losses.py", "--output", str(output))
+    assert {run["task"] for run in json.loads(output.read_text())["runs"]} == {"scratch", "fine-tuning"}
+    assert "losses.png" in output.with_suffix(".md").read_text()
+
+
+def test_intervals_over_seeds() -> None:
+    """Student's interval of a textbook example, and none for one seed."""
+    from bench_losses import Interval
+
+    interval = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])  # 3 -/+ 2.776 * sqrt(2.5 / 5)
+    assert interval.mean == 3.0 and interval.low == pytest.approx(1.0370, abs=1e-3)
+    assert interval.text("{:.1f}".format, 1.0) == "**3.0 [1.0, 5.0]**"
+    assert interval.text("{:.1f}".format, 3.5) == "3.0 [1.0, 5.0]"
+    assert Interval.of([2.0]).text("{:.1f}".format, 1.0) == "2.0"
 
 
 @pytest.mark.long
 @needs_namespaces
-def test_fine_tuning_benchmark(tmp_path: Path, untouched_network: None) -> None:
-    """Its own checks: exact weights take fewer bytes than 2-bit deltas at a low rate, and keep stock's loss."""
-    output = tmp_path / "fine_tuning.json"
-    assert "whole step" in run_quick("bench_losses.py", "--rates", "1e-5", "1e-4", "--output", str(output))
-    assert len(json.loads(output.read_text())["runs"]) == 4
-    page = output.with_suffix(".md").read_text()
-    assert "embeddings and head" in page and "fine_tuning.png" in page
+def test_growth_benchmark(tmp_path: Path, untouched_network: None) -> None:
+    """Host times of more units, and steps of two and three nodes whose bytes are as predicted."""
+    output = tmp_path / "growth.json"
+    assert "Host time" in run_quick("bench_growth.py", "--output", str(output))
+    cells = [cell for cell in json.loads(output.read_text())["cells"] if cell["variant"] == "balanced"]
+    assert [cell["nodes"] for cell in cells] == [2, 3]
+    assert all(cell["counted_bytes"] == cell["predicted_bytes"] for cell in cells)
 
 
 @pytest.mark.long

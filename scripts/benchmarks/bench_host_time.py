@@ -17,30 +17,11 @@ crosses nodes, and the one for the backward pass, which does not; both sides mak
 """
 
 import argparse
-import gc
 import sys
 
 import torch
-from library.host_time import (
-    AGREEMENT,
-    GATHER,
-    GATHER_COMM,
-    REDUCE,
-    REDUCE_COMM,
-    STEP,
-    HostClock,
-    Side,
-    fake_world,
-)
+from library.host_time import Side, fake_world, figures, measure
 from library.pages import Grid, show
-
-# On GPUs FSDP2's streams overlap reductions with compute, and this package starts nothing ahead: `overlap` is off.
-SETTINGS = {
-    "as on GPUs": {"overlap": False, "qwz_intra_bits": None, "qgz_intra_bits": None},
-    "as on GPUs, INT8 within nodes": {"overlap": False},
-    "as on CPUs": {"overlap": True},
-}
-GATHERS_PER_STEP = 2
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -52,40 +33,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=8, help="elements of a matrix on each rank")
     parser.add_argument("--steps", type=int, default=200)
     return parser.parse_args(argv)
-
-
-def measure(args: argparse.Namespace) -> dict[str, Side]:
-    """Run the steps of all sides in turns, and return the sides."""
-    clock = HostClock()
-    clock.wrap_all()
-    common = {"ranks_per_node": args.ranks_per_node, "shared_memory": False}
-    sides = {"FSDP2": Side(args.units, None, clock, args.width)}
-    for name, settings in SETTINGS.items():
-        sides[name] = Side(args.units, common | settings, clock, args.width)
-    gc.disable()  # it would run in one side's calls for what the other has left
-    for step in range(args.steps + 3):
-        for side in sides.values():
-            side.step(counts=step >= 3)
-        gc.collect()
-    return sides
-
-
-def figures(side: Side, num_units: int, kind: int) -> dict[str, float]:
-    """Return microseconds per unit by what they are of. ``kind`` is 0 for the least and 1 for the median."""
-
-    def per_unit(category: str, *, launched: bool = True, times: int = 1) -> float:
-        return side.microseconds(category, launched=launched)[kind] / (num_units * times)
-
-    found = {}
-    for part, gather, reduce in (("comm object", GATHER_COMM, REDUCE_COMM), ("whole", GATHER, REDUCE)):
-        for launched, suffix in ((True, ""), (False, ", without collectives and kernels")):
-            gathers = per_unit(gather, launched=launched, times=GATHERS_PER_STEP)
-            reduces = per_unit(reduce, launched=launched)
-            rows = {"gather": gathers, "reduce": reduces, "gather and reduce": gathers + reduces}
-            found |= {f"{what}, {part}{suffix}": value for what, value in rows.items()}
-    found["agreement, and the cross hops that it starts"] = per_unit(AGREEMENT) if side.has(AGREEMENT) else 0.0
-    found["forward and backward pass"] = per_unit(STEP)
-    return found
 
 
 def grid_of(sides: dict[str, Side], num_units: int) -> Grid:
@@ -109,7 +56,7 @@ def main() -> None:
     args = parse_args(sys.argv[1:])
     torch.set_num_threads(1)  # a hand-over to another thread would cost more than the kernels
     with fake_world(args.nodes * args.ranks_per_node):
-        grid = grid_of(measure(args), args.units)
+        grid = grid_of(measure(args.ranks_per_node, args.units, args.width, args.steps), args.units)
     show([grid], markdown=True)
 
 

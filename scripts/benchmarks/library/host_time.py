@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -39,6 +40,14 @@ GATHER_COMM, REDUCE_COMM = "gather, comm object", "reduce, comm object"
 
 # The parameters of a layer: seven matrices, their biases where a model has them, norms. Thirteen, as in Qwen2.5.
 MATRICES, VECTORS = 8, 5
+SETTINGS = {
+    # On GPUs FSDP2's streams overlap reductions with compute, and this package starts nothing ahead: `overlap` is off.
+    "as on GPUs": {"overlap": False, "qwz_intra_bits": None, "qgz_intra_bits": None},
+    "as on GPUs, INT8 within nodes": {"overlap": False},
+    "as on CPUs": {"overlap": True},
+}
+"""The sides that are compared with stock FSDP2."""
+GATHERS_PER_STEP = 2
 _COLLECTIVES = ("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor")
 
 
@@ -191,6 +200,48 @@ class Side:
         ]
         table = np.array(rows) * 1e6
         return float(table.min(axis=0).sum()), float(np.median(table, axis=0).sum())
+
+
+def measure(ranks_per_node: int, num_units: int, width: int, steps: int) -> dict[str, Side]:
+    """Run steps of stock FSDP2 and of ``SETTINGS`` in turns in a fake world, and return the sides by name. Once in a process.
+
+    Args:
+        ranks_per_node: of the emulated nodes.
+        num_units: layers.
+        width: the second dimension of matrices.
+        steps: that count; three more go before them.
+    """
+    clock = HostClock()
+    clock.wrap_all()
+    common = {"ranks_per_node": ranks_per_node, "shared_memory": False}
+    sides = {"FSDP2": Side(num_units, None, clock, width)}
+    for name, settings in SETTINGS.items():
+        sides[name] = Side(num_units, common | settings, clock, width)
+    gc.disable()  # it would run in one side's calls for what the other has left
+    for step in range(steps + 3):
+        for side in sides.values():
+            side.step(counts=step >= 3)
+        gc.collect()
+    gc.enable()
+    return sides
+
+
+def figures(side: Side, num_units: int, kind: int) -> dict[str, float]:
+    """Return microseconds per unit by what they are of. ``kind`` is 0 for the least and 1 for the median."""
+
+    def per_unit(category: str, *, launched: bool = True, times: int = 1) -> float:
+        return side.microseconds(category, launched=launched)[kind] / (num_units * times)
+
+    found = {}
+    for part, gather, reduce in (("comm object", GATHER_COMM, REDUCE_COMM), ("whole", GATHER, REDUCE)):
+        for launched, suffix in ((True, ""), (False, ", without collectives and kernels")):
+            gathers = per_unit(gather, launched=launched, times=GATHERS_PER_STEP)
+            reduces = per_unit(reduce, launched=launched)
+            rows = {"gather": gathers, "reduce": reduces, "gather and reduce": gathers + reduces}
+            found |= {f"{what}, {part}{suffix}": value for what, value in rows.items()}
+    found["agreement, and the cross hops that it starts"] = per_unit(AGREEMENT) if side.has(AGREEMENT) else 0.0
+    found["forward and backward pass"] = per_unit(STEP)
+    return found
 
 
 @contextlib.contextmanager
