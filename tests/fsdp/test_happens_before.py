@@ -1,14 +1,16 @@
 """On GPUs no two streams touch the same memory unordered: every way through a step, under the happens-before checker.
 
-One process stands for 2 nodes of 8 ranks. ``tests/helpers/happens_before`` says what is looked at, and what is not.
+One process stands for 2 nodes of 8 ranks, or for replicas on smaller nodes. ``tests/helpers/happens_before`` says what is looked
+at, and what is not.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -19,11 +21,14 @@ from harness import run_ranks
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+from toy import EXACT
 from ways_through_steps import (
     CONFIGURATIONS,
+    FOUR_REPLICAS,
     NATIVE,
     QUANTIZED,
     RANKS_PER_NODE,
+    REPLICAS,
     WHOLE_WIRES,
     decay_of_a_skipped_layer,
     hooks_on_all_reduces,
@@ -34,10 +39,12 @@ from ways_through_steps import (
     secondary_shards_of_two_streams,
     steps,
     training,
+    two_meshes,
 )
 
 from hf_zeropp.comm import hop
 from hf_zeropp.comm.hop import Flight
+from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.fsdp.gradients import backward_passes
 from hf_zeropp.fsdp.gradients.drivers import StreamDriver
 from hf_zeropp.fsdp.weights import copy, schedules
@@ -177,7 +184,40 @@ def no_wait_for_native_gathers() -> Any:
     return mock.patch.object(hop, "_all_gather_rows", start_only)
 
 
+def no_wait_before_replicas(index: int) -> Any:
+    """What adds up replicas reads sums of a hop that is still under way: of the cross hop, or of the round before."""
+    start = TwoHopReduce.start_replica_hop
+
+    def start_at_once(hops: TwoHopReduce, this: int, flight: Flight, layouts: Any) -> Flight:
+        return start(hops, this, flight if this != index else dataclasses.replace(flight, work=None), layouts)
+
+    return mock.patch.object(TwoHopReduce, "start_replica_hop", start_at_once)
+
+
+def no_wait_behind_replicas() -> Any:
+    """The last hop is not waited for."""
+    finish = TwoHopReduce.finish
+
+    def finish_at_once(hops: TwoHopReduce, flight: Flight, *args: Any) -> None:
+        finish(hops, dataclasses.replace(flight, work=None), *args)
+
+    return mock.patch.object(TwoHopReduce, "finish", finish_at_once)
+
+
+def no_wait_of_the_second_mesh() -> Any:
+    """Words of experts are encoded on a stream of their own, before the host waits for the sizes of all others."""
+    encode = schedules.encode
+
+    def encode_on_two_streams(due: Sequence[schedules.DueGather]) -> None:
+        with torch.cpu.stream(torch.cpu.Stream()):
+            encode([gather for gather in due if gather.hops is not due[0].hops])
+        encode([gather for gather in due if gather.hops is due[0].hops])
+
+    return mock.patch.object(schedules, "encode", encode_on_two_streams)
+
+
 native_steps = functools.partial(steps, **NATIVE)
+steps_of_replicas = functools.partial(steps, **REPLICAS)
 STOCK_WITH_HOOKS = "stock FSDP2, hooks on all-reduces"
 FAULTS = {
     "no work.wait()": Fault(
@@ -273,6 +313,34 @@ FAULTS = {
         one_loss_over_roots,
         ("dequantize_sum_out", "FSDP2's reduce_scatter_stream"),
         is_reuse=True,
+    ),
+    "no wait of replicas for cross hops": Fault(
+        lambda: no_wait_before_replicas(0), steps_of_replicas, ("alltoall_base_", "dequantize_sum_quantize_out")
+    ),
+    "no wait of a round of replicas for the one before": Fault(
+        lambda: no_wait_before_replicas(1),
+        functools.partial(steps, **FOUR_REPLICAS),
+        ("_allgather_base_", "dequantize_sum_quantize_out"),
+    ),
+    "no wait for the last round of replicas": Fault(
+        no_wait_behind_replicas, steps_of_replicas, ("_allgather_base_", "zeropp.dequantize_sum_out")
+    ),
+    "no wait of an all-reduce for cross hops": Fault(
+        lambda: no_wait_before_replicas(0),
+        functools.partial(steps, **FOUR_REPLICAS, **EXACT),
+        ("alltoall_base_", "zeropp.dequantize_sum_out"),
+    ),
+    "no wait for an all-reduce of replicas": Fault(
+        no_wait_behind_replicas, functools.partial(steps, **FOUR_REPLICAS, **EXACT), ("allreduce_", "aten.copy_")
+    ),
+    "the memory of cross hops is not held among replicas": Fault(
+        lambda: mock.patch.object(StreamDriver, "_hold", lambda driver, tensors: None),
+        steps_of_replicas,
+        ("dequantize_sum_quantize_out", "FSDP2's reduce_scatter_stream"),
+        is_reuse=True,
+    ),
+    "no wait of the second mesh's words for the optimizer": Fault(
+        no_wait_of_the_second_mesh, functools.partial(two_meshes, qwz_mode="exact"), ("_foreach_add", "_foreach_copy_")
     ),
     "no wait for a secondary shard": Fault(
         lambda: mock.patch.object(copy, "record_event", lambda device: None),

@@ -5,20 +5,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from frozen_runs import tiny_llama, with_adapter
 from torch.distributed._composable import checkpoint
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard
 from toy import EXACT, HIDDEN, POLICIES, TinyLM, loss_of, loss_without_head, make_lm, shard, tokens_of
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode, quantize_frozen
-from hf_zeropp.comm.topology import get_topology
+from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode, plan, quantize_frozen
+from hf_zeropp.comm.topology import WorldGroups, get_topology
 from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
+from hf_zeropp.fsdp.meshes import UnitMesh, world_groups
 
 RANKS_PER_NODE = 8
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
@@ -27,6 +33,10 @@ NATIVE = {"qwz_intra_bits": None, "qgz_intra_bits": None}
 """The backend's own collectives run within the node. On a device with streams this is the default."""
 QUANTIZED = {"qwz_intra_bits": 8, "qgz_intra_bits": 8}
 """Wires travel within the node as well."""
+REPLICAS = {"num_replicas": 2, "ranks_per_node": 4}
+"""Two nodes in each replica, of which sums are exchanged in one round of codes."""
+FOUR_REPLICAS = {"num_replicas": 4, "ranks_per_node": 2}
+"""Sums are exchanged in two rounds of codes, and unquantized by an all-reduce."""
 
 
 class Training(NamedTuple):
@@ -46,7 +56,30 @@ class Training(NamedTuple):
 
 
 def apply(model: nn.Module, **settings: Any) -> ZeroPPHandle:
-    return apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings)
+    with mock.patch.object(plan, "world_groups", world_groups_of_all):
+        return apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings)
+
+
+def world_groups_of_all(meshes: Sequence[UnitMesh]) -> WorldGroups:
+    """Return how a mesh divides the world, where each of the other ranks said what rank 0 says."""
+    return world_groups(
+        [
+            dataclasses.replace(one, ranks=moved(one.ranks, rank), replicas=moved(one.replicas, rank))
+            for rank, one in enumerate(meshes)
+        ]
+    )
+
+
+def moved(ranks: Sequence[int], rank: int) -> tuple[int, ...]:
+    """Return the ranks among which ``rank`` is, from those of rank 0 along the same dimension of a mesh."""
+    size, stride = len(ranks), ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    first = rank - rank // stride % size * stride
+    return tuple(range(first, first + size * stride, stride))
+
+
+def mesh_of_replicas(num_replicas: int) -> DeviceMesh:
+    shape = (num_replicas, dist.get_world_size() // num_replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
 WHOLE_WIRES = {"hidden": 128, "inner": 128}
@@ -57,11 +90,12 @@ def training(
     policy: str = "bf16",
     prepare: Callable[[TinyLM], Any] = lambda model: None,
     sizes: Mapping[str, int] | None = None,
+    num_replicas: int = 1,
     **settings: Any,
 ) -> Training:
     model = make_lm(depth=3, **(sizes or {}))
     prepare(model)
-    shard(model, POLICIES[policy])
+    shard(model, POLICIES[policy], mesh=None if num_replicas == 1 else mesh_of_replicas(num_replicas))
     handle = apply(model, **settings)
     return Training(model, handle, torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True))
 
@@ -326,6 +360,42 @@ def hooks_on_all_reduces(handle_of: Callable[[nn.Module], Any] | None = None) ->
         loss_of(model, tokens_of(0, step)).backward()
 
 
+class Experts(nn.Module):
+    """Two experts on each rank, one behind the other. Every rank of ``parts`` holds other ones."""
+
+    def __init__(self, parts: DeviceMesh) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(DTensor.from_local(torch.randn(2, HIDDEN, HIDDEN), parts, [Shard(0)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self.weights.to_local() if isinstance(self.weights, DTensor) else self.weights
+        for weight in weights:
+            x = (x @ weight).tanh()
+        return x
+
+
+def two_meshes(counts: tuple[int, ...] = (1, 3, 1), num_replicas: int = 1, **settings: Any) -> None:
+    """Dense weights lie on all ranks of a replica. Experts lie on every fourth of them, and are units of their own."""
+    size = dist.get_world_size() // num_replicas
+    mesh = init_device_mesh("cpu", (num_replicas, size // 4, 4), mesh_dim_names=("replicate", "efsdp", "ep"))
+    experts_mesh = mesh["efsdp"] if num_replicas == 1 else mesh["replicate", "efsdp"]
+    experts = []
+
+    def add_experts(model: TinyLM) -> None:
+        for block in model.blocks:
+            experts.append(fully_shard(Experts(mesh["ep"]), mesh=experts_mesh, mp_policy=POLICIES["bf16"]))
+            experts[-1].set_gradient_divide_factor(float(dist.get_world_size()))
+            block.down = nn.Sequential(block.down, experts[-1])
+
+    train = training(prepare=add_experts, num_replicas=num_replicas, **settings)
+    # One operator takes no tensors of two meshes.
+    own = {param for module in experts for param in module.parameters()}
+    groups = [{"params": [param for param in train.model.parameters() if (param in own) == of]} for of in (False, True)]
+    train = train._replace(optimizer=torch.optim.AdamW(groups, lr=1e-2, foreach=True))
+    for micro_steps in counts:
+        train.step(micro_steps)
+
+
 CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "values": steps,
     "values, fp32": functools.partial(steps, "fp32"),
@@ -366,6 +436,26 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "dense LoRA": functools.partial(packed_lora, None),
     "decay of a skipped layer, delta": functools.partial(decay_of_a_skipped_layer, **DELTA),
     "decay of a skipped layer, exact": functools.partial(decay_of_a_skipped_layer, qwz_mode="exact"),
+    "replicas": functools.partial(steps, counts=(1, 3, 1), **REPLICAS),
+    "replicas, exact": functools.partial(steps, counts=(1, 3, 1), **REPLICAS, qwz_mode="exact"),
+    "replicas, delta": functools.partial(steps, counts=(1, 3), **REPLICAS, **DELTA),
+    "replicas, gradients and sums in bf16": functools.partial(steps, "bf16 reduce", counts=(3, 1), **REPLICAS, **SUMS),
+    "replicas, quantized within the node": functools.partial(steps, counts=(1, 3), **REPLICAS, **QUANTIZED),
+    "replicas, accumulation on the rank": functools.partial(steps, counts=(3, 1), **REPLICAS, qgz_accumulate="rank"),
+    "replicas, hops on one stream": functools.partial(steps, counts=(1, 3), **REPLICAS, overlap=False),
+    "replicas, skipped layers": functools.partial(skipped_layers, **REPLICAS),
+    "replicas, a head without gradients": functools.partial(a_head_without_gradients, **REPLICAS),
+    "replicas, looks at gradients": functools.partial(looks_at_gradients, **REPLICAS),
+    "replicas in two rounds": functools.partial(steps, counts=(1, 3, 1), **FOUR_REPLICAS),
+    "replicas, nothing quantized": functools.partial(steps, counts=(1, 3), sizes=WHOLE_WIRES, **REPLICAS, **EXACT),
+    "replicas, an all-reduce": functools.partial(steps, counts=(1, 3, 1), sizes=WHOLE_WIRES, **FOUR_REPLICAS, **EXACT),
+    "replicas, an all-reduce in 16 bits": functools.partial(
+        steps, "bf16 reduce", counts=(3, 1), **FOUR_REPLICAS, **EXACT
+    ),
+    "replicas, an all-reduce, looks at gradients": functools.partial(looks_at_gradients, **FOUR_REPLICAS, **EXACT),
+    "two meshes, exact": functools.partial(two_meshes, qwz_mode="exact"),
+    "two meshes, exact, hops on one stream": functools.partial(two_meshes, qwz_mode="exact", overlap=False),
+    "two meshes in replicas, exact": functools.partial(two_meshes, **REPLICAS, qwz_mode="exact"),
 } | {
     way.__name__.replace("_", " "): way
     for way in (
@@ -382,6 +472,7 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
             mixed_dtypes,
             hooks_on_all_reduces,
             gradient_hooks,
+            two_meshes,
         ),
     )
 }
