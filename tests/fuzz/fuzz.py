@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import random
 import sys
 import time
@@ -28,7 +29,8 @@ def main() -> int:
     if args.script is not None:
         return _run_one(-1, Case.parse(Path(args.script).read_text()), args)
     if args.only is not None:
-        return _run_one(args.only, generate(args.only, args.without), args)
+        case = dataclasses.replace(generate(args.only, args.without), replicas=args.replicas)
+        return _run_one(args.only, case, args)
     return _run_campaign(args)
 
 
@@ -44,7 +46,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--shapes", type=int, default=0, metavar="COUNT", help="random shapes of operators and hops")
     parser.add_argument("--without", action="append", default=[], choices=HAZARDS, metavar="HAZARD")
     parser.add_argument("--with-only", action="append", default=[], choices=HAZARDS, metavar="HAZARD")
-    parser.add_argument("--worlds", type=int, nargs="+", default=sorted(set(WORLDS)))
+    parser.add_argument("--replicas", type=int, default=1, help="of the models of each program, on nodes of their own")
+    parser.add_argument(
+        "--worlds",
+        type=int,
+        nargs="+",
+        help="ranks of one replica; by default all sizes, or with replicas the smallest",
+    )
     parser.add_argument("--hang-seconds", type=float, default=HANG_S)
     parser.add_argument("--shorten-seconds", type=float, default=60.0, help="for the first failure of each group")
     parser.add_argument(
@@ -57,15 +65,16 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--plant", default=None, help="a bug of differential/planted.py, to see it found")
     parser.add_argument("--output", default=None, help="a folder for the programs that failed")
     args = parser.parse_args()
+    args.worlds = args.worlds or (sorted(set(WORLDS)) if args.replicas == 1 else [min(WORLDS)])
     args.without = sorted(HAZARDS.keys() - set(args.with_only)) if args.with_only else [*args.without, *NEVER]
     return args
 
 
 def _run_one(seed: int, case: Case, args: argparse.Namespace) -> int:
-    worlds = {case.world: World(case.world, args.hang_seconds)}
+    worlds = {case.num_ranks: World(case.num_ranks, args.hang_seconds)}
     try:
         print(case.script())
-        outcome = worlds[case.world].run(Job(case, plant=args.plant))
+        outcome = worlds[case.num_ranks].run(Job(case, plant=args.plant))
         whose, symptom = blame(outcome), outcome.oracle or outcome.ours or outcome.stock
         if whose is None or symptom is None:
             print("# passes")
@@ -92,6 +101,7 @@ def _run_campaign(args: argparse.Namespace) -> int:
         plant=args.plant,
         worlds=args.worlds,
         stock_every=args.stock_every,
+        replicas=args.replicas,
         num_seeds=args.programs,
     ).start()
     shown, started = 0, time.monotonic()

@@ -43,7 +43,7 @@ def worlds():
 @pytest.mark.parametrize("path", programs())
 def test_program(worlds, path):
     case = Case.parse(path.read_text())
-    world = worlds.setdefault(case.world, World(case.world, hang_s=2.0))
+    world = worlds.setdefault(case.num_ranks, World(case.num_ranks, hang_s=2.0))
     outcome = world.run(Job(case, ("ours", "plain")))
     assert outcome.ours is None, f"{outcome.ours.kind}: {outcome.ours.detail}"
 

@@ -83,6 +83,7 @@ class Campaign:
         plant: a bug of ``planted.PLANTS``.
         worlds: sizes of the worlds that run; seeds of other sizes are left out.
         stock_every: one program in so many runs under stock FSDP2 as well; 0 for none but those that fail.
+        replicas: of the models in every program; worlds are those of one replica.
         num_seeds: seeds after which the campaign ends, if its time is not over before; None for no such end.
         at_once: programs that run at the same time. More than there are processors only adds switches between them.
     """
@@ -98,6 +99,7 @@ class Campaign:
         plant: str | None = None,
         worlds: Collection[int] = tuple(sorted(set(WORLDS))),
         stock_every: int = STOCK_EVERY,
+        replicas: int = 1,
         num_seeds: int | None = None,
         at_once: int | None = None,
     ) -> None:
@@ -110,6 +112,7 @@ class Campaign:
         self._shorten_s = shorten_s
         self._plant = plant
         self._stock_every = stock_every
+        self._replicas = replicas
         self._reached = dict.fromkeys(worlds, first_seed)
         self._num_seeds = num_seeds
         self._turn = threading.Semaphore(at_once or os.cpu_count() or 1)
@@ -161,15 +164,16 @@ class Campaign:
             self.errors.append(error)
 
     def _lane(self, size: int) -> None:
-        worlds = {size: World(size, self._hang_s)}
+        num_ranks = size * self._replicas
+        worlds = {num_ranks: World(num_ranks, self._hang_s)}
         try:
             for seed in self._seeds(size):
                 self._keep_pace(size, seed)
-                case = generate(seed, self._without)
+                case = dataclasses.replace(generate(seed, self._without), replicas=self._replicas)
                 runs_stock = self._stock_every > 0 and seed % self._stock_every == 0
                 sides = SIDES if runs_stock else ("ours", "plain")
                 with self._turn:
-                    outcome = worlds[size].run(Job(case, sides, self._plant))
+                    outcome = worlds[num_ranks].run(Job(case, sides, self._plant))
                 with self._lock:
                     self.num_cases += 1
                 if blame(outcome) is not None:
@@ -221,7 +225,7 @@ def shorten(
         nonlocal latest
         if not hazards(case) <= hazards(failure.case):
             return False  # it would be another failure
-        world = worlds.setdefault(case.world, World(case.world, hang_s))
+        world = worlds.setdefault(case.num_ranks, World(case.num_ranks, hang_s))
         outcome = world.run(Job(case, plant=plant))
         symptom = outcome.oracle or outcome.ours or outcome.stock
         is_same = symptom is not None and kind_of(symptom) == kind_of(failure.symptom)

@@ -157,6 +157,8 @@ class Case:
     """One program and everything it depends on.
 
     Attributes:
+        world: the ranks over which models are sharded, which are all ranks unless there are replicas.
+        replicas: how many groups of ``world`` ranks each hold the models whole (HSDP); each lies on nodes of its own.
         joined: two models lie in one unsharded container, which ``apply_zeropp`` is called with.
         chained: the output of the first model goes into the second one, and the loss is that of both.
         settings: what ``apply_zeropp`` is given besides ``ranks_per_node``, over settings that quantize nothing.
@@ -164,6 +166,7 @@ class Case:
 
     world: int = 2
     ranks_per_node: int = 1
+    replicas: int = 1
     joined: bool = False
     chained: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
@@ -172,8 +175,12 @@ class Case:
     operations: tuple[Operation, ...] = ()
 
     @property
+    def num_ranks(self) -> int:
+        return self.world * self.replicas
+
+    @property
     def has_nodes(self) -> bool:
-        """Whether there is more than one node. With one FSDP2's own collectives stay."""
+        """Whether a replica has more than one node. With one FSDP2's own collectives stay."""
         return self.ranks_per_node < self.world
 
     @property
@@ -189,7 +196,8 @@ class Case:
 
     def script(self) -> str:
         """The text form; see the module's docstring."""
-        lines = [_call("world", size=self.world, ranks_per_node=self.ranks_per_node)]
+        replicas = {"replicas": self.replicas} if self.replicas > 1 else {}
+        lines = [_call("world", size=self.world, ranks_per_node=self.ranks_per_node, **replicas)]
         if self.settings:
             lines.append(_call("settings", **dict(self.settings)))
         for model in self.models:
@@ -217,7 +225,7 @@ class Case:
 
 def _add_call(fields: dict[str, Any], name: str, args: dict[str, Any]) -> None:
     if name == "world":
-        fields |= {"world": args["size"], "ranks_per_node": args["ranks_per_node"]}
+        fields |= {"world": args.pop("size"), **args}
     elif name == "settings":
         fields["settings"] = tuple(sorted(args.items()))
     elif name in ("joined", "chained"):

@@ -216,7 +216,8 @@ def leave_meta(net: Net, way: str, whole: Net, mesh: DeviceMesh) -> None:
             new = nn.Parameter(torch.empty_like(param.detach(), device="cpu"), requires_grad=param.requires_grad)
             put(net, name, new)
             param = new
-        param.detach().to_local().copy_(rows_of(values[name].detach(), mesh.get_local_rank(), mesh.size()))
+        shards = mesh.ndim - 1  # behind the dimension of replicas, if there is one
+        param.detach().to_local().copy_(rows_of(values[name].detach(), mesh.get_local_rank(shards), mesh.size(shards)))
 
 
 def put(net: Net, name: str, param: nn.Parameter) -> None:

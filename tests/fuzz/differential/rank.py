@@ -12,7 +12,7 @@ import pickle
 import signal
 import traceback
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -76,7 +76,7 @@ def main(rank: int, world: int, connection: Any, progress: Any, folder: str, tim
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         store = dist.FileStore(os.path.join(folder, "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
-        mesh = init_device_mesh("cpu", (world,))
+        meshes = {1: init_device_mesh("cpu", (world,))}  # by the number of replicas
         gc.collect()
         gc.freeze()  # what was imported need not be searched after each case
         connection.send_bytes(pickle.dumps("ready"))
@@ -85,20 +85,25 @@ def main(rank: int, world: int, connection: Any, progress: Any, folder: str, tim
                 job = pickle.loads(connection.recv_bytes())
             except EOFError:
                 os._exit(0)
-            report = _serve(job, rank, progress, folder, mesh)
+            if (replicas := job.case.replicas) not in meshes:
+                names = ("dp_replicate", "dp_shard")
+                meshes[replicas] = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names)
+            report = _serve(job, rank, progress, folder, meshes[replicas])
             if report.error is None:  # otherwise the parent replaces this process
-                _destroy_groups_but(mesh)
+                _destroy_groups_but(meshes.values())
             connection.send_bytes(pickle.dumps(report))
             progress[rank] = BETWEEN_CASES
 
 
-def _destroy_groups_but(mesh: DeviceMesh) -> None:
+def _destroy_groups_but(meshes: Iterable[DeviceMesh]) -> None:
     """Destroy the process groups of the last case: each keeps threads that wake a hundred times a second."""
     dist.barrier()  # another rank may be in a collective of the case still
+    kept = [dist.group.WORLD, *(group for mesh in meshes for group in mesh.get_all_groups())]
     for group in list(dist.distributed_c10d._world.pg_map):
-        if group not in (dist.group.WORLD, mesh.get_group()):
+        if group not in kept:
             dist.destroy_process_group(group)
-    topology._topologies.clear()
+    for groups in (topology._topologies, topology._replica_rounds, topology._replica_groups):
+        groups.clear()
     # DTensor keeps its ways from placements to placements for meshes that compare equal, with the names of their groups.
     _redistribute._gen_transform_infos.cache_clear()
 
@@ -140,6 +145,9 @@ def _run_case(job: Job, rank: int, progress: Any, folder: str, mesh: DeviceMesh)
         found["ours"] = first_difference(
             case, ours.observations, oracle.observations, oracle.scales, forced=forced is not None
         )
+        if case.replicas > 1:
+            apart = _first_apart(ours.observations, rank, case)  # collective
+            found["ours"] = found["ours"] or apart
     if "stock" in job.sides:
         stock = run("stock")
         assert exact is not None
@@ -178,12 +186,25 @@ def _trace(side: Side, case: Case, forced: Sequence[Mapping[str, torch.Tensor]] 
     return trace
 
 
-def _whole_weights(run: list[Observation], rank: int, world: int) -> list[dict[str, torch.Tensor]]:
-    """Return the whole weights of each operation that shows weights, joined from every rank's rows."""
+def _first_apart(run: list[Observation], rank: int, case: Case) -> Difference | None:
+    """Return where this rank's weights first differ from those of the first replica in any bit, whatever the bounds allow."""
     own = [{key: value for key, value in seen.items() if key.startswith("weight")} for seen in run]
-    of_ranks: list[Any] = [None] * world
+    of_ranks: list[Any] = [None] * case.num_ranks
+    dist.all_gather_object(of_ranks, own)
+    for index, (seen, first) in enumerate(zip(own, of_ranks[rank % case.world], strict=True)):
+        for key, value in seen.items():
+            if not torch.equal(value, first[key]):
+                of_first = f"{first[key].tolist()}, as in the first replica"
+                return Difference(index, key, str(value.tolist()), of_first, math.inf)
+    return None
+
+
+def _whole_weights(run: list[Observation], rank: int, world: int) -> list[dict[str, torch.Tensor]]:
+    """Return the whole weights of each operation that shows weights, joined from the rows of every rank of the first replica."""
+    own = [{key: value for key, value in seen.items() if key.startswith("weight")} for seen in run]
+    of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
     return [
-        {key.split(" ", 1)[1]: torch.cat([ranks[index][key] for ranks in of_ranks]) for key in seen}
+        {key.split(" ", 1)[1]: torch.cat([ranks[index][key] for ranks in of_ranks[:world]]) for key in seen}
         for index, seen in enumerate(own)
     ]

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from differential.networks import Net, build, leave_meta, rows_of, run_models, s
 from differential.sides import Observation, Side, step_and_drop
 from hf_zeropp import apply_zeropp, generation_mode
 from hf_zeropp.handle import ZeroPPHandle
-from hf_zeropp.traffic import REDUCE_CROSS, Bytes
+from hf_zeropp.traffic import REDUCE_CROSS, REDUCE_REPLICAS, Bytes
 
 UNQUANTIZED = {"qwz_bits": None, "hpz_size": "node", "qgz_bits": None, "qgz_intra_bits": None}
 
@@ -64,7 +64,7 @@ class Stock(Side):
         return {"loss": loss.item()}
 
     def step_on_all_but_one(self, optimizer: int, rank: int) -> Observation:
-        if self._has_state(optimizer) or self.rank != rank % self.case.world:
+        if self._has_state(optimizer) or self.place != rank % self.case.world:
             self._optimizer(optimizer).step()
         return {**self.gradients(), **self.weights()}
 
@@ -73,7 +73,7 @@ class Stock(Side):
         return self.weights()
 
     def edit_on_one_rank(self, route: str, param: int, rank: int, factor: float) -> Observation:
-        if self.rank == rank % self.case.world:
+        if self.place == rank % self.case.world:
             names = [name for name in self._chosen(param, 1) if name not in self.on_node]
             ROUTES[route]([self.params[name] for name in names], factor)
         return self.weights()
@@ -117,9 +117,9 @@ class Stock(Side):
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(tensor, DTensor), type(tensor)
-        if tensor.device_mesh.size() == self.case.world:
+        if tensor.device_mesh.size() == self.case.num_ranks:
             return local(tensor)
-        return rows_of(tensor.detach().full_tensor(), self.rank, self.case.world)  # sharded over the node
+        return rows_of(tensor.detach().full_tensor(), self.place, self.case.world)  # sharded over the node
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -166,10 +166,10 @@ class Ours(Stock):
         self, data: int, which: int | None, path: Sequence[int] | None, forwards: int, backwards: int, input_grad: bool
     ) -> Observation:
         """Gradients must not cross nodes more often than predicted, which their numbers would not show."""
-        before = self._num_crossings()
+        before = _num_crossings(handle.traffic.counts for handle in self.handles)
         seen = super().train(data, which, path, forwards, backwards, input_grad)
-        crossings = self._num_crossings() - before
-        expected = sum(handle.predict().get(REDUCE_CROSS, Bytes()).calls for handle in self.handles)
+        crossings = _num_crossings(handle.traffic.counts for handle in self.handles) - before
+        expected = _num_crossings(handle.predict() for handle in self.handles)
         # Reductions that a backward pass left when it raised end in the next pass.
         is_predictable, self._has_aborted = self._is_predictable and not self._has_aborted, False
         if is_predictable and path is None and forwards == backwards == 1 and crossings > expected:
@@ -185,9 +185,6 @@ class Ours(Stock):
         # Sums of earlier micro-steps cross by themselves where other parameters train by now, and FSDP2 goes on for a while with
         # the parameters that trained before.
         return not any(operation.name in ("freeze", "unfreeze") for operation in self.case.operations)
-
-    def _num_crossings(self) -> int:
-        return sum(handle.traffic.counts.get(REDUCE_CROSS, Bytes()).calls for handle in self.handles)
 
     def generate(self, data: int, which: int | None, times: int, budget: int) -> Observation:
         with contextlib.ExitStack() as stack:
@@ -218,6 +215,11 @@ class Ours(Stock):
     def _models(self) -> Sequence[nn.Module]:
         """Return the settings for ``apply_zeropp``."""
         return self.nets if self.container is None else [self.container]
+
+
+def _num_crossings(of_handles: Iterable[Mapping[str, Bytes]]) -> int:
+    """Return how many reductions crossed nodes, within replicas and between them."""
+    return sum(counts.get(name, Bytes()).calls for counts in of_handles for name in (REDUCE_CROSS, REDUCE_REPLICAS))
 
 
 def _abort(gradient: torch.Tensor) -> None:

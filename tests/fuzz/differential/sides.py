@@ -46,11 +46,13 @@ class Side(ABC):
     Attributes:
         params: the parameters by name, as an optimizer holds them.
         on_node: the names of those that ZeRO++ shards over the node.
+        place: this rank's number in its replica. Ranks with the same one hold the same rows in all replicas.
     """
 
     def __init__(self, case: Case, rank: int, folder: str) -> None:
         self.case = case
         self.rank = rank
+        self.place = rank % case.world
         self.folder = folder
         self.nets = self._build_nets()
         self.container = Container(self.nets, case.chained) if case.joined else None
@@ -190,7 +192,11 @@ class Side(ABC):
 
     @abstractmethod
     def step_on_all_but_one(self, optimizer: int, rank: int) -> Observation:
-        """One rank leaves its shard as it is. Only optimizers without state are skipped so."""
+        """One rank leaves its shard as it is. Only optimizers without state are skipped so.
+
+        The ranks that hold the same shard in other replicas do as it does, here and in ``edit_on_one_rank``. Where replicas
+        differ there are no right numbers: FSDP2 never makes them equal again.
+        """
 
     def step_that_raises(self) -> Observation:
         """An optimizer updates half of the parameters, then raises; the loop catches it and goes on."""
@@ -435,7 +441,7 @@ class Plain(Side):
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         flat = torch.cat([grad.flatten() for grad in grads.values()])
         dist.all_reduce(flat)
-        pieces = flat.div_(self.case.world).split([grad.numel() for grad in grads.values()])
+        pieces = flat.div_(self.case.num_ranks).split([grad.numel() for grad in grads.values()])
         for (name, grad), piece, scale in zip(grads.items(), pieces, largest.tolist(), strict=True):
             grad.copy_(piece.view_as(grad))
             self.scales[name] += scale
