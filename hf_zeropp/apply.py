@@ -275,7 +275,7 @@ def _mesh_bytes(units: Sequence[Unit], mesh: ShardMesh, ranks_per_node: int, fro
     num_parts = sum(own_node in _nodes_of(ranks, ranks_per_node) for ranks in mesh.groups.data_parallel)
 
     def numel_on_node(unit: Unit, params: Sequence[DTensor]) -> int:
-        # What other parallelism does not cut is the same in each part, and has to arrive once.
+        # A weight that other parallelism does not cut is the same in each part, and has to arrive once.
         return sum(min(param.numel(), num_parts * unit.numel_in_group(param)) for param in params)
 
     return MeshBytes(

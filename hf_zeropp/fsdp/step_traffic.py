@@ -41,7 +41,7 @@ class StepTraffic(CollectiveWatch):
         self._stepping: torch.optim.Optimizer | None = None
         self._in_step = Bytes()
         self._between_steps: dict[str, Bytes] = defaultdict(Bytes)
-        # What the watched steps received, behind an empty count for the first. An optimizer may be gone before the model.
+        # Bytes received in each watched step; the first entry is empty. An optimizer may be gone before the model.
         self._of_optimizers: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[Bytes]] = weakref.WeakKeyDictionary()
         self._of_others: list[dict[str, Bytes]] = []
         self._thread = threading.get_ident()

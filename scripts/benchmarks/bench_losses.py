@@ -42,7 +42,7 @@ WHOLE_MODEL = (
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What models learn in a part of the study.
+    """A part of the study, in which models learn one thing.
 
     Attributes:
         title: in tables.

@@ -185,7 +185,7 @@ def no_wait_for_native_gathers() -> Any:
 
 
 def no_wait_before_replicas(index: int) -> Any:
-    """What adds up replicas reads sums of a hop that is still under way: of the cross hop, or of the round before."""
+    """A planted fault: replicas are added up from sums of a hop under way, the cross hop or the round before."""
     start = TwoHopReduce.start_replica_hop
 
     def start_at_once(hops: TwoHopReduce, this: int, flight: Flight, layouts: Any) -> Flight:

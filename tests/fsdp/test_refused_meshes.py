@@ -53,7 +53,7 @@ def experts_of_other_replicas(rank: int) -> None:
 
 
 def experts_on_uneven_nodes(rank: int) -> None:
-    """Of the ranks that shard the same experts three are on one node of four, and one on the other."""
+    """Four ranks shard the same experts: three of them are on one node, and one is on the other."""
     experts = experts_over([[0, 3], [1, 5], [2, 6], [4, 7]], ("efsdp", "ep"), ("efsdp",))
     apply_zeropp(fully_shard(Model(experts)), UNQUANTIZED | {"ranks_per_node": 4})
 

@@ -392,7 +392,7 @@ def test_any_number_of_replicas(way):
 @pytest.mark.parametrize("bits", [3, 4, 8, None])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_replicas_never_take_more_bytes_than_an_all_reduce(bits, dtype):
-    """Of each element stock receives 2 (R-1)/R times its own bytes. Large primes would take R-1 codes in one round."""
+    """Stock receives 2 (R-1)/R times the bytes of each element. In one round, a large prime R would take R-1 codes."""
     numel = 2**16
     layout = WireLayout([Segment(numel, bits)], 128, dtype)
     layouts = ReduceLayouts(layout, layout)

@@ -58,7 +58,7 @@ def clipping_and_logging_are_counted_once(rank: int) -> None:
 
 
 def without_clipping_there_is_nothing(rank: int) -> None:
-    """What another thread sends, such as one that saves a checkpoint, is none of a step's."""
+    """Collectives of another thread, such as one that saves a checkpoint, do not count as a step's."""
 
     def save() -> None:
         thread = threading.Thread(target=dist.all_reduce, args=(torch.zeros(1000),))

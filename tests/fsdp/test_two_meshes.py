@@ -191,7 +191,7 @@ def exact_weights(rank: int, ranks_per_node: int) -> None:
 
 
 def words_of_all_steps(rank: int, ranks_per_node: int) -> None:
-    """What crossed in changed words is the mean that is predicted, in each mesh with the other nodes of that mesh."""
+    """Bytes of changed words that crossed equal the predicted mean, counted in each mesh over its own nodes."""
     model = sharded(POLICIES["bf16"])
     handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node, "preset": "exact"})
     train(model, handle, rank)

@@ -198,7 +198,7 @@ _ACTIONS: dict[str, Callable[..., None]] = {
 
 _SAVES: tuple[tuple[Any, str, str | None], ...] = (
     (torch, "save", "f"),
-    # What ``save_file`` looks up when it is called: libraries have bound ``save_file`` itself by name.
+    # ``save_file`` looks this function up when it is called. Libraries have bound ``save_file`` itself by name.
     (safetensors.torch, "serialize_file", "filename"),
     (safetensors.numpy, "serialize_file", "filename"),
     (PreTrainedTokenizerBase, "save_pretrained", "save_directory"),
