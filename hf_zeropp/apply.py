@@ -205,7 +205,10 @@ def _gathers_over(
         return lambda unit: CountedWeightGather(unit, run, decisions)
     hops = _gather_hops(mesh, run)
     hpz_size = None if mesh.hpz_size is None else hops.node_hop.size
-    check = SecondaryCheck.of(hpz_size, group, mesh.replicas) if run.checks else None
+    # Where the model has other meshes, or replicas, its other ranks compare nothing of this mesh, and have to hear of a fault.
+    is_whole = group.size() == len(own_group(run.mesh.groups.data_parallel))
+    tell = None if is_whole else decisions.tell_faults
+    check = SecondaryCheck.of(hpz_size, group, mesh.replicas, tell) if run.checks else None
     return lambda unit: ZeroPPAllGather(unit, run, decisions, hops, check)
 
 

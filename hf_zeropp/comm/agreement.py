@@ -127,6 +127,12 @@ class Agreement:
         if pending is not None:
             pending.confirm()
 
+    def tell(self, words: str) -> list[str]:
+        """Return what all ranks tell, in rank order. Collective: ranks must have agreed that they tell something."""
+        told = [""] * self._num_ranks
+        dist.all_gather_object(told, words, group=self._channel.group)
+        return told
+
 
 class Answer:
     """One exchange under way."""

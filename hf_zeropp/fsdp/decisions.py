@@ -62,6 +62,7 @@ class Moment(enum.IntEnum):
     DELIVER = 5
     END = 6
     DUE = 7
+    COMPARE = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,6 +237,18 @@ class Decisions:
             "start the hops of stale weights", lambda index: f"due for {Change(due[index]).name}"
         )
         self._ask(Moment.DUE, 0, due, [0] * len(due), statement).confirm()
+
+    def tell_faults(self, unit: str, fault: str) -> list[str]:
+        """Return what is wrong with the copies of a unit, as each rank of the model found; nothing where no rank did. Collective.
+
+        Args:
+            unit: its name, which experts on other ranks share.
+            fault: what this rank found; empty if it found nothing.
+        """
+        common = array.array("q", (Moment.COMPARE, _structure_digest((unit,)))).tobytes()
+        flags = bytes([bool(fault)] * len(self.gathers))  # as many as in the questions that other ranks may ask by mistake
+        statement = self._statement(f"compare the copies of unit {unit} with the masters", lambda index: "")
+        return self._agreement.tell(fault) if any(self._agreement.ask(common, flags, statement).largest()) else []
 
     # Gradients.
 

@@ -7,6 +7,7 @@ import itertools
 import os
 import shutil
 import tempfile
+from contextlib import nullcontext
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from test_secondary_check import yesterdays_shard
 from toy import EXACT, POLICIES, backward, full_gradients, full_weights, loss_of, loss_without_head, make_lm, shard
 
 from hf_zeropp import apply_zeropp, generation_mode
@@ -303,6 +305,16 @@ def drift(rank: int, ranks_per_node: int) -> None:
             train(model, handle, rank)
 
 
+def old_weights_in_one_replica(rank: int, ranks_per_node: int) -> None:
+    """``ZEROPP_CHECK`` names the rank that sends them on all ranks, also in the replica that never sees them."""
+    with mock.patch.dict(os.environ, {"ZEROPP_CHECK": "1"}):
+        model = shard(make_lm(), mesh=mesh_of(2))
+        handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node})
+        with yesterdays_shard() if rank == 1 else nullcontext():
+            with pytest.raises(WrongCopies, match="rank 1 sent other weights than its masters hold"):
+                train(model, handle, rank)
+
+
 FUNCTIONS = [
     unquantized,
     unquantized_over_micro_steps_with_clipping,
@@ -320,6 +332,7 @@ FUNCTIONS = [
     sharded_checkpoints,
     reduced_within_replicas_alone,
     names_of_the_mesh,
+    old_weights_in_one_replica,
     drift,
 ]
 WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, FUNCTIONS, 2)}

@@ -6,10 +6,14 @@ a rank exchanges dense weights with other ranks than experts. The oracle is stoc
 
 from __future__ import annotations
 
+import os
+from unittest import mock
+
 import pytest
 import torch
 import torch.nn as nn
 from harness import Scenarios, run_ranks
+from staleness import without_versions
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -17,6 +21,7 @@ from toy import POLICIES, full_weights, logged_messages
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
 from hf_zeropp.fsdp.weights import schedules
+from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
 from hf_zeropp.traffic import FSDP2_REDUCE, GATHER_CROSS, GATHER_RESYNC, Bytes
 
 WORLD, WIDTH, NUM_EXPERTS, DEPTH, STEPS = 4, 24, 4, 2, 3
@@ -259,6 +264,19 @@ def what_zero3_sends(rank: int, ranks_per_node: int) -> None:
     )
 
 
+def a_fault_of_some_experts(rank: int, ranks_per_node: int) -> None:
+    """``ZEROPP_CHECK`` names the rank on all ranks, also on those that hold other experts, and have compared nothing of these."""
+    with mock.patch.dict(os.environ, {"ZEROPP_CHECK": "1"}), without_versions():
+        model = sharded(POLICIES["bf16"])
+        apply_zeropp(model, {"ranks_per_node": ranks_per_node})
+        x = torch.ones(6, WIDTH)
+        model(x, [0, 1])
+        if rank == 3:
+            model.layers[1].experts.weights.data.mul_(2)
+        with pytest.raises(WrongCopies, match="unit layers.1.experts have changed on rank 3 since"):
+            model(x, [0, 1])
+
+
 SCENARIOS = [
     what_zero3_sends,
     unquantized,
@@ -268,6 +286,7 @@ SCENARIOS = [
     accumulation_on_the_rank,
     deltas_of_some_groups_and_words_of_others,
     generation,
+    a_fault_of_some_experts,
 ]
 WAYS = {
     "4 nodes x 1": Scenarios(WORLD, SCENARIOS, 1, limit_s=300),

@@ -9,8 +9,9 @@ nodes stays once it is there. Three things are compared, for each unit:
 - *when ranks agree that a copy is fresh*, the masters with those that it was made of;
 - *whenever ranks agree*, the masters of replicas (HSDP) with each other.
 
-Every rank sends checksums to all ranks, so all of them stop if two differ. The comparisons cost host synchronizations and two
-exchanges per unit, so they are off by default.
+Every rank sends checksums to all ranks that hold copies of the unit. If two differ, all ranks of the model stop, also those of
+other replicas, and those that hold other experts. The comparisons cost host synchronizations and two exchanges per unit, or three
+in models with such ranks, so they are off by default.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import NoReturn
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,9 @@ from hf_zeropp.fsdp.comm_objects import of_this_package
 from hf_zeropp.fsdp.units import Unit
 
 logger = logging.getLogger(__name__)
+
+TellFaults = Callable[[str, str], Sequence[str]]
+"""Takes the name of a unit and what this rank found wrong with its copies, or nothing. Returns what all ranks of the model found."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, with random bits: swapped words change the sum
 
@@ -57,20 +60,32 @@ class SecondaryCheck:
         hpz_size: ranks that share one copy; the secondary shards of ranks that far apart must be equal.
         group: the ranks over which the model is sharded.
         replicas: the ranks that hold the same shard as this one; None without replicas (HSDP).
+        tell: tells the other ranks of the model, and hears of theirs; None where ``group`` is all of them.
     """
 
-    def __init__(self, hpz_size: int, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        hpz_size: int,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None = None,
+        tell: TellFaults | None = None,
+    ) -> None:
         self._hpz_size = hpz_size
         self._group = group
         self._replicas = replicas
+        self._tell = tell
 
     @classmethod
     def of(
-        cls, hpz_size: int | None, group: dist.ProcessGroup, replicas: dist.ProcessGroup | None = None
+        cls,
+        hpz_size: int | None,
+        group: dist.ProcessGroup,
+        replicas: dist.ProcessGroup | None = None,
+        tell: TellFaults | None = None,
     ) -> SecondaryCheck | None:
         """Return the check that ``ZEROPP_CHECK=1`` asks for; None, with a warning, where there are no copies."""
         if hpz_size is not None:
-            return cls(hpz_size, group, replicas)
+            return cls(hpz_size, group, replicas, tell)
         if dist.get_rank() == 0:
             logger.warning(
                 "%s=1 compares the nodes' copies of the weights; with hpz_size=None there are none.", ENV_CHECK
@@ -89,12 +104,14 @@ class SecondaryCheck:
             WrongCopies: on every rank, if a rank holds other bytes than the masters of their rank give.
         """
         sums = self._of_all_ranks(torch.stack([checksum(wire) for wire in (*copies, expected)]))
+        said = ""
         if faults := list(self._faults(sums)):
-            self._stop(
+            said = (
                 f"{ENV_CHECK}: the secondary shards of unit {unit} differ from the masters: {'; '.join(faults[:4])} (seen on "
                 f"rank {dist.get_rank()}). Weights were changed on one of them alone, encoded too early or too late, or "
                 "damaged on the way: call handle.invalidate() on all ranks, and look for the cause."
             )
+        self._stop_if_any(unit, said)
 
     def unchanged(self, unit: str, has_changed: torch.Tensor) -> None:
         """Compare whether the masters of ``unit`` have changed on any rank, though all ranks take its copies for fresh.
@@ -108,12 +125,14 @@ class SecondaryCheck:
         """
         ranks = dist.get_process_group_ranks(self._group)
         changed = [rank for rank, [flag] in zip(ranks, self._of_all_ranks(has_changed), strict=True) if flag]
+        said = ""
         if changed:
-            self._stop(
+            said = (
                 f"{ENV_CHECK}: the weights of unit {unit} have changed on {_words_of(changed)} since they were gathered, and "
                 f"were taken for fresh (seen on rank {dist.get_rank()}). Call handle.invalidate() after writes that move no "
                 "version counter."
             )
+        self._stop_if_any(unit, said)
 
     def same_in_replicas(self, unit: str, masters: torch.Tensor) -> None:
         """Compare the masters of ``unit`` in all replicas.
@@ -130,13 +149,15 @@ class SecondaryCheck:
         differs = torch.tensor([any(total != masters.item() for [total] in _all_of(masters.view(1), self._replicas))])
         # A rank that differs is seen by one rank of each replica, which tells its own replica. So all ranks raise.
         places = [place for place, [flag] in enumerate(self._of_all_ranks(differs.long().to(masters.device))) if flag]
+        said = ""
         if places:
             ranks = dist.get_process_group_ranks(self._group)
-            self._stop(
+            said = (
                 f"{ENV_CHECK}: replicas hold different weights of unit {unit}, in the shards of "
                 f"{_words_of([ranks[place] for place in places])} and of the ranks with the same shards (seen on rank "
                 f"{dist.get_rank()}). Weights were changed or loaded on one of them alone."
             )
+        self._stop_if_any(unit, said)
 
     def _faults(self, sums: Sequence[Sequence[int]]) -> Iterator[str]:
         """Say which ranks hold wrong copies of whose slices. ``sums`` are, for each rank, of its copies and of its masters."""
@@ -154,11 +175,16 @@ class SecondaryCheck:
     def _of_all_ranks(self, own: torch.Tensor) -> list[list[int]]:
         return _all_of(own, self._group)
 
-    def _stop(self, message: str) -> NoReturn:
-        """Raise, after all ranks have received what they compare: a rank that ends earlier would cut connections."""
+    def _stop_if_any(self, unit: str, fault: str) -> None:
+        """Raise on all ranks of the model if this rank or another has found a fault."""
+        # A rank that raised alone would leave ranks of other meshes waiting in the next collective that they share.
+        found = [fault] if self._tell is None else [fault, *self._tell(unit, fault)]
+        if not any(found):
+            return
+        # A rank that ends before all have received what they compare would cut connections.
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=self._group)
-        raise WrongCopies(message)
+        raise WrongCopies(next(filter(None, found)))
 
 
 class CheckedUnit:
