@@ -9,11 +9,8 @@ Errors are ``ValueError`` throughout, because a file that cannot be used is a wr
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,9 +19,6 @@ from typing import Any
 
 import yaml
 from safetensors import SafetensorError, safe_open
-
-if sys.platform != "win32":
-    import fcntl
 
 MAX_SETTINGS_BYTES = 2**20
 """Settings have about a thousand bytes. PyYAML reads about a million per second."""
@@ -168,15 +162,14 @@ def written_at_once(path: Path) -> Iterator[Path]:
     """Give a place to write a file or a folder to, which moves to ``path`` when the context ends.
 
     The place is in a new folder beside ``path`` that no other user can enter, so none can put a link there for the writer to
-    follow. If writing fails, nothing is left. A writer that is killed leaves its folder, and the next one removes it.
+    follow. If writing fails, nothing is left. A writer that is killed leaves its folder, named ``.partial-<file>-``.
 
     Yields:
         The path to write to, which does not exist yet.
     """
-    _remove_abandoned(path)
     # The folder is beside ``path``, so both are on one file system, and ``replace`` is one rename: no reader sees half
     # a file.
-    with tempfile.TemporaryDirectory(prefix=_partial_prefix(path), dir=path.parent) as folder, _locked(Path(folder)):
+    with tempfile.TemporaryDirectory(prefix=f".partial-{path.name}-", dir=path.parent) as folder:
         place = Path(folder, path.name)
         yield place
         place.replace(path)
@@ -187,43 +180,3 @@ def make_readable(path: Path) -> None:
     mask = os.umask(0o077)
     os.umask(mask)
     path.chmod(0o666 & ~mask)
-
-
-def _partial_prefix(path: Path) -> str:
-    # The name of the file is in it, so that writers of other files beside it, for instance other ranks, are left alone.
-    return f".partial-{path.name}-"
-
-
-def _remove_abandoned(path: Path) -> None:
-    """Remove the folders of writers of ``path`` that were killed."""
-    folders: list[Path] = []
-    with contextlib.suppress(OSError):  # the writer that follows reports what is wrong with the folder
-        folders = [path.parent / name for name in os.listdir(path.parent) if name.startswith(_partial_prefix(path))]
-    for folder in folders:
-        with contextlib.suppress(OSError):  # another user's, or gone meanwhile
-            if not folder.is_symlink():
-                with _locked(folder) as is_locked:
-                    if is_locked:
-                        shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[bool]:
-    """Hold the lock of a folder, which the kernel gives up when this process ends, however it ends.
-
-    Yields:
-        Whether it is held. Another process may hold it, and some network file systems have no locks of folders.
-    """
-    if sys.platform == "win32":
-        yield False
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(descriptor)
