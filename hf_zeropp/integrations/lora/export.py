@@ -46,7 +46,8 @@ def export(
     """Write ``model``, with ``adapter`` merged into it, to the folder ``output``.
 
     Args:
-        output: a folder that is empty or does not exist. It appears when everything is written, not before.
+        output: a folder that is empty or does not exist. It appears when everything is written, not before. An export that is
+            killed leaves a folder ``.partial-*`` beside it, which can be removed.
         model: the base, 16-bit or packed: a folder or a hub name. Default: what the adapter's config names.
         adapter: a PEFT adapter folder; None only decodes a packed base.
         dtype: the dtype of the floating-point weights that are written.

@@ -94,7 +94,8 @@ def judge(fault: Fault, models: str) -> Verdict:
                 _resume(order, verdict)
             elif fault.point in ("sharded save", "full save"):
                 verdict.resumed = _lack_of_last_checkpoint(order)
-            verdict.left += temporary_files(Path(name))
+            if fault.blow != "kill" or fault.point != "export":  # a killed export leaves its folder
+                verdict.left += temporary_files(Path(name))
         verdict.left += sorted(shared_memory_files() - before)
     return verdict
 
