@@ -44,32 +44,15 @@ def parse_settings(text: str, *, is_json: bool = False) -> Any:
     """Parse YAML or JSON that a user wrote.
 
     Raises:
-        ValueError: it is malformed, nested too deeply, or grows beyond ``MAX_SETTINGS_BYTES`` values where aliases of YAML
-            are written out.
+        ValueError: it is malformed or nested too deeply.
     """
     # ``safe_load`` makes plain values alone. PyYAML's unsafe loader constructs any Python object that a file names.
     try:
-        value = json.loads(text) if is_json else yaml.safe_load(text)
+        return json.loads(text) if is_json else yaml.safe_load(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except yaml.YAMLError as error:
         raise ValueError(str(error)) from error
-    _check_written_out(value)
-    return value
-
-
-def _check_written_out(value: Any) -> None:
-    """Refuse a value that is small in memory and huge in an error message: lists of aliases of lists of aliases."""
-    # An alias costs a few bytes in the file and a reference in memory, so a file of 1 KB can stand for a billion
-    # values. They are counted as they would be printed, with a list in place of recursion: nesting may be deeper than
-    # Python's stack.
-    budget, waiting = MAX_SETTINGS_BYTES, [value]
-    while waiting:
-        each = waiting.pop()
-        budget -= 1 + (len(each) if isinstance(each, (str, bytes)) else 0)
-        if budget < 0:
-            raise ValueError("it is larger than any settings once its aliases are written out")
-        waiting += [*each, *each.values()] if isinstance(each, dict) else each if isinstance(each, (list, set)) else []
 
 
 def file_in(folder: Path, name: str, max_bytes: int | None = None) -> Path:
