@@ -1,33 +1,23 @@
-"""Count what communication costs one rank: bytes that it receives, and seconds that it spends in collectives.
+"""Count the bytes that one rank receives in collectives.
 
-**Bytes** are counted for every collective (``Traffic.record``), predicted for a step, and shown side by side
+They are counted for every collective (``Traffic.record``), predicted for a step, and shown side by side
 (``Traffic.table``). A count holds what this rank receives from other ranks; in every collective of this package a rank sends
 as much as it receives. Counts are split by whether the sender is on the same node. The cross-node bytes of a node are the sum
 over its ranks. Scales and padding count, protocol headers do not. A flat gather that stays FSDP2's own counts as the ring
 that carries it. The ZeRO-3 line of the table is the least that a node must receive under any algorithm, so the comparison
 favours ZeRO-3.
-
-**Seconds** are measured by ``CommTimer`` without making the host wait for a device. On CPU a collective blocks its caller,
-either when it is issued or when its work is waited for; the wall time of both is what training pays. On an accelerator a
-collective runs on a stream while the host goes on. There two events mark it, and the time between them is read after both
-have passed. That time therefore lags by the collectives under way, includes the wait for slower ranks, and also counts
-what overlaps with compute.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
-import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-
-from hf_zeropp import devices
 
 # Names of collectives, as tables show them. Tables sort by name, so gathers stand together and reductions do.
 GATHER_CROSS = "gather, across nodes"
@@ -156,7 +146,6 @@ class Traffic:
         meshes: the same bytes by mesh, where there are several, or replicas; by default one that spans all nodes.
 
     Attributes:
-        timer: seconds in collectives since the last ``reset``.
         steps: optimizer steps since the last ``reset``. Several optimizers that step after one backward pass, or within it,
             make one step.
         micro_steps: backward passes since the last ``reset``.
@@ -184,9 +173,7 @@ class Traffic:
         self.reset()
 
     def reset(self) -> None:
-        """Start counting again from zero: bytes, seconds, steps and micro-steps."""
-        # A new timer, and no zeroed one: collectives under way hold the old one, and their seconds go there.
-        self.timer = CommTimer()
+        """Start counting again from zero: bytes, steps and micro-steps."""
         self.steps = 0
         self.micro_steps = 0
         self._has_stepped = False  # since the last backward pass began
@@ -347,97 +334,3 @@ def _predicted(predicted: Mapping[str, Bytes] | None, names: Iterable[str], rank
         return ""
     count = total(predicted[name] for name in names if name in predicted)
     return _megabytes(ranks_per_node * count.cross_node) + (" (measured)" if count.is_measured else "")
-
-
-class CommTimer:
-    """Adds up the seconds that collectives take on one rank. The module's docstring says what they include."""
-
-    def __init__(self) -> None:
-        self._finished_s = 0.0
-        # Pairs of start and end, oldest first, whose end the device may not have reached yet.
-        self._running: deque[tuple[torch.Event, torch.Event]] = deque()
-        # Creating an event costs more than recording one, so events that were read are used again.
-        self._spare: list[tuple[torch.Event, torch.Event]] = []
-
-    def measure(self, device: torch.device) -> AbstractContextManager[None]:
-        """Count the time of the collectives on ``device`` that are issued, or waited for, inside the context."""
-        # [Note: seconds on CPU] A synchronous collective is measured where it is issued. An asynchronous one is
-        # measured twice: for the moment that issuing takes, and for what is left of it when ``TimedWork.wait`` is
-        # called. The time between, in which the model computes, is not counted, since training does not pay for it.
-        return _EventSpan(self, device) if devices.has_streams(device) else _HostSpan(self)
-
-    def watch(self, work: dist.Work | None, device: torch.device) -> TimedWork | None:
-        """Return ``work`` with a ``wait`` that is counted; None for a collective that returned no work."""
-        return None if work is None else TimedWork(work, self, device)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of all collectives that have finished."""
-        self._collect()
-        return self._finished_s
-
-    def _collect(self) -> None:
-        """Read the events that have passed. ``query`` asks without waiting, so later ones stay for another time."""
-        # Collectives of two streams may end in another order than they began. One that ended early waits in the queue
-        # until those before it have ended: it is counted later, and never lost.
-        while self._running and self._running[0][1].query():
-            start, end = self._running.popleft()
-            self._finished_s += start.elapsed_time(end) / 1e3
-            self._spare.append((start, end))
-
-
-# These are classes and no generators, which cost several times as much: a unit's gather and reduction enter ten.
-class _HostSpan(AbstractContextManager[None]):
-    """Counts the wall time inside the context."""
-
-    __slots__ = ("_start_s", "_timer")
-
-    def __init__(self, timer: CommTimer) -> None:
-        self._timer = timer
-
-    def __enter__(self) -> None:
-        self._start_s = time.perf_counter()
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is None:  # a collective that failed is not counted
-            self._timer._finished_s += time.perf_counter() - self._start_s
-
-
-class _EventSpan(AbstractContextManager[None]):
-    """Counts the time between two events in the current stream, once both have passed."""
-
-    __slots__ = ("_end", "_start", "_timer")
-
-    def __init__(self, timer: CommTimer, device: torch.device) -> None:
-        # Reading the events that have passed keeps the queue short in a run that never asks for ``seconds``.
-        timer._collect()
-        self._timer = timer
-        self._start, self._end = timer._spare.pop() if timer._spare else _timing_events(device)
-
-    def __enter__(self) -> None:
-        # Events are recorded on the current stream. FSDP2 issues collectives with its communication stream as the
-        # current one.
-        self._start.record()
-
-    def __exit__(self, kind: object, error: object, traceback: object) -> None:
-        if kind is None:
-            self._end.record()
-            self._timer._running.append((self._start, self._end))
-
-
-class TimedWork:
-    """A work whose ``wait`` counts as time in collectives: on CPU the caller waits, on an accelerator its stream."""
-
-    def __init__(self, work: dist.Work, timer: CommTimer, device: torch.device) -> None:
-        self._work = work
-        self._timer = timer
-        self._device = device
-
-    def wait(self) -> None:
-        """Wait for the collective as the wrapped work does."""
-        with self._timer.measure(self._device):
-            self._work.wait()
-
-
-def _timing_events(device: torch.device) -> tuple[torch.Event, torch.Event]:
-    return torch.Event(device, enable_timing=True), torch.Event(device, enable_timing=True)

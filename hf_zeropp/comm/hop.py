@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hf_zeropp import devices
-from hf_zeropp.traffic import Peers, TimedWork, Traffic
+from hf_zeropp.traffic import Peers, Traffic
 
 # torch 2.13 renamed all_gather_into_tensor; both names move one contiguous buffer.
 _all_gather_buffers = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -80,9 +80,9 @@ class HopError(RuntimeError):
 
 
 class HopWork:
-    """A hop under way. ``wait`` counts as time in collectives, and names the hop where it fails."""
+    """A hop under way. Its ``wait`` names the hop where it fails."""
 
-    def __init__(self, work: TimedWork, hop: Hop) -> None:
+    def __init__(self, work: dist.Work, hop: Hop) -> None:
         self._work = work
         self._hop = hop
 
@@ -95,7 +95,7 @@ class HopWork:
 
 
 class Hop:
-    """Collectives of wire buffers over one process group, with their bytes and seconds counted.
+    """Collectives of wire buffers over one process group, with their bytes counted.
 
     Args:
         name: the name under which ``traffic`` counts the bytes.
@@ -157,15 +157,11 @@ class Hop:
     def _run(
         self, collective: Callable[..., dist.Work | None], output: torch.Tensor, wire: torch.Tensor
     ) -> HopWork | None:
-        # Time is measured here and in the work's ``wait``: a synchronous collective blocks in the call, an asynchronous
-        # one in the wait.
         try:
-            with self._traffic.timer.measure(wire.device):
-                work = collective(output, wire, group=self.group, async_op=self.is_async)
+            work = collective(output, wire, group=self.group, async_op=self.is_async)
         except RuntimeError as error:
             raise HopError(self.name, self.group, error) from error
-        timed = self._traffic.timer.watch(work, wire.device)
-        return None if timed is None else HopWork(timed, self)
+        return None if work is None else HopWork(work, self)
 
     def blocking(self) -> Hop:
         """Return a hop over the same ranks, counted under the same name, whose collectives wait."""
@@ -174,8 +170,7 @@ class Hop:
     def barrier(self) -> None:
         """Wait until every rank of the group is here. It stands between uses of memory that the ranks share, on CPU."""
         try:
-            with self._traffic.timer.measure(torch.device("cpu")):
-                dist.barrier(group=self.group)
+            dist.barrier(group=self.group)
         except RuntimeError as error:
             raise HopError(self.name, self.group, error) from error
 

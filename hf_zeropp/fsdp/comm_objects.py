@@ -107,8 +107,7 @@ class CountedAllGather(CommObject, AllGather):
         self._shard_bytes = input_tensor.nbytes
         self._traffic.record(self.name, self._peers().bytes_in_ring(input_tensor.nbytes))
         try:
-            with self._traffic.timer.measure(input_tensor.device):
-                return self._fsdp2(output_tensor, input_tensor, group, async_op)
+            return self._fsdp2(output_tensor, input_tensor, group, async_op)
         except RuntimeError as error:
             raise HopError(self.name, group, error) from error
 

@@ -1,12 +1,9 @@
-"""The figures that the Trainer callback logs: bytes and time of the steps since the last log."""
+"""The figures that the Trainer callback logs: bytes of the steps since the last log."""
 
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Sequence
-
-from rich.console import Console
 
 from hf_zeropp.handle import ZeroPPHandle
 
@@ -16,7 +13,6 @@ ROLLOUT_CROSS_NODE = "zeropp/rollout_cross_node_gb_per_step"
 ROLLOUT_INTRA_NODE = "zeropp/rollout_intra_node_gb_per_step"
 OTHERS_CROSS_NODE = "zeropp/others_cross_node_gb_per_step"
 SAVING = "zeropp/saving_vs_zero3"
-TIME_SHARE = "zeropp/share_of_step_in_collectives"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +29,6 @@ class Totals:
         others_cross_node_bytes: bytes that a node received from other nodes in collectives of the model and of the script, by the
             counts of two early steps. They are not in ``cross_node_bytes``.
         zero3_bytes: bytes that a node would have received from other nodes under ZeRO-3 in these steps.
-        step_s: seconds in steps, without evaluation and generation between them.
-        collectives_s: seconds of these in collectives.
     """
 
     steps: int = 0
@@ -44,8 +38,6 @@ class Totals:
     rollout_intra_node_bytes: int = 0
     others_cross_node_bytes: int = 0
     zero3_bytes: float = 0.0
-    step_s: float = 0.0
-    collectives_s: float = 0.0
 
     def __sub__(self, earlier: Totals) -> Totals:
         return Totals(
@@ -55,7 +47,7 @@ class Totals:
     def log_entries(self) -> dict[str, float]:
         """Return the figures per step, in GB per node; none without a step.
 
-        Evaluation and generation between the steps count as bytes, but not as step time.
+        The bytes of evaluation and generation between the steps are included.
         """
         if not self.steps:
             return {}
@@ -71,8 +63,6 @@ class Totals:
         # A ratio would divide by zero if no byte crossed nodes.
         if self.cross_node_bytes:
             entries[SAVING] = self.zero3_bytes / self.cross_node_bytes
-        if self.step_s:
-            entries[TIME_SHARE] = self.collectives_s / self.step_s
         return entries
 
 
@@ -86,28 +76,13 @@ class StepLog:
 
     def __init__(self, handles: Sequence[ZeroPPHandle]) -> None:
         self.handles = list(handles)
-        self._step_s = 0.0
-        self._collectives_s = 0.0
-        self._step_began = (0.0, 0.0)
-        # Counters are never reset here: the user may read the same handle's traffic, and there are two intervals to
-        # measure, since the start and since the last log. Each interval keeps the totals at its beginning, and
-        # subtracts them.
-        self._start = self._logged = self.totals()
+        # Counters are never reset here, because the user may read the same handle's traffic.
+        self._logged = self.totals()
 
     @property
     def trained(self) -> ZeroPPHandle:
         """The handle of the model that is trained."""
         return self.handles[0]
-
-    def step_begins(self) -> None:
-        """Note the time at which a step begins."""
-        self._step_began = (time.perf_counter(), self._collectives_so_far())
-
-    def step_ends(self) -> None:
-        """Add the time of the step that ends, and of its collectives."""
-        began_s, collectives_s = self._step_began
-        self._step_s += time.perf_counter() - began_s
-        self._collectives_s += self._collectives_so_far() - collectives_s
 
     def since_last_log(self) -> dict[str, float]:
         """Return log entries for the steps since the last call; empty when there were none."""
@@ -117,10 +92,6 @@ class StepLog:
         if entries:
             self._logged = now
         return entries
-
-    def since_start(self) -> dict[str, float]:
-        """Return log entries for all steps so far."""
-        return (self.totals() - self._start).log_entries()
 
     def print_summary(self, micro_steps: int) -> None:
         """Print the trained model's traffic, beside the prediction where one holds for all of training.
@@ -135,8 +106,6 @@ class StepLog:
         # prediction for one step fits the average.
         has_one_phase = config.qgz_until in (0.0, 1.0) or not config.quantizes_gradients
         self.trained.traffic.print(self.trained.predict(micro_steps) if has_one_phase else None)
-        if TIME_SHARE in (entries := self.since_start()):
-            Console().print(f"{entries[TIME_SHARE]:.0%} of the step time in these collectives")
 
     def totals(self) -> Totals:
         """Return the counters as they stand."""
@@ -150,9 +119,4 @@ class StepLog:
             others_cross_node_bytes=trained.ranks_per_node * sum(count.cross_node for count in trained.others.values()),
             # The function divides by ``max(steps, 1)``. The same factor gives the total, also before the first step.
             zero3_bytes=trained.zero3_bytes_per_step() * max(trained.steps, 1),
-            step_s=self._step_s,
-            collectives_s=self._collectives_s,
         )
-
-    def _collectives_so_far(self) -> float:
-        return sum(handle.traffic.timer.seconds for handle in self.handles)

@@ -207,7 +207,6 @@ class ZeroPPCallback(TrainerCallback):
         """Follow the schedule of ``qgz_until``. Progress depends on the step alone, so that a resumed run follows the same."""
         if self._log is not None:
             self._log.trained.set_progress(state.global_step / max(state.max_steps, 1))
-            self._log.step_begins()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
@@ -215,7 +214,6 @@ class ZeroPPCallback(TrainerCallback):
         """Count the step, and drop secondary shards of reference models that TRL has just mixed new weights into."""
         if self._log is None:
             return
-        self._log.step_ends()
         if feeds_engine(args) and self._log.trained.traffic.steps == 1 and state.is_world_process_zero:
             from hf_zeropp.rollouts.trl_sync import warn_if_unused
 

@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback
 from hf_zeropp import get_handle, traffic
 from hf_zeropp.integrations import trainer as integration
 from hf_zeropp.integrations.accelerate import let_stock_plugin_count_on_cpu
-from hf_zeropp.integrations.step_log import CROSS_NODE, INTRA_NODE, SAVING, TIME_SHARE
+from hf_zeropp.integrations.step_log import CROSS_NODE, INTRA_NODE, SAVING
 from hf_zeropp.integrations.trainer import ZeroPPCallback
 
 
@@ -46,7 +46,6 @@ def train(rank: int, folder: str, zeropp, arguments: dict):
         "predicted": node * predicted.cross_node,
         "predicted_intra": node * predicted.intra_node,
         "fsdp2_gathers": num_fsdp2_gathers(trainer.model),
-        "shares": logged(trainer, TIME_SHARE),
         "savings": logged(trainer, SAVING),
     }
 
@@ -68,7 +67,6 @@ def test_losses_follow_stock_and_bytes_follow_the_prediction(tmp_path, arguments
         mean = sum(bytes_[f"logged{suffix}"]) / len(bytes_[f"logged{suffix}"])
         assert mean == pytest.approx(bytes_[f"counted{suffix}"])
     assert bytes_["counted"] == pytest.approx(bytes_["predicted"], rel=0.04)
-    assert all(0 < share < 1 for share in bytes_["shares"])
     assert all(saving > 3 for saving in bytes_["savings"])
 
 
@@ -111,7 +109,7 @@ def test_tensorboard_receives_the_figures(tmp_path, monkeypatch):
     env = {"TENSORBOARD_LOGGING_DIR": str(folder)}
     entries = run_ranks(train_with_tensorboard, 4, str(tmp_path), env=env)[0]
     events = EventAccumulator(str(folder)).Reload()
-    for key in (CROSS_NODE, INTRA_NODE, SAVING, TIME_SHARE):
+    for key in (CROSS_NODE, INTRA_NODE, SAVING):
         scalars = {event.step: event.value for event in events.Scalars(f"train/{key}")}
         assert scalars == pytest.approx({entry["step"]: entry[key] for entry in entries}, rel=1e-6)
         assert sorted(scalars) == [2, 4, 6]

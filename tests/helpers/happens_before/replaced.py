@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from happens_before.clocks import Stream, Timeline
 from happens_before.dispatch import Launch, Watch
 from happens_before.memory import Memory
-from hf_zeropp import devices, traffic
+from hf_zeropp import devices
 
 COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_to_all_single", "allgather", "allreduce", "broadcast")
 # Before torch 2.13 three of them had other names.
@@ -83,11 +83,7 @@ def streams_of_torch(timeline: Timeline, memory: Memory, watch: Watch) -> dict[t
 
 def has_streams(timeline: Timeline) -> dict[tuple[Any, str], Any]:
     """Return the package's answers for a device with streams."""
-    return {
-        (devices, "has_streams"): lambda device: True,
-        # PyTorch has no event with a time for a CPU.
-        (traffic, "_timing_events"): lambda device: (timeline.new_event(), timeline.new_event()),
-    }
+    return {(devices, "has_streams"): lambda device: True}
 
 
 def steps_of_fsdp2(steps: list[str]) -> dict[tuple[Any, str], Any]:
