@@ -323,7 +323,7 @@ def _block(rng: random.Random, ends: str, without: Collection[str]) -> BlockSpec
 def _fitting(settings: dict[str, Any], models: Sequence[ModelSpec]) -> dict[str, Any]:
     """Leave out deltas where a parameter gathers itself: they are refused there."""
     has_extension = any(block.kind in EXTENSION_KINDS for model in models for block in model.blocks)
-    if has_extension and settings.get("qwz_mode") in ("delta", "auto"):
+    if has_extension and settings.get("qwz_mode") == "delta":
         return {name: value for name, value in settings.items() if name not in ("qwz_mode", "qwz_bits")}
     return settings
 
@@ -356,6 +356,4 @@ def _settings(rng: random.Random, world: int, ranks_per_node: int) -> dict[str, 
     # Nothing is rounded here either. Drawn last, so that older seeds keep the rest of their programs.
     if way == "exact" and keeps_copies and rng.random() < 0.35:
         settings["qwz_mode"] = "exact"
-    if way == "delta" and rng.random() < 0.4:
-        settings |= {"qwz_mode": "auto", "qwz_bits": 4}
     return settings
