@@ -197,7 +197,7 @@ def test_node_hops_of_the_backend(
 
 @pytest.mark.parametrize(("name", "world"), [("7B", 64), ("7B", 256), ("70B", 64), ("70B", 256)])
 def test_what_is_recommended_is_never_slower(name: str, world: int) -> None:
-    """At least 0.98 of the best of FSDP2 and HSDP that fits, and on to 1.6 Tbit/s faster than it by its own settings."""
+    """At least 0.98 of the best of FSDP2 and HSDP that fits, and up to 800 Gbit/s faster than it by its own settings."""
     for micro_steps in (1, 8):
         for gbit in (100, 400, 800, 3200):
             one = of_7b(name, world, micro_steps, gbit)

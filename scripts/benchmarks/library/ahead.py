@@ -136,7 +136,9 @@ def _cell(row: Ahead) -> str:
         return "nothing fits" if row.stock is None else f"{row.stock[0]} alone fits"
     if row.stock is None or row.gain is None:
         return f"{row.own[0]} alone fits"
-    return f"{'' if row.is_recommended else 'off: '}{row.gain:.2f} ({row.own[0]}; {row.stock[0]})"
+    # Two digits would round a loss up to what the promise allows.
+    gain = f"{row.gain:.2f}" if row.gain >= 1 else f"{row.gain:.3f}"
+    return f"{'' if row.is_recommended else 'off: '}{gain} ({row.own[0]}; {row.stock[0]})"
 
 
 def _network(gbit: int) -> str:
