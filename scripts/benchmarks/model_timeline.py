@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,9 @@ SHRINK = 16
 """The recorded model's sizes are the true ones divided by this."""
 
 RECORDED_TOKENS = 4
-STEPS = 3
+STEPS = 2
+"""The first fills the secondary shards. The second is looked at; a third is the same."""
+
 TOKENS = (2048, 4096, 8192)
 NETWORKS = ("50gbit", "100gbit", "200gbit", "400gbit")
 STOCK = "stock FSDP2"
@@ -138,12 +141,13 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def record(settings: dict[str, Any] | None, layers: int = LAYERS) -> Recording:
+def record(settings: dict[str, Any] | None, layers: int = LAYERS, micro_steps: int = 1) -> Recording:
     """Return the streams of some optimizer steps under settings; of stock FSDP2 with None.
 
     Args:
         settings: of this package.
         layers: of the model.
+        micro_steps: of each step. Gradients are reduced as Accelerate has them reduced: by stock FSDP2 in the last one alone.
 
     Raises:
         RuntimeError: two streams touched the same memory unordered.
@@ -153,21 +157,24 @@ def record(settings: dict[str, Any] | None, layers: int = LAYERS) -> Recording:
         model = Model(layers)
         for module in (*model.layers, model):
             fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+        assert isinstance(model, FSDPModule)
         with checked(host_groups, recording.observe) as checker:
+            set_last = model.set_requires_gradient_sync
             if settings is not None:
-                apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings).set_last_micro_step(True)
-            _train(model, recording)
+                set_last = apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings).set_last_micro_step
+            _train(model, recording, micro_steps, set_last)
     if checker.races:
         raise RuntimeError("\n".join(map(str, checker.races)))
     return recording
 
 
-def _train(model: nn.Module, recording: Recording) -> None:
-    assert isinstance(model, FSDPModule)
+def _train(model: nn.Module, recording: Recording, micro_steps: int, set_last: Callable[[bool], None]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(STEPS):
-        # The loss is not read: the host would wait for the GPU.
-        model(torch.arange(RECORDED_TOKENS)).float().square().mean().backward()
+        for micro_step in range(micro_steps):
+            set_last(micro_step == micro_steps - 1)
+            # The loss is not read: the host would wait for the GPU.
+            model(torch.arange(RECORDED_TOKENS)).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
         recording.end_step()
