@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import sys
 import time
 from pathlib import Path
 
 from differential.campaign import STOCK_EVERY, Campaign, Failure, blame, shorten
-from differential.cases import Case
+from differential.cases import MESHES, Case
 from differential.generate import NEVER, WORLDS, generate
 from differential.hazards import HAZARDS
 from differential.pool import HANG_S, World
@@ -29,8 +28,7 @@ def main() -> int:
     if args.script is not None:
         return _run_one(-1, Case.parse(Path(args.script).read_text()), args)
     if args.only is not None:
-        case = dataclasses.replace(generate(args.only, args.without), replicas=args.replicas)
-        return _run_one(args.only, case, args)
+        return _run_one(args.only, generate(args.only, args.without, args.mesh, args.groups), args)
     return _run_campaign(args)
 
 
@@ -46,12 +44,13 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--shapes", type=int, default=0, metavar="COUNT", help="random shapes of operators and hops")
     parser.add_argument("--without", action="append", default=[], choices=HAZARDS, metavar="HAZARD")
     parser.add_argument("--with-only", action="append", default=[], choices=HAZARDS, metavar="HAZARD")
-    parser.add_argument("--replicas", type=int, default=1, help="of the models of each program, on nodes of their own")
+    parser.add_argument("--mesh", choices=MESHES, default="", help="what differential/meshes.py describes")
+    parser.add_argument("--groups", type=int, help="of the mesh; 2 by default")
     parser.add_argument(
         "--worlds",
         type=int,
         nargs="+",
-        help="ranks of one replica; by default all sizes, or with replicas the smallest",
+        help="ranks of one group; by default all sizes, or with --mesh the smallest",
     )
     parser.add_argument("--hang-seconds", type=float, default=HANG_S)
     parser.add_argument("--shorten-seconds", type=float, default=60.0, help="for the first failure of each group")
@@ -65,7 +64,8 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--plant", default=None, help="a bug of differential/planted.py, to see it found")
     parser.add_argument("--output", default=None, help="a folder for the programs that failed")
     args = parser.parse_args()
-    args.worlds = args.worlds or (sorted(set(WORLDS)) if args.replicas == 1 else [min(WORLDS)])
+    args.worlds = args.worlds or ([min(WORLDS)] if args.mesh else sorted(set(WORLDS)))
+    args.groups = args.groups or (2 if args.mesh else 1)
     args.without = sorted(HAZARDS.keys() - set(args.with_only)) if args.with_only else [*args.without, *NEVER]
     return args
 
@@ -101,7 +101,8 @@ def _run_campaign(args: argparse.Namespace) -> int:
         plant=args.plant,
         worlds=args.worlds,
         stock_every=args.stock_every,
-        replicas=args.replicas,
+        mesh=args.mesh,
+        groups=args.groups,
         num_seeds=args.programs,
     ).start()
     shown, started = 0, time.monotonic()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from differential.cases import Case, Operation
+from differential.cases import MESHES, Case, Operation
 from differential.generate import generate
 from differential.hazards import HAZARDS, hazards
 from differential.minimize import minimize
@@ -49,6 +49,14 @@ def test_hazards_can_be_left_out():
     found = [hazards(generate(seed, without=())) for seed in range(2 * len(SEEDS))]  # the rarest is in one of 500
     assert frozenset().union(*found) == HAZARDS.keys(), "a hazard that no program has"
     assert all(not hazards(generate(seed, without=HAZARDS)) for seed in SEEDS)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_programs_on_meshes(mesh):
+    for seed in SEEDS:
+        case = generate(seed, HAZARDS, mesh, groups=2)
+        assert Case.parse(case.script()) == case
+        assert not hazards(case)
 
 
 @pytest.mark.parametrize("path", sorted(REGRESSIONS.rglob("*.txt")), ids=lambda path: f"{path.parent.name}/{path.stem}")

@@ -83,7 +83,8 @@ class Campaign:
         plant: a bug of ``planted.PLANTS``.
         worlds: sizes of the worlds that run; seeds of other sizes are left out.
         stock_every: one program in so many runs under stock FSDP2 as well; 0 for none but those that fail.
-        replicas: of the models in every program; worlds are those of one replica.
+        mesh: one of ``MESHES`` for every program, or "".
+        groups: of the mesh; worlds are the sizes of one.
         num_seeds: seeds after which the campaign ends, if its time is not over before; None for no such end.
         at_once: programs that run at the same time. More than there are processors only adds switches between them.
     """
@@ -99,7 +100,8 @@ class Campaign:
         plant: str | None = None,
         worlds: Collection[int] = tuple(sorted(set(WORLDS))),
         stock_every: int = STOCK_EVERY,
-        replicas: int = 1,
+        mesh: str = "",
+        groups: int = 1,
         num_seeds: int | None = None,
         at_once: int | None = None,
     ) -> None:
@@ -112,7 +114,8 @@ class Campaign:
         self._shorten_s = shorten_s
         self._plant = plant
         self._stock_every = stock_every
-        self._replicas = replicas
+        self._mesh = mesh
+        self._groups = groups
         self._reached = dict.fromkeys(worlds, first_seed)
         self._num_seeds = num_seeds
         self._turn = threading.Semaphore(at_once or os.cpu_count() or 1)
@@ -164,12 +167,12 @@ class Campaign:
             self.errors.append(error)
 
     def _lane(self, size: int) -> None:
-        num_ranks = size * self._replicas
+        num_ranks = size * self._groups
         worlds = {num_ranks: World(num_ranks, self._hang_s)}
         try:
             for seed in self._seeds(size):
                 self._keep_pace(size, seed)
-                case = dataclasses.replace(generate(seed, self._without), replicas=self._replicas)
+                case = generate(seed, self._without, self._mesh, self._groups)
                 runs_stock = self._stock_every > 0 and seed % self._stock_every == 0
                 sides = SIDES if runs_stock else ("ours", "plain")
                 with self._turn:

@@ -23,6 +23,7 @@ from types import MappingProxyType
 from typing import Any
 
 BLOCK_KINDS = ("mlp", "bare", "nested", "tied", "unused", "doubled", "parts")
+MESHES = ("replicas", "tp", "ep", "pp")
 OPTIMIZER_KINDS = (
     "sgd",
     "sgd_foreach",
@@ -82,7 +83,7 @@ class BlockSpec:
     """One block of a model.
 
     Attributes:
-        kind: one of ``BLOCK_KINDS``.
+        kind: one of ``BLOCK_KINDS``, or "cut" with tensor parallelism, or "experts" on the mesh "ep".
         inner: rows of its widest matrix; 1 or 2 leave ranks without a shard.
         unit: whether ``fully_shard`` is called on it.
         reshards: its ``reshard_after_forward``.
@@ -157,8 +158,10 @@ class Case:
     """One program and everything it depends on.
 
     Attributes:
-        world: the ranks over which models are sharded, which are all ranks unless there are replicas.
-        replicas: how many groups of ``world`` ranks each hold the models whole (HSDP); each lies on nodes of its own.
+        world: the ranks over which models are sharded, which are all ranks without ``mesh``.
+        ranks_per_node: of those.
+        mesh: one of ``MESHES`` (see ``meshes``), or "".
+        groups: how many groups of ``world`` ranks the mesh has.
         joined: two models lie in one unsharded container, which ``apply_zeropp`` is called with.
         chained: the output of the first model goes into the second one, and the loss is that of both.
         settings: what ``apply_zeropp`` is given besides ``ranks_per_node``, over settings that quantize nothing.
@@ -166,7 +169,8 @@ class Case:
 
     world: int = 2
     ranks_per_node: int = 1
-    replicas: int = 1
+    mesh: str = ""
+    groups: int = 1
     joined: bool = False
     chained: bool = False
     settings: tuple[tuple[str, Any], ...] = ()
@@ -176,11 +180,25 @@ class Case:
 
     @property
     def num_ranks(self) -> int:
-        return self.world * self.replicas
+        return self.world * self.groups
+
+    @property
+    def has_neighbours(self) -> bool:
+        """Whether ranks of the same place in all groups are neighbours, and share a node."""
+        return self.mesh in ("tp", "ep")
+
+    @property
+    def stages(self) -> tuple[Case, ...]:
+        """The cases that pipeline stages run, of which each has one block more than the one before it; else this one."""
+        if self.mesh != "pp":
+            return (self,)
+        more = [(BlockSpec(),) * stage for stage in range(self.groups)]
+        deeper = [[dataclasses.replace(model, blocks=model.blocks + each) for model in self.models] for each in more]
+        return tuple(dataclasses.replace(self, models=tuple(models)) for models in deeper)
 
     @property
     def has_nodes(self) -> bool:
-        """Whether a replica has more than one node. With one FSDP2's own collectives stay."""
+        """Whether a group has more than one node. With one FSDP2's own collectives stay."""
         return self.ranks_per_node < self.world
 
     @property
@@ -196,8 +214,8 @@ class Case:
 
     def script(self) -> str:
         """The text form; see the module's docstring."""
-        replicas = {"replicas": self.replicas} if self.replicas > 1 else {}
-        lines = [_call("world", size=self.world, ranks_per_node=self.ranks_per_node, **replicas)]
+        mesh = {"mesh": self.mesh, "groups": self.groups} if self.mesh else {}
+        lines = [_call("world", size=self.world, ranks_per_node=self.ranks_per_node, **mesh)]
         if self.settings:
             lines.append(_call("settings", **dict(self.settings)))
         for model in self.models:

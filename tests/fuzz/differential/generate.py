@@ -25,7 +25,7 @@ from differential.cases import (
     OptimizerSpec,
 )
 from differential.extension import EXTENSION_KINDS
-from differential.hazards import FOR_NODE, Walk
+from differential.hazards import FOR_NODE, MAY_RAISE, MUST_RAISE, Walk
 
 WORLDS = (2, 4, 2, 3, 2, 4, 2, 6, 2, 4, 3, 2, 4, 2, 3, 8)
 """The world of seed n is ``WORLDS[n % len(WORLDS)]``. Small ones are quick, and most of what goes wrong shows in them."""
@@ -35,11 +35,19 @@ NEVER = ("pending at read", "skipped where gathers wait", "waits on the rank")
 for one that runs another pass are documented to end after the time-out, as in stock FSDP2, which takes long. Gradients that wait
 on the rank are dropped by the handle alone, and an optimizer's step before they are reduced is refused."""
 
+_OTHER_PARALLELISM = ("tp", "ep", "pp")
+"""Meshes whose groups wait for each other within a pass, or for nobody: an error of one rank does not end all of them."""
+
+_DIVIDED = {"tp": "cut", "ep": "experts"}
+"""The kind of blocks that the groups of a mesh divide."""
+
 _TRIES = 12
 
 
-def generate(seed: int, without: Collection[str] = NEVER) -> Case:
-    """The case of a seed; ``without`` names hazards to leave out, which makes it another case."""
+def generate(seed: int, without: Collection[str] = NEVER, mesh: str = "", groups: int = 1) -> Case:
+    """The case of a seed; ``without`` names hazards to leave out, and ``mesh`` one of ``MESHES``: each makes it another case."""
+    if mesh in _OTHER_PARALLELISM:
+        without = {*without, *MUST_RAISE, *MAY_RAISE}
     rng = random.Random(seed)
     world = WORLDS[seed % len(WORLDS)]
     ranks_per_node = rng.choice(
@@ -47,11 +55,15 @@ def generate(seed: int, without: Collection[str] = NEVER) -> Case:
     )
     policy = _pick(rng, {"fp32": 0.76, "bf16": 0.12, "bf16 reduce": 0.06, "fp16 reduce": 0.06})
     models = tuple(_model(rng, policy, without) for _ in range(_pick(rng, {1: 0.75, 2: 0.25})))
+    if mesh in _DIVIDED:
+        models = tuple(_divided(model, _DIVIDED[mesh]) for model in models)
     joined = len(models) == 2 and rng.random() < 0.5 and "models in one container" not in without
     chained = len(models) == 2 and rng.random() < 0.4 and "one loss of two roots" not in without
     case = Case(
         world=world,
         ranks_per_node=ranks_per_node,
+        mesh=mesh,
+        groups=groups,
         joined=joined,
         chained=chained,
         settings=tuple(sorted(_fitting(_settings(rng, world, ranks_per_node), models).items())),
@@ -82,7 +94,7 @@ class Program:
         self._rng = rng
         self._case = case
         self._without = without
-        self._walk = Walk.start(case)
+        self._walks = [Walk.start(stage) for stage in case.stages]
         self._operations: list[Operation] = []
         self._data = 0
 
@@ -167,11 +179,12 @@ class Program:
 
     def _add(self, name: str, **args: Any) -> bool:
         operation = Operation.of(name, **args)
-        walk = self._walk.copy()
-        walk.take(operation)
-        if (walk.found | walk.changes) & self._without:
-            return False
-        self._walk = walk
+        walks = [walk.copy() for walk in self._walks]
+        for walk in walks:
+            walk.take(operation)
+            if (walk.found | walk.changes) & self._without:
+                return False
+        self._walks = walks
         self._operations.append(operation)
         return True
 
@@ -303,6 +316,20 @@ def _model(rng: random.Random, policy: str, without: Collection[str]) -> ModelSp
         frozen_units=start == "frozen units" and not any(block.kind in EXTENSION_KINDS for block in blocks),
         blocks=tuple(blocks),
     )
+
+
+def _divided(model: ModelSpec, kind: str) -> ModelSpec:
+    """Let groups divide the first block, if need be an added one, and some others.
+
+    DTensors are neither extended nor put on the meta device or a node here.
+    """
+    blocks = [
+        dataclasses.replace(block, kind=kind, unit=True)
+        if index == 0 or block.kind in ("bare", *EXTENSION_KINDS)
+        else block
+        for index, block in enumerate(model.blocks or (BlockSpec(),))
+    ]
+    return dataclasses.replace(model, meta="", frozen_units=False, blocks=tuple(blocks))
 
 
 def _block(rng: random.Random, ends: str, without: Collection[str]) -> BlockSpec:

@@ -340,8 +340,10 @@ def refusal(case: Case) -> Refusal | None:
 
 
 def hazards(case: Case) -> frozenset[str]:
-    """The names, among ``HAZARDS``, of what the program does."""
-    walk = Walk.start(case)
-    for operation in case.operations:
-        walk.take(operation)
-    return frozenset(walk.found)
+    """The names, among ``HAZARDS``, of what the program does, on any group of its mesh."""
+    found: set[str] = set()
+    for walk in map(Walk.start, case.stages):
+        for operation in case.operations:
+            walk.take(operation)
+        found |= walk.found
+    return frozenset(found)

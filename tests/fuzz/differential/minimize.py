@@ -70,8 +70,8 @@ def _simpler(case: Case) -> Iterator[Case]:
 
 
 def _smaller_worlds(case: Case) -> Iterator[Case]:
-    if case.replicas > 1:
-        yield dataclasses.replace(case, replicas=1)
+    if case.mesh:
+        yield dataclasses.replace(case, mesh="", groups=1)
     for world, ranks_per_node in ((2, 1), (3, 1), (4, 2)):
         if world < case.world or (world == case.world and ranks_per_node < case.ranks_per_node):
             settings = tuple(pair for pair in case.settings if pair[0] != "hpz_size" or pair[1] in ("node", None))

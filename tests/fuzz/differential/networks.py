@@ -9,10 +9,13 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 
 from differential.cases import BlockSpec, Case, ModelSpec
 from differential.extension import EXTENSION_KINDS, Extension
+from differential.meshes import mesh_of_model, rows_of
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 
@@ -82,8 +85,35 @@ class Unused(Mlp):
         self.idle = nn.Parameter(torch.randn(inner, 2))
 
 
+class Cut(Mlp):
+    """A block that tensor parallelism cuts; two ranks divide its rows."""
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__(width, 2 * inner)
+
+
+class Experts(nn.Module):
+    """A block that computes with the matrices that this rank's group holds, of which two groups hold ``inner`` each.
+
+    Attributes:
+        group: on the unsharded model, the number of the group, and of how many.
+    """
+
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.weights = nn.Parameter(torch.randn(2 * inner, width, width) / width)
+        self.group = (0, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        index, num_groups = self.group
+        is_sharded = isinstance(self.weights, DTensor)
+        weights = self.weights.to_local() if is_sharded else self.weights.chunk(num_groups)[index]
+        return x + torch.tanh(x @ weights).mean(0)
+
+
 BLOCKS: dict[str, type[nn.Module]] = {"mlp": Mlp, "bare": Bare, "nested": Nested, "tied": Tied, "unused": Unused}
 BLOCKS |= dict.fromkeys(EXTENSION_KINDS, Mlp)  # see ``shard``
+BLOCKS |= {"cut": Cut, "experts": Experts}
 
 
 class Net(nn.Module):
@@ -140,12 +170,6 @@ def run_models(
     return outputs
 
 
-def rows_of(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
-    """The rows of a full tensor that FSDP2 gives to ``rank``: none where there are too few."""
-    chunks = torch.chunk(tensor, world)
-    return chunks[rank] if rank < len(chunks) else tensor[:0]
-
-
 def build(spec: ModelSpec, seed: int) -> Net:
     """The model with the same weights on every rank and every side."""
     with torch.random.fork_rng():
@@ -181,7 +205,9 @@ def shard(net: Net, spec: ModelSpec, case: Case, mesh: DeviceMesh, *, frozen_uni
         net = net.to("meta")
     else:  # an extension must have values
         _make_extensions(net, spec)
-    settings = {"mesh": mesh, "mp_policy": MP_POLICIES[spec.policy]}
+    if case.has_neighbours:
+        _divide_over_groups(net, spec, mesh[case.mesh])
+    settings = {"mesh": mesh_of_model(case, mesh), "mp_policy": MP_POLICIES[spec.policy]}
     units = [net.blocks[index] for index in blocks_that_are_units(spec)]
     if frozen_units:
         node_mesh = get_topology(case.ranks_per_node, "cpu").mesh["node"]
@@ -191,6 +217,12 @@ def shard(net: Net, spec: ModelSpec, case: Case, mesh: DeviceMesh, *, frozen_uni
         if block_spec.recomputes:
             block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
         if not block_spec.unit:
+            continue
+        if block_spec.kind == "experts" and case.mesh == "ep":
+            fully_shard(block, reshard_after_forward=block_spec.reshards, **settings | {"mesh": mesh["shard"]})
+            # The mean over all ranks, as that of dense weights. gloo has no sums with a factor, which FSDP2 asks for otherwise.
+            block.set_gradient_divide_factor(float(case.num_ranks))
+            block.set_force_sum_reduction_for_comms(True)
             continue
         if block_spec.kind == "nested":
             fully_shard(block.child, reshard_after_forward=block_spec.reshards, **settings)
@@ -224,6 +256,16 @@ def put(net: Net, name: str, param: nn.Parameter) -> None:
     """Put a parameter in the place of another one."""
     module, _, attribute = name.rpartition(".")
     setattr(net.get_submodule(module), attribute, param)
+
+
+def _divide_over_groups(net: Net, spec: ModelSpec, groups: DeviceMesh) -> None:
+    """Leave each group its part of the blocks of kinds "cut" and "experts"."""
+    for block, block_spec in zip(net.blocks, spec.blocks, strict=True):
+        if block_spec.kind == "cut":
+            parallelize_module(block, groups, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        if block_spec.kind == "experts":
+            part = distribute_tensor(block.weights.detach(), groups, [Shard(0)])
+            block.weights = nn.Parameter(part, requires_grad=block.weights.requires_grad)
 
 
 def _make_extensions(net: Net, spec: ModelSpec) -> None:

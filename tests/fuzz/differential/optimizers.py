@@ -26,9 +26,9 @@ _MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 _PARTS = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
 
 
-def make_optimizer(spec: OptimizerSpec, params: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    part = params[_PARTS[spec.part]] or params
-    return _MAKERS[spec.kind](part)
+def make_optimizer(spec: OptimizerSpec, groups: Sequence[Sequence[torch.Tensor]]) -> torch.optim.Optimizer:
+    """Make an optimizer with these groups of parameters, or with its part of each."""
+    return _MAKERS[spec.kind]([{"params": params[_PARTS[spec.part]] or params} for params in groups])
 
 
 class WritesData(torch.optim.Optimizer):
@@ -58,15 +58,16 @@ class WritesMemory(WritesData):
 
 
 class RaisesHalfway(torch.optim.Optimizer):
-    """Updates the first half of its parameters in one ``foreach`` call, then raises."""
+    """Updates the first half of each group of its parameters in one ``foreach`` call, then raises."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.2})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        params = [param for param in self.param_groups[0]["params"] if param.grad is not None]
-        half = params[: (len(params) + 1) // 2]
-        if half:
-            torch._foreach_add_(half, [param.grad for param in half], alpha=-self.param_groups[0]["lr"])
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            half = params[: (len(params) + 1) // 2]
+            if half:
+                torch._foreach_add_(half, [param.grad for param in half], alpha=-group["lr"])
         raise ArithmeticError("an optimizer that fails halfway")

@@ -53,11 +53,11 @@ class OneShardIsNotUpdated(Ours):
     """The optimizer's update does not last on rank 0. It is undone behind every counter."""
 
     def step(self, optimizer: int) -> Observation:
-        before = {name: self._rows(param).clone() for name, param in self.params.items()}
+        before = {name: self._rows(name, param).clone() for name, param in self.params.items()}
         super().step(optimizer)
         if self.rank == 0:
             for name, param in self.params.items():
-                np.copyto(self._rows(param).numpy(), before[name].numpy())
+                np.copyto(self._rows(name, param).numpy(), before[name].numpy())
         return {**self.gradients(), **self.weights()}
 
 

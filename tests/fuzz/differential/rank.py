@@ -18,13 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
 
 from differential import planted
 from differential.cases import Case
 from differential.compare import Difference, first_difference, same_bits
 from differential.hazards import refusal
+from differential.meshes import cut_dim, make_mesh, place_of, rank_of
 from differential.sharded_sides import Ours, Stock
 from differential.sides import Observation, Plain, Side
 from hf_zeropp.comm import topology
@@ -76,7 +77,7 @@ def main(rank: int, world: int, connection: Any, progress: Any, folder: str, tim
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
         store = dist.FileStore(os.path.join(folder, "store"), world)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s))
-        meshes = {1: init_device_mesh("cpu", (world,))}  # by the number of replicas
+        meshes = {("", 1): make_mesh(Case(world=world))}  # by their kind and groups
         gc.collect()
         gc.freeze()  # what was imported need not be searched after each case
         connection.send_bytes(pickle.dumps("ready"))
@@ -85,10 +86,9 @@ def main(rank: int, world: int, connection: Any, progress: Any, folder: str, tim
                 job = pickle.loads(connection.recv_bytes())
             except EOFError:
                 os._exit(0)
-            if (replicas := job.case.replicas) not in meshes:
-                names = ("dp_replicate", "dp_shard")
-                meshes[replicas] = init_device_mesh("cpu", (replicas, world // replicas), mesh_dim_names=names)
-            report = _serve(job, rank, progress, folder, meshes[replicas])
+            if (kind := (job.case.mesh, job.case.groups)) not in meshes:
+                meshes[kind] = make_mesh(job.case)
+            report = _serve(job, rank, progress, folder, meshes[kind])
             if report.error is None:  # otherwise the parent replaces this process
                 _destroy_groups_but(meshes.values())
             connection.send_bytes(pickle.dumps(report))
@@ -127,7 +127,7 @@ def _run_case(job: Job, rank: int, progress: Any, folder: str, mesh: DeviceMesh)
     case, found = job.case, {}
     must_raise = refusal(case)
 
-    def run(name: str, forced: Sequence[Mapping[str, torch.Tensor]] | None = None) -> _Trace:
+    def run(name: str, forced: Sequence[Sequence[Observation]] | None = None) -> _Trace:
         progress[rank] = 1000 * SIDES.index(name) + SETTING_UP
         side = _make(name, job, rank, folder, mesh)
         return _trace(side, case, forced, lambda index: progress.__setitem__(rank, 1000 * SIDES.index(name) + index))
@@ -139,14 +139,14 @@ def _run_case(job: Job, rank: int, progress: Any, folder: str, mesh: DeviceMesh)
     gc.collect()  # the handle is gone, and its hooks with it
     exact = run("plain") if case.is_exact or "stock" in job.sides else None
     if ours is not None:
-        forced = None if case.is_exact else _whole_weights(ours.observations, rank, case.world)
+        forced = None if case.is_exact else _weights_of_ranks(ours.observations)
         oracle = exact if forced is None else run("plain", forced)
         assert oracle is not None
         found["ours"] = first_difference(
             case, ours.observations, oracle.observations, oracle.scales, forced=forced is not None
         )
-        if case.replicas > 1:
-            apart = _first_apart(ours.observations, rank, case)  # collective
+        if case.mesh in ("replicas", "tp"):
+            apart = _first_apart(_weights_of_ranks(ours.observations), rank, case)
             found["ours"] = found["ours"] or apart
     if "stock" in job.sides:
         stock = run("stock")
@@ -161,11 +161,10 @@ def _run_case(job: Job, rank: int, progress: Any, folder: str, mesh: DeviceMesh)
 
 
 def _make(name: str, job: Job, rank: int, folder: str, mesh: DeviceMesh) -> Side:
-    if name == "plain":
-        return Plain(job.case, rank, folder)
-    if name == "stock":
-        return Stock(job.case, rank, folder, mesh)
-    return (Ours if job.plant is None else planted.PLANTS[job.plant])(job.case, rank, folder, mesh)
+    of_ours = Ours if job.plant is None else planted.PLANTS[job.plant]
+    side = {"plain": Plain, "stock": Stock, "ours": of_ours}[name]
+    stages, (_, group) = job.case.stages, place_of(job.case, rank)
+    return side(stages[group % len(stages)], rank, folder, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +173,7 @@ class _Trace:
     scales: list[dict[str, float]]
 
 
-def _trace(side: Side, case: Case, forced: Sequence[Mapping[str, torch.Tensor]] | None, tell: Any) -> _Trace:
+def _trace(side: Side, case: Case, forced: Sequence[Sequence[Observation]] | None, tell: Any) -> _Trace:
     trace = _Trace([], [])
     for index, operation in enumerate(case.operations):
         tell(index)
@@ -186,25 +185,21 @@ def _trace(side: Side, case: Case, forced: Sequence[Mapping[str, torch.Tensor]] 
     return trace
 
 
-def _first_apart(run: list[Observation], rank: int, case: Case) -> Difference | None:
-    """Return where this rank's weights first differ from those of the first replica in any bit, whatever the bounds allow."""
-    own = [{key: value for key, value in seen.items() if key.startswith("weight")} for seen in run]
-    of_ranks: list[Any] = [None] * case.num_ranks
-    dist.all_gather_object(of_ranks, own)
-    for index, (seen, first) in enumerate(zip(own, of_ranks[rank % case.world], strict=True)):
-        for key, value in seen.items():
-            if not torch.equal(value, first[key]):
-                of_first = f"{first[key].tolist()}, as in the first replica"
+def _first_apart(of_ranks: Sequence[Sequence[Observation]], rank: int, case: Case) -> Difference | None:
+    """Return where this rank's weights first differ in any bit from those that the first group holds as well."""
+    place, _ = place_of(case, rank)
+    first = rank_of(case, place, 0)
+    for index, weights in enumerate(of_ranks):
+        for key, value in weights[rank].items():
+            if cut_dim(case, key.removeprefix("weight ")) is None and not torch.equal(value, weights[first][key]):
+                of_first = f"{weights[first][key].tolist()}, as in the first group"
                 return Difference(index, key, str(value.tolist()), of_first, math.inf)
     return None
 
 
-def _whole_weights(run: list[Observation], rank: int, world: int) -> list[dict[str, torch.Tensor]]:
-    """Return the whole weights of each operation that shows weights, joined from the rows of every rank of the first replica."""
+def _weights_of_ranks(run: list[Observation]) -> list[tuple[Observation, ...]]:
+    """Return for each operation the weights that it showed, by rank. Collective."""
     own = [{key: value for key, value in seen.items() if key.startswith("weight")} for seen in run]
     of_ranks: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_ranks, own)
-    return [
-        {key.split(" ", 1)[1]: torch.cat([ranks[index][key] for ranks in of_ranks[:world]]) for key in seen}
-        for index, seen in enumerate(own)
-    ]
+    return list(zip(*of_ranks, strict=True))

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from differential.cases import Case, ModelSpec
 from differential.extension import local
-from differential.networks import Net, build, leave_meta, rows_of, run_models, shard, starts_on_meta
+from differential.meshes import rows_of
+from differential.networks import Net, build, leave_meta, run_models, shard, starts_on_meta
 from differential.sides import Observation, Side, step_and_drop
 from hf_zeropp import apply_zeropp, generation_mode
 from hf_zeropp.handle import ZeroPPHandle
@@ -39,9 +40,8 @@ class Stock(Side):
     """FSDP2 as torch has it."""
 
     def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
         self._num_saved = 0
-        super().__init__(case, rank, folder)
+        super().__init__(case, rank, folder, mesh)
 
     def abort(self, data: int, which: int | None) -> Observation:
         hidden: list[torch.Tensor] = []
@@ -94,8 +94,8 @@ class Stock(Side):
         """``checkpoints.load`` writes into the tensors of ``state``, which are the parameters' own."""
         self._num_saved += 1
         path = os.path.join(self.folder, f"{type(self).__name__}{self._num_saved}")
-        checkpoints.save(saved, checkpoint_id=path)
-        checkpoints.load(state, checkpoint_id=path)
+        checkpoints.save(saved, checkpoint_id=path, process_group=self.peers)
+        checkpoints.load(state, checkpoint_id=path, process_group=self.peers)
         if not in_place:
             net.load_state_dict(state)
 
@@ -115,9 +115,9 @@ class Stock(Side):
             return self.container(inputs, path)
         return run_models([functools.partial(net, path=path) for net in self.nets], inputs, self.case.chained)
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         assert isinstance(tensor, DTensor), type(tensor)
-        if tensor.device_mesh.size() == self.case.num_ranks:
+        if tensor.device_mesh.size() >= self.case.world:
             return local(tensor)
         return rows_of(tensor.detach().full_tensor(), self.place, self.case.world)  # sharded over the node
 
@@ -156,8 +156,10 @@ class Ours(Stock):
         super()._finish_models()
 
     def _apply(self) -> None:
-        settings = UNQUANTIZED | dict(self.case.settings) | {"ranks_per_node": self.case.ranks_per_node}
-        self.handles = [apply_zeropp(model, settings) for model in self._models()]
+        ranks_per_node = self.case.ranks_per_node * (self.case.groups if self.case.has_neighbours else 1)
+        settings = UNQUANTIZED | dict(self.case.settings) | {"ranks_per_node": ranks_per_node}
+        mesh = self.mesh["shard"] if self.case.mesh == "pp" else None
+        self.handles = [apply_zeropp(model, settings, mesh=mesh) for model in self._models()]
 
     def _shard(self, net: Net, spec: ModelSpec) -> Net:
         return shard(net, spec, self.case, self.mesh, frozen_units=spec.frozen_units and self.case.has_nodes)

@@ -11,6 +11,7 @@ while a unit is unsharded and its module shows other tensors.
 from __future__ import annotations
 
 import functools
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -18,17 +19,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from differential.cases import STATELESS, Case
+from differential.meshes import cut_dim, place_of, rank_of, rows_by_group
 from differential.networks import (
     MP_POLICIES,
     Container,
+    Experts,
     Net,
     blocks_that_are_units,
     build,
     parameter_names,
     put,
-    rows_of,
     run_models,
     used_and_trainable,
 )
@@ -42,18 +45,23 @@ class Side(ABC):
 
     Args:
         folder: where checkpoints go, the same on every rank.
+        mesh: of all ranks (``meshes.make_mesh``).
 
     Attributes:
         params: the parameters by name, as an optimizer holds them.
         on_node: the names of those that ZeRO++ shards over the node.
-        place: this rank's number in its replica. Ranks with the same one hold the same rows in all replicas.
+        place: this rank's number in its group, and ``group`` that of the group (see ``meshes``).
+        peers: the ranks that hold parts of the same models.
     """
 
-    def __init__(self, case: Case, rank: int, folder: str) -> None:
+    def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
         self.case = case
         self.rank = rank
-        self.place = rank % case.world
-        self.folder = folder
+        self.mesh = mesh
+        self.place, self.group = place_of(case, rank)
+        self.peers = mesh.get_group("shard") if case.mesh == "pp" else dist.group.WORLD
+        self.folder = os.path.join(folder, f"stage{self.group}") if case.mesh == "pp" else folder
+        os.makedirs(self.folder, exist_ok=True)
         self.nets = self._build_nets()
         self.container = Container(self.nets, case.chained) if case.joined else None
         self._finish_models()
@@ -72,7 +80,7 @@ class Side(ABC):
         }
         self._has_run = False
         self._is_last = True
-        self.optimizers = [make_optimizer(spec, list(self.params.values())) for spec in case.optimizers]
+        self.optimizers = [make_optimizer(spec, self._by_mesh()) for spec in case.optimizers]
         self._saved = {name: self._clone(param) for name, param in self.params.items()}
 
     def run(self, name: str, args: dict[str, Any]) -> Observation:
@@ -161,8 +169,8 @@ class Side(ABC):
         self.zero_grad(None, False)
 
     def clip(self, norm: float, foreach: bool | None) -> Observation:
-        total = nn.utils.clip_grad_norm_(list(self.params.values()), norm, foreach=foreach)
-        return {"norm": self._full(total).item(), **self.gradients()}
+        totals = [nn.utils.clip_grad_norm_(params, norm, foreach=foreach) for params in self._by_mesh()]
+        return {"norm": torch.stack([self._full(total) for total in totals]).norm().item(), **self.gradients()}
 
     def scale_grads(self, factor: float) -> None:
         for param in self.params.values():
@@ -194,14 +202,14 @@ class Side(ABC):
     def step_on_all_but_one(self, optimizer: int, rank: int) -> Observation:
         """One rank leaves its shard as it is. Only optimizers without state are skipped so.
 
-        The ranks that hold the same shard in other replicas do as it does, here and in ``edit_on_one_rank``. Where replicas
-        differ there are no right numbers: FSDP2 never makes them equal again.
+        The ranks of the same place in other groups do as it does, here and in ``edit_on_one_rank``. Where replicas differ there
+        are no right numbers: FSDP2 never makes them equal again.
         """
 
     def step_that_raises(self) -> Observation:
         """An optimizer updates half of the parameters, then raises; the loop catches it and goes on."""
         try:
-            RaisesHalfway(self.params.values()).step()
+            RaisesHalfway([{"params": params} for params in self._by_mesh()]).step()
         except ArithmeticError:
             pass
         return self.weights()
@@ -265,11 +273,13 @@ class Side(ABC):
     # What is compared.
 
     def weights(self) -> Observation:
-        return {f"weight {name}": self._rows(param).clone() for name, param in self.params.items()}
+        return {f"weight {name}": self._rows(name, param).clone() for name, param in self.params.items()}
 
     def gradients(self) -> Observation:
         grads = {name: param.grad for name, param in self.params.items()}
-        return {f"grad {name}": None if grad is None else self._rows(grad).clone() for name, grad in grads.items()}
+        return {
+            f"grad {name}": None if grad is None else self._rows(name, grad).clone() for name, grad in grads.items()
+        }
 
     # What the sides have in common.
 
@@ -284,7 +294,7 @@ class Side(ABC):
         """The outputs of the models that have an input."""
 
     @abstractmethod
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a parameter or gradient, without autograd; no copy."""
 
     @abstractmethod
@@ -308,18 +318,36 @@ class Side(ABC):
     def _loss(
         self, data: int, which: int | None, path: Sequence[int] | None = None, input_grad: bool = False
     ) -> torch.Tensor:
-        """The sum of the models' losses for a batch that depends on ``data`` and on the rank."""
+        """The sum of the models' losses for a batch that depends on ``data`` and on the rank.
+
+        Ranks of one place share batches with tensor parallelism. Behind a pipeline stage, the mean of its outputs is added.
+        """
         self._has_run = True
+        number = self.place if self.case.mesh == "tp" else self.rank
+        of_stage = torch.zeros(())
+        if self.case.mesh == "pp" and self.group > 0:
+            dist.recv(of_stage, rank_of(self.case, self.place, self.group - 1))
         inputs, targets = [], []
         for index, spec in enumerate(self.case.models):
-            generator = torch.Generator().manual_seed(10_000 * data + 100 * index + self.rank)
+            generator = torch.Generator().manual_seed(10_000 * data + 100 * index + number)
             x, y = torch.randn((2, 3, spec.width), generator=generator)
+            x += of_stage
             is_used = which is None or which % len(self.nets) == index
             inputs.append(x.requires_grad_(input_grad) if is_used else None)
             targets += [y] if is_used else []
         outputs = self._outputs(inputs, path)
+        if self.case.mesh == "pp" and self.group < self.case.groups - 1:
+            of_stage = torch.stack([out.detach().float().mean() for out in outputs]).mean()
+            dist.send(of_stage, rank_of(self.case, self.place, self.group + 1))
         losses = ((out.float() - y).square().mean() for out, y in zip(outputs, targets, strict=True))
         return torch.stack(list(losses)).sum()
+
+    def _by_mesh(self) -> list[list[torch.Tensor]]:
+        """The parameters, those that groups divide apart from the others: one operator takes no DTensors of two meshes."""
+        parts = [[], []]
+        for name, param in self.params.items():
+            parts[cut_dim(self.case, name) is not None].append(param)
+        return [params for params in parts if params]
 
     def _used(self, which: int | None) -> Iterable[Net]:
         return self.nets if which is None else [self.nets[which % len(self.nets)]]
@@ -341,20 +369,24 @@ class Side(ABC):
 class Plain(Side):
     """The oracle: whole models on every rank, gradients averaged over ranks behind every backward pass.
 
+    Of experts a rank runs those of its group alone, as sharded ones do.
+
     Attributes:
         scales: the largest gradient of each parameter that any rank has had since gradients were zeroed, summed over
             micro-steps; what errors of gradients are measured by.
     """
 
-    def __init__(self, case: Case, rank: int, folder: str) -> None:
-        super().__init__(case, rank, folder)
+    def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
+        super().__init__(case, rank, folder, mesh)
         self.scales = dict.fromkeys(self.params, 0.0)
 
-    def force(self, weights: dict[str, torch.Tensor]) -> None:
-        """Go on with these weights, whole: rounding in another run must not add up."""
-        with torch.no_grad():
-            for name, weight in weights.items():
-                self.params[name].copy_(weight)
+    def force(self, weights: Sequence[Observation]) -> None:
+        """Go on with the weights of which every rank saw its rows: rounding in another run must not add up."""
+        for key in weights[self.rank]:
+            name = key.removeprefix("weight ")
+            for place in range(self.case.world):
+                for group, rows in self._rows_of_place(name, self.params[name], place).items():
+                    rows.copy_(weights[rank_of(self.case, place, group)][key])
 
     def abort(self, data: int, which: int | None) -> Observation:
         loss = self._loss(data, which).item()
@@ -367,7 +399,9 @@ class Plain(Side):
         before = {name: param.detach().clone() for name, param in self.params.items()}
         self._optimizer(optimizer).step()
         for name, param in self.params.items():
-            self._rows_of_rank(param, rank).copy_(self._rows_of_rank(before[name], rank))
+            old = self._rows_of_place(name, before[name], rank)
+            for group, rows in self._rows_of_place(name, param, rank).items():
+                rows.copy_(old[group])
         return {**self.gradients(), **self.weights()}
 
     def edit(self, route: str, param: int, count: int, factor: float) -> Observation:
@@ -378,26 +412,31 @@ class Plain(Side):
     def edit_on_one_rank(self, route: str, param: int, rank: int, factor: float) -> Observation:
         (name,) = self._chosen(param, 1)
         if name not in self.on_node:
-            self._rows_of_rank(self.params[name], rank).mul_(factor)
+            for rows in self._rows_of_place(name, self.params[name], rank).values():
+                rows.mul_(factor)
         return self.weights()
 
     def load(self, route: str) -> Observation:
-        self.force(self._saved)
+        for name, param in self.params.items():
+            param.detach().copy_(self._saved[name])
         return self.weights()
 
     def _build_nets(self) -> list[Net]:
-        return [build(spec, seed) for seed, spec in enumerate(self.case.models)]
+        nets = [build(spec, seed) for seed, spec in enumerate(self.case.models)]
+        for experts in (module for net in nets for module in net.modules() if isinstance(module, Experts)):
+            experts.group = (self.group, self.case.groups)
+        return nets
 
     def _outputs(self, inputs: list[torch.Tensor | None], path: Sequence[int] | None) -> list[torch.Tensor]:
         nets = zip(self.nets, self.case.models, strict=True)
         models = [functools.partial(_run, net, spec.policy, path) for net, spec in nets]
         return run_models(models, inputs, self.case.chained)
 
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._rows_of_rank(tensor, self.rank)
+    def _rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self._rows_of_place(name, tensor, self.place)[self.group]
 
-    def _rows_of_rank(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        return rows_of(tensor.detach(), rank % self.case.world, self.case.world)
+    def _rows_of_place(self, name: str, tensor: torch.Tensor, place: int) -> dict[int, torch.Tensor]:
+        return rows_by_group(self.case, name, tensor.detach(), place % self.case.world, self.group)
 
     def _full(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
@@ -438,10 +477,10 @@ class Plain(Side):
         if not grads:
             return
         largest = torch.stack([grad.abs().max() for grad in grads.values()])
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.peers)
         flat = torch.cat([grad.flatten() for grad in grads.values()])
-        dist.all_reduce(flat)
-        pieces = flat.div_(self.case.num_ranks).split([grad.numel() for grad in grads.values()])
+        dist.all_reduce(flat, group=self.peers)
+        pieces = flat.div_(self.peers.size()).split([grad.numel() for grad in grads.values()])
         for (name, grad), piece, scale in zip(grads.items(), pieces, largest.tolist(), strict=True):
             grad.copy_(piece.view_as(grad))
             self.scales[name] += scale
