@@ -344,7 +344,7 @@ class Side(ABC):
 
     def _by_mesh(self) -> list[list[torch.Tensor]]:
         """The parameters, those that groups divide apart from the others: one operator takes no DTensors of two meshes."""
-        parts = [[], []]
+        parts: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
         for name, param in self.params.items():
             parts[cut_dim(self.case, name) is not None].append(param)
         return [params for params in parts if params]
