@@ -1,0 +1,124 @@
+"""Sharded checkpoints (``torch.distributed.checkpoint``) of models on other meshes than replicas, which test_replicas.py has.
+
+A run that loads weights, moments and the handle's state goes on as the run that saved them, bit for bit.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from harness import Scenarios
+from test_pytorch_2d import TENSORS, loss_of, make, mesh_of
+from test_replicas import shared_folder
+from test_two_meshes import WIDTH, sharded, used_by
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+from toy import POLICIES
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp
+
+SETTINGS = {
+    "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},
+    "defaults": {},
+    "half_model": {"preset": "half_model"},
+}
+Loss = Callable[[nn.Module, int], torch.Tensor]
+"""The loss of a model in a micro-step."""
+
+
+def train(model: nn.Module, handle: ZeroPPHandle, optimizer: torch.optim.Optimizer, loss_of: Loss) -> list[float]:
+    losses = []
+    for step in range(2):
+        for micro_step in range(2):
+            handle.set_last_micro_step(micro_step == 1)
+            loss = loss_of(model, 2 * step + micro_step)
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def assert_resumes(
+    make: Callable[[], nn.Module],
+    loss_of: Loss,
+    ranks_per_node: int,
+    *,
+    stage: str = "",
+    mesh: DeviceMesh | None = None,
+) -> None:
+    """Check that what is loaded into a model of other weights trains on as what was saved.
+
+    Args:
+        make: makes the model, sharded.
+        loss_of: its loss.
+        ranks_per_node: of the world.
+        stage: the name of this rank's stage, under which it saves; stages hold weights of equal names.
+        mesh: of the stage.
+    """
+    folder = shared_folder()
+    for name, settings in SETTINGS.items():
+        path, losses = os.path.join(folder, name), {}
+        for loads in (False, True):
+            model = make()
+            if loads:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param.mul_(2)
+            handle = apply_zeropp(model, settings | {"ranks_per_node": ranks_per_node}, mesh=mesh)
+            # An operator of one list takes no tensors of two meshes.
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+            train(model, handle, optimizer, loss_of)
+            weights, moments = get_state_dict(model, optimizer)
+            state = {f"{stage}model": weights, f"{stage}optimizer": moments}
+            if loads:
+                dcp.load(state, checkpoint_id=path)
+                set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+                handle.load_state(path)
+            else:
+                dcp.save(state, checkpoint_id=path)
+                handle.save_state(path)
+            losses[loads] = train(model, handle, optimizer, loss_of)
+        assert losses[True] == losses[False], (name, losses)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder)
+
+
+def fsdp_and_tp(rank: int) -> None:
+    mesh = mesh_of(TENSORS)
+    assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, mesh, step), 2)
+
+
+def fsdp_and_ep(rank: int) -> None:
+    def loss_of_experts(model: nn.Module, step: int) -> torch.Tensor:
+        x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
+        return model(x, used_by(rank, step)).float().square().mean()
+
+    assert_resumes(lambda: sharded(POLICIES["bf16"]), loss_of_experts, 1)
+
+
+def stages_and_fsdp(rank: int) -> None:
+    mesh = mesh_of({"pp": 2, "dp": 2})
+    stage = mesh.get_local_rank("pp")
+    assert_resumes(
+        lambda: make(mesh, 12, depth=2 + stage),
+        lambda model, step: loss_of(model, mesh, step),
+        1,
+        stage=f"stage {stage} ",
+        mesh=mesh["dp"],
+    )
+
+
+SCENARIOS = Scenarios(4, [fsdp_and_tp, fsdp_and_ep, stages_and_fsdp], limit_s=300)
+
+
+@SCENARIOS.parametrize
+def test_a_loaded_run_goes_on_bit_for_bit(scenario):
+    SCENARIOS.check(scenario)
