@@ -39,7 +39,6 @@ class Gpu:
         memory: bytes.
         memory_rate: bytes per second of its memory.
         within_rate: bytes per second of its links within a node, both directions together, as vendors state it.
-        source: the sheet.
     """
 
     name: str
@@ -47,18 +46,17 @@ class Gpu:
     memory: float
     memory_rate: float
     within_rate: float
-    source: str
 
 
 GPUS = {
-    "v100": Gpu("V100 SXM2 32 GB", 125e12, 32e9, 900e9, 300e9, "NVIDIA V100 datasheet (fp16; it has no bf16)"),
-    "a100": Gpu("A100 SXM 80 GB", 312e12, 80e9, 2039e9, 600e9, "NVIDIA A100 80GB datasheet"),
-    "h100": Gpu("H100 SXM 80 GB", 989.5e12, 80e9, 3350e9, 900e9, "NVIDIA H100 datasheet (sparse rate halved)"),
-    "h200": Gpu("H200 SXM 141 GB", 989.5e12, 141e9, 4800e9, 900e9, "NVIDIA H200 datasheet (sparse rate halved)"),
-    "b200": Gpu("B200 180 GB", 2250e12, 180e9, 8000e9, 1800e9, "NVIDIA DGX B200 datasheet (sparse halved, an eighth)"),
-    "4090": Gpu("RTX 4090", 165.2e12, 24e9, 1008e9, 64e9, "NVIDIA Ada whitepaper (fp32 sums); PCIe 4.0 x16 within"),
+    "v100": Gpu("V100 SXM2 32 GB", 125e12, 32e9, 900e9, 300e9),  # NVIDIA V100 datasheet (fp16; it has no bf16)
+    "a100": Gpu("A100 SXM 80 GB", 312e12, 80e9, 2039e9, 600e9),  # NVIDIA A100 80GB datasheet
+    "h100": Gpu("H100 SXM 80 GB", 989.5e12, 80e9, 3350e9, 900e9),  # NVIDIA H100 datasheet (sparse rate halved)
+    "h200": Gpu("H200 SXM 141 GB", 989.5e12, 141e9, 4800e9, 900e9),  # NVIDIA H200 datasheet (sparse rate halved)
+    "b200": Gpu("B200 180 GB", 2250e12, 180e9, 8000e9, 1800e9),  # NVIDIA DGX B200 datasheet (sparse halved, an eighth)
+    "4090": Gpu("RTX 4090", 165.2e12, 24e9, 1008e9, 64e9),  # NVIDIA Ada whitepaper (fp32 sums); PCIe 4.0 x16 within
 }
-"""GPUs by the name that ``--gpu`` takes."""
+"""GPUs by the name that ``--gpu`` takes, each with the vendor's sheet behind it."""
 
 
 def find_gpu(name: str) -> Gpu:

@@ -80,14 +80,13 @@ def step_time(job: Job, method: str | Method) -> StepTime:
 
 def program_of(job: Job, method: str | Method, micro_steps: int | None = None) -> Program:
     """Return the tasks of so many micro-steps of an optimizer step, by default of all."""
-    job = with_method(job, method)
-    overlaps = method not in METHODS and not isinstance(method, Method)
+    job, other = resolved(job, method)
     return step_program(
-        _work_of(job, method),
+        _work_of(job, other),
         micro_steps or job.setup.micro_steps,
-        optimizer_s(job, method),
+        _optimizer_s(job, other),
         is_gloo=job.cluster.backend == "gloo",
-        overlaps=overlaps and job.setup.config.overlap and job.setup.num_nodes > 1,
+        overlaps=other is None and job.setup.config.overlap and job.setup.num_nodes > 1,
     )
 
 
@@ -98,15 +97,27 @@ def token_s(job: Job, method: str) -> float:
         job: its tokens are the sequences of one rank.
         method: as for ``step_time``.
     """
-    job = with_method(job, method)
-    units = [_token_work(unit, job) for unit in _work_of(job, method)]
+    job, other = resolved(job, method)
+    units = [_token_work(unit, job) for unit in _work_of(job, other)]
     program = token_program(units, is_gloo=job.cluster.backend == "gloo")
     return max(span.end for span in simulate(program.tasks))
 
 
-def with_method(job: Job, method: str | Method) -> Job:
-    """Return the job with the settings that a method names: a preset's, where it is one of this package's."""
-    return with_settings(job, {"preset": method}) if method in PRESETS else job
+def resolved(job: Job, method: str | Method) -> tuple[Job, Method | None]:
+    """Return the job with the settings that a method names, and the method where it is one beside this package, else None.
+
+    Raises:
+        ValueError: no method has the name.
+    """
+    if isinstance(method, Method):
+        return job, method
+    if method in METHODS:
+        return job, METHODS[method]
+    if method in PRESETS:
+        return with_settings(job, {"preset": method}), None
+    if method == SETTINGS:
+        return job, None
+    raise ValueError(f"expected a method of {', '.join((*method_names(), SETTINGS))}, got {method!r}")
 
 
 def with_settings(job: Job, settings: Mapping[str, Any]) -> Job:
@@ -115,14 +126,8 @@ def with_settings(job: Job, settings: Mapping[str, Any]) -> Job:
     return dataclasses.replace(job, setup=dataclasses.replace(job.setup, config=config))
 
 
-def _work_of(job: Job, method: str | Method) -> list[UnitWork]:
-    if isinstance(method, Method):
-        return work_of_method(job, method)
-    if method in METHODS:
-        return work_of_method(job, METHODS[method])
-    if method in PRESETS or method == SETTINGS:
-        return work_of_package(job)
-    raise ValueError(f"expected a method of {', '.join((*method_names(), SETTINGS))}, got {method!r}")
+def _work_of(job: Job, other: Method | None) -> list[UnitWork]:
+    return work_of_package(job) if other is None else work_of_method(job, other)
 
 
 def _token_work(unit: UnitWork, job: Job) -> UnitWork:
@@ -139,13 +144,12 @@ def _token_work(unit: UnitWork, job: Job) -> UnitWork:
     )
 
 
-def optimizer_s(job: Job, method: str | Method) -> float:
+def _optimizer_s(job: Job, other: Method | None) -> float:
     """Return the seconds of the optimizer: master, gradient and states of a rank's shard are read, and written back."""
-    setup, device = job.setup, job.cluster.device
-    if (known := METHODS.get(method) if isinstance(method, str) else method) is not None:
-        setup = setup_of(setup, known)
+    device = job.cluster.device
+    setup = job.setup if other is None else setup_of(job.setup, other)
     # The ranks of a replica hold all of the model together, and those of DDP each by itself.
-    copies = setup.world_size if method == "DDP" else setup.replicas
+    copies = setup.replicas if other is None or other.shards else setup.world_size
     if device.step_overhead is not None:
         return copies * device.step_overhead
     shards = flat_shards((param for unit in job.model.units for param in unit.trainable), setup)

@@ -33,14 +33,14 @@ from hf_zeropp.estimate.step_time import (
     SETTINGS,
     StepTime,
     method_names,
+    resolved,
     step_time,
     token_s,
-    with_method,
     with_settings,
 )
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import DEEPSPEED, METHODS
-from hf_zeropp.fsdp.weights.low_rates import LOWEST_RATES
+from hf_zeropp.fsdp.weights.low_rates import lowest_rate
 from hf_zeropp.sizes import parse_bytes, parse_count
 
 EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic")
@@ -274,9 +274,7 @@ def choices_with_replicas(job: Job, gpu_memory: float) -> tuple[list[Row], list[
 def choices(job: Job, gpu_memory: float) -> list[Row]:
     """Return a row for each choice of settings: presets, with and without codes within a node and gradients on the rank."""
     setup = job.setup
-    presets = [
-        preset for preset in EXACTNESS if setup.rate >= LOWEST_RATES.get(PRESETS[preset].get("qwz_bits") or 0, 0.0)
-    ]
+    presets = [preset for preset in EXACTNESS if setup.rate >= lowest_rate(ZeroPPConfig.preset(preset))]
     rows = []
     # Within one node only ``pcie`` sends anything else than FSDP2 does.
     for preset in presets if setup.num_nodes > 1 else ("pcie",):
@@ -292,9 +290,9 @@ def choices(job: Job, gpu_memory: float) -> list[Row]:
 
 def memory_of(job: Job, method: str) -> float:
     """Return the bytes per rank under a method, with the units that are gathered at one time."""
-    job = with_method(job, method)
+    job, other = resolved(job, method)
     setup = job.setup
-    if method in METHODS:
+    if other is not None:
         lines = {line.method: line for line in estimate(job.model, setup)}
         line = lines.get({DEEPSPEED: "hpZ"}.get(method, method), lines["FSDP2"])  # synced with one micro-step: FSDP2
         # The papers' formulas leave gathered units out. Every method that shards weights holds as many as FSDP2.

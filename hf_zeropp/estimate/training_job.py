@@ -181,12 +181,7 @@ class Job:
     @property
     def model_flops(self) -> float:
         """Operations of one step on one rank, without recomputation: those that MFU counts."""
-        return self.setup.micro_steps * sum(self._flops(unit, recomputes=False) for unit in self.ordered_units)
-
-    @property
-    def ordered_units(self) -> tuple[UnitShape, ...]:
-        """The units in the order of a forward pass: embeddings come first, whatever their place in the model's shape."""
-        return forward_order(self.model.units)
+        return self.setup.micro_steps * sum(self._flops(unit, recomputes=False) for unit in self.model.units)
 
     def forward_s(self, unit: UnitShape) -> float:
         """Return the seconds of one unit's forward pass."""
@@ -205,5 +200,5 @@ class Job:
 
 
 def forward_order(units: tuple[UnitShape, ...]) -> tuple[UnitShape, ...]:
-    """Return units in the order in which a forward pass needs them."""
+    """Return units in the order in which a forward pass needs them: embeddings come first, whatever their place in the shape."""
     return tuple(sorted(units, key=lambda unit: unit.name != "embeddings"))

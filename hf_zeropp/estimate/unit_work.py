@@ -124,7 +124,7 @@ def work_of_method(job: Job, method: Method) -> list[UnitWork]:
     # The paper's preset has the layouts of DeepSpeed's quantized wires.
     config = ZeroPPConfig.resolve({"preset": "paper"})
     maker = _Maker(job, dataclasses.replace(setup_of(job.setup, method), config=config))
-    return [maker.of_method(unit, method) for unit in job.ordered_units]
+    return [maker.of_method(unit, method) for unit in forward_order(job.model.units)]
 
 
 def work_of_package(job: Job) -> list[UnitWork]:
