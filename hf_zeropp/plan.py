@@ -73,8 +73,6 @@ class Plan:
         units: the units, in module order.
     """
 
-    # The order of the fields is that in which they are compared. A cause comes before what follows from it: other
-    # settings lead to other meshes, and the error should name the settings.
     versions: tuple[tuple[str, str], ...]
     settings: tuple[tuple[str, Any], ...]
     ranks_per_node: int
@@ -83,6 +81,20 @@ class Plan:
     is_enabled: bool
     checks_secondaries: bool
     units: tuple[UnitPlan, ...]
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int, int, int | None, bool], ...]:
+        """The ranks of each mesh, its replicas, ranks of a node, ranks that share a secondary copy, and whether it has units."""
+        return tuple(
+            (len(mesh.ranks), len(mesh.replicas), mesh.ranks_per_node, mesh.hpz_size, mesh.has_units)
+            for mesh in self.meshes
+        )
+
+
+# Fields are compared in this order. A cause comes before what follows from it: other settings lead to other sizes, and the error
+# should name the settings.
+_OF_ALL_RANKS = ("versions", "settings", "ranks_per_node", "sizes", "is_enabled")
+_OF_ONE_MODEL = (*_OF_ALL_RANKS, "checks_secondaries", "units")
 
 
 def require_process_group() -> None:
@@ -158,11 +170,11 @@ def agree(
     # All ranks make the process groups of all shard groups, so what these depend on must be equal over the world. Models may
     # differ (stages of a pipeline).
     firsts = {ranks[0]: plans[ranks[0]] for ranks in of_model.shards}
-    _check_same_plan({rank: _Shape.of(plan) for rank, plan in firsts.items()})
+    _check_same_plan(firsts, _OF_ALL_RANKS)
     if plans[0].is_enabled:
         check_no_unknown_replicas([(plan.meshes[0].ranks, plan.holders, plan.units) for plan in firsts.values()])
     for ranks in of_model.data_parallel:
-        _check_same_plan({rank: _Comparable.of(plans[rank]) for rank in ranks})
+        _check_same_plan({rank: plans[rank] for rank in ranks}, _OF_ONE_MODEL)
     num_meshes = min(len(plan.meshes) for plan in plans)
     groups = [of_model, *(world_groups([plan.meshes[index] for plan in plans]) for index in range(1, num_meshes))]
     if plans[0].is_enabled:
@@ -187,50 +199,6 @@ def _check_same_place(are_first_uses: Sequence[bool]) -> None:
             f"apply_zeropp, generate), ranks {forward} in their first forward pass. Make that call on all ranks. After the "
             "first forward pass, one rank may call handle_of alone."
         )
-
-
-Sizes = tuple[tuple[int, int, int, int | None, bool], ...]
-"""Of each mesh: ranks, replicas, ranks on each node, ranks that share one secondary copy, and whether it has units."""
-
-
-def _sizes_of(plan: Plan) -> Sizes:
-    return tuple(
-        (len(mesh.ranks), len(mesh.replicas), mesh.ranks_per_node, mesh.hpz_size, mesh.has_units)
-        for mesh in plan.meshes
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    """The facts about a shard group that all of them must have in common."""
-
-    versions: tuple[tuple[str, str], ...]
-    settings: tuple[tuple[str, Any], ...]
-    ranks_per_node: int
-    sizes: Sizes
-    is_enabled: bool
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Shape:
-        return cls(plan.versions, plan.settings, plan.ranks_per_node, _sizes_of(plan), plan.is_enabled)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Comparable:
-    """The facts that ranks which train the same model must have in common."""
-
-    versions: tuple[tuple[str, str], ...]
-    settings: tuple[tuple[str, Any], ...]
-    ranks_per_node: int
-    sizes: Sizes
-    is_enabled: bool
-    checks_secondaries: bool
-    units: tuple[UnitPlan, ...]
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Comparable:
-        shape = _Shape.of(plan)
-        return cls(**vars(shape), checks_secondaries=plan.checks_secondaries, units=plan.units)
 
 
 def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) -> Plan:
@@ -314,16 +282,16 @@ def _check_deltas(unit: Unit, mode: str) -> None:
         )
 
 
-def _check_same_plan(plans: Mapping[int, _Shape] | Mapping[int, _Comparable]) -> None:
+def _check_same_plan(plans: Mapping[int, Plan], fields: Sequence[str]) -> None:
     """Raise a ValueError that names the first rank and field that differ from the first rank."""
     (first, expected), *others = plans.items()
     for rank, plan in others:
-        for field in dataclasses.fields(expected):
-            ours, theirs = getattr(expected, field.name), getattr(plan, field.name)
+        for field in fields:
+            ours, theirs = getattr(expected, field), getattr(plan, field)
             if ours != theirs:
                 own, other = _first_difference(ours, theirs)
                 raise ValueError(
-                    f"Ranks must agree on ZeRO++'s {field.name}: rank {first} has {own}, rank {rank} has {other}. Give all "
+                    f"Ranks must agree on ZeRO++'s {field}: rank {first} has {own}, rank {rank} has {other}. Give all "
                     "ranks the same settings, environment and model."
                 )
 
