@@ -40,7 +40,7 @@ Bits lie from the lowest of a byte to its highest. With B the words of the block
 find the same damage. A slice is left alone if its offset and size are not inside the wire, an entry is not one that an encoder
 writes, or the sizes of all payloads do not add up to the slice's size. A block is left alone if its positions do not rise or
 leave the block, their number is not n, or its classes do not take e bytes. The operator reports the first damage of each slice.
-Other damage cannot be told from data: ``checksum`` is there to find it. Bits between sections are ignored.
+Other damage cannot be told from data. Bits between sections are ignored.
 
 [Note: bytes behind a slice's wire] The wires of K slices are rows of ``capacity`` bytes, of which a slice fills the first
 ``sizes[k]``. The bytes behind them are arbitrary: clearing them would cost as much as writing the slices.
@@ -49,12 +49,11 @@ Other damage cannot be told from data: ``checksum`` is there to find it. Bits be
 from __future__ import annotations
 
 import torch
-import xxhash
 from torch import Tensor
 
 from hf_zeropp import devices
 from hf_zeropp.ops import changes_reference
-from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, ENTRY_BYTES, capacity, num_blocks
+from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, capacity, num_blocks
 from hf_zeropp.ops.operator import Bytes, Filled, Int64s, Result, UpdatedBytes, check_size
 from hf_zeropp.ops.register import operator
 
@@ -142,8 +141,8 @@ def apply_changes(wire: Tensor, sizes: Tensor, base: Tensor, offsets: Tensor | N
         offsets: int64 [K], where each wire begins. None where they are rows of ``capacity`` bytes.
 
     Returns:
-        int64 [K]: 0 for a slice that is up to date. On a CPU it is always 0. On a GPU the host does not wait, and the caller may
-        look later: ``explain_failure`` says what other numbers mean.
+        int64 [K]: 0 for a slice that is up to date, ``BAD_SIZE`` where its table and size do not fit, ``BAD_SIZE`` + 1 + b where
+        block b is damaged. On a CPU it is always 0. On a GPU the host does not wait, and the caller may look later.
 
     Raises:
         ValueError: tensors that do not fit; on a CPU also a damaged wire. Its undamaged blocks are applied then.
@@ -153,45 +152,14 @@ def apply_changes(wire: Tensor, sizes: Tensor, base: Tensor, offsets: Tensor | N
         offsets = torch.arange(sizes.numel(), device=sizes.device) * stride
     failed, _ = _apply_changes(wire, offsets, sizes, _bytes_of("base", base))
     if not devices.has_streams(failed.device) and failed.any():
-        raise ValueError(f"apply_changes: {explain_failure(failed, wire, sizes, base.nbytes, offsets)}")
+        damaged = int(failed.nonzero()[0])
+        code = int(failed[damaged])
+        part = "table or size" if code == BAD_SIZE else f"block {code - BAD_SIZE - 1}"
+        raise ValueError(
+            f"apply_changes: slice {damaged} of {failed.numel()} is damaged in its {part}. The wire was cut or "
+            "changed on its way, or made for other slices."
+        )
     return failed
-
-
-def explain_failure(failed: Tensor, wire: Tensor, sizes: Tensor, base_bytes: int, offsets: Tensor) -> str:
-    """Return in words what the first number in ``failed`` other than 0 says: which slice, what was expected and what came.
-
-    Args:
-        failed: the result of ``apply_changes``, and the other arguments as that call had them.
-        wire: as above.
-        sizes: as above.
-        base_bytes: bytes of all slices.
-        offsets: as above.
-    """
-    k = int(failed.nonzero()[0])
-    code, size, offset = int(failed[k]), int(sizes[k]), int(offsets[k])
-    slice_bytes = base_bytes // failed.numel()
-    blocks = num_blocks(slice_bytes)
-    slice = f"slice {k} of {failed.numel()}, of {slice_bytes} bytes,"
-    remedy = "the wire was cut or changed on its way, or made for other slices"
-    if code > BAD_SIZE:
-        block = code - BAD_SIZE - 1
-        return f"the payload of block {block} of {blocks} of {slice} contradicts the table: {remedy}"
-    if not 0 <= offset <= offset + size <= wire.numel():
-        return f"expected {slice} within the {wire.numel()} bytes of the wire, got {size} bytes at {offset}: {remedy}"
-    if size < blocks * ENTRY_BYTES:
-        return f"expected at least the {blocks * ENTRY_BYTES} bytes of the table for {slice} got {size}: {remedy}"
-    entries = changes_reference.read_table(wire.view(-1)[offset : offset + size], blocks)
-    payloads = changes_reference.payload_bytes(entries, slice_bytes)
-    if bool((payloads < 0).any()):
-        block = int((payloads < 0).nonzero()[0])
-        return f"expected a table entry, got {int(entries[block]):#010x} for block {block} of {slice} {remedy}"
-    expected = blocks * ENTRY_BYTES + int(payloads.sum())
-    return f"expected {expected} bytes by the table of {slice} got {size}: {remedy}"
-
-
-def checksum(wire: Tensor, size: int) -> bytes:
-    """Return 8 bytes that tell a wire of ``size`` bytes from a changed one. For debugging: the host waits for a GPU."""
-    return xxhash.xxh3_64_digest(wire.view(-1)[:size].cpu().numpy())  # type: ignore[arg-type]  # arrays are buffers
 
 
 def _bytes_of(name: str, data: Tensor) -> Tensor:
@@ -206,7 +174,5 @@ __all__ = [
     "apply_changes",
     "capacity",
     "changes_buffers",
-    "checksum",
     "encode_changes",
-    "explain_failure",
 ]

@@ -195,20 +195,11 @@ NEW = torch.where(torch.arange(10_000) % 20 == 0, OLD * 1.01, OLD)
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (
-            lambda wire, sizes: sizes[1].sub_(4),
-            r"apply_changes: expected \d+ bytes by the table of slice 1 of 2, .* got",
-        ),
-        (
-            lambda wire, sizes: sizes[0].fill_(4),
-            "at least the 8 bytes of the table for slice 0 of 2, of 20000 bytes, got 4",
-        ),
-        (
-            lambda wire, sizes: sizes[0].fill_(1 << 40),
-            r"slice 0 .* within the \d+ bytes of the wire, got \d+ bytes at 0",
-        ),
-        (lambda wire, sizes: wire[1, 3].fill_(0x40), "a table entry, got 0x40.* for block 0 of slice 1"),
-        (lambda wire, sizes: wire[1, 8].bitwise_xor_(1), "payload of block 0 of 2 of slice 1 .* contradicts the table"),
+        (lambda wire, sizes: sizes[1].sub_(4), "apply_changes: slice 1 of 2 is damaged in its table or size"),
+        (lambda wire, sizes: sizes[0].fill_(4), "slice 0 of 2 is damaged in its table or size"),
+        (lambda wire, sizes: sizes[0].fill_(1 << 40), "slice 0 of 2 is damaged in its table or size"),
+        (lambda wire, sizes: wire[1, 3].fill_(0x40), "slice 1 of 2 is damaged in its table or size"),
+        (lambda wire, sizes: wire[1, 8].bitwise_xor_(1), "slice 1 of 2 is damaged in its block 0"),
     ],
 )
 def test_damage_is_explained(restore_kernels, kernels, change, match):
@@ -229,7 +220,7 @@ def test_positions_must_rise(restore_kernels, kernels):
     sizes, wire = ops.encode_changes(new, old)
     assert wire[0, 8] == 0x10 and torch.equal(updated(wire, sizes, old), new)
     wire[0, 8] = 0
-    with pytest.raises(ValueError, match="payload of block 0 of 1"):
+    with pytest.raises(ValueError, match="slice 0 of 1 is damaged in its block 0"):
         updated(wire, sizes, old)
 
 
@@ -237,7 +228,7 @@ def test_blocks_beside_a_damaged_one_are_applied():
     sizes, wire = ops.encode_changes(NEW, OLD, 2)
     wire[0, 8] ^= 1
     base = OLD.clone()
-    with pytest.raises(ValueError, match="block 0 of 2 of slice 0 of 2"):
+    with pytest.raises(ValueError, match="slice 0 of 2 is damaged in its block 0"):
         ops.apply_changes(wire, sizes, base)
     assert torch.equal(base[0, :BLOCK_WORDS], OLD[0, :BLOCK_WORDS]) and torch.equal(base[1], NEW[1])
     assert torch.equal(base[0, BLOCK_WORDS:], NEW[0, BLOCK_WORDS:])
@@ -249,16 +240,6 @@ def test_failures_are_numbered():
     wire[offsets[1] + 8] ^= 1
     sizes[0] += 4
     assert apply(ReferenceKernels(), wire, offsets, sizes, case)[0] == [BAD_SIZE, BAD_SIZE + 1]
-
-
-def test_a_checksum_tells_wires_apart():
-    sizes, wire = ops.encode_changes(NEW, OLD)
-    size = int(sizes[0])
-    expected = changes_format.checksum(wire, size)
-    wire[0, size:] += 1  # bytes behind the wire are arbitrary
-    assert changes_format.checksum(wire, size) == expected
-    wire[0, size - 1] ^= 1
-    assert changes_format.checksum(wire, size) != expected
 
 
 @pytest.mark.parametrize(
