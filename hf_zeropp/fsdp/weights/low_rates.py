@@ -28,7 +28,7 @@ def warn_of_low_rate(config: ZeroPPConfig, optimizer: torch.optim.Optimizer) -> 
         return
     logger.warning(
         "The highest learning rate of %s is %.3g. Changes of weights in %d bits are too coarse for steps of rates under %g: at "
-        "1e-6 runs made a third to a half of the progress of stock FSDP2 (scripts/results/losses.md). Set preset 'exact', which "
+        "1e-6 runs made a third of the progress of stock FSDP2 (scripts/results/losses.md). Set preset 'exact', which "
         "rounds no weight and sends fewer bytes at such rates.",
         type(optimizer).__name__,
         rate,
