@@ -50,7 +50,7 @@ _SWITCH_WORDS = {
 
 AUTO: Literal["auto"] = "auto"
 DEFAULT_BITS = 8
-WEIGHT_MODES = ("values", "delta", "exact", "auto")
+WEIGHT_MODES = ("values", "delta", "exact")
 GRADIENT_BITS = (4, 8, 3)
 """Widths of codes in which gradients may cross nodes."""
 NODE_GRADIENT_BITS = (4, 8)
@@ -65,10 +65,7 @@ BITS_OF_MODE = {
     "values": (*WEIGHT_BITS, None),
     "delta": DELTA_BITS,
     "exact": (None,),
-    "auto": tuple(bits for bits in DELTA_BITS if bits < 8),
 }
-DEFAULT_BITS_OF = {"exact": None, "auto": 4}
-"""``qwz_bits`` by mode, for the modes that do not take ``DEFAULT_BITS``, the default of the others."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "qwz_intra_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
@@ -91,11 +88,9 @@ class ZeroPPConfig:
         qwz_mode: what trainable weights send across nodes. ``"values"`` sends the weights. ``"delta"`` sends their change
             since the last send; the next delta includes whatever this one rounded away. Deltas need ``hpz_size`` and
             trainable parameters in fp32 (mixed precision keeps them so). ``"exact"`` sends the 16-bit words of the weights that
-            changed, unquantized: few, at learning rates of fine-tuning. It needs ``hpz_size``. ``"auto"`` does the same unit by
-            unit, but sends deltas for a while where too many words change; it needs what deltas need.
+            changed, unquantized: few, at learning rates of fine-tuning. It needs ``hpz_size``.
         qwz_bits: bits per weight in a gather: one of ``WEIGHT_BITS``, or None (the compute dtype, unquantized). Deltas take
-            one of ``DELTA_BITS``. ``"exact"`` quantizes nothing, and turns the default into None. ``"auto"`` takes under 8
-            for its deltas; 8, the default of other modes, becomes 4.
+            one of ``DELTA_BITS``. ``"exact"`` quantizes nothing, and turns the default into None.
         qwz_intra_bits: how weights travel within a node. None: each rank decodes its part of a unit, and the backend's own
             all-gather moves weights in the compute dtype. 8: secondary shards travel as they are kept (in codes of INT8, of
             ``qwz_bits`` or of ``hpz_bits``, or unquantized), and each rank decodes the whole unit. ``"auto"``: None on
@@ -132,7 +127,7 @@ class ZeroPPConfig:
         ValueError: a value is not allowed, or makes no sense beside another one. The message names the setting.
     """
 
-    qwz_mode: Literal["values", "delta", "exact", "auto"] = "values"
+    qwz_mode: Literal["values", "delta", "exact"] = "values"
     qwz_bits: int | None = DEFAULT_BITS
     qwz_intra_bits: int | Literal["auto"] | None = AUTO
     hpz_size: int | Literal["node"] | None = "node"
@@ -151,8 +146,8 @@ class ZeroPPConfig:
         # Each value is checked alone first. The rules below compare values, and may rely on each being of its type.
         for name, check in _CHECKS.items():
             check(name, getattr(self, name))
-        if self.qwz_mode in DEFAULT_BITS_OF and self.qwz_bits == DEFAULT_BITS:
-            object.__setattr__(self, "qwz_bits", DEFAULT_BITS_OF[self.qwz_mode])
+        if self.qwz_mode == "exact" and self.qwz_bits == DEFAULT_BITS:
+            object.__setattr__(self, "qwz_bits", None)
         one_of(*BITS_OF_MODE[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
         self._check_weights()
         self._check_gradients()
@@ -166,8 +161,7 @@ class ZeroPPConfig:
             )
         if self.qwz_mode != "delta" and self.hpz_bits is not None:
             raise ValueError(
-                'hpz_bits is for qwz_mode="delta". "auto" keeps copies in 16 bits, and in other modes nothing adds up. '
-                'Set qwz_mode="delta", or leave it at None.'
+                'hpz_bits is for qwz_mode="delta": in other modes nothing adds up. Set qwz_mode="delta", or leave it at None.'
             )
 
     def _check_gradients(self) -> None:
@@ -181,13 +175,13 @@ class ZeroPPConfig:
 
     @property
     def sends_deltas(self) -> bool:
-        """Whether trainable weights may cross nodes as rounded differences from a copy."""
-        return self.qwz_mode in ("delta", "auto")
+        """Whether trainable weights cross nodes as rounded differences from a copy."""
+        return self.qwz_mode == "delta"
 
     @property
     def sends_changes(self) -> bool:
-        """Whether weights may cross nodes as the 16-bit words that changed."""
-        return self.qwz_mode in ("exact", "auto")
+        """Whether weights cross nodes as the 16-bit words that changed."""
+        return self.qwz_mode == "exact"
 
     @property
     def accumulates_on_rank(self) -> bool:
@@ -412,8 +406,17 @@ def _refuse_removed(key: object, *, named: str = "") -> None:
         raise ValueError(f"{named or key} was removed: {REMOVED[key]} Remove it.")
 
 
+def _weight_mode(name: str, value: Any) -> None:
+    if value == "auto":
+        raise ValueError(
+            f'{name}="auto" was removed: it trained as "exact" does where few weights change, and no step was faster with it. '
+            'Set "exact" for learning rates under 1e-4, and "delta" above.'
+        )
+    one_of(*WEIGHT_MODES)(name, value)
+
+
 _CHECKS: dict[str, Check] = {
-    "qwz_mode": one_of(*WEIGHT_MODES),  # first: the bits of weights depend on it
+    "qwz_mode": _weight_mode,  # first: the bits of weights depend on it
     "qwz_intra_bits": one_of(AUTO, *NODE_WEIGHT_BITS, None),
     "hpz_size": positive_int_or("node", None),
     "hpz_bits": one_of(8, None),

@@ -221,8 +221,7 @@ class Traffic:
     def cross_node_bytes(self) -> int:
         """Bytes that entered this node from other nodes, all its ranks together."""
         # One rank's counter stands for its node without a collective: all ranks of a node receive equally, by
-        # construction. Only with changed words they differ, by some per cent; and with ``qwz_mode="auto"`` by as much as a delta
-        # and changed words do, where cross groups choose differently.
+        # construction. Only with changed words they differ, by some per cent.
         return self.ranks_per_node * sum(count.cross_node for count in self._counts.values())
 
     @property

@@ -167,6 +167,13 @@ def test_a_removed_setting_says_so_and_what_to_do_from_every_source(name: str, t
             assert str(error.value) == f"{said} was removed: {REMOVED[name]} Remove it."
 
 
+def test_a_removed_mode_says_so_and_what_to_set() -> None:
+    with pytest.raises(
+        ValueError, match='^qwz_mode="auto" was removed: .* Set "exact" for .* under 1e-4, and "delta" above.$'
+    ):
+        ZeroPPConfig(qwz_mode="auto")
+
+
 def test_settings_survive_a_round_trip_through_a_dict() -> None:
     config = ZeroPPConfig(qwz_bits=4, hpz_size=2, qgz_until=0.5, ranks_per_node=2)
     assert ZeroPPConfig.from_dict(config.to_dict()) == config

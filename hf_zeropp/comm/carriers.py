@@ -12,7 +12,7 @@ On every rank of the world these calls must come in the same order. Which carrie
 secondary shard. It is taken against the copy and not against the last weights, so it includes whatever the last delta rounded
 away, and errors do not add up over steps.
 
-*Changed words* are exact weights for a fraction of their bytes (``qwz_mode="exact"``, ``"auto"``). In a step of fine-tuning
+*Changed words* are exact weights for a fraction of their bytes (``qwz_mode="exact"``). In a step of fine-tuning
 most 16-bit weights keep their bits. Ranks of a cross group that hold a unit in 16 bits therefore need only the words that changed
 since they received it. Each rank compares its shard with its own slice of the secondary shard, which is what the others hold of
 it, and encodes the difference (``ops/changes_format.py``). Nothing is rounded, so a copy that was brought up to date equals one

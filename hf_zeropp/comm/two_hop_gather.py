@@ -27,8 +27,7 @@ class GatherLayouts:
     Attributes:
         kept: the layout of a slice in a secondary shard, and of whole weights that cross nodes.
         delta: the layout of a delta; None where none is sent.
-        sends_changes: whether the words that changed are sent to ranks that hold a secondary shard. It is unquantized then. With
-            ``delta`` as well, the sender chooses.
+        sends_changes: whether the words that changed are sent to ranks that hold a secondary shard. It is unquantized then.
         is_native: whether the node hop is native: it moves weights, which each rank decodes before, and not wires.
     """
 

@@ -397,9 +397,10 @@ class UnitGather:
         received = self._world_size * kept.nbytes
         if self.is_native:  # the backend receives in FSDP2's own buffer
             received = 0 if self.layouts.holds_weights else self.cross_hop.group_size * self.layouts.node_bytes
-        of_delta = 0 if delta is None else delta.nbytes + MASTER_BYTES * delta.numel
-        if delta is not None or self.layouts.sends_changes:
-            return received + max(of_delta, 2 * kept.nbytes if self.layouts.sends_changes else 0)
+        if delta is not None:
+            return received + delta.nbytes + MASTER_BYTES * delta.numel
+        if self.layouts.sends_changes:
+            return received + 2 * kept.nbytes
         return received + ((0 if self.keeps_secondary else self.cross_hop.group_size) + 1) * kept.nbytes
 
     def landing_bytes(self) -> int:

@@ -113,9 +113,7 @@ def gather_bytes(
 
 
 def changed_words_bytes(layouts: GatherLayouts, share: float) -> int | None:
-    """Return the bytes of one slice's changed words on the wire, or of a smaller delta, and of their size.
-
-    Returns None where no changed words are sent.
+    """Return the bytes of one slice's changed words on the wire, and of their size; None where no changed words are sent.
 
     Args:
         layouts: wire layouts of one slice of the unit.
@@ -127,8 +125,7 @@ def changed_words_bytes(layouts: GatherLayouts, share: float) -> int | None:
     # a byte more, which is what random walks of bf16 weights were measured to take.
     per_word = (5 + math.log2(1 / share)) / 8
     slice_bytes = layouts.kept.nbytes
-    changes = min(round(share * slice_bytes / 2 * per_word), capacity(slice_bytes))
-    return SIZE_BYTES + (changes if layouts.delta is None else min(changes, layouts.delta.nbytes))
+    return SIZE_BYTES + min(round(share * slice_bytes / 2 * per_word), capacity(slice_bytes))
 
 
 def reductions_per_step(micro_steps: int, *, accumulates_on_rank: bool) -> int:

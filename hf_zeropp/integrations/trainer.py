@@ -374,7 +374,7 @@ def _warn_of_inexact_resume(handle: ZeroPPHandle) -> None:
     if handle.config.sends_deltas and getattr(AcceleratorState(), "fsdp_plugin", None) is None:
         logger.warning(
             "This model was sharded at loading, and the Trainer saves its optimizer without Accelerate's FSDP functions: what "
-            "qwz_mode='delta' or 'auto' must do at a checkpoint is not done, and a resumed run differs a little. "
+            "qwz_mode='delta' must do at a checkpoint is not done, and a resumed run differs a little. "
             "Set fsdp=True for checkpoints that resume bit for bit, or call handle.save_state and handle.load_state."
         )
 

@@ -26,12 +26,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "values": {},
     "delta": DELTA,
     "exact": {"qwz_mode": "exact"},
-    "auto": {"qwz_mode": "auto"},
     "no secondary shard": {"hpz_size": None},
     "nodes of one rank": {"ranks_per_node": 1, **DELTA},
     "values, native node hop": {"qwz_intra_bits": None},
     "delta, native node hop": {"qwz_intra_bits": None, **DELTA},
-    "auto, native node hop": {"qwz_intra_bits": None, "qwz_mode": "auto"},
+    "exact, native node hop": {"qwz_intra_bits": None, "qwz_mode": "exact"},
     "no secondary shard, native node hop": {"qwz_intra_bits": None, "hpz_size": None},
 }
 

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
+from hf_zeropp.fsdp.predictions import changed_words_bytes
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 
 NODES = {"ranks_per_node": 2, "qgz_bits": None, "qgz_intra_bits": None}
@@ -243,6 +244,35 @@ def the_prediction_is_what_was_measured(rank: int) -> None:
     assert "(measured)" in row
 
 
+def words_of(model: nn.Module) -> torch.Tensor:
+    return torch.cat([param.to_local().bfloat16().view(torch.int16).flatten() for param in model.parameters()])
+
+
+def the_estimate_is_what_is_sent(rank: int) -> None:
+    """Bound: 0.2, since the estimate takes one share for all units, and the steps of trained models (``changed_words_bytes``).
+
+    Beside it 24 bytes for each unit and step: its table, and padding to the rank with the most changes.
+    """
+    for lr in (1e-6, 3e-5):
+        model = shard(make_lm(depth=1, hidden=64, inner=256), POLICIES["bf16"])
+        handle = apply_zeropp(model, EXACT)
+        list(steps(model, handle, rank, 3, lr=lr))
+        model(tokens_of(rank))  # sends the last of these steps
+        model.reshard()
+        before = words_of(model)
+        list(steps(model, handle, rank, 1, lr=lr))
+        share = (words_of(model) != before).double().mean().item()
+        handle.traffic.reset()
+        model(tokens_of(rank))
+        expected = 0
+        for gather in handle.gathers:
+            num_bytes = changed_words_bytes(gather.layouts(torch.bfloat16), share)
+            assert num_bytes is not None
+            expected += gather.hops.cross_hop.peers.bytes_of(num_bytes).cross_node
+        counted = handle.traffic.counts[GATHER_CROSS].cross_node
+        assert 0.95 * expected <= counted <= 1.2 * expected + 24 * len(handle.gathers), (lr, share, counted, expected)
+
+
 def table_rows(handle: ZeroPPHandle) -> list[str]:
     console = Console(width=120, file=io.StringIO())
     console.print(handle.traffic.table(handle.predict()))
@@ -283,6 +313,7 @@ SCENARIOS = Scenarios(
         resumed,
         only_what_changed_crosses,
         the_prediction_is_what_was_measured,
+        the_estimate_is_what_is_sent,
         when_all_words_change_it_sends_whole_blocks,
         one_exchange_of_sizes,
     ],

@@ -27,7 +27,6 @@ MODES: dict[str, dict[str, Any]] = {
     "delta": DELTA,
     "delta, 8-bit copy": DELTA | {"hpz_bits": 8},
     "exact": {"qwz_mode": "exact"},
-    "auto": {"qwz_mode": "auto"},
     "no secondary shard": {"hpz_size": None},
     "hops that block": {"overlap": False, **DELTA},
     "a copy on all ranks": {"hpz_size": "world"},
@@ -80,7 +79,7 @@ def trained(
         optimizer.zero_grad(set_to_none=False)
     counts, predicted = handle.traffic.counts, handle.predict()
     assert counts.get(GATHER_NODE) == predicted.get(GATHER_NODE)
-    if settings.get("qwz_mode") not in ("exact", "auto"):
+    if settings.get("qwz_mode") != "exact":
         assert counts.get(GATHER_CROSS) == predicted.get(GATHER_CROSS)
     return losses, full_weights(model), weights, counts.get(GATHER_CROSS)
 

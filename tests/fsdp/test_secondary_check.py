@@ -27,7 +27,6 @@ MODES = {
     "delta": NODES | {"qwz_mode": "delta", "qwz_bits": 4},
     "delta on INT8": NODES | {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8},
     "exact": NODES | {"qwz_mode": "exact"},
-    "auto": NODES | {"qwz_mode": "auto"},
     "copies on one rank": NODES | {"hpz_size": 1},
     "through sockets": NODES | {"shared_memory": False},
 }
@@ -68,7 +67,7 @@ def steps(model: nn.Module, rank: int, count: int = 3) -> None:
 def trained(rank: int, settings: dict) -> None:
     """Masters in fp32, offloaded ones, and uneven shards, of which some are empty: nothing differs."""
     for kwargs in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
-        if kwargs and settings.get("qwz_mode") in ("delta", "auto"):
+        if kwargs and settings.get("qwz_mode") == "delta":
             continue  # deltas are refused there
         model = shard(make_lm(), POLICIES["bf16"], **kwargs)
         apply_zeropp(model, settings)

@@ -113,19 +113,11 @@ def used_by(rank: int, step: int) -> list[int]:
 
 
 def train(
-    model: Model,
-    handle: ZeroPPHandle | None,
-    rank: int,
-    *,
-    steps: int = STEPS,
-    micro_steps: int = 1,
-    rates: tuple[float, float] = (1e-3, 1e-3),
+    model: Model, handle: ZeroPPHandle | None, rank: int, *, steps: int = STEPS, micro_steps: int = 1
 ) -> list[float]:
-    """Train with AdamW, at one learning rate for dense weights and one for experts. Return the losses."""
-    experts = [param for name, param in model.named_parameters() if "experts" in name]
-    dense = [param for name, param in model.named_parameters() if "experts" not in name]
-    groups = [{"params": params, "lr": rate} for params, rate in zip((dense, experts), rates, strict=True)]
-    optimizer = torch.optim.AdamW(groups, foreach=False)  # one operator takes no tensors of two meshes
+    """Train with AdamW, and return the losses."""
+    # One operator takes no tensors of two meshes.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses = []
     for step in range(steps):
         for micro_step in range(micro_steps):
@@ -213,7 +205,6 @@ def presets(rank: int, ranks_per_node: int) -> None:
         {"preset": "exact"},
         {"preset": "half_model"},
         {"preset": "min_traffic"},
-        {"qwz_mode": "auto"},
     ):
         beside_stock(rank, ranks_per_node, settings, 0.05, policy="bf16", micro_steps=2)
 
@@ -222,18 +213,6 @@ def accumulation_on_the_rank(rank: int, ranks_per_node: int) -> None:
     on_rank = {"qgz_accumulate": "rank"}
     beside_stock(rank, ranks_per_node, EXACT_WEIGHTS | on_rank, TOLERANCE, micro_steps=3)
     beside_stock(rank, ranks_per_node, on_rank, 0.05, micro_steps=3)
-
-
-def deltas_of_some_groups_and_words_of_others(rank: int, ranks_per_node: int) -> None:
-    """With ``auto`` each cross group chooses what it sends: here one of experts sends words, and all others deltas."""
-    for overlap in (True, False):
-        model = sharded(POLICIES["bf16"])
-        settings = {"qwz_mode": "auto", "ranks_per_node": ranks_per_node, "overlap": overlap}
-        handle = apply_zeropp(model, settings)
-        train(model, handle, rank, steps=6, rates=(1e-2, 1e-2 if rank % 2 else 1e-9))
-        in_a_row = {gather.unit.name: gather._sent.deltas_in_a_row for gather in handle.gathers}
-        assert in_a_row["layers.0"] == 5
-        assert in_a_row["layers.0.experts"] == (5 if rank % 2 else 0)
 
 
 def generation(rank: int, ranks_per_node: int) -> None:
@@ -284,7 +263,6 @@ SCENARIOS = [
     words_of_all_steps,
     presets,
     accumulation_on_the_rank,
-    deltas_of_some_groups_and_words_of_others,
     generation,
     a_fault_of_some_experts,
 ]
@@ -332,7 +310,6 @@ def all_carriers(rank: int, ranks_per_node: int) -> None:
     for settings in (
         EXACT_WEIGHTS,
         {"preset": "half_model"},
-        {"qwz_mode": "auto"},
         {"preset": "exact", "overlap": False},
     ):
         beside_stock(rank, ranks_per_node, settings, 0.05)
@@ -354,7 +331,7 @@ class Due:
 
 
 def test_sizes_are_exchanged_mesh_by_mesh_in_the_order_of_what_is_due(monkeypatch):
-    """Not in that of what sends words: with ``auto`` dense units of this rank may send deltas, and those of its peers words."""
+    """Not in that of the units that send words."""
     exchanged = []
     monkeypatch.setattr(schedules, "exchange_sizes", exchanged.append)
     dense, experts = object(), object()

@@ -58,7 +58,6 @@ EXPERT_WAYS = {
     "unquantized": WAYS["unquantized"],
     "exact": (FOUR_NODES | UNQUANTIZED | {"qwz_mode": "exact"}, "1"),
     "preset exact": (FOUR_NODES | {"preset": "exact"}, "1"),
-    "auto": (FOUR_NODES | {"qwz_mode": "auto"}, "1"),
     "half_model": (FOUR_NODES | {"preset": "half_model"}, "1"),
     "accumulation on the rank": (FOUR_NODES | {"qgz_accumulate": "rank"}, "1"),
 }

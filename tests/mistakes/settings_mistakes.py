@@ -41,7 +41,7 @@ SETTINGS = [
         qwz_bits=3,
     ),
     settings("a number as text", f"one of {BITS_OF_MODE['values']}", "got '8'", qwz_bits="8"),
-    settings("unknown mode", "one of ('values', 'delta', 'exact', 'auto')", "got 'deltas'", qwz_mode="deltas"),
+    settings("unknown mode", "one of ('values', 'delta', 'exact')", "got 'deltas'", qwz_mode="deltas"),
     settings("too few bits", "qgz_bits", f"one of {(*GRADIENT_BITS, None)}", "got 2", qgz_bits=2),
     settings(
         "too many bits", "qgz_intra_bits", f"one of {(AUTO, *NODE_GRADIENT_BITS, None)}", "got 16", qgz_intra_bits=16

@@ -41,12 +41,12 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 # stamps and marks decide alone; ``handle.invalidate()`` is needed after writes that neither of them sees.
 
 # [Note: when a delta is enough]
-# With ``qwz_mode="delta"``, and at times with ``"auto"``, a stale secondary shard is brought up to date by the difference between
-# the weights and the copy. Differences are coarse where weights moved far, so they are sent only after changes by optimizers
+# With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by the difference between the weights and the copy.
+# Differences are coarse where weights moved far, so they are sent only after changes by optimizers
 # (``Change.STEPPED``). After any other change (``Change.EDITED``) whole weights cross: a resync. A checkpoint counts as
 # an edit, because a resumed run starts from the masters that it holds.
 #
-# Changed words (``qwz_mode="exact"``, ``"auto"``) bring a secondary shard up to date after any change. Whole weights cross only
+# Changed words (``qwz_mode="exact"``) bring a secondary shard up to date after any change. Whole weights cross only
 # where the caller says that copies are not to be relied on (``Change.INVALID``).
 
 

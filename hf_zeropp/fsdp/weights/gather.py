@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 from hf_zeropp.comm.two_hops import (
-    Carrier,
     ChangedWords,
     Delta,
     GatherLayouts,
@@ -202,12 +201,10 @@ class ZeroPPAllGather(WeightGather):
     def encode(self) -> ChangedWords | None:
         """Encode the changed words that the cross hop will send, before their sizes are exchanged; None where it sends others."""
         layouts, copy = self.layouts(self.unit.param_dtype), self.copy
-        if layouts.sends_changes and copy.is_under_way:
-            # The shard is compared with what arrives. A rank that compares nothing, in the middle of a row of deltas, lands here
-            # too: other ranks of its node may not, and all of them must meet at the node's barriers in one order.
-            copy.land()
-        if self._next(layouts) is not ChangedWords:
+        if next_carrier(copy.due, layouts, copy.layouts) is not ChangedWords:
             return None
+        if copy.is_under_way:  # the shard is compared with what arrives
+            copy.land()
         return self._encode(layouts, self.unit.shards_to_encode(self.unit.param_dtype))
 
     def start(self, made: torch.Tensor | None = None) -> None:
@@ -221,24 +218,26 @@ class ZeroPPAllGather(WeightGather):
         if copy.is_under_way:  # started ahead, and the weights changed since
             copy.land()
         layouts, words = self.layouts(dtype), copy.words
-        kind = self._next(layouts, words)
+        kind = next_carrier(due, layouts, copy.layouts)
         if kind is ChangedWords and words is None:  # nothing was encoded ahead, so this unit exchanges its sizes alone
             assert made is not None
             words = self._encode(layouts, [made])
             with copy.guard():
                 exchange_sizes([words])
-            kind = self._next(layouts, words)
-        if kind is ChangedWords and words is not None:
+        if words is not None and words.failed_on:
+            self._log_damage(words.failed_on)
+            kind = WholeWeights
+        if kind is ChangedWords:
+            assert words is not None
             copy.start(words)
+        elif kind is Delta:
+            assert copy.secondary is not None
+            copy.start(Delta(self.hops, layouts, copy.secondary), self.unit.shards_to_encode(torch.float32))
         else:
-            if kind is Delta:
-                assert copy.secondary is not None
-                copy.start(Delta(self.hops, layouts, copy.secondary), self.unit.shards_to_encode(torch.float32))
-            else:
-                flat = self.unit.flat_shard(dtype) if made is None else made
-                copy.start(WholeWeights(self.hops, layouts, self._room(layouts, flat.device)), [flat])
+            flat = self.unit.flat_shard(dtype) if made is None else made
+            copy.start(WholeWeights(self.hops, layouts, self._room(layouts, flat.device)), [flat])
             if words is not None:
-                self._drop(words)
+                words.drop()
         self._sent.note(kind, layouts, due, words)
         if self._sent.edits_in_a_row > MANY_EDITS:
             self._run.warnings.warn(_MANY_EDITS, [self.unit])
@@ -247,30 +246,19 @@ class ZeroPPAllGather(WeightGather):
         """Finish the cross hop that was started."""
         self.copy.land()
 
-    def _next(self, layouts: GatherLayouts, words: ChangedWords | None = None) -> type[Carrier]:
-        return next_carrier(
-            self.copy.due,
-            layouts,
-            self.copy.layouts,
-            self._sent.deltas_in_a_row,
-            words=None if words is None else words.row_bytes,
-            is_damaged=words is not None and len(words.failed_on) > 0,
-        )
-
     def _encode(self, layouts: GatherLayouts, shards: Sequence[torch.Tensor]) -> ChangedWords:
         assert self.copy.secondary is not None
         words = ChangedWords(self.hops, layouts, self.copy.secondary)
         self.copy.encode(words, shards)
         return words
 
-    def _drop(self, words: ChangedWords) -> None:
-        """Send nothing of ``words``: a delta is smaller, or words of the crossing before were damaged."""
-        words.drop()
-        # All ranks of the cross group know of damaged words, so whole weights cross on all of them. Other cross groups need not.
+    def _log_damage(self, failed_on: Sequence[int]) -> None:
+        """Log that the words of the crossing before were damaged on these ranks of the cross group. Whole weights cross now."""
+        # All ranks of the cross group know of it, so whole weights cross on all of them. Other cross groups need not.
         group = self.hops.cross_hop.group
-        if words.failed_on and group.rank() == 0:
+        if group.rank() == 0:
             ranks = dist.get_process_group_ranks(group)
-            logger.error(_DAMAGED, self.unit.name, ", ".join(str(ranks[index]) for index in words.failed_on))
+            logger.error(_DAMAGED, self.unit.name, ", ".join(str(ranks[index]) for index in failed_on))
 
     def _room(self, layouts: GatherLayouts, device: torch.device) -> Secondary:
         """Return where whole weights arrive."""

@@ -171,7 +171,7 @@ class GathersAhead(GatherSchedule):
 def encode(due: Sequence[DueGather]) -> None:
     """Encode the changed words that cross hops will send, and exchange their sizes once per mesh: that waits for the network."""
     # Experts may lie on another mesh than the rest. The order of the meshes comes from all gathers that are due, on which ranks
-    # have agreed. Which of them send changed words, each cross group chooses: ranks that went by these could wait in a ring.
+    # have agreed: with two orders ranks could wait in a ring.
     prepared: dict[TwoHopGather, list[ChangedWords]] = {}
     for gather in due:
         words, of_mesh = gather.encode(), prepared.setdefault(gather.hops, [])

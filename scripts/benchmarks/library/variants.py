@@ -79,7 +79,6 @@ VARIANTS = {
         *(Variant(name, settings) for name, settings in PRESETS.items()),
         Variant("balanced, 2 replicas", PRESETS["balanced"], replicas=2),
         Variant("exact, 3-bit gradients", {"preset": "exact", "qgz_bits": 3}),
-        Variant("auto", {"qwz_mode": "auto"}),
         # The default without one of its parts: see scripts/results/overlap.md.
         Variant("blocking", {"overlap": False}),
         Variant("sockets", {"shared_memory": False}),
