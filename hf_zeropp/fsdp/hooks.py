@@ -6,7 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -17,27 +17,19 @@ from hf_zeropp.fsdp.decisions import Decisions, Entrance
 from hf_zeropp.fsdp.gradients.pending import renew_gradients
 from hf_zeropp.fsdp.units import initialize_root, on_backward
 
-
-class StepListener(Protocol):
-    """An object that is told of every optimizer's step."""
-
-    def before_optimizer_step(self, optimizer: torch.optim.Optimizer, *, has_closure: bool) -> None:
-        """Called before any optimizer of the process steps. A closure may run forward passes inside of the step."""
-
-    def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Called after any optimizer of the process has stepped, unless the step raised."""
-
-
 # The hooks below stay for the life of the process. Strong references would keep every model that was ever prepared. The
 # order must be that of preparation, which all ranks have in common: a listener may run collectives before a step. A weak
 # set would give an order by address, another one on each rank.
-_listeners: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_listeners: weakref.WeakValueDictionary[int, Decisions] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
 
 
-def listen_to_optimizers(listener: StepListener) -> None:
-    """Tell ``listener`` of every step of a torch optimizer, as long as it lives, after those that were told of before."""
-    _listeners[next(_numbers)] = listener
+def listen_to_optimizers(decisions: Decisions) -> None:
+    """Tell ``decisions`` of every step of a torch optimizer, as long as they live, after those that were told of before.
+
+    They are told after a step as well, unless it raised. A closure may run forward passes inside of the step.
+    """
+    _listeners[next(_numbers)] = decisions
     _install_optimizer_hooks()
 
 
