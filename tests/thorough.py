@@ -93,6 +93,7 @@ THOROUGH = (
     "integrations/test_trainer.py::test_callback_costs_under_2_percent_of_a_step",
     "integrations/test_accelerate.py::test_training_resumes_bit_for_bit{FULL*",
     "integrations/test_accelerate.py::*a_model_that_is_never_used_is_not_kept*",
+    "integrations/test_trainer_launch.py::test_example_with_muon",
     "integrations/test_trainer_orders.py::test_torch_compile*",
     "integrations/test_trainer_orders.py::test_evaluation_before_between*",
     "integrations/test_trainer_orders.py::test_model_sharded_at_load{1}",
