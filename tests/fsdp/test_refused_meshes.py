@@ -68,6 +68,16 @@ def stages_of_other_sizes(rank: int) -> None:
     apply_zeropp(model, UNQUANTIZED, mesh=mesh)
 
 
+def stages_of_other_replicas(rank: int) -> None:
+    """One stage has two replicas of two ranks, the next one of four."""
+    stages = [
+        DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("replicate", "shard")),
+        DeviceMesh("cpu", [4, 5, 6, 7], mesh_dim_names=("shard",)),
+    ]
+    own = int(rank >= 4)
+    apply_zeropp(shard(make_lm(depth=1 + own), mesh=stages[own]), UNQUANTIZED, mesh=stages[own])
+
+
 @pytest.mark.parametrize(
     ("attempt", "words"),
     [
@@ -77,6 +87,7 @@ def stages_of_other_sizes(rank: int) -> None:
         ),
         (experts_on_uneven_nodes, ["as many on every node: got ranks [0, 1, 2, 4] with 4 ranks per node"]),
         (stages_of_other_sizes, ["Ranks must agree on ZeRO++'s sizes: rank 0 has", "rank 6 has"]),
+        (stages_of_other_replicas, ["Ranks must agree on ZeRO++'s sizes: rank 0 has", "rank 4 has"]),
     ],
 )
 def test_meshes_are_refused_on_all_ranks(attempt, words):
