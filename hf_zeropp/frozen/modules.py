@@ -198,6 +198,11 @@ class Packed(nn.Module):
             )
         return super().requires_grad_(requires_grad)
 
+    def extra_repr(self) -> str:
+        """Return what the module's own class says, and the bits of each packed weight."""
+        bits = [f"{name}_bits={form.format.bits}" for name, form in self.packed_forms.items()]
+        return ", ".join(filter(None, [super().extra_repr(), *bits]))
+
 
 class PackedLinear(Packed, nn.Linear):
     """``nn.Linear`` with a packed weight."""
@@ -221,10 +226,6 @@ class PackedLinear(Packed, nn.Linear):
             return _PackedLinearFunction.apply(input, codes, scales, bias, format, columns)
         return _multiply(input, codes, scales, bias, format, columns)
 
-    def extra_repr(self) -> str:
-        """Return sizes, as ``nn.Linear`` does, and bits."""
-        return f"{super().extra_repr()}, bits={self.packed_forms['weight'].format.bits}"
-
 
 class PackedEmbedding(Packed, nn.Embedding):
     """``nn.Embedding`` with a packed weight: only the rows looked up are decoded."""
@@ -240,10 +241,6 @@ class PackedEmbedding(Packed, nn.Embedding):
         # Codes and scales have one row for each row of the weight, so a row can be picked before it is decoded.
         codes, scales = as_bytes(self.weight_codes)[input], as_bytes(self.weight_scales)[input]
         return frozen_format.unpack(codes, scales, columns, format, dtype)
-
-    def extra_repr(self) -> str:
-        """Return sizes, as ``nn.Embedding`` does, and bits."""
-        return f"{super().extra_repr()}, bits={self.packed_forms['weight'].format.bits}"
 
 
 class _PackedLinearFunction(torch.autograd.Function):
