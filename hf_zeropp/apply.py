@@ -79,7 +79,8 @@ def apply_zeropp(
 
     Returns:
         The handle. A loop of your own calls ``set_last_micro_step`` (accumulation), ``set_progress`` (``qgz_until``),
-        and ``save_state`` and ``load_state`` beside checkpoints (exact resume with deltas); ``traffic`` counts bytes.
+        ``save_state`` after saving a checkpoint and ``invalidate`` after loading one (exact resume with deltas). ``traffic``
+        counts bytes.
 
     Raises:
         ValueError: on every rank, if on any rank the model is not sharded over the whole world, the settings do not

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 
 import torch.distributed as dist
 
@@ -21,8 +18,6 @@ from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import ZeroPPAllGather
 from hf_zeropp.traffic import Bytes
-
-logger = logging.getLogger(__name__)
 
 
 class ZeroPPHandle:
@@ -88,11 +83,11 @@ class ZeroPPHandle:
         return unit.all_gather in self._comms or unit.all_gather in [each.all_gather for each in self._by_fsdp2]
 
     def invalidate(self) -> None:
-        """Gather across nodes again at the next forward pass.
+        """Gather across nodes again at the next forward pass. One rank may call it alone.
 
-        Weights that lie on the CPU need no such call: whatever changes them is seen. On accelerators call it after writes that
-        move no version counter: through ``param.data``, raw pointers or a kernel of your own, with ``torch._foreach_*``
-        operations on parameters, and after ``torch.distributed.checkpoint.load`` into them. One rank may call it alone.
+        Weights that lie on the CPU need no such call: whatever changes them is seen. On accelerators call it after a checkpoint
+        was loaded (Accelerate's and the Trainer's do it), and after writes that move no version counter: through ``param.data``,
+        raw pointers or a kernel of your own, and with ``torch._foreach_*`` operations on parameters.
         """
         if self._decisions is not None:
             self._decisions.invalidate()
@@ -118,30 +113,16 @@ class ZeroPPHandle:
         is_accumulating = any(reduce.partial_bytes() for reduce in self.reduces)
         self._run.micro_steps.set_quantizes(quantizes, is_accumulating=is_accumulating)
 
-    def save_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
-        """Let this run go on from a checkpoint as a run that is resumed from it does. Nothing is written to ``folder``.
+    def save_state(self) -> None:
+        """Let this run go on from a checkpoint, which was just saved, as a run that is resumed from it does.
 
-        Accelerate's and the Trainer's checkpoints do it. Call it on all ranks.
+        Accelerate's and the Trainer's checkpoints do it. Call it on all ranks. Nothing is written.
         """
         # A resumed run starts from the masters, and sends whole weights first. This run must do the same at its next
         # forward pass, or its secondary shards would keep the rounding of earlier deltas, and the two runs would
         # differ.
         for gather in self.gathers:
             gather.resync()
-
-    def load_state(self, folder: str | os.PathLike[str], index: int = 0) -> None:
-        """Go on from a checkpoint whose weights were just loaded. Call it on all ranks; ``index`` tells models apart."""
-        # Weights were usually loaded just before. On accelerators a load that writes through pointers moves no
-        # version counter.
-        self.invalidate()
-        # Earlier versions wrote one file per rank: residuals of error feedback, and a count of random numbers.
-        path = Path(folder, f"zeropp_{index}_rank_{self.topology.rank}.safetensors")
-        if self.topology.rank == 0 and path.exists():  # one rank says it for all
-            logger.warning(
-                "%s holds residuals of error feedback, which this version does not have: they are left out, and the first "
-                "steps differ a little from those of the run that saved them. The files zeropp_* can be deleted.",
-                path.parent,
-            )
 
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too, but with ``qgz_accumulate="rank"``)."""

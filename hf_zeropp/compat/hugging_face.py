@@ -42,8 +42,8 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule. If it "
         "moved: a run resumed with deltas differs from the unbroken one.", silent=True),
     accepts("accelerate.utils:save_fsdp_optimizer",
-        "fsdp_plugin model output_dir optimizer_index", "integrations.accelerate_checkpoints",
-        "The folder and the model are among its arguments. If it moved: KeyError when a checkpoint is saved."),
+        "fsdp_plugin model", "integrations.accelerate_checkpoints",
+        "The model is among its arguments. If it moved: KeyError when a checkpoint is saved."),
     reads("accelerate:Accelerator.__init__", "ACCELERATE_USE_FSDP", "integrations.launch.unmodified",
         "The launcher asks for FSDP by this variable. A script that passes no plugin then gets ours. If it moved: "
         "such a script trains without ZeRO++, and the first optimizer step raises."),

@@ -1,8 +1,8 @@
 """Checkpoints of Accelerate (``save_state``) and of the Trainer: a model's handle is told of them.
 
 A resumed run is exact only if the run that saved goes on with whole weights too (``ZeroPPHandle.save_state``). Accelerate and the
-Trainer have no hook that is told the folder of a checkpoint. But both write and read an FSDP optimizer with one function of
-Accelerate's, whose arguments include the folder and the model. Each of the two modules imported that function under its own name,
+Trainer have no common hook for it. But both write and read an FSDP optimizer with one function of Accelerate's, whose arguments
+include the model. Each of the two modules imported that function under its own name,
 so it is replaced in each of them.
 """
 
@@ -25,12 +25,12 @@ def patch_checkpoints(module: ModuleType) -> None:
     Args:
         module: ``accelerate.accelerator`` or ``transformers.trainer``.
     """
-    _patch(module, SAVE, "save_state", "output_dir")
-    _patch(module, LOAD, "load_state", "input_dir")
+    _patch(module, SAVE, "save_state")
+    _patch(module, LOAD, "invalidate")
 
 
-def _patch(module: ModuleType, name: str, method: str, folder: str) -> None:
-    """Call the handle's ``method`` after the function ``name`` of ``module``, with its argument ``folder``."""
+def _patch(module: ModuleType, name: str, method: str) -> None:
+    """Call the handle's ``method`` after the function ``name`` of ``module``."""
     original = getattr(module, name)
     if hasattr(original, _PATCHED):
         return
@@ -48,7 +48,7 @@ def _patch(module: ModuleType, name: str, method: str, folder: str) -> None:
         handle_of = getattr(call.arguments["fsdp_plugin"], "handle_of", None)
         handle = handle_of and handle_of(call.arguments["model"])
         if handle is not None:
-            getattr(handle, method)(call.arguments[folder], call.arguments["optimizer_index"])
+            getattr(handle, method)()
         return result
 
     # ``functools.wraps`` copies attributes, so the mark is also found through a later wrapper of another library.

@@ -375,7 +375,8 @@ def _warn_of_inexact_resume(handle: ZeroPPHandle) -> None:
         logger.warning(
             "This model was sharded at loading, and the Trainer saves its optimizer without Accelerate's FSDP functions: what "
             "qwz_mode='delta' must do at a checkpoint is not done, and a resumed run differs a little. "
-            "Set fsdp=True for checkpoints that resume bit for bit, or call handle.save_state and handle.load_state."
+            "Set fsdp=True for checkpoints that resume bit for bit, or call handle.save_state after saving and handle.invalidate "
+            "after loading."
         )
 
 

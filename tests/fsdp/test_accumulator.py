@@ -6,10 +6,6 @@ Two nodes of two ranks. The yardstick is the same accumulation with partial sums
 from __future__ import annotations
 
 import dataclasses
-import logging
-import tempfile
-from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -160,24 +156,6 @@ def program_with_drops(rank: int, kind: str) -> tuple[dict[str, torch.Tensor], d
     return look, full_gradients(model)
 
 
-def files_of_earlier_versions_are_named(rank: int) -> None:
-    """They hold residuals, and counts of random numbers, which nothing reads any more."""
-    model = shard(make_lm())
-    handle = apply(model)
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(logging.getLogger("hf_zeropp.handle"), "warning") as said,
-    ):
-        handle.save_state(folder)
-        assert not list(Path(folder).iterdir())
-        handle.load_state(folder)
-        assert not said.called
-        Path(folder, f"zeropp_0_rank_{rank}.safetensors").touch()
-        handle.load_state(folder)
-        assert said.called == (rank == 0)
-        assert rank or "they are left out" in said.call_args[0][0]
-
-
 EVERY = Scenarios(
     4,
     [
@@ -188,7 +166,6 @@ EVERY = Scenarios(
         half_of_the_bytes_are_held,
         unsynchronized_micro_steps_stay_fsdp2s,
         gradients_dropped_read_and_missing,
-        files_of_earlier_versions_are_named,
     ],
 )
 

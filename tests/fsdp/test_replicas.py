@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from harness import RankError, Scenarios, announce, expect_errors, run_ranks, started_ranks
+from test_secondary_check import yesterdays_shard
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from test_secondary_check import yesterdays_shard
 from toy import EXACT, POLICIES, backward, full_gradients, full_weights, loss_of, loss_without_head, make_lm, shard
 
 from hf_zeropp import apply_zeropp, generation_mode
@@ -238,11 +238,11 @@ def sharded_checkpoints(rank: int, ranks_per_node: int) -> None:
             state = {"model": weights, "optimizer": moments}
             if seed == 0:
                 dcp.save(state, checkpoint_id=path)
-                handle.save_state(path)
+                handle.save_state()
             else:
                 dcp.load(state, checkpoint_id=path)
                 set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-                handle.load_state(path)
+                handle.invalidate()
             assert all(weight.device_mesh.ndim == 2 for weight in weights.values())
             runs.append(train(model, handle, rank, optimizer=optimizer, micro_steps=2))
         assert runs[0] == runs[1], (settings, runs)

@@ -80,10 +80,10 @@ def assert_resumes(
             if loads:
                 dcp.load(state, checkpoint_id=path)
                 set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
-                handle.load_state(path)
+                handle.invalidate()
             else:
                 dcp.save(state, checkpoint_id=path)
-                handle.save_state(path)
+                handle.save_state()
             losses[loads] = train(model, handle, optimizer, loss_of)
         assert losses[True] == losses[False], (name, losses)
     dist.barrier()

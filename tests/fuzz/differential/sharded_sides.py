@@ -210,8 +210,8 @@ class Ours(Stock):
         return {}
 
     def save_handle_state(self) -> Observation:
-        for index, handle in enumerate(self.handles):
-            handle.save_state(self.folder, index)
+        for handle in self.handles:
+            handle.save_state()
         return {}
 
     def _models(self) -> Sequence[nn.Module]:
