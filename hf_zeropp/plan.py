@@ -20,7 +20,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zeropp import devices
-from hf_zeropp.comm.hosts import Host, check_hosts, this_host
+from hf_zeropp.comm.exchange import exchange, ranks_by
+from hf_zeropp.comm.hosts import check_hosts, this_host
 from hf_zeropp.comm.topology import (
     WorldGroups,
     detect_ranks_per_node,
@@ -155,10 +156,7 @@ def agree(
     except Exception as exception:  # whatever it is, the other ranks must hear of it, or they would wait for ever
         error = f"{type(exception).__name__}: {exception}"
     # Plans are pickled. They hold words and numbers and no tensors, which would be copied to and from an accelerator.
-    outcomes: list[tuple[Plan | None, str | None, Host, bool]] = [
-        (None, None, this_host(), False)
-    ] * dist.get_world_size()
-    dist.all_gather_object(outcomes, (plan, error, this_host(), is_running()))
+    outcomes = exchange((plan, error, this_host(), is_running()))
     plans = []
     for rank, (rank_plan, rank_error, *_) in enumerate(outcomes):
         if rank_plan is None:
@@ -190,13 +188,11 @@ def _check_same_place(are_first_uses: Sequence[bool]) -> None:
     Raises:
         ValueError: that is so. The hooks of the former already see that forward pass, and those of the latter the next one.
     """
-    if len(set(are_first_uses)) > 1:
-        forward, call = (
-            [rank for rank, is_first in enumerate(are_first_uses) if is_first is it] for it in (True, False)
-        )
+    ranks = ranks_by(enumerate(are_first_uses))
+    if len(ranks) > 1:
         raise ValueError(
-            f"All ranks must bring a model under ZeRO++ at the same place: ranks {call} do so by a call (handle_of, "
-            f"apply_zeropp, generate), ranks {forward} in their first forward pass. Make that call on all ranks. After the "
+            f"All ranks must bring a model under ZeRO++ at the same place: ranks {ranks[False]} do so by a call (handle_of, "
+            f"apply_zeropp, generate), ranks {ranks[True]} in their first forward pass. Make that call on all ranks. After the "
             "first forward pass, one rank may call handle_of alone."
         )
 

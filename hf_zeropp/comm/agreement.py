@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.comm.topology import destroy_group
 
 logger = logging.getLogger(__name__)
@@ -129,9 +130,7 @@ class Agreement:
 
     def tell(self, words: str) -> list[str]:
         """Return what all ranks tell, in rank order. Collective: ranks must have agreed that they tell something."""
-        told = [""] * self._num_ranks
-        dist.all_gather_object(told, words, group=self._channel.group)
-        return told
+        return exchange(words, self._channel.group)
 
 
 class Answer:
@@ -179,7 +178,7 @@ class Answer:
         # a collective that all of them run.
         digests = self._received[:, :DIGEST_BYTES]
         if (digests != digests[0]).any():
-            raise DisagreementError(describe(self._all_statements()))
+            raise DisagreementError(describe(exchange(self._explain(), self._group)))
 
     def _wait_for(self, work: dist.Work) -> None:
         try:
@@ -217,22 +216,16 @@ class Answer:
         silent = self._silent_ranks()
         if not silent:
             return "all of them are here, but one has ended since"
-        who = f"rank {silent[0]} is" if len(silent) == 1 else f"ranks {silent} are"
-        return f"{who} not there (its data ended before that of the others? it ended, hangs, or was stopped?)"
-
-    def _all_statements(self) -> list[Statement]:
-        statements: list[Statement] = [Statement("", {})] * self._group.size()
-        dist.all_gather_object(statements, self._explain(), group=self._group)
-        return statements
+        return f"{_are(silent)} not there (its data ended before that of the others? it ended, hangs, or was stopped?)"
 
 
 def describe(statements: list[Statement]) -> str:
     """Return what ranks disagree about, in words. ``statements`` are in rank order."""
     # The message names one difference. If the ranks' next actions differ, it names these. Otherwise it names what they ran, since
     # facts often differ only because ranks ran different units.
-    by_action = _ranks_by([statement.action for statement in statements])
+    by_action = ranks_by(enumerate(statement.action for statement in statements))
     if len(by_action) > 1:
-        said = "; ".join(f"{_ranks(ranks)} about to {action}" for action, ranks in by_action.items())
+        said = "; ".join(f"{_are(ranks)} about to {action}" for action, ranks in by_action.items())
         return (
             f"Ranks are about to run different collectives, which would wait for ever: {said}. Every rank must run the same "
             "forward and backward passes, with the same last micro-step."
@@ -245,9 +238,9 @@ def describe(statements: list[Statement]) -> str:
         )
     # The first subject that differs is named. A cause in one unit often makes later units differ as well.
     for subject in dict.fromkeys(subject for statement in statements for subject in statement.facts):
-        by_fact = _ranks_by([statement.facts.get(subject, "nothing") for statement in statements])
+        by_fact = ranks_by(enumerate(statement.facts.get(subject, "nothing") for statement in statements))
         if len(by_fact) > 1:
-            said = "; ".join(f"{_ranks(ranks, verb=False)}: {fact}" for fact, ranks in by_fact.items())
+            said = "; ".join(f"{words_of(ranks)}: {fact}" for fact, ranks in by_fact.items())
             return (
                 f"Ranks must agree before they {statements[0].action}, but {subject} differs: {said}. Change the model, and "
                 "use its parameters, on all ranks alike."
@@ -261,28 +254,17 @@ def _describe_runs(runs: list[tuple[str, ...]]) -> str:
     differing = [entry for entry in dict.fromkeys(sum(runs, ())) if len({count[entry] for count in counts}) > 1]
     said = []
     for entry in differing[:NAMED_DIFFERENCES]:
-        by_count = _ranks_by([str(count[entry]) for count in counts])
-        said.append(
-            f"{entry}: {', '.join(f'{times} on {_ranks(ranks, verb=False)}' for times, ranks in by_count.items())}"
-        )
+        by_count = ranks_by(enumerate(count[entry] for count in counts))
+        said.append(f"{entry}: {', '.join(f'{times} on {words_of(ranks)}' for times, ranks in by_count.items())}")
     if len(differing) > NAMED_DIFFERENCES:
         said.append(f"and {len(differing) - NAMED_DIFFERENCES} more differ")
     if not said and len(set(runs)) > 1:
         place = next(index for index, entries in enumerate(zip(*runs, strict=True)) if len(set(entries)) > 1)
-        by_entry = _ranks_by([run[place] for run in runs])
-        order = ", ".join(f"{entry} on {_ranks(ranks, verb=False)}" for entry, ranks in by_entry.items())
+        by_entry = ranks_by(enumerate(run[place] for run in runs))
+        order = ", ".join(f"{entry} on {words_of(ranks)}" for entry, ranks in by_entry.items())
         said.append(f"the order differs, first in {order}")
     return "; ".join(said)
 
 
-def _ranks_by(values: list[str]) -> dict[str, list[int]]:
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return ranks
-
-
-def _ranks(ranks: list[int], *, verb: bool = True) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} is" if verb else f"rank {ranks[0]}"
-    return f"ranks {ranks} are" if verb else f"ranks {ranks}"
+def _are(ranks: list[int]) -> str:
+    return f"{words_of(ranks)} {'are' if ranks[1:] else 'is'}"

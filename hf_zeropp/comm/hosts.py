@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from hf_zeropp.comm.exchange import exchange
 from hf_zeropp.comm.topology import detect_ranks_per_node
 
 logger = logging.getLogger(__name__)
@@ -53,8 +54,7 @@ def agree_on_nodes(setting: int | str) -> int:
         ranks_per_node = detect_ranks_per_node(setting, dist.get_world_size())
     except ValueError as exception:  # the others must hear of it, or they would wait in the exchange for ever
         error = str(exception)
-    views: list[tuple[int, str | None, int | str, Host]] = [(0, None, setting, this_host())] * dist.get_world_size()
-    dist.all_gather_object(views, (ranks_per_node, error, setting, this_host()))
+    views = exchange((ranks_per_node, error, setting, this_host()))
     for rank, (size, said, *_) in enumerate(views):
         if said is not None:
             raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {said}")

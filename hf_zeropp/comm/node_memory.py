@@ -23,10 +23,11 @@ import mmap
 import os
 import sys
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from hf_zeropp.comm.exchange import exchange
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class NodeMemory:
         """Return shared memory for ``group``, or None on every rank where its ranks cannot have any. Collective."""
         if group.size() == 1:
             return None
-        places = _exchange(_place(), group)
+        places = exchange(_place(), group)
         memory = cls(group)
         try:
             # All ranks see the same places, so this is raised on all of them or on none, and ``allocate``, which is
@@ -81,13 +82,13 @@ class NodeMemory:
         except OSError as exception:
             error = str(exception)
         # A rank that failed sends its None in the same exchange: leaving it out would keep the others waiting.
-        owner, owned = _exchange((os.getpid(), descriptor), self.group)[0]
+        owner, owned = exchange((os.getpid(), descriptor), self.group)[0]
         try:
             mapped = _map(owner, owned, size)
         except OSError as exception:
             error = error or str(exception)
         ranks = dist.get_process_group_ranks(self.group)
-        texts = zip(ranks, _exchange(error, self.group), strict=True)
+        texts = zip(ranks, exchange(error, self.group), strict=True)
         errors = [f"rank {rank}: {text}" for rank, text in texts if text]
         if descriptor is not None:
             os.close(descriptor)  # the exchange above ends after every rank has mapped the file, or has failed to
@@ -151,10 +152,3 @@ def _check(opened: int, size: int) -> None:
         raise OSError("its owner, mode or size is not that of the file that the first rank made")
     if fcntl.fcntl(opened, fcntl.F_GET_SEALS) & _SEALS != _SEALS:  # an OSError for files that are no memfd
         raise OSError("its size is not sealed")
-
-
-def _exchange(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the values of all ranks, in group order. Collective."""
-    values: list[Any] = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return values

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_zeropp.comm.exchange import exchange
 from hf_zeropp.comm.nccl import warn_of_any_order
 
 ShardGroups = tuple[tuple[int, ...], ...]
@@ -352,7 +353,7 @@ def _meet() -> None:
     While gloo makes a group, it waits for a rank that has died for five times the timeout. A collective of a group that
     exists ends as soon as the connection does.
     """
-    dist.all_gather_object([None] * dist.get_world_size(), None)
+    exchange(None)
 
 
 def _build_topology(ranks_per_node: int, device_type: str, shard_groups: ShardGroups) -> Topology:

@@ -42,6 +42,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 
 from hf_zeropp.apply import apply_zeropp, get_handle
+from hf_zeropp.comm.exchange import exchange, ranks_by
 from hf_zeropp.compat import check_seams
 from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.units import without_compile_wrapper
@@ -214,13 +215,11 @@ def check_all_or_none(plugin: ZeroPPPlugin) -> None:
     """
     if not dist.is_initialized():
         return
-    is_on = [False] * dist.get_world_size()
-    dist.all_gather_object(is_on, plugin.zeropp is not False)
-    if len(set(is_on)) > 1:
-        on, off = ([rank for rank, value in enumerate(is_on) if value is wanted] for wanted in (True, False))
+    ranks = ranks_by(enumerate(exchange(plugin.zeropp is not False)))
+    if len(ranks) > 1:
         raise ValueError(
-            f"Ranks must agree on whether ZeRO++ runs: it is on for ranks {on} and off for ranks {off}. Give all ranks the "
-            "same ZEROPP_ENABLED, and the same zeropp= argument."
+            f"Ranks must agree on whether ZeRO++ runs: it is on for ranks {ranks[True]} and off for ranks {ranks[False]}. "
+            "Give all ranks the same ZEROPP_ENABLED, and the same zeropp= argument."
         )
 
 

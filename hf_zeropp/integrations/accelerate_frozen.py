@@ -28,6 +28,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
+from hf_zeropp.comm.exchange import exchange, ranks_by
 from hf_zeropp.comm.hosts import agree_on_nodes
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.config import ZeroPPConfig
@@ -131,13 +132,11 @@ def _agree_on_frozen(has_frozen: bool) -> bool:
     """
     # The caller makes process groups next, and all ranks have to take part in that. A rank without frozen parameters would
     # not, and the others would wait for it.
-    of_ranks = [has_frozen] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, has_frozen)
-    if len(set(of_ranks)) > 1:
-        frozen, trained = ([rank for rank, has in enumerate(of_ranks) if has is wanted] for wanted in (True, False))
+    ranks = ranks_by(enumerate(exchange(has_frozen)))
+    if len(ranks) > 1:
         raise ValueError(
-            f"Ranks must freeze the same parameters: ranks {frozen} have frozen ones, ranks {trained} have none. Freeze them, or "
-            "add the adapter, on all ranks."
+            f"Ranks must freeze the same parameters: ranks {ranks[True]} have frozen ones, ranks {ranks[False]} have "
+            "none. Freeze them, or add the adapter, on all ranks."
         )
     return has_frozen
 

@@ -111,7 +111,7 @@ def test_right_copies_pass(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_encodes_old_weights_is_named(mode):
     run_ranks(one_rank_encodes_old_weights, 4, MODES[mode])  # without the check nothing tells
-    holders = "ranks 0, 1, 2, 3" if mode == "copies on one rank" else "ranks 1, 3"
+    holders = "ranks [0, 1, 2, 3]" if mode == "copies on one rank" else "ranks [1, 3]"
     for error in expect_errors(one_rank_encodes_old_weights, 4, MODES[mode], env=CHECK):
         assert f"of unit {UNIT} differ from the masters" in error, error
         assert f"rank 1 sent other weights than its masters hold, to {holders} (seen" in error, error
@@ -125,4 +125,4 @@ def test_a_write_that_is_missed_is_named(mode):
 
 def test_a_step_that_is_missed_is_named():
     for error in expect_errors(step_that_is_missed, 4, MODES["values"], env=CHECK):
-        assert "have changed on ranks 0, 1, 2, 3 since they were gathered" in error, error
+        assert "have changed on ranks [0, 1, 2, 3] since they were gathered" in error, error

@@ -10,7 +10,7 @@ one node as well. All ranks tell each other what they found, so that all raise t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import xxhash
 
+from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.first_use import on_first_use
@@ -58,15 +59,15 @@ def _find_difference(
 ) -> str | None:
     """Return in words the first parameter in which ranks of a group with one place in their nodes differ; None if none do."""
     ranks = dist.get_process_group_ranks(group)
-    of_ranks = _of_ranks([xxhash.xxh3_64_digest(b"".join(of_unit)) for of_unit in digests], group)
+    of_ranks = exchange([xxhash.xxh3_64_digest(b"".join(of_unit)) for of_unit in digests], group)
     for index, of_unit in enumerate(zip(*of_ranks, strict=True)):
         if _differing(ranks, of_unit, ranks_per_node):
             # All ranks of the group have the same hashes here, and ask for those of the same unit's parameters.
-            of_params = zip(*_of_ranks(digests[index], group), strict=True)
+            of_params = zip(*exchange(digests[index], group), strict=True)
             named = zip(gathers[index].names, of_params, strict=True)
             held = ((name, _differing(ranks, values, ranks_per_node)) for name, values in named)
             name, holders = next((name, holders) for name, holders in held if holders)
-            return f"{name} differs between {_ranks_by(holders)}"
+            return f"{name} differs between {' and '.join(map(words_of, ranks_by(holders.items()).values()))}"
     return None
 
 
@@ -79,26 +80,12 @@ def _differing(ranks: Sequence[int], values: Sequence[bytes], ranks_per_node: in
     return next((held for held in places.values() if len(set(held.values())) > 1), {})
 
 
-def _ranks_by(values: Mapping[int, bytes]) -> str:
-    holders: dict[bytes, list[str]] = defaultdict(list)
-    for rank, value in values.items():
-        holders[value].append(str(rank))
-    return " and ".join(f"rank{'s' if len(held) > 1 else ''} {', '.join(held)}" for held in holders.values())
-
-
 def _of_data_parallel_ranks(value: Any, run: Run) -> list[Any]:
     """Return the values of all ranks that train this rank's model."""
     values = [value]
     for group in (run.mesh.topology.cross_group, run.mesh.topology.node_group, run.mesh.replicas):
         if group is not None:
-            values = [one for of_rank in _of_ranks(values, group) for one in of_rank]
-    return values
-
-
-def _of_ranks(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Return the values of all ranks of a group, in rank order."""
-    values = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
+            values = [one for of_rank in exchange(values, group) for one in of_rank]
     return values
 
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from hf_zeropp.comm.exchange import words_of
 from hf_zeropp.comm.two_hops import Carrier, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
 from hf_zeropp.fsdp.comm_objects import of_this_package
@@ -32,7 +33,7 @@ from hf_zeropp.fsdp.units import Unit
 logger = logging.getLogger(__name__)
 
 TellFaults = Callable[[str, str], Sequence[str]]
-"""Takes the name of a unit and what this rank found wrong with its copies, or nothing. Returns what all ranks of the model found."""
+"""Takes the name of a unit and what this rank found wrong with its copies, or nothing. Returns what all ranks found."""
 
 _FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)  # odd, with random bits: swapped words change the sum
 
@@ -128,7 +129,7 @@ class SecondaryCheck:
         said = ""
         if changed:
             said = (
-                f"{ENV_CHECK}: the weights of unit {unit} have changed on {_words_of(changed)} since they were gathered, and "
+                f"{ENV_CHECK}: the weights of unit {unit} have changed on {words_of(changed)} since they were gathered, and "
                 f"were taken for fresh (seen on rank {dist.get_rank()}). Call handle.invalidate() after writes that move no "
                 "version counter."
             )
@@ -154,7 +155,7 @@ class SecondaryCheck:
             ranks = dist.get_process_group_ranks(self._group)
             said = (
                 f"{ENV_CHECK}: replicas hold different weights of unit {unit}, in the shards of "
-                f"{_words_of([ranks[place] for place in places])} and of the ranks with the same shards (seen on rank "
+                f"{words_of([ranks[place] for place in places])} and of the ranks with the same shards (seen on rank "
                 f"{dist.get_rank()}). Weights were changed or loaded on one of them alone."
             )
         self._stop_if_any(unit, said)
@@ -168,9 +169,9 @@ class SecondaryCheck:
             holders = range(place, len(sums), self._hpz_size)
             wrong = [ranks[holder] for holder in holders if sums[holder][node] != expected]
             if len(wrong) == len(holders):
-                yield f"rank {ranks[owner]} sent other weights than its masters hold, to {_words_of(wrong)}"
+                yield f"rank {ranks[owner]} sent other weights than its masters hold, to {words_of(wrong)}"
             elif wrong:
-                yield f"of rank {ranks[owner]}'s weights, {_words_of(wrong)} {'hold' if wrong[1:] else 'holds'} others"
+                yield f"of rank {ranks[owner]}'s weights, {words_of(wrong)} {'hold' if wrong[1:] else 'holds'} others"
 
     def _of_all_ranks(self, own: torch.Tensor) -> list[list[int]]:
         return _all_of(own, self._group)
@@ -232,10 +233,6 @@ def _all_of(own: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
     with of_this_package():
         dist.all_gather(values, own, group=group)
     return torch.stack(values).tolist()
-
-
-def _words_of(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def checksum(wire: torch.Tensor) -> torch.Tensor:
