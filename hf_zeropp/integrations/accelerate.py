@@ -27,7 +27,6 @@ plugin's after that, so ZeRO++ is applied by a hook that runs before the first f
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -44,6 +43,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_zeropp.apply import apply_zeropp, get_handle
 from hf_zeropp.comm.exchange import exchange, ranks_by
 from hf_zeropp.compat import check_seams
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.units import without_compile_wrapper
 from hf_zeropp.fsdp.weights.first_use import on_first_use
@@ -243,7 +243,6 @@ def check_ranks_meet() -> None:
 
 
 _stock_plugin_counts_on_cpu = False
-_PATCHED = "_zeropp_counts_plugin"
 
 
 def let_stock_plugin_count_on_cpu() -> None:
@@ -255,32 +254,29 @@ def let_stock_plugin_count_on_cpu() -> None:
 
 def patch_accelerator_state() -> None:
     """Extend ``AcceleratorState.__init__``, where Accelerate decides whether a plugin counts. Repeated calls do nothing."""
-    original: Callable[..., None] = AcceleratorState.__init__
-    if hasattr(original, _PATCHED):
-        return
+    extend(AcceleratorState, "__init__", _initialize_state)
 
-    @functools.wraps(original)
-    def initialize(
-        self: AcceleratorState, *args: Any, fsdp_plugin: FullyShardedDataParallelPlugin | None = None, **kwargs: Any
-    ) -> None:
-        # All AcceleratorStates share one dictionary, which the first of them fills. So this has to be asked before the
-        # original runs, and the original ignores the plugin of any later one.
-        existed = bool(AcceleratorState._shared_state)
-        original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-        is_on_cpu = self.distributed_type == DistributedType.MULTI_CPU
-        if isinstance(fsdp_plugin, ZeroPPPlugin):
-            _check_plugin_counts(self, fsdp_plugin, existed)
-            # A later Accelerator finds the plugin in force. ``use_plugin`` runs a collective, and one rank alone may build it.
-            if not existed:
-                use_plugin(fsdp_plugin)
-        # A Trainer hands over Accelerate's own plugin. It only has to count as FSDP here;
-        # ``ZeroPPCallback.on_init_end`` replaces it.
-        elif _stock_plugin_counts_on_cpu and fsdp_plugin is not None and is_on_cpu:
+
+def _initialize_state(
+    original: Callable[..., None],
+    self: AcceleratorState,
+    *args: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    **kwargs: Any,
+) -> None:
+    # All AcceleratorStates share one dictionary, which the first of them fills. So this has to be asked before the original runs,
+    # and the original ignores the plugin of any later one.
+    existed = bool(AcceleratorState._shared_state)
+    original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    is_on_cpu = self.distributed_type == DistributedType.MULTI_CPU
+    if isinstance(fsdp_plugin, ZeroPPPlugin):
+        _check_plugin_counts(self, fsdp_plugin, existed)
+        # A later Accelerator finds the plugin in force. ``use_plugin`` runs a collective, and one rank alone may build it.
+        if not existed:
             use_plugin(fsdp_plugin)
-
-    # A mark of our own: ``__wrapped__`` may stand for another library's wrapper, such as a profiler's.
-    setattr(initialize, _PATCHED, True)
-    AcceleratorState.__init__ = initialize  # type: ignore[method-assign]
+    # A Trainer hands over Accelerate's own plugin. It only has to count as FSDP here; ``ZeroPPCallback.on_init_end`` replaces it.
+    elif _stock_plugin_counts_on_cpu and fsdp_plugin is not None and is_on_cpu:
+        use_plugin(fsdp_plugin)
 
 
 def _check_plugin_counts(state: AcceleratorState, plugin: ZeroPPPlugin, existed: bool) -> None:

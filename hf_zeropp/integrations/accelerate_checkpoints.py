@@ -8,15 +8,16 @@ so it is replaced in each of them.
 
 from __future__ import annotations
 
-import functools
 import inspect
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import accelerate.utils
 
+from hf_zeropp.compat.extend import extend
+
 SAVE, LOAD = "save_fsdp_optimizer", "load_fsdp_optimizer"
-_PATCHED = "_zeropp_follows"
 
 
 def patch_checkpoints(module: ModuleType) -> None:
@@ -31,14 +32,10 @@ def patch_checkpoints(module: ModuleType) -> None:
 
 def _patch(module: ModuleType, name: str, method: str) -> None:
     """Call the handle's ``method`` after the function ``name`` of ``module``."""
-    original = getattr(module, name)
-    if hasattr(original, _PATCHED):
-        return
     # Accelerate's own, because another library may have replaced the module's by a function with other parameter names.
     signature = inspect.signature(getattr(accelerate.utils, name))
 
-    @functools.wraps(original)
-    def patched(*args: Any, **kwargs: Any) -> Any:
+    def follow(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The original comes first, because it may raise.
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
@@ -51,6 +48,4 @@ def _patch(module: ModuleType, name: str, method: str) -> None:
             getattr(handle, method)()
         return result
 
-    # ``functools.wraps`` copies attributes, so the mark is also found through a later wrapper of another library.
-    setattr(patched, _PATCHED, True)
-    setattr(module, name, patched)
+    extend(module, name, follow)

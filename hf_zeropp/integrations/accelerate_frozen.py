@@ -13,10 +13,9 @@ When this happens is told in [Note: Accelerate's order of calls] (accelerate.py)
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -31,6 +30,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 from hf_zeropp.comm.exchange import exchange, ranks_by
 from hf_zeropp.comm.hosts import agree_on_nodes
 from hf_zeropp.comm.topology import get_topology
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.adapters import adapter_modules
 from hf_zeropp.frozen.packing import convert_frozen, quantize_frozen, refuse_foreign_quantizer
@@ -40,8 +40,6 @@ from hf_zeropp.integrations.wrap_policy import embeddings_found
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
 logger = logging.getLogger(__name__)
-
-_PATCHED = "_zeropp_drops_frozen"
 
 
 def prepare_frozen(
@@ -175,27 +173,23 @@ def patch_prepare() -> None:
     Accelerator's gradient scaler, which nothing else tells it.
     """
     # The class is patched and not an instance, because a plugin is constructed before the Accelerator that uses it.
-    original = Accelerator._prepare_fsdp2
-    if hasattr(original, _PATCHED):
-        return
+    extend(Accelerator, "_prepare_fsdp2", _prepare)
 
-    @functools.wraps(original)
-    def prepare(self: Accelerator, *objects: Any) -> Any:
-        config = getattr(self.state.fsdp_plugin, "zeropp_config", None)
-        if config is not None:
-            self.state.fsdp_plugin.scaler = self.scaler
-            for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer)):
-                # The original replaces an optimizer's parameters by placeholders, which do not tell whether a parameter
-                # was frozen. So frozen ones are taken out before.
-                models = [obj for obj in objects if isinstance(obj, nn.Module)]
-                drop_frozen(optimizer, models, config.frozen_bits)
-        with contextlib.ExitStack() as stack:
-            for model in (obj for obj in objects if config is not None and isinstance(obj, nn.Module)):
-                stack.enter_context(embeddings_found(model))
-            return original(self, *objects)
 
-    setattr(prepare, _PATCHED, True)
-    Accelerator._prepare_fsdp2 = prepare  # type: ignore[method-assign]
+def _prepare(original: Callable[..., Any], self: Accelerator, *objects: Any) -> Any:
+    config = getattr(self.state.fsdp_plugin, "zeropp_config", None)
+    if config is None:
+        return original(self, *objects)
+    self.state.fsdp_plugin.scaler = self.scaler
+    models = [obj for obj in objects if isinstance(obj, nn.Module)]
+    for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer)):
+        # The original replaces an optimizer's parameters by placeholders, which do not tell whether a parameter was frozen. So
+        # frozen ones are taken out before.
+        drop_frozen(optimizer, models, config.frozen_bits)
+    with contextlib.ExitStack() as stack:
+        for model in models:
+            stack.enter_context(embeddings_found(model))
+        return original(self, *objects)
 
 
 def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], frozen_bits: int | None) -> None:

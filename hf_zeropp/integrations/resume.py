@@ -35,13 +35,13 @@ from accelerate.utils import gather_object
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.files import read_json
 
 logger = logging.getLogger(__name__)
 
 MARK = "trainer_state.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
-_PATCHED = "_zeropp_marks"
 
 
 def patch_trainer(is_ours: Callable[[Trainer], bool]) -> None:
@@ -50,11 +50,9 @@ def patch_trainer(is_ours: Callable[[Trainer], bool]) -> None:
     Args:
         is_ours: whether a Trainer is one of them.
     """
-    if hasattr(Trainer.train, _PATCHED):
-        return
-    Trainer.train = _resume_from_whole(Trainer.train, is_ours)  # type: ignore[method-assign]
-    Trainer._save_checkpoint = _unmark_then_save(Trainer._save_checkpoint, is_ours)  # type: ignore[method-assign]
-    Trainer._save_rng_state = _save_then_wait(Trainer._save_rng_state, is_ours)  # type: ignore[method-assign]
+    extend(Trainer, "train", functools.partial(_resume_from_whole, is_ours))
+    extend(Trainer, "_save_checkpoint", functools.partial(_unmark_then_save, is_ours))
+    extend(Trainer, "_save_rng_state", functools.partial(_save_then_wait, is_ours))
 
 
 def why_not_whole(folder: str | os.PathLike[str]) -> str | None:
@@ -106,16 +104,17 @@ def _steps_in(output_dir: str) -> dict[int, str | None]:
     return found
 
 
-def _resume_from_whole(original: Callable[..., Any], is_ours: Callable[[Trainer], bool]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def train(self: Trainer, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        if is_ours(self):
-            resume_from_checkpoint = _resolve(resume_from_checkpoint or None, self.args.output_dir or ".")
-        return original(self, resume_from_checkpoint, *args, **kwargs)
-
-    # ``functools.wraps`` copies attributes, so the mark is also found through a later wrapper of another library.
-    setattr(train, _PATCHED, True)
-    return train
+def _resume_from_whole(
+    is_ours: Callable[[Trainer], bool],
+    original: Callable[..., Any],
+    self: Trainer,
+    resume_from_checkpoint: str | bool | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if is_ours(self):
+        resume_from_checkpoint = _resolve(resume_from_checkpoint or None, self.args.output_dir or ".")
+    return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
 def _resolve(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -154,21 +153,19 @@ def _resolve(wanted: str | bool | None, output_dir: str) -> str | None:
     )
 
 
-def _unmark_then_save(original: Callable[..., None], is_ours: Callable[[Trainer], bool]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def save(self: Trainer, model: nn.Module, trial: Any) -> None:
-        if not is_ours(self):
-            return original(self, model, trial)
-        folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
-        try:
-            # The other ranks write nothing before the first has passed here: weights are saved together.
-            if self.args.should_save:
-                (folder / MARK).unlink(missing_ok=True)
-            original(self, model, trial)
-        except Exception as error:
-            raise RuntimeError(_why_not_saved(self, folder, error)) from error
-
-    return save
+def _unmark_then_save(
+    is_ours: Callable[[Trainer], bool], original: Callable[..., None], self: Trainer, model: nn.Module, trial: Any
+) -> None:
+    if not is_ours(self):
+        return original(self, model, trial)
+    folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
+    try:
+        # The other ranks write nothing before the first has passed here: weights are saved together.
+        if self.args.should_save:
+            (folder / MARK).unlink(missing_ok=True)
+        original(self, model, trial)
+    except Exception as error:
+        raise RuntimeError(_why_not_saved(self, folder, error)) from error
 
 
 def _why_not_saved(trainer: Trainer, folder: Path, error: Exception) -> str:
@@ -184,13 +181,11 @@ def _why_not_saved(trainer: Trainer, folder: Path, error: Exception) -> str:
     )
 
 
-def _save_then_wait(original: Callable[..., None], is_ours: Callable[[Trainer], bool]) -> Callable[..., None]:
+def _save_then_wait(
+    is_ours: Callable[[Trainer], bool], original: Callable[..., None], self: Trainer, output_dir: str
+) -> None:
     # ``_save_rng_state`` writes the last file of all ranks. The mark (``save_to_json``) and the deletion of older checkpoints
     # (``rotate_checkpoints``) follow, and are the first rank's alone.
-    @functools.wraps(original)
-    def save(self: Trainer, output_dir: str) -> None:
-        original(self, output_dir)
-        if is_ours(self):
-            self.accelerator.wait_for_everyone()
-
-    return save
+    original(self, output_dir)
+    if is_ours(self):
+        self.accelerator.wait_for_everyone()

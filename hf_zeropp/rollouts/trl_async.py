@@ -11,19 +11,16 @@ barrier.
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch.nn as nn
 
 from hf_zeropp.compat import TESTED, is_at_least, version_of
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.generation import find_handle
 from hf_zeropp.rollouts.server_updates import NamedWeights, ServerUpdates, from_rank_0
 from hf_zeropp.rollouts.trl_sync import count_as_published
-
-_PATCHED = "_zeropp_sends_updates"
 
 
 class UpdateTransfer(ServerUpdates):
@@ -33,26 +30,14 @@ class UpdateTransfer(ServerUpdates):
 
     Under ZeRO++ the weights come from ``publish_weights``, and adapters are merged on the way. Other models keep TRL's iteration.
 
-    Args:
-        folder: for the versions, written by rank 0. No other sender may write to it.
-        servers: base URL of a server, or several (``ServerUpdates`` says how to start one).
-        place: the folder as servers see it, or its URL behind a server of static files. None for ``folder`` itself.
-        timeout_s: seconds that a sync may wait for servers, fewer than the process group's timeout.
+    Its arguments are those of ``ServerUpdates``, which also says how to start a server.
 
     Raises:
-        ValueError: a server or ``place`` is no URL, there is no server, ``timeout_s`` is not above 0; or this version of TRL is
-            not known to have what this needs.
+        ValueError: as ``ServerUpdates`` does; or this version of TRL is not known to have what this needs.
     """
 
-    def __init__(
-        self,
-        folder: str | os.PathLike[str],
-        servers: str | Sequence[str],
-        *,
-        place: str | None = None,
-        timeout_s: float = 240.0,
-    ) -> None:
-        super().__init__(folder, servers, place=place, timeout_s=timeout_s)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
         let_syncs_use_transfers()
 
     def init_weight_transfer(self) -> None:
@@ -85,26 +70,20 @@ def let_syncs_use_transfers() -> None:
         )
     from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-    if not hasattr(AsyncGRPOTrainer._sync_weight, _PATCHED):
-        AsyncGRPOTrainer._sync_weight = _published(AsyncGRPOTrainer._sync_weight)  # type: ignore[method-assign]
+    extend(AsyncGRPOTrainer, "_sync_weight", _sync_weight)
 
 
-def _published(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def sync_weight(self: Any) -> None:
-        # TRL keeps the transfer on rank 0 alone.
-        transfer = getattr(self, "weight_transfer", None)
-        if not from_rank_0(isinstance(transfer, UpdateTransfer)):
-            return original(self)
-        model = self.accelerator.unwrap_model(self.model)
-        with _from_secondary_shards(self, model) if find_handle(model) is not None else contextlib.nullcontext():
-            original(self)
-        error = from_rank_0(transfer.take_error() if isinstance(transfer, UpdateTransfer) else None)
-        if error is not None:
-            raise RuntimeError(error)
-
-    setattr(sync_weight, _PATCHED, True)
-    return sync_weight
+def _sync_weight(original: Callable[[Any], None], self: Any) -> None:
+    # TRL keeps the transfer on rank 0 alone.
+    transfer = getattr(self, "weight_transfer", None)
+    if not from_rank_0(isinstance(transfer, UpdateTransfer)):
+        return original(self)
+    model = self.accelerator.unwrap_model(self.model)
+    with _from_secondary_shards(self, model) if find_handle(model) is not None else contextlib.nullcontext():
+        original(self)
+    error = from_rank_0(transfer.take_error() if isinstance(transfer, UpdateTransfer) else None)
+    if error is not None:
+        raise RuntimeError(error)
 
 
 @contextlib.contextmanager

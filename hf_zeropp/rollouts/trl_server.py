@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 from transformers import TrainingArguments
 
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.rollouts.server_updates import ServerUpdates, from_rank_0
 from hf_zeropp.rollouts.vllm_plugin import BACKEND
 
 logger = logging.getLogger(__name__)
 
-_PATCHED = "_zeropp_updates_servers"
 _UPDATES = "_zeropp_updates"
 
 
@@ -59,31 +59,25 @@ def send_updates_to_server(
         return
     folder = Path(folder or Path(args.output_dir or ".", "updates"))
     _next[:] = [_Versions(folder, place, getattr(args, "vllm_server_timeout", 240.0))]
-    if not hasattr(VLLMClient.init_communicator, _PATCHED):
-        VLLMClient.init_communicator = _with_updates(VLLMClient.init_communicator)  # type: ignore[method-assign]
-        VLLMGeneration.sync_weights = _agreeing_on_errors(VLLMGeneration.sync_weights)  # type: ignore[method-assign]
+    extend(VLLMClient, "init_communicator", _init_communicator)
+    extend(VLLMGeneration, "sync_weights", _sync_weights)
 
 
-def _with_updates(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def init_communicator(self: Any, *args: Any, **kwargs: Any) -> None:
-        config = self.get_server_info()["weight_transfer_config"]
-        if config is None or config["backend"] != BACKEND:
-            return original(self, *args, **kwargs)
-        if not _next:
-            raise RuntimeError(
-                f"The vLLM server at {self.base_url} takes its weights by the backend {BACKEND!r}, but the Trainer is not under "
-                "ZeRO++. Pass ZeroPPCallback() to it, or start the server with another --weight-transfer-config."
-            )
-        versions = _next.pop()
-        updates = ServerUpdates(versions.folder, self.base_url, place=versions.place, timeout_s=versions.timeout_s)
-        setattr(self, _UPDATES, updates)
-        self.update_named_params = lambda metadata, named_params: updates.send(named_params)
-        self.reset_prefix_cache = functools.partial(_reset_cache, self, self.reset_prefix_cache, updates)
-        logger.info("%s gets the weights that change, by way of %s.", self.base_url, versions.folder)
-
-    setattr(init_communicator, _PATCHED, True)
-    return init_communicator
+def _init_communicator(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    config = self.get_server_info()["weight_transfer_config"]
+    if config is None or config["backend"] != BACKEND:
+        return original(self, *args, **kwargs)
+    if not _next:
+        raise RuntimeError(
+            f"The vLLM server at {self.base_url} takes its weights by the backend {BACKEND!r}, but the Trainer is not under "
+            "ZeRO++. Pass ZeroPPCallback() to it, or start the server with another --weight-transfer-config."
+        )
+    versions = _next.pop()
+    updates = ServerUpdates(versions.folder, self.base_url, place=versions.place, timeout_s=versions.timeout_s)
+    setattr(self, _UPDATES, updates)
+    self.update_named_params = lambda metadata, named_params: updates.send(named_params)
+    self.reset_prefix_cache = functools.partial(_reset_cache, self, self.reset_prefix_cache, updates)
+    logger.info("%s gets the weights that change, by way of %s.", self.base_url, versions.folder)
 
 
 def _reset_cache(client: Any, reset: Callable[[], None], updates: ServerUpdates) -> None:
@@ -98,19 +92,16 @@ def _reset_cache(client: Any, reset: Callable[[], None], updates: ServerUpdates)
         )
 
 
-def _agreeing_on_errors(original: Callable[[Any], None]) -> Callable[[Any], None]:
-    @functools.wraps(original)
-    def sync_weights(self: Any) -> None:
-        if self.mode != "server":
-            return original(self)
-        updates: ServerUpdates | None = getattr(getattr(self, "vllm_client", None), _UPDATES, None)
-        if not from_rank_0(updates is not None):
-            return original(self)
-        # TRL goes through all weights before the first sync, for names and shapes that updates hold themselves.
-        self._weight_metadata = []
-        original(self)
-        error = from_rank_0(None if updates is None else updates.take_error())
-        if error is not None:
-            raise RuntimeError(error)
-
-    return sync_weights
+def _sync_weights(original: Callable[[Any], None], self: Any) -> None:
+    """Send the weights, and raise the errors of rank 0 on all ranks."""
+    if self.mode != "server":
+        return original(self)
+    updates: ServerUpdates | None = getattr(getattr(self, "vllm_client", None), _UPDATES, None)
+    if not from_rank_0(updates is not None):
+        return original(self)
+    # TRL goes through all weights before the first sync, for names and shapes that updates hold themselves.
+    self._weight_metadata = []
+    original(self)
+    error = from_rank_0(None if updates is None else updates.take_error())
+    if error is not None:
+        raise RuntimeError(error)

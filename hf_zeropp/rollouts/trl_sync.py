@@ -17,7 +17,6 @@ that of ``trl_server.py``.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 import weakref
@@ -29,6 +28,7 @@ import torch.nn as nn
 from transformers import TrainingArguments
 
 from hf_zeropp.compat import TESTED, version_of
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.fsdp.units import without_compile_wrapper
 from hf_zeropp.generation import find_handle
 from hf_zeropp.rollouts.publish import publish_weights
@@ -36,7 +36,6 @@ from hf_zeropp.rollouts.vllm_cpu import keep_weights_loadable
 
 logger = logging.getLogger(__name__)
 
-_PATCHED = "_zeropp_publishes"
 _published: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose weights went to an engine."""
 
@@ -56,15 +55,13 @@ def publish_to_vllm(args: TrainingArguments) -> None:
         return
     from trl.generation.vllm_generation import VLLMGeneration
 
-    original = getattr(VLLMGeneration, "_iter_named_params", None)
-    if original is None:  # all ranks have the same TRL, so all of them raise
+    if not hasattr(VLLMGeneration, "_iter_named_params"):  # all ranks have the same TRL, so all of them raise
         raise ValueError(
             f"use_vllm=True under ZeRO++: expected TRL 1.11 or newer, got {version_of('trl')}, which gathers every weight over "
             f"all nodes for vLLM in each step. Install a newer TRL (tested: {TESTED['trl']}), or set use_vllm=False to generate "
             'with the sharded model, or fsdp_config={"zeropp": False} to train without ZeRO++.'
         )
-    if not hasattr(original, _PATCHED):
-        VLLMGeneration._iter_named_params = _from_secondary_shards(original)  # type: ignore[method-assign]
+    extend(VLLMGeneration, "_iter_named_params", _from_secondary_shards)
     if importlib.util.find_spec("vllm") is not None:
         keep_weights_loadable()
 
@@ -85,16 +82,11 @@ def count_as_published(model: nn.Module) -> None:
     _published.add(without_compile_wrapper(model))
 
 
-def _from_secondary_shards(original: Callable[[Any], NamedWeights]) -> Callable[[Any], NamedWeights]:
-    @functools.wraps(original)
-    def named_params(self: Any) -> NamedWeights:
-        model = self.model
-        if find_handle(model) is None:  # by settings that all ranks share
-            return original(self)
-        count_as_published(model)
-        weights = publish_weights(model)
-        is_sender = self.mode == "server" and self.accelerator.is_main_process
-        return ((name, weight.clone()) for name, weight in weights) if is_sender else weights
-
-    setattr(named_params, _PATCHED, True)
-    return named_params
+def _from_secondary_shards(original: Callable[[Any], NamedWeights], self: Any) -> NamedWeights:
+    model = self.model
+    if find_handle(model) is None:  # by settings that all ranks share
+        return original(self)
+    count_as_published(model)
+    weights = publish_weights(model)
+    is_sender = self.mode == "server" and self.accelerator.is_main_process
+    return ((name, weight.clone()) for name, weight in weights) if is_sender else weights

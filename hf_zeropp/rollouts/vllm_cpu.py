@@ -10,7 +10,6 @@ On GPUs nothing is packed, so this concerns trials and tests on CPUs alone.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,8 @@ import torch.nn as nn
 from torch import Tensor
 from torch.nn.functional import linear
 
-_PATCHED = "_zeropp_keeps_weights"
+from hf_zeropp.compat.extend import extend
+
 _conditions: list[Callable[[], bool]] = []
 
 
@@ -41,8 +41,8 @@ def keep_weights_loadable(condition: Callable[[], bool] = always) -> None:
 
     if condition not in _conditions:
         _conditions.append(condition)
-    if current_platform.is_cpu() and not hasattr(utils.dispatch_cpu_unquantized_gemm, _PATCHED):
-        utils.dispatch_cpu_unquantized_gemm = _unpacked(utils.dispatch_cpu_unquantized_gemm)
+    if current_platform.is_cpu():
+        extend(utils, "dispatch_cpu_unquantized_gemm", _dispatch)
         _keep_experts_unpacked()
 
 
@@ -50,27 +50,21 @@ def _is_wanted() -> bool:
     return any(condition() for condition in _conditions)
 
 
-def _unpacked(original: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(original)
-    def dispatch(layer: Any, remove_weight: bool) -> None:
-        # Weights that are not matrices belong to convolutions.
-        if layer.weight.ndim == 2 and _is_wanted():
-            layer.cpu_linear = linear
-        else:
-            original(layer, remove_weight=remove_weight)
-
-    setattr(dispatch, _PATCHED, True)
-    return dispatch
+def _dispatch(original: Callable[..., None], layer: Any, remove_weight: bool) -> None:
+    # Weights that are not matrices belong to convolutions.
+    if layer.weight.ndim == 2 and _is_wanted():
+        layer.cpu_linear = linear
+    else:
+        original(layer, remove_weight=remove_weight)
 
 
 def _keep_experts_unpacked() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    pack, compute = CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply
+    pack = CPUUnquantizedExperts.process_weights_after_loading
     unpacked: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    @functools.wraps(pack)
-    def keep(self: Any, layer: nn.Module) -> None:
+    def keep(pack: Callable[..., None], self: Any, layer: nn.Module) -> None:
         if not _is_wanted():
             pack(self, layer)
             return
@@ -81,9 +75,15 @@ def _keep_experts_unpacked() -> None:
             )
         unpacked.add(self)
 
-    @functools.wraps(compute)
     def apply(
-        self: Any, output: Tensor, hidden_states: Tensor, w1: Tensor, w2: Tensor, *args: Any, **kwargs: Any
+        compute: Callable[..., None],
+        self: Any,
+        output: Tensor,
+        hidden_states: Tensor,
+        w1: Tensor,
+        w2: Tensor,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         if self in unpacked:
             layer = nn.Module()
@@ -92,4 +92,5 @@ def _keep_experts_unpacked() -> None:
             w1, w2 = layer.w13_weight, layer.w2_weight
         compute(self, output, hidden_states, w1, w2, *args, **kwargs)
 
-    CPUUnquantizedExperts.process_weights_after_loading, CPUUnquantizedExperts.apply = keep, apply
+    extend(CPUUnquantizedExperts, "process_weights_after_loading", keep)
+    extend(CPUUnquantizedExperts, "apply", apply)

@@ -55,6 +55,8 @@ OPTIONAL = {
 }
 # These are documented, in spite of the underscore: of named tuples, of ctypes.CDLL, and of os.
 DOCUMENTED = {"_fields", "_replace", "_name", "_exit"}
+# Functions whose second argument is the name of an attribute.
+GETTERS = {"getattr", "hasattr", "setattr", "extend"}
 
 
 def modules() -> dict[str, ast.Module]:
@@ -168,7 +170,7 @@ def private_attributes(tree: ast.Module) -> set[str]:
     """Private names of attributes, by dot or by ``getattr`` and its kin."""
     found = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
-        is_getter = isinstance(node, ast.Call) and getattr(node.func, "id", None) in ("getattr", "hasattr", "setattr")
+        is_getter = isinstance(node, ast.Call) and getattr(node.func, "id", None) in GETTERS
         if is_getter and isinstance(node.args[1], ast.Constant):
             found.add(node.args[1].value)
     return {name for name in found if is_private(name)}

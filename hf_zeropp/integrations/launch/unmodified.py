@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zeropp.apply import has_handles
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_ranks_meet
@@ -34,8 +35,6 @@ from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_ranks_meet
 logger = logging.getLogger(__name__)
 
 Settings = ZeroPPConfig | Mapping[str, Any] | str | None
-
-_PATCHED = "_zeropp_puts_plugin"
 
 _settings: Settings = None
 """The settings that ``put_in_force`` was given. Plugins that are made later take them. None stands for the environment."""
@@ -61,7 +60,7 @@ def put_in_force(settings: Settings = None) -> None:
 
     if is_enabled():
         serve_scripts(settings)
-    _patch_accelerator()
+    extend(Accelerator, "__init__", _initialize)
 
 
 @functools.cache  # plugins of training programs may ask several times
@@ -69,20 +68,15 @@ def _watch_first_steps() -> None:
     register_optimizer_step_post_hook(_first_steps)
 
 
-def _patch_accelerator() -> None:
-    original: Callable[..., None] = Accelerator.__init__
-    if hasattr(original, _PATCHED):
-        return
-
-    @functools.wraps(original)
-    def initialize(
-        self: Accelerator, *args: Any, fsdp_plugin: FullyShardedDataParallelPlugin | None = None, **kwargs: Any
-    ) -> None:
-        original(self, *args, fsdp_plugin=_plugin_for(fsdp_plugin), **kwargs)
-        check_ranks_meet()
-
-    setattr(initialize, _PATCHED, True)
-    Accelerator.__init__ = initialize  # type: ignore[method-assign]
+def _initialize(
+    original: Callable[..., None],
+    self: Accelerator,
+    *args: Any,
+    fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
+    **kwargs: Any,
+) -> None:
+    original(self, *args, fsdp_plugin=_plugin_for(fsdp_plugin), **kwargs)
+    check_ranks_meet()
 
 
 def _plugin_for(stock: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParallelPlugin | None:

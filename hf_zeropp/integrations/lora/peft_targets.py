@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Callable
 from typing import Any
 
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.frozen.modules import expert_hooks, weights_shown
 
 
@@ -21,14 +23,12 @@ def let_peft_find_experts() -> None:
         return
     from peft.tuners.tuners_utils import BaseTuner  # takes seconds, and most models have no fused experts
 
-    original = BaseTuner._inject_parameters
+    extend(BaseTuner, "_inject_parameters", _inject)
 
-    @functools.wraps(original)
-    def inject(*args: Any, **kwargs: Any) -> Any:
-        with weights_shown():
-            return original(*args, **kwargs)
 
-    BaseTuner._inject_parameters = inject  # type: ignore[method-assign]
+def _inject(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with weights_shown():
+        return original(*args, **kwargs)
 
 
 expert_hooks.append(let_peft_find_experts)
