@@ -138,6 +138,7 @@ THOROUGH = (
     "integrations/test_meshes.py::test_pytorch_has_no_context_parallel_attention_for_cpus",
     "integrations/test_meshes.py::test_peft_has_no_adapters_on_experts_of_other_ranks",
     "integrations/test_launched_meshes.py::test_accelerate_takes_no_such_model_where_its_file_says_fsdp",
+    "integrations/test_launched_meshes.py::test_the_command_runs_a_script_whose_model_is_sharded_at_load",
     "rollouts/test_publishing.py::test_adapters_in_16_bits*",
     "rollouts/test_publishing.py::test_one_unit_is_gathered*",
     # It compiles the kernels once more.

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from harness import expect_errors, run_ranks
+import yaml
+from harness import expect_errors, free_port, run_ranks
 from test_meshes import allow_parallelism_on_cpu
 from test_unmodified import LAUNCHED, UNQUANTIZED, run_script
 from trainer_runs import build_trainer, tiny_model
@@ -43,6 +46,32 @@ def test_an_unmodified_script_with_replicas(tmp_path: Path) -> None:
     assert ours == pytest.approx(off, rel=0.01) and ours != off
     # ``run_script`` gives a rank's part of nodes of two, and here a node is one rank.
     assert 2 * counts["counted"] == pytest.approx(counts["predicted"], rel=1e-6)
+
+
+def launch(folder: Path, **environ: str) -> tuple[list[float], str]:
+    """Start the command with the script on two ranks. Return the losses, and what was printed."""
+    file = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "use_cpu": True, "num_machines": 1}
+    config = folder / "launch.yaml"
+    config.write_text(yaml.safe_dump(file | {"num_processes": 2, "zeropp_config": {"ranks_per_node": 1}}))
+    command = [sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", str(config)]
+    command += ["--main_process_port", str(free_port()), str(SCRIPT), "--replicas", "1"]
+    command += ["--model", str(folder / "model"), "--out", str(folder)]
+    environ = os.environ | {"OMP_NUM_THREADS": "1"} | environ
+    ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads((folder / "losses.json").read_text()), ran.stdout + ran.stderr
+
+
+def test_the_command_runs_a_script_whose_model_is_sharded_at_load(tmp_path: Path) -> None:
+    """Accelerate's name for several ranks is MULTI_GPU, also on CPUs. Its file must not say FSDP, as the next test shows."""
+    tiny_model().save_pretrained(tmp_path / "model")
+    off, said = launch(tmp_path, ZEROPP_ENABLED="0")
+    assert "ZeRO++ is on" not in said and "gather, across nodes" not in said
+    unquantized, _ = launch(tmp_path, **UNQUANTIZED)
+    ours, said = launch(tmp_path)
+    assert "ZeRO++ is on: 2 nodes x 1 rank" in said and "gather, across nodes" in said
+    assert unquantized == pytest.approx(off, rel=1e-6)
+    assert ours == pytest.approx(off, rel=0.01) and ours != off
 
 
 def run_as_stock(rank: int, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""A script that knows nothing of this package, with a model that Transformers shards while it loads it, in two replicas."""
+"""A script that knows nothing of this package, with a model that Transformers shards over two ranks while it loads it."""
 
 import argparse
 import json
@@ -11,10 +11,11 @@ from transformers.distributed import DistributedConfig
 parser = argparse.ArgumentParser()
 parser.add_argument("--model")
 parser.add_argument("--out")
+parser.add_argument("--replicas", type=int, default=2)
 args = parser.parse_args()
 
 set_seed(0)
-config = DistributedConfig(dp_replicate_size=2, fsdp_size=2)
+config = DistributedConfig(dp_replicate_size=args.replicas, fsdp_size=2)
 model = AutoModelForCausalLM.from_pretrained(args.model, distributed_config=config)
 tokens = torch.randint(3, 128, (64, 16), generator=torch.Generator().manual_seed(1)).tolist()
 arguments = TrainingArguments(
