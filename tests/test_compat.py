@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 
 from hf_zeropp import compat
 from hf_zeropp.compat import OLDEST, SEAMS, TESTED, MovedNameError, OldVersionError, Relation, Seam, check_seams
+from hf_zeropp.compat.extend import extend
 
 ROOT = Path(__file__).parent.parent
 
@@ -231,3 +233,12 @@ def test_every_way_into_the_package_checks_at_start_up(monkeypatch, library, sta
 def test_entries_are_plain_data():
     for seam in SEAMS:
         assert all(isinstance(value, (str, tuple, bool, Relation)) for value in dataclasses.astuple(seam))
+
+
+def test_a_function_is_extended_once_also_under_another_wrapper():
+    module = types.SimpleNamespace(double=lambda number: 2 * number)
+    extend(module, "double", lambda original, number: original(number) + 1)
+    ours = module.double
+    module.double = functools.wraps(ours)(lambda number: ours(number))  # another library's, such as a profiler's
+    extend(module, "double", lambda original, number: original(number) + 1)
+    assert module.double(3) == 7
