@@ -53,7 +53,7 @@ def test_hazards_can_be_left_out():
 
 @pytest.mark.parametrize("mesh", MESHES)
 def test_programs_on_meshes(mesh):
-    for seed in SEEDS:
+    for seed in SEEDS[:100]:
         case = generate(seed, HAZARDS, mesh, groups=2)
         assert Case.parse(case.script()) == case
         assert not hazards(case)
