@@ -2,8 +2,7 @@
 
 A resumed run is exact only if the run that saved goes on with whole weights too (``ZeroPPHandle.save_state``). Accelerate and the
 Trainer have no common hook for it. But both write and read an FSDP optimizer with one function of Accelerate's, whose arguments
-include the model. Each of the two modules imported that function under its own name,
-so it is replaced in each of them.
+include the model. Each of the two modules imported that function under its own name, so it is replaced in each of them.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ def _patch(module: ModuleType, name: str, method: str) -> None:
         # The original comes first, because it may raise.
         result = original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)
-        call.apply_defaults()
         # Only a ZeroPPPlugin has ``handle_of``. It applies ZeRO++ to a model that had no forward yet, as in a resumed
         # run.
         handle_of = getattr(call.arguments["fsdp_plugin"], "handle_of", None)
