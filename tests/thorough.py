@@ -113,7 +113,7 @@ THOROUGH = (
     "integrations/test_trainer_death.py::*in a save}",
     "integrations/test_tune.py::test_bad_scripts{*",
     "integrations/test_tune.py::test_a_script_that_never_shards",
-    "integrations/test_tune.py::test_a_script_whose_loss_is_not_seen",
+    "integrations/test_tune.py::test_replicas",
     "integrations/test_tune.py::test_one_node",
     "integrations/test_tune.py::test_a_trainer_with_settings_of_its_own",
     "integrations/test_tune.py::test_one_trial_through_the_launcher",

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from hf_zeropp.integrations.tune import report
 from hf_zeropp.integrations.tune.candidates import Candidate
-from hf_zeropp.integrations.tune.launches import Launch, command_of, has_config_file
+from hf_zeropp.integrations.tune.launches import command_of, has_config_file, launch
 from hf_zeropp.integrations.tune.search import Search
 from hf_zeropp.integrations.tune.trial import MIN_STEPS
 from hf_zeropp.integrations.tune.verdict import Measured
@@ -55,10 +55,12 @@ def _search(job: list[str], steps: int, folder: Path) -> Search:
         def trial(candidate: Candidate) -> Measured:
             task = progress.add_task(candidate.name, total=steps)
             number = len(list(folder.iterdir()))
-            launch = Launch(
-                command_of(job, number), folder / str(number), lambda done: progress.update(task, completed=done)
-            )
-            return Measured.of(candidate, launch.run(candidate, steps))
+
+            def on_step(done: int) -> None:
+                progress.update(task, completed=done)
+
+            ranks = launch(command_of(job, number), folder / str(number), candidate, steps, on_step)
+            return Measured.of(candidate, ranks)
 
         search = Search(trial)
         search.run()

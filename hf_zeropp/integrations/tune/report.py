@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -17,8 +18,8 @@ COLUMNS = {"s": 10, "middle half": 17, "x stock": 9, "across": 12, "within": 12,
 NOTE = (
     "s: median seconds of a step; between the next two lies the middle half of the steps. across, within: MB that a node "
     "receives per step from other nodes, and its ranks from each other; of stock as rings carry them. peak: MB of the rank that "
-    "holds most. off by: the largest difference of the {figure} to stock, which must be at most "
-    f"{TOLERANCE:.0%} of the largest. faster: three of four steps are shorter than three of four of stock's."
+    f"holds most. off by: the largest difference of the loss to stock, which must be at most {TOLERANCE:.0%} of the largest. "
+    "faster: three of four steps are shorter than three of four of stock's."
 )
 
 
@@ -26,33 +27,42 @@ def show(search: Search, console: Console, *, has_file: bool) -> None:
     """Print everything. ``has_file`` says that the job is launched with a config file, into which settings can be pasted."""
     best = best_of(search.others, search.stocks)
 
-    def write(text: str, style: str = "", *, is_cut: bool = False) -> None:
+    def write(text: str, style: str = "", *, is_cut: bool = True) -> None:
         # ``soft_wrap`` leaves long lines whole, so that they can be pasted. Names may look like markup.
         console.print(text, style=style, soft_wrap=not is_cut, highlight=False, markup=False)
 
     write(f"hf-zeropp tune: {len(search.stocks[0].seconds)} steps of each", "italic")
-    write(_in_columns(COLUMNS), "bold")
+    write(_in_columns(COLUMNS), "bold", is_cut=False)
     for one in (*search.stocks, *sorted(search.others, key=lambda other: other.median)):
         style = "bold" if one is best else ""
-        verdict = "recommended" if one is best else _verdict(one, search)
-        write(f"{one.candidate.name}: {verdict}" if verdict else one.candidate.name, style, is_cut=True)
-        write(_in_columns(_figures(one, search)), style)
+        verdict = _verdict(one, best, search)
+        write(f"{one.candidate.name}: {verdict}" if verdict else one.candidate.name, style)
+        write(_in_columns(_figures(one, search.stocks[0])), style, is_cut=False)
     for name, why in search.failed.items():
-        write(f"{name}: failed: {why}", is_cut=True)
-    write("\n" + NOTE.format(figure=search.stocks[0].compared), is_cut=True)
-    write(f"\n{sentence(search, best)}\n", "bold", is_cut=True)
-    write(block(search, best, has_file=has_file))
+        write(f"{name}: failed: {why}")
+    write(f"\n{NOTE}")
+    write(f"\n{sentence(search, best)}\n", "bold")
+    write(block(best, has_file=has_file), is_cut=False)
 
 
 def to_json(search: Search, *, has_file: bool) -> dict[str, Any]:
     """Return everything that ``show`` prints."""
     best = best_of(search.others, search.stocks)
-    trials = [_to_json(one, search) for one in (*search.stocks, *search.others)]
+    trials = [
+        {
+            "name": one.candidate.name,
+            "median": one.median,
+            "difference": difference(one, search.stocks[0]),
+            "verdict": _verdict(one, best, search),
+            **dataclasses.asdict(one),
+        }
+        for one in (*search.stocks, *search.others)
+    ]
     return {
         "recommended": best and best.candidate.name,
         "settings": best and best.config and settings_of(best.config),
         "why": sentence(search, best),
-        "paste": block(search, best, has_file=has_file),
+        "paste": block(best, has_file=has_file),
         "trials": trials + [{"name": name, "failed": why} for name, why in search.failed.items()],
     }
 
@@ -66,22 +76,19 @@ def sentence(search: Search, best: Measured | None) -> str:
     if not search.passing:
         return "Leave it off: every candidate is refused."
     nearest = min(search.passing, key=lambda one: one.median)
-    what = "candidate" if len(search.passing) == len(search.others) else "candidate that is not refused"
     return (
-        f"Leave it off: no {what} is faster than stock FSDP2 beyond the spread of the steps ({stock.median:.3g} s; "
-        f"{nearest.candidate.name}: {nearest.median:.3g} s)."
+        f"Leave it off: no candidate that is not refused is faster than stock FSDP2 beyond the spread of the steps "
+        f"({stock.median:.3g} s; {nearest.candidate.name}: {nearest.median:.3g} s)."
     )
 
 
 def _moved(best: Measured, stock: Measured) -> str:
     """Return the bytes as a part of the sentence. They are the reason only where they are fewer."""
-    if best.cross_node is None or stock.cross_node is None:
-        return ""
     word = "since" if best.cross_node < stock.cross_node else "while"
-    return f", {word} {_megabytes(best.cross_node)} MB enter a node per step in place of {_megabytes(stock.cross_node)}"
+    return f", {word} {best.cross_node / 1e6:.2f} MB enter a node per step in place of {stock.cross_node / 1e6:.2f}"
 
 
-def block(search: Search, best: Measured | None, *, has_file: bool) -> str:
+def block(best: Measured | None, *, has_file: bool) -> str:
     """Return what to paste, in the form in which the job gets its settings."""
     if best is None or best.config is None:
         return f"export {ENV_ENABLED}=0"
@@ -105,16 +112,16 @@ def settings_of(config: ZeroPPConfig) -> dict[str, Any]:
     return {"preset": preset, **beside(preset)}
 
 
-def _figures(one: Measured, search: Search) -> Sequence[str]:
+def _figures(one: Measured, stock: Measured) -> Sequence[str]:
     low, high = one.quartiles
     return (
         f"{one.median:.3f}",
         f"{low:.3f}-{high:.3f}",
-        f"{search.stocks[0].median / one.median:.2f}",
-        _megabytes(one.cross_node),
-        _megabytes(one.intra_node),
+        f"{stock.median / one.median:.2f}",
+        f"{one.cross_node / 1e6:.2f}",
+        f"{one.intra_node / 1e6:.2f}",
         f"{one.memory / 1e6:.0f}",
-        f"{difference(one, search.stocks[0]):.2%}" if one is not search.stocks[0] else "",
+        f"{difference(one, stock):.2%}" if one is not stock else "",
     )
 
 
@@ -122,30 +129,9 @@ def _in_columns(texts: Iterable[str]) -> str:
     return "".join(text.rjust(width) for text, width in zip(texts, COLUMNS.values(), strict=True))
 
 
-def _verdict(one: Measured, search: Search) -> str:
+def _verdict(one: Measured, best: Measured | None, search: Search) -> str:
     if one in search.stocks:
         return ""
     if why := refusal(one, search.stocks[0]):
         return f"refused, since {why}"
-    return "faster" if is_faster(one, search.stocks) else "not faster"
-
-
-def _to_json(one: Measured, search: Search) -> dict[str, Any]:
-    return {
-        "name": one.candidate.name,
-        "seconds": one.seconds,
-        "median": one.median,
-        "cross_node_bytes": one.cross_node,
-        "intra_node_bytes": one.intra_node,
-        "peak_bytes": one.memory,
-        "difference": difference(one, search.stocks[0]),
-        "compared": search.stocks[0].compared,
-        "figures": one.figures,
-        "verdict": _verdict(one, search),
-        "learning_rate": one.about["learning_rate"],
-        "config": one.config and one.config.to_dict(),
-    }
-
-
-def _megabytes(num_bytes: float | None) -> str:
-    return "not counted" if num_bytes is None else f"{num_bytes / 1e6:.2f}"
+    return "recommended" if one is best else "faster" if is_faster(one, search.stocks) else "not faster"

@@ -18,7 +18,6 @@ from typing import Any
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.weights.low_rates import lowest_rate
 from hf_zeropp.integrations.tune.candidates import Candidate
-from hf_zeropp.traffic import Bytes, Peers, total
 
 TOLERANCE = 0.02
 """The largest difference of losses, as a share of stock's largest. Default settings are off by 0.001 to 0.01 in a few steps."""
@@ -33,47 +32,37 @@ class Measured:
     Attributes:
         candidate: what was tried.
         seconds: of each measured step, on the rank that took longest.
-        figures: of each step from the first on: the mean loss of the ranks, or the norm of the gradients.
-        have_losses: whether they are losses.
+        losses: of each step from the first on, the mean of the ranks.
         memory: peak bytes of the rank that held most.
-        cross_node, intra_node: bytes per step of the node that received most; None where nothing was counted.
+        cross_node, intra_node: bytes per step of the node that received most; 0 where nothing was counted.
         config: in force; None with stock.
         about: further figures of the first rank.
     """
 
     candidate: Candidate
     seconds: tuple[float, ...]
-    figures: tuple[float, ...]
-    have_losses: bool
+    losses: tuple[float, ...]
     memory: int
-    cross_node: float | None
-    intra_node: float | None
+    cross_node: float
+    intra_node: float
     config: ZeroPPConfig | None
     about: dict[str, Any]
 
     @classmethod
     def of(cls, candidate: Candidate, ranks: Sequence[dict[str, Any]]) -> Measured:
         """Put together what the ranks have measured."""
-        first = ranks[0]
-        have_losses = all(rank["have_losses"] for rank in ranks)
-        sums = [sum(each) for each in zip(*(rank["figures"] for rank in ranks), strict=True)]
-        crossed, within = ([rank[key] for rank in ranks] for key in ("cross_node", "intra_node"))
+        about = ranks[0]
+        received = [rank["bytes"] for rank in ranks if rank["bytes"]]
         return cls(
             candidate,
             seconds=tuple(map(max, zip(*(rank["seconds"] for rank in ranks), strict=True))),
-            figures=tuple(one / len(ranks) if have_losses else math.sqrt(one) for one in sums),
-            have_losses=have_losses,
+            losses=tuple(map(statistics.mean, zip(*(rank["losses"] for rank in ranks), strict=True))),
             memory=max(rank["memory"] for rank in ranks),
-            cross_node=None if None in crossed else max(crossed),
-            intra_node=None if None in within else max(within),
-            config=None if first["config"] is None else ZeroPPConfig(**first["config"]),
-            about=first,
+            cross_node=max((each["cross_node"] for each in received), default=0),
+            intra_node=max((each["intra_node"] for each in received), default=0),
+            config=None if about["config"] is None else ZeroPPConfig(**about["config"]),
+            about=about,
         )
-
-    @property
-    def compared(self) -> str:
-        """The name of the figures. A loop may give its loss to no backward pass that can be seen."""
-        return "loss" if self.have_losses else "norm of the gradients (the script shows no loss)"
 
     @property
     def median(self) -> float:
@@ -86,24 +75,11 @@ class Measured:
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return low, high
 
-    def with_bytes_of_fsdp2(self, ranks_per_node: int) -> Measured:
-        """Return this trial of stock with the bytes of FSDP2's own collectives, as rings carry them."""
-        counts: list[Bytes] = [
-            Peers.among(ranks, ranks[0], ranks_per_node).bytes_in_ring(round(of_slice))
-            for ranks, of_slice in self.about["collectives"]
-        ]
-        if not counts:
-            return self
-        received = total(counts)
-        return dataclasses.replace(
-            self, cross_node=received.cross_node * ranks_per_node, intra_node=received.intra_node * ranks_per_node
-        )
-
 
 def difference(one: Measured, stock: Measured, *, mean: bool = False) -> float:
     """Return the largest (or mean) difference of losses, as a share of stock's largest; NaN where a loss is none."""
-    gaps = [abs(ours - its) for ours, its in zip(one.figures, stock.figures, strict=True)]
-    largest = max(map(abs, stock.figures))
+    gaps = [abs(ours - its) for ours, its in zip(one.losses, stock.losses, strict=True)]
+    largest = max(map(abs, stock.losses))
     gap = sum(gaps) / len(gaps) if mean else max(gaps)
     # ``max`` would pass over a NaN that does not stand first.
     return math.nan if any(map(math.isnan, gaps)) else gap / largest if largest else gap
@@ -111,8 +87,8 @@ def difference(one: Measured, stock: Measured, *, mean: bool = False) -> float:
 
 def refusal(one: Measured, stock: Measured) -> str | None:
     """Return why a trial may not be recommended, however fast it is; None if nothing speaks against it."""
-    if one.have_losses != stock.have_losses or not difference(one, stock) <= TOLERANCE:
-        return f"the {stock.compared} differs"
+    if not difference(one, stock) <= TOLERANCE:
+        return "the loss differs"
     rate = one.about["learning_rate"]
     if one.config is not None and rate < lowest_rate(one.config):
         return f"changes of weights in {one.config.qwz_bits} bits lose too much at a learning rate of {rate:g}"
