@@ -206,7 +206,8 @@ def _gathers_over(
         return lambda unit: CountedWeightGather(unit, run, decisions)
     hops = _gather_hops(mesh, run)
     hpz_size = None if mesh.hpz_size is None else hops.node_hop.size
-    # Where the model has other meshes, or replicas, its other ranks compare nothing of this mesh, and have to hear of a fault.
+    # The ranks of this mesh compare their copies with each other. If the model has further ranks (replicas, or experts on a mesh
+    # of their own), these see no fault by themselves, so they are told of it and stop as well.
     is_whole = group.size() == len(own_group(run.mesh.groups.data_parallel))
     tell = None if is_whole else decisions.tell_faults
     check = SecondaryCheck.of(hpz_size, group, mesh.replicas, tell) if run.checks else None

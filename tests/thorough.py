@@ -33,6 +33,7 @@ THOROUGH = (
     "fsdp/test_secondary_check.py::*copies on one rank}",
     "fsdp/test_secondary_check.py::*through sockets}",
     "fsdp/test_other_parallelism.py::test_tensor_parallelism_with_default_settings",
+    "fsdp/test_other_parallelism.py::test_a_killed_rank_ends_all_stages{last stage}",
     "fsdp/test_pytorch_2d.py::*every_way*",
     "fsdp/test_pytorch_2d.py::*{delays*",
     "fsdp/test_pytorch_2d.py::*{tensor_parallelism*",

@@ -1,10 +1,12 @@
 """A model that is sharded over a part of the world, beside tensor parallelism or pipeline stages."""
 
+import itertools
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import expect_errors, run_ranks
+from harness import RankError, announce, expect_errors, run_ranks, started_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -122,6 +124,59 @@ def test_pipeline_stages_with_models_of_their_own():
         assert ranks == list(range(rank % 2, WORLD, 2))
         assert loss_difference < 2e-5
         assert weight_difference < 1e-4
+
+
+def stage_of_two_nodes(rank: int):
+    """Return the model of this rank's stage with its handle. Each of two stages is sharded over two nodes of one rank."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "shard"))["shard"]
+    model = fully_shard(make_lm(depth=1 + rank // 2), mesh=mesh)
+    return model, apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": 1}, mesh=mesh)
+
+
+def hand_over(rank: int) -> None:
+    """Send activations to the next stage and gradients back, between the ranks of one place in both."""
+    activations, gradients = torch.ones(4), torch.ones(4)
+    if rank < 2:
+        dist.send(activations, rank + 2)
+        dist.recv(gradients, rank + 2)
+    else:
+        dist.recv(activations, rank - 2)
+        dist.send(gradients, rank - 2)
+
+
+def train_stages_without_end(rank: int) -> None:
+    model, handle = stage_of_two_nodes(rank)
+    for step in itertools.count():
+        train(model, handle, seed=rank)
+        hand_over(rank)
+        announce(f"step {step}")
+
+
+@pytest.mark.parametrize("killed", [0, 3], ids=["first stage", "last stage"])
+def test_a_killed_rank_ends_all_stages(killed):
+    with started_ranks(train_stages_without_end, 4, timeout_s=20) as ranks:
+        ranks[killed].wait_for("step 1")
+        ranks[killed].kill()
+        with pytest.raises(RankError) as failure:
+            ranks.collect(grace_s=15)  # sooner than the timeout
+    ended = {one.rank: one.kind for one in failure.value.errors}
+    assert ended.pop(killed) == "ProcessDied"
+    assert ended.keys() == {0, 1, 2, 3} - {killed} and "TimeoutError" not in ended.values(), failure.value.errors
+
+
+def with_other_micro_steps(rank: int) -> None:
+    model, handle = stage_of_two_nodes(rank)
+    handle.set_last_micro_step(rank == 0)
+    tokens = torch.arange(6).view(1, 6)
+    for _ in range(2):
+        model(tokens).float().sum().backward()
+        handle.set_last_micro_step(True)
+    hand_over(rank)
+
+
+def test_other_micro_steps_on_a_rank_of_one_stage_end_both():
+    errors = expect_errors(with_other_micro_steps, 4)
+    assert all("DisagreementError" in error for error in errors[:2]), errors  # the other stage waits for this one
 
 
 def test_checked_copies_within_the_shard_group():

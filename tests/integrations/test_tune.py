@@ -422,7 +422,7 @@ def test_one_node(tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch)
 def test_replicas(
     tmp_path: Path, forked: None, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where each of two nodes has a replica, FSDP2 averages whole gradients over both once, and nothing else crosses."""
+    """Each of two nodes holds a replica. In a step FSDP2 averages the whole gradients over them once; nothing else crosses."""
     monkeypatch.setattr(ForkedJob, "ranks_per_node", "2")
     monkeypatch.setattr(ForkedJob, "num_ranks", 4)
     path, folder = script(tmp_path, replicas=REPLICAS), tmp_path_factory.mktemp("tuner")

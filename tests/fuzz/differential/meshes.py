@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from differential.cases import Case
 
-# What tensor parallelism cuts of a block of kind "cut", with the dimension.
+# Tensor parallelism cuts these parameters of a block of kind "cut", each along the dimension behind its name.
 _CUT = {"up.weight": 0, "up.bias": 0, "down.weight": 1}
 
 
