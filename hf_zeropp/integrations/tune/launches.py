@@ -46,11 +46,12 @@ def command_of(words: list[str], trial: int = 0) -> list[str]:
     """Return the command that starts the ranks with ``hf_zeropp.run`` in front of the script.
 
     Args:
-        words: a command of ``torchrun``, or what stands behind ``hf-zeropp launch``.
+        words: a command of ``torchrun``, ``hf-zeropp launch`` or ``accelerate launch``, or only what stands behind the last two.
         trial: its number. Where there are several machines each trial has a port of its own, so that no node meets another that
             has not ended the trial before.
     """
     if not _is_torchrun(words):
+        words = _behind_launch(words)
         args = launch_command_parser().parse_args(words)
         flags, script = _cut(words, args)
         file = read_launch_config(path) if (path := config_file_of(args)) else {}
@@ -70,11 +71,18 @@ def command_of(words: list[str], trial: int = 0) -> list[str]:
 
 def has_config_file(words: list[str]) -> bool:
     """Return whether the job is launched with a config file of Accelerate's."""
-    return not _is_torchrun(words) and config_file_of(launch_command_parser().parse_args(words)) is not None
+    if _is_torchrun(words):
+        return False
+    return config_file_of(launch_command_parser().parse_args(_behind_launch(words))) is not None
 
 
 def _is_torchrun(words: list[str]) -> bool:
     return os.path.basename(words[0]) == "torchrun"
+
+
+def _behind_launch(words: list[str]) -> list[str]:
+    is_whole = [os.path.basename(words[0]), *words[1:2]] in (["hf-zeropp", "launch"], ["accelerate", "launch"])
+    return words[2 * is_whole :]
 
 
 def _cut(words: list[str], args: argparse.Namespace) -> tuple[list[str], list[str]]:
