@@ -26,8 +26,9 @@ from differential.cases import Case
 from differential.compare import Difference, first_difference, same_bits
 from differential.hazards import refusal
 from differential.meshes import cut_dim, make_mesh, place_of, rank_of
+from differential.plain_side import Plain
 from differential.sharded_sides import Ours, Stock
-from differential.sides import Observation, Plain, Side
+from differential.sides import Observation, Side
 from hf_zeropp.comm import topology
 
 # In the shared progress array: 1000 * side + operation, so that the parent can say where a rank stood.
