@@ -246,7 +246,8 @@ class Decisions:
             fault: what this rank found; empty if it found nothing.
         """
         common = array.array("q", (Moment.COMPARE, _structure_digest((unit,)))).tobytes()
-        flags = bytes([bool(fault)] * len(self.gathers))  # as many as in the questions that other ranks may ask by mistake
+        # There are as many flags as in the questions that other ranks may ask by mistake.
+        flags = bytes([bool(fault)] * len(self.gathers))
         statement = self._statement(f"compare the copies of unit {unit} with the masters", lambda index: "")
         return self._agreement.tell(fault) if any(self._agreement.ask(common, flags, statement).largest()) else []
 

@@ -1,9 +1,10 @@
 """PyTorch's own tests of FSDP2 on meshes of two and three dimensions, written anew for a model under ZeRO++.
 
 PyTorch's files are test_fully_shard_training, _init, _state_dict, _clip_grad_norm_ and _extensions in its directory
-test/distributed/_composable/fsdp. They compare FSDP2 with DDP on GPUs. The functions below compare ZeRO++, with nothing quantized,
-with stock FSDP2 on the same mesh. The table says which function stands for which test of PyTorch's. It leaves out tests on meshes
-of one dimension, and tests that end before ``apply_zeropp`` may be called.
+test/distributed/_composable/fsdp. They compare FSDP2 with DDP on GPUs. The functions below compare ZeRO++,
+with nothing quantized, with stock FSDP2 on the same mesh. The table says which function stands for which test
+of PyTorch's. It leaves out tests on meshes of one dimension, and tests that end before ``apply_zeropp`` may be
+called.
 
 ==================================================================== =========================================================
 PyTorch's test                                                       here
