@@ -11,6 +11,7 @@ barrier.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,6 +37,7 @@ class UpdateTransfer(ServerUpdates):
         ValueError: as ``ServerUpdates`` does; or this version of TRL is not known to have what this needs.
     """
 
+    @functools.wraps(ServerUpdates.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         let_syncs_use_transfers()
