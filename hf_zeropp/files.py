@@ -24,6 +24,8 @@ MAX_SETTINGS_BYTES = 2**20
 """Settings have about a thousand bytes. PyYAML reads about a million per second."""
 MAX_JSON_BYTES = 100 * 2**20
 """The largest tokenizers of today's models have 35 MB, the largest indices 10 MB."""
+PARTIAL = ".partial-"
+"""How the names of folders begin in which something is written before it moves to its place."""
 
 
 def read_text(path: Path, max_bytes: int) -> str:
@@ -145,14 +147,14 @@ def written_at_once(path: Path) -> Iterator[Path]:
     """Give a place to write a file or a folder to, which moves to ``path`` when the context ends.
 
     The place is in a new folder beside ``path`` that no other user can enter, so none can put a link there for the writer to
-    follow. If writing fails, nothing is left. A writer that is killed leaves its folder, named ``.partial-<file>-``.
+    follow. If writing fails, nothing is left. A writer that is killed leaves its folder, whose name begins with ``PARTIAL``.
 
     Yields:
         The path to write to, which does not exist yet.
     """
     # The folder is beside ``path``, so both are on one file system, and ``replace`` is one rename: no reader sees half
     # a file.
-    with tempfile.TemporaryDirectory(prefix=f".partial-{path.name}-", dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{PARTIAL}{path.name}-", dir=path.parent) as folder:
         place = Path(folder, path.name)
         yield place
         place.replace(path)

@@ -12,7 +12,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zeropp import devices
-from hf_zeropp.comm.exchange import exchange, ranks_by
+from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.comm.hosts import check_hosts, this_host
 from hf_zeropp.comm.topology import (
     WorldGroups,
@@ -57,6 +57,16 @@ class UnitPlan:
         return cls(unit.name, tuple(unit.describe_params()), unit.describe_precision())
 
 
+class MeshSizes(NamedTuple):
+    """The facts of a mesh that all shard groups must have in common, as ``UnitMesh`` has them."""
+
+    ranks: int
+    replicas: int
+    ranks_per_node: int
+    hpz_size: int | None
+    has_units: bool
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The facts that every rank must have in common before anything is installed.
@@ -84,10 +94,10 @@ class Plan:
     units: tuple[UnitPlan, ...]
 
     @property
-    def sizes(self) -> tuple[tuple[int, int, int, int | None, bool], ...]:
-        """The ranks of each mesh, its replicas, ranks of a node, ranks that share a secondary copy, and whether it has units."""
+    def sizes(self) -> tuple[MeshSizes, ...]:
+        """Those of each mesh."""
         return tuple(
-            (len(mesh.ranks), len(mesh.replicas), mesh.ranks_per_node, mesh.hpz_size, mesh.has_units)
+            MeshSizes(len(mesh.ranks), len(mesh.replicas), mesh.ranks_per_node, mesh.hpz_size, mesh.has_units)
             for mesh in self.meshes
         )
 
@@ -173,8 +183,8 @@ def agree(
         check_no_unknown_replicas([(plan.meshes[0].ranks, plan.holders, plan.units) for plan in firsts.values()])
     for ranks in of_model.data_parallel:
         _check_same_plan({rank: plans[rank] for rank in ranks}, _OF_ONE_MODEL)
-    num_meshes = min(len(plan.meshes) for plan in plans)
-    groups = [of_model, *(world_groups([plan.meshes[index] for plan in plans]) for index in range(1, num_meshes))]
+    of_experts = range(1, len(plans[0].meshes))
+    groups = [of_model, *(world_groups([plan.meshes[index] for plan in plans]) for index in of_experts)]
     if plans[0].is_enabled:
         check_hosts(
             [host for _, _, host, _ in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"]
@@ -191,9 +201,9 @@ def _check_same_place(are_first_uses: Sequence[bool]) -> None:
     ranks = ranks_by(enumerate(are_first_uses))
     if len(ranks) > 1:
         raise ValueError(
-            f"All ranks must bring a model under ZeRO++ at the same place: ranks {ranks[False]} do so by a call (handle_of, "
-            f"apply_zeropp, generate), ranks {ranks[True]} in their first forward pass. Make that call on all ranks. After the "
-            "first forward pass, one rank may call handle_of alone."
+            f"All ranks must bring a model under ZeRO++ at the same place, by a call (handle_of, apply_zeropp, generate) as "
+            f"{words_of(ranks[False])}, or in their first forward pass as {words_of(ranks[True])}. Make that call on all "
+            "ranks. After the first forward pass, one rank may call handle_of alone."
         )
 
 

@@ -178,7 +178,8 @@ class Answer:
         # a collective that all of them run.
         digests = self._received[:, :DIGEST_BYTES]
         if (digests != digests[0]).any():
-            raise DisagreementError(describe(exchange(self._explain(), self._group)))
+            ranks = dist.get_process_group_ranks(self._group)
+            raise DisagreementError(describe(dict(zip(ranks, exchange(self._explain(), self._group), strict=True))))
 
     def _wait_for(self, work: dist.Work) -> None:
         try:
@@ -219,48 +220,51 @@ class Answer:
         return f"{_are(silent)} not there (its data ended before that of the others? it ended, hangs, or was stopped?)"
 
 
-def describe(statements: list[Statement]) -> str:
-    """Return what ranks disagree about, in words. ``statements`` are in rank order."""
+def describe(statements: dict[int, Statement]) -> str:
+    """Return what ranks disagree about, in words. ``statements`` are by rank."""
     # The message names one difference. If the ranks' next actions differ, it names these. Otherwise it names what they ran, since
     # facts often differ only because ranks ran different units.
-    by_action = ranks_by(enumerate(statement.action for statement in statements))
+    by_action = ranks_by((rank, statement.action) for rank, statement in statements.items())
     if len(by_action) > 1:
         said = "; ".join(f"{_are(ranks)} about to {action}" for action, ranks in by_action.items())
         return (
             f"Ranks are about to run different collectives, which would wait for ever: {said}. Every rank must run the same "
             "forward and backward passes, with the same last micro-step."
         )
-    if ran := _describe_runs([statement.ran for statement in statements]):
+    action = next(iter(by_action))
+    if ran := _describe_runs({rank: statement.ran for rank, statement in statements.items()}):
         return (
-            f"Ranks are about to {statements[0].action}, and ran different units before: {ran}. What they exchanged may be "
+            f"Ranks are about to {action}, and ran different units before: {ran}. What they exchanged may be "
             "mixed, so drop these gradients. A layer may be skipped (LayerDrop, early exit, an expert without tokens) only on "
             "all ranks alike."
         )
     # The first subject that differs is named. A cause in one unit often makes later units differ as well.
-    for subject in dict.fromkeys(subject for statement in statements for subject in statement.facts):
-        by_fact = ranks_by(enumerate(statement.facts.get(subject, "nothing") for statement in statements))
+    for subject in dict.fromkeys(subject for statement in statements.values() for subject in statement.facts):
+        by_fact = ranks_by((rank, statement.facts.get(subject, "nothing")) for rank, statement in statements.items())
         if len(by_fact) > 1:
             said = "; ".join(f"{words_of(ranks)}: {fact}" for fact, ranks in by_fact.items())
             return (
-                f"Ranks must agree before they {statements[0].action}, but {subject} differs: {said}. Change the model, and "
+                f"Ranks must agree before they {action}, but {subject} differs: {said}. Change the model, and "
                 "use its parameters, on all ranks alike."
             )
-    return f"Ranks disagree about {statements[0].action}, though their descriptions are equal: {statements[0].facts}."
+    facts = next(iter(statements.values())).facts
+    return f"Ranks disagree about {action}, though their descriptions are equal: {facts}."
 
 
-def _describe_runs(runs: list[tuple[str, ...]]) -> str:
+def _describe_runs(runs: dict[int, tuple[str, ...]]) -> str:
     """Return how the ranks differ in what they ran, and how often; nothing where they do not."""
-    counts = [Counter(run) for run in runs]
-    differing = [entry for entry in dict.fromkeys(sum(runs, ())) if len({count[entry] for count in counts}) > 1]
+    counts = {rank: Counter(run) for rank, run in runs.items()}
+    entries = dict.fromkeys(sum(runs.values(), ()))
+    differing = [entry for entry in entries if len({count[entry] for count in counts.values()}) > 1]
     said = []
     for entry in differing[:NAMED_DIFFERENCES]:
-        by_count = ranks_by(enumerate(count[entry] for count in counts))
+        by_count = ranks_by((rank, count[entry]) for rank, count in counts.items())
         said.append(f"{entry}: {', '.join(f'{times} on {words_of(ranks)}' for times, ranks in by_count.items())}")
     if len(differing) > NAMED_DIFFERENCES:
         said.append(f"and {len(differing) - NAMED_DIFFERENCES} more differ")
-    if not said and len(set(runs)) > 1:
-        place = next(index for index, entries in enumerate(zip(*runs, strict=True)) if len(set(entries)) > 1)
-        by_entry = ranks_by(enumerate(run[place] for run in runs))
+    if not said and len(set(runs.values())) > 1:
+        place = next(index for index, ran in enumerate(zip(*runs.values(), strict=True)) if len(set(ran)) > 1)
+        by_entry = ranks_by((rank, run[place]) for rank, run in runs.items())
         order = ", ".join(f"{entry} on {words_of(ranks)}" for entry, ranks in by_entry.items())
         said.append(f"the order differs, first in {order}")
     return "; ".join(said)

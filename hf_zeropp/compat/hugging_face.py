@@ -44,6 +44,9 @@ HUGGING_FACE: tuple[Seam, ...] = (
     accepts("accelerate.utils:save_fsdp_optimizer",
         "fsdp_plugin model", "integrations.accelerate_checkpoints",
         "The model is among its arguments. If it moved: KeyError when a checkpoint is saved."),
+    accepts("accelerate.utils:load_fsdp_optimizer",
+        "fsdp_plugin model", "integrations.accelerate_checkpoints",
+        "The model is among its arguments. If it moved: KeyError when a checkpoint is loaded."),
     reads("accelerate:Accelerator.__init__", "ACCELERATE_USE_FSDP", "integrations.launch.unmodified",
         "The launcher asks for FSDP by this variable. A script that passes no plugin then gets ours. If it moved: "
         "such a script trains without ZeRO++, and the first optimizer step raises."),

@@ -239,7 +239,7 @@ class Decisions:
         self._ask(Moment.DUE, 0, due, [0] * len(due), statement).confirm()
 
     def tell_faults(self, unit: str, fault: str) -> list[str]:
-        """Return what is wrong with the copies of a unit, as each rank of the model found; nothing where no rank did. Collective.
+        """Return what each data-parallel rank found wrong with a unit's copies; nothing where no rank did. Collective.
 
         Args:
             unit: its name, which experts on other ranks share.

@@ -83,7 +83,7 @@ def meshes_of(
         # A unit over one node must be frozen, since its gradients would be summed over that node and never across nodes.
         elif own != node or unit.trainable:
             raise ValueError(
-                f"unit {unit.name} is sharded over ranks {list(own)}, expected {_words_of(ranks)} in order"
+                f"unit {unit.name} is sharded over ranks {list(own)}, expected {_all_or_named(ranks)} in order"
                 f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {node[0]}'}. "
                 "Call fully_shard with a 1-D mesh over them. If other parallelism divides the world, pass that mesh to "
                 "apply_zeropp."
@@ -137,7 +137,7 @@ def _replicas_of(unit: Unit) -> tuple[int, ...]:
     return (dist.get_rank(),) if group is None else tuple(dist.get_process_group_ranks(group))
 
 
-def _words_of(ranks: tuple[int, ...]) -> str:
+def _all_or_named(ranks: tuple[int, ...]) -> str:
     return f"all {len(ranks)} ranks" if len(ranks) == dist.get_world_size() else f"ranks {list(ranks)}"
 
 

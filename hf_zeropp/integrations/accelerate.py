@@ -41,7 +41,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 
 from hf_zeropp.apply import apply_zeropp, get_handle
-from hf_zeropp.comm.exchange import exchange, ranks_by
+from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.compat import check_seams
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ZeroPPConfig, is_enabled
@@ -218,8 +218,8 @@ def check_all_or_none(plugin: ZeroPPPlugin) -> None:
     ranks = ranks_by(enumerate(exchange(plugin.zeropp is not False)))
     if len(ranks) > 1:
         raise ValueError(
-            f"Ranks must agree on whether ZeRO++ runs: it is on for ranks {ranks[True]} and off for ranks {ranks[False]}. "
-            "Give all ranks the same ZEROPP_ENABLED, and the same zeropp= argument."
+            f"Ranks must agree on whether ZeRO++ runs: it is on for {words_of(ranks[True])} and off for "
+            f"{words_of(ranks[False])}. Give all ranks the same ZEROPP_ENABLED, and the same zeropp= argument."
         )
 
 

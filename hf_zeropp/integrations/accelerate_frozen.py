@@ -27,7 +27,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy, get_parameters_from_modules
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from hf_zeropp.comm.exchange import exchange, ranks_by
+from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.comm.hosts import agree_on_nodes
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.compat.extend import extend
@@ -133,8 +133,8 @@ def _agree_on_frozen(has_frozen: bool) -> bool:
     ranks = ranks_by(enumerate(exchange(has_frozen)))
     if len(ranks) > 1:
         raise ValueError(
-            f"Ranks must freeze the same parameters: ranks {ranks[True]} have frozen ones, ranks {ranks[False]} have "
-            "none. Freeze them, or add the adapter, on all ranks."
+            f"Ranks must freeze the same parameters: frozen ones are on {words_of(ranks[True])}, and none on "
+            f"{words_of(ranks[False])}. Freeze them, or add the adapter, on all ranks."
         )
     return has_frozen
 

@@ -11,7 +11,6 @@ barrier.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +36,6 @@ class UpdateTransfer(ServerUpdates):
         ValueError: as ``ServerUpdates`` does; or this version of TRL is not known to have what this needs.
     """
 
-    @functools.wraps(ServerUpdates.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         let_syncs_use_transfers()

@@ -64,9 +64,9 @@ def _keep_experts_unpacked() -> None:
     pack = CPUUnquantizedExperts.process_weights_after_loading
     unpacked: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def keep(pack: Callable[..., None], self: Any, layer: nn.Module) -> None:
+    def keep(original: Callable[..., None], self: Any, layer: nn.Module) -> None:
         if not _is_wanted():
-            pack(self, layer)
+            original(self, layer)
             return
         if any(name.endswith("_bias") for name, _ in layer.named_parameters(recurse=False)):
             raise ValueError(  # on all ranks: they build the same engine

@@ -76,4 +76,4 @@ def test_where_the_host_did_not_wait_whole_weights_cross_next():
     # The cross group of ranks 1 and 3 sends one unit whole; the other one need not.
     assert [resyncs for resyncs, _ in found] == [0, 1, 0, 1]
     assert [len(logged) for _, logged in found] == [0, 1, 0, 0]
-    assert "arrived damaged on ranks 3" in found[1][1][0]
+    assert "arrived damaged on rank 3" in found[1][1][0]

@@ -180,8 +180,10 @@ def test_a_reduction_that_ranks_disagree_about_is_under_way_no_longer():
 def test_differences_are_described():
     same = Statement("run a forward pass", {"unit a": "x"})
     other = Statement("run a forward pass", {"unit a": "y"})
-    assert "unit a differs: ranks [0, 2]: x; rank 1: y" in describe([same, other, same])
-    assert "rank 1 is about to run a backward pass" in describe([same, Statement("run a backward pass", {}), same])
+    assert "unit a differs: ranks [4, 6]: x; rank 5: y" in describe({4: same, 5: other, 6: same})
+    assert "rank 1 is about to run a backward pass" in describe(
+        {0: same, 1: Statement("run a backward pass", {}), 2: same}
+    )
 
 
 class Noting:

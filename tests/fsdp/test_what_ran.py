@@ -175,5 +175,5 @@ def test_a_step_asks_once_more_than_its_passes(micro_steps):
 
 def test_many_differences_are_named_in_few_words():
     runs = [tuple(f"reductions of unit {index}" for index in range(10) if index != rank) for rank in range(8)]
-    said = describe([Statement("step", {}, run) for run in runs])
+    said = describe({rank: Statement("step", {}, run) for rank, run in enumerate(runs)})
     assert "unit 4: 1 on ranks" in said and "unit 5" not in said and "and 4 more differ" in said

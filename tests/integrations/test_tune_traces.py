@@ -15,7 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from hf_zeropp.integrations.tune.traces import Traces, undo
+from hf_zeropp.integrations.tune.traces import trace, undo
 
 
 def listing(folder: Path) -> dict[str, str]:
@@ -24,7 +24,7 @@ def listing(folder: Path) -> dict[str, str]:
 
 def write_everywhere(rank: int, folder: str, place: str) -> list[str]:
     os.chdir(place)
-    Traces(Path(folder))
+    trace(Path(folder))
     os.makedirs("new/deep", exist_ok=True)
     with open(f"new/deep/{rank}.txt", "w") as file:
         file.write("x")
@@ -68,7 +68,7 @@ def save_adapters(rank: int, folder: str, place: str) -> None:
     os.chdir(place)
     layers = torch.nn.Sequential(torch.nn.Linear(4, 4))
     adapter = get_peft_model(layers, LoraConfig(target_modules=["0"]))
-    Traces(Path(folder))
+    trace(Path(folder))
     adapter.save_pretrained("adapter")
     torch.save({}, f="by_name.pt")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")))

@@ -208,12 +208,16 @@ RANKS = [
     differ(
         "frozen weights through Accelerate",
         lambda rank: in_new_state(lambda: frozen_on_some_ranks(rank)),
-        *("ranks [2, 3] have frozen ones", "ranks [0, 1] have none", "on all ranks"),
+        *("frozen ones are on ranks [2, 3]", "none on ranks [0, 1]", "on all ranks"),
     ),
     differ(
         "a handle that rank 0 asks for before the first forward pass",
         lambda rank: in_new_state(lambda: handle_on_one_rank(rank)),
-        *("ranks [0] do so by a call (handle_of", "ranks [1, 2, 3] in their first forward pass", "on all ranks"),
+        *(
+            "by a call (handle_of, apply_zeropp, generate) as rank 0",
+            "first forward pass as ranks [1, 2, 3]",
+            "on all ranks",
+        ),
     ),
     differ("versions", with_version, "versions", "2.99", "rank 1"),
     differ("the switch in apply_zeropp", lambda rank: switched(rank, lambda: applied(shard(make_lm()))), "is_enabled"),
@@ -222,7 +226,7 @@ RANKS = [
         lambda rank: in_new_state(
             lambda: switched(rank, lambda: Accelerator(cpu=True, fsdp_plugin=ZeroPPPlugin(zeropp=NODES)))
         ),
-        *("on for ranks [0, 2, 3] and off for ranks [1]", "ZEROPP_ENABLED"),
+        *("on for ranks [0, 2, 3] and off for rank 1", "ZEROPP_ENABLED"),
     ),
 ]
 

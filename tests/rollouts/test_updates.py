@@ -216,7 +216,9 @@ def test_a_trainer_that_dies_between_a_file_and_the_list_goes_on(published, tmp_
     assert (tmp_path / "changes-7.safetensors").exists()
     receiver.update()
     assert receiver.version == 6 and same(receiver.weights, versions[6])
+    (tmp_path / ".partial-changes-8.safetensors-x").mkdir()  # of a writer that was killed
     resumed = UpdateSender(tmp_path)
+    assert not list(tmp_path.glob(".partial-*"))
     assert resumed.publish(versions[3].items()) == 7
     assert receiver.update() and receiver.version == 7 and same(receiver.weights, versions[3])
     assert resumed.publish(versions[4].items()) == 8

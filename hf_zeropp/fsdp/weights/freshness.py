@@ -43,8 +43,8 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 # [Note: when a delta is enough]
 # With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by the difference between the weights and the copy.
 # Differences are coarse where weights moved far, so they are sent only after changes by optimizers
-# (``Change.STEPPED``). After any other change (``Change.EDITED``) whole weights cross: a resync. A checkpoint counts as
-# an edit, because a resumed run starts from the masters that it holds.
+# (``Change.STEPPED``). After any other change (``Change.EDITED``) whole weights cross: a resync. They also cross behind a
+# checkpoint (``ZeroPPAllGather.resync``), because a resumed run starts from the masters that it holds.
 #
 # Changed words (``qwz_mode="exact"``) bring a secondary shard up to date after any change. Whole weights cross only
 # where the caller says that copies are not to be relied on (``Change.INVALID``).

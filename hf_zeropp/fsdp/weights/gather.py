@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+from hf_zeropp.comm.exchange import words_of
 from hf_zeropp.comm.two_hops import (
     ChangedWords,
     Delta,
@@ -55,7 +56,7 @@ _MANY_EDITS = (
     "or set qwz_mode='values'."
 )
 _DAMAGED = (
-    "Changed words of unit %s arrived damaged on ranks %s, which have computed with older weights since the last crossing. "
+    "Changed words of unit %s arrived damaged on %s, which have computed with older weights since the last crossing. "
     "Whole weights cross now. Bytes are damaged in the network, in memory or by a kernel: go on from an earlier checkpoint, and "
     "look for the cause."
 )
@@ -258,7 +259,7 @@ class ZeroPPAllGather(WeightGather):
         group = self.hops.cross_hop.group
         if group.rank() == 0:
             ranks = dist.get_process_group_ranks(group)
-            logger.error(_DAMAGED, self.unit.name, ", ".join(str(ranks[index]) for index in failed_on))
+            logger.error(_DAMAGED, self.unit.name, words_of([ranks[index] for index in failed_on]))
 
     def _room(self, layouts: GatherLayouts, device: torch.device) -> Secondary:
         """Return where whole weights arrive."""

@@ -1,6 +1,7 @@
 """The policy says what travels next when a unit's weights cross nodes: whole weights, a delta, or the words that changed.
 
-The choice follows from what all ranks agreed on, so it is the same on all of them.
+The choice follows from what all ranks agreed on, so it is the same on all of them. Where changed words arrived damaged, the ranks
+of a cross group send whole weights instead (``ZeroPPAllGather.start``), and others need not.
 """
 
 from __future__ import annotations

@@ -9,9 +9,10 @@ nodes stays once it is there. Three things are compared, for each unit:
 - *when ranks agree that a copy is fresh*, the masters with those that it was made of;
 - *whenever ranks agree*, the masters of replicas (HSDP) with each other.
 
-Every rank sends checksums to all ranks that hold copies of the unit. If two differ, all ranks of the model stop, also those of
-other replicas, and those that hold other experts. The comparisons cost host synchronizations and two exchanges per unit, or three
-in models with such ranks, so they are off by default.
+Every rank sends checksums to all ranks that hold copies of the unit. If two differ, all ranks that train the same part of the
+model stop, also those of other replicas, and those that hold other experts. With tensor parallelism the ranks that train another
+part stop in their next collective with these. The comparisons cost host synchronizations and two exchanges per unit, four where
+experts have a mesh of their own, and seven with replicas, so they are off by default.
 """
 
 from __future__ import annotations
@@ -178,7 +179,8 @@ class SecondaryCheck:
 
     def _stop_if_any(self, unit: str, fault: str) -> None:
         """Raise on all ranks of the model if this rank or another has found a fault."""
-        # A rank that raised alone would leave ranks of other meshes waiting in the next collective that they share.
+        # A rank that raised alone would leave ranks of other meshes waiting in the next collective that they share. Each raises
+        # its own words where it has any.
         found = [fault] if self._tell is None else [fault, *self._tell(unit, fault)]
         if not any(found):
             return

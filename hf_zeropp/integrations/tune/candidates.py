@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from hf_zeropp.config import PRESETS, ZeroPPConfig
+from hf_zeropp.config import ZeroPPConfig
 
 _TRIED = ("balanced", "exact", "half_model", "min_traffic")
 _OF_PRESETS = ("qwz_mode", "qwz_bits", "hpz_bits", "qgz_bits")
@@ -46,7 +46,7 @@ OWN = Candidate("your settings", {})
 
 def presets() -> list[Candidate]:
     """Return the presets that are tried."""
-    configs = {name: ZeroPPConfig(**PRESETS[name]) for name in _TRIED}
+    configs = {name: ZeroPPConfig.preset(name) for name in _TRIED}
     return [
         Candidate(name, {field: getattr(config, field) for field in _OF_PRESETS}) for name, config in configs.items()
     ]

@@ -34,8 +34,12 @@ _QUIET = {
     "WANDB_MODE": "disabled",
     "COMET_MODE": "disabled",
     "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+    "SWANLAB_MODE": "disabled",
+    "DISABLE_KUBEFLOW_INTEGRATION": "TRUE",
 }
 """Variables under which a script leaves no compiled modules beside itself and no runs at trackers."""
+
+_INTERRUPTIONS = (signal.SIGINT, signal.SIGTERM)
 
 
 class TrialError(ValueError):
@@ -158,16 +162,20 @@ def _follow(launcher: subprocess.Popen[bytes], messages: TextIO) -> Iterator[tup
 
 
 def _clean_up(launcher: subprocess.Popen[bytes], folder: Path, began_s: float) -> None:
-    # A second interruption must not stop this half-way. It arrives when this is done.
-    signals = {signal.SIGINT, signal.SIGTERM}
-    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    # A second interruption must not stop this half-way, and counts when it is done. A signal mask would hold for this thread
+    # alone: the progress bar has another one, and Python would run the handler all the same.
+    arrived: list[int] = []
+    handlers = {number: signal.signal(number, lambda which, frame: arrived.append(which)) for number in _INTERRUPTIONS}
     try:
         _end(launcher)
         # It is no reason to leave the trial out: the tuners of other nodes know nothing of it, and must decide alike.
         for failure in traces.undo(folder, began_s):
             print(f"hf-zeropp tune: something of a trial is left: {failure}", file=sys.stderr)
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    if arrived:
+        raise KeyboardInterrupt
 
 
 def _result(heard: dict[str, list[Any]], steps: int, output: str) -> list[dict[str, Any]]:

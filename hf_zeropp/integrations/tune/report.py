@@ -27,26 +27,27 @@ def show(search: Search, console: Console, *, has_file: bool) -> None:
     """Print everything. ``has_file`` says that the job is launched with a config file, into which settings can be pasted."""
     best = best_of(search.others, search.stocks)
 
-    def write(text: str, style: str = "", *, is_cut: bool = True) -> None:
+    def write(text: str, style: str = "", *, wraps: bool = True) -> None:
         # ``soft_wrap`` leaves long lines whole, so that they can be pasted. Names may look like markup.
-        console.print(text, style=style, soft_wrap=not is_cut, highlight=False, markup=False)
+        console.print(text, style=style, soft_wrap=not wraps, highlight=False, markup=False)
 
-    write(f"hf-zeropp tune: {len(search.stocks[0].seconds)} steps of each", "italic")
-    write(_in_columns(COLUMNS), "bold", is_cut=False)
+    steps = len(search.stocks[0].seconds)
+    write(f"hf-zeropp tune: {steps} steps of each, twice as many of those that may be the fastest as well", "italic")
+    write(_in_columns(COLUMNS), "bold", wraps=False)
     for one in (*search.stocks, *sorted(search.others, key=lambda other: other.median)):
         style = "bold" if one is best else ""
         verdict = _verdict(one, best, search)
         write(f"{one.candidate.name}: {verdict}" if verdict else one.candidate.name, style)
-        write(_in_columns(_figures(one, search.stocks[0])), style, is_cut=False)
+        write(_in_columns(_figures(one, search.stocks[0])), style, wraps=False)
     for name, why in search.failed.items():
         write(f"{name}: failed: {why}")
     write(f"\n{NOTE}")
     write(f"\n{sentence(search, best)}\n", "bold")
-    write(block(best, has_file=has_file), is_cut=False)
+    write(block(best, has_file=has_file), wraps=False)
 
 
 def to_json(search: Search, *, has_file: bool) -> dict[str, Any]:
-    """Return everything that ``show`` prints."""
+    """Return what ``show`` prints, and the figures of all ranks behind it."""
     best = best_of(search.others, search.stocks)
     trials = [
         {
@@ -105,7 +106,7 @@ def settings_of(config: ZeroPPConfig) -> dict[str, Any]:
     """Return the shortest settings that give this config: the nearest preset, and what goes over it."""
 
     def beside(preset: str) -> dict[str, Any]:
-        base = ZeroPPConfig(**PRESETS[preset]).to_dict()
+        base = ZeroPPConfig.preset(preset).to_dict()
         return {name: value for name, value in config.to_dict().items() if value != base[name]}
 
     preset = min(PRESETS, key=lambda name: (len(beside(name)), name != "balanced"))

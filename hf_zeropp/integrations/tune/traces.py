@@ -2,8 +2,8 @@
 
 A rank notes in a *journal* what it is about to make: folders, files and links, before they are there. The tuner removes them when
 all ranks have ended, however they ended. Of a file that exists a rank keeps a copy before it writes to it, and the tuner puts it
-back. Files and folders that were there before cannot be deleted or renamed: the script gets a PermissionError. Python's audit
-events tell of all of this. They do not tell what a library writes from C or Rust, so the functions that do are wrapped.
+back. Other files and folders that were there before cannot be deleted or renamed: the script gets a PermissionError. Python's
+audit events tell of all of this. They do not tell what a library writes from C or Rust, so the functions that do are wrapped.
 
 Caches of the Hugging Face libraries and of compilers are left alone, so that a dataset is not prepared for each candidate.
 """
@@ -56,12 +56,17 @@ _WRITERS: tuple[tuple[Any, str], ...] = (
 """The functions that write a file without Python. The first argument is what they write, and one of the others is the path."""
 
 
-class Traces:
-    """Notes what this process, and those that it forks, make in the file system, from now on until the process ends.
+def trace(folder: Path) -> None:
+    """Note what this process, and those that it forks, make in the file system, from now on until the process ends.
 
     Args:
         folder: the tuner's, with the journal and the copies.
     """
+    sys.addaudithook(_Traces(folder).look)
+
+
+class _Traces:
+    """Writes the journal."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -72,7 +77,6 @@ class Traces:
         self._inside = threading.local()
         for owner, name in _WRITERS:
             setattr(owner, name, self._noting_paths(getattr(owner, name)))
-        sys.addaudithook(self._look)
 
     def _noting_paths(self, write: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(write)
@@ -83,7 +87,7 @@ class Traces:
 
         return replacement
 
-    def _look(self, event: str, args: tuple[Any, ...]) -> None:
+    def look(self, event: str, args: tuple[Any, ...]) -> None:
         """Take note of an audit event. The hook of all of them, so it must be quick with those that do not matter."""
         if (event not in _WRITES and event not in _DELETIONS) or getattr(self._inside, "is_looking", False):
             return
@@ -154,14 +158,15 @@ class Traces:
 def entries_of(folder: Path) -> list[dict[str, str]]:
     """Return what the ranks have noted so far."""
     path = folder / JOURNAL
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    # The last line is whole only if it ends: another rank may be writing it, or was killed while it did.
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
 
 
 def undo(folder: Path, began_s: float) -> list[str]:
     """Remove what the ranks have made, and put back what they have written to. Call it when they have ended.
 
     Args:
-        folder: that of ``Traces``.
+        folder: that of ``trace``.
         began_s: when the trial began, in seconds of ``time.time``.
 
     Returns:
@@ -185,4 +190,7 @@ def _remove(path: str) -> None:
     # Nodes may share a folder, and remove it at the same time. This leaves files and links alone.
     shutil.rmtree(path, ignore_errors=True)
     with suppress(FileNotFoundError):
-        os.remove(path)
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)  # it raises what stands in the way
+        else:
+            os.remove(path)

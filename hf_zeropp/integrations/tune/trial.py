@@ -13,29 +13,31 @@ import fcntl
 import itertools
 import json
 import os
-import resource
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias, cast
 
 import psutil
 import torch
 import torch.distributed as dist
+import transformers.trainer
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from transformers import TrainerCallback, TrainerControl
 
 from hf_zeropp import devices
 from hf_zeropp.apply import get_handle
+from hf_zeropp.comm.exchange import exchange
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.collective_watch import CollectiveWatch
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.tune import ENV_TRIAL
 from hf_zeropp.integrations.tune.candidates import Candidate
-from hf_zeropp.integrations.tune.traces import Traces
+from hf_zeropp.integrations.tune.traces import trace
 from hf_zeropp.traffic import Bytes, total
 
 MESSAGES = "messages"
@@ -44,6 +46,8 @@ measured, "failed" and why, "ended" and the steps of sharded models and of other
 SKIPPED_STEPS = 3
 """Steps that are not measured: the first makes optimizer states, and whole weights cross where changes of them follow."""
 MIN_STEPS = 2 * SKIPPED_STEPS
+Mark: TypeAlias = "float | torch.Event"
+"""A moment: seconds of the host, or an event of a device."""
 _GRACE_S = 0.3
 """Seconds between the last collective and the end, so that its last bytes have left all ranks."""
 
@@ -61,17 +65,29 @@ def try_out(script: Callable[[], None]) -> None:
     trial.tell("ended", [trial.steps, trial.unsharded_steps])
 
 
+class _StepsAlone(TrainerCallback):
+    """Lets a Trainer neither save nor evaluate between the steps that are measured. A checkpoint may go to the Hub."""
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> None:
+        """Take back what the callbacks before this one ask for."""
+        control.should_save = control.should_evaluate = False
+
+
 class Received(CollectiveWatch):
     """Adds up what this rank receives in collectives that are not of this package: on stock FSDP2, in all of them."""
 
     def __init__(self, ranks_per_node: int) -> None:
         super().__init__(ranks_per_node)
-        self.ranks_per_node = ranks_per_node
-        self.bytes = Bytes()
+        self._factor = ranks_per_node
+        self._bytes = Bytes()
 
     def count(self, kind: str, received: Bytes) -> None:
         """Add a collective of whatever kind."""
-        self.bytes.add(received)
+        self._bytes.add(received)
+
+    def of_node(self) -> dict[str, float]:
+        """Return the bytes of a node, if all of its ranks receive as this one."""
+        return _of_node(self._bytes, self._factor)
 
 
 class Trial:
@@ -95,13 +111,14 @@ class Trial:
         self._losses: list[torch.Tensor] = []
         self._losses_of_steps: list[torch.Tensor] = []
         self._has_gradients = False
-        self._marks: list[float] = []
+        self._marks: list[Mark] = []
         self._handles: list[ZeroPPHandle] = []
         self._received = Received(candidate.ranks_per_node) if candidate.ranks_per_node else None
         self._learning_rates: dict[torch.optim.Optimizer, float] = {}
         self._messages = os.open(folder / MESSAGES, os.O_WRONLY | os.O_APPEND)
         threading.Thread(target=self._end_with_the_tuner, daemon=True).start()
-        Traces(folder)
+        trace(folder)
+        cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_StepsAlone)
         if candidate.settings is not None:
             self._put_over_all_settings(candidate.settings)
         self._listen_to_backward()
@@ -170,9 +187,7 @@ class Trial:
         self._losses_of_steps.append(torch.stack(self._losses).sum())
         device = self._losses[0].device
         self._losses.clear()
-        if devices.has_streams(device):  # the host is ahead
-            torch.accelerator.synchronize()
-        self._marks.append(time.perf_counter())
+        self._marks.append(_mark(device))
         self.steps += 1
         self.tell("step", self.steps)
         self._begin_to_count(device)
@@ -181,8 +196,8 @@ class Trial:
 
     def _begin_to_count(self, device: torch.device) -> None:
         """Count from the step on that fits. All steps of stock receive the same, so one is watched that is not measured."""
-        if self.steps == 1 and devices.has_streams(device):  # the memory of loading a model is none of a step's
-            torch.accelerator.reset_peak_memory_stats()
+        if self.steps == 1:  # the memory of loading a model is none of a step's
+            _forget_peak(device)
         if self.steps == SKIPPED_STEPS - 1 and self._received is not None:
             self._received.turn_on()
         if self.steps == SKIPPED_STEPS:
@@ -194,9 +209,7 @@ class Trial:
                 handle.traffic.reset()
 
     def _report_and_end(self, device: torch.device) -> NoReturn:
-        reports: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(reports, self._report(device))
-        self.tell("report", reports)
+        self.tell("report", exchange(self._report(device)))
         dist.barrier()
         time.sleep(_GRACE_S)
         for child in psutil.Process().children(recursive=True):  # workers that load data
@@ -205,14 +218,16 @@ class Trial:
         os._exit(0)
 
     def _report(self, device: torch.device) -> dict[str, Any]:
+        if devices.has_streams(device):  # events have no times before the device has passed them
+            torch.accelerator.synchronize()
         marks = itertools.pairwise(self._marks[SKIPPED_STEPS - 1 :])
         report = {
-            "seconds": [end - begin for begin, end in marks],
+            "seconds": [_seconds_between(begin, end) for begin, end in marks],
             "losses": [float(loss) for loss in self._losses_of_steps],
             "memory": _peak(device),
             "learning_rate": min(self._learning_rates.values(), default=0.0),
             "in_python": self._in_python,
-            "bytes": self._received and _of_node(self._received.bytes, self._received.ranks_per_node),
+            "bytes": self._received and self._received.of_node(),
             "config": None,
         }
         return report | self._of_zeropp() if self._config and self._handles else report
@@ -244,8 +259,34 @@ def _of_node(received: Bytes, factor: float) -> dict[str, float]:
     return {"intra_node": factor * received.intra_node, "cross_node": factor * received.cross_node}
 
 
+def _mark(device: torch.device) -> Mark:
+    """Return this moment, on a device in the order of its work: the host must not wait for it, or it would hide its own time."""
+    if not devices.has_streams(device):
+        return time.perf_counter()
+    event = torch.Event(device, enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds_between(begin: Mark, end: Mark) -> float:
+    if isinstance(begin, torch.Event) and isinstance(end, torch.Event):
+        return begin.elapsed_time(end) / 1e3
+    assert isinstance(begin, float) and isinstance(end, float)
+    return end - begin
+
+
+def _forget_peak(device: torch.device) -> None:
+    if devices.has_streams(device):
+        torch.accelerator.reset_peak_memory_stats()
+    else:
+        with suppress(OSError):  # some containers do not allow it
+            Path("/proc/self/clear_refs").write_text("5")
+
+
 def _peak(device: torch.device) -> int:
-    """Return the most bytes that this rank has held: of tensors on an accelerator, else of the whole process."""
+    """Return the most bytes that this rank has held: of tensors on an accelerator, else of the process; 0 if unknown."""
     if devices.has_streams(device):
         return torch.accelerator.max_memory_allocated()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with suppress(OSError, StopIteration), open("/proc/self/status") as status:
+        return 1024 * int(next(line for line in status if line.startswith("VmHWM")).split()[1])
+    return 0

@@ -24,6 +24,9 @@ TOLERANCE = 0.02
 SAME_SCRIPT = 0.002
 """The largest mean difference, in the same share, of two trials of stock."""
 
+_OF_ALL_RANKS = ("seconds", "losses", "memory", "bytes", "config")
+"""The figures of a rank that ``Measured`` puts together."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
@@ -36,7 +39,7 @@ class Measured:
         memory: peak bytes of the rank that held most.
         cross_node, intra_node: bytes per step of the node that received most; 0 where nothing was counted.
         config: in force; None with stock.
-        about: further figures of the first rank.
+        about: further figures of the first rank: none of those above.
     """
 
     candidate: Candidate
@@ -51,7 +54,6 @@ class Measured:
     @classmethod
     def of(cls, candidate: Candidate, ranks: Sequence[dict[str, Any]]) -> Measured:
         """Put together what the ranks have measured."""
-        about = ranks[0]
         received = [rank["bytes"] for rank in ranks if rank["bytes"]]
         return cls(
             candidate,
@@ -60,8 +62,8 @@ class Measured:
             memory=max(rank["memory"] for rank in ranks),
             cross_node=max((each["cross_node"] for each in received), default=0),
             intra_node=max((each["intra_node"] for each in received), default=0),
-            config=None if about["config"] is None else ZeroPPConfig(**about["config"]),
-            about=about,
+            config=None if ranks[0]["config"] is None else ZeroPPConfig(**ranks[0]["config"]),
+            about={name: value for name, value in ranks[0].items() if name not in _OF_ALL_RANKS},
         )
 
     @property

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import re
+import shutil
 import uuid
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_zeropp.files import make_readable, read_text, written_at_once
+from hf_zeropp.files import PARTIAL, make_readable, read_text, written_at_once
 from hf_zeropp.ops import encode_changes
 from hf_zeropp.rollouts.versions.log import LIST, MAX_LIST_BYTES, FileMetadata, Log, LogFile, checksum
 
@@ -49,6 +50,8 @@ class UpdateSender:
         self._version = 0
         if self.is_writer:
             self.folder.mkdir(parents=True, exist_ok=True)
+            for left in self.folder.glob(f"{PARTIAL}*"):  # of a sender that was killed: no other may write here
+                shutil.rmtree(left, ignore_errors=True)
             if (self.folder / LIST).exists():
                 self._version = Log.from_json(read_text(self.folder / LIST, MAX_LIST_BYTES)).version
         self._begin()

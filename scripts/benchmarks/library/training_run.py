@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPPlugin
+from hf_zeropp.fsdp.gradients.pending import PendingGradient
 from hf_zeropp.fsdp.units import AllGather, ReduceScatter, find_units
 from library.rounds import Measurement, timed_steps
 from library.variants import LEARNING_RATE, ModelShape, Variant
@@ -182,9 +183,10 @@ def _live_tensor_bytes() -> int:
     sizes: dict[int, int] = {}
     for tensor in [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]:
         for held in (tensor, tensor.grad if tensor.is_leaf else None):
-            if held is not None and held.device.type == "cpu":
-                storage = (held._local_tensor if isinstance(held, DTensor) else held).untyped_storage()
-                sizes[storage.data_ptr()] = storage.nbytes()
+            local = held._local_tensor if isinstance(held, DTensor) else held
+            # A gradient whose reduction goes on is a tensor without memory.
+            if local is not None and local.device.type == "cpu" and not isinstance(local, PendingGradient):
+                sizes[local.untyped_storage().data_ptr()] = local.untyped_storage().nbytes()
     return sum(sizes.values())
 
 
