@@ -95,7 +95,7 @@ class Plan:
 
     @property
     def sizes(self) -> tuple[MeshSizes, ...]:
-        """Those of each mesh."""
+        """The sizes of each mesh, which all shard groups must have in common."""
         return tuple(
             MeshSizes(len(mesh.ranks), len(mesh.replicas), mesh.ranks_per_node, mesh.hpz_size, mesh.has_units)
             for mesh in self.meshes

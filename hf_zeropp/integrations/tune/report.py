@@ -32,7 +32,7 @@ def show(search: Search, console: Console, *, has_file: bool) -> None:
         console.print(text, style=style, soft_wrap=not wraps, highlight=False, markup=False)
 
     steps = len(search.stocks[0].seconds)
-    write(f"hf-zeropp tune: {steps} steps of each, twice as many of those that may be the fastest as well", "italic")
+    write(f"hf-zeropp tune: {steps} steps of each, and as many again of the fastest", "italic")
     write(_in_columns(COLUMNS), "bold", wraps=False)
     for one in (*search.stocks, *sorted(search.others, key=lambda other: other.median)):
         style = "bold" if one is best else ""
