@@ -48,7 +48,7 @@ DEFAULT_VARIANTS = ["compute", "stock", "stock-fp32", "hsdp", "qwz", "hpz", "qgz
 QUICK = {
     "rates": ["100mbit"],
     "variants": ["compute", "stock", "hsdp", "balanced"],
-    "accumulation": [1],
+    "accumulation": [2],
     "steps": 3,
     "hidden_size": 256,
     "layers": 4,

@@ -226,11 +226,6 @@ def test_an_unsharded_unit_is_resharded_unless_it_has_the_newest_copy():
         assert unit.num_reshards == resharded, (decoded, change)
 
 
-class Group:
-    def __init__(self, *ranks: int) -> None:
-        self.ranks = list(ranks)
-
-
 def test_fail_joins_unit_and_ranks():
     with (
         mock.patch("torch.distributed.get_rank", lambda: 3),

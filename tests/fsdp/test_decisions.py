@@ -11,7 +11,7 @@ import pytest
 import torch
 from happens_before import checked_world
 from harness import RankError, announce, expect_errors, run_ranks, started_ranks
-from toy import EXACT, backward, loss_of, make_lm, shard, tokens_of
+from toy import EXACT, backward, make_lm, shard, tokens_of
 from ways_through_steps import RANKS_PER_NODE, training
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
@@ -32,16 +32,6 @@ def another_last_micro_step(rank: int, overlap: bool) -> None:
     model, handle = new_model(overlap)
     handle.set_last_micro_step(rank != 2)
     backward(model, rank)
-
-
-def backward_skipped_on_one_rank(rank: int, overlap: bool) -> None:
-    """Its loss was NaN, say. It goes on with the next forward."""
-    model, handle = new_model(overlap)
-    handle.set_last_micro_step(False)
-    loss = loss_of(model, tokens_of(rank))
-    if rank != 1:
-        loss.backward()
-    model(tokens_of(rank))
 
 
 def frozen_on_one_rank(rank: int, overlap: bool) -> None:

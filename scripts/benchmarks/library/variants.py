@@ -14,7 +14,6 @@ OFF = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": N
 """Settings with everything off, to which a variant adds the one technique that it shows."""
 
 QWZ, HPZ, QGZ = OFF | {"qwz_bits": 8}, OFF | {"hpz_size": "node"}, OFF | {"qgz_bits": 4, "qgz_intra_bits": 8}
-PAPER = {"preset": "paper"}
 PRESETS = {name: {"preset": name} for name in ("balanced", "half_model", "min_traffic", "exact", "pcie", "paper")}
 """Settings of each preset, by its name in README.md."""
 
