@@ -141,13 +141,16 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def record(settings: dict[str, Any] | None, layers: int = LAYERS, micro_steps: int = 1) -> Recording:
+def record(
+    settings: dict[str, Any] | None, layers: int = LAYERS, micro_steps: int = 1, learning_rate: float = 1e-3
+) -> Recording:
     """Return the streams of some optimizer steps under settings; of stock FSDP2 with None.
 
     Args:
         settings: of this package.
         layers: of the model.
         micro_steps: of each step. Gradients are reduced as Accelerate has them reduced: by stock FSDP2 in the last one alone.
+        learning_rate: of AdamW, on which it depends how many words ``exact`` sends.
 
     Raises:
         RuntimeError: two streams touched the same memory unordered.
@@ -162,14 +165,16 @@ def record(settings: dict[str, Any] | None, layers: int = LAYERS, micro_steps: i
             set_last = model.set_requires_gradient_sync
             if settings is not None:
                 set_last = apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE} | settings).set_last_micro_step
-            _train(model, recording, micro_steps, set_last)
+            _train(model, recording, micro_steps, learning_rate, set_last)
     if checker.races:
         raise RuntimeError("\n".join(map(str, checker.races)))
     return recording
 
 
-def _train(model: nn.Module, recording: Recording, micro_steps: int, set_last: Callable[[bool], None]) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+def _train(
+    model: nn.Module, recording: Recording, micro_steps: int, learning_rate: float, set_last: Callable[[bool], None]
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, fused=True)
     for _ in range(STEPS):
         for micro_step in range(micro_steps):
             set_last(micro_step == micro_steps - 1)
