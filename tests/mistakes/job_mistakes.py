@@ -128,7 +128,7 @@ JOBS = [
     job(
         "the switch on one rank",
         script("os.environ['ZEROPP_ENABLED'] = '0' if rank else '1'"),
-        *("Ranks must agree on whether ZeRO++ runs", "off for ranks [1]"),
+        *("Ranks must agree on whether ZeRO++ runs", "off for rank 1"),
     ),
     job(
         "a shorter epoch on one rank",
