@@ -209,6 +209,13 @@ class Data(torch.utils.data.Dataset):
         tokens = torch.randint(97, (16,), generator=torch.Generator().manual_seed(index))
         return {"input_ids": tokens, "labels": tokens}
 
+class StepsAlone(transformers.TrainerCallback):
+    def on_save(self, *args, **kwargs):
+        raise AssertionError("the trial saved")
+
+    def on_evaluate(self, *args, **kwargs):
+        raise AssertionError("the trial evaluated")
+
 arguments = transformers.TrainingArguments(
     "output", max_steps=20, per_device_train_batch_size=2, save_steps=1, eval_strategy="steps", eval_steps=1, report_to="none",
     logging_steps=50, learning_rate=1e-5, warmup_steps=10, use_cpu=True, fsdp=True, fsdp_config={"zeropp": {"ranks_per_node": 1}},
@@ -218,7 +225,8 @@ config = transformers.LlamaConfig(
 )
 transformers.set_seed(0)
 model = transformers.LlamaForCausalLM(config)
-trainer = transformers.Trainer(model, arguments, train_dataset=Data(), eval_dataset=Data(), callbacks=[ZeroPPCallback()])
+callbacks = [ZeroPPCallback(), StepsAlone()]
+trainer = transformers.Trainer(model, arguments, train_dataset=Data(), eval_dataset=Data(), callbacks=callbacks)
 trainer.train()
 trainer.save_model("final")
 """

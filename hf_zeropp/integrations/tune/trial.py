@@ -46,7 +46,7 @@ measured, "failed" and why, "ended" and the steps of sharded models and of other
 SKIPPED_STEPS = 3
 """Steps that are not measured: the first makes optimizer states, and whole weights cross where changes of them follow."""
 MIN_STEPS = 2 * SKIPPED_STEPS
-Mark: TypeAlias = "float | torch.Event"
+Mark: TypeAlias = float | torch.Event
 """A moment: seconds of the host, or an event of a device."""
 _GRACE_S = 0.3
 """Seconds between the last collective and the end, so that its last bytes have left all ranks."""
@@ -78,7 +78,6 @@ class Received(CollectiveWatch):
 
     def __init__(self, ranks_per_node: int) -> None:
         super().__init__(ranks_per_node)
-        self._factor = ranks_per_node
         self._bytes = Bytes()
 
     def count(self, kind: str, received: Bytes) -> None:
@@ -87,7 +86,7 @@ class Received(CollectiveWatch):
 
     def of_node(self) -> dict[str, float]:
         """Return the bytes of a node, if all of its ranks receive as this one."""
-        return _of_node(self._bytes, self._factor)
+        return _of_node(self._bytes, self._ranks_per_node)
 
 
 class Trial:
