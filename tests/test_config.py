@@ -1,4 +1,4 @@
-"""Settings: every source, every mistake. An error names the setting, what came, and what is valid."""
+"""Settings from every source. An error names the setting, what came, and what is valid: see tests/mistakes too."""
 
 import ast
 import dataclasses
@@ -101,37 +101,22 @@ def test_presets_are_defaults_with_a_name() -> None:
     assert ZeroPPConfig.preset("min_traffic", qwz_bits=4).qwz_bits == 4
     assert ZeroPPConfig.from_dict({"preset": "paper", "qgz_until": 0.5}) == dataclasses.replace(paper, qgz_until=0.5)
     assert ZeroPPConfig.from_env({"ZEROPP_PRESET": "min_traffic", "ZEROPP_QWZ_BITS": "3"}).qwz_bits == 3
-    with pytest.raises(ValueError, match="got 'mintraffic'. Did you mean 'min_traffic'"):
-        ZeroPPConfig.preset("mintraffic")
 
 
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"qwz_bits": 9}, ["qwz_bits", "9", str(BITS_OF_MODE["values"])]),
         ({"qwz_bits": True}, ["qwz_bits", "True"]),
-        ({"qgz_bits": "4"}, ["qgz_bits", "'4'"]),
         ({"qgz_intra_bits": 4.0}, ["qgz_intra_bits", "4.0"]),
         ({"qgz_intra_bits": "Auto"}, ["qgz_intra_bits", "'Auto'", "'auto'"]),
         ({"qwz_intra_bits": 4}, ["qwz_intra_bits", "4", "('auto', 8, None)"]),
         ({"qwz_intra_bits": 16}, ["qwz_intra_bits", "16", "('auto', 8, None)"]),
-        ({"hpz_size": 0}, ["hpz_size", "0", "node"]),
-        ({"hpz_size": "nodes"}, ["hpz_size", "nodes", "node"]),
-        ({"ranks_per_node": -1}, ["ranks_per_node", "-1", "auto"]),
         ({"ranks_per_node": None}, ["ranks_per_node", "None", "auto"]),
-        ({"qgz_until": 1.5}, ["qgz_until", "1.5", "from 0 to 1"]),
-        ({"overlap": "yes"}, ["overlap", "'yes'"]),
-        ({"qwz_mode": "deltas"}, ["qwz_mode", "'deltas'", "values", "delta"]),
         ({"qwz_mode": "delta", "qwz_bits": None}, ["qwz_bits (with qwz_mode 'delta')", str(DELTA_BITS), "None"]),
-        ({"qwz_bits": 2}, ["qwz_bits (with qwz_mode 'values')", str(BITS_OF_MODE["values"]), "2"]),
-        ({"qwz_mode": "delta", "hpz_size": None}, ["hpz_size", "node"]),
         ({"qwz_mode": "exact", "hpz_size": None}, ["hpz_size", "node"]),
         ({"qwz_mode": "exact", "qwz_bits": 4}, ["qwz_bits (with qwz_mode 'exact')", "None", "4"]),
-        ({"hpz_bits": 8}, ["hpz_bits", "delta"]),
-        ({"qgz_accumulator": "float16"}, ["qgz_accumulator", "float32", "bfloat16", "'float16'"]),
         ({"qgz_accumulator": None}, ["qgz_accumulator", "float32", "bfloat16", "None"]),
         ({"qgz_accumulate": "gpu"}, ["qgz_accumulate", "node", "rank", "'gpu'"]),
-        ({"qgz_until": 0.5, "qgz_bits": None, "qgz_intra_bits": None}, ["qgz_until", "qgz_bits", "None"]),
     ],
     ids=str,
 )
@@ -144,7 +129,7 @@ def test_bad_values_name_the_setting_what_came_and_what_is_valid(settings: dict,
 
 @pytest.mark.parametrize(
     ("key", "nearest"),
-    [("qwz_bit", "qwz_bits"), ("hpz", "hpz_size"), ("frozenbits", "frozen_bits"), ("QGZ_bits", "qgz_bits")],
+    [("hpz", "hpz_size"), ("frozenbits", "frozen_bits"), ("QGZ_bits", "qgz_bits")],
 )
 def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
     with pytest.raises(ValueError, match=f"{key}.*Did you mean '{nearest}'"):
@@ -198,8 +183,6 @@ def test_files_in_yaml_and_json(tmp_path, name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("z.yaml", "qwz_bits: [", "not valid YAML"),
-        ("z.json", "{qwz_bits: 4", "not valid YAML or JSON"),
         ("z.yaml", "just words", "key: value"),
         ("z.yaml", "", "key: value"),
         ("z.yaml", "zeropp_config: 8", "mapping"),
@@ -211,12 +194,6 @@ def test_bad_files_say_what_is_wrong(tmp_path, name: str, text: str, words: str)
     path.write_text(text)
     with pytest.raises((ValueError, TypeError), match=words):
         ZeroPPConfig.from_file(path)
-
-
-def test_a_missing_file_is_named(tmp_path) -> None:
-    path = tmp_path / "absent.yaml"
-    with pytest.raises(ValueError, match="absent.yaml"):
-        ZeroPPConfig.from_env({"ZEROPP_CONFIG_FILE": str(path)})
 
 
 def test_environment_overrides_the_file(tmp_path) -> None:
@@ -232,11 +209,6 @@ def test_environment_overrides_the_file(tmp_path) -> None:
     assert ZeroPPConfig.from_env(environ) == ZeroPPConfig(qwz_bits=None, hpz_size=2, qgz_until=0.5)
 
 
-def test_an_unknown_variable_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match="ZEROPP_QWZ_BIT.*ZEROPP_QWZ_BITS"):
-        ZeroPPConfig.from_env({"ZEROPP_QWZ_BIT": "8"})
-
-
 def test_a_deepspeed_file_is_translated(tmp_path) -> None:
     zero = {
         "stage": 3,
@@ -250,21 +222,14 @@ def test_a_deepspeed_file_is_translated(tmp_path) -> None:
     assert ZeroPPConfig.from_file(path) == expected
     one = ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 8}})
     assert one == ZeroPPConfig(qwz_bits=None, hpz_size=8, qgz_bits=None, qgz_intra_bits=None)
-    with pytest.raises(ValueError, match="stage 2"):
-        ZeroPPConfig.from_deepspeed({"zero_optimization": {"stage": 2}})
 
 
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        (
-            {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}},
-            ["zeropp_loco_param", "error feedback was removed"],
-        ),
         ({"zeropp_loco_param": {}}, ["zeropp_loco_param", "Remove the key"]),
         ({"zero_quantized_nontrainable_weights": True}, ["frozen_bits=8", "ZEROPP_FROZEN_BITS"]),
         ({"zero_quantised_hpz": 2}, ["Unknown ZeRO++ key 'zero_quantised_hpz'"]),
-        ({"zero_quantized_weight": True}, ["Did you mean 'zero_quantized_weights'"]),
         ({"zeropp_new_thing": None}, ["'zeropp_new_thing'", "Translated: zero_quantized_weights"]),
         ({"zero_quantized_gradients": {"enabled": True, "num_bits": 8}}, ["zero_quantized_gradients must be true or"]),
         ({"zero_quantized_weights": False, "zero_hpz_partition_size": 1}, ["no part of ZeRO++", "ZEROPP_ENABLED=0"]),
@@ -417,11 +382,6 @@ def test_files_that_hold_something_else_are_named(tmp_path, content: bytes) -> N
     for read in (ZeroPPConfig.from_file, lambda path: ZeroPPConfig.from_env({"ZEROPP_CONFIG_FILE": str(path)})):
         with pytest.raises(ValueError, match="z.yaml"):
             read(path)
-
-
-def test_a_folder_is_no_config_file(tmp_path) -> None:
-    with pytest.raises(ValueError, match="Cannot read the ZeRO"):
-        ZeroPPConfig.from_file(tmp_path)
 
 
 def test_a_variable_that_is_no_yaml_is_named() -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import gc
 import inspect
-import os
 import weakref
 
 import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate_runs import (
     TWO_NODES,
     UNQUANTIZED,
@@ -25,7 +23,7 @@ from accelerate_runs import (
     train,
     weights,
 )
-from harness import Scenarios, expect_errors, run_ranks
+from harness import Scenarios, run_ranks
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 
@@ -360,38 +358,3 @@ def test_loading_on_rank_0_alone(tmp_path):
     stock = run_ranks(run_efficient_loading, 4, str(tmp_path), False, init=False, env=env)
     ours = run_ranks(run_efficient_loading, 4, str(tmp_path), UNQUANTIZED, init=False, env=env)
     assert distance(ours[0], stock[0]) < 1e-5
-
-
-# Mistakes.
-
-
-def build(rank: int, variables: dict[str, str], arguments: dict, precision: str = "no") -> None:
-    os.environ.update(variables)
-    Accelerator(fsdp_plugin=ZeroPPPlugin(**arguments), mixed_precision=precision)
-
-
-@pytest.mark.parametrize(
-    ("variables", "arguments", "words"),
-    [
-        ({}, {"fsdp_version": 1}, ["expected fsdp_version=2, got 1"]),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, {}, ["FSDP1", "fsdp_version: 2", "--fsdp_version 2"]),
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, {}, ["DeepSpeed exclude each other", "distributed_type: FSDP"]),
-        ({"ZEROPP_CONFIG_FILE": "/no/such/file.yaml"}, {}, ["Cannot read", "/no/such/file.yaml", "Check the path"]),
-        ({"ZEROPP_QWZ_BIT": "8"}, {}, ["Unknown environment variable ZEROPP_QWZ_BIT", "ZEROPP_QWZ_BITS"]),
-        ({}, {"zeropp": {"qwz_bit": 8}}, ["qwz_bit'", "Did you mean 'qwz_bits'"]),
-        ({}, {"zeropp": True}, ["mapping", "bool"]),
-    ],
-)
-def test_mistakes_raise_on_every_rank(variables, arguments, words):
-    for message in expect_errors(build, 2, variables, arguments, init=False, limit_s=60.0):
-        assert all(word in message for word in words), message
-
-
-def run_with_stock_plugin_first(rank: int) -> None:
-    Accelerator(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
-    Accelerator(fsdp_plugin=ZeroPPPlugin())
-
-
-def test_a_plugin_behind_another_accelerator_is_refused():
-    for message in expect_errors(run_with_stock_plugin_first, 2, init=False, limit_s=60.0):
-        assert "built before, without this ZeroPPPlugin" in message and "first Accelerator" in message

@@ -89,10 +89,3 @@ def test_an_adapter_of_another_base_leaves_nothing_behind(tmp_path):
     with pytest.raises((ValueError, RuntimeError), match="shape|size mismatch"):
         export(tmp_path / "merged", tmp_path / "other", tmp_path / "adapter", show_progress=False)
     assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "other"}
-
-
-def test_nothing_to_export_is_an_error(tmp_path):
-    with pytest.raises(SystemExit, match="Nothing to export"):
-        cli.main(["export", "--output", str(tmp_path / "merged")])
-    with pytest.raises(SystemExit, match="no adapter_config.json"):
-        cli.main(["export", "--adapter", str(tmp_path), "--output", str(tmp_path / "merged")])

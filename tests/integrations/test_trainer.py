@@ -174,10 +174,6 @@ def test_settings_may_stand_in_a_file(tmp_path):
     assert (settings["qwz_bits"], settings["ranks_per_node"]) == (4, 2)
 
 
-def callback_without_fsdp(rank: int, folder: str):
-    build_trainer(folder, fsdp=None, fsdp_config=None)
-
-
 def settings_without_callback(rank: int, folder: str, counts_on_cpu: bool):
     """Losses, and the node's bytes per step as they are logged and as they are predicted."""
     if counts_on_cpu:  # as on an accelerator
@@ -197,60 +193,3 @@ def test_settings_take_effect_without_a_callback(tmp_path):
 def test_settings_that_cannot_take_effect_are_an_error(tmp_path):
     for message in expect_errors(settings_without_callback, 2, str(tmp_path), False):
         assert "got fsdp=True in 2 processes of DistributedType.MULTI_CPU" in message and "hf-zeropp launch" in message
-
-
-def callback_added_late(rank: int, folder: str):
-    trainer = Trainer(tiny_model(), training_arguments(folder, {}), train_dataset=token_data())
-    trainer.add_callback(ZeroPPCallback())
-    trainer.train()
-
-
-def fsdp_version_1(rank: int, folder: str):
-    build_trainer(folder, fsdp_config={"version": 1, "sync_module_states": False})
-
-
-def deepspeed_too(rank: int, folder: str):
-    args = training_arguments(folder)
-    args.deepspeed = "zero3.json"
-    Trainer(tiny_model(), args, train_dataset=token_data(), callbacks=[ZeroPPCallback()])
-
-
-def unknown_key(rank: int, folder: str):
-    build_trainer(folder, {"qwz_bit": 8})
-
-
-def attach_to_another(rank: int, folder: str):
-    ZeroPPCallback().attach(build_trainer(folder))
-
-
-MISTAKES = {
-    callback_without_fsdp: "ZeroPPCallback needs a model sharded by FSDP2, got fsdp=None",
-    callback_added_late: "ZeroPPCallback must be there when the Trainer is built",
-    fsdp_version_1: "expected fsdp_version=2, got 1",
-    deepspeed_too: "ZeroPPCallback and DeepSpeed exclude each other",
-    unknown_key: "Did you mean 'qwz_bits'?",
-    attach_to_another: "this callback was not passed to that trainer",
-}
-
-
-def every_mistake(rank: int, folder: str) -> dict[str, str]:
-    messages = {}
-    for mistake in MISTAKES:
-        integration._callbacks.clear()
-        try:
-            mistake(rank, folder)
-            messages[mistake.__name__] = "no error"
-        except ValueError as error:
-            messages[mistake.__name__] = str(error)
-    return messages
-
-
-def test_mistakes_are_errors_that_say_what_to_do(tmp_path):
-    for messages in run_ranks(every_mistake, 2, str(tmp_path)):
-        for mistake, expected in MISTAKES.items():
-            assert expected in messages[mistake.__name__], mistake.__name__
-
-
-def test_a_mistake_raises_on_every_rank(tmp_path):
-    for message in expect_errors(unknown_key, 2, str(tmp_path)):
-        assert message.startswith("ValueError: Unknown ZeRO++ setting 'qwz_bit'")

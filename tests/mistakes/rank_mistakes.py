@@ -15,13 +15,15 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from catalogue import EVERY_RANK, Mistake
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from toy import make_lm, shard, tokens_of
+from toy import POLICIES, make_lm, shard, tokens_of
 from trainer_runs import build_trainer, tiny_model, token_data, training_arguments
 from transformers import Trainer
 
 from hf_zeropp import ZeroPPCallback, ZeroPPPlugin, apply_zeropp, generation_mode
 from hf_zeropp import plan as plan_module
+from hf_zeropp.compat import MovedNameError
 from hf_zeropp.integrations.launch.unmodified import FirstSteps
 
 NODES = {"ranks_per_node": 2}
@@ -59,6 +61,51 @@ def in_new_state(make: Callable[[], object]) -> None:
             make()
     finally:
         AcceleratorState._reset_state(reset_partial_state=False)
+
+
+def with_unknown_replicas() -> None:
+    """Two nodes shard the model across them twice: ranks 0 and 2, and ranks 1 and 3."""
+    mesh = mesh_of_two()["node"]
+    apply_zeropp(shard(make_lm(), mesh=mesh), NODES, mesh=mesh)
+
+
+def with_replicas_of_some_units() -> None:
+    mesh, model = mesh_of_two(), make_lm()
+    fully_shard(model.blocks[0], mesh=mesh)
+    applied(fully_shard(model, mesh=mesh["place"]), {"ranks_per_node": 1})
+
+
+def with_one_unit_resharded_to_a_part() -> None:
+    model = make_lm()
+    fully_shard(model.blocks[1], reshard_after_forward=2)
+    fully_shard(model.blocks[0])
+    applied(fully_shard(model))
+
+
+def transpose(model: torch.nn.Module) -> None:
+    weight = model.blocks[1].up.weight
+    model.blocks[1].up.weight = torch.nn.Parameter(weight.detach().T.contiguous())
+
+
+def with_variables(variables: dict[str, str | None], make: Callable[[], object]) -> None:
+    """Make a mistake of a user's or a launcher's variables; None takes one away."""
+    with mock.patch.dict("os.environ"):
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        make()
+
+
+def with_local_world_size(value: str | None) -> None:
+    with_variables({"LOCAL_WORLD_SIZE": value}, lambda: applied(shard(make_lm()), None))
+
+
+def with_a_moved_name(rank: int) -> None:
+    """Apply where the installed libraries are not those of the other ranks."""
+    error = MovedNameError("somelib 3.0 has no `gone`") if rank == 1 else None
+    with mock.patch.object(plan_module, "check_seams", side_effect=error):
+        applied(shard(make_lm()))
 
 
 def with_version(rank: int) -> None:
@@ -117,6 +164,12 @@ def launched_by(launcher: str, make: Callable[[], object]) -> None:
         make()
 
 
+def callback_beside_deepspeed() -> None:
+    arguments = training_arguments("out")
+    arguments.deepspeed = "zero3.json"
+    Trainer(tiny_model(), arguments, train_dataset=token_data(), callbacks=[ZeroPPCallback()])
+
+
 def late_callback() -> None:
     trainer = Trainer(tiny_model(), training_arguments("out", None, fsdp=None, fsdp_config=None))
     trainer.add_callback(ZeroPPCallback())
@@ -132,13 +185,42 @@ RANKS = [
         *("is sharded over ranks", "expected all 4 ranks", "Call fully_shard"),
     ),
     on_ranks(
+        "a model on each node alone",
+        lambda rank: applied(shard(make_lm(), mesh=mesh_of_two()["place"])),
+        *("is sharded over ranks", "expected all 4 ranks", "1-D mesh"),
+    ),
+    on_ranks(
+        "replicas of some units",
+        lambda rank: with_replicas_of_some_units(),
+        *("unit (root) is replicated over ranks", "and other units over", "same mesh for all units"),
+    ),
+    on_ranks(
+        "replicas that nobody averages",
+        lambda rank: with_unknown_replicas(),
+        *("over ranks [0, 2]", "once more over ranks [1, 3]", "replicas whose gradients are not averaged"),
+    ),
+    on_ranks(
         "resharded to a part",
-        lambda rank: applied(shard(make_lm(), reshard_after_forward=2)),
-        *("reshard_after_forward=<int>", "reshard_after_forward=True"),
+        lambda rank: with_one_unit_resharded_to_a_part(),
+        *("unit blocks.1", "reshard_after_forward=<int>", "reshard_after_forward=True", "hpz_size"),
     ),
     on_ranks("applied to a part again", lambda rank: applied(applied(shard(make_lm())).blocks[0]), "Call it once"),
     on_ranks("other settings later", lambda rank: applied(applied(shard(make_lm())), {}), "cannot change", "anew"),
     on_ranks("nodes of three", lambda rank: applied(shard(make_lm()), {"ranks_per_node": 3}), "Divisors: [1, 2, 4]"),
+    on_ranks(
+        "copies of three",
+        lambda rank: applied(shard(make_lm()), NODES | {"hpz_size": 3}),
+        "hpz_size=3 must divide the world of 4",
+    ),
+    *(
+        on_ranks(f"LOCAL_WORLD_SIZE={value}", lambda rank, value=value: with_local_world_size(value), *words)
+        for value, *words in (
+            ("3", "LOCAL_WORLD_SIZE=3 must divide the world of 4"),
+            ("0", "LOCAL_WORLD_SIZE=0"),
+            ("two", "LOCAL_WORLD_SIZE=two"),
+            (None, "LOCAL_WORLD_SIZE, which is not set", "accelerate launch", "torchrun"),
+        )
+    ),
     on_ranks("misspelt setting", lambda rank: applied(shard(make_lm()), {"qwz_bit": 8}), "Did you mean 'qwz_bits'?"),
     on_ranks(
         "deltas of 16-bit masters",
@@ -148,6 +230,17 @@ RANKS = [
     on_ranks("generation without ZeRO++", lambda rank: generation_mode(make_lm()).__enter__(), "call apply_zeropp"),
     on_ranks("a step while generating", step_while_generating, "inside generation_mode", "Leave the"),
     on_ranks("FSDP1", lambda rank: ZeroPPPlugin(fsdp_version=1), "expected fsdp_version=2, got 1"),
+    on_ranks(
+        "FSDP1 of the launcher",
+        lambda rank: with_variables({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, ZeroPPPlugin),
+        *("configured for FSDP1", "fsdp_version: 2", "--fsdp_version 2"),
+    ),
+    on_ranks(
+        "DeepSpeed of the launcher",
+        lambda rank: with_variables({"ACCELERATE_USE_DEEPSPEED": "true"}, ZeroPPPlugin),
+        *("DeepSpeed exclude each other", "distributed_type: FSDP"),
+    ),
+    on_ranks("true for settings", lambda rank: ZeroPPPlugin(zeropp=True), "mapping", "bool"),
     on_ranks(
         "the plugin of the second Accelerator",
         lambda rank: in_new_state(second_accelerator),
@@ -188,23 +281,77 @@ RANKS = [
         lambda rank: in_new_state(lambda: build_trainer("out", fsdp=None, fsdp_config=None)),
         *("needs a model sharded by FSDP2", "got fsdp=None", "hf-zeropp launch"),
     ),
+    on_ranks(
+        "a callback beside DeepSpeed",
+        lambda rank: in_new_state(callback_beside_deepspeed),
+        "ZeroPPCallback and DeepSpeed exclude each other",
+    ),
+    on_ranks(
+        "FSDP1 of a Trainer",
+        lambda rank: in_new_state(
+            lambda: build_trainer("out", fsdp_config={"version": 1, "sync_module_states": False})
+        ),
+        "expected fsdp_version=2, got 1",
+    ),
+    on_ranks(
+        "a misspelt setting of a Trainer",
+        lambda rank: in_new_state(lambda: build_trainer("out", {"qwz_bit": 8})),
+        *("Unknown ZeRO++ setting 'qwz_bit'", "Did you mean 'qwz_bits'?"),
+    ),
     on_ranks("a callback that comes late", lambda rank: in_new_state(late_callback), "Trainer(callbacks=[...])"),
     on_ranks(
         "a callback of another Trainer",
         lambda rank: in_new_state(lambda: ZeroPPCallback().attach(build_trainer("out"))),
         *("was not passed to that trainer", "Trainer(callbacks=[callback])"),
     ),
-    differ("settings", lambda rank: applied(shard(make_lm()), NODES | {"qwz_bits": 8 if rank != 2 else 4}), "qwz_bits"),
+    differ(
+        "settings",
+        lambda rank: applied(shard(make_lm()), NODES | {"qwz_bits": 8 if rank != 2 else 4}),
+        *("rank 0 has ('qwz_bits', 8)", "rank 2 has ('qwz_bits', 4)", "same settings"),
+    ),
+    differ(
+        "a value",
+        lambda rank: applied(shard(make_lm()), NODES if rank != 1 else {"qgz_bits": 5}),
+        *("rank 1", "qgz_bits must be one of", "got 5"),
+    ),
+    differ("a type", lambda rank: applied(shard(make_lm()), NODES if rank != 0 else 7), "rank 0", "mapping", "int"),
     differ(
         "a file", lambda rank: applied(shard(make_lm()), NODES if rank != 3 else "gone.yaml"), "rank 3", "gone.yaml"
     ),
-    differ("nodes", lambda rank: applied(shard(make_lm()), {"ranks_per_node": 2 if rank else 4}), "ranks_per_node"),
-    differ("depth", lambda rank: applied(shard(make_lm(depth=3 if rank == 3 else 2))), "units", "rank 3", "same"),
+    differ(
+        "nodes",
+        lambda rank: applied(shard(make_lm()), {"ranks_per_node": 2 if rank else 4}),
+        *("rank 0 has ('ranks_per_node', 4)", "rank 1 has ('ranks_per_node', 2)"),
+    ),
+    differ(
+        "LOCAL_WORLD_SIZE, on nodes of two and of one",
+        lambda rank: with_local_world_size("2" if rank < 2 else "1"),
+        *("ranks_per_node", "rank 0 has 2", "rank 2 has 1"),
+    ),
+    differ(
+        "depth", lambda rank: applied(shard(make_lm(depth=3 if rank == 3 else 2))), "units", "rank 3", "same", "model"
+    ),
     differ("width", lambda rank: applied(shard(make_lm(hidden=24 if rank == 1 else 16))), "units", "rank 1"),
     differ(
-        "dtype", lambda rank: applied(shard(make_lm().to(torch.bfloat16 if rank == 2 else torch.float32))), "rank 2"
+        "shape",
+        lambda rank: applied(changed(transpose if rank == 3 else lambda model: None)),
+        *("unit blocks.1 with weight (27, 12)", "rank 3 has unit blocks.1 with weight (12, 27)"),
     ),
-    differ("frozen", lambda rank: applied(changed(lambda model: model.head.requires_grad_(rank != 1))), "frozen"),
+    differ(
+        "dtype",
+        lambda rank: applied(shard(make_lm().to(torch.bfloat16 if rank == 2 else torch.float32))),
+        *("unit (root)", "torch.float32", "rank 2 has", "torch.bfloat16"),
+    ),
+    differ(
+        "mixed precision",
+        lambda rank: applied(shard(make_lm(), POLICIES["bf16" if rank == 1 else "fp32"])),
+        *("param_dtype None", "rank 1 has", "param_dtype torch.bfloat16"),
+    ),
+    differ(
+        "frozen",
+        lambda rank: applied(changed(lambda model: model.head.requires_grad_(rank != 1))),
+        *("unit (root) with weight (29, 12) in torch.float32, rank 1", "torch.float32, frozen"),
+    ),
     differ(
         "frozen weights through Accelerate",
         lambda rank: in_new_state(lambda: frozen_on_some_ranks(rank)),
@@ -220,6 +367,7 @@ RANKS = [
         ),
     ),
     differ("versions", with_version, "versions", "2.99", "rank 1"),
+    differ("names of a library", with_a_moved_name, "rank 1 says: MovedNameError: somelib 3.0 has no `gone`"),
     differ("the switch in apply_zeropp", lambda rank: switched(rank, lambda: applied(shard(make_lm()))), "is_enabled"),
     differ(
         "the switch in Accelerate",
