@@ -4,7 +4,7 @@ A unit is one FSDP2 communication group: the parameters of one ``fully_shard`` c
 together. FSDP2's public hooks (``set_custom_all_gather``, ``set_custom_reduce_scatter``) hand us flat tensors. To cut
 blocks at parameter boundaries, to notice changed weights, and to know whose gradients a flat tensor holds, we must know
 which parameters lie in it. ``FSDPState`` and ``FSDPParamGroup`` know, and have no public accessor for it.
-tests/fsdp/test_units.py fails when one of the names below moves.
+tests/style/test_seams.py fails when one of the names below moves.
 """
 
 from __future__ import annotations

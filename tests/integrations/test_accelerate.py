@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.state import GradientState
 from accelerate_runs import (
     TWO_NODES,
     UNQUANTIZED,
@@ -120,22 +119,6 @@ def counted_is_predicted(rank: int) -> None:
         assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 6)
 
 
-def accumulation_keeps_partials(rank: int) -> None:
-    """Between micro-steps a rank holds 1/N of every unit and no gradient of full size, and the optimizer waits."""
-    accelerator = new_accelerator(micro_steps=2)
-    model, optimizer = prepared(accelerator)
-    handle, before = handle_of(accelerator, model), weights(model)
-    train(accelerator, model, optimizer, rank, (0,))
-    numel = sum(shard.padded_numel for unit in handle.units for shard in unit.param_shards())
-    assert handle.partial_bytes() == 2 * numel * 4
-    held = [p._unsharded_param.grad for unit in handle.units for p in unit._group.fsdp_params]
-    assert held == [None] * len(held)
-    assert distance(weights(model), before) == 0
-    train(accelerator, model, optimizer, rank, (1,))
-    assert handle.partial_bytes() == 0 and distance(weights(model), before) > 0
-    assert (handle.traffic.steps, handle.traffic.micro_steps) == (1, 2)
-
-
 def accumulation_on_the_rank(rank: int) -> None:
     """Accelerate's own ``no_sync`` stays: full gradients wait on the rank until one reduction. The numbers are the same."""
     found, node_bytes = {}, {}
@@ -210,22 +193,6 @@ def tied_embeddings(rank: int) -> None:
     assert distance(*found) < 1e-4  # two AdamW steps in between amplify the rounding of sums
 
 
-def evaluation_between_steps(rank: int) -> None:
-    """Evaluate, train, evaluate: each sees the weights as they are, as stock does after resharding."""
-    accelerator = new_accelerator(UNQUANTIZED)
-    model, optimizer = prepared(accelerator)
-    tokens = batch_of(rank, 9)
-    for step in range(3):
-        with torch.no_grad():
-            logits = model(input_ids=tokens).logits
-        current = weights(model)
-        reference = tiny_llama()
-        reference.load_state_dict(current, strict=False)
-        with torch.no_grad():
-            assert torch.equal(logits, reference(input_ids=tokens).logits), step
-        train(accelerator, model, optimizer, rank, (step,))
-
-
 def saved_model_reloads(rank: int, folder: str) -> None:
     """``from_pretrained`` of a saved model gives back the weights that were trained, without the wire's rounding."""
     accelerator = new_accelerator()
@@ -260,24 +227,6 @@ def second_accelerator(rank: int) -> None:
         Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp=TWO_NODES))
 
 
-def private_names_of_accelerate(rank: int) -> None:
-    """Accelerate behaves as integrations/accelerate.py relies on it to. Its names are in the table of hf_zeropp/compat."""
-    assert "fsdp_plugin" in inspect.signature(AcceleratorState.__init__.__wrapped__).parameters
-    accelerator = new_accelerator(micro_steps=2)
-    assert AcceleratorState._shared_state["fsdp_plugin"] is accelerator.state.fsdp_plugin
-    assert PartialState._shared_state["distributed_type"] == accelerator.distributed_type
-    model, _ = prepared(accelerator)
-    calls = []
-    model.set_requires_gradient_sync = lambda *args: calls.append(args)
-    for wanted in (False, True):
-        GradientState().plugin_kwargs["sync_each_batch"] = wanted
-        accelerator.step = 0
-        with accelerator.accumulate(model):
-            assert GradientState().sync_gradients is False
-        assert bool(calls) is not wanted, "accumulate() does not ask sync_each_batch any more"
-        calls.clear()
-
-
 WORKS = Scenarios(
     4,
     [
@@ -288,16 +237,13 @@ WORKS = Scenarios(
         a_model_that_is_never_used_is_not_kept,
         accumulation_sends_once,
         counted_is_predicted,
-        accumulation_keeps_partials,
         accumulation_on_the_rank,
         no_sync_by_hand,
         clipping,
         gradient_checkpointing,
         tied_embeddings,
-        evaluation_between_steps,
         generation_before_training,
         second_accelerator,
-        private_names_of_accelerate,
     ],
     init=False,
 )

@@ -1,4 +1,4 @@
-"""ZeroPPCallback under transformers' Trainer: losses, bytes, schedule, logs, cost, mistakes."""
+"""ZeroPPCallback under transformers' Trainer: losses, bytes, schedule, logs, cost."""
 
 from __future__ import annotations
 
