@@ -5,7 +5,6 @@
 #   bash scripts/fuzz.sh --minutes 60 --seed 7     # these
 #   bash scripts/fuzz.sh --only 1234               # one seed: run it, make it short, print it
 #   bash scripts/fuzz.sh --script program.txt      # a program in a file, such as tests/fuzz/regressions/*/*.txt
-#   bash scripts/fuzz.sh --shapes 20000            # operators and two-hop collectives on random shapes
 #   bash scripts/fuzz.sh --help
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 make_environment

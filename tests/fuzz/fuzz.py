@@ -20,11 +20,6 @@ PROGRESS_S = 15.0
 
 def main() -> int:
     args = _parse()
-    if args.shapes:
-        # Imported here, since it starts a server process of its own.
-        from shapes import run_shapes
-
-        return run_shapes(args.shapes, random.SystemRandom().randrange(10**9) if args.seed is None else args.seed)
     if args.script is not None:
         return _run_one(-1, Case.parse(Path(args.script).read_text()), args)
     if args.only is not None:
@@ -41,7 +36,6 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=None, help="the first seed; a random one by default")
     parser.add_argument("--only", type=int, default=None, metavar="SEED", help="run one seed, shorten and print it")
     parser.add_argument("--script", default=None, help="run the program in a file")
-    parser.add_argument("--shapes", type=int, default=0, metavar="COUNT", help="random shapes of operators and hops")
     parser.add_argument("--without", action="append", default=[], choices=HAZARDS, metavar="HAZARD")
     parser.add_argument("--with-only", action="append", default=[], choices=HAZARDS, metavar="HAZARD")
     parser.add_argument("--mesh", choices=MESHES, default="", help="what differential/meshes.py describes")
