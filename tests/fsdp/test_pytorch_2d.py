@@ -9,13 +9,13 @@ called.
 ==================================================================== =========================================================
 PyTorch's test                                                       here
 ==================================================================== =========================================================
-test_train_parity_hsdp, test_hsdp_train_parity_cpu_offload_eager     replicas, replicas_in_every_way
+test_train_parity_hsdp, test_hsdp_train_parity_cpu_offload_eager     replicas
 test_hsdp_train_parity_multi_group and ..._unshard_async_op          delays
 test_gradient_accumulation (its mesh of two dimensions)              gradient_accumulation, gradient_accumulation_in_every_way
 test_2d_mlp_with_nd_mesh                                             stages_beside_tensor_parallelism
 test_3d_mlp_with_nd_mesh                                             replicas_beside_tensor_parallelism
 test_shard_placement_fn_tp_ep                                        a_mesh_per_parameter (refused)
-test_shard_dtensor_parameters, test_2d_state_dict_correctness        tensor_parallelism
+test_shard_dtensor_parameters, test_2d_state_dict_correctness        shards_of_columns, state_dicts
 test_init_2d_transformer_shard_diff_dim                              shards_of_columns
 test_meta_device_2d_init                                             materialized_later
 test_2d_process_group_init                                           groups_of_the_users_own
@@ -185,15 +185,6 @@ def replicas(rank: int) -> None:
         assert_trains_as_stock(mesh, *both(mesh, width=width, **ways), prepare)
 
 
-def replicas_in_every_way(rank: int) -> None:
-    mesh = mesh_of(REPLICAS)
-    flags = (True, False)
-    for width, reshards, checkpoints, offloads in itertools.product((3, 16, 17), flags, flags, flags):
-        ways = {"reshard_after_forward": reshards, "checkpoints": checkpoints, "offloads": offloads}
-        for prepare in (sync_at_last, None):
-            assert_trains_as_stock(mesh, *both(mesh, width=width, **ways), prepare)
-
-
 def delays(rank: int) -> None:
     """Ranks are late one after the other, and gathers are asynchronous."""
     mesh = mesh_of(REPLICAS)
@@ -288,17 +279,6 @@ def a_mesh_per_parameter(rank: int) -> None:
     fully_shard(model, mesh=world, shard_placement_fn=place)
     with pytest.raises(ValueError, match="2 communication groups .* Call fully_shard on the submodules instead"):
         apply_zeropp(model, {"ranks_per_node": 1})
-
-
-def tensor_parallelism(rank: int) -> None:
-    mesh = mesh_of(TENSORS)
-    for width, kwargs in ((5, {}), (16, {"reshard_after_forward": False}), (17, {"checkpoints": True})):
-        stock, model = both(mesh, width=width, **kwargs)
-        torch.manual_seed(0)
-        plain = nn.Sequential(*[MLP(width) for _ in range(3)])
-        for name, weight in full_weights(model).items():
-            assert torch.equal(weight, plain.get_parameter(name)), name
-        assert_trains_as_stock(mesh, stock, model)
 
 
 def shards_of_columns(rank: int) -> None:
@@ -404,7 +384,6 @@ def extensions_get_the_mesh_of_the_shards(rank: int) -> None:
 
 ON_FOUR = [
     replicas,
-    replicas_in_every_way,
     delays,
     gradient_accumulation,
     gradient_accumulation_in_every_way,
@@ -412,7 +391,6 @@ ON_FOUR = [
     weights_sent_to_other_replicas,
     hooks_on_reduced_gradients,
     *([a_mesh_per_parameter] if hasattr(_fsdp_common, "ShardPlacementResult") else []),  # since torch 2.12
-    tensor_parallelism,
     shards_of_columns,
     materialized_later,
     state_dicts,

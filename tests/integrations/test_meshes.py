@@ -385,7 +385,7 @@ def with_other_micro_steps(rank: int, saved: str, mesh: dict) -> None:
     loss_of(model, rank, mesh).backward()
 
 
-@pytest.mark.parametrize("mesh", KINDS)
+@pytest.mark.parametrize("mesh", ["fsdp x tp", "fsdp x ep"])
 def test_other_micro_steps_on_some_ranks_raise_on_all(tmp_path, mesh):
     errors = expect_errors(with_other_micro_steps, WORLD, saved_model(str(tmp_path), mesh), KINDS[mesh], limit_s=300)
     assert any("DisagreementError" in error for error in errors), errors
