@@ -20,7 +20,7 @@ from frozen_runs import (
     tokens,
     with_adapter,
 )
-from harness import expect_errors, run_ranks
+from harness import run_ranks
 
 from hf_zeropp import compat
 from hf_zeropp.comm.agreement import Agreement
@@ -156,15 +156,6 @@ def test_a_memory_budget_gathers_once(results):
 def test_without_secondary_shards_the_world_goes_on_together(results):
     for rank in results:
         assert set(rank["lora, no secondary"]["groups"]) == {4}
-
-
-def run_without_zeropp(rank: int) -> None:
-    with generation_mode(tiny_llama()):
-        pass
-
-
-def test_generation_mode_needs_zeropp():
-    assert "prepare it with Accelerate" in expect_errors(run_without_zeropp, 1)[0]
 
 
 def test_memory_budgets():

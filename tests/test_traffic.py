@@ -137,18 +137,6 @@ def a_frozen_root_does_not_stop_the_count(rank: int) -> None:
     assert handle.traffic.zero3_bytes_per_step() > 0
 
 
-def generation_stays_within_nodes(rank: int) -> None:
-    model = shard(make_lm())
-    handle = apply_zeropp(model, NODES)
-    with torch.no_grad():
-        model(tokens_of(rank))
-        handle.traffic.reset()
-        for step in range(5):
-            model(tokens_of(rank, step))
-    assert handle.traffic.counts.keys() <= {GATHER_NODE}
-    assert handle.traffic.cross_node_bytes == 0
-
-
 def secondary_shards_are_a_node_th_of_the_model(rank: int) -> None:
     """In INT8 a copy takes a byte per weight and the scales, of which each rank keeps 1/N."""
     model = a_transformer()
@@ -193,7 +181,6 @@ SCENARIOS = Scenarios(
         weights_cross_once_per_step,
         frozen_units_cross_once,
         a_frozen_root_does_not_stop_the_count,
-        generation_stays_within_nodes,
         secondary_shards_are_a_node_th_of_the_model,
         one_node_is_left_to_fsdp2,
         optimizers_in_backward,

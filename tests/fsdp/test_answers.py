@@ -5,7 +5,6 @@ Every program runs under stock FSDP2 and under ZeRO++ without quantization, and 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -45,10 +44,10 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 class Left(nn.Module):
     """It raises once, in the middle of a forward pass."""
 
-    def __init__(self, block: nn.Module, error: type[BaseException]) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
         self.block = block
-        self.errors = [error()]
+        self.errors = [KeyboardInterrupt()]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.block(x)
@@ -63,7 +62,7 @@ def train_through(step: Callable[[], torch.Tensor], optimizer: torch.optim.Optim
     while len(losses) < 4:
         try:
             loss = step()
-        except (KeyboardInterrupt, asyncio.CancelledError):
+        except KeyboardInterrupt:
             continue
         loss.backward()
         optimizer.step()
@@ -72,52 +71,41 @@ def train_through(step: Callable[[], torch.Tensor], optimizer: torch.optim.Optim
     return losses
 
 
-def actor_and_critic(error: type[BaseException]) -> Program:
+def actor_and_critic(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
     """A container whose own forward never runs. The actor is left in its second block."""
+    models = nn.ModuleDict({"actor": make_lm(), "critic": make_lm(1)})
+    models["actor"].blocks[1].down = Left(models["actor"].blocks[1].down)
+    for model in models.values():
+        shard(model)
+    prepare(models)
 
-    def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
-        models = nn.ModuleDict({"actor": make_lm(), "critic": make_lm(1)})
-        models["actor"].blocks[1].down = Left(models["actor"].blocks[1].down, error)
-        for model in models.values():
-            shard(model)
-        prepare(models)
+    def step() -> torch.Tensor:
+        return sum(loss_of(model, tokens_of(rank)) for model in models.values())
 
-        def step() -> torch.Tensor:
-            return sum(loss_of(model, tokens_of(rank)) for model in models.values())
-
-        return train_through(step, sgd(models))
-
-    return program
+    return train_through(step, sgd(models))
 
 
-def blocks_by_hand(error: type[BaseException]) -> Program:
-    def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
-        torch.manual_seed(0)
-        blocks = nn.ModuleList(Block() for _ in range(3))
-        blocks[1].down = Left(blocks[1].down, error)
-        for block in blocks:
-            fully_shard(block)
-        prepare(blocks)
-        x = torch.randn(2, 12, generator=torch.Generator().manual_seed(rank))
+def blocks_by_hand(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
+    torch.manual_seed(0)
+    blocks = nn.ModuleList(Block() for _ in range(3))
+    blocks[1].down = Left(blocks[1].down)
+    for block in blocks:
+        fully_shard(block)
+    prepare(blocks)
+    x = torch.randn(2, 12, generator=torch.Generator().manual_seed(rank))
 
-        def step() -> torch.Tensor:
-            return nn.Sequential(*blocks)(x).square().mean()
+    def step() -> torch.Tensor:
+        return nn.Sequential(*blocks)(x).square().mean()
 
-        return train_through(step, sgd(blocks))
-
-    return program
+    return train_through(step, sgd(blocks))
 
 
 def actor_left_by_interrupt(rank: int) -> None:
-    same_as_stock(rank, actor_and_critic(KeyboardInterrupt))
-
-
-def actor_left_by_cancellation(rank: int) -> None:
-    same_as_stock(rank, actor_and_critic(asyncio.CancelledError))
+    same_as_stock(rank, actor_and_critic)
 
 
 def blocks_left_by_interrupt(rank: int) -> None:
-    same_as_stock(rank, blocks_by_hand(KeyboardInterrupt))
+    same_as_stock(rank, blocks_by_hand)
 
 
 class ManualOptimization(nn.Module):
@@ -200,7 +188,6 @@ SCENARIOS = Scenarios(
     4,
     [
         actor_left_by_interrupt,
-        actor_left_by_cancellation,
         blocks_left_by_interrupt,
         steps_inside_of_a_forward_pass,
         another_model_in_a_backward_pass,

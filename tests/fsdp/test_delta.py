@@ -6,12 +6,11 @@ are 0.007 off here; the goal for INT4 deltas is 0.003.
 
 from __future__ import annotations
 
-import pytest
 import torch
 from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
 from harness import Scenarios, expect_errors, run_ranks
 from staleness import WritesData, WritesPointers
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from toy import (
     POLICIES,
     VOCAB,
@@ -367,33 +366,6 @@ def test_switching_adapters():
         assert rests and errors and max(errors) <= GOAL, errors
 
 
-# ---- What it refuses, on every rank.
-
-
-def refused(rank: int, kind: str) -> None:
-    model, settings, arguments = make_lm(), DELTA, {}
-    if kind == "bf16 masters":
-        model = model.bfloat16()
-    if kind == "offloading":
-        arguments = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}
-    if kind == "a copy over the world":
-        settings = DELTA | {"hpz_size": 4}
-    apply_zeropp(shard(model, POLICIES["bf16"], **arguments), settings)
-
-
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        ("bf16 masters", "needs fp32 master weights, but unit (root) trains parameters in torch.bfloat16"),
-        ("offloading", "offloaded to the CPU"),
-        ("a copy over the world", "hpz_size=4 spreads one copy of the weights over all ranks"),
-    ],
-)
-def test_what_has_no_masters_or_no_copy_is_refused(kind, message):
-    for error in expect_errors(refused, 4, kind):
-        assert message in error, error
-
-
 # ---- ZEROPP_CHECK.
 
 
@@ -434,15 +406,3 @@ def test_check_stops_every_rank_and_names_the_unit():
 
 def test_without_the_check_nobody_notices():
     run_ranks(damaged_copy, 4, DELTA)
-
-
-def check_on_one_rank(rank: int) -> None:
-    import os
-
-    os.environ["ZEROPP_CHECK"] = str(int(rank == 0))
-    new_model(DELTA)
-
-
-def test_ranks_agree_on_checking():
-    for error in expect_errors(check_on_one_rank, 2):
-        assert "checks_secondaries" in error

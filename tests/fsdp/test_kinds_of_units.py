@@ -15,7 +15,6 @@ from harness import Scenarios
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from toy import (
-    EXACT,
     Reduction,
     backward,
     check_gradients,
@@ -133,20 +132,6 @@ def inference_mode_between_steps(rank: int, overlap: bool) -> None:
             model(tokens_of(rank))
 
 
-def converted_models(rank: int, overlap: bool) -> None:
-    """model.to() and its kin work as with stock FSDP2, which swaps tensors (and refuses weakly referenced ones)."""
-    model = shard(make_lm())
-    apply(model, overlap, **EXACT | {"hpz_size": "node"})
-    with torch.no_grad():
-        model(tokens_of(rank))
-    model.to(torch.bfloat16).to(torch.float32)
-    with torch.no_grad():
-        logits = model(tokens_of(rank))
-    reference = make_lm()
-    reference.load_state_dict(full_weights(model))
-    assert torch.equal(logits, reference(tokens_of(rank)))
-
-
 def hpz_of_other_sizes(rank: int, overlap: bool) -> None:
     """Copies shared by one rank, by the node, by the world: hops of one rank and hops that cross nodes twice."""
     for hpz_size in (1, 2, 4, None):
@@ -210,7 +195,6 @@ EVERY = [
     unit_of_mixed_dtypes,
     double_precision_is_fsdp2s_own,
     inference_mode_between_steps,
-    converted_models,
     hpz_of_other_sizes,
     models_in_half_precision,
     units_of_every_kind,

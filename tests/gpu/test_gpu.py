@@ -105,27 +105,6 @@ def test_offsets_beyond_32_bits():
     assert torch.equal(decoded[-1000:], values[-1000:]) and not decoded[:-1000].any()
 
 
-def test_accumulation_in_place():
-    layout = WireLayout([Segment(70_000, 8), Segment(30, None)], 256)
-    wire = ops.quantize(torch.randn(6, layout.numel), layout)
-    accumulator = torch.randn(2, layout.numel)
-    expected = ops.dequantize_sum(wire, layout, num_sources=3, initial=accumulator, scale=0.25)
-    total = accumulator.cuda()
-    ops.dequantize_sum(wire.cuda(), layout, num_sources=3, initial=total, scale=0.25, out=total)
-    assert torch.equal(total.cpu(), expected)
-
-
-def test_updates_in_place():
-    layout = WireLayout([Segment(70_000, 3), Segment(30, None)], 128)
-    base_layout = WireLayout([Segment(70_000, None), Segment(30, None)], 128)
-    values = torch.randn(70_030)
-    base = ops.quantize(values, base_layout)
-    wire = ops.quantize_difference(values * 1.01, base, base_layout, layout)
-    held = base.cuda()
-    ops.dequantize_update(wire.cuda(), layout, held, base_layout, out=held)
-    assert torch.equal(held.cpu(), ops.dequantize_update(wire, layout, base, base_layout))
-
-
 def test_kernels_run_in_the_current_stream_and_the_host_does_not_wait():
     """A second of work stands before the operator in its stream; it must neither overtake it nor wait for it."""
     layout = WireLayout([Segment(1 << 20, 8)], 256)

@@ -127,14 +127,6 @@ def test_tune_on_two_ranks(tmp_path: Path, forked: None, monkeypatch: pytest.Mon
 BAD = {
     "ends": ({"steps": 6}, "on stock FSDP2 the script ended after 3 of 6 steps: give it more data"),
     "crashes": ({"change": "+ None"}, "on stock FSDP2 the script failed: TypeError: unsupported operand"),
-    "is not a number": (
-        {"change": "* float('nan')"},
-        "on stock FSDP2 the loss of step 1 is nan: nothing can be compared",
-    ),
-    "is another": (
-        {"change": "* (1 + os.urandom(1)[0] / 99)"},
-        "give it a seed",
-    ),
     "shows no loss": (
         {"backward": "(lambda loss: torch.autograd.backward([loss], [torch.ones(())]))"},
         "the script failed: ValueError: no backward pass of a step began with a scalar",
@@ -165,12 +157,6 @@ def test_a_script_that_never_shards(tmp_path: Path, forked: None) -> None:
     ) as error:
         tune([str(path)])
     assert "\n" not in str(error.value.code) and listing(tmp_path) == before
-
-
-def test_one_node(tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ForkedJob, "ranks_per_node", "2")
-    with pytest.raises(SystemExit, match="there is one node"):
-        tune(["--steps", "6", script(tmp_path)])
 
 
 def test_replicas(

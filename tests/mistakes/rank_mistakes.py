@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
 from catalogue import EVERY_RANK, Mistake
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from toy import POLICIES, make_lm, shard, tokens_of
 from trainer_runs import build_trainer, tiny_model, token_data, training_arguments
@@ -225,9 +225,25 @@ RANKS = [
     on_ranks(
         "deltas of 16-bit masters",
         lambda rank: applied(shard(make_lm().bfloat16()), NODES | {"qwz_mode": "delta"}),
-        *("needs fp32 master weights", "torch.bfloat16", "qwz_mode='values'"),
+        *("needs fp32 master weights", "unit (root)", "torch.bfloat16", "qwz_mode='values'"),
     ),
-    on_ranks("generation without ZeRO++", lambda rank: generation_mode(make_lm()).__enter__(), "call apply_zeropp"),
+    on_ranks(
+        "deltas of offloaded masters",
+        lambda rank: applied(
+            shard(make_lm(), offload_policy=CPUOffloadPolicy(pin_memory=False)), NODES | {"qwz_mode": "delta"}
+        ),
+        *("offloaded to the CPU", "qwz_mode='values'"),
+    ),
+    on_ranks(
+        "deltas of no copy",
+        lambda rank: applied(shard(make_lm()), NODES | {"qwz_mode": "delta", "hpz_size": 4}),
+        *("hpz_size=4 spreads one copy of the weights over all ranks", "hpz_size='node'"),
+    ),
+    on_ranks(
+        "generation without ZeRO++",
+        lambda rank: generation_mode(make_lm()).__enter__(),
+        *("prepare it with Accelerate", "call apply_zeropp"),
+    ),
     on_ranks("a step while generating", step_while_generating, "inside generation_mode", "Leave the"),
     on_ranks("FSDP1", lambda rank: ZeroPPPlugin(fsdp_version=1), "expected fsdp_version=2, got 1"),
     on_ranks(
@@ -367,6 +383,11 @@ RANKS = [
         ),
     ),
     differ("versions", with_version, "versions", "2.99", "rank 1"),
+    differ(
+        "ZEROPP_CHECK",
+        lambda rank: with_variables({"ZEROPP_CHECK": str(int(rank == 0))}, lambda: applied(shard(make_lm()))),
+        "checks_secondaries",
+    ),
     differ("names of a library", with_a_moved_name, "rank 1 says: MovedNameError: somelib 3.0 has no `gone`"),
     differ("the switch in apply_zeropp", lambda rank: switched(rank, lambda: applied(shard(make_lm()))), "is_enabled"),
     differ(

@@ -24,15 +24,6 @@ def test_sum_is_fp32_in_source_order():
     assert (total == 2.0 - 2.0**24).all()
 
 
-def test_accumulate_in_place():
-    layout = WireLayout([Segment(70_000, 8), Segment(30, None)], 256)
-    wire = ops.quantize(torch.randn(6, layout.numel), layout)
-    accumulator = torch.randn(2, layout.numel)
-    expected = ops.dequantize_sum(wire, layout, num_sources=3, initial=accumulator, scale=0.25)
-    result = ops.dequantize_sum(wire, layout, num_sources=3, initial=accumulator, scale=0.25, out=accumulator)
-    assert result is accumulator and torch.equal(accumulator, expected)
-
-
 def test_sum_requantized_equals_the_steps():
     sizes = [1000, 64, 0, 333]
     layout = WireLayout([Segment(n, b) for n, b in zip(sizes, [8, None, 4, 4], strict=True)], 96)
