@@ -8,12 +8,20 @@ import torch
 import torch.nn as nn
 import trl.trainer.utils
 from accelerate import Accelerator
-from frozen_runs import UNQUANTIZED, packed_copy, reset_accelerate, tiny_llama, tokens, trainable
+from frozen_runs import (
+    UNQUANTIZED,
+    packed_copy,
+    reset_accelerate,
+    tiny_llama,
+    tiny_mixtral,
+    tokens,
+    trainable,
+    with_adapter,
+)
 from harness import Scenarios, expect_errors
-from peft import LoraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from transformers import GptOssConfig, GptOssForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM
 
 from hf_zeropp import ZeroPPPlugin, compat
 from hf_zeropp.frozen import units
@@ -36,17 +44,6 @@ def tiny_gpt_oss() -> GptOssForCausalLM:
     """A model whose attention owns bare parameters (``sinks``) beside linear layers."""
     torch.manual_seed(0)
     return GptOssForCausalLM(GptOssConfig(**SIZES, head_dim=8, sliding_window=8))
-
-
-def tiny_mixtral() -> MixtralForCausalLM:
-    torch.manual_seed(0)
-    return MixtralForCausalLM(MixtralConfig(**SIZES))
-
-
-def adapted(model: nn.Module, **settings) -> nn.Module:
-    torch.manual_seed(1)
-    settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **settings}
-    return get_peft_model(model, LoraConfig(**settings, task_type="CAUSAL_LM"))
 
 
 def prepare(model: nn.Module, **zeropp):
@@ -80,7 +77,7 @@ def meshes(model: nn.Module) -> dict[str, int]:
 
 def adapters_beside_bare_parameters_are_sharded_over_the_world(rank: int) -> None:
     for bits in (None, 4):
-        *_, model, _ = prepare(adapted(tiny_gpt_oss()), frozen_bits=bits)
+        *_, model, _ = prepare(with_adapter(tiny_gpt_oss()), frozen_bits=bits)
         sizes = meshes(model)
         assert {size for name, size in sizes.items() if "lora" in name} == {4}
         assert {size for name, size in sizes.items() if "lora" not in name} == {2}
@@ -88,7 +85,7 @@ def adapters_beside_bare_parameters_are_sharded_over_the_world(rank: int) -> Non
 
 
 def adapters_beside_bare_parameters_learn_as_unsharded(rank: int) -> None:
-    assert gap_to_unsharded(adapted(tiny_gpt_oss()), None, rank)[0] < 1e-5
+    assert gap_to_unsharded(with_adapter(tiny_gpt_oss()), None, rank)[0] < 1e-5
 
 
 def bare_parameters_alone_may_be_frozen(rank: int) -> None:
@@ -107,7 +104,7 @@ def bits_of_a_model_with_nothing_to_pack(rank: int) -> None:
 
 
 def trainable_biases_leave_packed_weights_in_the_node(rank: int) -> None:
-    model = adapted(tiny_llama(attention_bias=True, mlp_bias=True), bias="lora_only")
+    model = with_adapter(tiny_llama(attention_bias=True, mlp_bias=True), bias="lora_only")
     assert any(name.endswith("base_layer.bias") and param.requires_grad for name, param in model.named_parameters())
     count = sum(param.numel() for param in trainable(model))
     gap, counts = gap_to_unsharded(model, 4, rank)
@@ -118,7 +115,7 @@ def trainable_biases_leave_packed_weights_in_the_node(rank: int) -> None:
 
 
 def adapters_on_packed_experts_learn_as_unsharded(rank: int) -> None:
-    model = adapted(tiny_mixtral())
+    model = with_adapter(tiny_mixtral())
     assert any("experts" in name and "lora_A" in name for name, _ in model.named_parameters())
     assert gap_to_unsharded(model, 4, rank)[0] < 1e-5
 
@@ -129,12 +126,12 @@ def a_fused_loss_reads_the_packed_head(rank: int) -> None:
     for tied in (False, True):
         model = tiny_llama(tie_word_embeddings=tied)
         add_fused_lm_head(model)
-        assert gap_to_unsharded(adapted(model), 4, rank, fused_lm_head=True)[0] < 1e-5
+        assert gap_to_unsharded(with_adapter(model), 4, rank, fused_lm_head=True)[0] < 1e-5
 
 
 def a_sharded_weight_is_whole_beside_a_plain_tensor(rank: int) -> None:
     reference = packed_copy(tiny_llama().requires_grad_(False), 4)
-    *_, model, _ = prepare(adapted(tiny_llama()), frozen_bits=4)
+    *_, model, _ = prepare(with_adapter(tiny_llama()), frozen_bits=4)
     weight, expected = model.get_output_embeddings().weight, reference.lm_head.weight.decode()
     assert isinstance(weight, PackedWeight) and isinstance(weight.codes, DTensor)
     hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(rank))
@@ -146,7 +143,7 @@ def a_sharded_weight_is_whole_beside_a_plain_tensor(rank: int) -> None:
 def modules_that_the_user_lets_accelerate_ignore_stay_whole(rank: int) -> None:
     for ignored in (r".*embed_tokens", None):
         reset_accelerate()
-        model = adapted(tiny_llama())
+        model = with_adapter(tiny_llama())
         modules = ignored or [model.get_input_embeddings()]
         plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2}, ignored_modules=modules)
         accelerator = Accelerator(fsdp_plugin=plugin)
@@ -195,7 +192,7 @@ def test_a_trainable_parameter_on_the_node_is_refused_by_name():
 
 @pytest.mark.parametrize("tied", (False, True))
 def test_parameters_are_grouped_by_the_block_around_them(tied):
-    model = adapted(tiny_llama(tie_word_embeddings=tied))
+    model = with_adapter(tiny_llama(tie_word_embeddings=tied))
     base = model.get_base_model()
     found = find_frozen_units(model, [*base.model.layers, base.get_input_embeddings()])
     # Two blocks, the embedding, and norm and head with the model; a tied embedding is used in two places, so it goes there too.

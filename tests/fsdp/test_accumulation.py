@@ -26,22 +26,12 @@ from toy import (
     make_lm,
     shard,
 )
+from two_nodes import REDUCTION, accumulate, apply
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp import ZeroPPHandle
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
-REDUCTION = Reduction(node_bits=8, cross_bits=4, ranks_per_node=2)
-
-
-def apply(model: torch.nn.Module, overlap: bool, **settings) -> ZeroPPHandle:
-    return apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap} | settings)
-
-
-def accumulate(model, handle: ZeroPPHandle, rank: int, steps) -> None:
-    for index, step in enumerate(steps):
-        handle.set_last_micro_step(index == len(steps) - 1)
-        backward(model, rank, step)
 
 
 def micro_steps_add_up(rank: int, overlap: bool) -> None:

@@ -23,6 +23,7 @@ from toy import (
     make_lm,
     shard,
 )
+from two_nodes import accumulate
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
@@ -45,12 +46,6 @@ class Rounded(Reduction):
 
 def apply(model: torch.nn.Module, **settings) -> ZeroPPHandle:
     return apply_zeropp(model, {"ranks_per_node": 2} | BF16 | settings)
-
-
-def accumulate(model, handle: ZeroPPHandle, rank: int, steps=STEPS) -> None:
-    for index, step in enumerate(steps):
-        handle.set_last_micro_step(index == len(steps) - 1)
-        backward(model, rank, step)
 
 
 def gradients_of(rank: int, steps=STEPS, **settings) -> dict[str, torch.Tensor]:

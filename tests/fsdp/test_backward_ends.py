@@ -25,17 +25,13 @@ from toy import (
     shard,
     tokens_of,
 )
+from two_nodes import REDUCTION, apply
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp
+from hf_zeropp import ZeroPPHandle
 from hf_zeropp.traffic import REDUCE_CROSS
 
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
-REDUCTION = Reduction(node_bits=8, cross_bits=4, ranks_per_node=2)
 DEPTH = 4
-
-
-def apply(model: torch.nn.Module, overlap: bool, **settings) -> ZeroPPHandle:
-    return apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap} | settings)
 
 
 def checkpointed(reentrant: bool, policy: str = "fp32") -> torch.nn.Module:

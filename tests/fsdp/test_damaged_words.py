@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 from harness import expect_errors, run_ranks
-from toy import POLICIES, backward, full_weights, gathered_weights, make_lm, shard
+from toy import POLICIES, backward, full_weights, gathered_weights, logged_messages, make_lm, shard
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm import carriers
@@ -52,11 +52,7 @@ def stops(rank: int) -> None:
 
 def goes_on_with_whole_weights(rank: int, settings: dict) -> tuple[int, list[str]]:
     """Return how many resyncs there were beside those of the start, and the errors that were logged."""
-    logged: list[str] = []
-    handler = logging.Handler(level=logging.ERROR)
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("hf_zeropp").addHandler(handler)
-    with damaged_on_arrival(rank, waits=False):
+    with logged_messages("hf_zeropp", logging.ERROR) as logged, damaged_on_arrival(rank, waits=False):
         model, handle = steps(rank, settings)
         weights = full_weights(model)
         model.reshard()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import tempfile
 import weakref
 
@@ -13,14 +12,14 @@ import torch.distributed as dist
 import torch.nn as nn
 from harness import Scenarios
 from torch.distributed.fsdp import fully_shard
-from toy import EXACT, backward, make_lm, shard
+from toy import EXACT, backward, logged_messages, make_lm, shard
 from trainer_runs import build_trainer, callback_of, logged, losses, same_weights, weights
 
 from hf_zeropp import Muon, apply_zeropp
 from hf_zeropp.estimate.memory_and_bytes import ours
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.estimate.training_job import Setup
-from hf_zeropp.fsdp import collective_watch, step_traffic
+from hf_zeropp.fsdp import collective_watch
 from hf_zeropp.integrations.step_log import CROSS_NODE
 from hf_zeropp.traffic import OPTIMIZER, Bytes
 
@@ -74,22 +73,12 @@ def train(rank: int, optimizer_of, steps: int = 4):
     model = shard(make_lm(hidden=64, inner=128))
     handle = apply_zeropp(model, CONFIG)
     optimizer = optimizer_of([param for param in model.blocks.parameters() if param.ndim == 2])
-    with messages() as logs:
+    with logged_messages("hf_zeropp.fsdp.step_traffic") as logs:
         for step in range(steps):
             backward(model, rank, step)
             optimizer.step()
             model.zero_grad()
     return handle, optimizer, logs
-
-
-@contextlib.contextmanager
-def messages():
-    logs: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logs.append(record.getMessage())
-    step_traffic.logger.addHandler(handler)
-    yield logs
-    step_traffic.logger.removeHandler(handler)
 
 
 def what_muon_sends_is_counted(rank: int) -> None:

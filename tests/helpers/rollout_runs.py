@@ -18,6 +18,7 @@ from hf_zeropp.frozen.modules import Packed
 WORDS = [f"w{i}" for i in range(120)]
 SPECIAL = ["<pad>", "<bos>", "<eos>", "<unk>"]
 LORA_SCALE = 2.0
+LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
@@ -82,6 +83,13 @@ def arguments(folder: str, zeropp, **overrides) -> dict:
         "fsdp": True,
         "fsdp_config": {"zeropp": zeropp},
     } | overrides
+
+
+def train_step(accelerator, model, optimizer, seed: int) -> None:
+    tokens = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
+    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def seen_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:

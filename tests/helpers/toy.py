@@ -307,12 +307,12 @@ def premultiplied_sum(factor: float) -> dist.ReduceOp:
 
 
 @contextlib.contextmanager
-def logged_messages() -> Iterator[list[str]]:
-    """The messages that the package's FSDP2 part logs inside."""
+def logged_messages(name: str = "hf_zeropp.fsdp", level: int = logging.NOTSET) -> Iterator[list[str]]:
+    """The messages that a part of the package logs inside, from ``level`` on."""
     messages: list[str] = []
-    handler = logging.Handler()
+    handler = logging.Handler(level)
     handler.emit = lambda record: messages.append(record.getMessage())
-    logger = logging.getLogger("hf_zeropp.fsdp")
+    logger = logging.getLogger(name)
     logger.addHandler(handler)
     yield messages
     logger.removeHandler(handler)

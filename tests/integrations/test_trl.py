@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from datasets import Dataset
 from harness import run_ranks
 from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
+from toy import logged_messages
 from trainer_runs import TWO_NODES, UNQUANTIZED, callback_of, losses, num_fsdp2_gathers, tiny_model
 from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
@@ -197,11 +196,8 @@ def test_reference_model_sync_is_seen(tmp_path):
 
 
 def train_without_attach(rank: int, folder: str) -> list[str]:
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("hf_zeropp").addHandler(handler)
-    dpo_reference(folder, TWO_NODES).train()
+    with logged_messages("hf_zeropp") as messages:
+        dpo_reference(folder, TWO_NODES).train()
     return messages
 
 

@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from frozen_runs import prepare, reset_accelerate, tiny_llama, trainable, with_adapter
 from harness import run_ranks
 from peft import LoraConfig, get_peft_model
-from rollout_runs import LORA_SCALE, no_full_tensors, save_model, seen_in_forward
+from rollout_runs import LORA, no_full_tensors, save_model, seen_in_forward, train_step
 from transformers import AutoModelForCausalLM
 from update_servers import Server, wrong_in
 
@@ -30,8 +30,6 @@ from hf_zeropp.rollouts import server_updates, trl_async, trl_sync
 from hf_zeropp.rollouts.trl_async import UpdateTransfer
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
-LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-
 
 def trainer_with(accelerator: Accelerator, model, transfer) -> AsyncGRPOTrainer:
     """A trainer with what ``_sync_weight`` reads, as its constructor sets it: the transfer is rank 0's."""
@@ -41,13 +39,6 @@ def trainer_with(accelerator: Accelerator, model, transfer) -> AsyncGRPOTrainer:
     trainer.rollout_worker, trainer._lora_sync, trainer.model_version = None, False, 0
     trainer._metrics = {"train": defaultdict(list)}
     return trainer
-
-
-def train_step(accelerator, model, optimizer, seed: int) -> None:
-    tokens = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
-    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 CASES = {

@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from frozen_runs import prepare, reset_accelerate, tiny_llama, trainable
 from harness import run_ranks
 from peft import LoraConfig, get_peft_model
-from rollout_runs import LORA_SCALE, no_full_tensors, save_model, seen_in_forward
+from rollout_runs import LORA, no_full_tensors, save_model, seen_in_forward, train_step
 from transformers import AutoModelForCausalLM
 from trl.generation import vllm_client, vllm_generation
 from update_servers import Server, wrong_in
@@ -24,7 +24,6 @@ from hf_zeropp.rollouts.trl_server import send_updates_to_server
 from hf_zeropp.rollouts.trl_sync import publish_to_vllm
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
-LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 CASES = {
     "full": (None, {"mixed_precision": "bf16", "qwz_mode": "exact"}),
     "LoRA on 4 bits": (LORA, {"frozen_bits": 4}),
@@ -50,13 +49,6 @@ def generation_with(model, accelerator, url: str, output_dir: Path) -> vllm_gene
     publish_to_vllm(args)
     send_updates_to_server(args)
     return vllm_generation.VLLMGeneration(model, accelerator, None, mode="server", server_base_url=url)
-
-
-def train_step(accelerator, model, optimizer, seed: int) -> None:
-    tokens = torch.randint(4, 90, (2, 9), generator=torch.Generator().manual_seed(seed))
-    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def sync_after_steps(rank: int, folder: str) -> dict[str, dict]:

@@ -16,13 +16,14 @@ from frozen_runs import prepare, reset_accelerate
 from harness import run_ranks
 from peft import LoraConfig, get_peft_model
 from rollout_runs import (
-    LORA_SCALE,
+    LORA,
     arguments,
     distinct_tokens,
     no_full_tensors,
     prompt_data,
     save_model,
     seen_in_forward,
+    train_step,
 )
 from trainer_runs import TWO_NODES, callback_of
 from transformers import AutoModelForCausalLM
@@ -34,7 +35,6 @@ from hf_zeropp.integrations.trainer import feeds_engine
 from hf_zeropp.rollouts.trl_sync import count_as_published, publish_to_vllm, warn_if_unused
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
-LORA = {"r": 4, "lora_alpha": 4 * LORA_SCALE, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 # The stand-in engine reports no probabilities of its tokens, by which GRPO would weigh them.
 CORRECTION = {"GRPO": {"vllm_importance_sampling_correction": False}, "RLOO": {}}
 
@@ -170,13 +170,6 @@ def sync_by_hand(rank: int, folder: str, mode: str) -> dict[str, dict]:
         }
         reset_accelerate()
     return found
-
-
-def train_step(accelerator, model, optimizer, seed: int) -> None:
-    tokens = torch.randint(4, 100, (2, 9), generator=torch.Generator().manual_seed(seed))
-    accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("mode", ["colocate", "server"])
