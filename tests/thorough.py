@@ -39,7 +39,7 @@ THOROUGH = (
     "fsdp/test_pytorch_2d.py::*{materialized_later*",
     "fsdp/test_pytorch_2d.py::*{clipping*",
     "fsdp/test_pytorch_2d.py::*{*8 ranks}",
-    "fsdp/test_sharded_checkpoints.py::*",
+    "fsdp/test_sharded_checkpoints.py::*fsdp*",
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{*unquantized}",
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{*no copies}",
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{replicas-exact}",

@@ -5,18 +5,14 @@ The oracle is stock FSDP2 on the same (replicate, shard) mesh. Nodes have one ra
 
 import itertools
 import os
-import shutil
-import tempfile
 from contextlib import nullcontext
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from harness import RankError, Scenarios, announce, expect_errors, run_ranks, started_ranks
 from test_secondary_check import yesterdays_shard
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -189,40 +185,6 @@ def an_edit_on_one_replica(rank: int, ranks_per_node: int) -> None:
     assert handle.is_active
 
 
-def shared_folder() -> str:
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder)
-    return folder[0]
-
-
-def sharded_checkpoints(rank: int, ranks_per_node: int) -> None:
-    """A run that is resumed from a sharded checkpoint of weights and optimizer goes on as the run that saved it, bit for bit."""
-    mesh, folder = mesh_of(2), shared_folder()
-    for number, settings in enumerate((UNQUANTIZED, {}, {"preset": "half_model"})):
-        path = os.path.join(folder, str(number))
-        runs = []
-        for seed in (0, 1):  # the second run starts from other weights, all of which it has to load
-            model = shard(make_lm(seed, hidden=16, inner=48), mesh=mesh)
-            handle = apply_zeropp(model, settings | {"ranks_per_node": ranks_per_node})
-            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-            train(model, handle, rank, optimizer=optimizer, steps=2)
-            weights, moments = get_state_dict(model, optimizer)
-            state = {"model": weights, "optimizer": moments}
-            if seed == 0:
-                dcp.save(state, checkpoint_id=path)
-                handle.save_state()
-            else:
-                dcp.load(state, checkpoint_id=path)
-                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-                handle.invalidate()
-            assert all(weight.device_mesh.ndim == 2 for weight in weights.values())
-            runs.append(train(model, handle, rank, optimizer=optimizer, micro_steps=2))
-        assert runs[0] == runs[1], (settings, runs)
-    dist.barrier()
-    if rank == 0:
-        shutil.rmtree(folder)
-
-
 def reduced_within_replicas_alone(rank: int, ranks_per_node: int) -> None:
     """Sums are right where the user lets replicas be averaged in the last micro-step alone."""
     mesh = mesh_of(2)
@@ -298,7 +260,6 @@ FUNCTIONS = [
     a_dtype_without_a_wire_form,
     a_gradient_on_one_replica,
     an_edit_on_one_replica,
-    sharded_checkpoints,
     reduced_within_replicas_alone,
     names_of_the_mesh,
     old_weights_in_one_replica,

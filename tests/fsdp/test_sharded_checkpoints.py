@@ -1,4 +1,4 @@
-"""Sharded checkpoints (``torch.distributed.checkpoint``) of models on other meshes than replicas, which test_replicas.py has.
+"""Sharded checkpoints (``torch.distributed.checkpoint``) of models on every kind of mesh.
 
 A run that loads weights, moments and the handle's state goes on as the run that saved them, bit for bit.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 
 import torch
@@ -14,8 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from harness import Scenarios
-from test_pytorch_2d import TENSORS, loss_of, make, mesh_of
-from test_replicas import shared_folder
+from test_pytorch_2d import REPLICAS, TENSORS, loss_of, make, mesh_of
 from test_two_meshes import WIDTH, sharded, used_by
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
@@ -62,7 +62,9 @@ def assert_resumes(
         stage: the name of this rank's stage, under which it saves; stages hold weights of equal names.
         mesh: of the stage.
     """
-    folder = shared_folder()
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(shared)
+    folder = shared[0]
     for name, settings in SETTINGS.items():
         path, losses = os.path.join(folder, name), {}
         for loads in (False, True):
@@ -91,6 +93,11 @@ def assert_resumes(
         shutil.rmtree(folder)
 
 
+def replicas(rank: int) -> None:
+    mesh = mesh_of(REPLICAS)
+    assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, mesh, step), 1)
+
+
 def fsdp_and_tp(rank: int) -> None:
     mesh = mesh_of(TENSORS)
     assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, mesh, step), 2)
@@ -116,7 +123,7 @@ def stages_and_fsdp(rank: int) -> None:
     )
 
 
-SCENARIOS = Scenarios(4, [fsdp_and_tp, fsdp_and_ep, stages_and_fsdp], limit_s=300)
+SCENARIOS = Scenarios(4, [replicas, fsdp_and_tp, fsdp_and_ep, stages_and_fsdp], limit_s=300)
 
 
 @SCENARIOS.parametrize

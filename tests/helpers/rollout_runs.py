@@ -61,16 +61,14 @@ def distinct_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
     return [len(set(ids)) + ids[0] / len(WORDS) for ids in completion_ids]
 
 
-def arguments(folder: str, zeropp, **overrides) -> dict:
-    """Arguments of GRPOConfig and RLOOConfig for three steps that change weights a lot."""
+ONLINE = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0}
+"""What GRPOConfig and RLOOConfig take beside the arguments of all trainers."""
+
+
+def arguments_of_trl(folder: str, zeropp, **overrides) -> dict:
+    """Arguments of every config of TRL."""
     return {
         "output_dir": folder,
-        "max_steps": 3,
-        "per_device_train_batch_size": 4,
-        "num_generations": 4,
-        "max_completion_length": 8,
-        "beta": 0.0,
-        "learning_rate": 5e-3,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
         "save_strategy": "no",
@@ -79,10 +77,15 @@ def arguments(folder: str, zeropp, **overrides) -> dict:
         "use_cpu": True,
         "bf16": False,
         "gradient_checkpointing": False,
-        "use_vllm": True,
         "fsdp": True,
         "fsdp_config": {"zeropp": zeropp},
     } | overrides
+
+
+def arguments(folder: str, zeropp, **overrides) -> dict:
+    """Arguments of GRPOConfig and RLOOConfig for three steps with an engine, which change weights a lot."""
+    steps = {"max_steps": 3, "per_device_train_batch_size": 4, "learning_rate": 5e-3, "use_vllm": True}
+    return arguments_of_trl(folder, zeropp, **steps, **ONLINE, **overrides)
 
 
 def train_step(accelerator, model, optimizer, seed: int) -> None:

@@ -193,21 +193,6 @@ def tied_embeddings(rank: int) -> None:
     assert distance(*found) < 1e-4  # two AdamW steps in between amplify the rounding of sums
 
 
-def saved_model_reloads(rank: int, folder: str) -> None:
-    """``from_pretrained`` of a saved model gives back the weights that were trained, without the wire's rounding."""
-    accelerator = new_accelerator()
-    model, optimizer = prepared(accelerator)
-    train(accelerator, model, optimizer, rank, range(2))
-    state = accelerator.get_state_dict(model)
-    accelerator.unwrap_model(model).save_pretrained(
-        folder, is_main_process=accelerator.is_main_process, save_function=accelerator.save, state_dict=state
-    )
-    accelerator.wait_for_everyone()
-    current = weights(model)
-    reloaded = LlamaForCausalLM.from_pretrained(folder)
-    assert all(torch.equal(param, current[name]) for name, param in reloaded.named_parameters())
-
-
 def generation_before_training(rank: int) -> None:
     """The first use of the model is generate(): the same tokens as the unsharded model's."""
     accelerator = new_accelerator(UNQUANTIZED)
@@ -252,10 +237,6 @@ WORKS = Scenarios(
 @WORKS.parametrize
 def test_accelerate(scenario):
     WORKS.check(scenario)
-
-
-def test_exported_models_reload(tmp_path):
-    run_ranks(saved_model_reloads, 4, str(tmp_path), init=False)
 
 
 # Resuming, in fresh processes.

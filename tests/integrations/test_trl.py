@@ -7,23 +7,14 @@ import torch
 from datasets import Dataset
 from harness import run_ranks
 from peft import LoraConfig
-from tokenizers import Tokenizer, models, pre_tokenizers
+from rollout_runs import ONLINE, WORDS, arguments_of_trl, distinct_tokens, tokenizer
 from toy import logged_messages
 from trainer_runs import TWO_NODES, UNQUANTIZED, callback_of, losses, num_fsdp2_gathers, tiny_model
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
+from transformers import LlamaForCausalLM, LlamaForSequenceClassification, set_seed
 
 from hf_zeropp import ZeroPPCallback, traffic
 
-WORDS = [f"w{i}" for i in range(120)]
 STEPS = 4
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    special = ["<pad>", "<bos>", "<eos>", "<unk>"]
-    words = Tokenizer(models.WordLevel({word: i for i, word in enumerate(special + WORDS)}, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    names = dict(zip(("pad_token", "bos_token", "eos_token", "unk_token"), special, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=words, padding_side="left", **names)
 
 
 def phrases(num: int, length: int, seed: int) -> list[str]:
@@ -31,29 +22,15 @@ def phrases(num: int, length: int, seed: int) -> list[str]:
     return [" " + " ".join(WORDS[i] for i in row) for row in ids.tolist()]
 
 
+def arguments(folder: str, zeropp) -> dict:
+    steps = {"max_steps": STEPS, "per_device_train_batch_size": 2, "learning_rate": 1e-3}
+    return arguments_of_trl(folder, zeropp, **steps)
+
+
 def new_model(cls=LlamaForCausalLM, **overrides) -> torch.nn.Module:
     config = tiny_model(**overrides).config
     set_seed(0)
     return cls(config)
-
-
-def arguments(folder: str, zeropp) -> dict:
-    return {
-        "output_dir": folder,
-        "max_steps": STEPS,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 1e-3,
-        "lr_scheduler_type": "constant",
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-        "use_cpu": True,
-        "bf16": False,
-        "gradient_checkpointing": False,
-        "fsdp": True,
-        "fsdp_config": {"zeropp": zeropp},
-    }
 
 
 def sft(folder: str, zeropp):
@@ -111,17 +88,10 @@ def kto(folder: str, zeropp):
     return KTOTrainer(*models, args=args, **common(Dataset.from_dict(pairs)))
 
 
-def distinct_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
-    return [len(set(ids)) + ids[0] / len(WORDS) for ids in completion_ids]
-
-
-ONLINE = {"num_generations": 4, "max_completion_length": 8}
-
-
 def grpo(folder: str, zeropp):
     from trl import GRPOConfig, GRPOTrainer
 
-    args = GRPOConfig(**arguments(folder, zeropp), **ONLINE, beta=0.0)
+    args = GRPOConfig(**arguments(folder, zeropp), **ONLINE)
     data = Dataset.from_dict({"prompt": phrases(64, 4, 1)})
     return GRPOTrainer(new_model(), distinct_tokens, args=args, **common(data))
 
@@ -129,7 +99,7 @@ def grpo(folder: str, zeropp):
 def rloo(folder: str, zeropp):
     from trl import RLOOConfig, RLOOTrainer
 
-    args = RLOOConfig(**arguments(folder, zeropp), **ONLINE, beta=0.0)
+    args = RLOOConfig(**arguments(folder, zeropp), **ONLINE)
     data = Dataset.from_dict({"prompt": phrases(64, 4, 1)})
     return RLOOTrainer(new_model(), distinct_tokens, args=args, **common(data))
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from accelerate.state import AcceleratorState
 from harness import run_ranks
-from test_trl import phrases, tokenizer
+from rollout_runs import tokenizer
+from test_trl import phrases
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainer_runs import tiny_model
 
