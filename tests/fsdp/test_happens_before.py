@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -57,11 +56,10 @@ class Outcome(NamedTuple):
 
     races: list[str]
     num_accesses: int
-    cpu_s: float
 
 
-def outcome_of_checker(checker: Checker, start_s: float) -> Outcome:
-    return Outcome([str(race) for race in checker.races], checker.num_accesses, time.process_time() - start_s)
+def outcome_of_checker(checker: Checker) -> Outcome:
+    return Outcome([str(race) for race in checker.races], checker.num_accesses)
 
 
 # ---------------------------------------------------------------------------------------------------------------- faults
@@ -354,10 +352,9 @@ FAULTS = {
 
 
 def outcome_of(run: Callable[[], None], plant: Callable[[], Any] = contextlib.nullcontext) -> Outcome:
-    start_s = time.process_time()
     with checked_world(NUM_RANKS) as checker, plant():
         run()
-    return outcome_of_checker(checker, start_s)
+    return outcome_of_checker(checker)
 
 
 def all_outcomes(rank: int) -> dict[str, Outcome]:

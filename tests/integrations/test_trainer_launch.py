@@ -1,4 +1,4 @@
-"""examples/train_trainer.py from the command line, under both launchers: settings arrive, and a model is left."""
+"""examples/train_trainer.py from the command line, under Accelerate's launcher: settings arrive, and a model is left."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import sys
 import sysconfig
 from pathlib import Path
 
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -17,16 +16,14 @@ from hf_zeropp.integrations.step_log import SAVING
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples/configs"
-LAUNCHERS = {
-    "hf-zeropp launch": ["hf_zeropp.cli", "launch", "--config_file", str(CONFIGS / "cpu_2_nodes_x_2_ranks.yaml")],
-    "accelerate launch": [
-        *("accelerate.commands.accelerate_cli", "launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "4"),
-        *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
-    ],
-}
+# tests/test_cli.py starts ``hf-zeropp launch``.
+LAUNCHER = [
+    *("accelerate.commands.accelerate_cli", "launch", "--use_fsdp", "--fsdp_version", "2", "--num_processes", "4"),
+    *("--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"),
+]
 
 
-def run_example(folder: Path, launcher: str, *more: str) -> str:
+def run_example(folder: Path, *more: str) -> str:
     """Train for two steps on four ranks, and return what the ranks printed."""
     flags = {
         "--fsdp_config": CONFIGS / "zeropp_trainer.json",
@@ -38,7 +35,7 @@ def run_example(folder: Path, launcher: str, *more: str) -> str:
         "--logging_steps": 1,
         "--eval_strategy": "no",
     }
-    command = [sys.executable, "-m", *LAUNCHERS[launcher], str(ROOT / "examples/train_trainer.py"), "--fsdp", *more]
+    command = [sys.executable, "-m", *LAUNCHER, str(ROOT / "examples/train_trainer.py"), "--fsdp", *more]
     command += [text for key, value in flags.items() for text in (key, str(value))]
     environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
@@ -46,10 +43,8 @@ def run_example(folder: Path, launcher: str, *more: str) -> str:
     return run.stdout
 
 
-# The first is also what tests/test_cli.py starts.
-@pytest.mark.parametrize("launcher", [pytest.param("hf-zeropp launch", marks=pytest.mark.long), "accelerate launch"])
-def test_example_from_the_command_line(tmp_path, launcher):
-    assert "gather, across nodes" in run_example(tmp_path, launcher)
+def test_example_from_the_command_line(tmp_path):
+    assert "gather, across nodes" in run_example(tmp_path)
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     assert all(entry[SAVING] > 3 for entry in history if "loss" in entry)
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 300
@@ -57,7 +52,7 @@ def test_example_from_the_command_line(tmp_path, launcher):
 
 def test_example_with_muon(tmp_path):
     """The checkpoint says which optimizer trained what: matrices of layers have a momentum alone, all else AdamW's moments."""
-    run_example(tmp_path, "accelerate launch", "--muon", "--save_strategy", "steps")
+    run_example(tmp_path, "--muon", "--save_strategy", "steps")
     history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
     losses = [entry["loss"] for entry in history if "loss" in entry]
     assert len(losses) == 2 and losses[1] < losses[0]
