@@ -197,16 +197,6 @@ def skipped_steps_send_nothing(rank: int) -> None:
     assert weight_error(model) <= GOAL
 
 
-def settings_change_no_bit(rank: int) -> None:
-    """Overlap, shared memory and the trip through sockets: the same copies."""
-    found = []
-    for settings in ({}, {"overlap": False}, {"shared_memory": False}, {"overlap": False, "shared_memory": False}):
-        model, _ = new_model(DELTA | settings)
-        train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, range(4))
-        found.append(gathered_weights(model))
-    assert all(torch.equal(found[0][name], other[name]) for other in found[1:] for name in found[0])
-
-
 def every_size_of_a_copy_and_every_dtype(rank: int) -> None:
     """A copy per rank (hpz_size 1) or node; weights gathered in fp32, bf16 and fp16, whose copies are kept so."""
     for hpz_size in (1, 2, "node"):
@@ -301,7 +291,6 @@ SCENARIOS = Scenarios(
         manual_edits_resync,
         an_edit_before_an_optimizer_step_resyncs,
         skipped_steps_send_nothing,
-        settings_change_no_bit,
         every_size_of_a_copy_and_every_dtype,
         frozen_units_cross_once_in_int8,
         low_learning_rates_are_told_of_once,

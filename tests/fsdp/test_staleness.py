@@ -19,7 +19,6 @@ from harness import Scenarios
 from staleness import (
     CONFIG,
     WritesData,
-    WritesPointers,
     check,
     forward,
     sees_the_weights,
@@ -53,10 +52,6 @@ def forward_between_backward_and_step(rank: int) -> None:
 
 def optimizer_that_writes_through_data(rank: int) -> None:
     check(rank, lambda model, handle: step(model, WritesData, rank), without_optimizer_hook, without_content)
-
-
-def optimizer_that_writes_through_pointers(rank: int) -> None:
-    check(rank, lambda model, handle: step(model, WritesPointers, rank), without_optimizer_hook, without_content)
 
 
 # (b) Loading.
@@ -394,7 +389,6 @@ SCENARIOS = Scenarios(
     [
         forward_between_backward_and_step,
         optimizer_that_writes_through_data,
-        optimizer_that_writes_through_pointers,
         load_state_dict,
         load_through_data,
         load_part_of_a_state_dict,
