@@ -155,15 +155,6 @@ def first_step_of(model: torch.nn.Module, rank: int) -> None:
     steps.check_use()
 
 
-def launched_by(launcher: str, make: Callable[[], object]) -> None:
-    """Make a mistake as a script that this launcher has started: Accelerate's exports its precision, torchrun nothing."""
-    with mock.patch.dict("os.environ"):
-        os.environ.pop("ACCELERATE_MIXED_PRECISION", None)
-        if launcher == "accelerate":
-            os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
-        make()
-
-
 def callback_beside_deepspeed() -> None:
     arguments = training_arguments("out")
     arguments.deepspeed = "zero3.json"
@@ -284,12 +275,16 @@ RANKS = [
     ),
     on_ranks(
         "replicas behind torchrun",
-        lambda rank: launched_by("torchrun", lambda: first_step_of(DistributedDataParallel(make_lm()), rank)),
+        lambda rank: with_variables(
+            {"ACCELERATE_MIXED_PRECISION": None}, lambda: first_step_of(DistributedDataParallel(make_lm()), rank)
+        ),
         *("no model runs under ZeRO++", "export ACCELERATE_USE_FSDP=true and FSDP_VERSION=2", "ZEROPP_ENABLED=0"),
     ),
     on_ranks(
         "replicas behind Accelerate's launcher",
-        lambda rank: launched_by("accelerate", lambda: first_step_of(DistributedDataParallel(make_lm()), rank)),
+        lambda rank: with_variables(
+            {"ACCELERATE_MIXED_PRECISION": "no"}, lambda: first_step_of(DistributedDataParallel(make_lm()), rank)
+        ),
         *("no model runs under ZeRO++", "Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config"),
     ),
     on_ranks(
@@ -389,21 +384,22 @@ RANKS = [
         "checks_secondaries",
     ),
     differ("names of a library", with_a_moved_name, "rank 1 says: MovedNameError: somelib 3.0 has no `gone`"),
-    differ("the switch in apply_zeropp", lambda rank: switched(rank, lambda: applied(shard(make_lm()))), "is_enabled"),
+    differ(
+        "the switch in apply_zeropp",
+        lambda rank: with_variables({"ZEROPP_ENABLED": str(int(rank != 1))}, lambda: applied(shard(make_lm()))),
+        "is_enabled",
+    ),
     differ(
         "the switch in Accelerate",
         lambda rank: in_new_state(
-            lambda: switched(rank, lambda: Accelerator(cpu=True, fsdp_plugin=ZeroPPPlugin(zeropp=NODES)))
+            lambda: with_variables(
+                {"ZEROPP_ENABLED": str(int(rank != 1))},
+                lambda: Accelerator(cpu=True, fsdp_plugin=ZeroPPPlugin(zeropp=NODES)),
+            )
         ),
         *("on for ranks [0, 2, 3] and off for rank 1", "ZEROPP_ENABLED"),
     ),
 ]
-
-
-def switched(rank: int, make: Callable[[], object]) -> None:
-    """Turn ZeRO++ off on rank 1 alone."""
-    with mock.patch.dict("os.environ", {"ZEROPP_ENABLED": "0" if rank == 1 else "1"}):
-        make()
 
 
 def make_all(rank: int) -> list[tuple[str, float]]:
