@@ -204,12 +204,12 @@ RANKS = [
         "hpz_size=3 must divide the world of 4",
     ),
     *(
-        on_ranks(f"LOCAL_WORLD_SIZE={value}", lambda rank, value=value: with_local_world_size(value), *words)
-        for value, *words in (
-            ("3", "LOCAL_WORLD_SIZE=3 must divide the world of 4"),
-            ("0", "LOCAL_WORLD_SIZE=0"),
-            ("two", "LOCAL_WORLD_SIZE=two"),
-            (None, "LOCAL_WORLD_SIZE, which is not set", "accelerate launch", "torchrun"),
+        on_ranks(name, lambda rank, value=value: with_local_world_size(value), *words)
+        for name, value, *words in (
+            ("LOCAL_WORLD_SIZE=3", "3", "LOCAL_WORLD_SIZE=3 must divide the world of 4"),
+            ("LOCAL_WORLD_SIZE=0", "0", "LOCAL_WORLD_SIZE=0"),
+            ("LOCAL_WORLD_SIZE in words", "two", "LOCAL_WORLD_SIZE=two"),
+            ("no LOCAL_WORLD_SIZE", None, "LOCAL_WORLD_SIZE, which is not set", "accelerate launch", "torchrun"),
         )
     ),
     on_ranks("misspelt setting", lambda rank: applied(shard(make_lm()), {"qwz_bit": 8}), "Did you mean 'qwz_bits'?"),
