@@ -53,7 +53,7 @@ QUICK = {
     "hidden_size": 256,
     "layers": 4,
 }
-FIXED = ("nodes", "ranks_per_node", "threads", "model", "batch_size", "seq_len", "delay", "zeropp", "pretraining")
+FIXED = ("nodes", "ranks_per_node", "threads", "batch_size", "seq_len", "delay", "zeropp", "pretraining", "model")
 CHECKPOINT_RATE = 1e-3
 FINE_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8)
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", "peak")
@@ -318,9 +318,7 @@ def check_direction(study: Study, args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    conditions = {key: getattr(args, key) for key in FIXED if key != "model"}
-    conditions |= {"model": dataclasses.asdict(shape_of(args))}
-    study = study_of(args, __file__, conditions, FIXED, run_study)
+    study = study_of(args, __file__, FIXED, run_study)
     intro = INTRO.format(millions=ModelShape(**study.conditions["model"]).num_parameters / 1e6)
     intro += CHECKPOINT if args.pretraining else ""
     report(study, args.title, intro, grids(study, args), lambda study, path: plot(study, args, path))

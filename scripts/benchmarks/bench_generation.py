@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import statistics
 import sys
 from pathlib import Path
@@ -43,7 +42,7 @@ are network namespaces of one machine. *Stock FSDP2* is Accelerate's, *HSDP* sha
 adapters (rank 8, all linear layers) on a frozen bf16 base: under Accelerate's FSDP2, or with the base sharded within the node
 and stored in 16, 8 or 4 bits. Seconds are medians per token; the prompt is not in them. Each ratio is to stock FSDP2 on the same
 model. Bytes are those of the busiest node, by its interface's counters."""
-FIXED = ("nodes", "ranks_per_node", "model", "batch_size", "prompt_len")
+FIXED = ("nodes", "ranks_per_node", "batch_size", "prompt_len", "model")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -147,9 +146,7 @@ def check_direction(study: Study, args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    conditions = {key: getattr(args, key) for key in FIXED if key != "model"}
-    conditions |= {"model": dataclasses.asdict(shape_of(args))}
-    study = study_of(args, __file__, conditions, FIXED, run_study)
+    study = study_of(args, __file__, FIXED, run_study)
     report(study, TITLE, INTRO, [token_grid(study, rate) for rate in args.rates], plot)
     if args.quick:
         check_direction(study, args)

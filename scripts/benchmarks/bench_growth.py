@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import subprocess
 import sys
@@ -184,7 +183,7 @@ def main() -> None:
     if args.host_time_of:
         print_host_time(args.host_time_of, args.host_steps)
         return
-    study = study_of(args, __file__, {"model": dataclasses.asdict(shape_of(args))}, ("model",), run_study)
+    study = study_of(args, __file__, ("model",), run_study)
     report(study, TITLE, INTRO, grids(study), plot)
 
 

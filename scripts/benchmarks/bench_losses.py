@@ -318,8 +318,7 @@ def check_direction(study: Study) -> None:
 def main() -> None:
     """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    conditions = {"recipe": dataclasses.asdict(recipe_of(args)), "pretraining": args.pretraining}
-    study = study_of(args, __file__, conditions, FIXED, run_study)
+    study = study_of(args, __file__, FIXED, run_study, recipe=dataclasses.asdict(recipe_of(args)))
     found = study.conditions["recipe"]
     intro = INTRO.format(
         pretraining=study.conditions["pretraining"],

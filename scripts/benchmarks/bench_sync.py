@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import statistics
 import sys
 from pathlib import Path
@@ -22,7 +21,7 @@ from library.cluster import Cluster, Ranks
 from library.links import Key, measure_cells
 from library.network import rate_text, speed
 from library.pages import Grid, report
-from library.plots import cells_figure, save
+from library.plots import cluster_text, over_rates, panels, save
 from library.rounds import busiest_link_bytes, step_seconds
 from library.study import Study, add_cluster_flags, make_parser, parse, require, shape_of, study_of
 from library.variants import VARIANTS, shown
@@ -53,7 +52,7 @@ weights under FSDP2 (adapters are merged into the sharded base before, and taken
 way; *stock FSDP2* is Accelerate's, the *LoRA* variants train adapters (rank 8) on a frozen base, in 16 bits or packed in 4.
 Seconds are medians. A sync also does what the next forward pass would do first, so the last column, what a step takes longer with
 a sync than without, is what it costs. Bytes are those of the busiest node, by its interface's counters, per step."""
-FIXED = ("nodes", "ranks_per_node", "model", "batch_size", "seq_len")
+FIXED = ("nodes", "ranks_per_node", "batch_size", "seq_len", "learning_rate", "model")
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -106,8 +105,16 @@ def sync_grid(study: Study, rate: str) -> Grid:
 
 def plot(study: Study, path: Path) -> None:
     """Draw what a sync costs over the link's rate, one line per case."""
-    title, label = "Feeding an inference engine behind every step", "seconds that a sync adds to a step"
-    figure = cells_figure(study, title, "case", lambda cell: cell["synced_s"] - cell["alone_s"], label)
+    title = f"Feeding an inference engine behind every step\n{cluster_text(study.conditions)}"
+    figure, (axis,) = panels(1, title, width=6)
+
+    def cost(case: str, rate: str) -> float | None:
+        cell = study.find("cells", rate=rate, case=case)
+        return None if cell is None else cell["synced_s"] - cell["alone_s"]
+
+    cells = study.rows("cells")
+    over_rates(axis, [cell["rate"] for cell in cells], [cell["case"] for cell in cells], cost)
+    axis.set_ylabel("seconds that a sync adds to a step")
     save(figure, path)
 
 
@@ -131,9 +138,7 @@ def check_direction(study: Study, args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    conditions = {key: getattr(args, key) for key in (*FIXED, "learning_rate") if key != "model"}
-    conditions |= {"model": dataclasses.asdict(shape_of(args))}
-    study = study_of(args, __file__, conditions, (*FIXED, "learning_rate"), run_study)
+    study = study_of(args, __file__, FIXED, run_study)
     report(study, TITLE, INTRO, [sync_grid(study, rate) for rate in args.rates], plot)
     if args.quick:
         check_direction(study, args)

@@ -28,8 +28,8 @@ from library.network import INTERFACE, UNLIMITED, address, namespace
 from library.pages import Grid, show
 from library.rounds import cell_of, measure_in_turns
 from library.sandbox import enter_sandbox
-from library.study import rank_environment
-from library.variants import LEARNING_RATE, PRESETS, VARIANTS, ModelShape, Variant
+from library.study import add_model_flags, rank_environment, shape_of
+from library.variants import LEARNING_RATE, PRESETS, VARIANTS, Variant
 
 COLUMNS = (
     "link",
@@ -52,18 +52,11 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12, help="of each trial")
     parser.add_argument("--seconds", type=float, default=30, help="of each candidate when they take turns")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--layers", type=int, default=ModelShape().num_hidden_layers)
-    parser.add_argument("--hidden-size", type=int, default=ModelShape().hidden_size)
+    add_model_flags(parser)
     parser.add_argument("--sequence-length", type=int, default=64)
     parser.add_argument("--learning-rate", type=float, default=LEARNING_RATE)
     parser.add_argument("--tolerance", type=float, default=0.05)
     return parser.parse_args(argv)
-
-
-def shape_of(args: argparse.Namespace) -> ModelShape:
-    """Return the sizes of the model."""
-    hidden = args.hidden_size
-    return ModelShape(hidden, hidden * 11 // 4, args.layers, num_attention_heads=hidden // 64)
 
 
 def tune(micro_steps: int, port: int, args: argparse.Namespace) -> dict[str, Any]:

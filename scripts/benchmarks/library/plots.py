@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from library.network import rate_text, speed
-from library.study import Study
 from library.variants import ModelShape, shown
 
 COLORS = {
@@ -25,7 +24,6 @@ COLORS = {
     "min_traffic": "C2",
     "exact": "C3",
     "exact, 3-bit gradients": "C4",
-    "auto": "C5",
     "paper": "C6",
     "pcie": "navy",
     "lora-stock": "dimgray",
@@ -138,25 +136,3 @@ def log_ticks(axis: Any, values: Sequence[float]) -> None:
     chosen = [value for value in values if low <= value <= high]
     axis.set_yticks(chosen, [f"{value:g}" for value in chosen])
     axis.minorticks_off()
-
-
-def cells_figure(study: Study, title: str, key: str, value: Callable[[dict[str, Any]], float], label: str) -> Any:
-    """Return a figure of one panel with a figure of each of a study's cells over the link's rate, one line per name.
-
-    Args:
-        study: its cells have a rate and a name.
-        title: of the figure; the conditions are added.
-        key: of the name in a cell.
-        value: the figure of a cell.
-        label: of the figure's axis.
-    """
-    figure, (axis,) = panels(1, f"{title}\n{cluster_text(study.conditions)}", width=6)
-
-    def found(name: str, rate: str) -> float | None:
-        cell = study.find("cells", **{"rate": rate, key: name})
-        return None if cell is None else value(cell)
-
-    cells = study.rows("cells")
-    over_rates(axis, [cell["rate"] for cell in cells], [cell[key] for cell in cells], found)
-    axis.set_ylabel(label)
-    return figure

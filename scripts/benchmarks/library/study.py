@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import platform
@@ -38,10 +39,17 @@ def make_parser(description: str, default_output: str) -> argparse.ArgumentParse
     parser.add_argument(
         "--from-file", action="store_true", help="measure nothing: write page and plot of the file --output anew"
     )
-    parser.add_argument("--hidden-size", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocab-size", type=int, default=2048)
+    add_model_flags(parser)
     return parser
+
+
+def add_model_flags(
+    parser: argparse.ArgumentParser, hidden_size: int = 512, layers: int = 6, vocab_size: int = 2048
+) -> None:
+    """Add the flags of a Llama's sizes, with their defaults, for ``shape_of``."""
+    parser.add_argument("--hidden-size", type=int, default=hidden_size)
+    parser.add_argument("--layers", type=int, default=layers)
+    parser.add_argument("--vocab-size", type=int, default=vocab_size)
 
 
 def parse(parser: argparse.ArgumentParser, quick: dict[str, Any], argv: list[str]) -> argparse.Namespace:
@@ -149,31 +157,23 @@ class Study:
 Measure = Callable[[argparse.Namespace, Study, Progress], None]
 
 
-def study_of(
-    args: argparse.Namespace,
-    script: str,
-    conditions: dict[str, Any],
-    fixed: Iterable[str],
-    measure: Measure,
-    *,
-    on_cluster: bool = True,
-) -> Study:
-    """Return a study with all rows that its command line asks for, after measuring those that its file lacks.
+def study_of(args: argparse.Namespace, script: str, fixed: Iterable[str], measure: Measure, **others: Any) -> Study:
+    """Return a study on the emulated cluster with all rows that its command line asks for, after measuring those it lacks.
 
     Args:
         args: the command line.
         script: ``__file__`` of the study.
-        conditions: of ``Study``, without the command.
-        fixed: of ``Study``.
+        fixed: conditions that must be the same when a file is continued: flags, and ``model`` for the sizes of the Llama.
         measure: adds the rows that the study lacks.
-        on_cluster: whether it needs the emulated cluster, and so the sandbox.
+        others: values of those that are neither.
     """
     command = command_line(script)
     if args.from_file:
         return Study.from_file(args.output, command)
-    if on_cluster:
-        enter_sandbox()
-    study = Study(args.output, {"command": command, **conditions}, fixed, fresh=args.fresh)
+    enter_sandbox()
+    known = vars(args) | {"model": dataclasses.asdict(shape_of(args))} | others
+    conditions = {"command": command} | {key: known[key] for key in fixed}
+    study = Study(args.output, conditions, fixed, fresh=args.fresh)
     with progress_bar(new_console()) as progress:
         measure(args, study, progress)
     return study

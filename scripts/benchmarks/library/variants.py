@@ -32,8 +32,6 @@ SHOWN = {
     "sockets": "balanced without shared memory",
     "blocking-sockets": "balanced without both",
     "unblocked": "one scale per shard",
-    "delta-4": "paper, 4-bit deltas",
-    "delta-2": "paper, 2-bit deltas",
     "lora-stock": "LoRA, stock FSDP2",
     "lora-hsdp": "LoRA, HSDP",
     "lora-16": "LoRA, 16-bit base",
