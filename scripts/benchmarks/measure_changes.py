@@ -14,15 +14,21 @@ A second table is about servers elsewhere: at the rates of RLHF every step becom
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 import sys
 import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
-from library.pages import Grid
-from library.small_training import Pretrained, Text, adamw, add_flags, train_step
-from library.study import parse
+from library.pages import Grid, show
+from library.study import add_model_flags, parse, shape_of
+from library.text import write_tokens
+from library.training_run import build_model, windows
+from rich.console import Console
+from rich.progress import track
 
 from hf_zeropp import ops
 from hf_zeropp.rollouts.versions import UpdateReceiver, UpdateSender
@@ -77,10 +83,56 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5, 3e-5, 1e-4, 1e-3], help="of AdamW")
     parser.add_argument("--update-rates", nargs="*", type=float, default=[1e-6, 3e-6, 1e-5], help="for servers")
     parser.add_argument("--updates", type=int, default=200, help="versions at each; the first ten are not counted")
-    add_flags(parser, hidden_size=256, layers=4, pretraining=400)
+    add_model_flags(parser, hidden_size=256, layers=4, vocab_size=4096)
+    parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
     parser.add_argument("--steps", type=int, default=30, help="at each rate; the first ten are not counted")
     quick = {"pretraining": 10, "rates": [1e-5], "steps": 12, "update_rates": [1e-5], "updates": 12}
     return parse(parser, quick | {"hidden_size": 128, "layers": 2}, argv)
+
+
+class Text:
+    """Random windows of the training text."""
+
+    def __init__(self, vocab_size: int) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            self._tokens = np.load(write_tokens(Path(folder), vocab_size).code.train)
+        self._random = np.random.default_rng(0)
+
+    def fork(self) -> Text:
+        """Return the same text, whose batches are those that come next here."""
+        return copy.deepcopy(self)
+
+    def batch(self) -> torch.Tensor:
+        """Return tokens [8, 128]."""
+        return windows(self._tokens, self._random, 8, 128)
+
+
+def adamw(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
+    """Return the optimizer of the checkpoint and of all runs from it."""
+    return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.01)
+
+
+def train_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, text: Text) -> float:
+    """Train one step with bf16 compute and clipped gradients, and return the loss."""
+    tokens = text.batch()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def pretrain(model: torch.nn.Module, text: Text, steps: int) -> float:
+    """Train from scratch at a rate that falls as a cosine to a tenth, and return the last loss."""
+    optimizer = adamw(model, 1e-3)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
+    loss = float("nan")
+    for _ in track(range(steps), "pretraining", console=Console(stderr=True)):
+        loss = train_step(model, optimizer, text)
+        schedule.step()
+    return loss
 
 
 def words_of(model: torch.nn.Module) -> torch.Tensor:
@@ -165,20 +217,20 @@ def row_of(rate: float, changes: list[Change]) -> list[str]:
 
 
 def main() -> None:
-    """Train, measure, and print both tables in Markdown."""
+    """Train, measure, and print both tables for the terminal and for a page."""
     args = parse_args(sys.argv[1:])
-    pretrained = Pretrained(args, vocab_size=4096, decays=True)
-    text = pretrained.text
-    behind = f"after {args.pretraining} steps of pretraining (loss {pretrained.loss:.2f})"
+    checkpoint, text = build_model(shape_of(args)), Text(args.vocab_size)
+    loss = pretrain(checkpoint, text, args.pretraining)
+    behind = f"after {args.pretraining} steps of pretraining (loss {loss:.2f})"
     grid, servers = Grid(f"Changed words {behind}", COLUMNS), Grid(f"Updates of servers {behind}", UPDATE_COLUMNS)
     for rate in args.rates:
-        grid.rows.append(row_of(rate, changes_at(pretrained.restore(), text, rate, args.steps)))
+        grid.rows.append(row_of(rate, changes_at(copy.deepcopy(checkpoint), text, rate, args.steps)))
     for rate in args.update_rates:
-        model = pretrained.restore()
+        model = copy.deepcopy(checkpoint)
         with tempfile.TemporaryDirectory() as folder:
             updates, whole = updates_at(model, text.fork(), rate, args.updates, folder)
         servers.rows.append(update_row(rate, updates, whole, words_of(model).numel()))
-    print(grid.markdown(), servers.markdown(), sep="\n\n")
+    show([grid, servers], markdown=True)
 
 
 if __name__ == "__main__":
