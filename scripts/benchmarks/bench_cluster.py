@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from library.cluster import Cluster, Ranks
-from library.links import start_all
+from library.links import TRAINING, start_all
 from library.network import bits_per_second, rate_text, speed
 from library.pages import Grid, report
 from library.plots import cluster_text, log_ticks, over_rates, panels, save
@@ -53,7 +53,7 @@ QUICK = {
     "hidden_size": 256,
     "layers": 4,
 }
-FIXED = ("nodes", "ranks_per_node", "threads", "batch_size", "seq_len", "delay", "zeropp", "pretraining", "model")
+FIXED = ("nodes", "ranks_per_node", "threads", "batch_size", "seq_len", "zeropp", "pretraining", "model")
 CHECKPOINT_RATE = 1e-3
 FINE_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8)
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", "peak")
@@ -78,7 +78,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser = make_parser(__doc__, "cluster.json")
     add_cluster_flags(parser, RATES, batch_size=1)
     parser.add_argument("--seq-len", type=int, default=64)
-    parser.add_argument("--delay", help="added to every packet in each direction, such as 1ms")
     parser.add_argument("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=VARIANTS, help=f"also: {others}")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 8], help="micro-steps per step")
     parser.add_argument("--threads", type=int, default=1, help="per rank")
@@ -143,20 +142,17 @@ def _measure_all(
     keys: list[Key], model: tuple[Any, ...], cluster: Cluster, args: argparse.Namespace, study: Study, show: Any
 ) -> None:
     """Measure the cells of one learning rate, on ranks of all variants that exist side by side."""
-
-    def start(cluster: Cluster, name: str) -> contextlib.AbstractContextManager[Ranks]:
-        return cluster.start("library.training_run:TrainingRun", _variant(name, args), *model)
-
     with contextlib.ExitStack() as stack:
         cluster.set_link()
-        runs = start_all(stack, cluster, (key.variant for key in keys), start)
+        names = (key.variant for key in keys)
+        runs = start_all(stack, cluster, names, TRAINING, lambda name: (_variant(name, args), *model))
         for name, ranks in runs.items():
             _measure_memory(name, ranks, args, study)
         for _, group in itertools.groupby(keys, lambda key: key[:3]):
             in_turns = {key.variant: key for key in group}
             one = next(iter(in_turns.values()))
             show(one)
-            cluster.set_link(one.rate, args.delay)
+            cluster.set_link(one.rate)
             found = measure_in_turns(
                 {name: runs[name] for name in in_turns}, one.accumulation,
                 steps=args.steps, seconds=args.seconds, rounds=args.rounds,

@@ -11,13 +11,12 @@ do not change.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from library.cluster import Cluster, Ranks
+from library.cluster import Ranks
 from library.links import Key, measure_cells
 from library.network import rate_text, speed
 from library.pages import Grid, report
@@ -58,9 +57,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
     """Measure every rate and variant that the study lacks."""
 
-    def start(cluster: Cluster, name: str) -> contextlib.AbstractContextManager[Ranks]:
-        served = "library.generation_run:GenerationRun"
-        return cluster.start(served, VARIANTS[name], shape_of(args), args.batch_size, args.prompt_len)
+    def arguments(name: str) -> tuple[Any, ...]:
+        return VARIANTS[name], shape_of(args), args.batch_size, args.prompt_len
 
     def measure(ranks: Ranks, key: Key) -> dict[str, Any]:
         # The weights of a new model cross the network once in every variant, for the token that is not measured. The first of
@@ -77,8 +75,8 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
         }
 
     keys = [{"rate": rate, "variant": name} for rate in args.rates for name in args.variants]
-    nodes = args.nodes, args.ranks_per_node
-    measure_cells(study, progress, nodes, keys, lambda key: key["variant"], start, measure)
+    nodes, served = (args.nodes, args.ranks_per_node), "library.generation_run:GenerationRun"
+    measure_cells(study, progress, nodes, keys, lambda key: key["variant"], served, arguments, measure)
 
 
 def stock_of(variant: str) -> str:

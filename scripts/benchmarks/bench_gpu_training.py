@@ -25,8 +25,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from library.pages import Grid, show
+from library.study import add_model_flags, shape_of
 from library.training_run import build_model
-from library.variants import OFF, PRESETS, ModelShape
+from library.variants import OFF, PRESETS
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.profiler import ProfilerActivity, profile
@@ -41,7 +42,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "half_model": PRESETS["half_model"],
 }
 GLOO_RANKS = 4
-VOCAB = 4096
 WARM_UP = 3
 
 
@@ -77,8 +77,7 @@ def rank_main(rank: int, world: int, job: argparse.Namespace, rendezvous: str) -
 
 def make_model(device: torch.device, job: argparse.Namespace) -> LlamaForCausalLM:
     """Return a model with the same weights on every rank, sharded over the world."""
-    shape = ModelShape(job.hidden, job.hidden * 11 // 4, job.layers, job.hidden // 64, VOCAB)
-    model = build_model(shape).to(device)
+    model = build_model(shape_of(job)).to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     for layer in model.model.layers:
@@ -113,7 +112,7 @@ def one_step(
     """Run one optimizer step on tokens of this rank and step, and return the loss."""
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())
     # Runs of tokens that follow each other can be learned, so the loss shows whether training works.
-    start = torch.randint(VOCAB, (2, 1), generator=generator)
+    start = torch.randint(97, (2, 1), generator=generator)
     tokens = ((start + torch.arange(128)) % 97).to(device)
     loss = model(input_ids=tokens, labels=tokens).loss
     loss.backward()
@@ -170,8 +169,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo")
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
+    add_model_flags(parser, vocab_size=4096)
     args = parser.parse_args()
     args.output = args.output.resolve() / f"training_{args.backend}_{args.device}"
     args.output.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from library.cluster import Cluster
-from library.links import start_all
+from library.links import TRAINING, start_all
 from library.pages import Grid, report
 from library.plots import colors_of, panels, save
 from library.rounds import cell_of, measure_in_turns
@@ -99,14 +99,8 @@ def print_host_time(size: dict[str, int], steps: int) -> None:
 def _cells(nodes: int, args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return step times and bytes of the variants on so many nodes of one rank."""
     with Cluster(nodes, 1, rank_environment(threads=1)) as cluster, contextlib.ExitStack() as stack:
-        runs = start_all(
-            stack,
-            cluster,
-            VARIANTS_OF_NODES,
-            lambda cluster, name: cluster.start(
-                "library.training_run:TrainingRun", VARIANTS[name], shape_of(args), 1, 64
-            ),
-        )
+        settings = shape_of(args), 1, 64
+        runs = start_all(stack, cluster, VARIANTS_OF_NODES, TRAINING, lambda name: (VARIANTS[name], *settings))
         for ranks in runs.values():
             ranks.call("measure", 2, 1)
         found = measure_in_turns(runs, 1, steps=args.steps, seconds=45, rounds=3)

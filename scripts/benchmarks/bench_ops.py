@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import itertools
-import json
 import math
 import platform
 import sys
@@ -61,11 +60,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--numel", type=int, default=1 << 24, help="elements of one slice, on the CPU")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument(
-        "--baselines", action=argparse.BooleanOptionalAction, default=True, help="time PyTorch code too"
-    )
     parser.add_argument("--only", default="", metavar="TEXT", help="measure operators whose line in the table has this")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--output", type=Path, help="with --device cuda: a Markdown page, and a plot beside it")
     return parse(parser, {"numel": 1 << 16, "repeats": 2}, argv)
 
@@ -106,7 +101,7 @@ def measure(case: Case, clock: Clock, arguments: argparse.Namespace) -> dict[str
         "copy_gigabytes_per_second": case.nbytes / timing.copy_seconds / 1e9,
         "of_copy": timing.copy_seconds / timing.seconds,
     }
-    if arguments.baselines and case.eager is not None:
+    if case.eager is not None:
         eager = case.eager()
         row["eager"] = median_seconds(clock, eager, repeats=3) / timing.seconds
         if case.can_compile:
@@ -182,10 +177,7 @@ def main() -> None:
             torch.cuda.empty_cache()
     facts = conditions(arguments)
     grid = grid_of(rows, f"operators against a copy, on {arguments.device}")
-    if arguments.json:
-        print(json.dumps({"conditions": facts, "rows": rows}, indent=2))
-    else:
-        show([grid], ", ".join(f"{key} {value}" for key, value in facts.items()))
+    show([grid], ", ".join(f"{key} {value}" for key, value in facts.items()))
     if arguments.output:
         picture = arguments.output.with_suffix(".png")
         arguments.output.parent.mkdir(parents=True, exist_ok=True)

@@ -11,13 +11,12 @@ across nodes are those that the next forward pass then needs not.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import sys
 from pathlib import Path
 from typing import Any
 
-from library.cluster import Cluster, Ranks
+from library.cluster import Ranks
 from library.links import Key, measure_cells
 from library.network import rate_text, speed
 from library.pages import Grid, report
@@ -69,9 +68,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
 def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
     """Measure every rate and case that the study lacks."""
 
-    def start(cluster: Cluster, name: str) -> contextlib.AbstractContextManager[Ranks]:
-        served = "library.sync_run:SyncRun"
-        return cluster.start(served, VARIANTS[name], shape_of(args), args.batch_size, args.seq_len, args.learning_rate)
+    def arguments(name: str) -> tuple[Any, ...]:
+        return VARIANTS[name], shape_of(args), args.batch_size, args.seq_len, args.learning_rate
 
     def measure(ranks: Ranks, key: Key) -> dict[str, Any]:
         # Steps with and without a sync, behind one of each that is not measured.
@@ -88,8 +86,8 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
         return found
 
     keys = [{"rate": rate, "case": case} for rate in args.rates for case in args.cases]
-    nodes = args.nodes, args.ranks_per_node
-    measure_cells(study, progress, nodes, keys, lambda key: CASES[key["case"]][0], start, measure)
+    nodes, served = (args.nodes, args.ranks_per_node), "library.sync_run:SyncRun"
+    measure_cells(study, progress, nodes, keys, lambda key: CASES[key["case"]][0], served, arguments, measure)
 
 
 def sync_grid(study: Study, rate: str) -> Grid:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from library.cluster import BENCHMARKS, Cluster
-from library.links import start_all
+from library.links import TRAINING, start_all
 from library.network import INTERFACE, UNLIMITED, address, namespace
 from library.pages import Grid, show
 from library.rounds import cell_of, measure_in_turns
@@ -95,12 +95,7 @@ def measure(cluster: Cluster, micro_steps: int, found: dict[str, Any], args: arg
         variants["recommended"] = Variant("recommended", found["settings"])
     with contextlib.ExitStack() as stack:
         settings = shape_of(args), 1, args.sequence_length, args.learning_rate
-        runs = start_all(
-            stack,
-            cluster,
-            variants,
-            lambda cluster, name: cluster.start("library.training_run:TrainingRun", variants[name], *settings),
-        )
+        runs = start_all(stack, cluster, variants, TRAINING, lambda name: (variants[name], *settings))
         rounds = measure_in_turns(runs, micro_steps, steps=15, seconds=args.seconds, rounds=args.rounds)
     seconds = {name: cell_of(each, 2)["step_s"] for name, each in rounds.items()}
     return seconds if preset is None else seconds | {"recommended": seconds[preset]}

@@ -25,8 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from library.pages import Grid
-from rich.console import Console
+from library.pages import Grid, show
 
 ROOT = Path(__file__).parents[2]
 BENCHMARKS = Path(__file__).parent
@@ -196,7 +195,7 @@ def main() -> int:
             outcomes.append(run(stage, output))
             print(f"{stage.name}: {outcomes[-1].result} in {outcomes[-1].seconds:.0f} s", flush=True)
             grid = report(outcomes, output)  # after each stage: whatever ends this program leaves what it has
-    Console().print(grid.rich())
+    show([grid])
     for outcome in outcomes:
         if outcome.result != "passed":
             print(

@@ -19,10 +19,10 @@ from typing import Any
 
 from library.cluster import Cluster
 from library.links import start_all
-from library.pages import Grid
+from library.pages import Grid, show
 from library.rounds import cell_of, measure_in_turns
 from library.sandbox import enter_sandbox
-from library.study import crossing_bytes, new_console, rank_environment
+from library.study import crossing_bytes, rank_environment
 from library.variants import VARIANTS, ModelShape
 
 PACKAGES = {
@@ -133,9 +133,8 @@ def main() -> None:
     grid = Grid(f"{args.variant}, {shape.num_parameters / 1e6:.1f} M parameters, {args.rate}", columns)
     model_bytes = crossing_bytes({"nodes": NODES, "model": dataclasses.asdict(shape)})
     with Cluster(NODES, RANKS_PER_NODE, rank_environment(1)) as cluster, contextlib.ExitStack() as stack:
-        cells = start_all(
-            stack, cluster, names, lambda c, name: c.start("measure_optimizers:serve", name, args.variant, shape)
-        )
+        served = "measure_optimizers:serve"
+        cells = start_all(stack, cluster, names, served, lambda name: (name, args.variant, shape))
         for ranks in cells.values():
             ranks.call("measure", 3, 1)  # the first steps compile, make states, and are watched
         cluster.set_link(args.rate)
@@ -156,8 +155,7 @@ def main() -> None:
                     "none" if error is None else f"{error:.1e}" if error else "0",
                 ]
             )
-    new_console().print(grid.rich())
-    print(grid.markdown())
+    show([grid], markdown=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from library.network import rate_text
 from library.pages import Grid, write_page
 from library.plots import panels, save
 from library.recorded_step import Recording, Scale, Step, last_step, tasks_of
-from library.study import RESULTS, command_line, versions
+from library.study import command_line, make_page_parser, versions
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_zeropp import apply_zeropp
@@ -132,11 +132,7 @@ class Row(NamedTuple):
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
     """Parse the command line without the program's name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, default=RESULTS / "timeline.json", help="JSON; the page and plot lie beside it"
-    )
-    parser.add_argument("--from-file", action="store_true", help="model nothing: write page and plot of --output anew")
+    parser = make_page_parser(__doc__, "timeline.json")
     parser.add_argument("--layers", type=int, default=LAYERS, help="layers of the model")
     return parser.parse_args(argv)
 

@@ -15,7 +15,6 @@ import math
 import statistics
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from library.ahead import Ahead, ahead_grids, plot_ahead, predict_all
@@ -33,7 +32,7 @@ from library.paper_rows import (
     technique_speedups,
     tflops,
 )
-from library.study import RESULTS, command_line, versions
+from library.study import RESULTS, command_line, make_page_parser, versions
 
 from hf_zeropp.config import PRESETS
 from hf_zeropp.estimate.step_time import StepTime
@@ -57,13 +56,8 @@ ahead. **Nothing on this page was measured by it**: columns named "measured" com
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line without the program's name."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--output", type=Path, default=RESULTS / "estimate.json", help="JSON; the page and plot lie beside it"
-    )
-    parser.add_argument("--from-file", action="store_true", help="predict nothing: draw the plot of --output anew")
-    return parser.parse_args(argv)
+    """Parse the command line without the program's name. ``--from-file`` draws the plot alone."""
+    return make_page_parser(__doc__, "estimate.json").parse_args(argv)
 
 
 # ------------------------------------------------------------------------------------------------------ our own studies

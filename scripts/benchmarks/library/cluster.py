@@ -73,9 +73,9 @@ class Cluster:
     def __exit__(self, *exception: object) -> None:
         self._stack.close()
 
-    def set_link(self, rate: str = UNLIMITED, delay: str | None = None) -> None:
+    def set_link(self, rate: str = UNLIMITED) -> None:
         """Limit every node's link in both directions, also for runs that exist. See ``Network.set_link``."""
-        self._network.set_link(rate, delay)
+        self._network.set_link(rate)
 
     @contextlib.contextmanager
     def start(self, factory: str, *args: Any, env: dict[str, str] | None = None) -> Iterator[Ranks]:

@@ -16,12 +16,24 @@ from library.cluster import Cluster, Ranks
 from library.study import Study, rank_environment
 
 Key = dict[str, Any]
-Start = Callable[[Cluster, str], contextlib.AbstractContextManager[Ranks]]
+Arguments = Callable[[str], tuple[Any, ...]]
+TRAINING = "library.training_run:TrainingRun"
+"""What ranks serve in most studies."""
 
 
-def start_all(stack: contextlib.ExitStack, cluster: Cluster, names: Iterable[str], start: Start) -> dict[str, Ranks]:
-    """Start the ranks of each variant once, by name. They end with the stack."""
-    return {name: stack.enter_context(start(cluster, name)) for name in dict.fromkeys(names)}
+def start_all(
+    stack: contextlib.ExitStack, cluster: Cluster, names: Iterable[str], served: str, arguments: Arguments
+) -> dict[str, Ranks]:
+    """Start the ranks of each variant once, by name. They end with the stack.
+
+    Args:
+        stack: of contexts.
+        cluster: where they start.
+        names: of variants.
+        served: as for ``Cluster.start``.
+        arguments: returns those of ``served`` for a variant's name.
+    """
+    return {name: stack.enter_context(cluster.start(served, *arguments(name))) for name in dict.fromkeys(names)}
 
 
 def measure_cells(
@@ -30,7 +42,8 @@ def measure_cells(
     nodes: tuple[int, int],
     keys: Iterable[Key],
     variant_of: Callable[[Key], str],
-    start: Start,
+    served: str,
+    arguments: Arguments,
     measure: Callable[[Ranks, Key], dict[str, Any]],
 ) -> None:
     """Measure the cells that a study lacks, one after the other.
@@ -41,7 +54,8 @@ def measure_cells(
         nodes: their number, and the ranks of each.
         keys: of all cells. ``rate`` is that of the link.
         variant_of: returns the name of the variant whose ranks a key needs.
-        start: starts the ranks of a variant.
+        served: of ``start_all``.
+        arguments: of ``start_all``.
         measure: returns the row behind its key.
     """
     missing = [key for key in keys if study.find("cells", **key) is None]
@@ -49,7 +63,7 @@ def measure_cells(
         return
     task = progress.add_task("starting", total=len(missing))
     with Cluster(*nodes, rank_environment(threads=1)) as cluster, contextlib.ExitStack() as stack:
-        runs = start_all(stack, cluster, map(variant_of, missing), start)
+        runs = start_all(stack, cluster, map(variant_of, missing), served, arguments)
         for key in missing:
             progress.update(task, description=", ".join(map(str, key.values())))
             cluster.set_link(key["rate"])

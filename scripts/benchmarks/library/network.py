@@ -58,15 +58,14 @@ class Network:
             _run(f"ip -n {name} link set {INTERFACE} up")
             _run(f"ip -n {name} link set lo up")
 
-    def set_link(self, rate: str = UNLIMITED, delay: str | None = None) -> None:
+    def set_link(self, rate: str = UNLIMITED) -> None:
         """Limit every node's link in both directions.
 
         Args:
             rate: such as ``200mbit``; see ``bits_per_second``.
-            delay: added to each packet in each direction, such as ``1ms``; None adds nothing.
 
         Raises:
-            ClusterError: the kernel has no ``tbf`` for rates, or no ``netem`` for delays.
+            ClusterError: the kernel has no ``tbf``.
             ValueError: ``rate`` is not a rate.
         """
         bits = bits_per_second(rate)
@@ -74,7 +73,7 @@ class Network:
             # The kernel shapes what leaves an interface, not what arrives. What a node receives is therefore shaped
             # where it leaves the bridge, at the other end of the node's link.
             for where, interface in ((namespace(node), INTERFACE), (_SWITCH, _port(node))):
-                _shape(where, interface, bits, delay)
+                _shape(where, interface, bits)
 
     def remove(self) -> None:
         """Delete the namespaces, and with them their interfaces. Namespaces that do not exist are not an error."""
@@ -140,23 +139,20 @@ def _port(node: int) -> str:
     return f"port{node}"
 
 
-def _shape(where: str, interface: str, bits: float | None, delay: str | None) -> None:
-    """Replace the queueing discipline of an interface: ``netem`` for the delay outside, ``tbf`` for the rate within."""
+def _shape(where: str, interface: str, bits: float | None) -> None:
+    """Replace the queueing discipline of an interface by ``tbf``, or by none for no limit."""
     tc = f"tc -n {where} qdisc"
     subprocess.run(f"{tc} del dev {interface} root".split(), capture_output=True)
+    if bits is None:
+        return
+    # ``tbf`` sends while it has tokens, and holds at most ``burst`` bytes of them. They must last from one tick
+    # of the kernel's clock to the next (200 a second assumed), or the link would be slower than asked; and
+    # they must cover several of the largest frames, of 64 KB. A larger burst would pass without being limited.
+    burst = max(256_000, int(bits / 8 / 200))
     try:
-        if delay is not None:
-            # A delayed packet stays in the queue. The default of 1000 packets would drop some at a high rate.
-            _run(f"{tc} add dev {interface} root handle 1: netem delay {delay} limit 100000")
-        if bits is not None:
-            parent = "root" if delay is None else "parent 1:1"
-            # ``tbf`` sends while it has tokens, and holds at most ``burst`` bytes of them. They must last from one tick
-            # of the kernel's clock to the next (200 a second assumed), or the link would be slower than asked; and
-            # they must cover several of the largest frames, of 64 KB. A larger burst would pass without being limited.
-            burst = max(256_000, int(bits / 8 / 200))
-            _run(f"{tc} add dev {interface} {parent} tbf rate {bits:.0f}bit burst {burst} latency 50ms")
+        _run(f"{tc} add dev {interface} root tbf rate {bits:.0f}bit burst {burst} latency 50ms")
     except ClusterError as error:
-        raise ClusterError(f"{error}\nRates need the kernel's sch_tbf, delays its sch_netem.") from error
+        raise ClusterError(f"{error}\nRates need the kernel's sch_tbf.") from error
 
 
 def _run(command: str, *arguments: str) -> None:

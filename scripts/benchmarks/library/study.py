@@ -27,19 +27,30 @@ PACKAGES = ("torch", "accelerate", "transformers")
 
 
 def make_parser(description: str, default_output: str) -> argparse.ArgumentParser:
-    """Make a parser with the flags of studies that make a Llama of given sizes and keep rows on file.
+    """Make a parser with the flags of studies that make a Llama of given sizes and continue rows on file.
+
+    Args:
+        description: the study's module docstring.
+        default_output: name of the JSON file in ``scripts/results``.
+    """
+    parser = make_page_parser(description, default_output)
+    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    add_model_flags(parser)
+    return parser
+
+
+def make_page_parser(description: str, default_output: str) -> argparse.ArgumentParser:
+    """Make a parser with the flags of studies whose page and plot lie beside a JSON file.
 
     Args:
         description: the study's module docstring.
         default_output: name of the JSON file in ``scripts/results``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / default_output, help="JSON, continued if it exists")
-    parser.add_argument("--fresh", action="store_true", help="measure everything again")
+    parser.add_argument("--output", type=Path, default=RESULTS / default_output, help="JSON; page and plot lie beside it")
     parser.add_argument(
         "--from-file", action="store_true", help="measure nothing: write page and plot of the file --output anew"
     )
-    add_model_flags(parser)
     return parser
 
 
