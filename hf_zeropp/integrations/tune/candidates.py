@@ -10,7 +10,13 @@ from hf_zeropp.config import ZeroPPConfig
 _TRIED = ("balanced", "exact", "half_model", "min_traffic")
 _OF_PRESETS = ("qwz_mode", "qwz_bits", "hpz_bits", "qgz_bits")
 """The settings in which the presets that are tried differ. The user's own values of all others stay."""
-_NODE_HOPS: dict[str, int | None] = {"native node hops": None, "quantized node hops": 8}
+NODE_HOPS: dict[str, dict[str, Any]] = {
+    "native node hops": {"qwz_intra_bits": None, "qgz_intra_bits": None},
+    "quantized node hops": {"qwz_intra_bits": 8, "qgz_intra_bits": 8},
+}
+"""Settings that are tried with the fastest candidate, where nodes have several ranks."""
+ON_THE_RANK: dict[str, dict[str, Any]] = {"accumulation on the rank": {"qgz_accumulate": "rank"}}
+"""The same, where steps have several micro-steps."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +56,3 @@ def presets() -> list[Candidate]:
     return [
         Candidate(name, {field: getattr(config, field) for field in _OF_PRESETS}) for name, config in configs.items()
     ]
-
-
-def other_node_hops(best: Candidate) -> list[Candidate]:
-    """Return the fastest candidate with each kind of node hops."""
-    return [
-        best.with_others(name, {"qwz_intra_bits": bits, "qgz_intra_bits": bits}) for name, bits in _NODE_HOPS.items()
-    ]
-
-
-def accumulation_on_the_rank(best: Candidate) -> list[Candidate]:
-    """Return the fastest candidate with gradients that stay on the rank until the last micro-step."""
-    return [best.with_others("accumulation on the rank", {"qgz_accumulate": "rank"})]

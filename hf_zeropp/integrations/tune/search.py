@@ -5,17 +5,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from typing import Any
 
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.weights.low_rates import lowest_rate
-from hf_zeropp.integrations.tune.candidates import (
-    OWN,
-    STOCK,
-    Candidate,
-    accumulation_on_the_rank,
-    other_node_hops,
-    presets,
-)
+from hf_zeropp.integrations.tune.candidates import NODE_HOPS, ON_THE_RANK, OWN, STOCK, Candidate, presets
 from hf_zeropp.integrations.tune.launches import TrialError
 from hf_zeropp.integrations.tune.verdict import SAME_SCRIPT, TOLERANCE, Measured, difference, refusal
 
@@ -64,9 +58,9 @@ class Search:
             self._try_stock(stock)
         self._try_new(presets())
         if about["ranks_per_node"] > 1:
-            self._try_new(other_node_hops(self._best.candidate))
+            self._try_on_best(NODE_HOPS)
         if about["micro_steps"] > 1:
-            self._try_new(accumulation_on_the_rank(self._best.candidate))
+            self._try_on_best(ON_THE_RANK)
         self._try_rivals_again()
         self._try_stock(stock)
         # All trials of stock receive the same, and the first could not tell what crosses nodes.
@@ -111,6 +105,11 @@ class Search:
             raise TrialError(ONE_NODE if own.about["num_nodes"] == 1 else REPLICAS_OF_NODES)
         self.others.append(own)
         return own
+
+    def _try_on_best(self, settings: dict[str, dict[str, Any]]) -> None:
+        """Try the fastest candidate with each of the settings."""
+        best = self._best.candidate
+        self._try_new([best.with_others(name, others) for name, others in settings.items()])
 
     def _try_new(self, candidates: list[Candidate]) -> None:
         """Try those that fit to the user's other settings, change something, and train at the learning rate."""
