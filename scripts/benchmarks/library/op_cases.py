@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -65,14 +65,14 @@ def codec_cases(bits: int, dtype: torch.dtype, numel: int, device: str) -> Itera
         return torch.randn(numel, device=device).to(dtype)
 
     def quantize() -> Action:
-        one, wire = values(), torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        return lambda: ops.quantize(one, layout, out=wire)
+        wire = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        return partial(ops.quantize, values(), layout, out=wire)
 
     def dequantize() -> Action:
-        wire, out = ops.quantize(values(), layout), torch.empty(numel, dtype=dtype, device=device)
-        return lambda: ops.dequantize(wire, layout, dtype=dtype, out=out)
+        out = torch.empty(numel, dtype=dtype, device=device)
+        return partial(ops.dequantize, ops.quantize(values(), layout), layout, dtype=dtype, out=out)
 
-    def eager_quantize() -> Action:
+    def eager_quantize() -> Action:  # a lambda, since ``torch.compile`` takes functions
         one = values()
         return lambda: reference.quantize(one, layout)
 
@@ -94,23 +94,21 @@ def sum_cases(bits: int, numel: int, device: str) -> Iterator[Case]:
 
     def dequantize_sum(accumulates: bool) -> Maker:
         def make() -> Action:
-            sources, total = wires(), torch.zeros(1, numel, device=device)
+            total = torch.zeros(1, numel, device=device)
             earlier = {"initial": total, "scale": 0.5} if accumulates else {}
-            return lambda: ops.dequantize_sum(sources, layout, num_sources=n, out=total, **earlier)
+            return partial(ops.dequantize_sum, wires(), layout, num_sources=n, out=total, **earlier)
 
         return make
 
     def eager_sum() -> Action:
-        sources = wires()
-        return lambda: reference.dequantize_sum(sources, layout, n)
+        return partial(reference.dequantize_sum, wires(), layout, n)
 
     def dequantize_sum_quantize() -> Action:
-        sources, wire = wires(), torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        return lambda: ops.dequantize_sum_quantize(sources, layout, layout, num_sources=n, out=wire)
+        wire = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
+        return partial(ops.dequantize_sum_quantize, wires(), layout, layout, num_sources=n, out=wire)
 
     def eager_sum_quantize() -> Action:
-        sources = wires()
-        return lambda: reference.dequantize_sum_quantize(sources, layout, layout, n)
+        return partial(reference.dequantize_sum_quantize, wires(), layout, layout, n)
 
     name = f"dequantize_sum INT{bits}, {n} sources"
     yield Case(name, size, read + size, dequantize_sum(accumulates=False), eager_sum)
@@ -128,24 +126,24 @@ def delta_cases(bits: int, numel: int, device: str) -> Iterator[Case]:
         values = torch.randn(numel, device=device)
         return values, ops.quantize(values + 0.01 * torch.randn(numel, device=device), base_layout)
 
-    def quantize_difference() -> Action:
+    def wire_and_base() -> tuple[torch.Tensor, torch.Tensor]:
         values, base = values_and_base()
+        return ops.quantize_difference(values, base, base_layout, layout), base
+
+    def quantize_difference() -> Action:
         wire = torch.empty(layout.nbytes, dtype=torch.uint8, device=device)
-        return lambda: ops.quantize_difference(values, base, base_layout, layout, out=wire)
+        return partial(ops.quantize_difference, *values_and_base(), base_layout, layout, out=wire)
 
     def eager_difference() -> Action:
-        values, base = values_and_base()
-        return lambda: reference.quantize_difference(values, base, base_layout, layout)
+        return partial(reference.quantize_difference, *values_and_base(), base_layout, layout)
 
     def dequantize_update() -> Action:
-        values, base = values_and_base()
-        wire = ops.quantize_difference(values, base, base_layout, layout)
-        return lambda: ops.dequantize_update(wire, layout, base, base_layout, out=base)
+        wire, base = wire_and_base()
+        return partial(ops.dequantize_update, wire, layout, base, base_layout, out=base)
 
     def eager_update() -> Action:
-        values, base = values_and_base()
-        wire = ops.quantize_difference(values, base, base_layout, layout)
-        return lambda: reference.dequantize_update(wire, layout, base, base_layout)
+        wire, base = wire_and_base()
+        return partial(reference.dequantize_update, wire, layout, base, base_layout)
 
     size, copy = 4 * numel, base_layout.nbytes
     name = f"quantize_difference INT{bits}, base bf16"
@@ -166,21 +164,13 @@ def change_cases(density: float, numel: int, device: str) -> Iterator[Case]:
     old_bytes, new_bytes, base_bytes = (words.view(torch.uint8) for words in (old, new, base))
     label = f"{density:.1%} of words, {int(sizes[0]) / int((step != 0).sum()):.2f} B each"
 
-    def encode() -> Action:
-        return lambda: ops.encode_changes(new, old, out=buffers)
-
-    def eager_encode() -> Action:
-        return lambda: changes_reference.encode_changes(new_bytes, old_bytes, 1)
-
-    def apply() -> Action:
-        # ``base`` moves on with every call. That takes as long as the first time, since steps are added modulo 2^16.
-        return lambda: ops.apply_changes(wire, sizes, base, offsets)
-
-    def eager_apply() -> Action:
-        return lambda: changes_reference.apply_changes(wire.view(-1), offsets, sizes, base_bytes)
-
-    yield Case(f"encode_changes, {label}", old.nbytes, 2 * old.nbytes, encode, eager_encode)
-    yield Case(f"apply_changes, {label}", old.nbytes, 2 * old.nbytes, apply, eager_apply)
+    # ``base`` moves on with every call of ``apply``. That takes as long as the first time, since steps are added modulo 2^16.
+    encode = partial(ops.encode_changes, new, old, out=buffers)
+    eager_encode = partial(changes_reference.encode_changes, new_bytes, old_bytes, 1)
+    apply = partial(ops.apply_changes, wire, sizes, base, offsets)
+    eager_apply = partial(changes_reference.apply_changes, wire.view(-1), offsets, sizes, base_bytes)
+    yield Case(f"encode_changes, {label}", old.nbytes, 2 * old.nbytes, lambda: encode, lambda: eager_encode)
+    yield Case(f"apply_changes, {label}", old.nbytes, 2 * old.nbytes, lambda: apply, lambda: eager_apply)
 
 
 def frozen_cases(bits: int, rows: int, columns: int, device: str) -> Iterator[Case]:
@@ -192,15 +182,13 @@ def frozen_cases(bits: int, rows: int, columns: int, device: str) -> Iterator[Ca
         return frozen_format.pack(torch.randn(rows, columns, device=device, dtype=torch.bfloat16), format)
 
     def unpack() -> Action:
-        codes, scales = weight()
         out = torch.empty(rows, columns, dtype=torch.bfloat16, device=device)
-        return lambda: frozen_format.unpack(codes, scales, columns, format, torch.bfloat16, out)
+        return partial(frozen_format.unpack, *weight(), columns, format, torch.bfloat16, out)
 
     def matmul(num_inputs: int) -> Maker:
         def make() -> Action:
-            codes, scales = weight()
             x = torch.randn(num_inputs, columns, device=device, dtype=torch.bfloat16)
-            return lambda: frozen_format.matmul(x, codes, scales, columns, format)
+            return partial(frozen_format.matmul, x, *weight(), columns, format)
 
         return make
 
@@ -236,4 +224,4 @@ def linear_cases(bits: int, tokens: int, features: int, device: str) -> Iterator
     passes = {"forward": forward} | ({"backward": backward} if tokens > FEW_TOKENS else {})
     for name, make in passes.items():
         label = f"linear INT{bits} {features} x {features}, {tokens} tokens, {name}, beside bf16"
-        yield Case(label, dense, packed, functools.partial(make, True), functools.partial(make, False))
+        yield Case(label, dense, packed, partial(make, True), partial(make, False))
