@@ -363,13 +363,23 @@ class Decisions:
         if not self._run.config.accumulates_on_rank:
             return
         waiting = [one.unit for one in self.reduces if one.unit.has_param_of(held) and one.unit.unreduced_bytes()]
-        if waiting:
+        if not waiting:
+            return
+        among = f"those of unit {waiting[0].name} among them"
+        if self._micro_steps.is_last_now:
             raise RuntimeError(
-                f"An optimizer steps while gradients wait on rank {dist.get_rank()} for the last micro-step "
-                f'(qgz_accumulate="rank"), those of unit {waiting[0].name} among them. Let a last micro-step come before '
-                "the step (handle.set_last_micro_step(True)), or drop them with handle.discard_accumulated(). With "
-                'qgz_accumulate="node" a step uses what has accumulated so far.'
+                f"An optimizer steps while gradients wait on rank {dist.get_rank()}, {among}, though the last backward pass was "
+                "a last micro-step: FSDP2 did not reduce them in it. So it is where that pass raised, and where several forward "
+                "passes through reentrant checkpointing come before it (use_reentrant=False, or a backward pass behind each "
+                "forward pass, helps). The next last micro-step reduces them with its own; handle.discard_accumulated() drops "
+                "them."
             )
+        raise RuntimeError(
+            f"An optimizer steps while gradients wait on rank {dist.get_rank()} for the last micro-step "
+            f'(qgz_accumulate="rank"), {among}. Let a last micro-step come before '
+            "the step (handle.set_last_micro_step(True)), or drop them with handle.discard_accumulated(). With "
+            'qgz_accumulate="node" a step uses what has accumulated so far.'
+        )
 
     def _complete_before_step(self) -> None:
         # This is collective, and for all gradients of the model: the step reads ``.grad`` as it is, and a step on gradients

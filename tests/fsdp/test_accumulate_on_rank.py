@@ -5,9 +5,12 @@ The yardsticks are stock FSDP2 under ``set_requires_gradient_sync(False)``, and 
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from harness import Scenarios, run_ranks
+from torch.utils.checkpoint import checkpoint
 from toy import (
     EXACT,
     POLICIES,
@@ -20,6 +23,7 @@ from toy import (
     loss_without_head,
     make_lm,
     shard,
+    tokens_of,
 )
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
@@ -153,6 +157,39 @@ def a_step_without_a_last_micro_step_is_refused(rank: int, overlap: bool) -> Non
     check_gradients(model, make_lm(), rank, Reduction(None, 4, 2), steps=(1,))
 
 
+def two_forward_passes_and_one_backward_pass(model, rank: int) -> None:
+    sum(loss_of(model, tokens_of(rank, step)) for step in (0, 1)).backward()
+
+
+def what_fsdp2_leaves_in_a_last_micro_step_is_refused_with_its_own_remedies(rank: int, overlap: bool) -> None:
+    """Two forward passes through reentrant checkpointing, then one backward pass: stock FSDP2 adds them to the next step's."""
+    model = shard(make_lm())
+    handle = apply(model, overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.call = functools.partial(checkpoint, use_reentrant=True)
+    two_forward_passes_and_one_backward_pass(model, rank)
+    with pytest.raises(RuntimeError, match=r"was a last micro-step.*use_reentrant=False.*discard_accumulated"):
+        optimizer.step()
+    handle.discard_accumulated()
+    optimizer.zero_grad()  # FSDP2 has left the blocks unsharded as well, so ``model.zero_grad()`` would not find the shards
+    model.call = functools.partial(checkpoint, use_reentrant=False)
+    two_forward_passes_and_one_backward_pass(model, rank)
+    assert handle.partial_bytes() == 0
+    check_gradients(model, make_lm(), rank, Reduction(None, 4, 2), steps=(0, 1))
+    optimizer.step()
+
+
+def the_next_last_micro_step_reduces_what_fsdp2_left(rank: int, overlap: bool) -> None:
+    model = shard(make_lm())
+    model.call = functools.partial(checkpoint, use_reentrant=True)
+    handle = apply(model, overlap)
+    two_forward_passes_and_one_backward_pass(model, rank)
+    assert handle.partial_bytes() > 0
+    backward(model, rank, 2)
+    assert handle.partial_bytes() == 0
+    check_gradients(model, make_lm(), rank, Reduction(None, 4, 2), steps=(0, 1, 2), slack=3)
+
+
 def units_and_parameters_that_miss_the_last_micro_step(rank: int, overlap: bool) -> None:
     """Stochastic depth, and a head that a loss does not use: their gradients arrive with the others."""
     model = shard(make_lm(depth=3))
@@ -213,6 +250,8 @@ EVERY = [
     bytes_are_those_of_one_reduction,
     gradients_of_full_size_are_held,
     a_step_without_a_last_micro_step_is_refused,
+    what_fsdp2_leaves_in_a_last_micro_step_is_refused_with_its_own_remedies,
+    the_next_last_micro_step_reduces_what_fsdp2_left,
     units_and_parameters_that_miss_the_last_micro_step,
     units_that_no_pass_has_used_yet,
     schedules_of_quantization_take_effect,

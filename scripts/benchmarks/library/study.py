@@ -47,7 +47,9 @@ def make_page_parser(description: str, default_output: str) -> argparse.Argument
         default_output: name of the JSON file in ``scripts/results``.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, default=RESULTS / default_output, help="JSON; page and plot lie beside it")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS / default_output, help="JSON; page and plot lie beside it"
+    )
     parser.add_argument(
         "--from-file", action="store_true", help="measure nothing: write page and plot of the file --output anew"
     )
