@@ -80,9 +80,9 @@ def sections(count: Tensor, words: Tensor) -> Sections:
     return Sections(is_bitmap, width, escapes, escapes + plane, lows, lows + (count * width + 7) // 8)
 
 
-def words_of_blocks(first: int, count: int, slice_bytes: int, device: torch.device) -> Tensor:
-    """Return the words of each of ``count`` blocks of a slice, from block ``first`` on."""
-    begins = torch.arange(first, first + count, device=device) * BLOCK_WORDS
+def words_of_blocks(count: int, slice_bytes: int, device: torch.device) -> Tensor:
+    """Return the words of each of the ``count`` blocks of a slice."""
+    begins = torch.arange(count, device=device) * BLOCK_WORDS
     return (slice_bytes // 2 - begins).clamp(max=BLOCK_WORDS)
 
 
@@ -179,7 +179,7 @@ def _find_changes(new: Tensor, old: Tensor, blocks: int) -> _Changes:
 def _encode_piece(new_bytes: Tensor, old_bytes: Tensor) -> tuple[Tensor, Tensor]:
     """Return the table entries of some blocks, and their payloads."""
     blocks = num_blocks(new_bytes.numel())
-    words = words_of_blocks(0, blocks, new_bytes.numel(), new_bytes.device)
+    words = words_of_blocks(blocks, new_bytes.numel(), new_bytes.device)
     changes = _find_changes(_as_words(new_bytes), _as_words(old_bytes), blocks)
     count = changes.block.bincount(minlength=blocks)
     escapes = changes.block[changes.escape].bincount(minlength=blocks)
@@ -271,7 +271,7 @@ def read_table(encoded: Tensor, blocks: int) -> Tensor:
 
 def payload_bytes(entries: Tensor, slice_bytes: int) -> Tensor:
     """Return the bytes of each block's payload; -1 where no block has this table entry."""
-    words = words_of_blocks(0, entries.numel(), slice_bytes, entries.device)
+    words = words_of_blocks(entries.numel(), slice_bytes, entries.device)
     count, escape_bytes = _counts(entries)
     nbytes = sections(count, words).nbytes(count, escape_bytes)
     is_coded = (entries >> COUNT_BITS + ESCAPE_BITS == 0) & (count <= words) & (escape_bytes <= 2 * count)
@@ -286,7 +286,7 @@ def _counts(entries: Tensor) -> tuple[Tensor, Tensor]:
 
 def _apply_piece(entries: Tensor, nbytes: Tensor, payload: Tensor, data: Tensor) -> Tensor:
     """Update some blocks. Returns which of them are damaged; they are left as they are."""
-    words = words_of_blocks(0, entries.numel(), data.numel(), entries.device)
+    words = words_of_blocks(entries.numel(), data.numel(), entries.device)
     count, escape_bytes = _counts(entries)
     at, start = sections(count, words), _exclusive(nbytes)
     bits = (payload[:, None] >> torch.arange(8, dtype=torch.uint8, device=entries.device) & 1).flatten() == 1

@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -43,13 +43,13 @@ class WrongCopies(RuntimeError):
     """Copies of the weights are not what they are taken for."""
 
 
-def wants_check(environ: Mapping[str, str] | None = None) -> bool:
+def wants_check() -> bool:
     """Return whether ``ZEROPP_CHECK`` asks for the comparison.
 
     Raises:
         ValueError: the variable is neither 0 nor 1.
     """
-    value = (os.environ if environ is None else environ).get(ENV_CHECK, "0")
+    value = os.environ.get(ENV_CHECK, "0")
     if value not in ("0", "1"):
         raise ValueError(f"{ENV_CHECK} must be 0 or 1, got {value!r}.")
     return value == "1"
