@@ -149,12 +149,11 @@ LORA_ON = ("16 bits", *OURS, "bitsandbytes NF4, block 64")
 # ------------------------------------------------------------------------------------------------------ model and data
 
 
-def byte_sequences(is_wanted: Callable[[str], bool], seed: int) -> Tensor:
+def byte_sequences(is_wanted: Callable[[str], bool]) -> Tensor:
     """Return lines of the standard library as bytes, cut into sequences and shuffled.
 
     Args:
         is_wanted: chooses lines, stripped of blanks.
-        seed: of the shuffling.
 
     Returns:
         Tokens: [sequences, LENGTH].
@@ -166,7 +165,7 @@ def byte_sequences(is_wanted: Callable[[str], bool], seed: int) -> Tensor:
                 data += line.encode("ascii", "ignore") + b"\n"
     tokens = torch.tensor(data, dtype=torch.uint8).long()
     tokens = tokens[: len(tokens) // LENGTH * LENGTH].view(-1, LENGTH)
-    return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(seed))]
+    return tokens[torch.randperm(len(tokens), generator=torch.Generator().manual_seed(0))]
 
 
 def train(model: nn.Module, data: Tensor, steps: int, learning_rate: float, batch_size: int, desc: str) -> None:
@@ -328,8 +327,8 @@ def main() -> None:
         key: value for key, value in vars(args).items() if key not in ("output", "fresh", "quick")
     }
     study = Study(args.output, conditions, conditions, fresh=args.fresh)
-    code = byte_sequences(lambda line: bool(line) and not line.startswith(("#", '"')), seed=0)
-    comments = byte_sequences(lambda line: line.startswith("#"), seed=0)
+    code = byte_sequences(lambda line: bool(line) and not line.startswith(("#", '"')))
+    comments = byte_sequences(lambda line: line.startswith("#"))
     model = trained_model(args, code[NUM_HELD_OUT:])
     measure_quality(study, model, code[:NUM_HELD_OUT])
     measure_lora(study, args, model, comments)

@@ -176,13 +176,13 @@ class Ranks:
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
 
-    def wait_until_ready(self, limit_s: float = START_LIMIT_S) -> None:
+    def wait_until_ready(self) -> None:
         """Wait until every rank has made its object.
 
         Raises:
             ClusterError: as for ``call``.
         """
-        self._collect(limit_s)
+        self._collect(START_LIMIT_S)
 
     def call(self, method: str, *args: Any, limit_s: float = 3600.0, **kwargs: Any) -> list[Any]:
         """Call a method of the served object on every rank at once.
