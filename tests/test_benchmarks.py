@@ -289,7 +289,7 @@ def test_step_times_behind_a_checkpoint(tmp_path: Path, untouched_network: None)
     """Step times of exact weights, behind some steps of training."""
     output = tmp_path / "exact_steps.json"
     flags = ["--pretraining", "20", "--learning-rates", "1e-5", "--variants", "compute", "stock", "exact"]
-    assert "100 Mbit/s, 1 micro-step per step" in run_quick("bench_cluster.py", *flags, "--output", str(output))
+    assert "100 Mbit/s, 2 micro-steps per step" in run_quick("bench_cluster.py", *flags, "--output", str(output))
     assert "exact_steps.png" in output.with_suffix(".md").read_text()
 
 
