@@ -1,6 +1,7 @@
 import importlib.util
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,21 @@ STYLE = TESTS / "style"
 sys.path[:0] = [str(TESTS / "helpers"), str(TESTS)]
 
 from thorough import is_thorough, patterns_without_tests  # noqa: E402
+
+# Files whose tests start no group of several ranks. The rest runs one test at a time, in one process, also where xdist runs two
+# processes: gloo takes any connection to a port of its own for its peer's, and ranks that a test has killed leave others that
+# go on connecting.
+ONE_RANK = (
+    "test_check.py",
+    "test_config.py",
+    "estimate/test_step_",
+    "estimate/test_validation.py",
+    "fsdp/test_happens_before.py",
+    "fsdp/test_pending_model.py",
+    "fuzz/test_programs.py",
+    "ops/",
+    "zoo/test_forms.py",
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -26,8 +42,6 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what takes long, or what the machine cannot run, and say so."""
-    # One processor is busy with it for most of a minute: behind all others, where files run two at a time, it would run alone.
-    items.sort(key=lambda item: item.path.name != "test_check.py")
     # A command that names files or folders runs all that is in them.
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
         if not config.getoption("--all"):
@@ -36,6 +50,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             items[:] = [item for item in items if not is_thorough(item.nodeid)]
         elif unknown := patterns_without_tests([item.nodeid for item in items]):
             raise pytest.UsageError(f"tests/thorough.py names no test by {', '.join(unknown)}")
+    # xdist gives the first file to one process and the second to the other. The check takes longest of what is no rank's.
+    items.sort(key=lambda item: (item.path.name != "test_check.py", not _starts_ranks(item.nodeid)))
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if item.get_closest_marker("vllm") and not has_vllm:
@@ -44,6 +60,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
         if item.get_closest_marker("long") and "long" not in config.getoption("-m"):
             item.add_marker(pytest.mark.skip(reason="long: run it with `-m long`"))
+
+
+def _starts_ranks(nodeid: str) -> bool:
+    return not nodeid.removeprefix("tests/").startswith(ONE_RANK)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give all tests that start ranks to one process, and the others, file by file, to who has nothing to do."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class TwoProcesses(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ranks" if _starts_ranks(nodeid) else nodeid.partition("::")[0]
+
+    return TwoProcesses(config, log)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

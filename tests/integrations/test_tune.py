@@ -106,8 +106,9 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_tune_on_two_ranks(tmp_path: Path, forked: None, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     """The promise: trials of a user's own script, one table of them, and no trace of them."""
-    for candidates in ("presets", "accumulation_on_the_rank"):  # for time
-        monkeypatch.setattr(f"hf_zeropp.integrations.tune.search.{candidates}", lambda *_: [])
+    # For time: of the candidates the user's own settings alone.
+    monkeypatch.setattr("hf_zeropp.integrations.tune.search.presets", lambda *_: [])
+    monkeypatch.setattr("hf_zeropp.integrations.tune.search.ON_THE_RANK", {})
     path = script(tmp_path)
     before = listing(tmp_path)
     tune(["--steps", "6", "--json", path])
