@@ -97,9 +97,9 @@ def run_cases(rank: int, ranks_per_node: int, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), WORLDS)
 def test_gradients_are_the_mean_over_ranks(world_size, ranks_per_node):
-    """Every setting with every dtype policy at 2 x 2 ranks; elsewhere every setting, and the policies in turn."""
+    """Every setting with every dtype policy at 3 x 2 ranks; elsewhere every setting, and the policies in turn."""
     pairs = zip(SETTINGS, itertools.cycle(POLICIES), strict=False)
-    if (world_size, ranks_per_node) == (4, 2):
+    if (world_size, ranks_per_node) == (6, 2):
         pairs = itertools.product(SETTINGS, POLICIES)
     turns = zip(pairs, itertools.cycle(MODELS), strict=False)
     cases = [Case(*pair, model) for pair, model in turns]
