@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _redistribute
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from differential import planted
 from differential.cases import Case
@@ -105,8 +106,10 @@ def _destroy_groups_but(meshes: Iterable[DeviceMesh]) -> None:
             dist.destroy_process_group(group)
     for groups in (topology._topologies, topology._replica_rounds, topology._replica_groups):
         groups.clear()
-    # DTensor keeps its ways from placements to placements for meshes that compare equal, with the names of their groups.
+    # DTensor keeps its ways from placements to placements, and what operators return, for meshes that compare equal, with the
+    # names of their groups.
     _redistribute._gen_transform_infos.cache_clear()
+    _clear_sharding_prop_cache()
 
 
 def _set_environment(rank: int, world: int) -> None:
