@@ -71,8 +71,10 @@ class WithheldGradients:
         """Put what was withheld into the gradients that exist on any rank, and drop the rest."""
         if self._slices and self._written is not None:
             torch.accelerator.current_stream().wait_event(self._written)
-        for param, exists in zip(self._unit.params, self._exist, strict=False):
-            if exists and param.grad is None and param.requires_grad:
+        # A gradient that this rank told of and has no more was dropped on purpose, by an optimizer that steps inside the backward
+        # pass. It stays None, as under stock FSDP2.
+        for param, told, exists in zip(self._unit.params, self._told, self._exist, strict=False):
+            if exists and not told and param.grad is None:
                 param.grad = torch.zeros_like(param, requires_grad=False)
         for param, result in self._slices.items():
             if isinstance(param.grad, DTensor):
