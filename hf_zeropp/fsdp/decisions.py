@@ -369,10 +369,10 @@ class Decisions:
         if self._micro_steps.is_last_now:
             raise RuntimeError(
                 f"An optimizer steps while gradients wait on rank {dist.get_rank()}, {among}, though the last backward pass was "
-                "a last micro-step: FSDP2 did not reduce them in it. So it is where that pass raised, and where several forward "
-                "passes through reentrant checkpointing come before it (use_reentrant=False, or a backward pass behind each "
-                "forward pass, helps). The next last micro-step reduces them with its own; handle.discard_accumulated() drops "
-                "them."
+                "a last micro-step: FSDP2 did not reduce them in it. This happens where several forward passes through reentrant "
+                "checkpointing come before one backward pass (use use_reentrant=False, or a backward pass behind each forward "
+                "pass), and where the backward pass raised. The next last micro-step reduces them with its own gradients; "
+                "handle.discard_accumulated() drops them."
             )
         raise RuntimeError(
             f"An optimizer steps while gradients wait on rank {dist.get_rank()} for the last micro-step "

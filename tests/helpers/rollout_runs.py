@@ -62,7 +62,7 @@ def distinct_tokens(completion_ids: list[list[int]], **kwargs) -> list[float]:
 
 
 ONLINE = {"num_generations": 4, "max_completion_length": 8, "beta": 0.0}
-"""What GRPOConfig and RLOOConfig take beside the arguments of all trainers."""
+"""Arguments of GRPOConfig and RLOOConfig that other trainers do not have."""
 
 
 def arguments_of_trl(folder: str, zeropp, **overrides) -> dict:

@@ -18,7 +18,7 @@ from library.study import Study, rank_environment
 Key = dict[str, Any]
 Arguments = Callable[[str], tuple[Any, ...]]
 TRAINING = "library.training_run:TrainingRun"
-"""What ranks serve in most studies."""
+"""The class of which each rank makes an object in most studies; the study calls its methods (``Cluster.start``)."""
 
 
 def start_all(
