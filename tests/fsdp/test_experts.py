@@ -79,13 +79,16 @@ class Oracle:
         before = {name: param.grad for name, param in self.model.named_parameters()}
         self.model.zero_grad()
         loss_of(self.model, self.rank, step, used).backward()
-        for name, param in self.model.named_parameters():
-            exists = torch.tensor(float(param.grad is not None))
-            dist.all_reduce(exists)
-            mean = torch.zeros_like(param) if param.grad is None else param.grad
-            dist.all_reduce(mean, dist.ReduceOp.AVG)
-            earlier = before[name]
-            param.grad = (mean if earlier is None else earlier + mean) if exists else earlier
+        params = dict(self.model.named_parameters())
+        exists = torch.tensor([float(param.grad is not None) for param in params.values()])
+        dist.all_reduce(exists)
+        own = [torch.zeros_like(param) if param.grad is None else param.grad for param in params.values()]
+        flat = torch.cat([gradient.flatten() for gradient in own])
+        dist.all_reduce(flat, dist.ReduceOp.AVG)
+        means = flat.split([gradient.numel() for gradient in own])
+        for (name, param), mean, of_ranks in zip(params.items(), means, exists, strict=True):
+            mean, earlier = mean.view_as(param), before[name]
+            param.grad = (mean if earlier is None else earlier + mean) if of_ranks else earlier
 
 
 def check_gradients(model: nn.Module, oracle: Oracle) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from hf_zeropp.ops.format import QMAX
 
@@ -129,14 +129,67 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def full_of_all(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gather DTensors by name, as ``full`` does, with one collective for all that are sharded alike.
+
+    A collective of four ranks takes 2 ms on two cores, and a test that looks at 40 gradients after each step would spend more
+    time with ``full_tensor()`` than with what it tests.
+    """
+    alike: dict[tuple[dist.ProcessGroup, torch.dtype], list[str]] = {}
+    for name, tensor in tensors.items():
+        if (group := _group_of_shards(tensor)) is not None:
+            alike.setdefault((group, tensor.dtype), []).append(name)
+    gathered: dict[str, torch.Tensor] = {}
+    for (group, _), names in alike.items():
+        gathered |= _gather_shards({name: tensors[name] for name in names}, group)
+    return {name: gathered[name] if name in gathered else full(tensor) for name, tensor in tensors.items()}
+
+
+def _group_of_shards(tensor: torch.Tensor) -> dist.ProcessGroup | None:
+    """Return the group over which a DTensor is cut into shards, if it is cut once, in plain shards."""
+    if not isinstance(tensor, DTensor):
+        return None
+    cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    is_plain = len(cut) == 1 and type(tensor.placements[cut[0]]) is Shard
+    return tensor.device_mesh.get_group(cut[0]) if is_plain else None
+
+
+def _gather_shards(tensors: dict[str, DTensor], group: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """Gather tensors of one dtype whose shards lie on the ranks of one group."""
+    num_ranks = group.size()
+    dims = {name: next(one.dim for one in tensor.placements if one.is_shard()) for name, tensor in tensors.items()}
+    shapes = {
+        name: [chunk.shape for chunk in torch.empty(tensor.shape, device="meta").chunk(num_ranks, dims[name])]
+        for name, tensor in tensors.items()
+    }
+    # Ranks behind the last chunk of a tensor hold nothing of it.
+    lengths = [
+        [shapes[name][rank].numel() if rank < len(shapes[name]) else 0 for name in tensors] for rank in range(num_ranks)
+    ]
+    longest = max(map(sum, lengths))
+    own = torch.cat([tensor.to_local().detach().flatten() for tensor in tensors.values()])
+    received = [own.new_empty(longest) for _ in range(num_ranks)]
+    dist.all_gather(received, F.pad(own, (0, longest - own.numel())), group=group)
+    pieces = [row[: sum(length)].split(length) for row, length in zip(received, lengths, strict=True)]
+    return {
+        name: torch.cat([pieces[rank][index].view(shape) for rank, shape in enumerate(shapes[name])], dims[name])
+        for index, name in enumerate(tensors)
+    }
+
+
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the gradients by the parameter's name. Parameters without one are left out."""
-    return {name: full(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+    return full_of_all({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the masters, and return copies of them by name."""
-    return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+    return {name: weight.clone() for name, weight in full_of_all(detached(model)).items()}
+
+
+def detached(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the parameters by name, without autograd."""
+    return {name: param.detach() for name, param in model.named_parameters()}
 
 
 def gathered_weights(model: nn.Module) -> dict[str, torch.Tensor]:
