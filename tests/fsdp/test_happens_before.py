@@ -357,18 +357,19 @@ def outcome_of(run: Callable[[], None], plant: Callable[[], Any] = contextlib.nu
     return outcome_of_checker(checker)
 
 
-def all_outcomes(rank: int) -> dict[str, Outcome]:
-    """Run everything in one process, since a start takes longer than a run."""
-    return (
-        {name: outcome_of(run) for name, run in CONFIGURATIONS.items()}
-        | {name: outcome_of(fault.run, fault.plant) for name, fault in FAULTS.items()}
-        | {STOCK_WITH_HOOKS: outcome_of(lambda: hooks_on_all_reduces(lambda model: None))}
-    )
+def outcomes_of(rank: int, names: set[str]) -> dict[str, Outcome]:
+    """Run all that have these names in one process, since a start takes longer than a run."""
+    outcomes = {name: outcome_of(run) for name, run in CONFIGURATIONS.items() if name in names}
+    outcomes |= {name: outcome_of(fault.run, fault.plant) for name, fault in FAULTS.items() if name in names}
+    return outcomes | {STOCK_WITH_HOOKS: outcome_of(lambda: hooks_on_all_reduces(lambda model: None))}
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    return run_ranks(all_outcomes, 1, init=False, limit_s=300)[0]
+def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
+    """The outcomes that this run of pytest has selected."""
+    of_this_file = [item for item in request.session.items if item.path == request.path]
+    names = {item.callspec.params["name"] for item in of_this_file if hasattr(item, "callspec")}
+    return run_ranks(outcomes_of, 1, names, init=False, limit_s=300)[0]
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
