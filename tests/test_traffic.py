@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pytest
 import torch
 from harness import Scenarios, run_ranks
@@ -45,17 +46,18 @@ def counted_is_predicted(rank: int) -> None:
     settings = [{}, {"hpz_size": None}, {"qwz_bits": None}, {"qwz_bits": 4, "hpz_size": 1}, EXACT, {"overlap": False}]
     settings += [{"qwz_bits": None, "hpz_size": None}, {"shared_memory": False}]
     settings += [{"qgz_bits": 3}]
-    for index, choice in enumerate(settings):
-        for micro_steps, ranks_per_node in ((1, 2), (3, 2), (2, 1)):
-            policy = POLICIES[list(POLICIES)[index % len(POLICIES)]]
-            model = shard(make_lm(), policy)
-            handle = apply_zeropp(model, choice | {"ranks_per_node": ranks_per_node})
-            before = handle.predict(micro_steps)  # when FSDP2 does not know its root yet
-            steps(model, handle, rank, 2, micro_steps)
-            counted, predicted = handle.traffic.counts, times(handle.predict(micro_steps), 2)
-            assert before == handle.predict(micro_steps), (choice, micro_steps, ranks_per_node)
-            assert counted == predicted, (choice, micro_steps, ranks_per_node, counted, predicted)
-            assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 2 * micro_steps)
+    # The defaults are first, and run in all three shapes of a step; the other settings in one shape and dtype each, in turn.
+    shapes = itertools.cycle([(1, 2), (3, 2), (2, 1)])
+    cases = zip([{}, {}, *settings], shapes, itertools.cycle(POLICIES.values()), strict=False)
+    for choice, (micro_steps, ranks_per_node), policy in cases:
+        model = shard(make_lm(), policy)
+        handle = apply_zeropp(model, choice | {"ranks_per_node": ranks_per_node})
+        before = handle.predict(micro_steps)  # when FSDP2 does not know its root yet
+        steps(model, handle, rank, 2, micro_steps)
+        counted, predicted = handle.traffic.counts, times(handle.predict(micro_steps), 2)
+        assert before == handle.predict(micro_steps), (choice, micro_steps, ranks_per_node)
+        assert counted == predicted, (choice, micro_steps, ranks_per_node, counted, predicted)
+        assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 2 * micro_steps)
 
 
 def a_transformer() -> torch.nn.Module:

@@ -71,9 +71,9 @@ class Outcome:
     frozen_numel: int
 
 
-def run_cases(rank: int) -> list[Outcome]:
+def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
     outcomes = []
-    for case in CASES:
+    for case in cases:
         outcomes.append(run_case(rank, case))
         reset_accelerate()
     return outcomes
@@ -131,9 +131,13 @@ def per_step(counts, steps: int) -> dict[str, tuple[float, float]]:
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[Case, list[Outcome]]:
-    by_rank = run_ranks(run_cases, 4)
-    return {case: [ranks[i] for ranks in by_rank] for i, case in enumerate(CASES)}
+def outcomes(request: pytest.FixtureRequest) -> dict[Case, list[Outcome]]:
+    """What every rank returns for the cases that this run of pytest has selected."""
+    of_this_file = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    selected = {item.callspec.params.get("case") for item in of_this_file}
+    cases = [case for case in CASES if case in selected]
+    by_rank = run_ranks(run_cases, 4, cases)
+    return {case: [ranks[i] for ranks in by_rank] for i, case in enumerate(cases)}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
