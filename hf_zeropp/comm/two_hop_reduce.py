@@ -272,13 +272,6 @@ class TwoHopReduce:
         )
         self._buffers.give(received)
 
-    def __call__(self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, *, scale: float = 1.0) -> None:
-        """Run both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
-        flight = self.start_cross_hop(layouts, None, self.start_node_hop(full, layouts))
-        for index in range(len(self.hops_of_replicas(layouts))):
-            flight = self.start_replica_hop(index, flight, layouts)
-        self.finish(flight, layouts, output, scale)
-
 
 @torch.inference_mode(False)
 def _new_partial(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
