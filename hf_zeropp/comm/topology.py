@@ -287,7 +287,8 @@ def world_timeout() -> timedelta:
 
 def broadcast_from_rank_0(tensor: torch.Tensor) -> None:
     """Send rank 0's values of ``tensor`` to all ranks, in place, whatever device it is on."""
-    device_types = _moved_device_types()
+    # The device types whose tensors the world's backends move. The text is such as "cpu:gloo,cuda:nccl".
+    device_types = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
     if tensor.device.type in device_types:
         dist.broadcast(tensor, src=0)
         return
@@ -298,12 +299,6 @@ def broadcast_from_rank_0(tensor: torch.Tensor) -> None:
     staged = tensor.to(device)
     dist.broadcast(staged, src=0)
     tensor.copy_(staged)
-
-
-def _moved_device_types() -> list[str]:
-    """Return the device types whose tensors the world's backends move."""
-    # The text is such as "cpu:gloo,cuda:nccl".
-    return [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
 
 
 def new_cpu_group(groups: ShardGroups) -> dist.ProcessGroup:

@@ -74,6 +74,7 @@ class Secondary:
     failed: torch.Tensor | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class TwoHopGather:
     """All-gather of flat shards: the cross hop makes secondary shards, the node hop makes whole weights of them.
 
@@ -87,27 +88,18 @@ class TwoHopGather:
         shares_memory: whether the ranks of ``node_hop`` read secondary shards in each other's memory (``node_memory.can_share``).
         resync_hop: a second hop over the cross group, whose name counts the gathers that send whole weights where deltas or
             changed words are the rule. By default they are counted with the others.
-
-    Attributes:
-        sizes_hop: the cross hop for the sizes of changed words. It is waited for at once: nothing can be sent before they are
-            known.
-        cross_hop, node_hop, resync_hop, buffers, shares_memory: as given.
     """
 
-    def __init__(
-        self,
-        cross_hop: Hop,
-        node_hop: Hop,
-        buffers: WireBuffers,
-        shares_memory: bool = False,
-        resync_hop: Hop | None = None,
-    ) -> None:
-        self.cross_hop = cross_hop
-        self.node_hop = node_hop
-        self.resync_hop = resync_hop or cross_hop
-        self.sizes_hop = cross_hop.blocking()
-        self.buffers = buffers
-        self.shares_memory = shares_memory
+    cross_hop: Hop
+    node_hop: Hop
+    buffers: WireBuffers
+    shares_memory: bool = False
+    resync_hop: Hop | None = None
+
+    @cached_property
+    def sizes_hop(self) -> Hop:
+        """The cross hop for the sizes of changed words. It is waited for at once: nothing can be sent before they are known."""
+        return self.cross_hop.blocking()
 
     def new_secondary(self, layout: WireLayout, device: torch.device) -> Secondary:
         """Return room for a secondary shard that is kept, with arbitrary content.
