@@ -150,7 +150,7 @@ class WireLayout:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Where each segment lies."""
+        """The place of each segment."""
         parts: list[Part] = []
         element = offset = first_block = 0
         for segment in self.segments:
