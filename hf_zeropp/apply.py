@@ -18,7 +18,7 @@ from hf_zeropp.announcement import log_active, log_inactive
 from hf_zeropp.comm.agreement import Agreement, Channel
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop
-from hf_zeropp.comm.node_memory import NodeMemory
+from hf_zeropp.comm.node_memory import can_share
 from hf_zeropp.comm.topology import (
     ShardMesh,
     WorldGroups,
@@ -224,12 +224,12 @@ def _gather_hops(mesh: ShardMesh, run: Run) -> TwoHopGather:
     # The same group under another name: a table then tells resyncs, which should be rare.
     resync = Hop(GATHER_RESYNC, groups.cross_group, run.traffic, is_async=run.overlaps_by_itself)
     is_cpu = not devices.has_streams(mesh.device_type)
-    # It is equal on all ranks, since the settings and the device are. ``connect`` is a collective, so a rank that
+    # It is equal on all ranks, since the settings and the device are. ``can_share`` is a collective, so a rank that
     # skipped it alone would leave its node waiting. Without hpZ nothing is kept that peers could read later, and where weights
     # travel decoded, peers read nothing that is kept.
     is_read = mesh.hpz_size is not None and run.config.qwz_intra_bits is not None
     may_share = run.config.shared_memory and is_read and is_cpu
-    return TwoHopGather(cross, node, run.buffers, NodeMemory.connect(node.group) if may_share else None, resync)
+    return TwoHopGather(cross, node, run.buffers, may_share and can_share(node.group), resync)
 
 
 def _reduce_hops(mesh: ShardMesh, run: Run) -> TwoHopReduce:

@@ -254,57 +254,41 @@ class Traffic:
         Args:
             predicted: bytes of one step by collective (``handle.predict``), shown beside the counts; None for no prediction.
         """
-        steps, micro = max(self.steps, 1), self.micro_steps / max(self.steps, 1)
+        micro_steps = self.micro_steps / max(self.steps, 1)
         table = Table(
-            title=f"MB per node and step: {with_noun(self.steps, 'step')} of {with_noun(micro, 'micro-step')}, "
+            title=f"MB per node and step: {with_noun(self.steps, 'step')} of {with_noun(micro_steps, 'micro-step')}, "
             f"{self.num_nodes} nodes x {with_noun(self.ranks_per_node, 'rank')}"
         )
         table.add_column("collective", no_wrap=True)
         for column in ("calls", "within node", "across nodes", "predicted"):
             table.add_column(column, justify="right", no_wrap=True)
-        per_node = self.ranks_per_node / steps
         for name, count in sorted(self._counts.items()):
-            table.add_row(
-                name,
-                f"{count.calls / steps:.1f}",
-                _megabytes(count.intra_node * per_node),
-                _megabytes(count.cross_node * per_node),
-                _predicted(predicted, [name], self.ranks_per_node),
-            )
-        self._add_totals(table, predicted)
-        return table
-
-    def _add_totals(self, table: Table, predicted: Mapping[str, Bytes] | None) -> None:
+            self._add_row(table, name, count, _predicted(predicted, [name], self.ranks_per_node))
         table.add_section()
-        table.add_row(
-            "total",
-            "",
-            _megabytes(self.intra_node_bytes_per_step),
-            _megabytes(self.cross_node_bytes_per_step),
-            _predicted(predicted, predicted or [], self.ranks_per_node),
-        )
+        in_all = _predicted(predicted, predicted or [], self.ranks_per_node)
+        self._add_row(table, "total", total(self._counts.values()), in_all, shows_calls=False)
         if self.rollouts.calls:
-            per_node = self.ranks_per_node / max(self.steps, 1)
-            within, across = (count * per_node for count in (self.rollouts.intra_node, self.rollouts.cross_node))
-            table.add_row("of it in rollouts", "", _megabytes(within), _megabytes(across), "")
+            self._add_row(table, "of it in rollouts", self.rollouts, shows_calls=False)
         table.add_row("ZeRO-3", "", "", _megabytes(self.zero3_bytes_per_step()), "")
         # With one node nothing crosses, and a ratio of zero bytes to zero bytes says nothing.
         if self.cross_node_bytes:
             saving = self.zero3_bytes_per_step() / self.cross_node_bytes_per_step
             table.add_row("saving", "", "", f"{saving:.2f}x", "")
         if self.others:
-            self._add_others(table)
-
-    def _add_others(self, table: Table) -> None:
-        table.add_section()
-        per_node = self.ranks_per_node / max(self.steps, 1)
+            table.add_section()
+            table.caption = (
+                "In the last section: collectives of the model (expert and tensor parallelism), of clipping and of the script. "
+                "They were counted in two steps, and are not in the total."
+            )
         for name, count in sorted(self.others.items()):
-            within, across = (_megabytes(num_bytes * per_node) for num_bytes in (count.intra_node, count.cross_node))
-            table.add_row(name, f"{count.calls / max(self.steps, 1):.1f}", within, across, "")
-        table.caption = (
-            "In the last section: collectives of the model (expert and tensor parallelism), of clipping and of the script. "
-            "They were counted in two steps, and are not in the total."
-        )
+            self._add_row(table, name, count)
+        return table
+
+    def _add_row(self, table: Table, name: str, count: Bytes, predicted: str = "", *, shows_calls: bool = True) -> None:
+        steps = max(self.steps, 1)
+        calls = f"{count.calls / steps:.1f}" if shows_calls else ""
+        of_node = (self.ranks_per_node * num_bytes / steps for num_bytes in (count.intra_node, count.cross_node))
+        table.add_row(name, calls, *map(_megabytes, of_node), predicted)
 
     def print(self, predicted: Mapping[str, Bytes] | None = None) -> None:
         """Print the table to standard output. ``predicted`` is as in ``table``."""

@@ -71,6 +71,20 @@ ZEROPP_HD float float_of(uint32_t bits) {
   return value;
 }
 
+// ---- Memory at any address: a wire, and the words and floats in it, may begin anywhere.
+
+template <class T>
+ZEROPP_HD T read_unaligned(const uint8_t* from) {
+  T value;
+  memcpy(&value, from, sizeof value);
+  return value;
+}
+
+template <class T>
+ZEROPP_HD void write_unaligned(uint8_t* to, T value) {
+  memcpy(to, &value, sizeof value);
+}
+
 // ---- 16-bit floats. Conversions round to nearest even and make NaNs canonical. They use integer arithmetic, which the
 // flush-to-zero modes of processors cannot touch.
 

@@ -133,22 +133,15 @@ class Agreement:
         return exchange(words, self._channel.group)
 
 
+@dataclasses.dataclass(eq=False)
 class Answer:
     """One exchange under way."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        work: dist.Work | None,
-        sent: torch.Tensor,
-        received: np.ndarray,
-        explain: Callable[[], Statement],
-    ) -> None:
-        self._group = group
-        self._work = work
-        self._sent: torch.Tensor | None = sent
-        self._received = received
-        self._explain = explain
+    _group: dist.ProcessGroup
+    _work: dist.Work | None
+    _sent: torch.Tensor | None
+    _received: np.ndarray
+    _explain: Callable[[], Statement]
 
     def largest(self) -> bytes:
         """Wait, and return the largest value of each flag over all ranks.

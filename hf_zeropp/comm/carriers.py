@@ -113,7 +113,9 @@ class WholeWeights(Carrier):
         self.hops.wait_for_node(self.secondary)
         # Whole weights are counted apart where they are the exception: a table of bytes then shows how often that
         # happened.
-        hop = self.hops.cross_hop if self.layouts.replaces_copies else self.hops.resync_hop
+        hop = self.hops.cross_hop
+        if self.hops.resync_hop is not None and not self.layouts.replaces_copies:
+            hop = self.hops.resync_hop
         self.secondary.failed = None
         own = self.secondary.own
         self._flight = Flight(own, hop.all_gather(own, self._wire), sent=(self._wire,))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import AllgatherOptions
 
 from hf_zeropp import devices
-from hf_zeropp.traffic import Peers, Traffic
+from hf_zeropp.traffic import Bytes, Peers, Traffic
 
 # torch 2.13 renamed all_gather_into_tensor; both names move one contiguous buffer.
 _all_gather_buffers = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -119,46 +119,40 @@ class Hop:
 
     def all_gather(self, output: torch.Tensor, wire: torch.Tensor) -> HopWork | None:
         """Start output [size * B] <- every rank's wire [B], in group order."""
-        # A unit may have nothing to send. Sizes are equal on all ranks, so all of them skip the collective.
-        if not wire.numel():
-            return None
-        self._traffic.record(self.name, self.peers.bytes_of(wire.numel()))
-        return self._run(_all_gather_buffers, output, wire)
+        return self._run(_all_gather_buffers, output, wire, self.peers.bytes_of(wire.nbytes))
 
     def all_gather_rows(self, output: torch.Tensor, rows: torch.Tensor) -> HopWork | None:
         """Start, for each y, output[y] [size * S] <- every rank's rows[y] [S], in group order. Shapes are [Y, ...]."""
-        if not rows.numel():
-            return None
-        self._traffic.record(self.name, self.peers.bytes_of(rows.nbytes))
-        return self._run(_all_gather_rows, output, rows)
+        return self._run(_all_gather_rows, output, rows, self.peers.bytes_of(rows.nbytes))
 
     def all_reduce(self, tensor: torch.Tensor) -> HopWork | None:
         """Start to sum ``tensor`` over the ranks, in place. It counts as a reduce-scatter and an all-gather."""
-        self._traffic.record(self.name, self.peers.bytes_in_all_reduce(tensor.nbytes))
-        return self._run(_all_reduce_in_place, tensor, tensor)
+        return self._run(_all_reduce_in_place, tensor, tensor, self.peers.bytes_in_all_reduce(tensor.nbytes))
 
     def all_to_all(self, output: torch.Tensor, wire: torch.Tensor) -> HopWork | None:
         """Start output [size * B] <- from each rank, in group order, the part of its wire [size * B] for this rank."""
-        if not wire.numel():
-            return None
-        self._traffic.record(self.name, self.peers.bytes_of(wire.numel() // self.size))
-        return self._run(dist.all_to_all_single, output, wire)
+        return self._run(dist.all_to_all_single, output, wire, self.peers.bytes_of(wire.nbytes // self.size))
 
     def reduce_scatter(self, output: torch.Tensor, rows: torch.Tensor) -> HopWork | None:
         """Start output [Y, S] <- for each y, this rank's slice of the sum over ranks of rows [Y, size * S], in their dtype.
 
         What a ring receives is counted. NCCL runs rings; gloo runs an all-reduce, and sends twice as much.
         """
-        if not output.numel():
-            return None
-        self._traffic.record(self.name, self.peers.bytes_of(output.nbytes))
-        return self._run(_reduce_scatter_rows, output, rows)
+        return self._run(_reduce_scatter_rows, output, rows, self.peers.bytes_of(output.nbytes))
 
     def _run(
-        self, collective: Callable[..., dist.Work | None], output: torch.Tensor, wire: torch.Tensor
+        self,
+        collective: Callable[..., dist.Work | None],
+        output: torch.Tensor,
+        sent: torch.Tensor,
+        received: Bytes,
     ) -> HopWork | None:
+        # A unit may have nothing to send. Sizes are equal on all ranks, so all of them skip the collective.
+        if not output.numel():
+            return None
+        self._traffic.record(self.name, received)
         try:
-            work = collective(output, wire, group=self.group, async_op=self.is_async)
+            work = collective(output, sent, group=self.group, async_op=self.is_async)
         except RuntimeError as error:
             raise HopError(self.name, self.group, error) from error
         return None if work is None else HopWork(work, self)

@@ -7,7 +7,7 @@ per generated token. If the ranks of a machine can read each other's, a gather w
 The memory is a ``memfd``, an anonymous file in memory. It has no name that could collide, /dev/shm does not bound it, and it is
 gone when the last rank is, however that died. A rank opens the file of a peer through /proc, for which both must run under one
 kernel and in one PID namespace. Where they do not (hpZ over several machines, one container per rank), or where the system has
-no memfd, ``NodeMemory.connect`` returns None on every rank, and the bytes take the sockets.
+no memfd, ``can_share`` is False on every rank, and the bytes take the sockets.
 
 Only the user whose job it is can open the file, and its size is sealed: no process can cut it off below a mapping, which would
 end the ranks with a SIGBUS.
@@ -38,68 +38,60 @@ if sys.platform == "linux":  # no other system has memfds
     _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 
-class NodeMemory:
-    """Allocates shared buffers for the ranks of one process group, all of which run on this machine."""
+def can_share(group: dist.ProcessGroup) -> bool:
+    """Return whether the ranks of ``group`` can share memory, the same on all of them. Collective."""
+    if group.size() == 1:
+        return False
+    places = exchange(_place(), group)
+    try:
+        # All ranks see the same places, so this is raised on all of them or on none, and ``allocate``, which is
+        # collective, is called by all or by none.
+        if None in places or len(set(places)) > 1:
+            raise OSError("they do not run under one kernel and in one PID namespace")
+        allocate(group, 1)  # places that look alike are no proof: a sandbox may forbid memfd or /proc
+    except OSError as error:  # raised on every rank, so all of them return False
+        ranks = dist.get_process_group_ranks(group)
+        logger.info("Ranks %s share no memory (%s): secondary copies are gathered through sockets.", ranks, error)
+        return False
+    return True
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = group
 
-    @classmethod
-    def connect(cls, group: dist.ProcessGroup) -> NodeMemory | None:
-        """Return shared memory for ``group``, or None on every rank where its ranks cannot have any. Collective."""
-        if group.size() == 1:
-            return None
-        places = exchange(_place(), group)
-        memory = cls(group)
-        try:
-            # All ranks see the same places, so this is raised on all of them or on none, and ``allocate``, which is
-            # collective, is called by all or by none.
-            if None in places or len(set(places)) > 1:
-                raise OSError("they do not run under one kernel and in one PID namespace")
-            memory.allocate(1)  # places that look alike are no proof: a sandbox may forbid memfd or /proc
-        except OSError as error:  # raised on every rank, so all of them return None
-            ranks = dist.get_process_group_ranks(group)
-            logger.info("Ranks %s share no memory (%s): secondary copies are gathered through sockets.", ranks, error)
-            return None
-        return memory
+@torch.inference_mode(False)
+def allocate(group: dist.ProcessGroup, num_bytes: int) -> torch.Tensor:
+    """Return a zeroed uint8 [N, num_bytes] that all N ranks of ``group`` see. Collective.
 
-    @torch.inference_mode(False)
-    def allocate(self, num_bytes: int) -> torch.Tensor:
-        """Return a zeroed uint8 [N, num_bytes] that all N ranks of the group see. Collective.
+    The first rank makes the file, and every rank maps it. Each step ends in an exchange, so that an error on one rank is
+    an error on all of them, and none waits for a rank that has given up.
 
-        The first rank makes the file, and every rank maps it. Each step ends in an exchange, so that an error on one rank is
-        an error on all of them, and none waits for a rank that has given up.
-
-        Raises:
-            OSError: on every rank, if the memory cannot be made or mapped on one of them.
-        """
-        shape = (self.group.size(), num_bytes)
-        # An empty file cannot be mapped, and a unit may have nothing to keep.
-        size = max(math.prod(shape), 1)
-        descriptor, mapped, error = None, None, None
-        try:
-            descriptor = _create(size) if self.group.rank() == 0 else None
-        except OSError as exception:
-            error = str(exception)
-        # A rank that failed sends its None in the same exchange: leaving it out would keep the others waiting.
-        owner, owned = exchange((os.getpid(), descriptor), self.group)[0]
-        try:
-            mapped = _map(owner, owned, size)
-        except OSError as exception:
-            error = error or str(exception)
-        ranks = dist.get_process_group_ranks(self.group)
-        texts = zip(ranks, exchange(error, self.group), strict=True)
-        errors = [f"rank {rank}: {text}" for rank, text in texts if text]
-        if descriptor is not None:
-            os.close(descriptor)  # the exchange above ends after every rank has mapped the file, or has failed to
-        if errors:
-            raise OSError(
-                f"{size} bytes of memory cannot be shared: {'; '.join(errors)}. Free memory or raise the limit, or set "
-                "shared_memory=False to exchange the same bytes through sockets."
-            )
-        # The tensor holds the mapping, and the mapping holds the memory, which is freed with the last tensor of the
-        # last rank.
-        return torch.frombuffer(mapped, dtype=torch.uint8)[: math.prod(shape)].view(shape)
+    Raises:
+        OSError: on every rank, if the memory cannot be made or mapped on one of them.
+    """
+    shape = (group.size(), num_bytes)
+    # An empty file cannot be mapped, and a unit may have nothing to keep.
+    size = max(math.prod(shape), 1)
+    descriptor, mapped, error = None, None, None
+    try:
+        descriptor = _create(size) if group.rank() == 0 else None
+    except OSError as exception:
+        error = str(exception)
+    # A rank that failed sends its None in the same exchange: leaving it out would keep the others waiting.
+    owner, owned = exchange((os.getpid(), descriptor), group)[0]
+    try:
+        mapped = _map(owner, owned, size)
+    except OSError as exception:
+        error = error or str(exception)
+    texts = zip(dist.get_process_group_ranks(group), exchange(error, group), strict=True)
+    errors = [f"rank {rank}: {text}" for rank, text in texts if text]
+    if descriptor is not None:
+        os.close(descriptor)  # the exchange above ends after every rank has mapped the file, or has failed to
+    if errors:
+        raise OSError(
+            f"{size} bytes of memory cannot be shared: {'; '.join(errors)}. Free memory or raise the limit, or set "
+            "shared_memory=False to exchange the same bytes through sockets."
+        )
+    # The tensor holds the mapping, and the mapping holds the memory, which is freed with the last tensor of the
+    # last rank.
+    return torch.frombuffer(mapped, dtype=torch.uint8)[: math.prod(shape)].view(shape)
 
 
 def _place() -> tuple[str, int] | None:

@@ -23,11 +23,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +36,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zeropp.comm.exchange import exchange
 from hf_zeropp.comm.nccl import warn_of_any_order
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 ShardGroups = tuple[tuple[int, ...], ...]
 """The ranks of all shard groups: disjoint, of one size, each in rank order. See [Note: sharding beside other parallelism]."""
@@ -194,10 +198,24 @@ def count_on_each_node(ranks: Sequence[int], ranks_per_node: int) -> int:
     return next(iter(counts.values()))
 
 
-# Process groups cost memory and connections, so all models of a process share them: a reward model beside a policy
-# makes none. The world's group is in the key, since a process may destroy it and make another, whose ranks know none
-# of these.
-_topologies: dict[tuple[dist.ProcessGroup | None, str, int, ShardGroups], Topology] = {}
+_made: dict[tuple[Any, ...], Any] = {}
+
+
+def _once_in_a_world(make: Callable[_P, _T]) -> Callable[_P, _T]:
+    """Let a function make its groups once, and keep them for later calls: all ranks of the world must call it alike.
+
+    Process groups cost memory and connections, so all models of a process share them: a reward model beside a policy makes none.
+    """
+
+    @functools.wraps(make)
+    def get(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        # The world's group is in the key, since a process may destroy it and make another, whose ranks know none of these.
+        key = (dist.group.WORLD, make, args, *kwargs.items())
+        if key not in _made:
+            _made[key] = make(*args, **kwargs)
+        return _made[key]
+
+    return get
 
 
 def whole_world() -> ShardGroups:
@@ -210,11 +228,7 @@ def get_topology(ranks_per_node: int, device_type: str, shard_groups: ShardGroup
 
     It makes its groups once: every rank of the world must call it, with the same arguments.
     """
-    shard_groups = shard_groups or whole_world()
-    key = (dist.group.WORLD, device_type, ranks_per_node, shard_groups)
-    if key not in _topologies:
-        _topologies[key] = _build_topology(ranks_per_node, device_type, shard_groups)
-    return _topologies[key]
+    return _topology(ranks_per_node, device_type, shard_groups or whole_world())
 
 
 def own_group(groups: ShardGroups) -> tuple[int, ...]:
@@ -222,42 +236,13 @@ def own_group(groups: ShardGroups) -> tuple[int, ...]:
     return next(ranks for ranks in groups if dist.get_rank() in ranks)
 
 
-_replica_rounds: dict[tuple[dist.ProcessGroup | None, ShardGroups], list[dist.ProcessGroup]] = {}
-
-
+@_once_in_a_world
 def get_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup]:
     """Return the groups in which this rank adds up replicas, one for each round. There is none without replicas.
 
     A round is an all-gather among as many ranks as a prime factor of the number of replicas says. After it, these have the same
     sum. R replicas in one round would receive R - 1 slices, and four in two rounds of two receive two.
-
-    It makes its groups once: every rank of the world must call it, with the same arguments.
     """
-    key = (dist.group.WORLD, replica_groups)
-    if key not in _replica_rounds:
-        _replica_rounds[key] = _build_replica_rounds(replica_groups)
-    return _replica_rounds[key]
-
-
-_replica_groups: dict[tuple[dist.ProcessGroup | None, ShardGroups], dist.ProcessGroup] = {}
-
-
-def get_replica_group(replica_groups: ShardGroups) -> dist.ProcessGroup | None:
-    """Return the group of all ranks that hold this rank's shard, which no one else uses; None without replicas.
-
-    It makes it once: every rank of the world must call it, with the same arguments.
-    """
-    rounds = get_replica_rounds(replica_groups)
-    if len(rounds) < 2:
-        return next(iter(rounds), None)
-    key = (dist.group.WORLD, replica_groups)
-    if key not in _replica_groups:
-        _meet()
-        _replica_groups[key] = _new_group([list(ranks) for ranks in replica_groups])
-    return _replica_groups[key]
-
-
-def _build_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup]:
     num_replicas, stride = len(replica_groups[0]), 1
     rounds = []
     for factor in prime_factors(num_replicas):
@@ -266,11 +251,16 @@ def _build_replica_rounds(replica_groups: ShardGroups) -> list[dist.ProcessGroup
         meeting = [
             [ranks[first + digit * stride] for digit in range(factor)] for ranks in replica_groups for first in firsts
         ]
-        _meet()
-        group = _new_group(meeting)
-        rounds.append(group)
+        rounds.append(_new_group(meeting))
         stride *= factor
     return rounds
+
+
+@_once_in_a_world
+def get_replica_group(replica_groups: ShardGroups) -> dist.ProcessGroup | None:
+    """Return the group of all ranks that hold this rank's shard, which no one else uses; None without replicas."""
+    rounds = get_replica_rounds(replica_groups)
+    return next(iter(rounds), None) if len(rounds) < 2 else _new_group(replica_groups)
 
 
 def prime_factors(number: int) -> list[int]:
@@ -297,7 +287,8 @@ def world_timeout() -> timedelta:
 
 def broadcast_from_rank_0(tensor: torch.Tensor) -> None:
     """Send rank 0's values of ``tensor`` to all ranks, in place, whatever device it is on."""
-    device_types = _moved_device_types()
+    # The device types whose tensors the world's backends move. The text is such as "cpu:gloo,cuda:nccl".
+    device_types = [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
     if tensor.device.type in device_types:
         dist.broadcast(tensor, src=0)
         return
@@ -310,27 +301,23 @@ def broadcast_from_rank_0(tensor: torch.Tensor) -> None:
     tensor.copy_(staged)
 
 
-def _moved_device_types() -> list[str]:
-    """Return the device types whose tensors the world's backends move."""
-    # The text is such as "cpu:gloo,cuda:nccl".
-    return [part.partition(":")[0] for part in dist.get_backend_config().split(",")]
-
-
 def new_cpu_group(groups: ShardGroups) -> dist.ProcessGroup:
     """Make a group of those ranks of ``groups`` that this rank is among. It moves CPU tensors, whatever the world's backend.
 
     Every rank of the world must call it.
     """
-    _meet()
-    ranks = [list(group) for group in groups]
-    return _new_group(ranks, backend="gloo")
+    return _new_group(groups, backend="gloo")
 
 
 _own_groups: set[tuple[dist.ProcessGroup | None, str]] = set()
 
 
-def _new_group(groups: list[list[int]], backend: str | None = None) -> dist.ProcessGroup:
-    """Make the groups of these ranks, and return that of this rank."""
+def _new_group(groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """Make the groups of these ranks, and return that of this rank. Collective over the world."""
+    # While gloo makes a group, it waits for a rank that has died for five times the timeout. A collective of a group that
+    # exists ends as soon as the connection does. So all ranks meet in one right before they make a group.
+    exchange(None)
+    groups = [list(ranks) for ranks in groups]
     group, _ = dist.new_subgroups_by_enumeration(groups, timeout=world_timeout(), backend=backend)
     _own_groups.add((dist.group.WORLD, group.group_name))
     return group
@@ -347,29 +334,17 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
-def _meet() -> None:
-    """Wait for all ranks, right before they make a group together.
-
-    While gloo makes a group, it waits for a rank that has died for five times the timeout. A collective of a group that
-    exists ends as soon as the connection does.
-    """
-    exchange(None)
-
-
-def _build_topology(ranks_per_node: int, device_type: str, shard_groups: ShardGroups) -> Topology:
-    if not _topologies:  # once per process
+@_once_in_a_world
+def _topology(ranks_per_node: int, device_type: str, shard_groups: ShardGroups) -> Topology:
+    if not _made:  # once per process
         warn_of_any_order(device_type)
-    _meet()
-    rank = dist.get_rank()
     of_nodes = [torch.tensor(ranks).view(-1, ranks_per_node) for ranks in shard_groups]
     # Making a group is collective over the world: every rank makes the groups of all nodes, in the same order, and
     # keeps its own. ``init_device_mesh`` would make the same groups with the backend's default timeout.
-    crossing = [ranks for nodes in of_nodes for ranks in nodes.T.tolist()]
-    cross_group = _new_group(crossing)
-    within = [ranks for nodes in of_nodes for ranks in nodes.tolist()]
-    node_group = _new_group(within)
+    cross_group = _new_group([ranks for nodes in of_nodes for ranks in nodes.T.tolist()])
+    node_group = _new_group([ranks for nodes in of_nodes for ranks in nodes.tolist()])
     own = shard_groups.index(own_group(shard_groups))
     mesh = DeviceMesh.from_group(
         [cross_group, node_group], device_type, of_nodes[own], mesh_dim_names=("cross", "node")
     )
-    return Topology(rank, shard_groups[own], ranks_per_node, mesh)
+    return Topology(dist.get_rank(), shard_groups[own], ranks_per_node, mesh)

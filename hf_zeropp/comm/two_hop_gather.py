@@ -15,8 +15,8 @@ from functools import cached_property
 import torch
 
 from hf_zeropp import ops
+from hf_zeropp.comm import node_memory
 from hf_zeropp.comm.hop import Flight, Hop, WireBuffers, new_wire
-from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.ops.format import WireLayout
 
 
@@ -74,6 +74,7 @@ class Secondary:
     failed: torch.Tensor | None = None
 
 
+@dataclasses.dataclass(eq=False)
 class TwoHopGather:
     """All-gather of flat shards: the cross hop makes secondary shards, the node hop makes whole weights of them.
 
@@ -84,35 +85,21 @@ class TwoHopGather:
         cross_hop: the hop over the cross group. Its size is Y, the number of slices in a secondary shard.
         node_hop: the hop over the N ranks that hold one copy of the weights between them (hpZ).
         buffers: where wire buffers come from.
-        memory: memory that the ranks of ``node_hop`` share, which makes the node hop a read; None where they have none.
+        shares_memory: whether the ranks of ``node_hop`` read secondary shards in each other's memory (``node_memory.can_share``).
         resync_hop: a second hop over the cross group, whose name counts the gathers that send whole weights where deltas or
             changed words are the rule. By default they are counted with the others.
-
-    Attributes:
-        sizes_hop: the cross hop for the sizes of changed words. It is waited for at once: nothing can be sent before they are
-            known.
-        cross_hop, node_hop, resync_hop, buffers: as given.
     """
 
-    def __init__(
-        self,
-        cross_hop: Hop,
-        node_hop: Hop,
-        buffers: WireBuffers,
-        memory: NodeMemory | None = None,
-        resync_hop: Hop | None = None,
-    ) -> None:
-        self.cross_hop = cross_hop
-        self.node_hop = node_hop
-        self.resync_hop = resync_hop or cross_hop
-        self.sizes_hop = cross_hop.blocking()
-        self.buffers = buffers
-        self._memory = memory
+    cross_hop: Hop
+    node_hop: Hop
+    buffers: WireBuffers
+    shares_memory: bool = False
+    resync_hop: Hop | None = None
 
-    @property
-    def shares_memory(self) -> bool:
-        """Whether the ranks of a node read secondary shards in each other's memory."""
-        return self._memory is not None
+    @cached_property
+    def sizes_hop(self) -> Hop:
+        """The cross hop for the sizes of changed words. It is waited for at once: nothing can be sent before they are known."""
+        return self.cross_hop.blocking()
 
     def new_secondary(self, layout: WireLayout, device: torch.device) -> Secondary:
         """Return room for a secondary shard that is kept, with arbitrary content.
@@ -120,10 +107,10 @@ class TwoHopGather:
         Collective over the ranks of the node where they share memory.
         """
         num_bytes = self.cross_hop.size * layout.nbytes
-        if self._memory is None:
+        if not self.shares_memory:
             return Secondary(new_wire(num_bytes, device))
         # Each rank of the node writes its own row and reads all of them.
-        shared = self._memory.allocate(num_bytes)
+        shared = node_memory.allocate(self.node_hop.group, num_bytes)
         return Secondary(shared[self.node_hop.group.rank()], shared.view(-1))
 
     def decode(self, secondary: Secondary, layouts: GatherLayouts, output: torch.Tensor) -> None:

@@ -74,6 +74,7 @@ class ReduceLayouts:
         return self.cross_hop.numel * self.cross_hop.raw_dtype.itemsize
 
 
+@dataclasses.dataclass(eq=False)
 class TwoHopReduce:
     """Sum of flat gradients over the world, of which each rank receives its slice.
 
@@ -93,21 +94,12 @@ class TwoHopReduce:
         replicas: the hop over all of them, for an all-reduce in place of the rounds; None without replicas.
     """
 
-    def __init__(
-        self,
-        node_hop: Hop,
-        cross_hop: Hop,
-        buffers: WireBuffers,
-        accumulator: torch.dtype = torch.float32,
-        replica_hops: Sequence[Hop] = (),
-        replicas: Hop | None = None,
-    ) -> None:
-        self.node_hop = node_hop
-        self.cross_hop = cross_hop
-        self.replica_hops = tuple(replica_hops)
-        self.replicas = replicas
-        self._buffers = buffers
-        self._accumulator = accumulator
+    node_hop: Hop
+    cross_hop: Hop
+    buffers: WireBuffers
+    accumulator: torch.dtype = torch.float32
+    replica_hops: Sequence[Hop] = ()
+    replicas: Hop | None = None
 
     @property
     def has_node_hop(self) -> bool:
@@ -124,7 +116,7 @@ class TwoHopReduce:
         """The number of replicas that are added up."""
         return math.prod(hop.size for hop in self.replica_hops)
 
-    def hops_of_replicas(self, layouts: ReduceLayouts) -> tuple[Hop, ...]:
+    def hops_of_replicas(self, layouts: ReduceLayouts) -> Sequence[Hop]:
         """Return the hops that add up replicas: the rounds, or an all-reduce, whichever takes fewer bytes."""
         if self.replicas is not None and layouts.replicas_add_whole([hop.size for hop in self.replica_hops]):
             return (self.replicas,)
@@ -152,7 +144,7 @@ class TwoHopReduce:
             # The backend keeps ``full`` as long as it reads it.
             return Flight(sums, self.node_hop.reduce_scatter(sums, full.view(num_nodes, -1)))
         num_bytes = self.num_ranks * layouts.node_hop.nbytes
-        wire, received = (self._buffers.take(num_bytes, full.device) for _ in range(2))
+        wire, received = (self.buffers.take(num_bytes, full.device) for _ in range(2))
         # The gradients lie as [y, x] and are encoded as [x, y] (``slice_rows``): part x of the wire, the slices of
         # cross group x in all nodes, is then one run of bytes, which the all-to-all sends to rank x of this node.
         ops.quantize(full, layouts.node_hop, slice_rows=self.cross_hop.size, out=wire)
@@ -172,20 +164,20 @@ class TwoHopReduce:
         # Sums are taken in fp32, also of partial sums in bf16: one unit at a time has an fp32 copy of them.
         total = None if partial is None else partial.float()
         if self._arrives_summed(layouts):
-            sums = flight.land(self._buffers)
+            sums = flight.land(self.buffers)
             # With one rank per node these are the caller's gradients, who may free or reuse their memory.
             is_own = self.has_node_hop
             total = sums.to(torch.float32, copy=not is_own) if total is None else total.add_(sums)
         else:
-            received, initial = flight.land(self._buffers), total
+            received, initial = flight.land(self.buffers), total
             if total is None:
                 total = _new_partial((self.cross_hop.size, layouts.node_hop.numel), torch.float32, received.device)
             # ``initial`` and ``out`` may be one tensor, since the kernel reads an element before it writes it.
             ops.dequantize_sum(received, layouts.node_hop, num_sources=self.node_hop.size, initial=initial, out=total)
-            self._buffers.give(received)
-        if self._accumulator == torch.float32:
+            self.buffers.give(received)
+        if self.accumulator == torch.float32:
             return total
-        rounded = _new_partial(tuple(total.shape), self._accumulator, total.device) if partial is None else partial
+        rounded = _new_partial(tuple(total.shape), self.accumulator, total.device) if partial is None else partial
         return rounded.copy_(total)
 
     def start_cross_hop(
@@ -203,8 +195,8 @@ class TwoHopReduce:
             The cross hop under way.
         """
         if flight is not None and not self._arrives_summed(layouts):
-            received = flight.land(self._buffers)
-            wire = self._buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, received.device)
+            received = flight.land(self.buffers)
+            wire = self.buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, received.device)
             # One kernel decodes, sums and encodes block by block: the fp32 sums never go through memory.
             ops.dequantize_sum_quantize(
                 received,
@@ -215,18 +207,18 @@ class TwoHopReduce:
                 out=wire,
             )
             # The buffer is free before the cross hop starts: its receive buffer may be this one.
-            self._buffers.give(received)
+            self.buffers.give(received)
         else:
             sums = partial
             if flight is not None:
-                arrived = flight.land(self._buffers)
+                arrived = flight.land(self.buffers)
                 sums = arrived if partial is None else partial.float().add_(arrived)
             assert sums is not None
-            wire = self._buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, sums.device)
+            wire = self.buffers.take(self.cross_hop.size * layouts.cross_hop.nbytes, sums.device)
             ops.quantize(sums, layouts.cross_hop, out=wire)
         if self.cross_hop.size == 1:  # one node: the sums are encoded and decoded all the same, but stay here
             return Flight(wire)
-        received = self._buffers.take(wire.numel(), wire.device)
+        received = self.buffers.take(wire.numel(), wire.device)
         return Flight(received, self.cross_hop.all_to_all(received, wire), sent=(wire,))
 
     def start_replica_hop(self, index: int, flight: Flight, layouts: ReduceLayouts) -> Flight:
@@ -241,16 +233,16 @@ class TwoHopReduce:
             The hop under way.
         """
         before, hop = (self.cross_hop, *self.hops_of_replicas(layouts))[index : index + 2]
-        layout, received = layouts.cross_hop, flight.land(self._buffers)
+        layout, received = layouts.cross_hop, flight.land(self.buffers)
         if hop is self.replicas:
             sums = torch.empty(layout.numel, dtype=layout.raw_dtype, device=received.device)
             ops.dequantize_sum(received, layout, num_sources=before.size, dtype=sums.dtype, out=sums)
-            self._buffers.give(received)
+            self.buffers.give(received)
             return Flight(sums, hop.all_reduce(sums))
-        wire = self._buffers.take(layout.nbytes, received.device)
+        wire = self.buffers.take(layout.nbytes, received.device)
         ops.dequantize_sum_quantize(received, layout, layout, num_sources=before.size, out=wire)
-        self._buffers.give(received)
-        received = self._buffers.take(hop.size * layout.nbytes, wire.device)
+        self.buffers.give(received)
+        received = self.buffers.take(hop.size * layout.nbytes, wire.device)
         return Flight(received, hop.all_gather(received, wire), sent=(wire,))
 
     def finish(self, flight: Flight, layouts: ReduceLayouts, output: torch.Tensor, scale: float = 1.0) -> None:
@@ -262,7 +254,7 @@ class TwoHopReduce:
             output: this rank's slice of the sum, written.
             scale: factor of the sum, such as 1/W for a mean.
         """
-        received = flight.land(self._buffers)
+        received = flight.land(self.buffers)
         last = (self.cross_hop, *self.hops_of_replicas(layouts))[-1]
         if last is self.replicas:
             output.copy_(received).mul_(scale)
@@ -270,14 +262,7 @@ class TwoHopReduce:
         ops.dequantize_sum(
             received, layouts.cross_hop, num_sources=last.size, scale=scale, dtype=output.dtype, out=output
         )
-        self._buffers.give(received)
-
-    def __call__(self, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, *, scale: float = 1.0) -> None:
-        """Run both hops at once: output [S] <- scale * (sum over ranks of full [W * S])."""
-        flight = self.start_cross_hop(layouts, None, self.start_node_hop(full, layouts))
-        for index in range(len(self.hops_of_replicas(layouts))):
-            flight = self.start_replica_hop(index, flight, layouts)
-        self.finish(flight, layouts, output, scale)
+        self.buffers.give(received)
 
 
 @torch.inference_mode(False)

@@ -53,7 +53,7 @@ from torch import Tensor
 
 from hf_zeropp import devices
 from hf_zeropp.ops import changes_reference
-from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, capacity, num_blocks
+from hf_zeropp.ops.changes_reference import BAD_SIZE, capacity, num_blocks
 from hf_zeropp.ops.operator import Bytes, Filled, Int64s, Result, UpdatedBytes, check_size
 from hf_zeropp.ops.register import operator
 
@@ -65,12 +65,16 @@ from hf_zeropp.ops.register import operator
 def _encode_changes(input: Bytes, base: Bytes, num_slices: int) -> Result:
     slice_bytes = _slice_bytes("input", input, num_slices)
     check_size("base", base, input.numel())
+    return _encoded(slice_bytes, num_slices, input.device)
+
+
+def _encoded(slice_bytes: int, num_slices: int, device: torch.device) -> Result:
     filled = (
         Filled((num_slices,), torch.int64),
         Filled((num_slices, capacity(slice_bytes)), torch.uint8),
         Filled((num_slices, num_blocks(slice_bytes)), torch.int64),
     )
-    return Result(input.device, (slice_bytes,), filled)
+    return Result(device, (slice_bytes,), filled)
 
 
 def _slice_bytes(name: str, data: Tensor, num_slices: int) -> int:
@@ -83,7 +87,7 @@ def _slice_bytes(name: str, data: Tensor, num_slices: int) -> int:
 
 
 def encode_changes(
-    input: Tensor, base: Tensor, num_slices: int = 1, *, out: tuple[Tensor, Tensor, Tensor] | None = None
+    input: Tensor, base: Tensor, num_slices: int = 1, *, out: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor, Tensor]:
     """Encode how the words of K slices differ from those of ``base``.
 
@@ -105,13 +109,9 @@ def encode_changes(
     return sizes, wire.view(num_slices, -1)
 
 
-def changes_buffers(slice_bytes: int, num_slices: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return tensors for ``encode_changes`` to fill, which may be used again."""
-    return (
-        torch.empty(num_slices, dtype=torch.int64, device=device),
-        torch.empty(num_slices, capacity(slice_bytes), dtype=torch.uint8, device=device),
-        torch.empty(num_slices, num_blocks(slice_bytes), dtype=torch.int64, device=device),
-    )
+def changes_buffers(slice_bytes: int, num_slices: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Return tensors for ``encode_changes`` to fill, which may be used again: sizes, wire and starts of payloads."""
+    return _encoded(slice_bytes, num_slices, device).empty()
 
 
 @operator(
@@ -167,12 +167,3 @@ def _bytes_of(name: str, data: Tensor) -> Tensor:
     if not data.is_contiguous():
         raise ValueError(f"expected {name} contiguous, got shape {tuple(data.shape)} with strides {data.stride()}")
     return data.view(-1).view(torch.uint8)
-
-
-__all__ = [
-    "BLOCK_WORDS",
-    "apply_changes",
-    "capacity",
-    "changes_buffers",
-    "encode_changes",
-]

@@ -19,8 +19,8 @@ below equal those of the C headers.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -66,8 +66,6 @@ SCALE_MAX = 0x7F7F
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Dtypes that encode reads, decode writes and raw segments travel in. Positions are the dtype codes of ops/abi.h."""
 
-_DTYPE_NAMES = {str(dtype).removeprefix("torch."): dtype for dtype in FLOAT_DTYPES}
-
 
 def needs_whole_bytes(bits: int | None) -> bool:
     """Return whether codes of this width need blocks that fill whole bytes: kernels pack eight of them at a time."""
@@ -82,27 +80,6 @@ def align(nbytes: int) -> int:
 def num_blocks(numel: int, block: int) -> int:
     """Return how many blocks ``numel`` elements fill; the last one may be shorter."""
     return -(-numel // block)
-
-
-def scale_bytes(numel: int, bits: int, block: int) -> int:
-    """Return the bytes of the scales of ``numel`` elements, padding included; 0 for raw widths (16, 32)."""
-    return align(2 * num_blocks(numel, block)) if bits in QMAX else 0
-
-
-def code_bytes(numel: int, bits: int) -> int:
-    """Return the bytes of ``numel`` codes or raw elements of ``bits`` bits each, padding included."""
-    return align(-(-numel * bits // 8))
-
-
-def wire_bytes(numel: int, bits: int, block: int) -> int:
-    """Return the bytes of one segment on the wire.
-
-    Args:
-        numel: elements of the segment.
-        bits: bits of a code (a key of ``QMAX``), or 16 or 32 for a segment that travels raw.
-        block: elements that share one scale.
-    """
-    return scale_bytes(numel, bits, block) + code_bytes(numel, bits)
 
 
 @dataclass(frozen=True)
@@ -144,62 +121,78 @@ class WireLayout:
     """Offsets of all parts of one slice in its wire buffer. Immutable and hashable: equal layouts describe equal bytes.
 
     Args:
-        segments: the slice's parameters in order.
+        segments: the slice's parameters in order. They are kept as a tuple.
         block: elements that share one scale, 1 to ``MAX_BLOCK``.
         raw_dtype: dtype in which raw segments travel: fp32, bf16 or fp16.
-
-    Attributes:
-        parts: one for each segment.
-        numel: elements of one slice.
-        nbytes: bytes of one slice on the wire.
-        spec: the layout as text. The registered operators take this text as an argument, because graphs of
-            ``torch.compile`` can hold text but no ``WireLayout``.
 
     Raises:
         ValueError: a block out of range, or one in which codes of other widths than 8 and 4 bits do not fill whole bytes.
         TypeError: an unknown ``raw_dtype``.
     """
 
-    segments: tuple[Segment, ...]
+    segments: Sequence[Segment]
     block: int
     raw_dtype: torch.dtype = torch.bfloat16
-    parts: tuple[Part, ...] = field(init=False, repr=False, compare=False)
-    numel: int = field(init=False, compare=False)
-    nbytes: int = field(init=False, compare=False)
-    spec: str = field(init=False, repr=False, compare=False)
-    _tables: dict[torch.device, torch.Tensor] = field(init=False, repr=False, compare=False, default_factory=dict)
 
-    def __init__(self, segments: Iterable[Segment], block: int, raw_dtype: torch.dtype = torch.bfloat16) -> None:
-        if not 1 <= block <= MAX_BLOCK:
-            raise ValueError(f"WireLayout: expected a block of 1..{MAX_BLOCK} elements, got {block}")
-        if raw_dtype not in FLOAT_DTYPES:
-            raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {raw_dtype}")
+    def __post_init__(self) -> None:
+        if not 1 <= self.block <= MAX_BLOCK:
+            raise ValueError(f"WireLayout: expected a block of 1..{MAX_BLOCK} elements, got {self.block}")
+        if self.raw_dtype not in FLOAT_DTYPES:
+            raise TypeError(f"WireLayout: expected raw_dtype float32, bfloat16 or float16, got {self.raw_dtype}")
         # Empty segments stay: callers match segments with parameters by position, and a rank may hold none of a parameter.
-        segments = tuple(segments)
-        if block % CODES_AT_A_BYTE and any(needs_whole_bytes(segment.bits) for segment in segments):
-            bits = sorted({segment.bits or 0 for segment in segments if needs_whole_bytes(segment.bits)})
-            raise ValueError(f"WireLayout: codes of {bits} bits need a block that is a multiple of 8, got {block}")
-        parts = tuple(_lay_out(segments, block, raw_dtype.itemsize * 8))
-        derived = {
-            "parts": parts,
-            "numel": sum(segment.numel for segment in segments),
-            "nbytes": parts[-1].end if parts else 0,
-            "spec": _to_spec(segments, block, raw_dtype),
-            "_tables": {},
-        }
-        # Assignment is closed, since the class is frozen. Layouts key caches and travel as text, so none may ever
-        # change.
-        for name, value in {"segments": segments, "block": block, "raw_dtype": raw_dtype, **derived}.items():
-            object.__setattr__(self, name, value)
+        # Assignment is closed, since the class is frozen. Layouts key caches and travel as text, so none may ever change.
+        object.__setattr__(self, "segments", tuple(self.segments))
+        bits = sorted({segment.bits or 0 for segment in self.segments if needs_whole_bytes(segment.bits)})
+        if bits and self.block % CODES_AT_A_BYTE:
+            raise ValueError(f"WireLayout: codes of {bits} bits need a block that is a multiple of 8, got {self.block}")
+        # They are made now, since ``torch.compile`` reads what is there and cannot trace how a cached property is made.
+        _ = self.parts, self.numel, self.nbytes, self.spec
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """The place of each segment."""
+        parts: list[Part] = []
+        element = offset = first_block = 0
+        for segment in self.segments:
+            numel, bits, blocks = segment.numel, segment.bits, num_blocks(segment.numel, self.block)
+            # Raw elements lie where codes would, behind no scales.
+            codes = offset + (align(2 * blocks) if bits else 0)
+            end = codes + align(-(-numel * (bits or 8 * self.raw_dtype.itemsize) // 8))
+            parts.append(Part(element, numel, bits or 0, offset, codes, end, first_block))
+            element, offset, first_block = element + numel, end, first_block + blocks
+        return tuple(parts)
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of one slice."""
+        return sum(segment.numel for segment in self.segments)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one slice on the wire."""
+        return self.parts[-1].end if self.parts else 0
+
+    @cached_property
+    def spec(self) -> str:
+        """The block, the raw dtype, then one word for each segment: for example "256 bfloat16 int8*4096 raw*64".
+
+        The registered operators take this text as an argument, because graphs of ``torch.compile`` can hold text but no layout.
+        """
+        words = (f"{f'int{segment.bits}' if segment.bits else 'raw'}*{segment.numel}" for segment in self.segments)
+        return " ".join([str(self.block), str(self.raw_dtype).removeprefix("torch."), *words])
 
     # The cache keeps its layouts for the life of the process. They are few: a unit has some for each kind of wire.
     # Every call of an operator comes through here, so a text is parsed once and then looked up.
     @staticmethod
     @cache
     def from_spec(spec: str) -> WireLayout:
-        """Return the layout that ``spec`` describes, always the same object, so that its tables are built once."""
-        block, raw_dtype, *segments = spec.split(" ")
-        return WireLayout(map(_segment_from_spec, segments), int(block), _DTYPE_NAMES[raw_dtype])
+        """Return the layout that ``spec`` describes, always the same object."""
+        block, raw_dtype, *words = spec.split(" ")
+        segments = (word.split("*") for word in words)
+        bits = {f"int{bits}": bits for bits in QMAX} | {"raw": None}
+        return WireLayout(
+            [Segment(int(numel), bits[codec]) for codec, numel in segments], int(block), getattr(torch, raw_dtype)
+        )
 
     @cached_property
     def alone(self) -> tuple[tuple[slice, WireLayout], ...]:
@@ -216,31 +209,5 @@ class WireLayout:
         return any(segment.bits is not None for segment in self.segments)
 
     def table(self, device: torch.device | str) -> torch.Tensor:
-        """Return ``parts`` as an int64 tensor [num_parts, len(Part._fields)] on ``device``, built once per device."""
-        # Copying to a GPU makes the host wait, so it is done once and not in every call.
-        device = torch.device(device)
-        if device not in self._tables:
-            rows = torch.tensor(self.parts, dtype=torch.int64).reshape(-1, len(Part._fields))
-            self._tables[device] = rows.to(device)
-        return self._tables[device]
-
-
-def _lay_out(segments: tuple[Segment, ...], block: int, raw_bits: int) -> Iterator[Part]:
-    element = offset = first_block = 0
-    for numel, bits in ((segment.numel, segment.bits) for segment in segments):
-        # Raw elements lie where codes would, behind no scales: ``scale_bytes`` is 0 for their widths.
-        codes = offset + scale_bytes(numel, bits or raw_bits, block)
-        end = offset + wire_bytes(numel, bits or raw_bits, block)
-        yield Part(element, numel, bits or 0, offset, codes, end, first_block)
-        element, offset, first_block = element + numel, end, first_block + num_blocks(numel, block)
-
-
-def _to_spec(segments: tuple[Segment, ...], block: int, raw_dtype: torch.dtype) -> str:
-    """Return the block, the raw dtype, then one word per segment: for example "256 bfloat16 int8*4096 raw*64"."""
-    words = (f"{f'int{segment.bits}' if segment.bits else 'raw'}*{segment.numel}" for segment in segments)
-    return " ".join([str(block), str(raw_dtype).removeprefix("torch."), *words])
-
-
-def _segment_from_spec(word: str) -> Segment:
-    codec, numel = word.split("*")
-    return Segment(int(numel), None if codec == "raw" else int(codec[3:]))
+        """Return ``parts`` as an int64 tensor [num_parts, len(Part._fields)] on ``device``."""
+        return torch.tensor(self.parts, dtype=torch.int64).reshape(-1, len(Part._fields)).to(device)

@@ -36,10 +36,6 @@ FROZEN_BITS = (8, 4)
 DEFAULT_BLOCK = 128
 
 
-def _is_block(block: int) -> bool:
-    return MIN_BLOCK <= block <= MAX_BLOCK and block % BLOCK_MULTIPLE == 0
-
-
 @dataclasses.dataclass(frozen=True)
 class FrozenFormat:
     """How densely a frozen weight is packed.
@@ -60,7 +56,8 @@ class FrozenFormat:
             raise ValueError(
                 f"Frozen weights are packed in 8 or 4 bits, got bits={self.bits!r}. None leaves them as they are."
             )
-        if type(self.block) is not int or not _is_block(self.block):
+        is_block = type(self.block) is int and self.block in range(MIN_BLOCK, MAX_BLOCK + 1, BLOCK_MULTIPLE)
+        if not is_block:
             raise ValueError(
                 f"The block of frozen weights must be a multiple of {BLOCK_MULTIPLE} from {MIN_BLOCK} to "
                 f"{MAX_BLOCK}, got {self.block!r}."

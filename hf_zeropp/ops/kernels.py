@@ -41,7 +41,7 @@ class CompiledKernels:
         self.name = name
         self._library = library
         self._functions: dict[str, Callable[..., int]] = {}
-        self._layouts: dict[tuple[str, torch.device], tuple[int, native.Layout]] = {}
+        self._layouts: dict[tuple[str, torch.device], tuple[int, native.Layout, Tensor]] = {}
 
     def run(self, operator: Operator, arguments: Sequence[Any], counts: Sequence[int], outs: Sequence[Tensor]) -> None:
         """Call the C function of an operator.
@@ -94,19 +94,20 @@ class CompiledKernels:
     def _layout(self, layout: WireLayout, device: torch.device) -> int:
         """Return the address of ``layout``'s C form, which is kept for the life of the process, its table on ``device``."""
         # Kernels keep no layout between calls, but CUDA kernels read the table after the call has returned. Nothing
-        # here is ever freed, so no caller has to keep a layout alive until the device is done.
+        # here is ever freed, so no caller has to keep a layout alive until the device is done. Copying a table to a GPU
+        # makes the host wait, which happens once here and not in every call.
         key = (layout.spec, device)
         if key not in self._layouts:
-            lasting = WireLayout.from_spec(layout.spec)  # its table must live as long as the C form that points to it
+            table = layout.table(device)
             c_form = native.Layout(
-                parts=lasting.table(device).data_ptr(),
+                parts=table.data_ptr(),
                 num_parts=len(layout.parts),
                 numel=layout.numel,
                 nbytes=layout.nbytes,
                 block=layout.block,
                 raw_dtype=_DTYPE_CODES[layout.raw_dtype],
             )
-            self._layouts[key] = ctypes.addressof(c_form), c_form
+            self._layouts[key] = ctypes.addressof(c_form), c_form, table
         return self._layouts[key][0]
 
 

@@ -14,14 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zeropp.ops.blocks import (
-    pack_codes,
-    round_to,
-    scale_bits,
-    scale_value,
-    to_blocks,
-    unpack_codes,
-)
+from hf_zeropp.ops.blocks import pack_codes, round_to, scale_bits, scale_value, to_blocks, unpack_codes
 from hf_zeropp.ops.format import QMAX, Part, WireLayout, num_blocks
 
 
@@ -44,7 +37,10 @@ def dequantize(wire: Tensor, layout: WireLayout, dtype: torch.dtype, slice_rows:
     slots = _permute(wire.reshape(-1, layout.nbytes), slice_rows)
     output = torch.zeros(slots.shape[0], layout.numel, dtype=dtype, device=wire.device)
     for part in _parts(layout):
-        values = _decode(slots, part, layout.block) if part.bits else _read_raw(slots, part, layout.raw_dtype)
+        if part.bits:
+            values = _decode(slots, part, layout.block)
+        else:
+            values = _read(slots, part.codes, part.numel, layout.raw_dtype)
         output[:, part.element : part.element + part.numel] = round_to(values, dtype)
     return output
 
@@ -142,10 +138,6 @@ def _decode(slots: Tensor, part: Part, block: int) -> Tensor:
         codes = unpack_codes(packed, part.bits)[:, : part.numel]
     scaled = to_blocks(codes.float(), block) * scale_value(stored.int()).unsqueeze(-1)
     return scaled.flatten(1)[:, : part.numel]
-
-
-def _read_raw(slots: Tensor, part: Part, dtype: torch.dtype) -> Tensor:
-    return _read(slots, part.codes, part.numel, dtype)
 
 
 def _read(slots: Tensor, offset: int, count: int, dtype: torch.dtype) -> Tensor:

@@ -107,12 +107,6 @@ def _from_raw(word, RAW: tl.constexpr):
 
 
 @triton.jit
-def _decode_raw(data, index, inside, RAW: tl.constexpr):
-    NBYTES: tl.constexpr = RAW.primitive_bitwidth // 8
-    return _from_raw(_load_word(data + index * NBYTES, inside, NBYTES), RAW)
-
-
-@triton.jit
 def _decode_codes(scales, codes, index, inside, BITS: tl.constexpr, BLOCK: tl.constexpr):
     bit = index * BITS
     shift = (bit % 8).to(tl.int32)
@@ -128,16 +122,11 @@ def _decode_codes(scales, codes, index, inside, BITS: tl.constexpr, BLOCK: tl.co
 def _decode(wire, scales, codes, index, inside, BITS: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr):
     """fp32 values of a part, from a slice that begins at ``wire``."""
     if BITS == 0:
-        values = _decode_raw(wire + codes, index, inside, RAW)
+        NBYTES: tl.constexpr = RAW.primitive_bitwidth // 8
+        values = _from_raw(_load_word(wire + codes + index * NBYTES, inside, NBYTES), RAW)
     else:
         values = _decode_codes(wire + scales, wire + codes, index, inside, BITS, BLOCK)
     return values
-
-
-@triton.jit
-def _encode_raw(data, values, index, inside, RAW: tl.constexpr):
-    NBYTES: tl.constexpr = RAW.primitive_bitwidth // 8
-    _store_word(data + index * NBYTES, _to_raw(values, RAW), inside, NBYTES)
 
 
 @triton.jit
@@ -173,7 +162,8 @@ def _store_packed(data, codes, index, inside, BITS: tl.constexpr):
 def _encode(wire, scales, codes, values, index, inside, BITS: tl.constexpr, BLOCK: tl.constexpr, RAW: tl.constexpr):
     """Write fp32 [rows, padded block] to a slice that begins at ``wire``."""
     if BITS == 0:
-        _encode_raw(wire + codes, values, index, inside, RAW)
+        NBYTES: tl.constexpr = RAW.primitive_bitwidth // 8
+        _store_word(wire + codes + index * NBYTES, _to_raw(values, RAW), inside, NBYTES)
     else:
         _encode_codes(wire + scales, wire + codes, values, index, inside, BITS, BLOCK)
 

@@ -10,7 +10,7 @@ inline bool find_payloads(const uint8_t* wire, int64_t size, int64_t slice_bytes
   const int64_t num_blocks = num_blocks_of(slice_bytes);
   int64_t place = num_blocks * kEntryBytes;
   for (int64_t b = 0; b < num_blocks; ++b) {
-    const int nbytes = payload_bytes(load<uint32_t>(wire + b * kEntryBytes), words_of_block(slice_bytes, b));
+    const int nbytes = payload_bytes(read_unaligned<uint32_t>(wire + b * kEntryBytes), words_of_block(slice_bytes, b));
     if (nbytes < 0) return false;
     starts[b] = place;
     place += nbytes;
@@ -44,7 +44,7 @@ ZEROPP_KERNEL(apply_changes)(const uint8_t* wire, const int64_t* offsets, const 
       const int64_t k = i / num_blocks, b = i % num_blocks;
       if (__atomic_load_n(failed + k, __ATOMIC_RELAXED) == kBadSize) continue;
       const uint8_t* from = wire + offsets[k];
-      const uint32_t entry = load<uint32_t>(from + b * kEntryBytes);
+      const uint32_t entry = read_unaligned<uint32_t>(from + b * kEntryBytes);
       uint8_t* words = base + k * slice_bytes + b * kBlockBytes;
       if (!apply_payload(entry, from + starts[i], words_of_block(slice_bytes, b), words)) {
         report(failed + k, kBadSize + 1 + b);

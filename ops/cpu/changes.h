@@ -13,25 +13,7 @@ namespace zeropp {
 
 constexpr int kSlack = 64;  // bytes behind a buffer that whole vectors may read or write
 
-inline uint16_t load_word(const uint8_t* words, int64_t index) {
-  uint16_t word;
-  memcpy(&word, words + 2 * index, sizeof word);
-  return word;
-}
-
-inline void store_word(uint8_t* words, int64_t index, uint16_t word) { memcpy(words + 2 * index, &word, sizeof word); }
-
-template <class T>
-T load(const uint8_t* from) {
-  T value;
-  memcpy(&value, from, sizeof value);
-  return value;
-}
-
-template <class T>
-void store(uint8_t* to, T value) {
-  memcpy(to, &value, sizeof value);
-}
+inline uint16_t load_word(const uint8_t* words, int64_t index) { return read_unaligned<uint16_t>(words + 2 * index); }
 
 inline int count_ones(uint64_t bits) { return __builtin_popcountll(bits); }
 inline int first_one(uint64_t bits) { return __builtin_ctzll(bits); }
@@ -82,7 +64,7 @@ inline int find_vectors(const uint8_t* new_words, const uint8_t* old_words, int 
   for (; i + 32 <= words; i += 32) {
     const __m512i news = _mm512_loadu_si512(new_words + 2 * i), olds = _mm512_loadu_si512(old_words + 2 * i);
     const __mmask32 changed = _mm512_cmpneq_epi16_mask(news, olds);
-    store<uint32_t>(changes.bitmap + i / 8, changed);
+    write_unaligned<uint32_t>(changes.bitmap + i / 8, changed);
     if (changed == 0) continue;
     const __m512i steps = _mm512_sub_epi16(order(news), order(olds));
     append(changes, _mm512_castsi512_si256(steps), static_cast<__mmask16>(changed), i);
@@ -114,7 +96,7 @@ inline int find_vectors(const uint8_t* new_words, const uint8_t* old_words, int 
   int i = 0;
   for (; i + 32 <= words; i += 32) {
     uint32_t changed = compare(new_words + 2 * i, old_words + 2 * i);
-    store<uint32_t>(changes.bitmap + i / 8, changed);
+    write_unaligned<uint32_t>(changes.bitmap + i / 8, changed);
     for (; changed; changed &= changed - 1) {
       const int at = i + first_one(changed);
       changes.list[changes.n++] = make_change(at, load_word(new_words, at), load_word(old_words, at));
@@ -134,7 +116,7 @@ inline void find_changes(const uint8_t* new_words, const uint8_t* old_words, int
     changes.list[changes.n++] = make_change(i, new_word, old_word);
     rest |= 1u << (i - begin);
   }
-  store<uint32_t>(changes.bitmap + begin / 8, rest);
+  write_unaligned<uint32_t>(changes.bitmap + begin / 8, rest);
 }
 
 // ---- Classes of steps, and the bytes of those that need some.
@@ -150,8 +132,8 @@ inline void classify(Changes& changes) {
     const __mmask16 escape = is_change & ~(up | down);
     const __m512i shifted = _mm512_add_epi32(steps, _mm512_set1_epi32(128));
     const __mmask16 wide = _mm512_mask_cmpgt_epu32_mask(escape, shifted, _mm512_set1_epi32(255));
-    store<uint16_t>(changes.escapes + i / 8, escape);
-    store<uint16_t>(changes.details + i / 8, down | wide);
+    write_unaligned<uint16_t>(changes.escapes + i / 8, escape);
+    write_unaligned<uint16_t>(changes.details + i / 8, down | wide);
     const auto append = [](uint8_t* to, __mmask16 which, __m512i bytes) {
       const __m128i packed = _mm512_cvtepi32_epi8(_mm512_maskz_compress_epi32(which, bytes));
       _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
@@ -193,7 +175,7 @@ class BitWriter {
   void put(uint64_t bits, int count) {
     word_ |= bits << fill_;
     fill_ += count;
-    store(to_, word_);
+    write_unaligned(to_, word_);
     to_ += fill_ / 8;
     word_ >>= fill_ / 8 * 8;
     fill_ %= 8;
@@ -212,7 +194,7 @@ class OneWriter {
 
   // Bits that are put from here on lie at `place` or behind it. Returns the place of bit 0 of `put`: at most 7 before.
   int move_to(int place) {
-    store(to_ + place_ / 8, word_);
+    write_unaligned(to_ + place_ / 8, word_);
     const int moved = place / 8 * 8 - place_;
     word_ = moved < 64 ? word_ >> moved : 0;
     return place_ += moved;
@@ -223,7 +205,7 @@ class OneWriter {
 
   void put(uint64_t bits) { word_ |= bits; }
 
-  void finish() { store(to_ + place_ / 8, word_); }
+  void finish() { write_unaligned(to_ + place_ / 8, word_); }
 
  private:
   uint8_t* to_;

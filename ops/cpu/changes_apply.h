@@ -8,15 +8,17 @@
 namespace {
 namespace zeropp {
 
-// The ones among the first n bits. Reads whole words of 64 bits.
-inline int count_ones(const uint8_t* bits, int n) {
+// The ones among the first n bits that two planes have in common. Reads whole words of 64 bits.
+inline int count_common(const uint8_t* bits, const uint8_t* other, int n) {
   int count = 0;
   for (int i = 0; i < n; i += 64) {
-    const uint64_t word = load<uint64_t>(bits + i / 8);
+    const uint64_t word = read_unaligned<uint64_t>(bits + i / 8) & read_unaligned<uint64_t>(other + i / 8);
     count += count_ones(n - i < 64 ? word & ((uint64_t{1} << (n - i)) - 1) : word);
   }
   return count;
 }
+
+inline int count_ones(const uint8_t* bits, int n) { return count_common(bits, bits, n); }
 
 // The changes that a payload describes: their positions and their steps.
 struct Decoded {
@@ -38,7 +40,7 @@ inline bool find_ones(Decoded& decoded) {
   __m512i places = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   int count = 0;
   for (int byte = 0; byte < decoded.at.escapes; byte += 2) {
-    const uint32_t bits = load<uint16_t>(decoded.bytes + byte) & (decoded.at.escapes - byte == 1 ? 0xFF : 0xFFFF);
+    const uint32_t bits = read_unaligned<uint16_t>(decoded.bytes + byte) & (decoded.at.escapes - byte == 1 ? 0xFF : 0xFFFF);
     const int ones = count_ones(bits);
     if (count + ones > decoded.n) return false;
     _mm512_storeu_si512(decoded.positions + count, _mm512_maskz_compress_epi32(static_cast<__mmask16>(bits), places));
@@ -77,7 +79,7 @@ inline bool find_ones(Decoded& decoded) {
   int count = 0;
   for (int byte = 0; byte < decoded.at.escapes; byte += 4) {
     const int left = decoded.at.escapes - byte;
-    uint32_t bits = load<uint32_t>(decoded.bytes + byte) & (left < 4 ? (1u << 8 * left) - 1 : ~0u);
+    uint32_t bits = read_unaligned<uint32_t>(decoded.bytes + byte) & (left < 4 ? (1u << 8 * left) - 1 : ~0u);
     if (count + count_ones(bits) > decoded.n) return false;
     for (; bits; bits &= bits - 1) decoded.positions[count++] = 8 * byte + first_one(bits);
   }
@@ -89,7 +91,7 @@ inline void add_lows(Decoded& decoded) {
   const uint8_t* lows = decoded.bytes + decoded.at.lows;
   for (int i = 0; i < decoded.n; ++i) {
     const int high = decoded.positions[i] - i, bit = i * width;
-    const uint32_t low = load<uint32_t>(lows + bit / 8) >> bit % 8 & ((1u << width) - 1);
+    const uint32_t low = read_unaligned<uint32_t>(lows + bit / 8) >> bit % 8 & ((1u << width) - 1);
     decoded.positions[i] = high << width | static_cast<int>(low);
   }
 }
@@ -121,8 +123,8 @@ inline void read_steps(Decoded& decoded) {
   };
   for (int i = 0; i < decoded.n; i += 16) {
     const uint32_t is_change = decoded.n - i >= 16 ? 0xFFFF : (1u << (decoded.n - i)) - 1;
-    const auto escape = static_cast<__mmask16>(load<uint16_t>(decoded.bytes + decoded.at.escapes + i / 8) & is_change);
-    const auto detail = static_cast<__mmask16>(load<uint16_t>(decoded.bytes + decoded.at.details + i / 8) & is_change);
+    const auto escape = static_cast<__mmask16>(read_unaligned<uint16_t>(decoded.bytes + decoded.at.escapes + i / 8) & is_change);
+    const auto detail = static_cast<__mmask16>(read_unaligned<uint16_t>(decoded.bytes + decoded.at.details + i / 8) & is_change);
     const __mmask16 wide = escape & detail;
     const __m512i unit = _mm512_mask_set1_epi32(_mm512_set1_epi32(1), detail, -1);
     const __m512i low = take(low_bytes, escape), high = take(high_bytes, wide);
@@ -150,7 +152,8 @@ inline void read_steps(Decoded& decoded) {
 // ---- Words.
 
 inline void move_word(uint8_t* words, int64_t index, int16_t step) {
-  store_word(words, index, unordered(static_cast<uint16_t>(ordered(load_word(words, index)) + step)));
+  const auto moved = static_cast<uint16_t>(ordered(load_word(words, index)) + step);
+  write_unaligned(words + 2 * index, unordered(moved));
 }
 
 #if defined(__AVX512BW__)
@@ -172,7 +175,7 @@ inline void apply_bitmap(const Decoded& decoded, int num_words, uint8_t* words) 
   for (int i = 0; i < num_words; i += 32) {
     const int left = num_words - i;
     const __mmask32 mine = left < 32 ? (1u << left) - 1 : ~0u;
-    const uint32_t changed = load<uint32_t>(decoded.bytes + i / 8) & mine;
+    const uint32_t changed = read_unaligned<uint32_t>(decoded.bytes + i / 8) & mine;
     const __m256i first = take(changed & 0xFFFF), second = take(changed >> 16);
     const __m512i moves = _mm512_inserti64x4(_mm512_castsi256_si512(first), second, 1);
     const __m512i old = _mm512_maskz_loadu_epi16(mine, words + 2 * i);
@@ -198,13 +201,9 @@ inline bool apply_payload(uint32_t entry, const uint8_t* payload, int num_words,
   if (entry == 0) return true;
   Decoded decoded(entry, num_words);
   memcpy(decoded.bytes, payload, decoded.at.nbytes(escape_bytes_of(entry)));
-  decoded.num_escapes = count_ones(decoded.bytes + decoded.at.escapes, decoded.n);
-  int num_wide = 0;
-  for (int i = 0; i < decoded.n; i += 64) {
-    const uint64_t wide = load<uint64_t>(decoded.bytes + decoded.at.escapes + i / 8) &
-                          load<uint64_t>(decoded.bytes + decoded.at.details + i / 8);
-    num_wide += count_ones(decoded.n - i < 64 ? wide & ((uint64_t{1} << (decoded.n - i)) - 1) : wide);
-  }
+  const uint8_t *escapes = decoded.bytes + decoded.at.escapes, *details = decoded.bytes + decoded.at.details;
+  decoded.num_escapes = count_ones(escapes, decoded.n);
+  const int num_wide = count_common(escapes, details, decoded.n);
   if (decoded.num_escapes + num_wide != escape_bytes_of(entry)) return false;
   if (!read_positions(decoded, num_words)) return false;
   read_steps(decoded);

@@ -32,7 +32,7 @@ inline int64_t encode_block(const Slices& slices, int64_t k, int64_t b, int64_t 
   find_changes(slices.input + begin, slices.base + begin, words, changes);
   classify(changes);
   const uint32_t entry = make_entry(changes.n, changes.escape_bytes(), words);
-  store(wire + b * kEntryBytes, entry);
+  write_unaligned(wire + b * kEntryBytes, entry);
   slices.starts[k * slices.num_blocks() + b] = place;
   if (entry == 0) return place;
   uint8_t* to = wire + place;
@@ -52,7 +52,7 @@ inline int64_t join_payloads(const Slices& slices, int64_t k) {
   int64_t* starts = slices.starts + k * slices.num_blocks();
   int64_t place = slices.num_blocks() * kEntryBytes;
   for (int64_t b = 0; b < slices.num_blocks(); ++b) {
-    const int nbytes = payload_bytes(load<uint32_t>(wire + b * kEntryBytes), words_of_block(slices.slice_bytes, b));
+    const int nbytes = payload_bytes(read_unaligned<uint32_t>(wire + b * kEntryBytes), words_of_block(slices.slice_bytes, b));
     if (starts[b] != place) memmove(wire + place, wire + starts[b], nbytes);
     starts[b] = place;
     place += nbytes;

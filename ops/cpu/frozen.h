@@ -12,13 +12,7 @@ namespace zeropp {
 
 // Scales are bytes in the ABI. They may begin at an odd address, as views into larger buffers do.
 inline BFloat16 load_scale(const uint8_t* scales, int64_t index) {
-  BFloat16 scale;
-  memcpy(&scale, scales + index * sizeof scale, sizeof scale);
-  return scale;
-}
-
-inline void store_scale(uint8_t* scales, int64_t index, BFloat16 scale) {
-  memcpy(scales + index * sizeof scale, &scale, sizeof scale);
+  return read_unaligned<BFloat16>(scales + index * sizeof(BFloat16));
 }
 
 // The codes of a row's block b as int8: the codes themselves, or `buffer` if they had to be unpacked. Fetches a block

@@ -45,7 +45,7 @@ void pack_row(const In* in, const FrozenRows& shape, uint8_t* codes, uint8_t* sc
   for (int64_t b = 0; b < shape.num_blocks(); ++b) {
     const int64_t n = shape.block_size(b);
     convert(in + b * shape.block, n, values);
-    store_scale(scales, b, pack_block(values, n, shape.bits, block_codes));
+    write_unaligned(scales + b * sizeof(BFloat16), pack_block(values, n, shape.bits, block_codes));
     uint8_t* out = codes + b * shape.block * shape.bits / 8;
     if (shape.bits == 4) pack_nibbles(block_codes, n, out);
     else memcpy(out, block_codes, n);

@@ -76,8 +76,7 @@ class Worker {
     const uint8_t* scales = wire + part.scales + tile.first / layout.block * sizeof(BFloat16);
     int64_t size = layout.block - tile.first % layout.block;
     for (int64_t at = 0; at < tile.numel; at += size, size = layout.block, scales += sizeof(BFloat16)) {
-      BFloat16 scale;
-      memcpy(&scale, scales, sizeof scale);  // the wire may begin at an odd address
+      const auto scale = read_unaligned<BFloat16>(scales);
       const int64_t n = min(size, tile.numel - at);
 #if defined(__AVX512BW__)
       if constexpr (sizeof *out == sizeof(BFloat16)) {

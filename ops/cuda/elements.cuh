@@ -7,18 +7,6 @@
 namespace {
 namespace zeropp {
 
-template <class T>
-__device__ T read_unaligned(const uint8_t* from) {
-  T value;
-  memcpy(&value, from, sizeof value);
-  return value;
-}
-
-template <class T>
-__device__ void write_unaligned(uint8_t* to, T value) {
-  memcpy(to, &value, sizeof value);
-}
-
 __device__ inline float load_element(const void* from, int64_t dtype, int64_t index) {
   return with_dtype(dtype, [&](auto type) {
     return to_float(read_unaligned<decltype(type)>(static_cast<const uint8_t*>(from) + index * sizeof type));

@@ -17,7 +17,7 @@ from two_hops import cross
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm import node_memory
 from hf_zeropp.comm.hop import Hop, WireBuffers
-from hf_zeropp.comm.node_memory import NodeMemory
+from hf_zeropp.comm.node_memory import allocate, can_share
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.comm.two_hops import Delta, GatherLayouts, TwoHopGather, WholeWeights
 from hf_zeropp.ops.format import Segment, WireLayout
@@ -26,16 +26,18 @@ from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, Traffic
 WORLD_SIZE, RANKS_PER_NODE = 4, 2
 
 
-def connect() -> NodeMemory:
-    return NodeMemory.connect(get_topology(RANKS_PER_NODE, "cpu").node_group)
+def node_group() -> dist.ProcessGroup:
+    group = get_topology(RANKS_PER_NODE, "cpu").node_group
+    assert can_share(group)
+    return group
 
 
 def write_and_read(rank: int, num_bytes: int) -> list[int]:
-    memory = connect()
-    shared = memory.allocate(num_bytes)
+    group = node_group()
+    shared = allocate(group, num_bytes)
     assert shared.shape == (RANKS_PER_NODE, num_bytes) and not shared.any()
     dist.barrier()
-    shared[memory.group.rank()] = rank + 1
+    shared[group.rank()] = rank + 1
     dist.barrier()
     return shared.view(-1).tolist()
 
@@ -47,9 +49,9 @@ def test_every_rank_of_a_node_sees_what_the_others_wrote(num_bytes):
 
 
 def open_files_after_allocations(rank: int) -> int:
-    memory = connect()
+    group = node_group()
     before = len(os.listdir("/proc/self/fd"))
-    kept = [memory.allocate(100) for _ in range(5)]
+    kept = [allocate(group, 100) for _ in range(5)]
     return len(os.listdir("/proc/self/fd")) - before - len(kept)
 
 
@@ -63,10 +65,10 @@ def fail(*args):
 
 
 def one_rank_cannot_map(rank: int) -> None:
-    memory = connect()
+    group = node_group()
     is_second_of_its_node = rank % RANKS_PER_NODE == 1
     with mock.patch.object(node_memory, "_map", fail) if is_second_of_its_node else contextlib.nullcontext():
-        memory.allocate(10)
+        allocate(group, 10)
 
 
 def test_one_rank_that_cannot_map_is_an_error_on_its_whole_node():
@@ -102,7 +104,7 @@ def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: boo
     topology = get_topology(RANKS_PER_NODE, "cpu")
     traffic = Traffic(RANKS_PER_NODE, topology.num_nodes)
     hops = Hop(GATHER_CROSS, topology.cross_group, traffic), Hop(GATHER_NODE, topology.node_group, traffic)
-    gather = TwoHopGather(*hops, WireBuffers(), connect())
+    gather = TwoHopGather(*hops, WireBuffers(), shares_memory=can_share(topology.node_group))
     layout = WireLayout([Segment(64, None)], 32, torch.float32)
     layouts = GatherLayouts(layout, WireLayout([Segment(64, 8)], 32, torch.float32) if deltas else None)
     secondary = gather.new_secondary(layout, torch.device("cpu"))

@@ -12,7 +12,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import each_case, run_ranks
-from two_hops import BITS, DTYPES, SLICES, WORLDS, Case, block_errors, cross, digest, node_sizes, rounding, world_of
+from two_hops import (
+    BITS,
+    DTYPES,
+    SLICES,
+    WORLDS,
+    Case,
+    block_errors,
+    cross,
+    digest,
+    node_sizes,
+    rounding,
+    run_both_hops,
+    world_of,
+)
 
 from hf_zeropp.comm.two_hops import (
     GatherLayouts,
@@ -103,7 +116,7 @@ def reduce_layouts(case: Case) -> ReduceLayouts:
 def reduce(two_hops: TwoHopReduce, case: Case, rank: int, scale: float = 1.0) -> torch.Tensor:
     layouts = reduce_layouts(case)
     output = torch.full((layouts.node_hop.numel,), float("nan"), dtype=case.dtype)
-    two_hops(output, case.values(rank, dist.get_world_size()), layouts, scale=scale)
+    run_both_hops(two_hops, output, case.values(rank, dist.get_world_size()), layouts, scale)
     return output
 
 
@@ -260,7 +273,7 @@ def run_special_values(rank: int) -> dict[str, list]:
         if poison != "zero" and rank == 1:
             full[2, 40] = float(poison)  # slice of rank 2, second block of the first matrix
         output = torch.empty(layouts.node_hop.numel)
-        world.reduce(output, full.flatten(), layouts)
+        run_both_hops(world.reduce, output, full.flatten(), layouts)
         result[bits, poison] = (~output.isfinite()).nonzero().flatten().tolist(), output.abs().max().item()
     return result
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hf_zeropp.comm.hop import Hop, WireBuffers
-from hf_zeropp.comm.node_memory import NodeMemory
+from hf_zeropp.comm.node_memory import can_share
 from hf_zeropp.comm.topology import get_topology
-from hf_zeropp.comm.two_hops import Carrier, TwoHopGather, TwoHopReduce
+from hf_zeropp.comm.two_hops import Carrier, ReduceLayouts, TwoHopGather, TwoHopReduce
 from hf_zeropp.config import WEIGHT_BITS
 from hf_zeropp.ops.format import QMAX, Segment, WireLayout
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic
@@ -110,11 +110,10 @@ class World:
         def hop(name: str, group: str, is_async: bool) -> Hop:
             return Hop(name, groups[group], self.traffic, is_async=is_async)
 
-        memory = NodeMemory.connect(self.topology.node_group)
-        assert (memory is None) == (ranks_per_node == 1)
+        assert can_share(self.topology.node_group) == (ranks_per_node > 1)
         self.gather, self.gather_async, self.gather_shared = (
             TwoHopGather(hop(GATHER_CROSS, "cross", later), hop(GATHER_NODE, "node", False), self.buffers, shared)
-            for later, shared in ((False, None), (True, None), (True, memory))
+            for later, shared in ((False, False), (True, False), (True, ranks_per_node > 1))
         )
         self.reduce, self.reduce_async = (
             TwoHopReduce(hop(REDUCE_NODE, "node", later), hop(REDUCE_CROSS, "cross", later), self.buffers)
@@ -141,6 +140,13 @@ def cross(carrier: Carrier, *shards: torch.Tensor) -> None:
     carrier.prepare(shards)
     carrier.send()
     carrier.land()
+
+
+def run_both_hops(
+    hops: TwoHopReduce, output: torch.Tensor, full: torch.Tensor, layouts: ReduceLayouts, scale: float = 1.0
+) -> None:
+    """Reduce at once: output [S] <- scale * (sum over ranks of full [W * S])."""
+    hops.finish(hops.start_cross_hop(layouts, None, hops.start_node_hop(full, layouts)), layouts, output, scale)
 
 
 def digest(*tensors: torch.Tensor) -> str:

@@ -86,3 +86,10 @@ def test_a_library_of_older_sources_is_found_out():
     kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")
     with pytest.raises(RuntimeError, match="the compiled library has no zeropp_quantize_5bit_baseline: reinstall"):
         kernels.run(operator, [torch.zeros(64), WireLayout([Segment(64, 8)], 64), 1], (1,), [torch.zeros(1)])
+
+
+@pytest.mark.skipif(native.library_path("cpu") is None, reason="no CPU library in this install")
+def test_equal_layouts_are_copied_to_a_device_once():
+    kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")
+    layouts = [WireLayout([Segment(64, 8)], 64) for _ in range(2)]
+    assert len({kernels._layout(layout, torch.device("cpu")) for layout in layouts}) == 1

@@ -29,8 +29,8 @@ from transformers import Trainer
 from attack.fault import FULL, HOP_1, HOP_2, Fault
 from attack.place import FILLER, SHM
 from hf_zeropp import traffic
+from hf_zeropp.comm import node_memory
 from hf_zeropp.comm.hop import Hop
-from hf_zeropp.comm.node_memory import NodeMemory
 from hf_zeropp.integrations import accelerate as plugin_module
 
 STRUCK = "struck.json"
@@ -80,7 +80,7 @@ def watch_training(watch: Watch, kind: str) -> None:
     for name in ("all_gather", "all_to_all", "barrier"):
         _wrap(Hop, name, watch, lambda hop, *_: HOP_1 if hop.name in _NODE_HOPS else HOP_2)
     _wrap(plugin_module, "apply_zeropp", watch, lambda *_: "installing")
-    _wrap(NodeMemory, "allocate", watch, lambda *_: "sharing memory")
+    _wrap(node_memory, "allocate", watch, lambda *_: "sharing memory")
     _wrap(Trainer, "_save_checkpoint", watch, lambda *_: save)
     _wrap(transformers.trainer, "rotate_checkpoints", watch, lambda *_: "rotation")
 

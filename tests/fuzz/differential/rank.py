@@ -104,8 +104,7 @@ def _destroy_groups_but(meshes: Iterable[DeviceMesh]) -> None:
     for group in list(dist.distributed_c10d._world.pg_map):
         if group not in kept:
             dist.destroy_process_group(group)
-    for groups in (topology._topologies, topology._replica_rounds, topology._replica_groups):
-        groups.clear()
+    topology._made.clear()
     # DTensor keeps its ways from placements to placements, and what operators return, for meshes that compare equal, with the
     # names of their groups.
     _redistribute._gen_transform_infos.cache_clear()
