@@ -10,7 +10,7 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from toy import EXACT, backward, gathered_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import apply_zeropp, generation_mode
@@ -55,7 +55,7 @@ class Wrapper(nn.Module):
         return self.model(tokens)
 
 
-def replaced_before_the_first_forward(rank: int) -> None:
+def scenario_replaced_before_the_first_forward(rank: int) -> None:
     expected = stock_losses(rank)
     for settings in (UNQUANTIZED, CHANGED_WORDS, UNQUANTIZED | {"overlap": False}):
         for wrap in (lambda model: model, Wrapper):
@@ -65,7 +65,7 @@ def replaced_before_the_first_forward(rank: int) -> None:
             assert losses_of(model, rank) == pytest.approx(expected, rel=1e-6), settings
 
 
-def replaced_in_a_container_that_is_entered(rank: int) -> None:
+def scenario_replaced_in_a_container_that_is_entered(rank: int) -> None:
     expected = stock_losses(rank)
     wrapper = Wrapper(shard(make_lm()))
     apply_zeropp(wrapper, UNQUANTIZED)
@@ -73,7 +73,7 @@ def replaced_in_a_container_that_is_entered(rank: int) -> None:
     assert losses_of(wrapper, rank) == pytest.approx(expected, rel=1e-6)
 
 
-def replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
+def scenario_replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
     """``unshard()`` initializes its own unit alone, but all units agree then, and their cross hops start."""
     model, reference = shard(make_lm()), make_lm()
     apply_zeropp(model, UNQUANTIZED)
@@ -84,7 +84,7 @@ def replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
         assert torch.equal(weight, expected[name]), name
 
 
-def replaced_before_generation(rank: int) -> None:
+def scenario_replaced_before_generation(rank: int) -> None:
     model, reference = shard(make_lm()), make_lm()
     apply_zeropp(model, UNQUANTIZED)
     replace_parameters(model)
@@ -93,7 +93,7 @@ def replaced_before_generation(rank: int) -> None:
         assert torch.equal(model(tokens_of(rank)), reference(tokens_of(rank)))
 
 
-def on_meta_still(rank: int) -> None:
+def scenario_on_meta_still(rank: int) -> None:
     """The error is FSDP2's own, which lists the parameters and says what to do."""
     with torch.device("meta"):
         model = make_lm()
@@ -108,16 +108,7 @@ def on_meta_still(rank: int) -> None:
     assert errors[0] == errors[1] and "embed.weight" in errors[0]
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        replaced_before_the_first_forward,
-        replaced_in_a_container_that_is_entered,
-        replaced_before_weights_are_gathered_by_hand,
-        replaced_before_generation,
-        on_meta_still,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

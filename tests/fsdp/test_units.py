@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from toy import POLICIES, backward, make_lm, shard, tokens_of
 
@@ -44,7 +44,7 @@ def record(model) -> list[tuple[units.Unit, RecordingGather, RecordingReduce]]:
     return recorded
 
 
-def shards_are_what_fsdp2_gathers(rank: int) -> None:
+def scenario_shards_are_what_fsdp2_gathers(rank: int) -> None:
     """Order, padding and dtype of the flat shard, for sharded and unevenly sharded parameters."""
     for policy, kwargs in ((name, kwargs) for name in POLICIES for kwargs in ({}, {"tied": True}, {"hidden": 2})):
         model = shard(make_lm(**kwargs), POLICIES[policy])
@@ -60,7 +60,7 @@ def shards_are_what_fsdp2_gathers(rank: int) -> None:
             assert [one.ndim for one in unit.param_shards()] == [param.ndim for param in unit.params]
 
 
-def reductions_are_what_units_say(rank: int) -> None:
+def scenario_reductions_are_what_units_say(rank: int) -> None:
     """Their dtype and size, of the trainable parameters alone; and the division that fp16 still needs."""
     for policy in (*POLICIES.values(), MixedPrecisionPolicy(param_dtype=torch.bfloat16)):
         model = make_lm()
@@ -76,7 +76,7 @@ def reductions_are_what_units_say(rank: int) -> None:
             assert torch.equal(reduced[:numel].float(), param.grad.to_local().flatten().float()), unit.name
 
 
-def gradients_lie_where_units_say(rank: int) -> None:
+def scenario_gradients_lie_where_units_say(rank: int) -> None:
     """Also where one gradient of a unit has a dtype of its own: torch 2.15 then puts it behind those of the others."""
     model = make_lm().bfloat16()
     if torch.__version__ >= "2.15":
@@ -93,7 +93,7 @@ def gradients_lie_where_units_say(rank: int) -> None:
             assert torch.equal(part[: one.shard.numel].to(gradient.dtype), gradient), (unit.name, one.shard.name)
 
 
-def found_units(rank: int) -> None:
+def scenario_found_units(rank: int) -> None:
     """In module order, one per fully_shard call, with names for errors."""
     model = make_lm()
     fully_shard([model.norm, model.head])
@@ -107,7 +107,7 @@ def found_units(rank: int) -> None:
     assert dist.get_process_group_ranks(found[0].shard_group) == list(range(4))
 
 
-def the_state_of_a_unit(rank: int) -> None:
+def scenario_the_state_of_a_unit(rank: int) -> None:
     model = shard(make_lm())
     root, block, _ = find_units(model)
     with torch.no_grad():
@@ -159,7 +159,7 @@ def stamps_hold_no_shards(rank: int) -> None:
     assert not stamp.matches(params)
 
 
-def backward_passes_have_numbers(rank: int) -> None:
+def scenario_backward_passes_have_numbers(rank: int) -> None:
     """And callbacks queued inside run at the end, behind FSDP2's: the gradients of all units are there."""
     model = shard(make_lm())
     numbers, complete = set(), []
@@ -178,7 +178,7 @@ def backward_passes_have_numbers(rank: int) -> None:
     assert complete == [True, True]
 
 
-def shown_reductions(rank: int) -> None:
+def scenario_shown_reductions(rank: int) -> None:
     model = shard(make_lm())
     root, first, second = find_units(model)
     model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: None)
@@ -186,18 +186,7 @@ def shown_reductions(rank: int) -> None:
     assert [unit.shows_reduced_output for unit in (root, first, second)] == [False, True, True]
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        shards_are_what_fsdp2_gathers,
-        reductions_are_what_units_say,
-        gradients_lie_where_units_say,
-        found_units,
-        the_state_of_a_unit,
-        backward_passes_have_numbers,
-        shown_reductions,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 STAMPS = Scenarios(4, [stamps_move_with, stamps_hold_no_shards])
 
 
