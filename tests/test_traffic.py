@@ -6,7 +6,7 @@ import pytest
 import torch
 from harness import Scenarios, run_ranks, scenarios_of
 from rich.console import Console
-from toy import EXACT, POLICIES, backward, make_lm, shard, tokens_of
+from toy import EXACT, POLICIES, backward, make_lm, shard, tokens_of, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.traffic import (
@@ -27,13 +27,7 @@ NODES = {"ranks_per_node": 2}
 
 def steps(model, handle: ZeroPPHandle, rank: int, num_steps: int, micro_steps: int = 1) -> None:
     parameters = [param for unit in handle.units for param in unit.trainable]
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
-    for _ in range(num_steps):
-        for index in range(micro_steps):
-            handle.set_last_micro_step(index == micro_steps - 1)
-            backward(model, rank, index)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, torch.optim.SGD(parameters, lr=0.01), rank, range(num_steps), handle, micro_steps)
 
 
 def times(predicted: dict[str, Bytes], factor: int) -> dict[str, Bytes]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 from accelerate_runs import distance
 from harness import Scenarios, scenarios_of
@@ -145,6 +144,6 @@ def program_with_drops(rank: int, kind: str) -> tuple[dict[str, torch.Tensor], d
 EVERY = Scenarios(4, scenarios_of(__name__))
 
 
-@pytest.mark.parametrize("scenario", list(EVERY.functions))
+@EVERY.parametrize
 def test_accumulator(scenario):
     EVERY.check(scenario)

@@ -8,7 +8,7 @@ from unittest import mock
 import torch
 from harness import Scenarios, scenarios_of
 from staleness import CONFIG, forward
-from toy import backward, make_lm, shard
+from toy import make_lm, shard, train
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.weights.freshness import ShardContent
@@ -36,13 +36,8 @@ def model_of(config: dict) -> tuple[torch.nn.Module, object]:
     return model, apply_zeropp(model, config)
 
 
-def train(model: torch.nn.Module, rank: int, *, steps: int, micro_steps: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        for number in range(micro_steps):
-            backward(model, rank, number)
-        optimizer.step()
-        optimizer.zero_grad()
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def scenario_a_gather_across_nodes_takes_one_hash(rank: int) -> None:
@@ -50,14 +45,14 @@ def scenario_a_gather_across_nodes_takes_one_hash(rank: int) -> None:
     for config in (CONFIG, QUANTIZED):
         model, handle = model_of(config)
         with counted() as hashes:
-            train(model, rank, steps=3, micro_steps=1)
+            train(model, sgd(model), rank, range(3))
         assert hashes.call_count == 3 * len(handle.units)
 
 
 def scenario_each_further_micro_step_compares_hashes(rank: int) -> None:
     model, handle = model_of(QUANTIZED)
     with counted() as hashes:
-        train(model, rank, steps=2, micro_steps=3)
+        train(model, sgd(model), rank, range(2), micro_steps=3)
     assert hashes.call_count == 2 * 3 * len(handle.units)
 
 
@@ -66,7 +61,7 @@ def scenario_writes_are_seen_whichever_way_is_taken(rank: int) -> None:
     for config in (CONFIG, QUANTIZED):
         for num_forwards, num_steps in ((1, 0), (2, 0), (1, 2)):
             model, handle = model_of(config)
-            train(model, rank, steps=num_steps, micro_steps=2)
+            train(model, sgd(model), rank, range(num_steps), micro_steps=2)
             for _ in range(num_forwards):
                 before = forward(model, rank)
             model.blocks[1].up.weight.data.mul_(2)

@@ -20,6 +20,7 @@ from toy import (
     make_lm,
     shard,
     tokens_of,
+    train,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -36,13 +37,6 @@ ROUNDING = 0.0018  # of bf16 alone
 def new_model(settings: dict, policy: str = "bf16", **sizes) -> tuple[torch.nn.Module, ZeroPPHandle]:
     model = shard(make_lm(**(SIZES | sizes)), POLICIES[policy])
     return model, apply_zeropp(model, settings)
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps) -> None:
-    for step in steps:
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def weight_error(model: torch.nn.Module) -> float:

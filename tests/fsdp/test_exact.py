@@ -18,7 +18,7 @@ from harness import Scenarios, run_ranks, scenarios_of
 from rich.console import Console
 from staleness import WritesData, WritesPointers
 from torch.distributed.fsdp import CPUOffloadPolicy
-from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of
+from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
 from hf_zeropp.fsdp.predictions import changed_words_bytes
@@ -78,11 +78,7 @@ def calls(handle: ZeroPPHandle, name: str) -> int:
 
 
 def steps(model: nn.Module, handle: ZeroPPHandle, rank: int, num_steps: int = 6, lr: float = 1e-3) -> Iterator[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for step in range(num_steps):
-        yield backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    yield from train(model, torch.optim.AdamW(model.parameters(), lr=lr), rank, range(num_steps))
 
 
 # ------------------------------------------------------------------------------------------------------- the same bits
@@ -152,10 +148,7 @@ def thawing(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float
     for requires_grad in (False, True):
         model.blocks[0].requires_grad_(requires_grad)
         optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-        for step in range(3):
-            yield backward(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
+        yield from train(model, optimizer, rank, range(3))
 
 
 def scenario_resumed(rank: int) -> None:
@@ -165,21 +158,14 @@ def scenario_resumed(rank: int) -> None:
         model = shard(make_lm(), POLICIES["bf16"])
         handle = apply_zeropp(model, settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def train(first: int, model=model, optimizer=optimizer) -> None:
-            for step in range(first, first + 3):
-                backward(model, rank, step)
-                optimizer.step()
-                optimizer.zero_grad()
-
-        train(0)
+        train(model, optimizer, rank, range(3))
         handle.save_state()
         saved = {key: value.clone() for key, value in model.state_dict().items()}
-        train(3)
+        train(model, optimizer, rank, range(3, 6))
         ends.append(full_weights(model))
         model.load_state_dict(saved)
         handle.invalidate()
-        train(3)
+        train(model, optimizer, rank, range(3, 6))
         ends.append(full_weights(model))
     assert all(torch.equal(ends[0][name], end[name]) for end in ends[1:] for name in ends[0])
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn as nn
 from harness import Scenarios, scenarios_of
-from toy import EXACT, backward, gathered_weights, make_lm, shard, tokens_of
+from toy import EXACT, gathered_weights, make_lm, shard, tokens_of, train
 
 from hf_zeropp import apply_zeropp, generation_mode
 
@@ -28,20 +28,14 @@ def replace_parameters(model: nn.Module) -> None:
         setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach() * 7))
 
 
-def losses_of(model: nn.Module, rank: int, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        losses.append(backward(model, rank, step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def stock_losses(rank: int) -> list[float]:
     model = shard(make_lm())
     replace_parameters(model)
-    return losses_of(model, rank)
+    return train(model, sgd(model), rank, range(3))
 
 
 class Wrapper(nn.Module):
@@ -62,7 +56,7 @@ def scenario_replaced_before_the_first_forward(rank: int) -> None:
             model = shard(make_lm())
             apply_zeropp(wrap(model), settings)
             replace_parameters(model)
-            assert losses_of(model, rank) == pytest.approx(expected, rel=1e-6), settings
+            assert train(model, sgd(model), rank, range(3)) == pytest.approx(expected, rel=1e-6), settings
 
 
 def scenario_replaced_in_a_container_that_is_entered(rank: int) -> None:
@@ -70,7 +64,7 @@ def scenario_replaced_in_a_container_that_is_entered(rank: int) -> None:
     wrapper = Wrapper(shard(make_lm()))
     apply_zeropp(wrapper, UNQUANTIZED)
     replace_parameters(wrapper.model)
-    assert losses_of(wrapper, rank) == pytest.approx(expected, rel=1e-6)
+    assert train(wrapper, sgd(wrapper), rank, range(3)) == pytest.approx(expected, rel=1e-6)
 
 
 def scenario_replaced_before_weights_are_gathered_by_hand(rank: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness import Scenarios, scenarios_of
-from toy import backward, loss_of, loss_without_head, make_lm, shard
+from toy import backward, loss_of, loss_without_head, make_lm, shard, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
@@ -54,10 +54,7 @@ def scenario_counted_is_predicted(rank: int) -> None:
     """The parts of a flat gradient do not lie in the order in which weights are gathered."""
     model, handle = mixed_model({"ranks_per_node": 2}, (*HALF, "blocks.0.up.weight"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(2):
-        backward(model, rank, number)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank, range(2))
     predicted = handle.predict(1)
     for name, count in handle.traffic.counts.items():
         assert (count.cross_node, count.calls) == (2 * predicted[name].cross_node, 2 * predicted[name].calls), name

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -357,18 +357,21 @@ def outcome_of(run: Callable[[], None], plant: Callable[[], Any] = contextlib.nu
     return outcome_of_checker(checker)
 
 
-def all_outcomes(rank: int) -> dict[str, Outcome]:
-    """Run everything in one process, since a start takes longer than a run."""
+def outcomes_of(rank: int, names: Collection[str]) -> dict[str, Outcome]:
+    """Run everything of these names in one process, since a start takes longer than a run."""
     return (
-        {name: outcome_of(run) for name, run in CONFIGURATIONS.items()}
-        | {name: outcome_of(fault.run, fault.plant) for name, fault in FAULTS.items()}
+        {name: outcome_of(run) for name, run in CONFIGURATIONS.items() if name in names}
+        | {name: outcome_of(fault.run, fault.plant) for name, fault in FAULTS.items() if name in names}
         | {STOCK_WITH_HOOKS: outcome_of(lambda: hooks_on_all_reduces(lambda model: None))}
     )
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> dict[str, Outcome]:
-    return run_ranks(all_outcomes, 1, init=False, limit_s=300)[0]
+def outcomes(request) -> dict[str, Outcome]:
+    """The outcomes of all ways and faults that this run of pytest has selected."""
+    items = [item for item in request.session.items if item.module is request.module and hasattr(item, "callspec")]
+    names = {item.callspec.params["name"] for item in items}
+    return run_ranks(outcomes_of, 1, names, init=False, limit_s=300)[0]
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

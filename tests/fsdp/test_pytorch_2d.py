@@ -11,7 +11,7 @@ PyTorch's test                                                       here
 ==================================================================== =========================================================
 test_train_parity_hsdp, test_hsdp_train_parity_cpu_offload_eager     replicas
 test_hsdp_train_parity_multi_group and ..._unshard_async_op          delays
-test_gradient_accumulation (its mesh of two dimensions)              gradient_accumulation, gradient_accumulation_in_every_way
+test_gradient_accumulation (its mesh of two dimensions)              gradient_accumulation
 test_2d_mlp_with_nd_mesh                                             stages_beside_tensor_parallelism
 test_3d_mlp_with_nd_mesh                                             replicas_beside_tensor_parallelism
 test_shard_placement_fn_tp_ep                                        a_mesh_per_parameter (refused)
@@ -219,14 +219,8 @@ def holding_back(mode: str, only_replicas: bool, reshards_after_backward: bool) 
 
 def scenario_gradient_accumulation(rank: int) -> None:
     mesh = mesh_of(REPLICAS)
-    for mode, only_replicas in itertools.product(("all", "root", "some"), (True, False)):
-        assert_trains_as_stock(mesh, *both(mesh), holding_back(mode, only_replicas, True))
-
-
-def scenario_gradient_accumulation_in_every_way(rank: int) -> None:
-    mesh = mesh_of(REPLICAS)
     for mode, only_replicas, reshards in itertools.product(("all", "root", "some"), (True, False), (True, False)):
-        for kwargs in ({"reshard_after_forward": False}, {"offloads": True}):
+        for kwargs in ({}, {"reshard_after_forward": False}, {"offloads": True}):
             assert_trains_as_stock(mesh, *both(mesh, **kwargs), holding_back(mode, only_replicas, reshards))
 
 

@@ -101,16 +101,9 @@ def scenario_unquantized_over_micro_steps_with_clipping(rank: int, ranks_per_nod
     beside_stock(rank, ranks_per_node, UNQUANTIZED, TOLERANCE, micro_steps=3, clip=0.05)
 
 
-def scenario_default_settings(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {}, 0.01, micro_steps=2)
-
-
-def scenario_exact_weights(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {"preset": "exact"}, 0.01)
-
-
-def scenario_half_a_model(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {"preset": "half_model"}, 0.01)
+def scenario_presets(rank: int, ranks_per_node: int) -> None:
+    for preset, micro_steps in (("balanced", 2), ("exact", 1), ("half_model", 1)):
+        beside_stock(rank, ranks_per_node, {"preset": preset}, 0.01, micro_steps=micro_steps)
 
 
 def scenario_without_overlap(rank: int, ranks_per_node: int) -> None:

@@ -259,7 +259,8 @@ def scenario_a_fault_of_some_experts(rank: int, ranks_per_node: int) -> None:
 SCENARIOS = scenarios_of(__name__)
 WAYS = {
     "4 nodes x 1": Scenarios(WORLD, SCENARIOS, 1, limit_s=300),
-    "2 nodes x 2": Scenarios(WORLD, SCENARIOS, 2, limit_s=300),
+    # Right copies pass the check in all of them.
+    "2 nodes x 2": Scenarios(WORLD, SCENARIOS, 2, limit_s=300, env={"ZEROPP_CHECK": "1"}),
 }
 
 
@@ -295,20 +296,6 @@ def test_whole_gradients_of_experts_within_nodes_are_counted_and_named():
     [warning] = [line for line in logs if "unquantized and in every micro-step" in line]
     assert "layers.0.experts, layers.1.experts." in warning and "ep_size" in warning
     assert not any("unquantized and in every micro-step" in line for lines in others for line in lines)
-
-
-def all_carriers(rank: int, ranks_per_node: int) -> None:
-    for settings in (
-        EXACT_WEIGHTS,
-        {"preset": "half_model"},
-        {"preset": "exact", "overlap": False},
-    ):
-        beside_stock(rank, ranks_per_node, settings, 0.05)
-
-
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-def test_copies_of_both_meshes_are_those_of_the_masters(ranks_per_node):
-    run_ranks(all_carriers, WORLD, ranks_per_node, env={"ZEROPP_CHECK": "1"})
 
 
 class Due:

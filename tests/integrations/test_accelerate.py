@@ -26,7 +26,7 @@ from harness import Scenarios, run_ranks, scenarios_of
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 
-from hf_zeropp import ZeroPPPlugin, get_handle
+from hf_zeropp import get_handle
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
 from hf_zeropp.traffic import REDUCE_NODE
 
@@ -204,12 +204,10 @@ def scenario_generation_before_training(rank: int) -> None:
 
 
 def scenario_second_accelerator(rank: int) -> None:
-    """Accelerate keeps one plugin per process and ignores another without a word."""
+    """The same plugin, or none: tests/mistakes has another one, which Accelerate ignores without a word."""
     accelerator = new_accelerator()
     Accelerator(fsdp_plugin=accelerator.state.fsdp_plugin)
     Accelerator()
-    with pytest.raises(ValueError, match="An Accelerator was built before, without this ZeroPPPlugin"):
-        Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp=TWO_NODES))
 
 
 WORKS = Scenarios(4, scenarios_of(__name__), init=False)
