@@ -37,12 +37,6 @@ WIDTHS = {
 }
 
 
-def test_defaults_are_the_papers_bits_across_nodes() -> None:
-    config = ZeroPPConfig()
-    assert (config.qwz_bits, config.hpz_size, config.qgz_bits) == (8, "node", 4)
-    assert (config.qwz_intra_bits, config.qgz_intra_bits) == ("auto", "auto")
-
-
 @pytest.mark.parametrize("on_cpu", [False, True])
 def test_auto_quantizes_within_a_node_on_cpu_alone(on_cpu: bool) -> None:
     bits = 8 if on_cpu else None
@@ -127,15 +121,6 @@ def test_bad_values_name_the_setting_what_came_and_what_is_valid(settings: dict,
         assert words in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("key", "nearest"),
-    [("hpz", "hpz_size"), ("frozenbits", "frozen_bits"), ("QGZ_bits", "qgz_bits")],
-)
-def test_an_unknown_key_names_the_nearest(key: str, nearest: str) -> None:
-    with pytest.raises(ValueError, match=f"{key}.*Did you mean '{nearest}'"):
-        ZeroPPConfig.from_dict({key: 8})
-
-
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_setting_says_so_and_what_to_do_from_every_source(name: str, tmp_path: Path) -> None:
     assert name not in field_names()
@@ -159,12 +144,6 @@ def test_a_removed_mode_says_so_and_what_to_set() -> None:
         ZeroPPConfig(qwz_mode="auto")
 
 
-def test_settings_survive_a_round_trip_through_a_dict() -> None:
-    config = ZeroPPConfig(qwz_bits=4, hpz_size=2, qgz_until=0.5, ranks_per_node=2)
-    assert ZeroPPConfig.from_dict(config.to_dict()) == config
-    assert set(config.to_dict()) == set(field_names())
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -178,21 +157,6 @@ def test_files_in_yaml_and_json(tmp_path, name: str, text: str) -> None:
     path.write_text(text)
     assert ZeroPPConfig.from_file(path) == ZeroPPConfig(qwz_bits=4, qgz_bits=None)
     assert ZeroPPConfig.resolve(str(path)) == ZeroPPConfig(qwz_bits=4, qgz_bits=None)
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "words"),
-    [
-        ("z.yaml", "just words", "key: value"),
-        ("z.yaml", "", "key: value"),
-        ("z.yaml", "qwz_bitz: 8", "Did you mean 'qwz_bits'"),
-    ],
-)
-def test_bad_files_say_what_is_wrong(tmp_path, name: str, text: str, words: str) -> None:
-    path = tmp_path / name
-    path.write_text(text)
-    with pytest.raises((ValueError, TypeError), match=words):
-        ZeroPPConfig.from_file(path)
 
 
 def test_environment_overrides_the_file(tmp_path) -> None:
@@ -226,12 +190,9 @@ def test_a_deepspeed_file_is_translated(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("keys", "words"),
     [
-        ({"zeropp_loco_param": {}}, ["zeropp_loco_param", "Remove the key"]),
         ({"zero_quantized_nontrainable_weights": True}, ["frozen_bits=8", "ZEROPP_FROZEN_BITS"]),
-        ({"zero_quantised_hpz": 2}, ["Unknown ZeRO++ key 'zero_quantised_hpz'"]),
         ({"zeropp_new_thing": None}, ["'zeropp_new_thing'", "Translated: zero_quantized_weights"]),
         ({"zero_quantized_gradients": {"enabled": True, "num_bits": 8}}, ["zero_quantized_gradients must be true or"]),
-        ({"zero_quantized_weights": False, "zero_hpz_partition_size": 1}, ["no part of ZeRO++", "ZEROPP_ENABLED=0"]),
         ({"zero_hpz_partition_size": "8"}, ["zero_hpz_partition_size must be a positive int, got '8'"]),
     ],
     ids=str,
@@ -373,11 +334,11 @@ def test_an_empty_block_means_the_defaults(tmp_path, from_where: str) -> None:
     assert config == ZeroPPConfig()
 
 
-@pytest.mark.parametrize("content", [b"zeropp_config: 8", b"zeropp_config: [1]", b"\xff\xfe\x00\x01"])
-def test_files_that_hold_something_else_are_named(tmp_path, content: bytes) -> None:
+@pytest.mark.parametrize("content", ["zeropp_config: 8", "zeropp_config: [1]", "just words", ""])
+def test_files_that_hold_something_else_are_named(tmp_path, content: str) -> None:
     """Through the environment too, where settings of variables are laid over them."""
     path = tmp_path / "z.yaml"
-    path.write_bytes(content)
+    path.write_text(content)
     for read in (ZeroPPConfig.from_file, lambda path: ZeroPPConfig.from_env({"ZEROPP_CONFIG_FILE": str(path)})):
         with pytest.raises(ValueError, match="z.yaml"):
             read(path)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+
 import pytest
 import torch
-from harness import Scenarios, run_ranks
+from harness import Scenarios, run_ranks, scenarios_of
 from rich.console import Console
-from toy import EXACT, POLICIES, backward, make_lm, shard, tokens_of
+from toy import EXACT, POLICIES, backward, make_lm, shard, tokens_of, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.traffic import (
@@ -28,20 +29,14 @@ NODES = {"ranks_per_node": 2}
 
 def steps(model, handle: ZeroPPHandle, rank: int, num_steps: int, micro_steps: int = 1) -> None:
     parameters = [param for unit in handle.units for param in unit.trainable]
-    optimizer = torch.optim.SGD(parameters, lr=0.01)
-    for _ in range(num_steps):
-        for index in range(micro_steps):
-            handle.set_last_micro_step(index == micro_steps - 1)
-            backward(model, rank, index)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, torch.optim.SGD(parameters, lr=0.01), rank, range(num_steps), handle, micro_steps)
 
 
 def times(predicted: dict[str, Bytes], factor: int) -> dict[str, Bytes]:
     return {name: count.times(factor) for name, count in predicted.items()}
 
 
-def counted_is_predicted(rank: int) -> None:
+def scenario_counted_is_predicted(rank: int) -> None:
     """Counts and predictions are equal, by collective, in bytes and in calls."""
     settings = [{}, {"hpz_size": None}, {"qwz_bits": None}, {"qwz_bits": 4, "hpz_size": 1}, EXACT, {"overlap": False}]
     settings += [{"qwz_bits": None, "hpz_size": None}, {"shared_memory": False}]
@@ -65,7 +60,7 @@ def a_transformer() -> torch.nn.Module:
     return shard(make_lm(depth=4, hidden=128, inner=512), POLICIES["bf16 reduce"])
 
 
-def three_quarters_of_the_model(rank: int) -> None:
+def scenario_three_quarters_of_the_model(rank: int) -> None:
     """The default sends 0.75 M (Y-1)/Y per step, within 4 %: scales are 1.6 %, the rest is norms and padding."""
     sent = {}
     for micro_steps in (1, 4):
@@ -79,7 +74,7 @@ def three_quarters_of_the_model(rank: int) -> None:
     assert sent[1] == sent[4]
 
 
-def the_model_is_counted_in_its_dtypes(rank: int) -> None:
+def scenario_the_model_is_counted_in_its_dtypes(rank: int) -> None:
     model = make_lm()
     numel = sum(param.numel() for param in model.parameters())
     model.blocks[0].requires_grad_(False)
@@ -89,7 +84,7 @@ def the_model_is_counted_in_its_dtypes(rank: int) -> None:
     assert handle.traffic.trainable_bytes == 4 * (numel - frozen)
 
 
-def weights_cross_once_per_step(rank: int) -> None:
+def scenario_weights_cross_once_per_step(rank: int) -> None:
     """They do not cross in backward, in later micro-steps or in evaluation, and again after the optimizer stepped."""
     model = shard(make_lm())
     handle = apply_zeropp(model, NODES)
@@ -113,7 +108,7 @@ def weights_cross_once_per_step(rank: int) -> None:
         optimizer.step()
 
 
-def frozen_units_cross_once(rank: int) -> None:
+def scenario_frozen_units_cross_once(rank: int) -> None:
     """They cross once in a run, before the steps that ``predict`` tells of."""
     model = make_lm(depth=3)
     model.blocks[0].requires_grad_(False)
@@ -128,7 +123,7 @@ def frozen_units_cross_once(rank: int) -> None:
     assert counted == predicted, (counted, predicted)
 
 
-def a_frozen_root_does_not_stop_the_count(rank: int) -> None:
+def scenario_a_frozen_root_does_not_stop_the_count(rank: int) -> None:
     """With adapters the embedding, the norm and the head are frozen, and so is the unit in front."""
     model = make_lm(depth=3)
     model.requires_grad_(False)
@@ -139,7 +134,7 @@ def a_frozen_root_does_not_stop_the_count(rank: int) -> None:
     assert handle.traffic.zero3_bytes_per_step() > 0
 
 
-def secondary_shards_are_a_node_th_of_the_model(rank: int) -> None:
+def scenario_secondary_shards_are_a_node_th_of_the_model(rank: int) -> None:
     """In INT8 a copy takes a byte per weight and the scales, of which each rank keeps 1/N."""
     model = a_transformer()
     handle = apply_zeropp(model, NODES)
@@ -149,7 +144,7 @@ def secondary_shards_are_a_node_th_of_the_model(rank: int) -> None:
     assert numel / 2 <= handle.secondary_bytes() <= 1.04 * numel / 2
 
 
-def one_node_is_left_to_fsdp2(rank: int) -> None:
+def scenario_one_node_is_left_to_fsdp2(rank: int) -> None:
     model = shard(make_lm())
     handle = apply_zeropp(model, {"ranks_per_node": 4})
     backward(model, rank)
@@ -157,7 +152,7 @@ def one_node_is_left_to_fsdp2(rank: int) -> None:
     assert handle.predict() == {} and handle.traffic.counts == {}
 
 
-def optimizers_in_backward(rank: int) -> None:
+def scenario_optimizers_in_backward(rank: int) -> None:
     """With an optimizer for each parameter, a unit crosses once per step if one of its own stepped, and a step is one step."""
     model = shard(make_lm())
     handle = apply_zeropp(model, EXACT | NODES | {"hpz_size": "node"})
@@ -174,20 +169,7 @@ def optimizers_in_backward(rank: int) -> None:
         assert handle.traffic.counts[GATHER_CROSS].calls == len(handle.units) + step
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        counted_is_predicted,
-        three_quarters_of_the_model,
-        the_model_is_counted_in_its_dtypes,
-        weights_cross_once_per_step,
-        frozen_units_cross_once,
-        a_frozen_root_does_not_stop_the_count,
-        secondary_shards_are_a_node_th_of_the_model,
-        one_node_is_left_to_fsdp2,
-        optimizers_in_backward,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from happens_before import Operation, checked_world
 from harness import run_ranks
-from toy import POLICIES, backward, loss_of, make_lm, shard, tokens_of
+from toy import POLICIES, loss_of, make_lm, shard, tokens_of, train
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm import nccl
@@ -31,13 +31,7 @@ def calls_of_rank(rank: int, ranks_per_node: int, settings: dict) -> list[tuple[
         setattr(Hop, name, noted)
     model = shard(make_lm())
     handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node, **settings})
-    optimizer = torch.optim.AdamW(model.parameters())
-    for step in range(3):
-        for micro_step in range(2):
-            handle.set_last_micro_step(micro_step == 1)
-            backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, torch.optim.AdamW(model.parameters()), rank, range(3), handle, micro_steps=2)
     return calls
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import expect_errors, run_ranks
-from toy import backward, full_weights, make_lm, shard
+from toy import full_weights, make_lm, shard, train
 from two_hops import cross
 
 from hf_zeropp import apply_zeropp
@@ -78,25 +78,24 @@ def test_one_rank_that_cannot_map_is_an_error_on_its_whole_node():
     assert all("shared_memory=False" in error for error in errors)
 
 
-def train_where_memory_cannot_be_shared(rank: int, name: str, shared_memory: bool) -> list[torch.Tensor]:
-    replacement = {"_place": lambda: (f"host {rank}", 0), "_create": fail, "none": None}[name]
-    with mock.patch.object(node_memory, name, replacement) if replacement else contextlib.nullcontext():
-        model = shard(make_lm())
-        apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE, "shared_memory": shared_memory})
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
-            backward(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
-        return list(full_weights(model).values())
+def trained_weights(rank: int, shared_memory: bool = True) -> list[torch.Tensor]:
+    model = shard(make_lm())
+    apply_zeropp(model, {"ranks_per_node": RANKS_PER_NODE, "shared_memory": shared_memory})
+    train(model, torch.optim.SGD(model.parameters(), lr=0.1), rank, range(2))
+    return list(full_weights(model).values())
+
+
+def train_without_shared_memory(rank: int) -> None:
+    expected = trained_weights(rank)
+    assert all(map(torch.equal, trained_weights(rank, shared_memory=False), expected))
+    for name, replacement in (("_place", lambda: (f"host {rank}", 0)), ("_create", fail)):
+        with mock.patch.object(node_memory, name, replacement):
+            assert all(map(torch.equal, trained_weights(rank), expected)), name
 
 
 def test_without_shared_memory_training_is_the_same_bit_for_bit():
     """Sockets serve ranks on several hosts, systems without room for the memory, and runs that switched it off."""
-    expected = run_ranks(train_where_memory_cannot_be_shared, WORLD_SIZE, "none", True)[0]
-    for name, shared_memory in (("_place", True), ("_create", True), ("none", False)):
-        for weights in run_ranks(train_where_memory_cannot_be_shared, WORLD_SIZE, name, shared_memory):
-            assert all(map(torch.equal, weights, expected)), name
+    run_ranks(train_without_shared_memory, WORLD_SIZE)
 
 
 def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: bool) -> bool:

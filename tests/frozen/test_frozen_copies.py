@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn as nn
 from frozen_runs import UNQUANTIZED, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
-from harness import Scenarios, expect_errors, run_ranks
+from harness import Scenarios, expect_errors, run_ranks, scenarios_of
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -25,7 +25,7 @@ def with_new_rows(seed: int) -> nn.Module:
     return with_adapter(model)
 
 
-def new_rows_from_a_seed_per_rank_are_refused(rank: int) -> None:
+def scenario_new_rows_from_a_seed_per_rank_are_refused(rank: int) -> None:
     for bits in (None, 4):
         reset_accelerate()
         *_, model, _ = prepare(with_new_rows(rank), frozen_bits=bits, **UNQUANTIZED)
@@ -35,13 +35,13 @@ def new_rows_from_a_seed_per_rank_are_refused(rank: int) -> None:
             model(tokens())
 
 
-def new_rows_of_rank_0_are_those_of_all(rank: int) -> None:
+def scenario_new_rows_of_rank_0_are_those_of_all(rank: int) -> None:
     reset_accelerate()
     *_, model, _ = prepare(with_new_rows(rank), ram_efficient=True, **UNQUANTIZED)
     model(tokens())
 
 
-def a_weight_that_differs_on_one_rank_is_refused_by_all(rank: int) -> None:
+def scenario_a_weight_that_differs_on_one_rank_is_refused_by_all(rank: int) -> None:
     reset_accelerate()
     model = with_adapter(tiny_llama())
     if rank == 2:
@@ -60,7 +60,7 @@ class Pair(nn.Module):
         return self.trained(self.frozen(x))
 
 
-def weights_on_meta_are_compared_when_they_are_there(rank: int) -> None:
+def scenario_weights_on_meta_are_compared_when_they_are_there(rank: int) -> None:
     node_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cross", "node"))["node"]
     for differ in (False, True):
         with torch.device("meta"):
@@ -101,15 +101,7 @@ def test_replicas_that_share_nodes_in_part():
         assert "frozen.bias differs between rank 1 and rank 5" in error
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        new_rows_from_a_seed_per_rank_are_refused,
-        new_rows_of_rank_0_are_those_of_all,
-        a_weight_that_differs_on_one_rank_is_refused_by_all,
-        weights_on_meta_are_compared_when_they_are_there,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

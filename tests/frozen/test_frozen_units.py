@@ -18,7 +18,7 @@ from frozen_runs import (
     trainable,
     with_adapter,
 )
-from harness import Scenarios, expect_errors
+from harness import Scenarios, expect_errors, scenarios_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import GptOssConfig, GptOssForCausalLM
@@ -75,7 +75,7 @@ def meshes(model: nn.Module) -> dict[str, int]:
     return {name: param.device_mesh.size() for name, param in model.named_parameters()}
 
 
-def adapters_beside_bare_parameters_are_sharded_over_the_world(rank: int) -> None:
+def scenario_adapters_beside_bare_parameters_are_sharded_over_the_world(rank: int) -> None:
     for bits in (None, 4):
         *_, model, _ = prepare(with_adapter(tiny_gpt_oss()), frozen_bits=bits)
         sizes = meshes(model)
@@ -84,18 +84,18 @@ def adapters_beside_bare_parameters_are_sharded_over_the_world(rank: int) -> Non
         assert any(name.endswith("sinks") for name in sizes)
 
 
-def adapters_beside_bare_parameters_learn_as_unsharded(rank: int) -> None:
+def scenario_adapters_beside_bare_parameters_learn_as_unsharded(rank: int) -> None:
     assert gap_to_unsharded(with_adapter(tiny_gpt_oss()), None, rank)[0] < 1e-5
 
 
-def bare_parameters_alone_may_be_frozen(rank: int) -> None:
+def scenario_bare_parameters_alone_may_be_frozen(rank: int) -> None:
     model = tiny_gpt_oss()
     for name, param in model.named_parameters():
         param.requires_grad_(not name.endswith("sinks"))
     assert gap_to_unsharded(model, None, rank)[0] < 1e-5
 
 
-def bits_of_a_model_with_nothing_to_pack(rank: int) -> None:
+def scenario_bits_of_a_model_with_nothing_to_pack(rank: int) -> None:
     model = tiny_gpt_oss()
     for name, param in model.named_parameters():
         param.requires_grad_(not name.endswith("sinks"))
@@ -103,7 +103,7 @@ def bits_of_a_model_with_nothing_to_pack(rank: int) -> None:
     assert {size for name, size in meshes(model).items() if name.endswith("sinks")} == {2}
 
 
-def trainable_biases_leave_packed_weights_in_the_node(rank: int) -> None:
+def scenario_trainable_biases_leave_packed_weights_in_the_node(rank: int) -> None:
     model = with_adapter(tiny_llama(attention_bias=True, mlp_bias=True), bias="lora_only")
     assert any(name.endswith("base_layer.bias") and param.requires_grad for name, param in model.named_parameters())
     count = sum(param.numel() for param in trainable(model))
@@ -129,7 +129,7 @@ def a_fused_loss_reads_the_packed_head(rank: int) -> None:
         assert gap_to_unsharded(with_adapter(model), 4, rank, fused_lm_head=True)[0] < 1e-5
 
 
-def a_sharded_weight_is_whole_beside_a_plain_tensor(rank: int) -> None:
+def scenario_a_sharded_weight_is_whole_beside_a_plain_tensor(rank: int) -> None:
     reference = packed_copy(tiny_llama().requires_grad_(False), 4)
     *_, model, _ = prepare(with_adapter(tiny_llama()), frozen_bits=4)
     weight, expected = model.get_output_embeddings().weight, reference.lm_head.weight.decode()
@@ -140,7 +140,7 @@ def a_sharded_weight_is_whole_beside_a_plain_tensor(rank: int) -> None:
     torch.testing.assert_close(weight.norm(dim=1).full_tensor(), expected.norm(dim=1))
 
 
-def modules_that_the_user_lets_accelerate_ignore_stay_whole(rank: int) -> None:
+def scenario_modules_that_the_user_lets_accelerate_ignore_stay_whole(rank: int) -> None:
     for ignored in (r".*embed_tokens", None):
         reset_accelerate()
         model = with_adapter(tiny_llama())
@@ -159,16 +159,7 @@ SINCE += [a_fused_loss_reads_the_packed_head] if hasattr(trl.trainer.utils, "add
 
 SCENARIOS = Scenarios(
     4,
-    [
-        adapters_beside_bare_parameters_are_sharded_over_the_world,
-        adapters_beside_bare_parameters_learn_as_unsharded,
-        bare_parameters_alone_may_be_frozen,
-        bits_of_a_model_with_nothing_to_pack,
-        trainable_biases_leave_packed_weights_in_the_node,
-        *SINCE,
-        a_sharded_weight_is_whole_beside_a_plain_tensor,
-        modules_that_the_user_lets_accelerate_ignore_stay_whole,
-    ],
+    [*scenarios_of(__name__), *SINCE],
 )
 
 

@@ -23,15 +23,15 @@ from hf_zeropp.integrations.accelerate_frozen import drop_frozen, pack_base
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
 
-def frozen_linear(bias: bool = True) -> nn.Linear:
+def frozen_linear() -> nn.Linear:
     torch.manual_seed(0)
-    return nn.Linear(140, 60, bias=bias).requires_grad_(False)
+    return nn.Linear(140, 60).requires_grad_(False)
 
 
 def dense_twin(model: nn.Module) -> nn.Module:
     """A dense layer with the weight that a packed one decodes to."""
-    twin = nn.Linear(140, 60, bias=model.bias is not None).requires_grad_(False)
-    twin.load_state_dict({"weight": model.weight.decode(), **({"bias": model.bias} if model.bias is not None else {})})
+    twin = frozen_linear()
+    twin.load_state_dict({"weight": model.weight.decode(), "bias": model.bias})
     return twin
 
 

@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from harness import Scenarios, run_ranks
+from harness import Scenarios, run_ranks, scenarios_of
 from torch.utils.checkpoint import checkpoint
 from toy import (
     EXACT,
@@ -69,7 +69,7 @@ def compare(ours, theirs, **tolerance) -> None:
             torch.testing.assert_close(one[name], other[name], msg=name, **tolerance)
 
 
-def equals_stock_without_synchronization(rank: int, overlap: bool) -> None:
+def scenario_equals_stock_without_synchronization(rank: int, overlap: bool) -> None:
     """Sums over four ranks have another order than a ring. Changing numbers of micro-steps."""
     for policy in ("fp32", "bf16"):
         model, stock = shard(make_lm(), POLICIES[policy]), shard(make_lm(), POLICIES[policy])
@@ -78,7 +78,7 @@ def equals_stock_without_synchronization(rank: int, overlap: bool) -> None:
         compare(train_as_ours(model, handle, rank), train_as_stock(stock, rank), **tolerance)
 
 
-def every_dtype_quantized(rank: int, overlap: bool) -> None:
+def scenario_every_dtype_quantized(rank: int, overlap: bool) -> None:
     """One sum is quantized, and not each micro-step's gradients."""
     for policy in POLICIES:
         dtype = POLICIES[policy].reduce_dtype or torch.float32
@@ -93,7 +93,7 @@ def every_dtype_quantized(rank: int, overlap: bool) -> None:
                 model.zero_grad()
 
 
-def both_ways_are_one_way(rank: int, overlap: bool) -> None:
+def scenario_both_ways_are_one_way(rank: int, overlap: bool) -> None:
     """A user who calls ``set_requires_gradient_sync`` himself gets the same bits, whether the handle is told or not."""
     results = []
     for tells_handle, tells_fsdp2 in ((True, False), (False, True), (True, True)):
@@ -112,7 +112,7 @@ def both_ways_are_one_way(rank: int, overlap: bool) -> None:
     compare(results[2], results[0], rtol=0, atol=0)
 
 
-def bytes_are_those_of_one_reduction(rank: int, overlap: bool) -> None:
+def scenario_bytes_are_those_of_one_reduction(rank: int, overlap: bool) -> None:
     for node_bits in (8, None):
         model = shard(make_lm())
         handle = apply(model, overlap, qgz_intra_bits=node_bits)
@@ -126,7 +126,7 @@ def bytes_are_those_of_one_reduction(rank: int, overlap: bool) -> None:
             assert (handle.traffic.micro_steps, handle.traffic.steps) == (micro_steps, 1)
 
 
-def gradients_of_full_size_are_held(rank: int, overlap: bool) -> None:
+def scenario_gradients_of_full_size_are_held(rank: int, overlap: bool) -> None:
     """In FSDP2's reduce dtype, and reported."""
     for policy, itemsize in (("fp32", 4), ("bf16", 4), ("bf16 reduce", 2)):
         model = shard(make_lm(), POLICIES[policy])
@@ -142,7 +142,7 @@ def gradients_of_full_size_are_held(rank: int, overlap: bool) -> None:
         assert handle.partial_bytes() == 0
 
 
-def a_step_without_a_last_micro_step_is_refused(rank: int, overlap: bool) -> None:
+def scenario_a_step_without_a_last_micro_step_is_refused(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     handle = apply(model, overlap)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -161,7 +161,7 @@ def two_forward_passes_and_one_backward_pass(model, rank: int) -> None:
     sum(loss_of(model, tokens_of(rank, step)) for step in (0, 1)).backward()
 
 
-def what_fsdp2_leaves_in_a_last_micro_step_is_refused_with_its_own_remedies(rank: int, overlap: bool) -> None:
+def scenario_what_fsdp2_leaves_in_a_last_micro_step_is_refused_with_its_own_remedies(rank: int, overlap: bool) -> None:
     """Two forward passes through reentrant checkpointing, then one backward pass: stock FSDP2 adds them to the next step's."""
     model = shard(make_lm())
     handle = apply(model, overlap)
@@ -179,7 +179,7 @@ def what_fsdp2_leaves_in_a_last_micro_step_is_refused_with_its_own_remedies(rank
     optimizer.step()
 
 
-def the_next_last_micro_step_reduces_what_fsdp2_left(rank: int, overlap: bool) -> None:
+def scenario_the_next_last_micro_step_reduces_what_fsdp2_left(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     model.call = functools.partial(checkpoint, use_reentrant=True)
     handle = apply(model, overlap)
@@ -190,7 +190,7 @@ def the_next_last_micro_step_reduces_what_fsdp2_left(rank: int, overlap: bool) -
     check_gradients(model, make_lm(), rank, Reduction(None, 4, 2), steps=(0, 1, 2), slack=3)
 
 
-def units_and_parameters_that_miss_the_last_micro_step(rank: int, overlap: bool) -> None:
+def scenario_units_and_parameters_that_miss_the_last_micro_step(rank: int, overlap: bool) -> None:
     """Stochastic depth, and a head that a loss does not use: their gradients arrive with the others."""
     model = shard(make_lm(depth=3))
     handle = apply(model, overlap)
@@ -211,7 +211,7 @@ def units_and_parameters_that_miss_the_last_micro_step(rank: int, overlap: bool)
     check_gradients(model, make_lm(depth=3), rank, Reduction(None, 4, 2), steps=(0, 1), summed=True, loss=losses)
 
 
-def units_that_no_pass_has_used_yet(rank: int, overlap: bool) -> None:
+def scenario_units_that_no_pass_has_used_yet(rank: int, overlap: bool) -> None:
     """FSDP2's own ``no_sync`` raises there in mixed precision, as it looks for gradients of what was never gathered."""
     model = shard(make_lm(depth=3), POLICIES["bf16"])
     handle = apply(model, overlap)
@@ -223,7 +223,7 @@ def units_that_no_pass_has_used_yet(rank: int, overlap: bool) -> None:
     assert handle.partial_bytes() == 0
 
 
-def schedules_of_quantization_take_effect(rank: int, overlap: bool) -> None:
+def scenario_schedules_of_quantization_take_effect(rank: int, overlap: bool) -> None:
     """Full gradients are no sums of one kind: ``qgz_until`` need not wait for them."""
     model = shard(make_lm())
     handle = apply(model, overlap, qgz_until=0.5)
@@ -243,19 +243,7 @@ def two_ranks_give_the_bits_of_stock(rank: int) -> None:
     compare(train_as_ours(model, handle, rank), train_as_stock(stock, rank), rtol=0, atol=0)
 
 
-EVERY = [
-    equals_stock_without_synchronization,
-    every_dtype_quantized,
-    both_ways_are_one_way,
-    bytes_are_those_of_one_reduction,
-    gradients_of_full_size_are_held,
-    a_step_without_a_last_micro_step_is_refused,
-    what_fsdp2_leaves_in_a_last_micro_step_is_refused_with_its_own_remedies,
-    the_next_last_micro_step_reduces_what_fsdp2_left,
-    units_and_parameters_that_miss_the_last_micro_step,
-    units_that_no_pass_has_used_yet,
-    schedules_of_quantization_take_effect,
-]
+EVERY = scenarios_of(__name__)
 WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
 
 

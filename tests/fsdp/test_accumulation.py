@@ -10,7 +10,7 @@ import itertools
 
 import pytest
 import torch
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from toy import (
     EXACT,
     POLICIES,
@@ -34,7 +34,7 @@ from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NO
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 
 
-def micro_steps_add_up(rank: int, overlap: bool) -> None:
+def scenario_micro_steps_add_up(rank: int, overlap: bool) -> None:
     """Any number of them, in every dtype; and again in the next step."""
     for policy in POLICIES:
         reduction = Reduction(8, 4, 2, POLICIES[policy].reduce_dtype or torch.float32)
@@ -46,24 +46,14 @@ def micro_steps_add_up(rank: int, overlap: bool) -> None:
             model.zero_grad()
 
 
-def with_one_rank_per_node(rank: int, overlap: bool) -> None:
+def scenario_with_one_rank_per_node(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     handle = apply(model, overlap, ranks_per_node=1)
     accumulate(model, handle, rank, (0, 1, 2))
     check_gradients(model, make_lm(), rank, Reduction(8, 4, 1), steps=(0, 1, 2))
 
 
-def the_last_micro_step_by_a_function(rank: int, overlap: bool) -> None:
-    """As the Accelerate plugin gives it: asked anew at each reduction."""
-    model, state = shard(make_lm()), {"last": False}
-    apply(model, overlap).set_last_micro_step(lambda: state["last"])
-    backward(model, rank, 0)
-    state["last"] = True
-    backward(model, rank, 1)
-    check_gradients(model, make_lm(), rank, REDUCTION, steps=(0, 1))
-
-
-def a_look_at_gradients_completes_them(rank: int, overlap: bool) -> None:
+def scenario_a_look_at_gradients_completes_them(rank: int, overlap: bool) -> None:
     """A gradient that is read between micro-steps is the true one, and accumulation continues after the read."""
     model = shard(make_lm())
     handle = apply(model, overlap, **UNQUANTIZED)
@@ -77,7 +67,7 @@ def a_look_at_gradients_completes_them(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, exact, steps=(0, 1, 2))
 
 
-def zero_grad_starts_over(rank: int, overlap: bool) -> None:
+def scenario_zero_grad_starts_over(rank: int, overlap: bool) -> None:
     """Dropped micro-steps are gone, whichever way the gradients are dropped; also for a unit the rest skips."""
     for drop in (lambda model, handle: model.zero_grad(), lambda model, handle: handle.discard_accumulated()):
         model = shard(make_lm())
@@ -108,7 +98,7 @@ def check_skipping(model, handle: ZeroPPHandle, rank: int) -> None:
     assert left is None or left.to_local().abs().sum() == 0
 
 
-def backward_that_raises_and_is_caught(rank: int, overlap: bool) -> None:
+def scenario_backward_that_raises_and_is_caught(rank: int, overlap: bool) -> None:
     """As stock FSDP2: what was reduced before the error counts, and nothing counts twice."""
     results = []
     for ours in (True, False):
@@ -132,7 +122,7 @@ def raise_out_of_memory(module, gradients) -> None:
     raise MemoryError("in backward")
 
 
-def a_block_skipped_in_the_last_micro_step(rank: int, overlap: bool) -> None:
+def scenario_a_block_skipped_in_the_last_micro_step(rank: int, overlap: bool) -> None:
     """Stochastic depth: its accumulated gradient still arrives (for fp16, divided as FSDP2 divides)."""
     for policy in POLICIES:
         reduction = Reduction(8, 4, 2, POLICIES[policy].reduce_dtype or torch.float32)
@@ -152,7 +142,7 @@ def a_block_skipped_in_the_last_micro_step(rank: int, overlap: bool) -> None:
         assert handle.partial_bytes() == 0
 
 
-def a_block_used_twice(rank: int, overlap: bool) -> None:
+def scenario_a_block_used_twice(rank: int, overlap: bool) -> None:
     """It is reduced once per use, so the errors of two reductions add up."""
     model, reference = shard(make_lm()), make_lm()
     model.path = reference.path = [0, 1, 0]
@@ -162,7 +152,7 @@ def a_block_used_twice(rank: int, overlap: bool) -> None:
     check_gradients(model, reference, rank, Reduction(8, 4, 2), steps=(0, 1, 2), slack=2.0)
 
 
-def parameters_without_gradient_now_and_then(rank: int, overlap: bool) -> None:
+def scenario_parameters_without_gradient_now_and_then(rank: int, overlap: bool) -> None:
     """A unit that is reduced as a whole, in part, and as a whole again: no micro-step is lost, none comes back."""
     model = shard(make_lm())
     handle = apply(model, overlap)
@@ -180,7 +170,7 @@ def parameters_without_gradient_now_and_then(rank: int, overlap: bool) -> None:
         check_gradients(model, make_lm(), rank, REDUCTION, steps=steps[drop:], loss=losses[drop:])
 
 
-def divide_factors_that_change(rank: int, overlap: bool) -> None:
+def scenario_divide_factors_that_change(rank: int, overlap: bool) -> None:
     """Between micro-steps: each one's gradients are divided by its own factor, also in fp16, and where only sums are reduced."""
     factors = (2.0, 16.0, 3.0)
     for policy, sums, last in itertools.product(("fp32", "fp16 reduce"), (False, True), (True, False)):
@@ -200,7 +190,7 @@ def divide_factors_that_change(rank: int, overlap: bool) -> None:
             torch.testing.assert_close(reduced[name].double(), expected, rtol=tolerance, atol=tolerance / 10)
 
 
-def predictions_follow_gradient_hooks(rank: int, overlap: bool) -> None:
+def scenario_predictions_follow_gradient_hooks(rank: int, overlap: bool) -> None:
     """A unit whose gradients are looked at crosses nodes at every micro-step."""
     model = shard(make_lm())
     handle = apply(model, overlap)
@@ -216,7 +206,7 @@ def predictions_follow_gradient_hooks(rank: int, overlap: bool) -> None:
     assert counted.calls == 2 + 3
 
 
-def bytes_held_and_sent(rank: int, overlap: bool) -> None:
+def scenario_bytes_held_and_sent(rank: int, overlap: bool) -> None:
     """During accumulation: 1/N of every unit in fp32, no gradient alive, sharded or not, no byte of weights across nodes."""
     model = shard(make_lm(depth=3))
     handle = apply(model, overlap)
@@ -248,7 +238,7 @@ def live_bytes() -> int:
     return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in alive}.values())
 
 
-def full_gradients_that_fsdp2_keeps(rank: int, overlap: bool) -> None:
+def scenario_full_gradients_that_fsdp2_keeps(rank: int, overlap: bool) -> None:
     """The measure of the scenario above can fail: without our accumulation, it finds every gradient in full size."""
     model = shard(make_lm(depth=3))
     apply(model, overlap)
@@ -268,7 +258,7 @@ def unsharded_gradients(model) -> list[str]:
     ]
 
 
-def progress_turns_quantization_off(rank: int, overlap: bool) -> None:
+def scenario_progress_turns_quantization_off(rank: int, overlap: bool) -> None:
     """``qgz_until``: beyond it gradients are exact, also when it passes between micro-steps."""
     model = shard(make_lm())
     handle = apply(model, overlap, qgz_until=0.5)
@@ -290,22 +280,7 @@ def progress_turns_quantization_off(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, quantized, steps=(0, 1))
 
 
-EVERY = [
-    micro_steps_add_up,
-    with_one_rank_per_node,
-    the_last_micro_step_by_a_function,
-    a_look_at_gradients_completes_them,
-    backward_that_raises_and_is_caught,
-    zero_grad_starts_over,
-    a_block_skipped_in_the_last_micro_step,
-    a_block_used_twice,
-    parameters_without_gradient_now_and_then,
-    divide_factors_that_change,
-    predictions_follow_gradient_hooks,
-    bytes_held_and_sent,
-    full_gradients_that_fsdp2_keeps,
-    progress_turns_quantization_off,
-]
+EVERY = scenarios_of(__name__)
 WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
 
 

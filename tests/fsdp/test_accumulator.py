@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 
-import pytest
 import torch
 from accelerate_runs import distance
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import CPUOffloadPolicy
 from toy import (
     EXACT,
@@ -54,7 +53,7 @@ def gradients_of(rank: int, steps=STEPS, **settings) -> dict[str, torch.Tensor]:
     return full_gradients(model)
 
 
-def every_dtype_is_within_its_bound(rank: int) -> None:
+def scenario_every_dtype_is_within_its_bound(rank: int) -> None:
     for policy in POLICIES:
         dtype = POLICIES[policy].reduce_dtype or torch.float32
         for settings, bits in (({}, (8, 4)), ({"qgz_bits": None, "qgz_intra_bits": None}, (None, None))):
@@ -66,7 +65,7 @@ def every_dtype_is_within_its_bound(rank: int) -> None:
                 model.zero_grad()
 
 
-def other_settings_are_within_their_bound(rank: int) -> None:
+def scenario_other_settings_are_within_their_bound(rank: int) -> None:
     cases = [
         ({"hpz_size": None}, 2, {}),
         ({"ranks_per_node": 1}, 1, {}),
@@ -78,16 +77,7 @@ def other_settings_are_within_their_bound(rank: int) -> None:
         check_gradients(model, make_lm(), rank, Rounded(8, 4, per_node), steps=STEPS[:4])
 
 
-def the_error_is_that_of_bf16(rank: int) -> None:
-    """Where nothing else is rounded, and not without micro-steps before the last."""
-    for steps, least, most in (((0,), 0.0, 0.0), ((0, 1), 1e-4, 5e-3), (STEPS, 5e-4, 2e-2)):
-        ours, theirs = (
-            gradients_of(rank, steps, **UNQUANTIZED, qgz_accumulator=kind) for kind in ("bfloat16", "float32")
-        )
-        assert least <= distance(ours, theirs) <= most, (steps, distance(ours, theirs))
-
-
-def every_run_and_way_gives_the_same_bits(rank: int) -> None:
+def scenario_every_run_and_way_gives_the_same_bits(rank: int) -> None:
     steps = STEPS[:3]
     first = gradients_of(rank, steps)
     for settings in ({}, {"overlap": False}, {"shared_memory": False}):
@@ -95,7 +85,7 @@ def every_run_and_way_gives_the_same_bits(rank: int) -> None:
         assert all(torch.equal(again[name], first[name]) for name in first), settings
 
 
-def half_of_the_bytes_are_held(rank: int) -> None:
+def scenario_half_of_the_bytes_are_held(rank: int) -> None:
     held = {}
     for kind in ("bfloat16", "float32"):
         model = shard(make_lm(depth=3))
@@ -109,7 +99,7 @@ def half_of_the_bytes_are_held(rank: int) -> None:
     assert 0 < held["bfloat16"] == held["float32"] / 2
 
 
-def unsynchronized_micro_steps_stay_fsdp2s(rank: int) -> None:
+def scenario_unsynchronized_micro_steps_stay_fsdp2s(rank: int) -> None:
     """``set_requires_gradient_sync(False)`` keeps gradients in full and partial sums of nothing."""
     results = []
     for kind in ("bfloat16", "float32"):
@@ -124,7 +114,7 @@ def unsynchronized_micro_steps_stay_fsdp2s(rank: int) -> None:
     assert all(torch.equal(results[0][name], results[1][name]) for name in results[1])
 
 
-def gradients_dropped_read_and_missing(rank: int) -> None:
+def scenario_gradients_dropped_read_and_missing(rank: int) -> None:
     """Partial sums in bf16 are zeroed in part, delivered early, and cross without a last micro-step's gradients."""
     looks, ends = zip(*(program_with_drops(rank, kind) for kind in ("bfloat16", "float32")), strict=True)
     assert 0 < distance(*looks) < 1e-2 and 0 < distance(*ends) < 1e-2, (distance(*looks), distance(*ends))
@@ -151,20 +141,9 @@ def program_with_drops(rank: int, kind: str) -> tuple[dict[str, torch.Tensor], d
     return look, full_gradients(model)
 
 
-EVERY = Scenarios(
-    4,
-    [
-        every_dtype_is_within_its_bound,
-        other_settings_are_within_their_bound,
-        the_error_is_that_of_bf16,
-        every_run_and_way_gives_the_same_bits,
-        half_of_the_bytes_are_held,
-        unsynchronized_micro_steps_stay_fsdp2s,
-        gradients_dropped_read_and_missing,
-    ],
-)
+EVERY = Scenarios(4, scenarios_of(__name__))
 
 
-@pytest.mark.parametrize("scenario", list(EVERY.functions))
+@EVERY.parametrize
 def test_accumulator(scenario):
     EVERY.check(scenario)

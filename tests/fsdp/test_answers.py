@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import fully_shard
 from toy import EXACT, Block, loss_of, make_lm, shard, tokens_of
 
@@ -28,10 +28,10 @@ Program = Callable[[int, Callable[[nn.Module], Any]], list[float]]
 """A training program: of a rank, and of what prepares a model. It returns losses."""
 
 
-def same_as_stock(rank: int, program: Program, num_losses: int = 4) -> None:
+def same_as_stock(rank: int, program: Program) -> None:
     """Run ``program`` with stock FSDP2, and with ZeRO++ beside it, at first under ``overlap``."""
     stock = program(rank, lambda model: None)
-    assert len(set(stock)) == len(stock) == num_losses, "stock's weights do not change, so that nothing is tested"
+    assert len(set(stock)) == len(stock) == 4, "stock's weights do not change, so that nothing is tested"
     for overlap in (True, False):
         ours = program(rank, lambda model, overlap=overlap: apply_zeropp(model, CONFIG | {"overlap": overlap}))
         assert ours == pytest.approx(stock, rel=1e-5)
@@ -100,11 +100,11 @@ def blocks_by_hand(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float
     return train_through(step, sgd(blocks))
 
 
-def actor_left_by_interrupt(rank: int) -> None:
+def scenario_actor_left_by_interrupt(rank: int) -> None:
     same_as_stock(rank, actor_and_critic)
 
 
-def blocks_left_by_interrupt(rank: int) -> None:
+def scenario_blocks_left_by_interrupt(rank: int) -> None:
     same_as_stock(rank, blocks_by_hand)
 
 
@@ -126,7 +126,7 @@ class ManualOptimization(nn.Module):
         return losses
 
 
-def steps_inside_of_a_forward_pass(rank: int) -> None:
+def scenario_steps_inside_of_a_forward_pass(rank: int) -> None:
     def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
         model = ManualOptimization()
         prepare(model)
@@ -135,7 +135,7 @@ def steps_inside_of_a_forward_pass(rank: int) -> None:
     same_as_stock(rank, program)
 
 
-def another_model_in_a_backward_pass(rank: int) -> None:
+def scenario_another_model_in_a_backward_pass(rank: int) -> None:
     """Its weights have changed since its last forward pass, and only its next agreement can tell."""
 
     def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
@@ -161,7 +161,7 @@ def another_model_in_a_backward_pass(rank: int) -> None:
     same_as_stock(rank, program)
 
 
-def the_other_half_of_a_container_in_a_backward_pass(rank: int) -> None:
+def scenario_the_other_half_of_a_container_in_a_backward_pass(rank: int) -> None:
     """Both have one handle, and are two of FSDP2's roots."""
 
     def program(rank: int, prepare: Callable[[nn.Module], Any]) -> list[float]:
@@ -184,16 +184,7 @@ def the_other_half_of_a_container_in_a_backward_pass(rank: int) -> None:
     same_as_stock(rank, program)
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        actor_left_by_interrupt,
-        blocks_left_by_interrupt,
-        steps_inside_of_a_forward_pass,
-        another_model_in_a_backward_pass,
-        the_other_half_of_a_container_in_a_backward_pass,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Scenarios, expect_errors, run_ranks
+from harness import Scenarios, expect_errors, run_ranks, scenarios_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from toy import EXACT, Block, backward, full_gradients, make_lm, shard, tokens_of
@@ -28,7 +28,7 @@ NODES = {"ranks_per_node": 2}
 LIMIT_S = 60.0  # a hang would take gloo's timeout of 60 s: errors must come well before it
 
 
-def applied_twice(rank: int) -> None:
+def scenario_applied_twice(rank: int) -> None:
     """The same model and settings give the same handle, installed once."""
     model = shard(make_lm())
     handle = apply_zeropp(model, NODES)
@@ -43,7 +43,7 @@ def applied_twice(rank: int) -> None:
         apply_zeropp(model, NODES | {"qwz_bits": 4})
 
 
-def applied_again_with_a_block_more(rank: int) -> None:
+def scenario_applied_again_with_a_block_more(rank: int) -> None:
     """A block that was sharded after the first call is named; FSDP2's gather would serve it without a word otherwise."""
     model = make_lm()
     shard(model)
@@ -53,7 +53,7 @@ def applied_again_with_a_block_more(rank: int) -> None:
         apply_zeropp(model, NODES)
 
 
-def applied_after_training_began(rank: int) -> None:
+def scenario_applied_after_training_began(rank: int) -> None:
     """With the root unsharded and gradients there: the next step is right."""
     model, stock = shard(make_lm()), shard(make_lm())
     for one in (model, stock):
@@ -68,7 +68,7 @@ def applied_after_training_began(rank: int) -> None:
         torch.testing.assert_close(gradient, theirs[name], rtol=1e-5, atol=1e-6)
 
 
-def two_models(rank: int) -> None:
+def scenario_two_models(rank: int) -> None:
     """Each has its own books; a step of one leaves the other's copies alone or refills them, never stale."""
     models = [shard(make_lm(seed)) for seed in range(2)]
     handles = [apply_zeropp(model, NODES) for model in models]
@@ -81,7 +81,7 @@ def two_models(rank: int) -> None:
     assert (handles[0].traffic.steps, handles[1].traffic.steps) == (1, 0)
 
 
-def models_are_freed(rank: int) -> None:
+def scenario_models_are_freed(rank: int) -> None:
     """A handle dies with its model; the hooks of optimizers are the process's, and no more with more models."""
     from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
@@ -97,7 +97,7 @@ def models_are_freed(rank: int) -> None:
     assert [ref() for ref in died] == [None, None]
 
 
-def a_handle_may_die_while_optimizers_step(rank: int) -> None:
+def scenario_a_handle_may_die_while_optimizers_step(rank: int) -> None:
     """Collected in the middle of a hook: the step of another model goes on."""
     models = [shard(make_lm()) for _ in range(2)]
     handles = [apply_zeropp(model, NODES) for model in models]
@@ -117,20 +117,20 @@ def a_handle_may_die_while_optimizers_step(rank: int) -> None:
     assert survivor.traffic.steps == 1
 
 
-def nothing_to_quantize_nothing_to_keep(rank: int) -> None:
+def scenario_nothing_to_quantize_nothing_to_keep(rank: int) -> None:
     """qgZ alone leaves the gathers to FSDP2, and counts their bytes."""
     handle = apply_zeropp(shard(make_lm()), NODES | EXACT | {"qgz_bits": 4})
     assert handle.gathers == []
     assert all(type(unit.all_gather) is CountedWeightGather for unit in handle.units)
 
 
-def replicas_within_nodes_are_let_through(rank: int) -> None:
+def scenario_replicas_within_nodes_are_let_through(rank: int) -> None:
     """Each replica is sharded over one node."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     assert apply_zeropp(shard(make_lm(), mesh=mesh), NODES).config.qwz_bits == 8
 
 
-def a_refusal_leaves_the_model_as_it_was(rank: int) -> None:
+def scenario_a_refusal_leaves_the_model_as_it_was(rank: int) -> None:
     """tests/mistakes has the words; here the same model is tried again with settings that all ranks have."""
     model = shard(make_lm())
     for settings in ({"qwz_bit": 8}, {"ranks_per_node": 3}, NODES | {"qwz_bits": 8 if rank != 2 else 4}):
@@ -139,13 +139,13 @@ def a_refusal_leaves_the_model_as_it_was(rank: int) -> None:
     assert apply_zeropp(model, NODES).config.qwz_bits == 8
 
 
-def torch_compiled_or_not(rank: int) -> None:
+def scenario_torch_compiled_or_not(rank: int) -> None:
     model = shard(make_lm())
     handle = apply_zeropp(torch.compile(model, backend="eager"), NODES)
     assert get_handle(model) is handle is apply_zeropp(model, NODES)
 
 
-def settings_from_the_environment(rank: int) -> None:
+def scenario_settings_from_the_environment(rank: int) -> None:
     """None means the environment; each rank reads its own."""
     handle = apply_zeropp(shard(make_lm()))
     assert (handle.config.qwz_bits, handle.topology.ranks_per_node) == (4, 2)
@@ -158,7 +158,7 @@ def logged_by(action: Callable[[], object]) -> str:
     return shown.getvalue()
 
 
-def says_that_it_is_on(rank: int) -> None:
+def scenario_says_that_it_is_on(rank: int) -> None:
     """Rank 0 says so in one line, with the bytes that a step then takes."""
     kinds = {"preset 'balanced'": {}, "preset 'half_model'": {"preset": "half_model"}, "no preset": {"qgz_bits": 8}}
     for words, settings in kinds.items():
@@ -179,7 +179,7 @@ def says_that_it_is_on(rank: int) -> None:
     )
 
 
-def the_bytes_that_it_says_are_counted(rank: int) -> None:
+def scenario_the_bytes_that_it_says_are_counted(rank: int) -> None:
     for settings in ({}, {"hpz_size": None}, {"qgz_bits": 8}):
         model = shard(make_lm())
         line = logged_by(lambda model=model, settings=settings: apply_zeropp(model, NODES | settings))
@@ -190,7 +190,7 @@ def the_bytes_that_it_says_are_counted(rank: int) -> None:
         assert rank or expected in line, (expected, line)
 
 
-def a_loop_without_progress_is_reminded(rank: int) -> None:
+def scenario_a_loop_without_progress_is_reminded(rank: int) -> None:
     for tells_progress in (False, True):
         model = shard(make_lm())
         handle = apply_zeropp(model, NODES | {"qgz_until": 0.5})
@@ -206,26 +206,7 @@ def a_loop_without_progress_is_reminded(rank: int) -> None:
         assert logged_by(train).count("Call handle.set_progress") == (rank == 0 and not tells_progress)
 
 
-WORKS = Scenarios(
-    4,
-    [
-        applied_twice,
-        says_that_it_is_on,
-        the_bytes_that_it_says_are_counted,
-        a_loop_without_progress_is_reminded,
-        applied_again_with_a_block_more,
-        applied_after_training_began,
-        two_models,
-        models_are_freed,
-        a_handle_may_die_while_optimizers_step,
-        nothing_to_quantize_nothing_to_keep,
-        replicas_within_nodes_are_let_through,
-        a_refusal_leaves_the_model_as_it_was,
-        torch_compiled_or_not,
-        settings_from_the_environment,
-    ],
-    env={"ZEROPP_QWZ_BITS": "4", "ZEROPP_RANKS_PER_NODE": "2"},
-)
+WORKS = Scenarios(4, scenarios_of(__name__), env={"ZEROPP_QWZ_BITS": "4", "ZEROPP_RANKS_PER_NODE": "2"})
 
 
 @WORKS.parametrize

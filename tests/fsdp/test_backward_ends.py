@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from toy import (
@@ -52,7 +52,7 @@ def train(model: torch.nn.Module, handle: ZeroPPHandle, rank: int, counts=(1, 3,
     return full_weights(model)
 
 
-def reentrant_checkpointing_of_units(rank: int, overlap: bool) -> None:
+def scenario_reentrant_checkpointing_of_units(rank: int, overlap: bool) -> None:
     """It changes no bit, and every unit crosses nodes once in a step, as without."""
     for policy in ("fp32", "bf16 reduce"):
         weights = {}
@@ -69,7 +69,7 @@ def reentrant_checkpointing_of_units(rank: int, overlap: bool) -> None:
             assert torch.equal(weights[True][name], weight), name
 
 
-def reductions_overlap_with_nested_passes(rank: int, overlap: bool) -> None:
+def scenario_reductions_overlap_with_nested_passes(rank: int, overlap: bool) -> None:
     """While a block is computed anew, the gradients of the one behind it are still under way."""
     model = checkpointed(True)
     handle = apply(model, overlap)
@@ -80,7 +80,7 @@ def reductions_overlap_with_nested_passes(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(depth=DEPTH), rank, REDUCTION)
 
 
-def reentrant_checkpointing_without_a_root(rank: int, overlap: bool) -> None:
+def scenario_reentrant_checkpointing_without_a_root(rank: int, overlap: bool) -> None:
     """Blocks that are called by hand are roots of their own: FSDP2 ends the backward pass of each in its nested pass."""
     container = shard(make_lm(depth=DEPTH)).blocks
     reference = make_lm(depth=DEPTH).blocks
@@ -102,7 +102,7 @@ def reentrant_checkpointing_without_a_root(rank: int, overlap: bool) -> None:
         torch.testing.assert_close(gradient, 2 * expected, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def one_loss_over_two_roots(rank: int, overlap: bool) -> None:
+def scenario_one_loss_over_two_roots(rank: int, overlap: bool) -> None:
     """Actor and critic: each root is reduced in a callback of its own, and the pass is asked about once."""
     container, reference = (torch.nn.ModuleList(make_lm(seed) for seed in (0, 1)) for _ in range(2))
     for one in container:
@@ -116,7 +116,7 @@ def one_loss_over_two_roots(rank: int, overlap: bool) -> None:
         check_gradients(ours, plain, rank, Reduction(None, None, 2), steps=(0, 1))
 
 
-def passes_that_are_not_the_last(rank: int, overlap: bool) -> None:
+def scenario_passes_that_are_not_the_last(rank: int, overlap: bool) -> None:
     """FSDP2 does not wait for its reductions then. What they add is there all the same."""
     model = checkpointed(True)
     handle = apply(model, overlap)
@@ -153,11 +153,7 @@ def raise_out_of_memory(module, gradients) -> None:
 
 
 SCENARIOS = [
-    reentrant_checkpointing_of_units,
-    reductions_overlap_with_nested_passes,
-    reentrant_checkpointing_without_a_root,
-    one_loss_over_two_roots,
-    passes_that_are_not_the_last,
+    *scenarios_of(__name__),
     # FSDP2 of torch 2.11 cannot go on after a backward pass that raised.
     *([a_pass_behind_one_that_raised] if hasattr(FSDPModule, "reset_iter_state") else []),
 ]

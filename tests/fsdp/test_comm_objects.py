@@ -25,6 +25,7 @@ from toy import (
     premultiplied_sum,
     shard,
     tokens_of,
+    train,
 )
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp
@@ -123,13 +124,7 @@ def losses_of(rank: int, policy: MixedPrecisionPolicy, steps: int, prepare=None)
     model = shard(make_lm(), policy)
     if prepare is not None:
         prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    losses = []
-    for step in range(steps):
-        losses.append(backward(model, rank, step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank, range(steps))
 
 
 def install_node_by_node(model) -> None:

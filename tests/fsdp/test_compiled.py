@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from toy import (
     EXACT,
     backward,
@@ -17,7 +17,7 @@ from toy import (
 from two_nodes import REDUCTION, apply
 
 
-def compiled_blocks(rank: int, overlap: bool) -> None:
+def scenario_compiled_blocks(rank: int, overlap: bool) -> None:
     model = make_lm()
     for block in model.blocks:
         block.compile(backend="aot_eager")
@@ -28,7 +28,7 @@ def compiled_blocks(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, REDUCTION)
 
 
-def compiled_model_has_the_handle_of_the_model_inside(rank: int, overlap: bool) -> None:
+def scenario_compiled_model_has_the_handle_of_the_model_inside(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     compiled = torch.compile(model, backend="aot_eager")
     handle = apply(compiled, overlap)
@@ -37,7 +37,7 @@ def compiled_model_has_the_handle_of_the_model_inside(rank: int, overlap: bool) 
     assert apply(model, overlap) is handle
 
 
-def compiled_optimizer_steps(rank: int, overlap: bool) -> None:
+def scenario_compiled_optimizer_steps(rank: int, overlap: bool) -> None:
     """A compiled step completes gradients that are pending, and computes what an eager step of stock FSDP2 computes."""
     models = [shard(make_lm()) for _ in range(2)]
     handle = apply(models[0], overlap, **EXACT)
@@ -56,9 +56,7 @@ def compiled_optimizer_steps(rank: int, overlap: bool) -> None:
         torch.testing.assert_close(weight, stock[name], rtol=0, atol=1e-6)  # sums in another order
 
 
-SCENARIOS = Scenarios(
-    4, [compiled_blocks, compiled_model_has_the_handle_of_the_model_inside, compiled_optimizer_steps], True
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__), True)
 
 
 @SCENARIOS.parametrize

@@ -6,9 +6,9 @@ import contextlib
 from unittest import mock
 
 import torch
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from staleness import CONFIG, forward
-from toy import backward, make_lm, shard
+from toy import make_lm, shard, train
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.weights.freshness import ShardContent
@@ -36,37 +36,32 @@ def model_of(config: dict) -> tuple[torch.nn.Module, object]:
     return model, apply_zeropp(model, config)
 
 
-def train(model: torch.nn.Module, rank: int, *, steps: int, micro_steps: int) -> None:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(steps):
-        for number in range(micro_steps):
-            backward(model, rank, number)
-        optimizer.step()
-        optimizer.zero_grad()
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def a_gather_across_nodes_takes_one_hash(rank: int) -> None:
+def scenario_a_gather_across_nodes_takes_one_hash(rank: int) -> None:
     """With one micro-step per step the mark of the optimizer answers, and no question takes another hash."""
     for config in (CONFIG, QUANTIZED):
         model, handle = model_of(config)
         with counted() as hashes:
-            train(model, rank, steps=3, micro_steps=1)
+            train(model, sgd(model), rank, range(3))
         assert hashes.call_count == 3 * len(handle.units)
 
 
-def each_further_micro_step_compares_hashes(rank: int) -> None:
+def scenario_each_further_micro_step_compares_hashes(rank: int) -> None:
     model, handle = model_of(QUANTIZED)
     with counted() as hashes:
-        train(model, rank, steps=2, micro_steps=3)
+        train(model, sgd(model), rank, range(2), micro_steps=3)
     assert hashes.call_count == 2 * 3 * len(handle.units)
 
 
-def writes_are_seen_whichever_way_is_taken(rank: int) -> None:
+def scenario_writes_are_seen_whichever_way_is_taken(rank: int) -> None:
     """A write must be seen behind a gather, behind a pass that compared hashes, and behind steps."""
     for config in (CONFIG, QUANTIZED):
         for num_forwards, num_steps in ((1, 0), (2, 0), (1, 2)):
             model, handle = model_of(config)
-            train(model, rank, steps=num_steps, micro_steps=2)
+            train(model, sgd(model), rank, range(num_steps), micro_steps=2)
             for _ in range(num_forwards):
                 before = forward(model, rank)
             model.blocks[1].up.weight.data.mul_(2)
@@ -78,7 +73,7 @@ def writes_are_seen_whichever_way_is_taken(rank: int) -> None:
             assert handle.traffic.counts[GATHER_CROSS].calls == crossed, "gathered again without a change"
 
 
-def write_while_the_gather_is_under_way(rank: int) -> None:
+def scenario_write_while_the_gather_is_under_way(rank: int) -> None:
     """The first forward pass starts the second block's gather and skips the block; what is written then must be seen."""
     for config in (CONFIG, QUANTIZED):
         model, handle = model_of(config)
@@ -96,15 +91,7 @@ def write_while_the_gather_is_under_way(rank: int) -> None:
         assert not torch.equal(forward(model, rank), unchanged)
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        a_gather_across_nodes_takes_one_hash,
-        each_further_micro_step_compares_hashes,
-        writes_are_seen_whichever_way_is_taken,
-        write_while_the_gather_is_under_way,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

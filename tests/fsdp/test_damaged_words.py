@@ -7,7 +7,7 @@ from unittest import mock
 
 import torch
 from harness import expect_errors, run_ranks
-from toy import POLICIES, backward, full_weights, gathered_weights, logged_messages, make_lm, shard
+from toy import POLICIES, full_weights, gathered_weights, logged_messages, make_lm, shard, train
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm import carriers
@@ -37,11 +37,7 @@ def damaged_on_arrival(rank: int, *, waits: bool):
 def steps(rank: int, settings: dict, count: int = 5):
     model = shard(make_lm(), POLICIES["bf16"])
     handle = apply_zeropp(model, settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    for step in range(count):
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, range(count))
     return model, handle
 
 

@@ -7,27 +7,25 @@ are 0.007 off here; the goal for INT4 deltas is 0.003.
 from __future__ import annotations
 
 import torch
-from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
-from harness import Scenarios, expect_errors, run_ranks
+from harness import Scenarios, expect_errors, run_ranks, scenarios_of
 from staleness import WritesData, WritesPointers
 from torch.distributed.fsdp import fully_shard
 from toy import (
     POLICIES,
     VOCAB,
     backward,
-    full,
     full_weights,
     gathered_weights,
     logged_messages,
     make_lm,
     shard,
     tokens_of,
+    train,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_zeropp import ZeroPPHandle, apply_zeropp, get_handle
+from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.config import DELTA_BITS
-from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4, "ranks_per_node": 2}
@@ -39,13 +37,6 @@ ROUNDING = 0.0018  # of bf16 alone
 def new_model(settings: dict, policy: str = "bf16", **sizes) -> tuple[torch.nn.Module, ZeroPPHandle]:
     model = shard(make_lm(**(SIZES | sizes)), POLICIES[policy])
     return model, apply_zeropp(model, settings)
-
-
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps) -> None:
-    for step in steps:
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 def weight_error(model: torch.nn.Module) -> float:
@@ -65,7 +56,7 @@ def calls(handle: ZeroPPHandle, name: str) -> int:
     return handle.traffic.counts.get(name, Bytes()).calls
 
 
-def weights_stay_near_the_masters(rank: int) -> None:
+def scenario_weights_stay_near_the_masters(rank: int) -> None:
     """Over 5 steps of AdamW, for every width, and for a copy in INT8: its error is that of INT8 values."""
     errors = {}
     for name, settings in {
@@ -87,20 +78,7 @@ def weights_stay_near_the_masters(rank: int) -> None:
     assert errors["copy in INT8"] <= 1.1 * errors["values"], errors
 
 
-def tenfold_learning_rate(rank: int) -> None:
-    """Large deltas are coarse for a step, and corrected in the next."""
-    model, _ = new_model(DELTA)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    train(model, optimizer, rank, range(5))
-    optimizer.param_groups[0]["lr"] = 1e-2
-    train(model, optimizer, rank, (5,))
-    largest = weight_error(model)
-    optimizer.param_groups[0]["lr"] = 1e-3
-    train(model, optimizer, rank, (6,))
-    assert largest <= 0.02 and weight_error(model) <= GOAL, (largest, weight_error(model))
-
-
-def optimizers_that_write_unseen(rank: int) -> None:
+def scenario_optimizers_that_write_unseen(rank: int) -> None:
     """Through ``.data`` and through pointers: no counter moves, deltas still cross, whole weights never again."""
     for optimizer_class in (WritesData, WritesPointers):
         model, handle = new_model(DELTA)
@@ -126,7 +104,7 @@ class RunsItsClosure(torch.optim.Optimizer):
                     param.add_(param.grad, alpha=-group["lr"])
 
 
-def closures_within_a_step(rank: int) -> None:
+def scenario_closures_within_a_step(rank: int) -> None:
     """The optimizer itself changes the weights between the forward passes of its closure, so deltas are enough."""
     model, handle = new_model(DELTA)
     optimizer = RunsItsClosure(model.parameters(), lr=0.01)
@@ -143,7 +121,7 @@ def closures_within_a_step(rank: int) -> None:
     assert weight_error(model) <= GOAL
 
 
-def checkpoints_resync_what_deltas_made(rank: int) -> None:
+def scenario_checkpoints_resync_what_deltas_made(rank: int) -> None:
     model = make_lm(**SIZES)
     model.blocks[0].requires_grad_(False)
     model = shard(model)
@@ -153,7 +131,7 @@ def checkpoints_resync_what_deltas_made(rank: int) -> None:
     assert [gather.is_fresh for gather in handle.gathers] == [not gather.unit.trainable for gather in handle.gathers]
 
 
-def manual_edits_resync(rank: int) -> None:
+def scenario_manual_edits_resync(rank: int) -> None:
     """A change by anything but an optimizer may be of any size: whole weights cross, and bf16(master) is gathered."""
     model, handle = new_model(DELTA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -170,7 +148,7 @@ def manual_edits_resync(rank: int) -> None:
         assert is_rounded_master(model), name
 
 
-def an_edit_before_an_optimizer_step_resyncs(rank: int) -> None:
+def scenario_an_edit_before_an_optimizer_step_resyncs(rank: int) -> None:
     """Seen in the step's pre-hook: afterwards it could not be told from the step."""
     model, _ = new_model(DELTA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -182,7 +160,7 @@ def an_edit_before_an_optimizer_step_resyncs(rank: int) -> None:
     assert is_rounded_master(model)
 
 
-def skipped_steps_send_nothing(rank: int) -> None:
+def scenario_skipped_steps_send_nothing(rank: int) -> None:
     """A loss scaler that skips ``optimizer.step``: the copies stay as they are, and fresh."""
     model, handle = new_model(DELTA)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -197,7 +175,7 @@ def skipped_steps_send_nothing(rank: int) -> None:
     assert weight_error(model) <= GOAL
 
 
-def every_size_of_a_copy_and_every_dtype(rank: int) -> None:
+def scenario_every_size_of_a_copy_and_every_dtype(rank: int) -> None:
     """A copy per rank (hpz_size 1) or node; weights gathered in fp32, bf16 and fp16, whose copies are kept so."""
     for hpz_size in (1, 2, "node"):
         for policy, goal in (("fp32", 0.002), ("bf16", GOAL), ("fp16 reduce", 0.002)):
@@ -206,24 +184,7 @@ def every_size_of_a_copy_and_every_dtype(rank: int) -> None:
             assert weight_error(model) <= goal, (hpz_size, policy, weight_error(model))
 
 
-def frozen_units_cross_once_in_int8(rank: int) -> None:
-    """And thaw without a stale bit."""
-    model = make_lm(**SIZES)
-    model.blocks[0].requires_grad_(False)
-    model = shard(model)  # in fp32: FSDP2 itself cannot thaw a unit whose gradients need a cast
-    handle = apply_zeropp(model, DELTA)
-    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-3)
-    train(model, optimizer, rank, range(3))
-    frozen = next(gather for gather in handle.gathers if not gather.unit.trainable)
-    assert frozen.layouts(torch.float32).delta is None
-    assert calls(handle, GATHER_RESYNC) == len(handle.gathers) - 1
-    for param in frozen.unit.params:
-        param.requires_grad_(True)
-    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, range(3))
-    assert frozen.layouts(torch.float32).delta is not None and weight_error(model) <= GOAL
-
-
-def low_learning_rates_are_told_of_once(rank: int) -> None:
+def scenario_low_learning_rates_are_told_of_once(rank: int) -> None:
     """By rank 0, for 2 bits under 1e-5, and by the rate that a schedule is meant for: a warm-up begins at none."""
 
     def said(settings: dict, rate: float, warms_up: bool = False) -> int:
@@ -263,7 +224,7 @@ def llama_steps(model: torch.nn.Module, handle: ZeroPPHandle, rank: int, steps: 
         optimizer.zero_grad()
 
 
-def half_a_model(rank: int) -> None:
+def scenario_half_a_model(rank: int) -> None:
     """0.5 M (Y-1)/Y per node and step with INT4 deltas, 0.375 M with 2 bits: scales included, whatever A is."""
     for bits, share in ((4, 0.5), (2, 0.375)):
         sent = set()
@@ -280,79 +241,12 @@ def half_a_model(rank: int) -> None:
         assert share <= found <= 1.05 * share, (bits, found)
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        weights_stay_near_the_masters,
-        tenfold_learning_rate,
-        optimizers_that_write_unseen,
-        closures_within_a_step,
-        checkpoints_resync_what_deltas_made,
-        manual_edits_resync,
-        an_edit_before_an_optimizer_step_resyncs,
-        skipped_steps_send_nothing,
-        every_size_of_a_copy_and_every_dtype,
-        frozen_units_cross_once_in_int8,
-        low_learning_rates_are_told_of_once,
-        half_a_model,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize
 def test_deltas(scenario):
     SCENARIOS.check(scenario)
-
-
-def three_nodes(rank: int) -> tuple[float, int]:
-    model, handle = new_model(DELTA)
-    train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), rank, range(4))
-    return weight_error(model), calls(handle, GATHER_RESYNC)
-
-
-def test_an_odd_number_of_nodes():
-    results = run_ranks(three_nodes, 6, env={"ZEROPP_CHECK": "1"})
-    assert {error for error, _ in results} == {results[0][0]} and results[0][0] <= GOAL
-
-
-def switching_adapters(rank: int) -> tuple[list[float], bool]:
-    """LoRA on a base in 4 bits: each adapter trains in turn, and the one that rests keeps its weights."""
-    settings = DELTA | {"frozen_bits": 4}
-    model = with_adapter(tiny_llama(), ("default", "other"))
-    accelerator, _, model, _ = prepare(model, mixed_precision="bf16", **settings)
-    errors, rests = [], True
-    for adapter in ("default", "other", "default"):
-        model.set_adapter(adapter)
-        resting = {
-            name: full(p).clone() for name, p in model.named_parameters() if "lora" in name and adapter not in name
-        }
-        optimizer = torch.optim.AdamW(trainable(model), lr=1e-3)
-        for step in range(3):
-            accelerator.backward(model(input_ids=tokens(seed=step), labels=tokens(seed=step)).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            model(input_ids=tokens())
-        errors += [unit_error(gather.unit) for gather in get_handle(model).gathers]
-        now = dict(model.named_parameters())
-        rests &= all(torch.equal(full(now[name]), weight) for name, weight in resting.items())
-    return errors, rests
-
-
-def unit_error(unit: Unit) -> float:
-    """Return one unit's matrices, as they are gathered now."""
-    module = unit.modules[0]
-    with unit.kept_gathered():
-        gathered = {name: param.detach().clone() for name, param in module.named_parameters()}
-    # The packed base is left alone: gloo of torch 2.11 cannot gather its dtype.
-    masters = {name: full(param.detach()) for name, param in module.named_parameters() if "lora" in name}
-    off = sum((gathered[name].double() - master.double()).square().sum() for name, master in masters.items())
-    return (off / sum(master.double().square().sum() for master in masters.values())).sqrt().item()
-
-
-def test_switching_adapters():
-    for errors, rests in run_ranks(switching_adapters, 4, init=False):
-        assert rests and errors and max(errors) <= GOAL, errors
 
 
 # ---- ZEROPP_CHECK.
@@ -391,7 +285,3 @@ def test_check_stops_every_rank_and_names_the_unit():
     for error in expect_errors(damaged_copy, 4, DELTA, env={"ZEROPP_CHECK": "1"}):
         assert "the secondary shards of unit blocks.1 differ from the masters" in error
         assert "of rank 1's weights, rank 3 holds others" in error
-
-
-def test_without_the_check_nobody_notices():
-    run_ranks(damaged_copy, 4, DELTA)

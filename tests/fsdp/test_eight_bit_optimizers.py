@@ -10,7 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from harness import run_ranks
-from toy import EXACT, backward, full_weights, make_lm, shard
+from toy import EXACT, full_weights, make_lm, shard, train
 
 from hf_zeropp import apply_zeropp
 
@@ -30,20 +30,13 @@ def bitsandbytes_adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return AdamW8bit(model.parameters(), lr=1e-3, min_8bit_size=16)
 
 
-def train(make: Optimizer, settings: dict | None, rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
+def trained(make: Optimizer, settings: dict | None, rank: int) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Return losses and weights of four steps of two micro-steps."""
     # torchao keeps 8 bits from 4096 elements of a shard on, and cuts them into blocks of 256.
     model = shard(make_lm(hidden=128, inner=256))
     handle = None if settings is None else apply_zeropp(model, settings)
     optimizer = make(model)
-    losses = []
-    for step in range(4):
-        for micro_step in range(2):
-            if handle is not None:
-                handle.set_last_micro_step(micro_step == 1)
-            losses.append(backward(model, rank, 2 * step + micro_step))
-        optimizer.step()
-        optimizer.zero_grad()
+    losses = train(model, optimizer, rank, range(4), handle, micro_steps=2)
     assert any(
         getattr(value, "codes", value).dtype == torch.uint8
         for state in optimizer.state.values()
@@ -58,12 +51,12 @@ def _local(value):
 
 
 def beside_stock(rank: int, make: Optimizer) -> None:
-    expected, weights = train(make, None, rank)
-    losses, own = train(make, UNQUANTIZED, rank)
+    expected, weights = trained(make, None, rank)
+    losses, own = trained(make, UNQUANTIZED, rank)
     assert losses == pytest.approx(expected, rel=1e-5)
     for name, weight in weights.items():
         torch.testing.assert_close(own[name], weight, rtol=1e-3, atol=1e-3)
-    losses, _ = train(make, {"ranks_per_node": 1}, rank)
+    losses, _ = trained(make, {"ranks_per_node": 1}, rank)
     assert losses != expected
     assert losses == pytest.approx(expected, rel=0.01)
 
@@ -74,7 +67,7 @@ def torchao_beside_stock(rank: int) -> None:
 
 def bitsandbytes_on_stock(rank: int) -> None:
     with pytest.raises(RuntimeError, match="got mixed torch.Tensor and DTensor"):
-        train(bitsandbytes_adamw, None, rank)
+        trained(bitsandbytes_adamw, None, rank)
 
 
 def test_torchao_trains_as_under_stock():

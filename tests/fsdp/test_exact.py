@@ -14,11 +14,11 @@ import pytest
 import torch
 import torch.nn as nn
 from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
-from harness import Scenarios, run_ranks
+from harness import Scenarios, run_ranks, scenarios_of
 from rich.console import Console
 from staleness import WritesData, WritesPointers
 from torch.distributed.fsdp import CPUOffloadPolicy
-from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of
+from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
 from hf_zeropp.fsdp.predictions import changed_words_bytes
@@ -78,11 +78,7 @@ def calls(handle: ZeroPPHandle, name: str) -> int:
 
 
 def steps(model: nn.Module, handle: ZeroPPHandle, rank: int, num_steps: int = 6, lr: float = 1e-3) -> Iterator[float]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-    for step in range(num_steps):
-        yield backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    yield from train(model, torch.optim.AdamW(model.parameters(), lr=lr), rank, range(num_steps))
 
 
 # ------------------------------------------------------------------------------------------------------- the same bits
@@ -95,7 +91,7 @@ def over_many_steps(rank: int, num_steps: int) -> None:
         assert is_exact(many, rank, policy="bf16" if dtype == torch.float32 else "fp32", dtype=dtype)
 
 
-def in_every_dtype(rank: int) -> None:
+def scenario_in_every_dtype(rank: int) -> None:
     """Weights gathered in fp32 (two words each) and fp16, and training of bf16 weights without masters."""
     assert is_exact(steps, rank, policy="fp32")
     assert is_exact(steps, rank, policy="fp16 reduce")
@@ -113,7 +109,7 @@ def accumulated(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[f
         optimizer.zero_grad()
 
 
-def accumulation_and_skipped_steps(rank: int) -> None:
+def scenario_accumulation_and_skipped_steps(rank: int) -> None:
     assert is_exact(accumulated, rank)
 
 
@@ -136,32 +132,11 @@ def edited(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float]
     yield from steps(model, handle, rank, 3)
 
 
-def edits_of_every_kind(rank: int) -> None:
+def scenario_edits_of_every_kind(rank: int) -> None:
     assert is_exact(edited, rank)
 
 
-def values_that_are_no_numbers(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float]:
-    """NaN payloads, infinities, denormals and signed zeros take the same way as numbers."""
-    yield from steps(model, handle, rank, 2)
-    shard = model.blocks[0].up.weight.to_local()
-    # Each rank writes other patterns into its own rows, of which some ranks have none.
-    words = torch.tensor([0x7FC1, 0xFFA5, 0x7F80, 0xFF80, 0x0001, 0x8001, 0x8000], dtype=torch.int32) << 16
-    with torch.no_grad():
-        flat = shard.view(torch.int32).view(-1)
-        flat[: words.numel()].copy_(words[: flat.numel()] + (rank << 16))
-    yield 1.0
-    with torch.no_grad():
-        model(tokens_of(0))
-    yield 2.0
-
-
-def not_a_number(rank: int) -> None:
-    one, two = (run(values_that_are_no_numbers, rank, settings) for settings in (EXACT, WHOLE))
-    for name, weight in one.gathered.items():
-        assert torch.equal(weight.view(torch.int16), two.gathered[name].view(torch.int16)), name
-
-
-def other_ways_of_the_same_bytes(rank: int) -> None:
+def scenario_other_ways_of_the_same_bytes(rank: int) -> None:
     """Without overlap, through sockets, a copy on each rank, parameters offloaded, and frozen units that thaw."""
     for settings in ({"overlap": False}, {"shared_memory": False}, {"hpz_size": 1}, {"ranks_per_node": 1}):
         assert run(steps, rank, EXACT | settings).equals(run(steps, rank, WHOLE | settings)), settings
@@ -173,34 +148,24 @@ def thawing(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float
     for requires_grad in (False, True):
         model.blocks[0].requires_grad_(requires_grad)
         optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2)
-        for step in range(3):
-            yield backward(model, rank, step)
-            optimizer.step()
-            optimizer.zero_grad()
+        yield from train(model, optimizer, rank, range(3))
 
 
-def resumed(rank: int) -> None:
+def scenario_resumed(rank: int) -> None:
     """A run that is saved and goes on, and one that resumes, have the bits of one that was never saved."""
     ends = []
     for settings in (EXACT, WHOLE):
         model = shard(make_lm(), POLICIES["bf16"])
         handle = apply_zeropp(model, settings)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def train(first: int, model=model, optimizer=optimizer) -> None:
-            for step in range(first, first + 3):
-                backward(model, rank, step)
-                optimizer.step()
-                optimizer.zero_grad()
-
-        train(0)
+        train(model, optimizer, rank, range(3))
         handle.save_state()
         saved = {key: value.clone() for key, value in model.state_dict().items()}
-        train(3)
+        train(model, optimizer, rank, range(3, 6))
         ends.append(full_weights(model))
         model.load_state_dict(saved)
         handle.invalidate()
-        train(3)
+        train(model, optimizer, rank, range(3, 6))
         ends.append(full_weights(model))
     assert all(torch.equal(ends[0][name], end[name]) for end in ends[1:] for name in ends[0])
 
@@ -208,7 +173,7 @@ def resumed(rank: int) -> None:
 # ---------------------------------------------------------------------------------------------------------- the bytes
 
 
-def only_what_changed_crosses(rank: int) -> None:
+def scenario_only_what_changed_crosses(rank: int) -> None:
     """Whole weights cross once. An edit of a single word is a few bytes, and a pass without changes nothing."""
     model = shard(make_lm(hidden=64, inner=256), POLICIES["bf16"])
     handle = apply_zeropp(model, EXACT)
@@ -227,7 +192,7 @@ def only_what_changed_crosses(rank: int) -> None:
     assert 0 < handle.traffic.counts[GATHER_CROSS].cross_node < 64
 
 
-def the_prediction_is_what_was_measured(rank: int) -> None:
+def scenario_the_prediction_is_what_was_measured(rank: int) -> None:
     model = shard(make_lm(hidden=64, inner=256), POLICIES["bf16"])
     handle = apply_zeropp(model, EXACT)
     assert not any(count.is_measured for count in handle.predict().values())
@@ -246,7 +211,7 @@ def words_of(model: nn.Module) -> torch.Tensor:
     return torch.cat([param.to_local().bfloat16().view(torch.int16).flatten() for param in model.parameters()])
 
 
-def the_estimate_is_what_is_sent(rank: int) -> None:
+def scenario_the_estimate_is_what_is_sent(rank: int) -> None:
     """Bound: 0.2, since the estimate takes one share for all units, and the steps of trained models (``changed_words_bytes``).
 
     Beside it 24 bytes for each unit and step: its table, and padding to the rank with the most changes.
@@ -277,20 +242,7 @@ def table_rows(handle: ZeroPPHandle) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def when_all_words_change_it_sends_whole_blocks(rank: int) -> None:
-    """Never more than whole weights and 1 %: a table of 4 bytes for each 16 KB."""
-    model = shard(make_lm(hidden=256, inner=1024), POLICIES["bf16"])
-    handle = apply_zeropp(model, EXACT)
-    model(tokens_of(rank))
-    whole = handle.traffic.counts[GATHER_RESYNC].cross_node
-    model.reshard()
-    for param in model.parameters():
-        param.to_local().data.copy_(torch.randn_like(param.to_local()))
-    model(tokens_of(rank))
-    assert whole < handle.traffic.counts[GATHER_CROSS].cross_node <= 1.01 * whole
-
-
-def one_exchange_of_sizes(rank: int) -> None:
+def scenario_one_exchange_of_sizes(rank: int) -> None:
     """The sizes of all units that are due cross together, once per step."""
     model = shard(make_lm(depth=6), POLICIES["bf16"])
     handle = apply_zeropp(model, EXACT)
@@ -300,23 +252,7 @@ def one_exchange_of_sizes(rank: int) -> None:
     assert calls(handle, GATHER_CROSS) == 3 * (1 + len(handle.gathers))
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        in_every_dtype,
-        accumulation_and_skipped_steps,
-        edits_of_every_kind,
-        not_a_number,
-        other_ways_of_the_same_bytes,
-        resumed,
-        only_what_changed_crosses,
-        the_prediction_is_what_was_measured,
-        the_estimate_is_what_is_sent,
-        when_all_words_change_it_sends_whole_blocks,
-        one_exchange_of_sizes,
-    ],
-    env={"ZEROPP_CHECK": "1"},
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__), env={"ZEROPP_CHECK": "1"})
 
 
 @SCENARIOS.parametrize

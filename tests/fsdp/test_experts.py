@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import fully_shard
 from toy import EXACT, full, full_gradients, full_weights
 
@@ -99,7 +99,7 @@ def check_gradients(model: nn.Module, oracle: Oracle) -> None:
         torch.testing.assert_close(ours[name], gradient, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def clipped_steps(rank: int, overlap: bool) -> None:
+def scenario_clipped_steps(rank: int, overlap: bool) -> None:
     """AdamW steps behind a clipping of norms, as the unsharded model takes them."""
     (model, _), oracle = sharded(overlap), Oracle(rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -116,7 +116,7 @@ def clipped_steps(rank: int, overlap: bool) -> None:
         torch.testing.assert_close(weight, oracle.model.get_parameter(name).detach(), rtol=1e-3, atol=1e-5, msg=name)
 
 
-def accumulated(rank: int, overlap: bool) -> None:
+def scenario_accumulated(rank: int, overlap: bool) -> None:
     """A gradient of rank 0 in one micro-step, of rank 1 in the next one, and of both in two."""
     for uses in (((0,), (1,)), ((0, 1), (1,), (1, 2)), ((3,), (), (3,))):
         for zeroes in (True, False):
@@ -133,7 +133,7 @@ def accumulated(rank: int, overlap: bool) -> None:
                     oracle.model.zero_grad()
 
 
-def a_look_between_micro_steps(rank: int, overlap: bool) -> None:
+def scenario_a_look_between_micro_steps(rank: int, overlap: bool) -> None:
     """The last micro-step never comes, or comes behind a look."""
     for last in (True, False):
         (model, handle), oracle = sharded(overlap), Oracle(rank)
@@ -146,7 +146,7 @@ def a_look_between_micro_steps(rank: int, overlap: bool) -> None:
         check_gradients(model, oracle)
 
 
-def gradients_cleared_between_micro_steps(rank: int, overlap: bool) -> None:
+def scenario_gradients_cleared_between_micro_steps(rank: int, overlap: bool) -> None:
     """Gradients that are cleared between micro-steps take along what other ranks contributed to them before."""
     (model, handle), oracle = sharded(overlap), Oracle(rank)
     for step in range(3):
@@ -159,7 +159,7 @@ def gradients_cleared_between_micro_steps(rank: int, overlap: bool) -> None:
     check_gradients(model, oracle)
 
 
-def hooks_on_gradients(rank: int, overlap: bool) -> None:
+def scenario_hooks_on_gradients(rank: int, overlap: bool) -> None:
     """Units with hooks cross nodes at every micro-step."""
     (model, handle), oracle = sharded(overlap), Oracle(rank)
     for param in model.layers[1].parameters():
@@ -171,7 +171,7 @@ def hooks_on_gradients(rank: int, overlap: bool) -> None:
     check_gradients(model, oracle)
 
 
-def exchanges(rank: int, overlap: bool) -> None:
+def scenario_exchanges(rank: int, overlap: bool) -> None:
     """Ranks tell each other of missing gradients where they change, and not where none, or the same, are missing."""
     model, handle = sharded(overlap)
     agreement, calls = handle._decisions._agreement, []
@@ -189,7 +189,7 @@ def exchanges(rank: int, overlap: bool) -> None:
     assert [step([0]) for _ in range(3)] == [1, 0, 0]
 
 
-def quantized(rank: int, overlap: bool) -> None:
+def scenario_quantized(rank: int, overlap: bool) -> None:
     """With the default settings gradients exist on all ranks, and are near the mean."""
     (model, _), oracle = sharded(overlap, qgz_bits=8, qgz_intra_bits=8), Oracle(rank)
     loss_of(model, rank, 0, used_by(rank, 0)).backward()
@@ -201,15 +201,7 @@ def quantized(rank: int, overlap: bool) -> None:
             torch.testing.assert_close(ours[name], param.grad, rtol=0, atol=0.02 * param.grad.abs().max().item() + 1e-7)
 
 
-SCENARIOS = [
-    clipped_steps,
-    accumulated,
-    a_look_between_micro_steps,
-    gradients_cleared_between_micro_steps,
-    hooks_on_gradients,
-    exchanges,
-    quantized,
-]
+SCENARIOS = scenarios_of(__name__)
 WAYS = {"overlap": Scenarios(4, SCENARIOS, True), "blocking": Scenarios(4, SCENARIOS, False)}
 
 

@@ -6,7 +6,6 @@ What they gather has sizes, dtypes and a meaning of its own. The oracle is stock
 from __future__ import annotations
 
 import importlib.util
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from harness import run_ranks
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from toy import logged_messages
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
 from hf_zeropp.traffic import FSDP2_GATHER, GATHER_CROSS, GATHER_RESYNC
@@ -166,14 +166,12 @@ def train(model: nn.Module, width: int, rank: int, handle: ZeroPPHandle | None =
 def beside_stock(rank: int, make: Callable[[], nn.Module], width: int, mode: str, units: list[str]) -> str:
     """Train with ZeRO++ and without; return what was warned of."""
     expected = train(make(), width, rank)
-    model, logged = make(), []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append(record.getMessage())
-    logging.getLogger("hf_zeropp").addHandler(handler)
+    model = make()
     # Replicas must span nodes to be served: with two ranks each, they have nodes of one.
     has_replicas = next(model.parameters()).device_mesh.ndim == 2
-    handle = apply_zeropp(model, SETTINGS[mode] | ({"ranks_per_node": 1} if has_replicas else {}))
-    losses = train(model, width, rank, handle)
+    with logged_messages("hf_zeropp") as logged:
+        handle = apply_zeropp(model, SETTINGS[mode] | ({"ranks_per_node": 1} if has_replicas else {}))
+        losses = train(model, width, rank, handle)
     # Plain units may be quantized. What the others gather is as exact as stock's.
     assert losses == pytest.approx(expected, rel=1e-4 if mode in ("exact", "unquantized") else 0.05)
     handle.traffic.reset()

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankError, expect_errors, run_ranks, started_ranks
-from toy import EXACT, backward, make_lm, shard
+from toy import EXACT, backward, make_lm, shard, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm import agreement
@@ -81,10 +81,8 @@ def ignores_the_agreement(rank: int) -> None:
     """A planted fault: rank 1 believes that the second block is fresh, whatever the others say."""
     model, handle = new_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(2):
-        backward(model, rank)
-        optimizer.step()
-        optimizer.zero_grad()
+    for step in range(2):
+        train(model, optimizer, rank, (step,))
         if rank == 1:
             copy = handle.gathers[2].copy
             copy.agree = functools.partial(agree_and_forget, copy, copy.agree)  # type: ignore[method-assign]

@@ -10,8 +10,8 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios
-from toy import EXACT, backward, gathered_weights, make_lm, shard, tokens_of
+from harness import Scenarios, scenarios_of
+from toy import EXACT, gathered_weights, make_lm, shard, tokens_of, train
 
 from hf_zeropp import apply_zeropp, generation_mode
 
@@ -28,20 +28,14 @@ def replace_parameters(model: nn.Module) -> None:
         setattr(module, leaf, nn.Parameter(getattr(module, leaf).detach() * 7))
 
 
-def losses_of(model: nn.Module, rank: int, steps: int = 3) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        losses.append(backward(model, rank, step))
-        optimizer.step()
-        optimizer.zero_grad()
-    return losses
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def stock_losses(rank: int) -> list[float]:
     model = shard(make_lm())
     replace_parameters(model)
-    return losses_of(model, rank)
+    return train(model, sgd(model), rank, range(3))
 
 
 class Wrapper(nn.Module):
@@ -55,25 +49,25 @@ class Wrapper(nn.Module):
         return self.model(tokens)
 
 
-def replaced_before_the_first_forward(rank: int) -> None:
+def scenario_replaced_before_the_first_forward(rank: int) -> None:
     expected = stock_losses(rank)
     for settings in (UNQUANTIZED, CHANGED_WORDS, UNQUANTIZED | {"overlap": False}):
         for wrap in (lambda model: model, Wrapper):
             model = shard(make_lm())
             apply_zeropp(wrap(model), settings)
             replace_parameters(model)
-            assert losses_of(model, rank) == pytest.approx(expected, rel=1e-6), settings
+            assert train(model, sgd(model), rank, range(3)) == pytest.approx(expected, rel=1e-6), settings
 
 
-def replaced_in_a_container_that_is_entered(rank: int) -> None:
+def scenario_replaced_in_a_container_that_is_entered(rank: int) -> None:
     expected = stock_losses(rank)
     wrapper = Wrapper(shard(make_lm()))
     apply_zeropp(wrapper, UNQUANTIZED)
     replace_parameters(wrapper.model)
-    assert losses_of(wrapper, rank) == pytest.approx(expected, rel=1e-6)
+    assert train(wrapper, sgd(wrapper), rank, range(3)) == pytest.approx(expected, rel=1e-6)
 
 
-def replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
+def scenario_replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
     """``unshard()`` initializes its own unit alone, but all units agree then, and their cross hops start."""
     model, reference = shard(make_lm()), make_lm()
     apply_zeropp(model, UNQUANTIZED)
@@ -84,7 +78,7 @@ def replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
         assert torch.equal(weight, expected[name]), name
 
 
-def replaced_before_generation(rank: int) -> None:
+def scenario_replaced_before_generation(rank: int) -> None:
     model, reference = shard(make_lm()), make_lm()
     apply_zeropp(model, UNQUANTIZED)
     replace_parameters(model)
@@ -93,7 +87,7 @@ def replaced_before_generation(rank: int) -> None:
         assert torch.equal(model(tokens_of(rank)), reference(tokens_of(rank)))
 
 
-def on_meta_still(rank: int) -> None:
+def scenario_on_meta_still(rank: int) -> None:
     """The error is FSDP2's own, which lists the parameters and says what to do."""
     with torch.device("meta"):
         model = make_lm()
@@ -108,16 +102,7 @@ def on_meta_still(rank: int) -> None:
     assert errors[0] == errors[1] and "embed.weight" in errors[0]
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        replaced_before_the_first_forward,
-        replaced_in_a_container_that_is_entered,
-        replaced_before_weights_are_gathered_by_hand,
-        replaced_before_generation,
-        on_meta_still,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

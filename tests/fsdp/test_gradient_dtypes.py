@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Scenarios
-from toy import backward, loss_of, loss_without_head, make_lm, shard
+from harness import Scenarios, scenarios_of
+from toy import backward, loss_of, loss_without_head, make_lm, shard, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
@@ -31,7 +31,7 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: param.grad.to_local() for name, param in model.named_parameters() if param.grad is not None}
 
 
-def parameters_used_on_some_ranks_only(rank: int) -> None:
+def scenario_parameters_used_on_some_ranks_only(rank: int) -> None:
     """Even ranks do not use the head. There FSDP2 would reduce the root's gradients in bf16, and elsewhere in fp32."""
     loss = loss_of if rank % 2 else loss_without_head
     found = []
@@ -50,26 +50,23 @@ def parameters_used_on_some_ranks_only(rank: int) -> None:
         torch.testing.assert_close(gradient.float(), plain[name], rtol=0, atol=bound)
 
 
-def counted_is_predicted(rank: int) -> None:
+def scenario_counted_is_predicted(rank: int) -> None:
     """The parts of a flat gradient do not lie in the order in which weights are gathered."""
     model, handle = mixed_model({"ranks_per_node": 2}, (*HALF, "blocks.0.up.weight"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for number in range(2):
-        backward(model, rank, number)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, optimizer, rank, range(2))
     predicted = handle.predict(1)
     for name, count in handle.traffic.counts.items():
         assert (count.cross_node, count.calls) == (2 * predicted[name].cross_node, 2 * predicted[name].calls), name
 
 
-def ranks_that_differ_are_told(rank: int) -> None:
+def scenario_ranks_that_differ_are_told(rank: int) -> None:
     """Their flat gradients would have other orders, and every number would be added to that of another parameter."""
     with pytest.raises(ValueError, match=r"its gradient in torch\.bfloat16"):
         mixed_model(UNQUANTIZED, HALF if rank == 1 else ())
 
 
-SCENARIOS = Scenarios(4, [parameters_used_on_some_ranks_only, counted_is_predicted, ranks_that_differ_are_told])
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

@@ -12,7 +12,7 @@ import itertools
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import FSDPModule
 from toy import (
@@ -20,7 +20,6 @@ from toy import (
     backward,
     check_gradients,
     loss_of,
-    loss_without_head,
     make_lm,
     shard,
     tokens_of,
@@ -28,7 +27,7 @@ from toy import (
 from two_nodes import REDUCTION, apply, reduction_in
 
 
-def frozen_parameters_mixed_in(rank: int, overlap: bool) -> None:
+def scenario_frozen_parameters_mixed_in(rank: int, overlap: bool) -> None:
     """A matrix of one block, the norm of the other and the embedding do not train; the rest reduces as ever."""
     model, reference = make_lm(), make_lm()
     for part in (model, reference):
@@ -42,20 +41,7 @@ def frozen_parameters_mixed_in(rank: int, overlap: bool) -> None:
     assert "blocks.0.up.weight" not in shares and "blocks.0.down.weight" in shares
 
 
-def parameters_without_gradient(rank: int, overlap: bool) -> None:
-    """They travel as zeros beside the others, and keep no gradient, as in stock FSDP2."""
-    for policy in ("fp32", "fp16 reduce"):
-        model, reference = shard(make_lm(), POLICIES[policy]), make_lm()
-        apply(model, overlap)
-        for step in range(2):
-            model.zero_grad()
-            backward(model, rank, step, loss_without_head)
-        shares = check_gradients(model, reference, rank, reduction_in(policy), steps=(1,), loss=loss_without_head)
-        assert "head.weight" not in shares
-        assert model.head.weight.grad is None
-
-
-def divide_factors_and_forced_sums(rank: int, overlap: bool) -> None:
+def scenario_divide_factors_and_forced_sums(rank: int, overlap: bool) -> None:
     """gloo knows no pre-multiplied sum, so stock FSDP2 cannot be compared with here: the exact mean can."""
     prepare = [
         (3.0, lambda module: module.set_gradient_divide_factor(3.0)),
@@ -73,16 +59,6 @@ def divide_factors_and_forced_sums(rank: int, overlap: bool) -> None:
         check_gradients(model, make_lm(), rank, reduction_in(policy), steps=(0, 1), factor=factor)
 
 
-def no_sync_by_hand(rank: int, overlap: bool) -> None:
-    """set_requires_gradient_sync(False): FSDP2 keeps and adds full-size gradients, our reduction gets their sum."""
-    model = shard(make_lm())
-    apply(model, overlap)
-    for step, sync in enumerate((False, False, True)):
-        model.set_requires_gradient_sync(sync)
-        backward(model, rank, step)
-    check_gradients(model, make_lm(), rank, REDUCTION, steps=(0, 1, 2), summed=True)
-
-
 def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
     for block in model.blocks:
         if reentrant:
@@ -92,7 +68,7 @@ def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
     return model
 
 
-def activation_checkpointing(rank: int, overlap: bool) -> None:
+def scenario_activation_checkpointing(rank: int, overlap: bool) -> None:
     """Both kinds. Recomputation uses the secondary shards: nothing more crosses nodes than without."""
     for reentrant in (False, True):
         model = shard(checkpointed(make_lm(), reentrant))
@@ -108,7 +84,7 @@ def activation_checkpointing(rank: int, overlap: bool) -> None:
         check_gradients(model, make_lm(), rank, REDUCTION)
 
 
-def gradient_hooks_see_the_reduced_gradient(rank: int, overlap: bool) -> None:
+def scenario_gradient_hooks_see_the_reduced_gradient(rank: int, overlap: bool) -> None:
     """Optimizers inside the backward pass read .grad in a hook: it must hold the reduced gradient there already."""
     model = shard(make_lm())
     apply(model, overlap)
@@ -121,7 +97,7 @@ def gradient_hooks_see_the_reduced_gradient(rank: int, overlap: bool) -> None:
     assert not changed, "the hooks saw something else"
 
 
-def all_reduce_hooks_get_the_reduced_gradient(rank: int, overlap: bool) -> None:
+def scenario_all_reduce_hooks_get_the_reduced_gradient(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     for module in (model, *model.blocks):
         module.set_all_reduce_hook(lambda reduced: reduced.mul_(2))
@@ -145,7 +121,7 @@ def reductions_outside_of_backward_are_refused(rank: int, overlap: bool) -> None
     check_gradients(model, make_lm(), rank, REDUCTION)
 
 
-def two_losses_through_one_forward(rank: int, overlap: bool) -> None:
+def scenario_two_losses_through_one_forward(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     apply(model, overlap)
     loss = loss_of(model, tokens_of(rank))
@@ -155,15 +131,8 @@ def two_losses_through_one_forward(rank: int, overlap: bool) -> None:
 
 
 EVERY = [
-    frozen_parameters_mixed_in,
-    parameters_without_gradient,
-    divide_factors_and_forced_sums,
-    no_sync_by_hand,
-    activation_checkpointing,
-    gradient_hooks_see_the_reduced_gradient,
-    all_reduce_hooks_get_the_reduced_gradient,
+    *scenarios_of(__name__),
     *([reductions_outside_of_backward_are_refused] if hasattr(FSDPModule, "finalize_backward") else []),
-    two_losses_through_one_forward,
 ]
 WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
 

@@ -11,7 +11,7 @@ import functools
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn as nn
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from toy import (
@@ -30,7 +30,7 @@ from two_nodes import REDUCTION, apply
 from hf_zeropp.traffic import FSDP2_REDUCE
 
 
-def other_ways_to_shard(rank: int, overlap: bool) -> None:
+def scenario_other_ways_to_shard(rank: int, overlap: bool) -> None:
     """Two modules in one unit, no resharding, columns instead of rows, offload to CPU."""
     together = make_lm()
     fully_shard([together.norm, together.head], reshard_after_forward=False)
@@ -52,7 +52,7 @@ def columns_of_matrices(param: torch.Tensor) -> Shard:
     return Shard(1) if param.ndim == 2 else Shard(0)
 
 
-def unit_of_mixed_dtypes(rank: int, overlap: bool) -> None:
+def scenario_unit_of_mixed_dtypes(rank: int, overlap: bool) -> None:
     """FSDP2 hands its weights over as bytes: they stay FSDP2's, exact and counted, its gradients reduce as ever."""
     model = make_lm()
     model.blocks[0].up.to(torch.bfloat16).requires_grad_(False)
@@ -106,7 +106,7 @@ def an_asynchronous_unshard_gathers_at_once_and_says_so(rank: int, overlap: bool
     assert all("unshard(async_op=True)" in message for message in messages)
 
 
-def double_precision_is_fsdp2s_own(rank: int, overlap: bool) -> None:
+def scenario_double_precision_is_fsdp2s_own(rank: int, overlap: bool) -> None:
     """fp64 has no wire form: FSDP2's own collectives, also while accumulating."""
     model, reference = shard(make_lm().double()), make_lm()
     handle = apply(model, overlap)
@@ -118,7 +118,7 @@ def double_precision_is_fsdp2s_own(rank: int, overlap: bool) -> None:
     assert (counted.calls, counted.cross_node) == (predicted.calls, predicted.cross_node)
 
 
-def inference_mode_between_steps(rank: int, overlap: bool) -> None:
+def scenario_inference_mode_between_steps(rank: int, overlap: bool) -> None:
     """(Before the first step it breaks stock FSDP2 as well.)"""
     model = shard(make_lm())
     apply(model, overlap)
@@ -132,24 +132,7 @@ def inference_mode_between_steps(rank: int, overlap: bool) -> None:
             model(tokens_of(rank))
 
 
-def hpz_of_other_sizes(rank: int, overlap: bool) -> None:
-    """Copies shared by one rank, by the node, by the world: hops of one rank and hops that cross nodes twice."""
-    for hpz_size in (1, 2, 4, None):
-        model = shard(make_lm())
-        handle = apply(model, overlap, hpz_size=hpz_size)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        for _ in range(2):
-            handle.traffic.reset()
-            backward(model, rank)
-            optimizer.step()
-        counted, predicted = handle.traffic.counts, handle.predict()
-        optimizer.zero_grad()
-        backward(model, rank)
-        check_gradients(model, make_lm(), rank, REDUCTION)
-        assert counted == predicted, f"hpz_size={hpz_size}: {counted} != {predicted}"
-
-
-def models_in_half_precision(rank: int, overlap: bool) -> None:
+def scenario_models_in_half_precision(rank: int, overlap: bool) -> None:
     """No mixed precision: weights, gradients and sums in the model's own 16-bit dtype."""
     for dtype in (torch.bfloat16, torch.float16):
         model = shard(make_lm().to(dtype))
@@ -161,7 +144,7 @@ def models_in_half_precision(rank: int, overlap: bool) -> None:
         check_gradients(model, make_lm(), rank, Reduction(8, 4, 2, dtype), steps=(0, 1))
 
 
-def units_of_every_kind(rank: int, overlap: bool) -> None:
+def scenario_units_of_every_kind(rank: int, overlap: bool) -> None:
     """One of a norm alone, one without parameters, one inside another, and a root that has nothing left."""
     model = make_lm()
     model.blocks.append(nn.Identity())
@@ -175,7 +158,7 @@ def units_of_every_kind(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, REDUCTION, steps=(0, 1))
 
 
-def weights_that_come_after_sharding(rank: int, overlap: bool) -> None:
+def scenario_weights_that_come_after_sharding(rank: int, overlap: bool) -> None:
     """Sharded on the meta device, ZeRO++ applied, then materialized and loaded: FSDP2's way for large models."""
     with torch.device("meta"):
         model = make_lm()
@@ -190,16 +173,7 @@ def weights_that_come_after_sharding(rank: int, overlap: bool) -> None:
     assert all(torch.equal(weight, expected[name]) for name, weight in full_weights(model).items())
 
 
-EVERY = [
-    other_ways_to_shard,
-    unit_of_mixed_dtypes,
-    double_precision_is_fsdp2s_own,
-    inference_mode_between_steps,
-    hpz_of_other_sizes,
-    models_in_half_precision,
-    units_of_every_kind,
-    weights_that_come_after_sharding,
-]
+EVERY = scenarios_of(__name__)
 ONCE = [units_that_stay_fsdp2s_are_named_once, an_asynchronous_unshard_gathers_at_once_and_says_so]
 WAYS = {"overlap": Scenarios(4, [*EVERY, *ONCE], True), "blocking": Scenarios(4, EVERY, False)}
 

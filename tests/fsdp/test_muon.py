@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import fully_shard
 from toy import EXACT, backward, logged_messages, make_lm, shard
 from trainer_runs import build_trainer, callback_of, logged, losses, same_weights, weights
@@ -44,7 +44,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(i, o, bias=i > 20) for i, o in SIZES), Experts())
 
 
-def muon_has_the_bits_of_the_unsharded_update(rank: int) -> None:
+def scenario_muon_has_the_bits_of_the_unsharded_update(rank: int) -> None:
     sharded, whole = layers(), layers()
     for layer in sharded:
         fully_shard(layer)
@@ -81,7 +81,7 @@ def train(rank: int, optimizer_of, steps: int = 4):
     return handle, optimizer, logs
 
 
-def what_muon_sends_is_counted(rank: int) -> None:
+def scenario_what_muon_sends_is_counted(rank: int) -> None:
     """Each of 4 ranks owns one of 4 matrices: it receives 3/4 of that one, 2/4 from another node, and as much of the others."""
     handle, _, logs = train(rank, Muon)
     counted = handle.traffic.counts[OPTIMIZER]
@@ -94,7 +94,7 @@ def what_muon_sends_is_counted(rank: int) -> None:
     assert logs == []
 
 
-def torchs_muon_is_named_with_the_remedy(rank: int) -> None:
+def scenario_torchs_muon_is_named_with_the_remedy(rank: int) -> None:
     handle, _, logs = train(rank, torch.optim.Muon)
     counted = handle.traffic.counts[OPTIMIZER]
     model = sum(count.cross_node for name, count in handle.traffic.counts.items() if name != OPTIMIZER)
@@ -107,7 +107,7 @@ def torchs_muon_is_named_with_the_remedy(rank: int) -> None:
         assert logs == []
 
 
-def adamw_sends_nothing_and_the_models_own_bytes_are_left_out(rank: int) -> None:
+def scenario_adamw_sends_nothing_and_the_models_own_bytes_are_left_out(rank: int) -> None:
     handle, optimizer, logs = train(rank, torch.optim.AdamW)
     assert OPTIMIZER not in handle.traffic.counts
     assert logs == []
@@ -118,7 +118,7 @@ def adamw_sends_nothing_and_the_models_own_bytes_are_left_out(rank: int) -> None
     assert gone() is None
 
 
-def a_step_that_raises_ends_its_watch(rank: int) -> None:
+def scenario_a_step_that_raises_ends_its_watch(rank: int) -> None:
     class Failing(torch.optim.SGD):
         fails = False
 
@@ -140,7 +140,7 @@ def a_step_that_raises_ends_its_watch(rank: int) -> None:
     assert OPTIMIZER not in handle.traffic.counts
 
 
-def collectives_count_as_their_backends_carry_them(rank: int) -> None:
+def scenario_collectives_count_as_their_backends_carry_them(rank: int) -> None:
     """On 2 x 2 ranks; rings share out what enters a node evenly among its ranks."""
 
     class Sending(torch.optim.SGD):
@@ -173,7 +173,7 @@ def collectives_count_as_their_backends_carry_them(rank: int) -> None:
         assert handle.traffic.counts[OPTIMIZER] == received.times(5), name
 
 
-def a_trainer_resumes_with_the_bits_of_an_unbroken_run(rank: int) -> None:
+def scenario_a_trainer_resumes_with_the_bits_of_an_unbroken_run(rank: int) -> None:
     folder = [tempfile.mkdtemp() if rank == 0 else None]
     dist.broadcast_object_list(folder)
     runs = []
@@ -201,24 +201,12 @@ def a_trainer_resumes_with_the_bits_of_an_unbroken_run(rank: int) -> None:
     assert of_steps[3] == pytest.approx(of_steps[5]) and of_steps[0] < of_steps[3] < of_steps[1]
 
 
-def what_is_no_matrix_is_refused(rank: int) -> None:
+def scenario_what_is_no_matrix_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"Muon takes matrices, got a parameter of shape \(12,\).* use Muon.of_model"):
         Muon(make_lm().blocks[0].norm.parameters())
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        muon_has_the_bits_of_the_unsharded_update,
-        what_muon_sends_is_counted,
-        torchs_muon_is_named_with_the_remedy,
-        adamw_sends_nothing_and_the_models_own_bytes_are_left_out,
-        a_step_that_raises_ends_its_watch,
-        collectives_count_as_their_backends_carry_them,
-        a_trainer_resumes_with_the_bits_of_an_unbroken_run,
-        what_is_no_matrix_is_refused,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

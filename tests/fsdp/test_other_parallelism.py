@@ -154,16 +154,15 @@ def train_stages_without_end(rank: int) -> None:
         announce(f"step {step}")
 
 
-@pytest.mark.parametrize("killed", [0, 3], ids=["first stage", "last stage"])
-def test_a_killed_rank_ends_all_stages(killed):
+def test_a_killed_rank_ends_all_stages():
     with started_ranks(train_stages_without_end, 4, timeout_s=20) as ranks:
-        ranks[killed].wait_for("step 1")
-        ranks[killed].kill()
+        ranks[0].wait_for("step 1")
+        ranks[0].kill()
         with pytest.raises(RankError) as failure:
             ranks.collect(grace_s=15)  # sooner than the timeout
     ended = {one.rank: one.kind for one in failure.value.errors}
-    assert ended.pop(killed) == "ProcessDied"
-    assert ended.keys() == {0, 1, 2, 3} - {killed} and "TimeoutError" not in ended.values(), failure.value.errors
+    assert ended.pop(0) == "ProcessDied"
+    assert ended.keys() == {1, 2, 3} and "TimeoutError" not in ended.values(), failure.value.errors
 
 
 def with_other_micro_steps(rank: int) -> None:
@@ -190,13 +189,3 @@ def publish_what_is_cut(rank: int) -> None:
 def test_weights_that_are_cut_are_not_published_as_full_ones():
     for error in expect_errors(publish_what_is_cut, WORLD):
         assert "publish_weights yields full weights" in error and "full_tensor" in error
-
-
-def other_settings(rank: int) -> None:
-    model, _ = tensor_parallel_lm()
-    apply_zeropp(model, UNQUANTIZED | {"overlap": rank % 2 == 0})
-
-
-def test_shard_groups_with_other_settings_are_refused():
-    for error in expect_errors(other_settings, WORLD):
-        assert "Ranks must agree on ZeRO++'s settings" in error

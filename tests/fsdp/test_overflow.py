@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from toy import POLICIES, VOCAB, backward, full_gradients, full_weights, loss_of, make_lm, shard, tokens_of
 
 from hf_zeropp import apply_zeropp
@@ -32,7 +32,7 @@ def poisoned_gradients(rank: int, settings: dict, value: float, on_rank: int) ->
     return full_gradients(model)
 
 
-def nan_and_inf_on_one_rank(rank: int, overlap: bool) -> None:
+def scenario_nan_and_inf_on_one_rank(rank: int, overlap: bool) -> None:
     """They show in the gradients of what lies behind (block 0 and the embedding), and nowhere else."""
     values = (float("nan"), float("inf"), float("-inf"))
     for settings, value, on_rank in itertools.product(({}, INT4, UNQUANTIZED), values, (0, 3)):
@@ -41,7 +41,7 @@ def nan_and_inf_on_one_rank(rank: int, overlap: bool) -> None:
         assert {"embed", "blocks.0.down", "blocks.0.norm", "blocks.0.up"} == spoiled, (settings, value, spoiled)
 
 
-def only_the_block_is_spoiled(rank: int, overlap: bool) -> None:
+def scenario_only_the_block_is_spoiled(rank: int, overlap: bool) -> None:
     """One element of a matrix: its block decodes to NaN, the others of the same matrix stay."""
     model = shard(make_lm(hidden=2 * GRAD_BLOCK, inner=64))
     apply_zeropp(model, NODES | {"overlap": overlap})
@@ -56,7 +56,7 @@ def only_the_block_is_spoiled(rank: int, overlap: bool) -> None:
 NAN = torch.tensor(float("nan"))
 
 
-def grad_scaler_skips_on_every_rank(rank: int, overlap: bool) -> None:
+def scenario_grad_scaler_skips_on_every_rank(rank: int, overlap: bool) -> None:
     """fp16 gradients overflow on one rank alone: no rank steps, every rank halves its scale; then all step."""
     model = shard(make_lm(), POLICIES["fp16 reduce"])
     handle = apply_zeropp(model, NODES | {"overlap": overlap})
@@ -74,7 +74,7 @@ def grad_scaler_skips_on_every_rank(rank: int, overlap: bool) -> None:
         assert moved == bool(steps)
 
 
-def clipping_sees_it_everywhere(rank: int, overlap: bool) -> None:
+def scenario_clipping_sees_it_everywhere(rank: int, overlap: bool) -> None:
     model = shard(make_lm())
     apply_zeropp(model, NODES | {"overlap": overlap})
     loss = loss_of(model, tokens_of(rank)) * (float("nan") if rank == 3 else 1.0)
@@ -83,7 +83,7 @@ def clipping_sees_it_everywhere(rank: int, overlap: bool) -> None:
     assert norm.isnan()
 
 
-def zeros_stay_zeros(rank: int, overlap: bool) -> None:
+def scenario_zeros_stay_zeros(rank: int, overlap: bool) -> None:
     """Rows of the embedding that no rank used, beside rows that were; and a gradient that is zero throughout."""
     model = shard(make_lm())
     apply_zeropp(model, NODES | {"overlap": overlap})
@@ -97,13 +97,7 @@ def zeros_stay_zeros(rank: int, overlap: bool) -> None:
     assert all((gradient == 0).all() for gradient in full_gradients(model).values())
 
 
-EVERY = [
-    nan_and_inf_on_one_rank,
-    only_the_block_is_spoiled,
-    grad_scaler_skips_on_every_rank,
-    clipping_sees_it_everywhere,
-    zeros_stay_zeros,
-]
+EVERY = scenarios_of(__name__)
 WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
 
 

@@ -11,7 +11,7 @@ PyTorch's test                                                       here
 ==================================================================== =========================================================
 test_train_parity_hsdp, test_hsdp_train_parity_cpu_offload_eager     replicas
 test_hsdp_train_parity_multi_group and ..._unshard_async_op          delays
-test_gradient_accumulation (its mesh of two dimensions)              gradient_accumulation, gradient_accumulation_in_every_way
+test_gradient_accumulation (its mesh of two dimensions)              gradient_accumulation
 test_2d_mlp_with_nd_mesh                                             stages_beside_tensor_parallelism
 test_3d_mlp_with_nd_mesh                                             replicas_beside_tensor_parallelism
 test_shard_placement_fn_tp_ep                                        a_mesh_per_parameter (refused)
@@ -39,7 +39,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.distributed._composable import checkpoint
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
@@ -172,7 +172,7 @@ def sync_at_last(model: nn.Module, is_last: bool) -> None:
     model.set_requires_gradient_sync(is_last)
 
 
-def replicas(rank: int) -> None:
+def scenario_replicas(rank: int) -> None:
     """Widths give even shards, uneven ones and empty ones. The ways are combined in pairs."""
     mesh = mesh_of(REPLICAS)
     for width, reshards, checkpoints, offloads, prepare in [
@@ -185,7 +185,7 @@ def replicas(rank: int) -> None:
         assert_trains_as_stock(mesh, *both(mesh, width=width, **ways), prepare)
 
 
-def delays(rank: int) -> None:
+def scenario_delays(rank: int) -> None:
     """Ranks are late one after the other, and gathers are asynchronous."""
     mesh = mesh_of(REPLICAS)
 
@@ -217,20 +217,14 @@ def holding_back(mode: str, only_replicas: bool, reshards_after_backward: bool) 
     return prepare
 
 
-def gradient_accumulation(rank: int) -> None:
-    mesh = mesh_of(REPLICAS)
-    for mode, only_replicas in itertools.product(("all", "root", "some"), (True, False)):
-        assert_trains_as_stock(mesh, *both(mesh), holding_back(mode, only_replicas, True))
-
-
-def gradient_accumulation_in_every_way(rank: int) -> None:
+def scenario_gradient_accumulation(rank: int) -> None:
     mesh = mesh_of(REPLICAS)
     for mode, only_replicas, reshards in itertools.product(("all", "root", "some"), (True, False), (True, False)):
-        for kwargs in ({"reshard_after_forward": False}, {"offloads": True}):
+        for kwargs in ({}, {"reshard_after_forward": False}, {"offloads": True}):
             assert_trains_as_stock(mesh, *both(mesh, **kwargs), holding_back(mode, only_replicas, reshards))
 
 
-def groups_of_the_users_own(rank: int) -> None:
+def scenario_groups_of_the_users_own(rank: int) -> None:
     """The mesh of one model is made of process groups."""
     mesh = mesh_of(REPLICAS)
     groups = [dist.new_subgroups_by_enumeration(each)[0] for each in ([[0, 2], [1, 3]], [[0, 1], [2, 3]])]
@@ -240,7 +234,7 @@ def groups_of_the_users_own(rank: int) -> None:
     assert_trains_as_stock(mesh, stock, model)
 
 
-def weights_sent_to_other_replicas(rank: int) -> None:
+def scenario_weights_sent_to_other_replicas(rank: int) -> None:
     """Copies of the weights are made before, and are followed by what the first replica sends."""
     mesh = mesh_of(REPLICAS)
     stock, model = both(mesh)
@@ -257,7 +251,7 @@ def weights_sent_to_other_replicas(rank: int) -> None:
     assert_trains_as_stock(mesh, stock, model)
 
 
-def hooks_on_reduced_gradients(rank: int) -> None:
+def scenario_hooks_on_reduced_gradients(rank: int) -> None:
     """A hook gets gradients that are averaged over replicas."""
     mesh = mesh_of(REPLICAS)
     stock, model = both(mesh)
@@ -281,7 +275,7 @@ def a_mesh_per_parameter(rank: int) -> None:
         apply_zeropp(model, {"ranks_per_node": 1})
 
 
-def shards_of_columns(rank: int) -> None:
+def scenario_shards_of_columns(rank: int) -> None:
     """FSDP2 shards a weight along the dimension that tensor parallelism leaves, and in replicas along the longest."""
 
     def other_dimension(param: nn.Parameter) -> Shard:
@@ -297,7 +291,7 @@ def shards_of_columns(rank: int) -> None:
         assert_trains_as_stock(mesh, stock, model)
 
 
-def materialized_later(rank: int) -> None:
+def scenario_materialized_later(rank: int) -> None:
     """The model is made and sharded on the meta device, and ZeRO++ applied before or after it gets memory."""
     for sizes, width, is_early in (
         (TENSORS, 16, True),
@@ -336,14 +330,14 @@ def assert_loads_as_stock(mesh: DeviceMesh, stock: nn.Module, model: nn.Module) 
     assert torch.equal(loss_of(model, mesh), loss_of(stock, mesh))
 
 
-def state_dicts(rank: int) -> None:
+def scenario_state_dicts(rank: int) -> None:
     for sizes, widths in ((REPLICAS, (2, 3, 5)), (TENSORS, (4, 6))):
         mesh = mesh_of(sizes)
         for width, reshards in zip(widths, (True, False, True), strict=False):
             assert_loads_as_stock(mesh, *both(mesh, width=width, reshard_after_forward=reshards))
 
 
-def clipping(rank: int) -> None:
+def scenario_clipping(rank: int) -> None:
     for sizes in (REPLICAS, TENSORS):
         mesh = mesh_of(sizes)
         for norm_type in (2, 1, 3, float("inf")):
@@ -358,7 +352,7 @@ def clipping(rank: int) -> None:
             assert_close(ours, expected)
 
 
-def extensions_get_the_mesh_of_the_shards(rank: int) -> None:
+def scenario_extensions_get_the_mesh_of_the_shards(rank: int) -> None:
     """A local tensor that makes the input of its gather itself is given the dimension of the shards alone."""
     mesh, seen = mesh_of(REPLICAS), []
 
@@ -382,21 +376,7 @@ def extensions_get_the_mesh_of_the_shards(rank: int) -> None:
     assert all(gather.secondary_bytes() == 0 for gather in handle.gathers)
 
 
-ON_FOUR = [
-    replicas,
-    delays,
-    gradient_accumulation,
-    gradient_accumulation_in_every_way,
-    groups_of_the_users_own,
-    weights_sent_to_other_replicas,
-    hooks_on_reduced_gradients,
-    *([a_mesh_per_parameter] if hasattr(_fsdp_common, "ShardPlacementResult") else []),  # since torch 2.12
-    shards_of_columns,
-    materialized_later,
-    state_dicts,
-    clipping,
-    extensions_get_the_mesh_of_the_shards,
-]
+ON_FOUR = [*scenarios_of(__name__), *([a_mesh_per_parameter] if hasattr(_fsdp_common, "ShardPlacementResult") else [])]
 
 
 def stages_beside_tensor_parallelism(rank: int) -> None:

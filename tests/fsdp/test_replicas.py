@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankError, Scenarios, announce, expect_errors, run_ranks, started_ranks
+from harness import RankError, Scenarios, announce, expect_errors, run_ranks, scenarios_of, started_ranks
 from test_secondary_check import yesterdays_shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
@@ -97,31 +97,24 @@ def beside_stock(
 TOLERANCE = 1e-6
 
 
-def unquantized_over_micro_steps_with_clipping(rank: int, ranks_per_node: int) -> None:
+def scenario_unquantized_over_micro_steps_with_clipping(rank: int, ranks_per_node: int) -> None:
     beside_stock(rank, ranks_per_node, UNQUANTIZED, TOLERANCE, micro_steps=3, clip=0.05)
 
 
-def default_settings(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {}, 0.01, micro_steps=2)
+def scenario_presets(rank: int, ranks_per_node: int) -> None:
+    for preset, micro_steps in (("balanced", 2), ("exact", 1), ("half_model", 1)):
+        beside_stock(rank, ranks_per_node, {"preset": preset}, 0.01, micro_steps=micro_steps)
 
 
-def exact_weights(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {"preset": "exact"}, 0.01)
-
-
-def half_a_model(rank: int, ranks_per_node: int) -> None:
-    beside_stock(rank, ranks_per_node, {"preset": "half_model"}, 0.01)
-
-
-def without_overlap(rank: int, ranks_per_node: int) -> None:
+def scenario_without_overlap(rank: int, ranks_per_node: int) -> None:
     beside_stock(rank, ranks_per_node, UNQUANTIZED | {"overlap": False}, TOLERANCE, micro_steps=2)
 
 
-def in_bf16(rank: int, ranks_per_node: int) -> None:
+def scenario_in_bf16(rank: int, ranks_per_node: int) -> None:
     beside_stock(rank, ranks_per_node, UNQUANTIZED, 0.02, policy="bf16 reduce")
 
 
-def a_divide_factor(rank: int, ranks_per_node: int) -> None:
+def scenario_a_divide_factor(rank: int, ranks_per_node: int) -> None:
     """Gradients are divided by what the user said, in all, as stock's are."""
     mesh = mesh_of(2)
     for policy, relative in (("fp32", 1e-5), ("fp16 reduce", 0.02)):
@@ -143,7 +136,7 @@ def a_divide_factor(rank: int, ranks_per_node: int) -> None:
                 )
 
 
-def a_dtype_without_a_wire_form(rank: int, ranks_per_node: int) -> None:
+def scenario_a_dtype_without_a_wire_form(rank: int, ranks_per_node: int) -> None:
     """FSDP2 reduces float64 itself, over the shard group. The replicas are averaged all the same."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
     mesh = mesh_of(2)
@@ -156,7 +149,7 @@ def a_dtype_without_a_wire_form(rank: int, ranks_per_node: int) -> None:
     assert counted.cross_node == 3 * predicted.cross_node > 0
 
 
-def a_gradient_on_one_replica(rank: int, ranks_per_node: int) -> None:
+def scenario_a_gradient_on_one_replica(rank: int, ranks_per_node: int) -> None:
     """A parameter that one replica alone uses has its gradient on all. Stock cannot do so: the oracle is one unsharded model."""
     mesh = mesh_of(2)
     model, whole = shard(make_lm(), mesh=mesh), make_lm()
@@ -171,7 +164,7 @@ def a_gradient_on_one_replica(rank: int, ranks_per_node: int) -> None:
         torch.testing.assert_close(found[name], expected / dist.get_world_size(), rtol=1e-5, atol=1e-6)
 
 
-def an_edit_on_one_replica(rank: int, ranks_per_node: int) -> None:
+def scenario_an_edit_on_one_replica(rank: int, ranks_per_node: int) -> None:
     """All replicas gather anew where the weights of any have changed; a forward pass uses what its own replica holds."""
     mesh = mesh_of(2)
     model = shard(make_lm(), mesh=mesh)
@@ -185,7 +178,7 @@ def an_edit_on_one_replica(rank: int, ranks_per_node: int) -> None:
     assert handle.is_active
 
 
-def reduced_within_replicas_alone(rank: int, ranks_per_node: int) -> None:
+def scenario_reduced_within_replicas_alone(rank: int, ranks_per_node: int) -> None:
     """Sums are right where the user lets replicas be averaged in the last micro-step alone."""
     mesh = mesh_of(2)
     model, whole = shard(make_lm(), mesh=mesh), make_lm()
@@ -210,7 +203,7 @@ def reduced_within_replicas_alone(rank: int, ranks_per_node: int) -> None:
         assert handle.traffic.counts[REDUCE_REPLICAS].cross_node == once > 0
 
 
-def names_of_the_mesh(rank: int, ranks_per_node: int) -> None:
+def scenario_names_of_the_mesh(rank: int, ranks_per_node: int) -> None:
     """Parameters stay on the (replicate, shard) mesh, replicated over the first dimension, and so do gradients and moments."""
     mesh = mesh_of(2)
     model = shard(make_lm(), mesh=mesh)
@@ -225,7 +218,7 @@ def names_of_the_mesh(rank: int, ranks_per_node: int) -> None:
     assert handle.topology.ranks == tuple(dist.get_process_group_ranks(mesh.get_group("shard")))
 
 
-def drift(rank: int, ranks_per_node: int) -> None:
+def scenario_drift(rank: int, ranks_per_node: int) -> None:
     """``ZEROPP_CHECK`` finds replicas whose weights differ, on all ranks."""
     mesh = mesh_of(2)
     with mock.patch.dict(os.environ, {"ZEROPP_CHECK": "1"}):
@@ -239,7 +232,7 @@ def drift(rank: int, ranks_per_node: int) -> None:
             train(model, handle, rank)
 
 
-def old_weights_in_one_replica(rank: int, ranks_per_node: int) -> None:
+def scenario_old_weights_in_one_replica(rank: int, ranks_per_node: int) -> None:
     """``ZEROPP_CHECK`` names the rank that sends them on all ranks, also in the replica that never sees them."""
     with mock.patch.dict(os.environ, {"ZEROPP_CHECK": "1"}):
         model = shard(make_lm(), mesh=mesh_of(2))
@@ -249,22 +242,7 @@ def old_weights_in_one_replica(rank: int, ranks_per_node: int) -> None:
                 train(model, handle, rank)
 
 
-FUNCTIONS = [
-    unquantized_over_micro_steps_with_clipping,
-    default_settings,
-    exact_weights,
-    half_a_model,
-    without_overlap,
-    in_bf16,
-    a_divide_factor,
-    a_dtype_without_a_wire_form,
-    a_gradient_on_one_replica,
-    an_edit_on_one_replica,
-    reduced_within_replicas_alone,
-    names_of_the_mesh,
-    old_weights_in_one_replica,
-    drift,
-]
+FUNCTIONS = scenarios_of(__name__)
 WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, FUNCTIONS, 2)}
 # Unquantized, an all-reduce takes fewer bytes than rounds among three and more.
 NUMBERS_OF_REPLICAS = {"3 x (2 x 1)": (6, 3), "4 x (2 x 1)": (8, 4), "6 x (2 x 1)": (12, 6)}

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from harness import expect_errors, run_ranks
 from staleness import without_optimizer_hook, without_versions
-from toy import POLICIES, backward, make_lm, shard, tokens_of
+from toy import POLICIES, make_lm, shard, tokens_of, train
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.units import Unit
@@ -58,11 +58,7 @@ def yesterdays_shard() -> Iterator[None]:
 
 
 def steps(model: nn.Module, rank: int, count: int = 3) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(count):
-        backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+    train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank, range(count))
     model(tokens_of(rank))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from test_pytorch_2d import REPLICAS, TENSORS, loss_of, make, mesh_of
 from test_two_meshes import WIDTH, sharded, used_by
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -93,17 +93,17 @@ def assert_resumes(
         shutil.rmtree(folder)
 
 
-def replicas(rank: int) -> None:
+def scenario_replicas(rank: int) -> None:
     mesh = mesh_of(REPLICAS)
     assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, mesh, step), 1)
 
 
-def fsdp_and_tp(rank: int) -> None:
+def scenario_fsdp_and_tp(rank: int) -> None:
     mesh = mesh_of(TENSORS)
     assert_resumes(lambda: make(mesh, 12), lambda model, step: loss_of(model, mesh, step), 2)
 
 
-def fsdp_and_ep(rank: int) -> None:
+def scenario_fsdp_and_ep(rank: int) -> None:
     def loss_of_experts(model: nn.Module, step: int) -> torch.Tensor:
         x = torch.randn(6, WIDTH, generator=torch.Generator().manual_seed(100 * step + rank))
         return model(x, used_by(rank, step)).float().square().mean()
@@ -111,7 +111,7 @@ def fsdp_and_ep(rank: int) -> None:
     assert_resumes(lambda: sharded(POLICIES["bf16"]), loss_of_experts, 1)
 
 
-def stages_and_fsdp(rank: int) -> None:
+def scenario_stages_and_fsdp(rank: int) -> None:
     mesh = mesh_of({"pp": 2, "dp": 2})
     stage = mesh.get_local_rank("pp")
     assert_resumes(
@@ -123,7 +123,7 @@ def stages_and_fsdp(rank: int) -> None:
     )
 
 
-SCENARIOS = Scenarios(4, [replicas, fsdp_and_tp, fsdp_and_ep, stages_and_fsdp], limit_s=300)
+SCENARIOS = Scenarios(4, scenarios_of(__name__), limit_s=300)
 
 
 @SCENARIOS.parametrize

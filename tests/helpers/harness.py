@@ -19,6 +19,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +29,7 @@ from typing import Any, NamedTuple
 from rank_process import Announcement, Job, Raised, Result, announce, rank_main
 
 __all__ = ["Failure", "RankError", "Scenarios", "StartedRank", "StartedRanks", "announce", "each_case", "expect_errors"]
-__all__ += ["free_port", "run_ranks", "started_ranks"]
+__all__ += ["free_port", "run_ranks", "scenarios_of", "started_ranks"]
 
 PRELOAD = [
     "torch",
@@ -180,11 +181,11 @@ def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
 class Scenarios:
     """Many short tests in one start of the ranks.
 
-    A scenario is a function ``(rank, *args)`` of a module. All scenarios that this run of pytest has selected run one after
-    the other in the same processes, up to the first that raises on a rank; ``check(name)`` returns the results of that name,
-    or fails.
+    A scenario is a function ``(rank, *args)`` of a module, such as ``scenario_clipping``. All scenarios that this run of pytest
+    has selected run one after the other in the same processes, up to the first that raises on a rank; ``check("clipping")``
+    returns the results of that one, or fails.
 
-        SCENARIOS = Scenarios(4, [freezing, clipping])
+        SCENARIOS = Scenarios(4, scenarios_of(__name__))
 
         @SCENARIOS.parametrize
         def test_features(scenario):
@@ -204,7 +205,7 @@ class Scenarios:
 
     def __init__(self, world_size: int, functions: Iterable[Callable[..., Any]], *args: Any, **kwargs: Any) -> None:
         self.world_size = world_size
-        self.functions = {function.__name__: function for function in functions}
+        self.functions = {function.__name__.removeprefix(_PREFIX): function for function in functions}
         self._args = args
         self._kwargs = kwargs
         self._selected: list[str] = []
@@ -258,7 +259,7 @@ class Scenarios:
             name: self.functions[name] for name in self.functions if not self._selected or name in self._selected
         }
         error: RankError | None = None
-        with started_ranks(_run_scenarios, self.world_size, list(functions.values()), *self._args, **options) as ranks:
+        with started_ranks(_run_scenarios, self.world_size, functions, *self._args, **options) as ranks:
             try:
                 ranks.collect(limit_s, SCENARIO_GRACE_S)
             except RankError as raised:
@@ -280,12 +281,18 @@ class _Ran(NamedTuple):
     failures: list[tuple[int, Raised]]
 
 
+_PREFIX = "scenario_"
 _ENDED = "scenario ended: "
 
 
-def _run_scenarios(rank: int, functions: list[Callable[..., Any]], *args: Any) -> None:
-    for function in functions:
-        announce(_ENDED + function.__name__, function(rank, *args))
+def scenarios_of(module: str) -> list[Callable[..., Any]]:
+    """Return the scenarios of a module, in their order: its functions whose names begin with ``scenario_``."""
+    return [function for name, function in vars(sys.modules[module]).items() if name.startswith(_PREFIX)]
+
+
+def _run_scenarios(rank: int, functions: dict[str, Callable[..., Any]], *args: Any) -> None:
+    for name, function in functions.items():
+        announce(_ENDED + name, function(rank, *args))
 
 
 def free_port() -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from hf_zeropp import ZeroPPHandle
 from hf_zeropp.ops.format import QMAX
 
 VOCAB, HIDDEN, INNER = 29, 12, 27
@@ -122,6 +123,29 @@ def backward(model: nn.Module, rank: int, step: int = 0, loss: Loss = loss_of) -
     loss = loss(model, tokens_of(rank, step))
     loss.backward()
     return loss.item()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: Iterable[int],
+    handle: ZeroPPHandle | None = None,
+    micro_steps: int = 1,
+) -> list[float]:
+    """Train a step for each number of ``steps``, and return the losses. Tokens of each micro-step follow from its number.
+
+    The handle, where there is one, is told which micro-steps are the last.
+    """
+    losses = []
+    for step in steps:
+        for micro_step in range(micro_steps):
+            if handle is not None:
+                handle.set_last_micro_step(micro_step == micro_steps - 1)
+            losses.append(backward(model, rank, step * micro_steps + micro_step))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:

@@ -411,12 +411,7 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     "sums in bf16": functools.partial(steps, counts=(3, 1), **SUMS),
     "looks at gradients, sums in bf16": functools.partial(looks_at_gradients, **SUMS),
     "nothing quantized": functools.partial(steps, **EXACT),
-    "native sums": functools.partial(steps, **NATIVE),
     "native sums, gradients in 16 bits": functools.partial(steps, "bf16 reduce", counts=(3, 1), **NATIVE, **SUMS),
-    "native sums, hops on one stream": functools.partial(steps, overlap=False, **NATIVE),
-    "native sums, skipped layers": functools.partial(skipped_layers, **NATIVE),
-    "native sums, a head without gradients": functools.partial(a_head_without_gradients, **NATIVE),
-    "native sums, looks at gradients": functools.partial(looks_at_gradients, **NATIVE),
     "quantized within the node": functools.partial(steps, **QUANTIZED),
     "quantized within the node, delta": functools.partial(steps, **QUANTIZED, **DELTA),
     "quantized within the node, exact": functools.partial(steps, **QUANTIZED, qwz_mode="exact"),
@@ -460,19 +455,15 @@ CONFIGURATIONS: dict[str, Callable[[], None]] = {
     way.__name__.replace("_", " "): way
     for way in (
         *(skipped_layers, a_head_without_gradients, activation_checkpointing, prefetching, unshard_by_hand),
-        decay_of_a_skipped_layer,
-        *(reentrant_checkpointing, one_loss_over_roots, roots_that_take_turns, passes_that_are_not_the_last),
-        *(unsharding_asynchronously, evaluation, no_sync, optimizer_in_backward, two_models, looks_at_gradients),
         *(
+            decay_of_a_skipped_layer,
             stays_unsharded,
             two_reduce_inputs,
             secondary_shards_of_two_streams,
             loaded_weights,
-            packed_lora,
-            mixed_dtypes,
-            hooks_on_all_reduces,
-            gradient_hooks,
-            two_meshes,
         ),
+        *(reentrant_checkpointing, one_loss_over_roots, roots_that_take_turns, passes_that_are_not_the_last),
+        *(unsharding_asynchronously, evaluation, no_sync, optimizer_in_backward, two_models, looks_at_gradients),
+        *(packed_lora, mixed_dtypes, hooks_on_all_reduces, gradient_hooks, two_meshes),
     )
 }

@@ -22,11 +22,11 @@ from accelerate_runs import (
     train,
     weights,
 )
-from harness import Scenarios, run_ranks
+from harness import Scenarios, run_ranks, scenarios_of
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 
-from hf_zeropp import ZeroPPPlugin, get_handle
+from hf_zeropp import get_handle
 from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
 from hf_zeropp.traffic import REDUCE_NODE
 
@@ -37,7 +37,7 @@ QUANTIZED_DISTANCE = 0.2
 ROUNDING = {"no": 1e-5, "bf16": 2e-2}
 
 
-def gradients_equal_stock(rank: int) -> None:
+def scenario_gradients_equal_stock(rank: int) -> None:
     """In fp32 and bf16, unquantized within rounding, quantized near; with the plugin's own policies, not by hand."""
     for precision in ("no", "bf16"):
         found = {}
@@ -50,7 +50,7 @@ def gradients_equal_stock(rank: int) -> None:
         assert next(iter(model.parameters())).dtype == torch.float32
 
 
-def false_is_stock(rank: int) -> None:
+def scenario_false_is_stock(rank: int) -> None:
     accelerator = new_accelerator(zeropp=False)
     model, optimizer = prepared(accelerator)
     train(accelerator, model, optimizer, rank, range(2))
@@ -60,7 +60,7 @@ def false_is_stock(rank: int) -> None:
     assert "sync_each_batch" not in GradientState().plugin_kwargs
 
 
-def units_are_the_transformer_blocks(rank: int) -> None:
+def scenario_units_are_the_transformer_blocks(rank: int) -> None:
     accelerator = new_accelerator()
     model, _ = prepared(accelerator)
     assert isinstance(model, FSDPModule) and isinstance(model.model.layers[0], FSDPModule)
@@ -70,7 +70,7 @@ def units_are_the_transformer_blocks(rank: int) -> None:
     assert before.config.ranks_per_node == 2 and before.is_active
 
 
-def applied_at_the_first_forward(rank: int) -> None:
+def scenario_applied_at_the_first_forward(rank: int) -> None:
     """The user does nothing but call the model."""
     model, _ = prepared(new_accelerator())
     assert get_handle(model) is None
@@ -79,7 +79,7 @@ def applied_at_the_first_forward(rank: int) -> None:
     assert get_handle(model).traffic.cross_node_bytes > 0
 
 
-def a_model_that_is_never_used_is_not_kept(rank: int) -> None:
+def scenario_a_model_that_is_never_used_is_not_kept(rank: int) -> None:
     accelerator = new_accelerator()
     kept = weakref.ref(prepared(accelerator)[0])
     accelerator.free_memory()
@@ -87,7 +87,7 @@ def a_model_that_is_never_used_is_not_kept(rank: int) -> None:
     assert kept() is None
 
 
-def accumulation_sends_once(rank: int) -> None:
+def scenario_accumulation_sends_once(rank: int) -> None:
     """Two micro-steps send across nodes what one does, and their gradients are those of one with both batches."""
     sent, found = {}, {}
     for micro_steps in (1, 2):
@@ -107,7 +107,7 @@ def accumulation_sends_once(rank: int) -> None:
     assert distance(found[2], found[1]) < 1e-5  # fp32: means of halves against a mean of the whole
 
 
-def counted_is_predicted(rank: int) -> None:
+def scenario_counted_is_predicted(rank: int) -> None:
     """Counted bytes are the predicted ones in the units Accelerate makes (embedding, blocks, and norm with head), tied or not."""
     for tied in (False, True):
         accelerator = new_accelerator(micro_steps=3, mixed_precision="bf16")
@@ -119,7 +119,7 @@ def counted_is_predicted(rank: int) -> None:
         assert (handle.traffic.steps, handle.traffic.micro_steps) == (2, 6)
 
 
-def accumulation_on_the_rank(rank: int) -> None:
+def scenario_accumulation_on_the_rank(rank: int) -> None:
     """Accelerate's own ``no_sync`` stays: full gradients wait on the rank until one reduction. The numbers are the same."""
     found, node_bytes = {}, {}
     for where in ("node", "rank"):
@@ -139,7 +139,7 @@ def accumulation_on_the_rank(rank: int) -> None:
     assert node_bytes["node"] == 3 * node_bytes["rank"]
 
 
-def no_sync_by_hand(rank: int) -> None:
+def scenario_no_sync_by_hand(rank: int) -> None:
     """``accelerator.no_sync``: FSDP2 keeps full gradients then, and they arrive at the next synchronized step."""
     found = {}
     for zeropp in (False, UNQUANTIZED):
@@ -152,7 +152,7 @@ def no_sync_by_hand(rank: int) -> None:
     assert distance(found[True], found[False]) < 1e-5
 
 
-def clipping(rank: int) -> None:
+def scenario_clipping(rank: int) -> None:
     accelerator = new_accelerator()
     model, _ = prepared(accelerator)
     tokens = batch_of(rank, 0)
@@ -165,7 +165,7 @@ def clipping(rank: int) -> None:
     torch.testing.assert_close(clipped, torch.tensor(0.01, dtype=torch.float64), rtol=1e-4, atol=0)
 
 
-def gradient_checkpointing(rank: int) -> None:
+def scenario_gradient_checkpointing(rank: int) -> None:
     """The model's own and the plugin's: the same gradients, bit for bit, and no more bytes across nodes."""
     found, sent = [], []
     for own, plugin in ((False, False), (True, False), (False, True)):
@@ -182,7 +182,7 @@ def gradient_checkpointing(rank: int) -> None:
     assert sent[0] == sent[1]
 
 
-def tied_embeddings(rank: int) -> None:
+def scenario_tied_embeddings(rank: int) -> None:
     found = []
     for zeropp in (False, UNQUANTIZED):
         accelerator = new_accelerator(zeropp)
@@ -193,7 +193,7 @@ def tied_embeddings(rank: int) -> None:
     assert distance(*found) < 1e-4  # two AdamW steps in between amplify the rounding of sums
 
 
-def generation_before_training(rank: int) -> None:
+def scenario_generation_before_training(rank: int) -> None:
     """The first use of the model is generate(): the same tokens as the unsharded model's."""
     accelerator = new_accelerator(UNQUANTIZED)
     model, _ = prepared(accelerator)
@@ -203,35 +203,14 @@ def generation_before_training(rank: int) -> None:
     assert get_handle(model) is not None
 
 
-def second_accelerator(rank: int) -> None:
-    """Accelerate keeps one plugin per process and ignores another without a word."""
+def scenario_second_accelerator(rank: int) -> None:
+    """The same plugin, or none: tests/mistakes has another one, which Accelerate ignores without a word."""
     accelerator = new_accelerator()
     Accelerator(fsdp_plugin=accelerator.state.fsdp_plugin)
     Accelerator()
-    with pytest.raises(ValueError, match="An Accelerator was built before, without this ZeroPPPlugin"):
-        Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp=TWO_NODES))
 
 
-WORKS = Scenarios(
-    4,
-    [
-        gradients_equal_stock,
-        false_is_stock,
-        units_are_the_transformer_blocks,
-        applied_at_the_first_forward,
-        a_model_that_is_never_used_is_not_kept,
-        accumulation_sends_once,
-        counted_is_predicted,
-        accumulation_on_the_rank,
-        no_sync_by_hand,
-        clipping,
-        gradient_checkpointing,
-        tied_embeddings,
-        generation_before_training,
-        second_accelerator,
-    ],
-    init=False,
-)
+WORKS = Scenarios(4, scenarios_of(__name__), init=False)
 
 
 @WORKS.parametrize

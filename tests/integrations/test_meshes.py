@@ -12,8 +12,8 @@ from accelerate import ParallelismConfig
 from harness import RankError, announce, expect_errors, run_ranks, started_ranks
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+from toy import full
 from trainer_runs import UNQUANTIZED, VOCAB, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
 from transformers import (
     AttentionInterface,
@@ -70,21 +70,39 @@ def allow_parallelism_on_cpu() -> None:
     ParallelismConfig.build_device_mesh = lambda self, device_type: build(self, "cpu")
 
 
+def loaded(saved: str, mesh: dict):
+    """Return a saved model, which Transformers shards over the mesh while it loads it."""
+    return AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
+
+
+def trained(folder: str, zeropp, model, **arguments):
+    """Train a model that is sharded already, in steps of two micro-steps. Return its Trainer."""
+    usual = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
+    trainer = build_trainer(folder, zeropp, model=model, **(usual | arguments))
+    trainer.train()
+    return trainer
+
+
+def counted_and_predicted(trainer, micro_steps: int = 2) -> tuple[dict, dict]:
+    """Return by collective the bytes of three steps across nodes and within them: as counted, and as predicted."""
+    handle = callback_of(trainer).handle
+    counted = {name: (count.cross_node, count.intra_node) for name, count in handle.traffic.counts.items()}
+    predicted = handle.predict(micro_steps).items()
+    return counted, {name: (3 * each.cross_node, 3 * each.intra_node) for name, each in predicted}
+
+
 def train_each(rank: int, folder: str, saved: str, mesh: dict, ways: dict) -> dict[str, tuple]:
     allow_parallelism_on_cpu()
     found = {}
     for name, (zeropp, switch) in ways.items():
         with mock.patch.dict("os.environ", {"ZEROPP_ENABLED": switch}):
-            model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
+            model = loaded(saved, mesh)
             assert any(isinstance(module, FSDPModule) for module in model.modules())
-            arguments = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
-            trainer = build_trainer(folder, zeropp, model=model, **arguments)
-            trainer.train()
+            trainer = trained(folder, zeropp, model)
         handle = callback_of(trainer).handle
         counted = predicted = others = None
         if handle is not None and handle.is_active:
-            counted = {name: (count.cross_node, count.intra_node) for name, count in handle.traffic.counts.items()}
-            predicted = {name: (3 * each.cross_node, 3 * each.intra_node) for name, each in handle.predict(2).items()}
+            counted, predicted = counted_and_predicted(trainer)
             others = {name for name in handle.traffic.others if name.endswith("in passes")}
             # Experts that are whole on one rank are not sharded: there is nothing to gather.
             assert num_fsdp2_gathers(model) == (2 if mesh.get("ep_size") == WORLD else 0)
@@ -92,34 +110,36 @@ def train_each(rank: int, folder: str, saved: str, mesh: dict, ways: dict) -> di
     return found
 
 
-def tiny_experts():
-    """Return a model with eight experts in each of two layers."""
+def tiny_experts(family: str = "qwen3_moe"):
+    """Return a model of this family, with eight experts in each of two layers."""
     set_seed(0)
-    return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=VOCAB,
-            hidden_size=64,
-            intermediate_size=128,
-            moe_intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-            num_experts=8,
-            num_experts_per_tok=2,
-            max_position_embeddings=64,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-        )
-    )
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    if family == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes))
+    if family == "gpt_oss":
+        layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
+        return GptOssForCausalLM(GptOssConfig(**sizes, **layers))
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=32, num_experts=8))
 
 
 def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int], int]:
     """Train with experts across nodes. Return what was counted, and what the tokens of each step took that crossed nodes."""
     allow_parallelism_on_cpu()
-    config = DistributedConfig(fsdp_size=8, ep_size=4, ep_implementation="all_to_all")
-    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config)
+    model = loaded(saved, EXPERT_MESHES["ep across nodes"] | {"ep_implementation": "all_to_all"})
     arguments = {"fsdp": None, "max_grad_norm": 1.0, "max_steps": 5, "gradient_accumulation_steps": 2}
     trainer = build_trainer(folder, FOUR_NODES, model=model, **arguments)
     known = [0] * arguments["max_steps"]
@@ -163,14 +183,10 @@ def train_adapters(rank: int, folder: str, saved: str) -> dict[str, tuple]:
     allow_parallelism_on_cpu()
     found = {}
     for name in ("stock", "unquantized", "defaults"):
-        model = AutoModelForCausalLM.from_pretrained(
-            saved, distributed_config=DistributedConfig(fsdp_size=8, ep_size=4)
-        )
+        model = loaded(saved, EXPERT_MESHES["ep across nodes"])
         set_seed(0)
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
-        arguments = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
-        trainer = build_trainer(folder, WAYS[name][0], model=model, **arguments)
-        trainer.train()
+        trainer = trained(folder, WAYS[name][0], model)
         adapters = torch.cat([param.detach().flatten() for param in model.parameters() if param.requires_grad])
         of_ranks = [torch.empty_like(adapters) for _ in range(WORLD)]
         dist.all_gather(of_ranks, adapters)
@@ -211,7 +227,7 @@ def train_on_parts_of_sequences(rank: int, folder: str, attends: bool) -> dict[s
         )
         trainer.train()
         handle = callback_of(trainer).handle
-        found[name] = losses(trainer), handle and (handle.traffic.counts, handle.predict(), handle.topology.ranks)
+        found[name] = losses(trainer), handle and (*counted_and_predicted(trainer, 1), handle.topology.ranks)
     return found
 
 
@@ -221,10 +237,7 @@ def test_context_parallelism_of_accelerate(tmp_path):
         for way, bound in (("unquantized", 1e-6), ("defaults", 0.01)):
             own, (counted, predicted, ranks) = found[way]
             assert own == pytest.approx(found["stock"][0], rel=bound) and ranks == (0, 1, 2, 3)
-            assert counted.keys() == predicted.keys()
-            for name, expected in predicted.items():
-                assert counted[name].cross_node == 3 * expected.cross_node, name
-                assert counted[name].intra_node == 3 * expected.intra_node, name
+            assert counted == predicted
 
 
 def test_pytorch_has_no_context_parallel_attention_for_cpus(tmp_path):
@@ -275,10 +288,7 @@ def train_experts(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, t
     allow_parallelism_on_cpu()
     found = {}
     for name, (zeropp, _) in {"stock": WAYS["stock"], **EXPERT_WAYS}.items():
-        model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
-        arguments = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 4, "gradient_accumulation_steps": 2}
-        trainer = build_trainer(folder, zeropp, model=model, **arguments)
-        trainer.train()
+        trainer = trained(folder, zeropp, loaded(saved, mesh), max_steps=4)
         bytes_by_name = {}
         if (handle := callback_of(trainer).handle) is not None:
             sends_whole = handle.config.qwz_mode == "values"
@@ -318,7 +328,7 @@ def saved_model(folder: str, mesh: str) -> str:
 
 
 def sharded_at_load(saved: str, mesh: dict) -> tuple[torch.nn.Module, ZeroPPHandle]:
-    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**mesh))
+    model = loaded(saved, mesh)
     return model, apply_zeropp(model, FOUR_NODES)
 
 
@@ -330,10 +340,7 @@ def loss_of(model: torch.nn.Module, rank: int, mesh: dict, step: int = 0) -> tor
 
 
 def full_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        name: (weight.full_tensor() if isinstance(weight, DTensor) else weight).detach().clone()
-        for name, weight in model.state_dict().items()
-    }
+    return {name: full(weight).detach().clone() for name, weight in model.state_dict().items()}
 
 
 def save_and_load_and_train_without_end(rank: int, folder: str, saved: str, mesh: dict) -> None:
@@ -391,42 +398,14 @@ def test_other_micro_steps_on_some_ranks_raise_on_all(tmp_path, mesh):
     assert any("DisagreementError" in error for error in errors), errors
 
 
-def tiny_family(family: str):
-    """Return a model of another family with eight experts in each of two layers."""
-    set_seed(0)
-    common = {
-        "vocab_size": VOCAB,
-        "hidden_size": 64,
-        "intermediate_size": 32,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 16,
-        "num_local_experts": 8,
-        "num_experts_per_tok": 2,
-        "max_position_embeddings": 64,
-        "pad_token_id": 0,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
-    if family == "mixtral":
-        return MixtralForCausalLM(MixtralConfig(**common))
-    return GptOssForCausalLM(
-        GptOssConfig(layer_types=["sliding_attention", "full_attention"], sliding_window=8, **common)
-    )
-
-
 def train_family(rank: int, folder: str, saved: str, implementation: str) -> dict[str, tuple]:
     allow_parallelism_on_cpu()
     found = {}
     for name in ("stock", "unquantized", "defaults"):
-        config = DistributedConfig(fsdp_size=8, ep_size=4, ep_implementation=implementation)
-        model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config)
-        arguments = {"fsdp": None, "max_grad_norm": 0.0, "max_steps": 3, "gradient_accumulation_steps": 2}
-        trainer = build_trainer(folder, WAYS[name][0], model=model, **arguments)
-        trainer.train()
+        model = loaded(saved, EXPERT_MESHES["ep across nodes"] | {"ep_implementation": implementation})
+        trainer = trained(folder, WAYS[name][0], model)
         handle = callback_of(trainer).handle
-        found[name] = losses(trainer), handle and (handle.traffic.counts, handle.predict(2), set(handle.traffic.others))
+        found[name] = losses(trainer), handle and (*counted_and_predicted(trainer), set(handle.traffic.others))
     return found
 
 
@@ -434,15 +413,12 @@ def train_family(rank: int, folder: str, saved: str, implementation: str) -> dic
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_other_families_of_experts(tmp_path, family, implementation):
     saved = str(tmp_path / "model")
-    tiny_family(family).save_pretrained(saved)
+    tiny_experts(family).save_pretrained(saved)
     for found in run_ranks(train_family, WORLD, str(tmp_path), saved, implementation, limit_s=300):
         for way, bound in (("unquantized", 1e-6), ("defaults", 0.01)):
             own, (counted, predicted, others) = found[way]
             assert own == pytest.approx(found["stock"][0], rel=bound)
-            assert counted.keys() == predicted.keys() and "all-to-all, in passes" in others
-            for name, expected in predicted.items():
-                assert counted[name].cross_node == 3 * expected.cross_node, name
-                assert counted[name].intra_node == 3 * expected.intra_node, name
+            assert counted == predicted and "all-to-all, in passes" in others
 
 
 def train_with_idle_experts(rank: int, saved: str) -> dict[str, tuple]:
@@ -456,7 +432,7 @@ def train_with_idle_experts(rank: int, saved: str) -> dict[str, tuple]:
 
     found = {}
     for name in ("stock", "unquantized"):
-        model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(**settings))
+        model = loaded(saved, settings)
         if name != "stock":
             apply_zeropp(model, WAYS[name][0])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -484,8 +460,7 @@ def test_experts_of_a_rank_that_no_token_reaches(tmp_path):
 
 def adapt_experts(rank: int, saved: str) -> None:
     allow_parallelism_on_cpu()
-    config = DistributedConfig(fsdp_size=8, ep_size=4)
-    model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=config)
+    model = loaded(saved, KINDS["fsdp x ep"])
     targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     model = get_peft_model(model, LoraConfig(r=4, target_parameters=targets))
     tokens = torch.arange(3, 19).view(1, 16)

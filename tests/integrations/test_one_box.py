@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate_runs import batch_of, handle_of, new_accelerator, prepared, tiny_llama, train
 from harness import run_ranks
+from toy import logged_messages
 
 from hf_zeropp import ZeroPPConfig
 
@@ -57,27 +58,13 @@ def test_the_preset_is_one_rank_per_node_and_no_secondary_shard():
     assert ZeroPPConfig.preset("pcie", hpz_size="node").hpz_size == "node"
 
 
-class Lines(logging.Handler):
-    """Collects what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[tuple[int, str]] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append((record.levelno, record.getMessage()))
-
-
-def run_without_preset(rank: int) -> list[tuple[int, str]]:
-    log = Lines()
-    logging.getLogger("hf_zeropp.announcement").addHandler(log)
-    model, _ = prepared(new_accelerator({}))
-    with torch.no_grad():
+def warnings_without_preset(rank: int) -> list[str]:
+    with logged_messages("hf_zeropp.announcement", logging.WARNING) as lines, torch.no_grad():
+        model, _ = prepared(new_accelerator({}))
         model(batch_of(rank, 0))
-    return log.lines
+    return lines
 
 
 def test_one_node_without_the_preset_is_told_of_it_once():
-    (level, line), *others = run_ranks(run_without_preset, 2)[0]
-    assert level == logging.WARNING and 'preset="pcie"' in line and "One node only (2 ranks)" in line and not others
-    assert run_ranks(run_without_preset, 2)[1] == []
+    [line], of_rank_1 = run_ranks(warnings_without_preset, 2)
+    assert 'preset="pcie"' in line and "One node only (2 ranks)" in line and of_rank_1 == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import time
@@ -11,6 +10,7 @@ import pytest
 import torch.distributed as dist
 from accelerate import PartialState
 from harness import RankError, run_ranks
+from toy import logged_messages
 from trainer_runs import build_trainer, losses
 from transformers import Trainer
 
@@ -53,14 +53,11 @@ def look_from_two_sides(rank: int, folder: str) -> dict[str, object]:
     """Rank 1 alone sees a damaged file in the newest checkpoint, as on a network file system that is slow."""
     PartialState(cpu=True)  # a Trainer makes it
     seen = {"whole": last_whole_checkpoint(folder)}
-    logs: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logs.append(record.getMessage())
-    resume.logger.addHandler(handler)
     if rank == 1:
         look = resume.why_not_whole
         resume.why_not_whole = lambda path: "it is cut off" if str(path).endswith("-20") else look(path)
-    seen["one rank differs"] = last_whole_checkpoint(folder)
+    with logged_messages(resume.logger.name) as logs:
+        seen["one rank differs"] = last_whole_checkpoint(folder)
     seen["explicit"] = error_of(resume._resolve, os.path.join(folder, "checkpoint-20"), folder)
     seen["none"] = error_of(resume._resolve, True, os.path.join(folder, "empty"))
     return seen | {"logs": logs}

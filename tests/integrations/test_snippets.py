@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
 from accelerate_runs import batch_of, tiny_llama
-from harness import Scenarios
+from harness import Scenarios, scenarios_of
 from torch.utils.data import DataLoader
 from trainer_runs import tiny_model, token_data
 
@@ -60,7 +60,7 @@ def run(words: str, names: dict[str, Any]) -> dict[str, Any]:
     return names
 
 
-def with_accelerate(rank: int) -> None:
+def scenario_with_accelerate(rank: int) -> None:
     """Train, look at the traffic, save, resume, export."""
     begin()
     model = tiny_llama()
@@ -76,13 +76,13 @@ def with_accelerate(rank: int) -> None:
     assert all(torch.equal(param, state[name]) for name, param in reloaded.named_parameters() if name in state)
 
 
-def with_the_trainer(rank: int) -> None:
+def scenario_with_the_trainer(rank: int) -> None:
     begin()
     names = run("callbacks=[ZeroPPCallback()]", {"model": tiny_model(), "dataset": token_data(32)})
     assert get_handle(names["trainer"].model_wrapped).is_active
 
 
-def with_lora(rank: int) -> None:
+def scenario_with_lora(rank: int) -> None:
     """And then as the first snippet goes on."""
     begin()
     names = run("get_peft_model", {"path": "base"})
@@ -96,12 +96,12 @@ def with_lora(rank: int) -> None:
     assert names["plugin"].handle_of(names["model"]).is_active
 
 
-def with_plain_fsdp2(rank: int) -> None:
+def scenario_with_plain_fsdp2(rank: int) -> None:
     names = run("fully_shard(layer)", {"model": tiny_llama(), "micro_batches": batches(rank)})
     assert names["handle"].is_active and names["handle"].traffic.cross_node_bytes > 0
 
 
-SCENARIOS = Scenarios(4, [with_accelerate, with_the_trainer, with_lora, with_plain_fsdp2], env=LAUNCHED)
+SCENARIOS = Scenarios(4, scenarios_of(__name__), env=LAUNCHED)
 
 
 @SCENARIOS.parametrize

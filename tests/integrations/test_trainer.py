@@ -70,17 +70,6 @@ def test_losses_follow_stock_and_bytes_follow_the_prediction(tmp_path, arguments
     assert all(saving > 3 for saving in bytes_["savings"])
 
 
-def test_accumulation_on_the_rank_follows_stock_and_reduces_once(tmp_path):
-    """The Trainer keeps gradients on the rank by its own ``no_sync``, as stock FSDP2 does, and counts are as predicted."""
-    arguments = {"gradient_accumulation_steps": 3}
-    zeropp = TWO_NODES | UNQUANTIZED | {"qgz_accumulate": "rank"}
-    stock, _ = run_ranks(train, 4, str(tmp_path), False, arguments)[0]
-    ours, bytes_ = run_ranks(train, 4, str(tmp_path), zeropp, arguments)[0]
-    assert ours == pytest.approx(stock, rel=1e-4)
-    assert bytes_["counted"] == pytest.approx(bytes_["predicted"])
-    assert bytes_["counted_intra"] == pytest.approx(bytes_["predicted_intra"])
-
-
 def test_schedule_changes_the_bytes_at_half_the_steps(tmp_path):
     _, bytes_ = run_ranks(train, 4, str(tmp_path), TWO_NODES | {"qgz_until": 0.5}, {"max_steps": 8})[0]
     _, quantized = run_ranks(train, 4, str(tmp_path), TWO_NODES, {"max_steps": 1})[0]

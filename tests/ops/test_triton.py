@@ -25,7 +25,8 @@ pytestmark = pytest.mark.skipif(
 PROGRAM = Path(__file__).parents[1] / "helpers/triton_cases.py"
 
 
-def interpret(first: int, end: int) -> None:
+@pytest.mark.parametrize(("first", "end"), [(0, 6), pytest.param(1000, 1300, marks=pytest.mark.long)])
+def test_interpreted_kernels_have_the_bits_of_the_cpu(first: int, end: int) -> None:
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "1",
@@ -34,19 +35,6 @@ def interpret(first: int, end: int) -> None:
     arguments = [sys.executable, str(PROGRAM), str(first), str(end)]
     run = subprocess.run(arguments, env=environment, capture_output=True, text=True)
     assert run.returncode == 0 and f"{end - first} cases have the same bits" in run.stdout, run.stdout + run.stderr
-
-
-def test_interpreted_kernels_have_the_bits_of_the_cpu():
-    interpret(0, 2)
-
-
-def test_some_interpreted_cases():
-    interpret(2, 6)
-
-
-@pytest.mark.long
-def test_many_interpreted_cases():
-    interpret(1000, 1300)
 
 
 # ---- What Triton makes of them for GPUs.

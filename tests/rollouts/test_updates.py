@@ -113,9 +113,9 @@ def published(tmp_path) -> tuple[UpdateSender, UpdateReceiver, list[Weights]]:
     return sender, receiver, versions
 
 
-def flip(path: Path, place: float, bit: int = 3) -> None:
+def flip(path: Path, place: float) -> None:
     content = bytearray(path.read_bytes())
-    content[int(place * (len(content) - 1))] ^= 1 << bit
+    content[int(place * (len(content) - 1))] ^= 1 << 3
     path.write_bytes(content)
 
 

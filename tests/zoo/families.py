@@ -21,90 +21,43 @@ LENGTH = 12
 IMAGE = 32
 """Pixels of an image's side."""
 
-# Sizes by the names that configs give them. A name that a config does not have is left out.
-SMALL: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "d_model": 32,
-    "n_embd": 32,
-    "dim": 32,
-    "embed_dim": 32,
-    "embedding_size": 32,
-    "intermediate_size": 48,
-    "ffn_dim": 48,
-    "d_ff": 48,
-    "n_inner": 48,
-    "ffn_hidden_size": 48,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_layers": 2,
-    "n_layer": 2,
-    "n_layers": 2,
-    "num_decoder_layers": 2,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "depth": 2,
-    "num_attention_heads": 4,
-    "num_heads": 4,
-    "n_head": 4,
-    "n_heads": 4,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "d_kv": 8,
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "num_experts_per_token": 2,
-    "max_position_embeddings": 64,
-    "n_positions": 64,
-    "max_source_positions": 64,
-    "max_target_positions": 64,
+# Sizes, each with the names that configs give it. A name that a config does not have is left out.
+_SIZES: dict[int, str] = {
+    VOCAB: "vocab_size",
+    32: "hidden_size d_model n_embd dim embed_dim embedding_size image_size",
+    48: "intermediate_size ffn_dim d_ff n_inner ffn_hidden_size encoder_ffn_dim decoder_ffn_dim",
+    24: "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size",
+    64: "max_position_embeddings n_positions max_source_positions max_target_positions",
+    16: "num_mel_bins kv_lora_rank q_lora_rank qk_head_dim mamba_d_head",
+    8: """
+        head_dim d_kv patch_size sliding_window qk_rope_head_dim qk_nope_head_dim v_head_dim state_size
+        mamba_d_state linear_key_head_dim linear_value_head_dim
+    """,
+    4: """
+        num_attention_heads num_heads n_head n_heads encoder_attention_heads decoder_attention_heads mamba_n_heads
+        num_experts num_local_experts n_routed_experts mamba_chunk_size linear_num_value_heads
+    """,
+    2: """
+        num_hidden_layers num_layers n_layer n_layers num_decoder_layers encoder_layers decoder_layers depth
+        num_key_value_heads num_experts_per_tok num_experts_per_token linear_num_key_heads
+    """,
+    1: "n_group topk_group n_shared_experts first_k_dense_replace mamba_n_groups",
+}
+_TOKENS = {
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "decoder_start_token_id": 1,
-    "image_size": IMAGE,
-    "patch_size": 8,
-    "num_mel_bins": 16,
     "image_token_id": 5,
     "image_token_index": 5,
     "video_token_id": 6,
-    "vision_start_token_id": 8,
-    "vision_end_token_id": 9,
     "audio_token_id": 7,
     "audio_token_index": 7,
-    "tie_word_embeddings": False,
-    "router_aux_loss_coef": 0.0,
-    "scale_embedding": False,
-    "kv_lora_rank": 16,
-    "q_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "qk_head_dim": 16,
-    "v_head_dim": 8,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "sliding_window": 8,
-    "mamba_n_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_d_state": 8,
-    "mamba_n_groups": 1,
-    "mamba_chunk_size": 4,
-    "state_size": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
+    "vision_start_token_id": 8,
+    "vision_end_token_id": 9,
 }
+SMALL: dict[str, Any] = {name: size for size, names in _SIZES.items() for name in names.split()} | _TOKENS
+SMALL |= {"tie_word_embeddings": False, "router_aux_loss_coef": 0.0, "scale_embedding": False}
 
 Inputs = Callable[[PretrainedConfig, torch.Generator], dict[str, torch.Tensor]]
 
@@ -167,8 +120,8 @@ def _small(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> Pretrained
 # --------------------------------------------------------------------------------------------------------------- inputs
 
 
-def _ids(generator: torch.Generator, length: int = LENGTH) -> torch.Tensor:
-    return torch.randint(10, VOCAB, (1, length), generator=generator)
+def _ids(generator: torch.Generator) -> torch.Tensor:
+    return torch.randint(10, VOCAB, (1, LENGTH), generator=generator)
 
 
 def text(config: PretrainedConfig, generator: torch.Generator) -> dict[str, torch.Tensor]:

@@ -86,7 +86,6 @@ class Campaign:
         mesh: one of ``MESHES`` for every program, or "".
         groups: of the mesh; worlds are the sizes of one.
         num_seeds: seeds after which the campaign ends, if its time is not over before; None for no such end.
-        at_once: programs that run at the same time. More than there are processors only adds switches between them.
     """
 
     def __init__(
@@ -103,7 +102,6 @@ class Campaign:
         mesh: str = "",
         groups: int = 1,
         num_seeds: int | None = None,
-        at_once: int | None = None,
     ) -> None:
         self.first_seed = first_seed
         self.num_cases = 0
@@ -118,7 +116,8 @@ class Campaign:
         self._groups = groups
         self._reached = dict.fromkeys(worlds, first_seed)
         self._num_seeds = num_seeds
-        self._turn = threading.Semaphore(at_once or os.cpu_count() or 1)
+        # More programs at the same time than there are processors would only add switches between them.
+        self._turn = threading.Semaphore(os.cpu_count() or 1)
         self._lock = threading.Lock()
         self._shortened: Counter[tuple[str, str, str]] = Counter()
         self._started = time.monotonic()
