@@ -274,17 +274,6 @@ def test_intervals_over_seeds() -> None:
 
 @pytest.mark.long
 @needs_namespaces
-def test_growth_benchmark(tmp_path: Path, untouched_network: None) -> None:
-    """Host times of more units, and steps of two and three nodes whose bytes are as predicted."""
-    output = tmp_path / "growth.json"
-    assert "Host time" in run_quick("bench_growth.py", "--output", str(output))
-    cells = [cell for cell in json.loads(output.read_text())["cells"] if cell["variant"] == "balanced"]
-    assert [cell["nodes"] for cell in cells] == [2, 3]
-    assert all(cell["counted_bytes"] == cell["predicted_bytes"] for cell in cells)
-
-
-@pytest.mark.long
-@needs_namespaces
 def test_step_times_behind_a_checkpoint(tmp_path: Path, untouched_network: None) -> None:
     """Step times of exact weights, behind some steps of training."""
     output = tmp_path / "exact_steps.json"

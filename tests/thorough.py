@@ -142,6 +142,7 @@ THOROUGH = (
     "comm/*{6}",
     "comm/*{3}",
     "frozen/test_storage.py::*",
+    "frozen/test_quality.py::*",
     "frozen/test_frozen_peft.py::*{None*",
     "estimate/test_step_time.py::test_what_is_recommended_is_never_slower{7B-256}",
     "estimate/test_step_time.py::test_what_is_recommended_is_never_slower{70B*",
@@ -244,7 +245,6 @@ THOROUGH = (
     "test_harness.py::test_peers_of_a_stopped_rank_fail_after_the_timeout_of_their_group",
     # Studies. Each has a quick form, and none is part of the package.
     "test_benchmarks.py::*",
-    "test_quantizers.py::*",
     "test_recorded_step.py::*",
 )
 

@@ -9,7 +9,7 @@ own (fsdp/weights/schedules.py), so these collectives of a rank may run at the s
 - a node hop of a reduction beside a cross hop of another reduction.
 
 Two collectives of one communicator never run at the same time. More communicators, such as one per stream, would gain nothing in
-the modelled timeline (scripts/results/timeline.md), and each of them costs memory of the GPU for its channels' buffers: some
+modelled steps (scripts/results/what_did_not_pay.md), and each of them costs memory of the GPU for its channels' buffers: some
 hundred MB are expected with NCCL's defaults. This has not been measured here.
 
 Every rank issues them in the same order. But streams may start them in another one, and NCCL documents that communicators

@@ -67,7 +67,7 @@ def _pack_rows(rows: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 #
 # The sums are taken over x / amax in fixed point, as integers of 16 bits and a sign. Sums of integers are exact in any
 # order of addition, and so every kernel finds the same scale, whatever its vector length.
-# ``scripts/results/quantizers.md`` compares this search with others and with other formats.
+# ``scripts/results/frozen.md`` compares the error with those of other formats.
 def _search_scale_bits(blocks: Tensor, has_codes: Tensor) -> Tensor:
     """fp32 [rows, blocks, block] -> bf16 bits of the scale with the least squared error, int32 [rows, blocks]."""
     amax = torch.where(has_codes, blocks.abs().amax(-1), 1.0)

@@ -15,20 +15,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import itertools
-import json
 import sys
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from library.cluster import Cluster, Ranks
 from library.links import TRAINING, start_all
 from library.network import bits_per_second, rate_text, speed
-from library.pages import Grid, report
+from library.pages import Grid, megabytes, report
 from library.plots import cluster_text, log_ticks, over_rates, panels, save
 from library.rounds import cell_of, measure_in_turns
 from library.study import (
+    Key,
     Study,
     add_cluster_flags,
     crossing_bytes,
@@ -40,8 +40,7 @@ from library.study import (
     study_of,
 )
 from library.text import checkpoint_of
-from library.variants import LEARNING_RATE, VARIANTS, ModelShape, Recipe, Variant, shown
-from rich.progress import Progress
+from library.variants import LEARNING_RATE, VARIANTS, ModelShape, Recipe, shown
 
 RATES = ["unlimited", "10gbit", "1gbit", "200mbit", "100mbit"]
 DEFAULT_VARIANTS = ["compute", "stock", "stock-fp32", "hsdp", "qwz", "hpz", "qgz", "balanced"]
@@ -53,8 +52,9 @@ QUICK = {
     "hidden_size": 256,
     "layers": 4,
 }
-FIXED = ("nodes", "ranks_per_node", "threads", "batch_size", "seq_len", "zeropp", "pretraining", "model")
+FIXED = ("nodes", "ranks_per_node", "batch_size", "seq_len", "pretraining", "model")
 CHECKPOINT_RATE = 1e-3
+TICKS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)
 FINE_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8)
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", "peak")
 TITLE = "Step time on an emulated cluster"
@@ -80,7 +80,6 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seq-len", type=int, default=64)
     parser.add_argument("--variants", nargs="+", default=DEFAULT_VARIANTS, choices=VARIANTS, help=f"also: {others}")
     parser.add_argument("--accumulation", nargs="+", type=int, default=[1, 8], help="micro-steps per step")
-    parser.add_argument("--threads", type=int, default=1, help="per rank")
     parser.add_argument("--steps", type=int, default=9, help="timed steps, at most")
     parser.add_argument("--rounds", type=int, default=3, help="in which the variants take turns")
     parser.add_argument("--seconds", type=float, default=45, help="of timed steps; at least 3 steps are made")
@@ -89,83 +88,54 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pretraining", type=int, default=0, help="steps on text before; 0: random weights and tokens")
     parser.add_argument("--title", default=TITLE, help="of the page")
     parser.add_argument("--rival", default="stock", help="the plot's ratios are to this variant")
-    parser.add_argument("--zeropp", type=json.loads, default={}, help="settings beside a variant's own, as JSON")
     return parse(parser, QUICK, argv)
 
 
 # ---------------------------------------------------------------------------------------------------------- measurement
 
 
-class Key(NamedTuple):
-    """What one cell is of."""
-
-    rate: str
-    accumulation: int
-    learning_rate: float
-    variant: str
-
-    def of(self, variant: str) -> Key:
-        """Return the key of another variant in the same table."""
-        return self._replace(variant=variant)
+def tables_of(args: argparse.Namespace) -> list[Key]:
+    """Return what the cells of each table have in common, for all tables that the command line asks for."""
+    places = itertools.product(args.learning_rates, args.rates, args.accumulation)
+    return [{"rate": rate, "accumulation": steps, "learning_rate": learning} for learning, rate, steps in places]
 
 
-def keys_of(args: argparse.Namespace) -> list[Key]:
-    """Return the keys of all cells that the command line asks for, table by table."""
-    tables = itertools.product(args.learning_rates, args.rates, args.accumulation)
-    return [Key(rate, steps, learning, name) for learning, rate, steps in tables for name in args.variants]
-
-
-def find(study: Study, key: Key) -> dict[str, Any] | None:
-    """Return a cell, or None."""
-    return study.find("cells", **key._asdict())
-
-
-def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
+def run_study(args: argparse.Namespace, study: Study) -> None:
     """Measure every learning rate, link, accumulation and variant that the study lacks."""
-    missing = [key for key in keys_of(args) if find(study, key) is None]
-    if not missing:
+    keys = [table | {"variant": name} for table in tables_of(args) for name in args.variants]
+    if not (missing := study.missing("cells", keys)):
         return
-    task = progress.add_task("starting", total=len(missing))
     recipe = Recipe(shape_of(args), args.pretraining, args.batch_size, args.seq_len, CHECKPOINT_RATE)
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(args.nodes, args.ranks_per_node, rank_environment(args.threads)))
+        cluster = stack.enter_context(Cluster(args.nodes, args.ranks_per_node, rank_environment(threads=1)))
         text: tuple[str | None, str | None] = (None, None)
         if args.pretraining:
             files, checkpoint = stack.enter_context(checkpoint_of(cluster, recipe, args.pretraining))
             text = files.code.train, checkpoint
-        for learning_rate, keys in itertools.groupby(missing, lambda key: key.learning_rate):
-            own = shape_of(args), args.batch_size, args.seq_len, learning_rate, *text
-            _measure_all(list(keys), own, cluster, args, study, lambda key: progress.update(task, description=str(key)))
+        for learning_rate, group in itertools.groupby(missing, itemgetter("learning_rate")):
+            _measure_all(list(group), (learning_rate, *text), cluster, args, study)
 
 
 def _measure_all(
-    keys: list[Key], model: tuple[Any, ...], cluster: Cluster, args: argparse.Namespace, study: Study, show: Any
+    keys: list[Key], training: tuple[Any, ...], cluster: Cluster, args: argparse.Namespace, study: Study
 ) -> None:
     """Measure the cells of one learning rate, on ranks of all variants that exist side by side."""
     with contextlib.ExitStack() as stack:
         cluster.set_link()
-        names = (key.variant for key in keys)
-        runs = start_all(stack, cluster, names, TRAINING, lambda name: (_variant(name, args), *model))
+        names, model = (key["variant"] for key in keys), (shape_of(args), args.batch_size, args.seq_len, *training)
+        runs = start_all(stack, cluster, names, TRAINING, lambda name: (VARIANTS[name], *model))
         for name, ranks in runs.items():
             _measure_memory(name, ranks, args, study)
-        for _, group in itertools.groupby(keys, lambda key: key[:3]):
-            in_turns = {key.variant: key for key in group}
-            one = next(iter(in_turns.values()))
-            show(one)
-            cluster.set_link(one.rate)
-            found = measure_in_turns(
-                {name: runs[name] for name in in_turns}, one.accumulation,
-                steps=args.steps, seconds=args.seconds, rounds=args.rounds,
-            )  # fmt: skip
-            for name, rounds in found.items():
+        for (rate, accumulation), group in itertools.groupby(keys, itemgetter("rate", "accumulation")):
+            in_turns = {key["variant"]: key for key in group}
+            print(rate, accumulation, *in_turns, sep=", ", flush=True)
+            cluster.set_link(rate)
+            chosen = {name: runs[name] for name in in_turns}
+            limits = {"steps": args.steps, "seconds": args.seconds, "rounds": args.rounds}
+            for name, rounds in measure_in_turns(chosen, accumulation, **limits).items():
                 cell = cell_of(rounds, args.ranks_per_node) | {"loss": rounds[-1][0].loss}
-                predicted = runs[name].call("predicted_bytes", one.accumulation)[0]
-                study.add("cells", in_turns[name]._asdict() | cell | {"predicted_bytes": predicted})
-
-
-def _variant(name: str, args: argparse.Namespace) -> Variant:
-    variant = VARIANTS[name]
-    return variant if variant.zeropp is None else dataclasses.replace(variant, zeropp=variant.zeropp | args.zeropp)
+                predicted = runs[name].call("predicted_bytes", accumulation)[0]
+                study.add("cells", in_turns[name] | cell | {"predicted_bytes": predicted})
 
 
 def _measure_memory(name: str, ranks: Ranks, args: argparse.Namespace, study: Study) -> None:
@@ -183,14 +153,13 @@ def _measure_memory(name: str, ranks: Ranks, args: argparse.Namespace, study: St
 
 def grids(study: Study, args: argparse.Namespace) -> list[Grid]:
     """Make every table, for the learning rates, links and accumulations on the command line."""
-    tables = dict.fromkeys(key.of("stock") for key in keys_of(args))
-    return [*(step_grid(study, stock, args) for stock in tables), memory_grid(study)]
+    return [*(step_grid(study, table, args) for table in tables_of(args)), memory_grid(study)]
 
 
-def title_of(key: Key, args: argparse.Namespace) -> str:
+def title_of(table: Key, args: argparse.Namespace) -> str:
     """Return what the cells of a table or panel have in common, but for the link."""
-    steps = f"{key.accumulation} micro-step{'s' if key.accumulation > 1 else ''} per step"
-    return f"{steps}, learning rate {power_text(key.learning_rate)}" if len(args.learning_rates) > 1 else steps
+    steps = f"{table['accumulation']} micro-step{'s' if table['accumulation'] > 1 else ''} per step"
+    return f"{steps}, learning rate {power_text(table['learning_rate'])}" if len(args.learning_rates) > 1 else steps
 
 
 def power_text(value: float) -> str:
@@ -199,110 +168,73 @@ def power_text(value: float) -> str:
     return f"{float(digits):g}e{int(exponent)}"
 
 
-def floor_seconds(study: Study, key: Key, link_bytes: float) -> float | None:
-    """Return the shortest step that a variant could have without overlap, or None where ``compute`` was not measured.
+def step_grid(study: Study, table: Key, args: argparse.Namespace) -> Grid:
+    """Make one table, with a row per variant.
 
-    It is the step without any collective, plus the bytes that this variant sends over the link's rate.
+    The floor is a step without overlap: one without any collective, plus the bytes of the variant over the rate of the link.
     """
-    compute = find(study, key.of("compute"))
-    if compute is None:
-        return None
-    bits = bits_per_second(key.rate)
-    return compute["step_s"] + (8 * link_bytes / bits if bits else 0.0)
-
-
-def step_grid(study: Study, stock: Key, args: argparse.Namespace) -> Grid:
-    """Make one table, with a row per variant. ``stock`` is the key of its cell of stock FSDP2."""
-    rivals = list(dict.fromkeys(("stock", args.rival)))
-    columns = (
-        "variant",
-        "step s",
-        "min-max",
-        *(f"x {name if name == 'stock' else shown(name)}" for name in rivals),
-        "floor s",
-        "x floor",
-        "link MB",
-        "in M",
-    )
-    predictions = ["predicted"] if any(cell.get("predicted_bytes") for cell in study.rows("cells")) else []
-    columns = (*columns, "counted MB", *predictions, "link/counted")
-    grid = Grid(f"{rate_text(stock.rate)}, {title_of(stock, args)}", columns)
-    model_bytes = crossing_bytes(study.conditions)
-    for cell in study.rows("cells"):
-        key = Key(*(cell[name] for name in Key._fields))
-        if key.of("stock") != stock:
-            continue
-        counted, sent = cell["counted_bytes"], cell["link_bytes"]
-        floor, others = floor_seconds(study, key, sent), [find(study, key.of(name)) for name in rivals]
-        row = [
-            shown(key.variant),
-            f"{cell['step_s']:.3f}",
-            f"{min(cell['steps_s']):.2f}-{max(cell['steps_s']):.2f}",
-            *(f"{other['step_s'] / cell['step_s']:.2f}" if other else "" for other in others),
-            *((f"{floor:.3f}", f"{cell['step_s'] / floor:.2f}") if floor else ("", "")),
-            f"{sent / 1e6:.2f}",
-            f"{sent / model_bytes:.3f}",
-            f"{counted / 1e6:.2f}" if counted else "",
-            *(predicted_text(cell) if counted else "" for _ in predictions),
-            f"{sent / counted:.3f}" if counted else "",
-        ]
-        grid.rows.append(row)
-    return grid
-
-
-def predicted_text(cell: dict[str, Any]) -> str:
-    """Return the predicted MB of a cell. Those of older files have none."""
-    return f"{cell['predicted_bytes'] / 1e6:.2f}" if cell.get("predicted_bytes") else ""
+    model_bytes, bits = crossing_bytes(study.conditions), bits_per_second(table["rate"])
+    has_predictions = any(cell.get("predicted_bytes") for cell in study.rows("cells"))  # older files have none
+    compute = study.find("cells", **table, variant="compute")
+    rivals = {"x stock": study.find("cells", **table, variant="stock")}
+    if args.rival != "stock":
+        rivals[f"x {shown(args.rival)}"] = study.find("cells", **table, variant=args.rival)
+    rows = []
+    for cell in study.rows("cells", **table):
+        seconds, sent, counted = cell["step_s"], cell["link_bytes"], cell["counted_bytes"]
+        row = {"variant": shown(cell["variant"]), "step s": f"{seconds:.3f}"}
+        row["min-max"] = f"{min(cell['steps_s']):.2f}-{max(cell['steps_s']):.2f}"
+        for header, rival in rivals.items():
+            row[header] = f"{rival['step_s'] / seconds:.2f}" if rival else ""
+        floor = compute["step_s"] + (8 * sent / bits if bits else 0.0) if compute else None
+        row["floor s"], row["x floor"] = (f"{floor:.3f}", f"{seconds / floor:.2f}") if floor else ("", "")
+        row |= {"link MB": megabytes(sent), "in M": f"{sent / model_bytes:.3f}", "counted MB": megabytes(counted)}
+        if has_predictions:
+            row["predicted"] = megabytes(cell.get("predicted_bytes"))
+        rows.append(row | {"link/counted": f"{sent / counted:.3f}" if counted else ""})
+    return Grid.of(f"{rate_text(table['rate'])}, {title_of(table, args)}", rows)
 
 
 def memory_grid(study: Study) -> Grid:
     """Make the table of megabytes by kind, each of the rank that holds most of it."""
-    grid = Grid("MB per rank", ("variant", "micro-steps", *MEMORY_KINDS))
-    for row in study.rows("memory"):
-        if row["variant"] != "compute":
-            kinds = (f"{row[kind] / 1e6:.1f}" for kind in MEMORY_KINDS)
-            grid.rows.append([shown(row["variant"]), str(row["accumulation"]), *kinds])
-    return grid
+    rows = [
+        {"variant": shown(row["variant"]), "micro-steps": str(row["accumulation"])}
+        | {kind: f"{row[kind] / 1e6:.1f}" for kind in MEMORY_KINDS}
+        for row in study.rows("memory")
+        if row["variant"] != "compute"
+    ]
+    return Grid.of("MB per rank", rows)
 
 
 def plot(study: Study, args: argparse.Namespace, path: Path) -> None:
-    """Draw step rates over the link's rate, as ratios to a rival, one panel per accumulation and learning rate.
-
-    Variants with replicas are dashed: they have the colour of the variant in one group.
-    """
-    shown_names = [name for name in args.variants if name != "compute" and (args.rival == "stock" or name != "stock")]
+    """Draw step rates over the link's rate, as ratios to a rival, one panel per accumulation and learning rate."""
     rival = shown(args.rival)
-    title = f"Steps per second beside {rival} (= 1)\n{cluster_text(study.conditions)}"
     places = list(itertools.product(args.accumulation, args.learning_rates))
+    title = f"Steps per second beside {rival} (= 1)\n{cluster_text(study.conditions)}"
     figure, axes = panels(len(places), title, sharey=True)
+    left_out = {"compute", "stock"} if args.rival != "stock" else {"compute"}
+    names = [name for name in args.variants if name not in left_out]
     for axis, (micro_steps, learning_rate) in zip(axes, places, strict=True):
-        here = Key("", micro_steps, learning_rate, "")
-
-        def ratio(name: str, rate: str, here: Key = here) -> float | None:
-            own, other = (find(study, here._replace(rate=rate, variant=each)) for each in (name, args.rival))
-            return other["step_s"] / own["step_s"] if own and other else None
-
-        over_rates(axis, args.rates, shown_names, ratio)
-        for line in axis.lines:
-            if line.get_label().endswith("replicas"):
-                line.set_linestyle("--")
+        here = {"accumulation": micro_steps, "learning_rate": learning_rate}
+        cells = []
+        for name, rate in itertools.product(names, args.rates):
+            own, other = (study.find("cells", **here, rate=rate, variant=each) for each in (name, args.rival))
+            if own and other:
+                cells.append(own | {"ratio": other["step_s"] / own["step_s"]})
+        over_rates(axis, cells, lambda cell: cell["ratio"])
         axis.set_title(title_of(here, args), fontsize=9)
         low, high = axis.get_ylim()
-        log_ticks(axis, FINE_TICKS if high < 2.5 * low else (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16))
+        log_ticks(axis, FINE_TICKS if high < 2.5 * low else TICKS)
     axes[0].set_ylabel(f"steps per second ({rival} = 1)")
     save(figure, path)
 
 
 def check_direction(study: Study, args: argparse.Namespace) -> None:
-    """Check the results of the quick form, at the lowest rate.
-
-    Raises:
-        SystemExit: the direction of a result is wrong.
-    """
+    """End with an error where a result of the quick form has the wrong direction, at the lowest rate."""
     rate = min(args.rates, key=speed)
     for micro_steps, learning_rate in itertools.product(args.accumulation, args.learning_rates):
-        here = Key(rate, micro_steps, learning_rate, "")
-        stock, ours = (find(study, here.of(name)) for name in ("stock", args.variants[-1]))
+        here = {"rate": rate, "accumulation": micro_steps, "learning_rate": learning_rate}
+        stock, ours = (study.find("cells", **here, variant=name) for name in ("stock", args.variants[-1]))
         claims = {
             f"ZeRO++ is faster than stock at {rate}": ours["step_s"] < stock["step_s"],
             "ZeRO++ sends less than 0.3 of stock's bytes": ours["link_bytes"] < 0.3 * stock["link_bytes"],

@@ -24,7 +24,6 @@ from library.plots import cluster_text, log_ticks, over_rates, panels, save
 from library.rounds import busiest_link_bytes, step_seconds
 from library.study import Study, add_cluster_flags, crossing_bytes, make_parser, parse, require, shape_of, study_of
 from library.variants import VARIANTS, shown
-from rich.progress import Progress
 
 VARIANT_NAMES = ["compute", "stock", "hsdp", "hpz", "balanced", "lora-stock", "lora-16", "lora-8", "lora-4"]
 QUICK = {
@@ -54,7 +53,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parse(parser, QUICK, argv)
 
 
-def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
+def run_study(args: argparse.Namespace, study: Study) -> None:
     """Measure every rate and variant that the study lacks."""
 
     def arguments(name: str) -> tuple[Any, ...]:
@@ -75,8 +74,8 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
         }
 
     keys = [{"rate": rate, "variant": name} for rate in args.rates for name in args.variants]
-    nodes, served = (args.nodes, args.ranks_per_node), "library.generation_run:GenerationRun"
-    measure_cells(study, progress, nodes, keys, lambda key: key["variant"], served, arguments, measure)
+    served = "library.generation_run:GenerationRun"
+    measure_cells(study, keys, lambda key: key["variant"], served, arguments, measure)
 
 
 def stock_of(variant: str) -> str:
@@ -86,39 +85,27 @@ def stock_of(variant: str) -> str:
 
 def token_grid(study: Study, rate: str) -> Grid:
     """Make the table of one rate, with a row per variant."""
-    columns = ("variant", "s per token", "tokens/s, all ranks", "x stock", "link MB per token", "in M")
-    grid = Grid(f"generation, {rate_text(rate)}", columns)
     model_bytes = crossing_bytes(study.conditions)
-    for cell in (cell for cell in study.rows("cells") if cell["rate"] == rate):
+    rows = []
+    for cell in study.rows("cells", rate=rate):
         stock = study.find("cells", rate=rate, variant=stock_of(cell["variant"]))
         sent = cell["link_bytes_per_token"]
-        row = [
-            shown(cell["variant"]),
-            f"{cell['token_s']:.4f}",
-            f"{cell['tokens_per_s']:.2f}",
-            f"{stock['token_s'] / cell['token_s']:.2f}" if stock else "",
-            f"{sent / 1e6:.3f}",
-            f"{sent / model_bytes:.3f}",
-        ]
-        grid.rows.append(row)
-    return grid
+        row = {"variant": shown(cell["variant"]), "s per token": f"{cell['token_s']:.4f}"}
+        row |= {"tokens/s, all ranks": f"{cell['tokens_per_s']:.2f}"}
+        row |= {"x stock": f"{stock['token_s'] / cell['token_s']:.2f}" if stock else ""}
+        rows.append(row | {"link MB per token": f"{sent / 1e6:.3f}", "in M": f"{sent / model_bytes:.3f}"})
+    return Grid.of(f"generation, {rate_text(rate)}", rows)
 
 
 def plot(study: Study, path: Path) -> None:
     """Draw tokens per second over the link's rate, one line per variant: whole models in one panel, LoRA in another."""
     batch, prompt = study.conditions["batch_size"], study.conditions["prompt_len"]
     prompts = f"{batch} prompt{'s' if batch > 1 else ''} of {prompt} tokens per rank"
-    cells = study.rows("cells")
-
-    def tokens(name: str, rate: str) -> float | None:
-        cell = study.find("cells", rate=rate, variant=name)
-        return None if cell is None else cell["tokens_per_s"]
-
     figure, axes = panels(2, f"Greedy generation, {prompts}\n{cluster_text(study.conditions)}", sharey=True)
     for axis, title, is_lora in zip(axes, ("without LoRA", "with LoRA"), (False, True), strict=True):
-        names = [cell["variant"] for cell in cells if cell["variant"].startswith("lora") is is_lora]
-        if names:
-            over_rates(axis, [cell["rate"] for cell in cells], names, tokens)
+        cells = [cell for cell in study.rows("cells") if cell["variant"].startswith("lora") is is_lora]
+        if cells:
+            over_rates(axis, cells, lambda cell: cell["tokens_per_s"])
             axis.set_title(title, fontsize=9)
             log_ticks(axis, (1, 2, 5, 10, 20, 50, 100))
     axes[0].set_ylabel("tokens per second, all ranks")
@@ -126,11 +113,7 @@ def plot(study: Study, path: Path) -> None:
 
 
 def check_direction(study: Study, args: argparse.Namespace) -> None:
-    """Check the results of the quick form, at the lowest rate.
-
-    Raises:
-        SystemExit: the direction of a result is wrong.
-    """
+    """End with an error where a result of the quick form has the wrong direction, at the lowest rate."""
     rate = min(args.rates, key=speed)
     claims = {}
     for name in ("balanced", "lora-4"):

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from library.pages import Grid, show
+from library.pages import Grid, megabytes, show
 from library.study import add_model_flags, shape_of
 from library.training_run import build_model
 from library.variants import OFF, PRESETS
@@ -43,7 +43,6 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
 }
 GLOO_RANKS = 4
 WARM_UP = 3
-
 
 Figures = dict[str, Any]
 """One variant on one rank: ``losses`` of all steps, median ``step_s`` behind the warm-up, ``peak_bytes`` on the accelerator (0 on
@@ -149,16 +148,10 @@ def grid_of(figures: dict[str, Figures], title: str) -> Grid:
         if "error" in one:
             grid.rows.append([name, "raised", one["error"].strip().splitlines()[-1][:60], "", "", "", ""])
             continue
-        ratio = one["step_s"] / figures["stock"]["step_s"]
-        row = [
-            name,
-            f"{one['losses'][0]:.4f}",
-            f"{one['losses'][-1]:.4f}",
-            f"{one['step_s'] * 1e3:.1f}",
-            f"{ratio:.2f}",
-        ]
-        row.append(f"{one['peak_bytes'] / 1e6:.0f}" if one["peak_bytes"] else "")
-        grid.rows.append([*row, "" if one["cross_bytes"] is None else f"{one['cross_bytes'] / 1e6:.2f}"])
+        losses = (f"{loss:.4f}" for loss in (one["losses"][0], one["losses"][-1]))
+        step, ratio = f"{one['step_s'] * 1e3:.1f}", f"{one['step_s'] / figures['stock']['step_s']:.2f}"
+        peak = f"{one['peak_bytes'] / 1e6:.0f}" if one["peak_bytes"] else ""
+        grid.rows.append([name, *losses, step, ratio, peak, megabytes(one["cross_bytes"])])
     return grid
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import math
 import statistics
 import sys
@@ -26,7 +27,6 @@ from library.plots import colors_of, model_text, panels, save
 from library.study import Study, make_parser, parse, rank_environment, require, shape_of, study_of
 from library.text import SERVED, checkpoint_of
 from library.variants import LOSS_VARIANTS, Recipe, shown
-from rich.progress import Progress
 
 WHOLE_MODEL = (
     "stock",
@@ -110,63 +110,57 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=60, help="of a run; one from scratch has twice as many")
     parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
-    parser.add_argument("--batch-size", type=int, default=1, help="sequences per rank and step")
-    parser.add_argument("--points", type=int, default=2, help="points of each curve")
     return parse(parser, QUICK, argv)
 
 
 # ---------------------------------------------------------------------------------------------------------- measurement
 
 
-def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
+def run_study(args: argparse.Namespace, study: Study) -> None:
     """Make the checkpoint, and run every task, rate, variant and seed that the study lacks.
 
     Seeds are the outer loop, so that a study that is stopped has complete comparisons for some seeds.
     """
     wanted = [
-        (name, rate, variant, seed)
+        {"task": name, "rate": rate, "variant": variant, "seed": seed}
         for seed in args.seeds
         for name in args.tasks
         for rate in TASKS[name].rates
         for variant in TASKS[name].variants
         if (not args.rates or rate in args.rates) and (not args.variants or variant in args.variants)
     ]
-    missing = [key for key in wanted if _find(study, *key) is None]
-    if not missing:
+    if not (missing := study.missing("runs", wanted)):
         return
-    bar = progress.add_task("pretraining", total=len(missing))
     recipe = recipe_of(args)
-    pretraining = args.pretraining if any(TASKS[name].checkpoint for name, *_ in missing) else 0
+    pretraining = args.pretraining if any(TASKS[key["task"]].checkpoint for key in missing) else 0
     with (
         Cluster(2, 2, rank_environment(threads=1)) as cluster,
         checkpoint_of(cluster, dataclasses.replace(recipe, batch_size=4), pretraining) as (files, checkpoint),
     ):
-        for name, rate, variant, seed in missing:
-            progress.update(bar, description=f"{name}, {variant}, {rate:g}, seed {seed}")
-            task, steps = TASKS[name], args.steps * TASKS[name].length
-            own = dataclasses.replace(recipe, **task.recipe, steps=steps, learning_rate=rate)
+        for key in missing:
+            print(*key.values(), sep=", ", flush=True)
+            task = TASKS[key["task"]]
+            steps = args.steps * task.length
+            own = dataclasses.replace(recipe, **task.recipe, steps=steps, learning_rate=key["rate"])
             # Behind a checkpoint seeds are others than the checkpoint's, so that no run sees its batches again.
-            place = (seed + 1000, own, files, checkpoint) if task.checkpoint else (seed, own, files)
-            with cluster.start(SERVED, variant, *place) as ranks:
-                row = train(ranks, steps, args.points)
-            study.add("runs", {"task": name, "rate": rate, "variant": variant, "seed": seed, **row})
-            progress.advance(bar)
+            seed, weights = (key["seed"] + 1000, checkpoint) if task.checkpoint else (key["seed"], None)
+            with cluster.start(SERVED, key["variant"], seed, own, files, weights) as ranks:
+                study.add("runs", key | train(ranks, steps))
 
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """Return the settings of the checkpoint, over which those of a task go."""
-    return Recipe(shape_of(args), args.steps, args.batch_size, learning_rate=1e-3)
+    return Recipe(shape_of(args), args.steps, batch_size=1, learning_rate=1e-3)
 
 
-def train(ranks: Ranks, steps: int, points: int) -> dict[str, Any]:
-    """Train one run to its end, and return its row: losses and bytes."""
+def train(ranks: Ranks, steps: int) -> dict[str, Any]:
+    """Train one run to its end, and return its row: losses at the start, in the middle and at the end, and bytes."""
     curve: dict[str, list[float]] = {"step": [0], "validation": [ranks.call("evaluate")[0]]}
-    for point in range(1, points + 1):
-        upto = round(steps * point / points)
-        ranks.call("train", upto - curve["step"][-1])
+    for upto in (round(steps / 2), steps):
+        sent, *_ = ranks.call("train", upto - curve["step"][-1])
         curve["step"].append(upto)
         curve["validation"].append(ranks.call("evaluate")[0])
-    return {"start": curve["validation"][0], "final": curve["validation"][-1], **ranks.call("sent")[0], "curve": curve}
+    return {"start": curve["validation"][0], "final": curve["validation"][-1], **sent, "curve": curve}
 
 
 # --------------------------------------------------------------------------------------------------------------- report
@@ -196,55 +190,67 @@ class Interval:
         return shown if self.low <= exact <= self.high else f"**{shown}**"
 
 
-def _find(study: Study, task: str, rate: float, variant: str, seed: int) -> dict[str, Any] | None:
-    return study.find("runs", task=task, rate=rate, variant=variant, seed=seed)
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """The runs of a task with one variant at one learning rate.
+
+    Attributes:
+        rate: of learning.
+        variant: how ranks communicate.
+        pairs: one run per seed, each with stock's of the same seed.
+    """
+
+    rate: float
+    variant: str
+    pairs: list[tuple[dict[str, Any], dict[str, Any]]]
+
+    @property
+    def change(self) -> Interval:
+        """By how much the final losses exceed stock's, relative."""
+        return Interval.of([run["final"] / stock["final"] - 1 for run, stock in self.pairs])
+
+    @property
+    def progress(self) -> Interval:
+        """What runs have learned over what stock has. Both begin where stock does: packed weights are part of the cost."""
+        return Interval.of(
+            [(stock["start"] - run["final"]) / (stock["start"] - stock["final"]) for run, stock in self.pairs]
+        )
+
+    @property
+    def finals(self) -> list[float]:
+        """The losses at the end."""
+        return [run["final"] for run, _ in self.pairs]
+
+    @property
+    def sent(self) -> float | None:
+        """The bytes of weights and gradients across nodes in a step, of M; None for FSDP2's own, which were not counted."""
+        run, _ = self.pairs[0]
+        return None if run["weights"] is None else run["weights"] + run["gradients"]
 
 
-def cells_of(study: Study, name: str) -> list[tuple[float, list[str]]]:
-    """Return the learning rates of a task, each with the variants that ran beside stock."""
-    task = TASKS[name]
-    found = [(rate, [one for one in task.variants if pairs_of(study, name, rate, one)]) for rate in task.rates]
-    return [(rate, variants) for rate, variants in found if variants]
-
-
-def pairs_of(study: Study, name: str, rate: float, variant: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return the runs of a cell, one per seed, each with stock's of the same seed."""
-    runs = [run for run in study.rows("runs") if (run["task"], run["rate"], run["variant"]) == (name, rate, variant)]
-    pairs = [(run, _find(study, name, rate, TASKS[name].variants[0], run["seed"])) for run in runs]
-    return [(run, stock) for run, stock in pairs if stock is not None]
-
-
-def change_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Interval:
-    """Return by how much the final losses exceed stock's, relative."""
-    return Interval.of([run["final"] / stock["final"] - 1 for run, stock in pairs])
-
-
-def progress_of(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> Interval:
-    """Return what runs have learned over what stock has. Both begin where stock does: packed weights are part of the cost."""
-    return Interval.of([(stock["start"] - run["final"]) / (stock["start"] - stock["final"]) for run, stock in pairs])
-
-
-def sent_by(run: dict[str, Any]) -> float | None:
-    """Return the bytes of weights and gradients across nodes in a step, of M; None for FSDP2's own, which were not counted."""
-    return None if run["weights"] is None else run["weights"] + run["gradients"]
+def cells_of(study: Study, name: str) -> list[Cell]:
+    """Return the cells of a task that were measured, in the order of learning rates and variants."""
+    task, cells = TASKS[name], []
+    for rate, variant in itertools.product(task.rates, task.variants):
+        runs = study.rows("runs", task=name, rate=rate, variant=variant)
+        stock = {run["seed"]: run for run in study.rows("runs", task=name, rate=rate, variant=task.variants[0])}
+        if pairs := [(run, stock[run["seed"]]) for run in runs if run["seed"] in stock]:
+            cells.append(Cell(rate, variant, pairs))
+    return cells
 
 
 def loss_grid(study: Study, name: str) -> Grid:
     """Make the table of a task: losses, differences to stock, progress and bytes, by learning rate and variant."""
-    columns = ("rate, variant", "seeds", "loss", "std over seeds", "loss to stock", "progress", "bytes, M")
-    grid = Grid(f"{TASKS[name].title}: validation loss at the end", columns)
-    for rate, variants in cells_of(study, name):
-        for variant in variants:
-            pairs = pairs_of(study, name, rate, variant)
-            losses, sent = [run["final"] for run, _ in pairs], sent_by(pairs[0][0])
-            row = [f"{rate:g}, {shown(variant)}", str(len(pairs)), f"{statistics.mean(losses):.4f}"]
-            row += [f"{statistics.stdev(losses):.4f}" if len(losses) > 1 else ""]
-            if variant != TASKS[name].variants[0]:
-                row += [change_of(pairs).text("{:+.3%}".format, 0.0), progress_of(pairs).text("{:.1%}".format, 1.0)]
-            else:
-                row += ["", ""]
-            grid.rows.append([*row, f"{sent:.3f}" if sent is not None else ""])
-    return grid
+    rows = []
+    for cell in cells_of(study, name):
+        is_stock, several = cell.variant == TASKS[name].variants[0], len(cell.pairs) > 1
+        row = {"rate, variant": f"{cell.rate:g}, {shown(cell.variant)}", "seeds": str(len(cell.pairs))}
+        row |= {"loss": f"{statistics.mean(cell.finals):.4f}"}
+        row |= {"std over seeds": f"{statistics.stdev(cell.finals):.4f}" if several else ""}
+        row |= {"loss to stock": "" if is_stock else cell.change.text("{:+.3%}".format, 0.0)}
+        row |= {"progress": "" if is_stock else cell.progress.text("{:.1%}".format, 1.0)}
+        rows.append(row | {"bytes, M": f"{cell.sent:.3f}" if cell.sent is not None else ""})
+    return Grid.of(f"{TASKS[name].title}: validation loss at the end", rows)
 
 
 def plot(study: Study, path: Path) -> None:
@@ -254,8 +260,14 @@ def plot(study: Study, path: Path) -> None:
     figure, axes = panels(3, title)
     learned, bytes_sent, above = axes
     for variant, color in colors_of(WHOLE_MODEL[1:]).items():
-        _plot_rates(study, variant, color, learned, bytes_sent)
-        _plot_scratch(study, variant, color, above)
+        style = {"color": color, "marker": "o", "label": shown(variant)}
+        tuned = [cell for cell in cells_of(study, "fine-tuning") if cell.variant == variant]
+        rates, shares = [cell.rate for cell in tuned], [cell.progress for cell in tuned]
+        half = [100 * (share.high - share.mean) if math.isfinite(share.high) else 0.0 for share in shares]
+        learned.errorbar(rates, [100 * share.mean for share in shares], half, capsize=3, **style)
+        bytes_sent.plot(rates, [cell.sent for cell in tuned], **style)
+        for cell in (cell for cell in cells_of(study, "scratch") if cell.variant == variant):
+            above.plot(cell.pairs[0][0]["curve"]["step"], curve_above_stock(cell), **style)
     learned.set(xlabel="learning rate of fine-tuning", ylabel="% of stock's progress", xscale="log")
     bytes_sent.set(
         xlabel="learning rate of fine-tuning", ylabel="bytes across nodes in a step, of M (stock: 3)", xscale="log"
@@ -267,48 +279,22 @@ def plot(study: Study, path: Path) -> None:
     save(figure, path)
 
 
-def _plot_rates(study: Study, variant: str, color: Any, learned: Any, bytes_sent: Any) -> None:
-    rates = [rate for rate, variants in cells_of(study, "fine-tuning") if variant in variants]
-    cells = [pairs_of(study, "fine-tuning", rate, variant) for rate in rates]
-    shares = [progress_of(pairs) for pairs in cells]
-    half = [100 * (share.high - share.mean) if math.isfinite(share.high) else 0.0 for share in shares]
-    label = shown(variant)
-    learned.errorbar(
-        rates, [100 * share.mean for share in shares], half, color=color, marker="o", capsize=3, label=label
-    )
-    bytes_sent.plot(rates, [sent_by(pairs[0][0]) for pairs in cells], color=color, marker="o", label=label)
-
-
-def _plot_scratch(study: Study, variant: str, color: Any, above: Any) -> None:
-    for rate, variants in cells_of(study, "scratch"):
-        if variant in variants:
-            pairs = pairs_of(study, "scratch", rate, variant)
-            curves = [
-                [
-                    100 * (ours / its - 1)
-                    for ours, its in zip(*(one["curve"]["validation"] for one in pair), strict=True)
-                ]
-                for pair in pairs
-            ]
-            mean = [statistics.mean(point) for point in zip(*curves, strict=True)]
-            above.plot(pairs[0][0]["curve"]["step"], mean, color=color, marker="o", label=shown(variant))
+def curve_above_stock(cell: Cell) -> list[float]:
+    """Return by how many per cent the loss exceeds stock's at each point of the curves, as means over seeds."""
+    curves = [[one["curve"]["validation"] for one in pair] for pair in cell.pairs]
+    points = [[100 * (ours / its - 1) for ours, its in zip(*pair, strict=True)] for pair in curves]
+    return [statistics.mean(point) for point in zip(*points, strict=True)]
 
 
 def check_direction(study: Study) -> None:
-    """Check the results of a quick form.
-
-    Raises:
-        SystemExit: the direction of a result is wrong.
-    """
+    """End with an error where a result of the quick form has the wrong direction."""
     claims = {}
     for name in ("scratch", "fine-tuning"):
-        (rate, variants), *_ = cells_of(study, name)
-        for variant in variants:
-            pairs = pairs_of(study, name, rate, variant)
-            (run, _), *_ = pairs
-            claims[f"{variant} learns, {name}"] = run["final"] < run["start"]
-            claims[f"{variant} stays within 3 % of stock, {name}"] = abs(change_of(pairs).mean) < 0.03
-    sent = {variant: sent_by(pairs_of(study, "scratch", 1e-3, variant)[0][0]) for variant in QUICK["variants"][1:]}
+        for cell in cells_of(study, name):
+            run, _ = cell.pairs[0]
+            claims[f"{cell.variant} learns, {name}"] = run["final"] < run["start"]
+            claims[f"{cell.variant} stays within 3 % of stock, {name}"] = abs(cell.change.mean) < 0.03
+    sent = {cell.variant: cell.sent for cell in cells_of(study, "scratch")}
     claims["half a model crosses"] = 0.5 < sent["half_model"] < 0.56
     claims["three eighths of a model cross"] = 0.375 < sent["min_traffic"] < 0.44
     claims["words that changed are fewer bytes than the model"] = 0.25 < sent["exact"] < 1.3

@@ -28,6 +28,7 @@ from library.op_cases import (
     Case,
     change_cases,
     codec_cases,
+    delta_cases,
     frozen_cases,
     linear_cases,
     sum_cases,
@@ -46,7 +47,6 @@ MEGABYTE = 1 << 20
 SIZES = tuple(MEGABYTE << i for i in range(0, 12))  # bytes of fp32 values: 1 MB .. 2 GB
 SOME_SIZES = SIZES[::5]
 DECODE_SHAPES = ((4096, 4096), (11008, 4096), (28672, 8192))  # rows, columns
-COLUMNS = ("operator", "MB", "ms", "GB/s", "copy GB/s", "of copy", "x eager", "x compile")
 INTRO = (
     "Bytes read and written per second, beside a copy of as many bytes in the same run; and how many times as long as our "
     "kernel PyTorch code took."
@@ -86,21 +86,13 @@ def cuda_cases() -> Iterator[Case]:
             yield from frozen_cases(bits, *shape, "cuda")
     for bits in BLOCKS:
         for size in SOME_SIZES:
-            known = ("quantize INT", "dequantize INT", "dequantize_sum") if bits in FULL else ("nothing",)
-            yield from (case for case in wire_cases(bits, size // 4, "cuda") if not case.name.startswith(known))
+            yield from (delta_cases if bits in FULL else wire_cases)(bits, size // 4, "cuda")
 
 
 def measure(case: Case, clock: Clock, arguments: argparse.Namespace) -> dict[str, Any]:
     """Time an operator, the copy and the PyTorch code, and return a row of the table."""
     timing = clock.beside_copy(case, arguments.repeats)
-    row = {
-        "operator": case.name,
-        "bytes": case.size,
-        "milliseconds": 1e3 * timing.seconds,
-        "gigabytes_per_second": case.nbytes / timing.seconds / 1e9,
-        "copy_gigabytes_per_second": case.nbytes / timing.copy_seconds / 1e9,
-        "of_copy": timing.copy_seconds / timing.seconds,
-    }
+    row = {"operator": case.name, "bytes": case.size, "moved": case.nbytes, **timing._asdict()}
     if case.eager is not None:
         eager = case.eager()
         row["eager"] = median_seconds(clock, eager, repeats=3) / timing.seconds
@@ -137,20 +129,29 @@ def processor() -> str:
 
 def grid_of(rows: list[dict[str, Any]], title: str) -> Grid:
     """Make the table of all operators."""
-    grid = Grid(title, COLUMNS)
-    for row in rows:
-        speeds = (f"{row[f'{key}gigabytes_per_second']:.1f}" for key in ("", "copy_"))
-        rivals = (f"{row[key]:.1f}" if key in row else "" for key in ("eager", "compile"))
-        cells = [row["operator"], f"{row['bytes'] / MEGABYTE:.0f}", f"{row['milliseconds']:.2f}", *speeds]
-        grid.rows.append([*cells, f"{row['of_copy']:.2f}", *rivals])
-    return grid
+    cells = [
+        {
+            "operator": row["operator"],
+            "MB": f"{row['bytes'] / MEGABYTE:.0f}",
+            "ms": f"{1e3 * row['seconds']:.2f}",
+            "GB/s": f"{row['moved'] / row['seconds'] / 1e9:.1f}",
+            "copy GB/s": f"{row['moved'] / row['copy_seconds'] / 1e9:.1f}",
+            "of copy": f"{row['copy_seconds'] / row['seconds']:.2f}",
+            "x eager": f"{row['eager']:.1f}" if "eager" in row else "",
+            "x compile": f"{row['compile']:.1f}" if "compile" in row else "",
+        }
+        for row in rows
+    ]
+    return Grid.of(title, cells)
 
 
 def plot(rows: list[dict[str, Any]], device: str, path: Path) -> None:
     """Draw the fraction of a copy's bandwidth over the size, for the operators that were measured at all sizes."""
     figure, (axis,) = panels(1, f"Operators beside a copy within the device\n{device}", width=7)
     for name in dict.fromkeys(row["operator"] for row in rows):
-        points = [(row["bytes"] / MEGABYTE, row["of_copy"]) for row in rows if row["operator"] == name]
+        points = [
+            (row["bytes"] / MEGABYTE, row["copy_seconds"] / row["seconds"]) for row in rows if row["operator"] == name
+        ]
         if len(points) > len(SOME_SIZES):
             axis.plot(*zip(*points, strict=True), marker=".", label=name)
     axis.set(xscale="log", xlabel="values, MB", ylabel="of the bandwidth of a copy", ylim=(0, 1.15))
@@ -179,10 +180,9 @@ def main() -> None:
     grid = grid_of(rows, f"operators against a copy, on {arguments.device}")
     show([grid], ", ".join(f"{key} {value}" for key, value in facts.items()))
     if arguments.output:
-        picture = arguments.output.with_suffix(".png")
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        plot(rows, facts.get("device", facts.get("processor", "")), picture)
-        write_page(arguments.output, "Kernels against a copy", facts, INTRO, [grid], picture)
+        plot(rows, facts.get("device", facts.get("processor", "")), arguments.output.with_suffix(".png"))
+        write_page(arguments.output, "Kernels against a copy", facts, INTRO, [grid])
 
 
 if __name__ == "__main__":

@@ -19,12 +19,11 @@ from typing import Any
 from library.cluster import Ranks
 from library.links import Key, measure_cells
 from library.network import rate_text, speed
-from library.pages import Grid, report
+from library.pages import Grid, megabytes, report
 from library.plots import cluster_text, over_rates, panels, save
 from library.rounds import busiest_link_bytes, step_seconds
 from library.study import Study, add_cluster_flags, make_parser, parse, require, shape_of, study_of
 from library.variants import VARIANTS, shown
-from rich.progress import Progress
 
 CASES = {
     f"{variant}, {way}": (variant, way)
@@ -65,7 +64,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     return parse(parser, QUICK, argv)
 
 
-def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> None:
+def run_study(args: argparse.Namespace, study: Study) -> None:
     """Measure every rate and case that the study lacks."""
 
     def arguments(name: str) -> tuple[Any, ...]:
@@ -86,42 +85,42 @@ def run_study(args: argparse.Namespace, study: Study, progress: Progress) -> Non
         return found
 
     keys = [{"rate": rate, "case": case} for rate in args.rates for case in args.cases]
-    nodes, served = (args.nodes, args.ranks_per_node), "library.sync_run:SyncRun"
-    measure_cells(study, progress, nodes, keys, lambda key: CASES[key["case"]][0], served, arguments, measure)
+    measure_cells(study, keys, lambda key: CASES[key["case"]][0], "library.sync_run:SyncRun", arguments, measure)
 
 
 def sync_grid(study: Study, rate: str) -> Grid:
     """Make the table of one rate, with a row per case."""
-    columns = ("case", "step, s", "step and sync, s", "of it sync", "MB a step", "with sync", "sync costs, s")
-    grid = Grid(f"sync, {rate_text(rate)}", columns)
-    for cell in (cell for cell in study.rows("cells") if cell["rate"] == rate):
-        seconds = [f"{cell[key]:.3f}" for key in ("alone_s", "synced_s", "sync_s")]
-        sent = [f"{cell[key] / 1e6:.2f}" for key in ("alone_bytes", "synced_bytes")]
-        grid.rows.append([shown(cell["case"]), *seconds, *sent, f"{cell['synced_s'] - cell['alone_s']:.3f}"])
-    return grid
+    rows = [
+        {
+            "case": shown(cell["case"]),
+            "step, s": f"{cell['alone_s']:.3f}",
+            "step and sync, s": f"{cell['synced_s']:.3f}",
+            "of it sync": f"{cell['sync_s']:.3f}",
+            "MB a step": megabytes(cell["alone_bytes"]),
+            "with sync": megabytes(cell["synced_bytes"]),
+            "sync costs, s": f"{cost_of(cell):.3f}",
+        }
+        for cell in study.rows("cells", rate=rate)
+    ]
+    return Grid.of(f"sync, {rate_text(rate)}", rows)
+
+
+def cost_of(cell: dict[str, Any]) -> float:
+    """Return the seconds that a sync adds to a step."""
+    return cell["synced_s"] - cell["alone_s"]
 
 
 def plot(study: Study, path: Path) -> None:
     """Draw what a sync costs over the link's rate, one line per case."""
     title = f"Feeding an inference engine behind every step\n{cluster_text(study.conditions)}"
     figure, (axis,) = panels(1, title, width=6)
-
-    def cost(case: str, rate: str) -> float | None:
-        cell = study.find("cells", rate=rate, case=case)
-        return None if cell is None else cell["synced_s"] - cell["alone_s"]
-
-    cells = study.rows("cells")
-    over_rates(axis, [cell["rate"] for cell in cells], [cell["case"] for cell in cells], cost)
+    over_rates(axis, study.rows("cells"), cost_of, by="case")
     axis.set_ylabel("seconds that a sync adds to a step")
     save(figure, path)
 
 
 def check_direction(study: Study, args: argparse.Namespace) -> None:
-    """Check the results of the quick form, at the lowest rate.
-
-    Raises:
-        SystemExit: the direction of a result is wrong.
-    """
+    """End with an error where a result of the quick form has the wrong direction, at the lowest rate."""
     rate = min(args.rates, key=speed)
     stock, ours = (study.find("cells", rate=rate, case=case) for case in QUICK["cases"])
     require(

@@ -14,15 +14,15 @@ cannot run here is skipped, and the summary says why. The stages:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from library.pages import Grid, show
@@ -32,27 +32,25 @@ BENCHMARKS = Path(__file__).parent
 TAIL_LINES = 15
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One check.
 
     Attributes:
         name: of its log, and for ``--only``.
         command: arguments behind the interpreter.
         limit_s: seconds after which it is killed.
-        why_not: says why it cannot run here; None if it can.
+        gpus: that it needs.
         environment: further variables.
     """
 
     name: str
     command: Sequence[str]
     limit_s: float
-    why_not: Callable[[], str | None] = lambda: None
-    environment: dict[str, str] = dataclasses.field(default_factory=dict)
+    gpus: int = 1
+    environment: Mapping[str, str] = {}
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """The end of a stage.
 
     Attributes:
@@ -71,47 +69,27 @@ class Outcome:
 def stages(output: Path, device: str) -> list[Stage]:
     """Return the stages in order, those that find the most first."""
     training = [str(BENCHMARKS / "bench_gpu_training.py"), "--output", str(output)]
+    operators = [str(BENCHMARKS / "bench_ops.py"), "--device", "cuda", "--output", str(output / "ops_cuda.md")]
+    tests = ["-m", "pytest", "-m", "gpu", "-q", "-rs"]
     return [
-        Stage("environment", [str(BENCHMARKS / "gpu_check.py"), "--describe"], 60),
-        Stage("tests", ["-m", "pytest", "-m", "gpu", "-q", "-rs", "--maxfail=20", "tests/gpu"], 200, no_gpu),
-        Stage("training", [*training, "--device", device], 90, no_gpu if device == "cuda" else lambda: None),
-        Stage("nccl", [*training, "--device", "cuda", "--backend", "nccl"], 90, too_few_gpus),
-        Stage(
-            "operators",
-            [str(BENCHMARKS / "bench_ops.py"), "--device", "cuda", "--output", str(output / "ops_cuda.md")],
-            120,
-            no_gpu,
-        ),
-        Stage(
-            "streams",
-            ["-m", "pytest", "-m", "gpu", "-q", "-rs", "tests/gpu/test_gpu_training.py"],
-            90,
-            no_gpu,
-            {"TORCH_CUDA_SANITIZER": "1"},
-        ),
+        Stage("environment", [str(BENCHMARKS / "gpu_check.py"), "--describe"], 60, gpus=0),
+        Stage("tests", [*tests, "--maxfail=20", "tests/gpu"], 200),
+        Stage("training", [*training, "--device", device], 90, gpus=1 if device == "cuda" else 0),
+        Stage("nccl", [*training, "--device", "cuda", "--backend", "nccl"], 90, gpus=2),
+        Stage("operators", operators, 120),
+        Stage("streams", [*tests, "tests/gpu/test_gpu_training.py"], 90, environment={"TORCH_CUDA_SANITIZER": "1"}),
     ]
 
 
-def no_gpu() -> str | None:
-    """Return why nothing can run on a GPU here; None where there is one."""
-    if torch.cuda.is_available():
+def why_not(stage: Stage) -> str | None:
+    """Return why a stage cannot run here; None if it can."""
+    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if found >= stage.gpus:
         return None
-    build = (
-        f"torch {torch.__version__} is built for CUDA {torch.version.cuda}"
-        if torch.version.cuda
-        else "torch has no CUDA"
-    )
-    return f"no CUDA device is visible ({build})"
-
-
-def too_few_gpus() -> str | None:
-    """Return why NCCL has nobody to talk to; None with two GPUs or more."""
-    if (reason := no_gpu()) is not None:
-        return reason
-    count = torch.cuda.device_count()
-    return (
-        None if count > 1 else "NCCL gives each rank a GPU of its own, and two nodes of one rank need two: there is one"
-    )
+    if found:
+        return "NCCL gives each rank a GPU of its own, and two nodes of one rank need two: there is one"
+    build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "has no CUDA"
+    return f"no CUDA device is visible (torch {torch.__version__} {build})"
 
 
 def describe() -> None:
@@ -134,8 +112,7 @@ def describe() -> None:
 
 def run(stage: Stage, output: Path) -> Outcome:
     """Run a stage, with its output in a log."""
-    reason = stage.why_not()
-    if reason is not None:
+    if (reason := why_not(stage)) is not None:
         return Outcome(stage.name, "skipped", 0.0, reason)
     started = time.monotonic()
     log = output / f"{stage.name}.log"
@@ -167,7 +144,7 @@ def report(outcomes: list[Outcome], output: Path) -> Grid:
     grid.rows = [[outcome.stage, outcome.result, f"{outcome.seconds:.0f}"] for outcome in outcomes]
     details = [f"## {outcome.stage}: {outcome.result}\n\n```\n{outcome.detail}\n```\n" for outcome in outcomes]
     (output / "summary.md").write_text("\n".join(["# Checks on a GPU\n", grid.markdown(), "", *details]))
-    record = {"device": device, "torch": torch.__version__, "stages": [dataclasses.asdict(one) for one in outcomes]}
+    record = {"device": device, "torch": torch.__version__, "stages": [one._asdict() for one in outcomes]}
     (output / "summary.json").write_text(json.dumps(record, indent=2))
     return grid
 
@@ -198,9 +175,8 @@ def main() -> int:
     show([grid])
     for outcome in outcomes:
         if outcome.result != "passed":
-            print(
-                f"{outcome.stage} {outcome.result}: {outcome.detail.splitlines()[-1] if outcome.detail else 'no output'}"
-            )
+            *_, last = ["no output", *outcome.detail.splitlines()]
+            print(f"{outcome.stage} {outcome.result}: {last}")
     print(f"Results are in {output}")
     return 1 if any(outcome.result in ("failed", "timed out") for outcome in outcomes) else 0
 

@@ -18,6 +18,7 @@ import copy
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,8 +28,6 @@ from library.pages import Grid, show
 from library.study import add_model_flags, parse, shape_of
 from library.text import write_tokens
 from library.training_run import build_model, windows
-from rich.console import Console
-from rich.progress import track
 
 from hf_zeropp import ops
 from hf_zeropp.rollouts.versions import UpdateReceiver, UpdateSender
@@ -37,24 +36,6 @@ from hf_zeropp.rollouts.versions.log import checksum
 WARM_UP = 10
 """Steps that are not counted: AdamW's first ones are larger."""
 
-COLUMNS = (
-    "learning rate",
-    "steps",
-    "words that change",
-    "by one unit",
-    "bytes a change",
-    "weights, of M",
-    "whole step, of M",
-)
-UPDATE_COLUMNS = (
-    "learning rate",
-    "updates",
-    "words that change",
-    "bytes an update",
-    "a change",
-    "at 6 bytes a change",
-    "whole copy",
-)
 BYTES_OF_A_PATCH = 6
 """Of a changed word in vLLM's own sparse updates: a position of 4 bytes, a value of 2."""
 GRADIENTS = 0.25 + 2 / 128 / 2
@@ -98,10 +79,6 @@ class Text:
             self._tokens = np.load(write_tokens(Path(folder), vocab_size).code.train)
         self._random = np.random.default_rng(0)
 
-    def fork(self) -> Text:
-        """Return the same text, whose batches are those that come next here."""
-        return copy.deepcopy(self)
-
     def batch(self) -> torch.Tensor:
         """Return tokens [8, 128]."""
         return windows(self._tokens, self._random, 8, 128)
@@ -129,7 +106,7 @@ def pretrain(model: torch.nn.Module, text: Text, steps: int) -> float:
     optimizer = adamw(model, 1e-3)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
     loss = float("nan")
-    for _ in track(range(steps), "pretraining", console=Console(stderr=True)):
+    for _ in range(steps):
         loss = train_step(model, optimizer, text)
         schedule.step()
     return loss
@@ -150,16 +127,21 @@ def change(before: torch.Tensor, after: torch.Tensor) -> Change:
     return Change(num_changed / moved.numel(), by_one, int(sizes[0]) / num_changed, int(sizes[0]) / before.nbytes)
 
 
-def changes_at(model: torch.nn.Module, text: Text, rate: float, num_steps: int) -> list[Change]:
-    """Train at ``rate`` and return the change of each step that is counted."""
-    optimizer = adamw(model, rate)
-    found, before = [], words_of(model)
+def words_by_step(
+    model: torch.nn.Module, text: Text, rate: float, num_steps: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Train at ``rate``, and yield all weights in bf16 as they were before and are behind each step."""
+    optimizer, before = adamw(model, rate), words_of(model)
     for _ in range(num_steps):
         train_step(model, optimizer, text)
         after = words_of(model)
-        found.append(change(before, after))
+        yield before, after
         before = after
-    return found[WARM_UP:]
+
+
+def changes_at(model: torch.nn.Module, text: Text, rate: float, num_steps: int) -> list[Change]:
+    """Train at ``rate`` and return the change of each step that is counted."""
+    return [change(*words) for words in words_by_step(model, text, rate, num_steps)][WARM_UP:]
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -178,42 +160,48 @@ def updates_at(
     Raises:
         RuntimeError: the receiver's weights are not those that were sent last.
     """
-    optimizer = adamw(model, rate)
-    sender, receiver, found, before = UpdateSender(folder), UpdateReceiver(folder), [], words_of(model)
+    sender, receiver, found = UpdateSender(folder), UpdateReceiver(folder), []
     sender.publish(weights_of(model).items())
     receiver.update()
     whole = sender.log.files[0].num_bytes
-    for _ in range(num_steps):
-        train_step(model, optimizer, text)
-        after = words_of(model)
+    for before, after in words_by_step(model, text, rate, num_steps):
         version = sender.publish(weights_of(model).items())
         receiver.update()
         (changes,) = (file for file in sender.log.files if file.base and file.version == version)
         num_changed = int((after.view(torch.int16) != before.view(torch.int16)).sum())
         found.append(Update(num_changed, changes.num_bytes))
-        before = after
     sent = {name: checksum(weight) for name, weight in weights_of(model).items()}
     if sent != {name: checksum(weight) for name, weight in receiver.weights.items()}:
         raise RuntimeError(f"behind {num_steps} updates at {rate:g} the receiver has other weights than were sent")
     return found[WARM_UP:], whole
 
 
-def update_row(rate: float, updates: list[Update], whole: int, num_words: int) -> list[str]:
+def update_row(rate: float, updates: list[Update], whole: int, num_words: int) -> dict[str, str]:
     """Return the row of one learning rate in the table of servers: means over updates."""
     num_changed, num_bytes = (statistics.mean(column) for column in zip(*updates, strict=True))
-    return [
-        f"{rate:g}", str(len(updates)), f"{num_changed / num_words:.2%}", f"{num_bytes / 1e3:,.0f} KB",
-        f"{num_bytes / num_changed:.2f}", f"{num_changed * BYTES_OF_A_PATCH / 1e3:,.0f} KB", f"{whole / 1e3:,.0f} KB",
-    ]  # fmt: skip
+    return {
+        "learning rate": f"{rate:g}",
+        "updates": str(len(updates)),
+        "words that change": f"{num_changed / num_words:.2%}",
+        "bytes an update": f"{num_bytes / 1e3:,.0f} KB",
+        "a change": f"{num_bytes / num_changed:.2f}",
+        "at 6 bytes a change": f"{num_changed * BYTES_OF_A_PATCH / 1e3:,.0f} KB",
+        "whole copy": f"{whole / 1e3:,.0f} KB",
+    }
 
 
-def row_of(rate: float, changes: list[Change]) -> list[str]:
+def row_of(rate: float, changes: list[Change]) -> dict[str, str]:
     """Return the table's row of one learning rate: means over steps."""
     mean = Change(*map(statistics.mean, zip(*changes, strict=True)))
-    return [
-        f"{rate:g}", str(len(changes)), f"{mean.share:.2%}", f"{mean.by_one:.0%}", f"{mean.bytes_per_change:.2f}",
-        f"{mean.of_model:.4f}", f"{mean.of_model + GRADIENTS:.3f}",
-    ]  # fmt: skip
+    return {
+        "learning rate": f"{rate:g}",
+        "steps": str(len(changes)),
+        "words that change": f"{mean.share:.2%}",
+        "by one unit": f"{mean.by_one:.0%}",
+        "bytes a change": f"{mean.bytes_per_change:.2f}",
+        "weights, of M": f"{mean.of_model:.4f}",
+        "whole step, of M": f"{mean.of_model + GRADIENTS:.3f}",
+    }
 
 
 def main() -> None:
@@ -222,15 +210,14 @@ def main() -> None:
     checkpoint, text = build_model(shape_of(args)), Text(args.vocab_size)
     loss = pretrain(checkpoint, text, args.pretraining)
     behind = f"after {args.pretraining} steps of pretraining (loss {loss:.2f})"
-    grid, servers = Grid(f"Changed words {behind}", COLUMNS), Grid(f"Updates of servers {behind}", UPDATE_COLUMNS)
-    for rate in args.rates:
-        grid.rows.append(row_of(rate, changes_at(copy.deepcopy(checkpoint), text, rate, args.steps)))
+    rows = [row_of(rate, changes_at(copy.deepcopy(checkpoint), text, rate, args.steps)) for rate in args.rates]
+    servers = []
     for rate in args.update_rates:
         model = copy.deepcopy(checkpoint)
         with tempfile.TemporaryDirectory() as folder:
-            updates, whole = updates_at(model, text.fork(), rate, args.updates, folder)
-        servers.rows.append(update_row(rate, updates, whole, words_of(model).numel()))
-    show([grid, servers], markdown=True)
+            updates, whole = updates_at(model, copy.deepcopy(text), rate, args.updates, folder)
+        servers.append(update_row(rate, updates, whole, words_of(model).numel()))
+    show([Grid.of(f"Changed words {behind}", rows), Grid.of(f"Updates of servers {behind}", servers)], markdown=True)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,13 @@ import argparse
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from statistics import mode
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, init_empty_weights
-from library.pages import Grid, show
+from library.pages import Grid, megabytes, show
 from library.study import add_model_flags, parse, shape_of
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
@@ -35,7 +35,17 @@ from hf_zeropp.integrations.pretrained_shape import pretrained_shape
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
 STEPS = 3
-COLUMNS = ("", "measured, MB", "estimated, MB", "measured / estimated")
+NAMES = {
+    "frozen": "base, 1/N of it",
+    "parameters": "adapters (fp32 masters)",
+    "gradients": "gradients",
+    "optimizer": "AdamW states",
+    "secondary": "secondary shards",
+    "gathered": "gathered at once",
+    "cross_node": "across nodes, per node and step",
+    "intra_node": "within the node, per node and step",
+}
+"""Rows of the table, by the names of the estimate."""
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -137,39 +147,24 @@ def estimated(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfi
     return ours(shape, Setup(world_size=world, ranks_per_node=per_node, config=zeropp, on_cpu=True))
 
 
-def rows_of(found: dict[str, int], line: Estimate) -> Iterator[list[str]]:
-    """Yield the rows of the table."""
-    names = {
-        "frozen": "base, 1/N of it",
-        "parameters": "adapters (fp32 masters)",
-        "gradients": "gradients",
-        "optimizer": "AdamW states",
-        "secondary": "secondary shards",
-        "gathered": "gathered at once",
-        "cross_node": "across nodes, per node and step",
-        "intra_node": "within the node, per node and step",
-    }
-    for key, name in names.items():
-        expected = line.memory[key] if key in line.memory else getattr(line, key)
-        yield [name, f"{found[key] / 1e6:.2f}", f"{expected / 1e6:.2f}", f"{found[key] / expected:.3f}"]
-
-
 def grid_of(args: argparse.Namespace) -> Grid:
     """Measure, and return the table."""
     zeropp = ZeroPPConfig.resolve(None)
     config = LlamaConfig(**dataclasses.asdict(shape_of(args)), max_position_embeddings=1024)
-    found = measure(args, config, zeropp)
     everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, found)
-    most = {key: max(each[key] for each in everyone) for key in found}
-    title = f"hidden {args.hidden_size}, {args.layers} layers, LoRA rank {args.rank}"
-    return Grid(title, COLUMNS, [*rows_of(most, estimated(args, config, zeropp))])
+    dist.all_gather_object(everyone, measure(args, config, zeropp))
+    line, rows = estimated(args, config, zeropp), []
+    for key, name in NAMES.items():
+        most = max(found[key] for found in everyone)
+        expected = line.memory[key] if key in line.memory else getattr(line, key)
+        row = {"": name, "measured, MB": megabytes(most), "estimated, MB": megabytes(expected)}
+        rows.append(row | {"measured / estimated": f"{most / expected:.3f}"})
+    return Grid.of(f"hidden {args.hidden_size}, {args.layers} layers, LoRA rank {args.rank}", rows)
 
 
 def main() -> None:
     """Measure, and print the table for the terminal and for a page."""
-    args = parse_args(sys.argv[1:])
-    grid = grid_of(args)
+    grid = grid_of(parse_args(sys.argv[1:]))
     accelerator = Accelerator()
     if accelerator.is_main_process:
         show([grid], markdown=True)

@@ -63,11 +63,9 @@ class _Together:
     """Several optimizers, called as one."""
 
     def __init__(self, name: str, params: list[Any], is_matrix: list[bool]) -> None:
-        split = [
-            [param for param, is_one in zip(params, is_matrix, strict=True) if is_one is wanted]
-            for wanted in (True, False)
-        ]
-        self.parts = optimizers(name, *split)
+        pairs = list(zip(params, is_matrix, strict=True))
+        matrices, others = ([param for param, is_one in pairs if is_one is wanted] for wanted in (True, False))
+        self.parts = optimizers(name, matrices, others)
 
     def step(self) -> None:
         for part in self.parts:
@@ -120,7 +118,6 @@ def main() -> None:
     """Measure all optimizers in turns, and print one table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=5)
-    parser.add_argument("--rate", default="unlimited", help="of each link, both ways, such as 200mbit")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
         "--variant", default="balanced", choices=VARIANTS, help="how ranks communicate; stock is FSDP2 alone"
@@ -129,33 +126,25 @@ def main() -> None:
     enter_sandbox()
     shape = ModelShape(num_hidden_layers=args.layers)
     names = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package)]
-    columns = ("optimizer", "across nodes, MB", "of M", "counted, of M", "s per step", "error of the update")
-    grid = Grid(f"{args.variant}, {shape.num_parameters / 1e6:.1f} M parameters, {args.rate}", columns)
     model_bytes = crossing_bytes({"nodes": NODES, "model": dataclasses.asdict(shape)})
+    rows = []
     with Cluster(NODES, RANKS_PER_NODE, rank_environment(1)) as cluster, contextlib.ExitStack() as stack:
         served = "measure_optimizers:serve"
         cells = start_all(stack, cluster, names, served, lambda name: (name, args.variant, shape))
         for ranks in cells.values():
             ranks.call("measure", 3, 1)  # the first steps compile, make states, and are watched
-        cluster.set_link(args.rate)
-        found = measure_in_turns(cells, 1, steps=9, seconds=60, rounds=args.rounds)
-        for name, rounds in found.items():
+        for name, rounds in measure_in_turns(cells, 1, steps=9, seconds=60, rounds=args.rounds).items():
             cell = cell_of(rounds, RANKS_PER_NODE)
-            counted = cell["counted_bytes"]
-            cluster.set_link()
-            # Another one than this: that of muon-fsdp2 for whole weights calls a function that does not exist (0.3.0).
+            # That of muon-fsdp2 for whole weights calls a function that does not exist (0.3.0).
             error = None if name == "muon-fsdp2" else max(cells[name].call("error_of_update"))
-            grid.rows.append(
-                [
-                    name,
-                    f"{cell['link_bytes'] / 1e6:.1f}",
-                    f"{cell['link_bytes'] / model_bytes:.2f}",
-                    f"{counted / model_bytes:.2f}" if counted else "",
-                    f"{cell['step_s']:.2f}",
-                    "none" if error is None else f"{error:.1e}" if error else "0",
-                ]
-            )
-    show([grid], markdown=True)
+            row = {"optimizer": name, "across nodes, MB": f"{cell['link_bytes'] / 1e6:.1f}"}
+            for header, key in (("of M", "link_bytes"), ("counted, of M", "counted_bytes")):
+                row[header] = f"{cell[key] / model_bytes:.2f}" if cell[key] else ""
+            row["s per step"] = f"{cell['step_s']:.2f}"
+            row["error of the update"] = "none" if error is None else f"{error:.1e}" if error else "0"
+            rows.append(row)
+    title = f"{args.variant}, {shape.num_parameters / 1e6:.1f} M parameters, links without a limit"
+    show([Grid.of(title, rows)], markdown=True)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -30,19 +29,12 @@ STEPS = 4
 UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
 VARIANTS = {"stock": None, "unquantized": UNQUANTIZED, "default": {}}
 WORDS = [f"w{i}" for i in range(250)]
-COLUMNS = (
-    "program",
-    "largest loss",
-    "unquantized: largest difference to stock",
-    "default: largest difference",
-    "default: MB across nodes per step",
-    "predicted",
-)
 LORA = ["--use_peft", "--lora_target_modules", "all-linear"]
-PROGRAMS = {
+WITH_LORA = ("dpo", "kto")
+"""Without LoRA both make a second model for reference, which stays with FSDP2."""
+PROGRAMS: dict[str, list[str]] = {
     "sft": [],
-    "dpo": LORA,  # without LoRA both make a second model for reference, which stays with FSDP2
-    "kto": LORA,
+    **dict.fromkeys(WITH_LORA, LORA),
     "reward": [],
     "grpo": ["--reward_funcs", "rewards.num_even", "--num_generations", "4", "--max_completion_length", "8"],
 }
@@ -147,7 +139,7 @@ def bytes_of(printed: str) -> tuple[str, str]:
     return (totals[-1][1], totals[-1][2]) if totals else ("", "")
 
 
-def row_of(program: str | Path, folder: Path) -> list[str]:
+def row_of(program: str | Path, folder: Path) -> dict[str, str]:
     """Run a program in all variants, and return its row of the table."""
     losses, printed = {}, ""
     for name, settings in VARIANTS.items():
@@ -157,24 +149,27 @@ def row_of(program: str | Path, folder: Path) -> list[str]:
     def gap(name: str) -> str:
         return f"{max(abs(ours - theirs) for ours, theirs in zip(losses[name], losses['stock'], strict=True)):.1e}"
 
-    title = (
-        program.name
+    counted, predicted = bytes_of(printed)
+    return {
+        "program": program.name
         if isinstance(program, Path)
-        else " ".join(["trl", program, *(["(LoRA)"] * (LORA == PROGRAMS[program]))])
-    )
-    return [title, f"{max(map(abs, losses['stock'])):.4f}", gap("unquantized"), gap("default"), *bytes_of(printed)]
+        else f"trl {program}{' (LoRA)' if program in WITH_LORA else ''}",
+        "largest loss": f"{max(map(abs, losses['stock'])):.4f}",
+        "unquantized: largest difference to stock": gap("unquantized"),
+        "default: largest difference": gap("default"),
+        "default: MB across nodes per step": counted,
+        "predicted": predicted,
+    }
 
 
-def main(argv: Sequence[str] = ()) -> None:
+def main() -> None:
     """Run all programs, and print the table for the terminal and for a page."""
-    args = parse_args(list(argv))
-    grid = Grid(f"{STEPS} steps, 2 nodes of 2 ranks", COLUMNS)
+    args = parse_args(sys.argv[1:])
     with tempfile.TemporaryDirectory() as name:
         make_inputs(Path(name))
-        for program in [*args.script, *args.programs]:
-            grid.rows.append(row_of(program, Path(name)))
-    show([grid], markdown=True)
+        rows = [row_of(program, Path(name)) for program in [*args.script, *args.programs]]
+    show([Grid.of(f"{STEPS} steps, 2 nodes of 2 ranks", rows)], markdown=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

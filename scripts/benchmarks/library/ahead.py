@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,7 +107,9 @@ def plot_ahead(rows: list[Ahead], path: Path) -> None:
 def _ahead(name: str, world_size: int, micro_steps: int, gbit: int) -> Ahead:
     gpu = GPUS["h100"]
     cluster = gpu_cluster(gpu, world_size, RANKS_PER_NODE, gbit * 1e9 / 8)
-    job = Job(_shape(name), Setup(world_size, RANKS_PER_NODE, micro_steps), cluster, TOKENS, checkpointing=True)
+    job = Job(
+        ModelShape.of_count(name), Setup(world_size, RANKS_PER_NODE, micro_steps), cluster, TOKENS, checkpointing=True
+    )
     rows, own = compare(job, gpu.memory, STOCK), choices(job, gpu.memory)
     stock, choice = fastest(rows), recommended(rows, own)
     is_recommended = choice is not None and choice.settings is not None
@@ -119,11 +120,6 @@ def _ahead(name: str, world_size: int, micro_steps: int, gbit: int) -> Ahead:
         None if shown is None else (shown.method, shown.time.step_s),
         is_recommended,
     )  # fmt: skip
-
-
-@functools.cache
-def _shape(name: str) -> ModelShape:
-    return ModelShape.of_count(name)
 
 
 def _find(rows: list[Ahead], model: str, world_size: int, micro_steps: int, gbit: int) -> Ahead:

@@ -4,7 +4,7 @@
     with Cluster(num_nodes=2, ranks_per_node=2) as cluster:
         cluster.set_link(rate="200mbit")
         with cluster.start("library.training_run:TrainingRun", *settings) as ranks:
-            results = ranks.call("measure", steps=5)   # calls the method on every rank; results in rank order
+            results = ranks.call("measure", 5, 1)      # calls the method on every rank; results in rank order
 
 Processes, from the outside in:
 
@@ -30,9 +30,11 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from library.network import INTERFACE, UNLIMITED, ClusterError, Network, address, namespace
+from library import network
+from library.network import INTERFACE, UNLIMITED, ClusterError, address, namespace
 
 START_LIMIT_S = 180.0
+CALL_LIMIT_S = 3600.0
 BENCHMARKS = Path(__file__).resolve().parent.parent
 """The folder from which ``library`` is imported."""
 
@@ -50,22 +52,16 @@ class Cluster:
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
         self._env = env or {}
-        self._network = Network(num_nodes)
         self._servers: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         self._port = 29500
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks."""
-        return self.num_nodes * self.ranks_per_node
 
     def __enter__(self) -> Cluster:
         with contextlib.ExitStack() as stack:
             folder = stack.enter_context(tempfile.TemporaryDirectory(dir="/run"))  # the sandbox's own
             self._listener = stack.enter_context(Listener(os.path.join(folder, "socket"), "AF_UNIX"))
             stack.callback(self._tear_down)
-            self._network.build()
+            network.build(self.num_nodes)
             self._start_nodes()
             self._stack = stack.pop_all()  # nothing above has raised: the end is left to ``__exit__``
         return self
@@ -74,17 +70,17 @@ class Cluster:
         self._stack.close()
 
     def set_link(self, rate: str = UNLIMITED) -> None:
-        """Limit every node's link in both directions, also for runs that exist. See ``Network.set_link``."""
-        self._network.set_link(rate)
+        """Limit every node's link in both directions, also for runs that exist. See ``network.set_link``."""
+        for node in range(self.num_nodes):
+            network.set_link(node, rate)
 
     @contextlib.contextmanager
-    def start(self, factory: str, *args: Any, env: dict[str, str] | None = None) -> Iterator[Ranks]:
+    def start(self, factory: str, *args: Any) -> Iterator[Ranks]:
         """Start one process per rank, and end them when the context ends. Several runs may exist at once.
 
         Args:
             factory: ``module:name`` of a callable. Each rank calls it with ``args``, and serves the object it returns.
             args: arguments that can be pickled.
-            env: environment variables of these ranks, beside the cluster's.
 
         Yields:
             The ranks, after all of them have made their object.
@@ -95,11 +91,10 @@ class Cluster:
         # Each run has a store of its own, so it needs a port of its own. The number also names the run.
         self._port = run = self._port + 1
         for node, connection in enumerate(self._connections):
-            environment = self._rank_environment(node) | (env or {})
-            connection.send(("start", run, factory, args, environment, self.ranks_per_node))
-        ranks = Ranks(self._accept("rank", self.world_size))
+            connection.send(("start", run, factory, args, self._rank_environment(node), self.ranks_per_node))
+        ranks = Ranks(self._accept("rank", self.num_nodes * self.ranks_per_node))
         try:
-            ranks.wait_until_ready()
+            ranks.collect(START_LIMIT_S)  # each sends an answer when its object is made
             yield ranks
         finally:
             # Ranks end with their connections. The servers answer when theirs have, so that whatever comes next has the
@@ -144,7 +139,7 @@ class Cluster:
     def _rank_environment(self, node: int) -> dict[str, str]:
         return {
             "FIRST_RANK": str(node * self.ranks_per_node),
-            "WORLD_SIZE": str(self.world_size),
+            "WORLD_SIZE": str(self.num_nodes * self.ranks_per_node),
             "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
             # Rank 0 keeps the store of the process group, through which ranks find each other.
             "MASTER_ADDR": address(0),
@@ -154,7 +149,7 @@ class Cluster:
         }
 
     def _tear_down(self) -> None:
-        """End in an orderly way. The sandbox ends everything if this does not run."""
+        """End in an orderly way. The sandbox ends everything if this does not run, and frees the network."""
         for connection in self._connections:
             connection.close()  # a node server ends with its connection
         for server in self._servers:
@@ -163,7 +158,6 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
-        self._network.remove()
 
 
 class Ranks:
@@ -176,33 +170,23 @@ class Ranks:
     def __init__(self, connections: list[Connection]) -> None:
         self._connections = connections
 
-    def wait_until_ready(self) -> None:
-        """Wait until every rank has made its object.
-
-        Raises:
-            ClusterError: as for ``call``.
-        """
-        self._collect(START_LIMIT_S)
-
-    def call(self, method: str, *args: Any, limit_s: float = 3600.0, **kwargs: Any) -> list[Any]:
-        """Call a method of the served object on every rank at once.
-
-        Returns:
-            The results, in rank order.
-
-        Raises:
-            ClusterError: a rank raised (its traceback is in the message), died or did not answer within ``limit_s``.
-        """
+    def call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of the served object on every rank at once, and return the results as ``collect`` does."""
         for connection in self._connections:
-            connection.send((method, args, kwargs))
-        return self._collect(limit_s)
+            connection.send((method, args))
+        return self.collect(CALL_LIMIT_S)
 
     def close(self) -> None:
         """Close the connections. Ranks end when theirs is closed."""
         for connection in self._connections:
             connection.close()
 
-    def _collect(self, limit_s: float) -> list[Any]:
+    def collect(self, limit_s: float) -> list[Any]:
+        """Return the next answer of each rank, in rank order.
+
+        Raises:
+            ClusterError: a rank raised (its traceback is in the message), died or did not answer in so many seconds.
+        """
         results: dict[int, Any] = {}
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + limit_s

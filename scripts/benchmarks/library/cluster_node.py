@@ -87,8 +87,8 @@ def _serve_rank(rank: int, factory: str, args: tuple, variables: dict[str, str])
         served = getattr(importlib.import_module(module), name)(*args)
         connection.send((True, None))
         while message := _next(connection):
-            method, positional, keywords = message
-            connection.send((True, getattr(served, method)(*positional, **keywords)))
+            method, arguments = message
+            connection.send((True, getattr(served, method)(*arguments)))
     except BaseException:  # noqa: BLE001 - the driver shows it
         # The driver may have closed the connection already, after the traceback of another rank.
         with contextlib.suppress(OSError):

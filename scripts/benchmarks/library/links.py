@@ -10,12 +10,9 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from rich.progress import Progress
-
 from library.cluster import Cluster, Ranks
-from library.study import Study, rank_environment
+from library.study import Key, Study, rank_environment
 
-Key = dict[str, Any]
 Arguments = Callable[[str], tuple[Any, ...]]
 TRAINING = "library.training_run:TrainingRun"
 """The class of which each rank makes an object in most studies; the study calls its methods (``Cluster.start``)."""
@@ -38,8 +35,6 @@ def start_all(
 
 def measure_cells(
     study: Study,
-    progress: Progress,
-    nodes: tuple[int, int],
     keys: Iterable[Key],
     variant_of: Callable[[Key], str],
     served: str,
@@ -49,23 +44,19 @@ def measure_cells(
     """Measure the cells that a study lacks, one after the other.
 
     Args:
-        study: takes a row of kind ``cells`` per key.
-        progress: shows how far it is.
-        nodes: their number, and the ranks of each.
+        study: takes a row of kind ``cells`` per key. Nodes and ranks are those of its conditions.
         keys: of all cells. ``rate`` is that of the link.
         variant_of: returns the name of the variant whose ranks a key needs.
         served: of ``start_all``.
         arguments: of ``start_all``.
         measure: returns the row behind its key.
     """
-    missing = [key for key in keys if study.find("cells", **key) is None]
-    if not missing:
+    if not (missing := study.missing("cells", keys)):
         return
-    task = progress.add_task("starting", total=len(missing))
+    nodes = study.conditions["nodes"], study.conditions["ranks_per_node"]
     with Cluster(*nodes, rank_environment(threads=1)) as cluster, contextlib.ExitStack() as stack:
         runs = start_all(stack, cluster, map(variant_of, missing), served, arguments)
         for key in missing:
-            progress.update(task, description=", ".join(map(str, key.values())))
+            print(*key.values(), sep=", ", flush=True)
             cluster.set_link(key["rate"])
             study.add("cells", key | measure(runs[variant_of(key)], key))
-            progress.advance(task)

@@ -30,55 +30,44 @@ class ClusterError(RuntimeError):
     """A rank raised, died or did not answer in time, or the kernel refused a part of the network."""
 
 
-class Network:
-    """The namespaces and links of a cluster.
+def build(num_nodes: int) -> None:
+    """Make the bridge, and for every node a namespace whose ``eth0`` ends in a port of the bridge.
 
     Args:
         num_nodes: nodes, at most 254: their addresses are those of one /24 network.
+
+    Raises:
+        ClusterError: a command failed; the message holds the command and what it printed.
     """
+    _run("ip netns add", _SWITCH)
+    _run(f"ip -n {_SWITCH} link add bridge type bridge")
+    _run(f"ip -n {_SWITCH} link set bridge up")
+    for node in range(num_nodes):
+        name, port = namespace(node), _port(node)
+        _run("ip netns add", name)
+        _run(f"ip -n {_SWITCH} link add {port} type veth peer name {INTERFACE} netns {name}")
+        _run(f"ip -n {_SWITCH} link set {port} master bridge up")
+        _run(f"ip -n {name} addr add {address(node)}/24 dev {INTERFACE}")
+        _run(f"ip -n {name} link set {INTERFACE} up")
+        _run(f"ip -n {name} link set lo up")
 
-    def __init__(self, num_nodes: int) -> None:
-        self.num_nodes = num_nodes
 
-    def build(self) -> None:
-        """Make the bridge, and for every node a namespace whose ``eth0`` ends in a port of the bridge.
+def set_link(node: int, rate: str) -> None:
+    """Limit a node's link in both directions.
 
-        Raises:
-            ClusterError: a command failed; the message holds the command and what it printed.
-        """
-        _run("ip netns add", _SWITCH)
-        _run(f"ip -n {_SWITCH} link add bridge type bridge")
-        _run(f"ip -n {_SWITCH} link set bridge up")
-        for node in range(self.num_nodes):
-            name, port = namespace(node), _port(node)
-            _run("ip netns add", name)
-            _run(f"ip -n {_SWITCH} link add {port} type veth peer name {INTERFACE} netns {name}")
-            _run(f"ip -n {_SWITCH} link set {port} master bridge up")
-            _run(f"ip -n {name} addr add {address(node)}/24 dev {INTERFACE}")
-            _run(f"ip -n {name} link set {INTERFACE} up")
-            _run(f"ip -n {name} link set lo up")
+    Args:
+        node: its number.
+        rate: such as ``200mbit``; see ``bits_per_second``.
 
-    def set_link(self, rate: str = UNLIMITED) -> None:
-        """Limit every node's link in both directions.
-
-        Args:
-            rate: such as ``200mbit``; see ``bits_per_second``.
-
-        Raises:
-            ClusterError: the kernel has no ``tbf``.
-            ValueError: ``rate`` is not a rate.
-        """
-        bits = bits_per_second(rate)
-        for node in range(self.num_nodes):
-            # The kernel shapes what leaves an interface, not what arrives. What a node receives is therefore shaped
-            # where it leaves the bridge, at the other end of the node's link.
-            for where, interface in ((namespace(node), INTERFACE), (_SWITCH, _port(node))):
-                _shape(where, interface, bits)
-
-    def remove(self) -> None:
-        """Delete the namespaces, and with them their interfaces. Namespaces that do not exist are not an error."""
-        for name in (*map(namespace, range(self.num_nodes)), _SWITCH):
-            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    Raises:
+        ClusterError: the kernel has no ``tbf``.
+        ValueError: ``rate`` is not a rate.
+    """
+    bits = bits_per_second(rate)
+    # The kernel shapes what leaves an interface, not what arrives. What a node receives is therefore shaped
+    # where it leaves the bridge, at the other end of the node's link.
+    for where, interface in ((namespace(node), INTERFACE), (_SWITCH, _port(node))):
+        _shape(where, interface, bits)
 
 
 def namespace(node: int) -> str:

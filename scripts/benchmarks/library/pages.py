@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
-from library.study import Study, new_console
+from library.study import Study
 
 BY_HAND = "<!-- Below this line the page is written by hand, and kept when the study runs again. -->"
 
@@ -28,6 +30,11 @@ class Grid:
     columns: Sequence[str]
     rows: list[list[str]] = dataclasses.field(default_factory=list)
 
+    @classmethod
+    def of(cls, title: str, rows: Sequence[Mapping[str, str]]) -> Grid:
+        """Return the table of rows whose cells stand under their headers, which are those of the first row."""
+        return cls(title, tuple(rows[0]) if rows else (), [list(row.values()) for row in rows])
+
     def rich(self) -> Table:
         """Return the table for the terminal."""
         table = Table(title=self.title)
@@ -43,6 +50,11 @@ class Grid:
         return "\n".join([*lines, *map(_row, self.rows)])
 
 
+def megabytes(num_bytes: float | None) -> str:
+    """Return a cell of megabytes, which is empty where nothing was counted."""
+    return f"{num_bytes / 1e6:.2f}" if num_bytes else ""
+
+
 def report(study: Study, title: str, intro: str, grids: Sequence[Grid], plot: Callable[[Study, Path], None]) -> None:
     """Show a study's tables, and write its plot and its page beside its JSON file, where it has one.
 
@@ -55,14 +67,13 @@ def report(study: Study, title: str, intro: str, grids: Sequence[Grid], plot: Ca
     """
     show(grids, headline(study.conditions))
     if study.path:
-        picture = study.path.with_suffix(".png")
-        plot(study, picture)
-        write_page(study.path.with_suffix(".md"), title, study.conditions, intro, grids, picture)
+        plot(study, study.path.with_suffix(".png"))
+        write_page(study.path.with_suffix(".md"), title, study.conditions, intro, grids)
 
 
 def show(grids: Iterable[Grid], heading: str = "", *, markdown: bool = False) -> None:
     """Print tables for the terminal, and with ``markdown`` once more as a page that is written by hand takes them."""
-    console = new_console()
+    console = Console(width=None if sys.stdout.isatty() else 160)
     console.print(heading)
     for grid in grids:
         console.print(grid.rich())
@@ -72,14 +83,11 @@ def show(grids: Iterable[Grid], heading: str = "", *, markdown: bool = False) ->
 
 def headline(conditions: dict[str, Any]) -> str:
     """Return the line above the tables on the terminal."""
-    versions = ", ".join(f"{name} {version}" for name, version in conditions["versions"].items())
-    return f"{conditions['cores']} cores, {conditions['kernels']} kernels, {versions}"
+    return f"{conditions['cores']} cores, {conditions['kernels']} kernels, {_plain(conditions['versions'])}"
 
 
-def write_page(
-    path: Path, title: str, conditions: dict[str, Any], intro: str, grids: Sequence[Grid], plot: Path
-) -> None:
-    """Write the page of a study: command, conditions, plot and tables.
+def write_page(path: Path, title: str, conditions: dict[str, Any], intro: str, grids: Sequence[Grid]) -> None:
+    """Write the page of a study: command, conditions, the plot beside it, and tables.
 
     Text below the line ``BY_HAND`` in a page that exists is kept.
 
@@ -89,18 +97,16 @@ def write_page(
         conditions: of ``Study``, with the command.
         intro: its first paragraph.
         grids: tables. A table without rows is left out.
-        plot: a picture in the page's folder.
     """
     kept = path.read_text().partition(BY_HAND)[2] if path.exists() else "\n"
     settings = {key: value for key, value in conditions.items() if key not in ("command", "versions") and value}
-    versions = ", ".join(f"{name} {version}" for name, version in conditions["versions"].items())
     parts = [
         f"# {title}",
         intro,
         f"    {conditions['command']}",
         "\n".join(f"- {key.replace('_', ' ')}: {_plain(value)}" for key, value in settings.items())
-        + f"\n- versions: {versions}",
-        f"![{title}]({plot.name})",
+        + f"\n- versions: {_plain(conditions['versions'])}",
+        f"![{title}]({path.stem}.png)",
         *(grid.markdown() for grid in grids if grid.rows),
     ]
     path.write_text("\n\n".join(parts) + f"\n\n{BY_HAND}{kept}")

@@ -8,7 +8,6 @@ ZeRO-3. Nothing is fitted to a row of ZeRO++.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 
@@ -68,9 +67,6 @@ BLOG_SPEEDUPS = {
 }
 """The authors' announcement of ZeRO++ (DeepSpeed's blog): the range over all models at 400 Gbit/s; "about 2 x on average, up to
 2.2 x" at 100 Gbit/s."""
-
-OTHER_SPEEDUPS = {("18B", LOW, 1024): (2.16, 2.4)}
-"""Further published figures of one row: the abstract says up to 2.16 x, a table 2.4 x."""
 
 Parameters = Mapping[str, float]
 
@@ -158,9 +154,4 @@ def _job(model: str, gbit: int, tokens: int, world_size: int, values: Parameters
     network = Link(gbit * 1e9 / 8 * values["network share"], NETWORK_LATENCY)
     cluster = Cluster(world_size, RANKS_PER_NODE, network, Link(values["within"], WITHIN_LATENCY), device)
     setup = Setup(world_size, RANKS_PER_NODE, config=ZeroPPConfig.resolve({"preset": "paper"}))
-    return Job(_shape(model), setup, cluster, tokens, checkpointing=True)
-
-
-@functools.cache
-def _shape(name: str) -> ModelShape:
-    return ModelShape.of_count(name)
+    return Job(ModelShape.of_count(model), setup, cluster, tokens, checkpointing=True)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from library.network import rate_text, speed
+from library.study import Key
 from library.variants import ModelShape, shown
 
 COLORS = {
@@ -107,25 +108,22 @@ def colors_of(names: Iterable[str]) -> dict[str, Any]:
     return {name: color or next(left) for name, color in own.items()}
 
 
-def over_rates(
-    axis: Any, rates: Iterable[str], names: Iterable[str], value: Callable[[str, str], float | None]
-) -> None:
+def over_rates(axis: Any, cells: Sequence[Key], value: Callable[[Key], float], by: str = "variant") -> None:
     """Draw a figure over the rate of the link, one line per variant. Those of LoRA are dashed, TRL's way has crosses.
 
     Args:
         axis: the panel.
-        rates: of links, in any order.
-        names: of variants.
-        value: of a variant's name and a rate; None leaves the point out.
+        cells: of a study.
+        value: of a cell.
+        by: the field of a cell that names its line.
     """
-    ordered = sorted(set(rates), key=speed)
-    for name, color in colors_of(names).items():
-        points = [(place, found) for place, rate in enumerate(ordered) if (found := value(name, rate)) is not None]
-        if points:
-            style = "--" if name.startswith("lora") else "-"
-            marker = "x" if name.endswith(WAYS[1]) else "o"
-            axis.plot(*zip(*points, strict=True), style, color=color, marker=marker, label=shown(name))
-    axis.set_xticks(range(len(ordered)), map(rate_text, ordered), fontsize=8)
+    rates = sorted({cell["rate"] for cell in cells}, key=speed)
+    for name, color in colors_of(dict.fromkeys(cell[by] for cell in cells)).items():
+        points = sorted((rates.index(cell["rate"]), value(cell)) for cell in cells if cell[by] == name)
+        style = "--" if name.startswith("lora") or name.endswith("replicas") else "-"
+        marker = "x" if name.endswith(WAYS[1]) else "o"
+        axis.plot(*zip(*points, strict=True), style, color=color, marker=marker, label=shown(name))
+    axis.set_xticks(range(len(rates)), map(rate_text, rates), fontsize=8)
     axis.set_xlabel("link between nodes")
 
 

@@ -1,4 +1,4 @@
-"""The frame of a study: command line, results on file that the same command continues, conditions, progress bar."""
+"""The frame of a study: command line, results on file that the same command continues, conditions."""
 
 from __future__ import annotations
 
@@ -14,25 +14,19 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from library.sandbox import enter_sandbox
 from library.variants import ModelShape
 
 ROOT = Path(__file__).resolve().parents[3]
 RESULTS = ROOT / "scripts" / "results"
+Key = dict[str, Any]
+"""Values by which a row is found."""
 PACKAGES = ("torch", "accelerate", "transformers")
 """Packages whose versions stand on every page."""
 
 
 def make_parser(description: str, default_output: str) -> argparse.ArgumentParser:
-    """Make a parser with the flags of studies that make a Llama of given sizes and continue rows on file.
-
-    Args:
-        description: the study's module docstring.
-        default_output: name of the JSON file in ``scripts/results``.
-    """
+    """Make a parser of ``make_page_parser`` for studies that make a Llama of given sizes and continue rows on file."""
     parser = make_page_parser(description, default_output)
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
     add_model_flags(parser)
@@ -137,13 +131,17 @@ class Study:
         study.conditions = study._rows.pop("conditions") | {"command": command}
         return study
 
-    def rows(self, kind: str) -> list[dict[str, Any]]:
-        """Return all rows of a kind, in the order in which they were added."""
-        return self._rows.get(kind, [])
+    def rows(self, kind: str, **key: Any) -> list[dict[str, Any]]:
+        """Return the rows of a kind that have these values, in the order in which they were added."""
+        return [row for row in self._rows.get(kind, []) if key.items() <= row.items()]
 
     def find(self, kind: str, **key: Any) -> dict[str, Any] | None:
         """Return the first row of a kind that has these values, or None."""
-        return next((row for row in self.rows(kind) if key.items() <= row.items()), None)
+        return next(iter(self.rows(kind, **key)), None)
+
+    def missing(self, kind: str, keys: Iterable[Key]) -> list[Key]:
+        """Return the keys of which the study has no row."""
+        return [key for key in keys if self.find(kind, **key) is None]
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
         """Add a row, and write the file."""
@@ -167,10 +165,13 @@ class Study:
         self._rows = before
 
 
-Measure = Callable[[argparse.Namespace, Study, Progress], None]
-
-
-def study_of(args: argparse.Namespace, script: str, fixed: Iterable[str], measure: Measure, **others: Any) -> Study:
+def study_of(
+    args: argparse.Namespace,
+    script: str,
+    fixed: Iterable[str],
+    measure: Callable[[argparse.Namespace, Study], None],
+    **others: Any,
+) -> Study:
     """Return a study on the emulated cluster with all rows that its command line asks for, after measuring those it lacks.
 
     Args:
@@ -187,8 +188,7 @@ def study_of(args: argparse.Namespace, script: str, fixed: Iterable[str], measur
     known = vars(args) | {"model": dataclasses.asdict(shape_of(args))} | others
     conditions = {"command": command} | {key: known[key] for key in fixed}
     study = Study(args.output, conditions, fixed, fresh=args.fresh)
-    with progress_bar(new_console()) as progress:
-        measure(args, study, progress)
+    measure(args, study)
     return study
 
 
@@ -233,17 +233,6 @@ def kernels() -> str:
     from hf_zeropp import ops
 
     return ops.kernel_info().cpu
-
-
-def new_console() -> Console:
-    """Make a console as wide as the terminal, and wide enough for every table where there is none."""
-    return Console(width=None if sys.stdout.isatty() else 160)
-
-
-def progress_bar(console: Console) -> Progress:
-    """Make a progress bar that counts parts of the study and disappears at its end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True)
 
 
 def rank_environment(threads: int) -> dict[str, str]:

@@ -61,9 +61,8 @@ class TextRun:
             weight_decay=0.1,
             fused=True,  # the Trainer's default
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate_at)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, recipe.rate_at)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.schedule = schedule
         self.handle = self.plugin.handle_of(self.model)
         text = getattr(files, recipe.text)
         self.tokens = np.load(text.train, mmap_mode="r")
@@ -72,14 +71,16 @@ class TextRun:
         # A generator of the run's own, so that every variant sees the same batches, however it uses PyTorch's.
         self.random = np.random.default_rng([seed, dist.get_rank()])
         self._steps = 0
-        self._sent: dict[str, float | None] = {"weights": None, "gradients": None}
 
-    def train(self, steps: int) -> float:
-        """Train for ``steps`` more steps, and return the mean training loss over them and over ranks."""
-        losses = [self._train_step() for _ in range(steps)]
-        # The evaluation that follows sends the last step's weights, which belong to no step that is counted here.
-        self._sent = self._shares_of_model()
-        return round(self._mean(torch.stack(losses).mean()), 6)
+    def train(self, steps: int) -> dict[str, float | None]:
+        """Train for ``steps`` more steps, and return ``weights`` and ``gradients``: what crossed nodes since the first step.
+
+        Both are bytes per step over M (Y-1)/Y; None for FSDP2's own. The first step of a run is the one that sends whole weights.
+        An evaluation sends the weights of the step before it, which belong to no step that is counted here.
+        """
+        for _ in range(steps):
+            self._train_step()
+        return self._shares_of_model()
 
     @torch.no_grad()
     def evaluate(self) -> float:
@@ -87,14 +88,9 @@ class TextRun:
         self.model.eval()
         losses = [self._objective.loss(self.model, batch) for batch in self.validation]
         self.model.train()
-        return round(self._mean(torch.stack(losses).mean()), 6)
-
-    def sent(self) -> dict[str, float | None]:
-        """Return ``weights`` and ``gradients``: bytes across nodes per step, over M (Y-1)/Y; None for FSDP2's own.
-
-        The first step is not in them, since it is the one that sends whole weights.
-        """
-        return dict(self._sent)
+        loss = torch.stack(losses).mean()
+        dist.all_reduce(loss)
+        return round(loss.item() / dist.get_world_size(), 6)
 
     def save(self, path: str) -> None:
         """Write the whole fp32 model to a file, as a checkpoint of later runs."""
@@ -104,7 +100,7 @@ class TextRun:
             os.replace(path + ".partial", path)
         dist.barrier()
 
-    def _train_step(self) -> torch.Tensor:
+    def _train_step(self) -> None:
         batch = windows(self.tokens, self.random, self.recipe.batch_size, self.recipe.seq_len)
         loss = self._objective.loss(self.model, self._objective.batch(batch))
         self.accelerator.backward(loss)
@@ -115,7 +111,6 @@ class TextRun:
         self._steps += 1
         if self.handle and self._steps == 1:
             self.handle.traffic.reset()
-        return loss.detach()
 
     def _shares_of_model(self) -> dict[str, float | None]:
         if self.handle is None:
@@ -130,11 +125,6 @@ class TextRun:
             return round(received.item() / nodes / whole, 5)
 
         return {"weights": share(GATHER_CROSS, GATHER_RESYNC), "gradients": share(REDUCE_CROSS)}
-
-    def _mean(self, value: torch.Tensor) -> float:
-        """Return the mean over ranks."""
-        dist.all_reduce(value)
-        return value.item() / dist.get_world_size()
 
 
 class NextToken:

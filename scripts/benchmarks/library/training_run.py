@@ -115,17 +115,14 @@ class TrainingRun:
             nonlocal peak, partial
             peak = max(peak, _live_tensor_bytes() - self._peers_bytes())
             partial = max(partial, self.handle.partial_bytes() if self.handle else 0)
+            if self.accelerator.sync_gradients:  # to look at gradients of earlier micro-steps would complete them
+                kinds.update(self._memory_by_kind())
 
         kinds: dict[str, int] = {}
-        self.take_step(micro_steps, after_micro_step=look, before_update=lambda: kinds.update(self._memory_by_kind()))
+        self.take_step(micro_steps, look)
         return kinds | {"partial": partial, "peak": peak}
 
-    def take_step(
-        self,
-        micro_steps: int,
-        after_micro_step: Callable[[], None] | None = None,
-        before_update: Callable[[], None] | None = None,
-    ) -> float:
+    def take_step(self, micro_steps: int, after_backward: Callable[[], None] = lambda: None) -> float:
         """Make one optimizer step, and return the loss of its last micro-step."""
         # Accelerate reads it in every ``accumulate``, so one prepared model can be measured with all accumulations.
         self.accelerator.gradient_accumulation_steps = micro_steps
@@ -135,11 +132,8 @@ class TrainingRun:
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
                 self.accelerator.backward(loss)
-                if after_micro_step:
-                    after_micro_step()
+                after_backward()
                 # Accelerate's ``step`` and ``zero_grad`` do nothing before the last micro-step.
-                if before_update and self.accelerator.sync_gradients:
-                    before_update()
                 self.optimizer.step()
                 self.optimizer.zero_grad()
         return loss.item()

@@ -16,19 +16,14 @@ NCCL adds two orders to those of the streams:
 from __future__ import annotations
 
 import dataclasses
-import sys
-from pathlib import Path
 
 import torch.distributed as dist
+from happens_before import Operation, Stream
 
 from hf_zeropp.estimate.cluster import Cluster
-from hf_zeropp.estimate.simulation import COMPUTE, NETWORK, PROCESSOR, WIRE, Span, Stage, Task, simulate
+from hf_zeropp.estimate.simulation import COMPUTE, PROCESSOR, WIRE, Stage, Task, simulate
 from hf_zeropp.estimate.unit_work import Stages
 from hf_zeropp.traffic import Peers
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "tests" / "helpers"))
-
-from happens_before import Operation, Stream  # noqa: E402  (only there)
 
 MATRIX_PRODUCTS = {"mm": "self", "addmm": "mat1"}
 """Operators that compute, each with the name of its left argument."""
@@ -71,7 +66,6 @@ class Work:
 
     Attributes:
         name: the operator.
-        unit: the step of FSDP2, and its unit, within which it was started.
         stream: where it runs.
         after: numbers of earlier works on other streams that it waits for.
         operations: of a matrix product.
@@ -82,7 +76,6 @@ class Work:
     """
 
     name: str
-    unit: str
     stream: str
     after: tuple[int, ...]
     operations: int = 0
@@ -120,7 +113,7 @@ class Recording:
         self._of_tick[stream, operation.clock[stream]] = len(self.works)
         waits = tuple(sorted(index for index in after if index is not None))
         name = operation.func._overloadpacket.__name__
-        work = Work(name, operation.step, str(stream), waits)
+        work = Work(name, str(stream), waits)
         if operation.func.namespace == "c10d":
             work = self._collective(work, operation)
         elif name in MATRIX_PRODUCTS:
@@ -167,56 +160,19 @@ def tasks_of(recording: Recording, cluster: Cluster, scale: Scale, *, orders_lau
             after |= {last_start} if last_start is not None and orders_launches else set()
             last_of[work.communicator], last_start = 2 * index + 1, 2 * index
         stage = _stage_of(work, stages, scale)
-        name = f"{stage.name} {work.unit}".strip()
-        tasks.append(Task(f"start of {name}", WIRE, work.stream, (), after=tuple(sorted(after))))
-        tasks.append(Task(name, stage.kind, work.stream, stage.demands, stage.latency))
+        tasks.append(Task(f"start of {stage.name}", WIRE, work.stream, (), after=tuple(sorted(after))))
+        tasks.append(Task(stage.name, stage.kind, work.stream, stage.demands, stage.latency))
     return tasks
 
 
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """The last step of a recording as it was simulated, in seconds.
-
-    Attributes:
-        start: when the optimizer of the step before it ended.
-        end: when its own optimizer ended.
-        forward_end: when the last product of the forward pass ended.
-        network_busy: how long collectives between nodes ran.
-        compute: what its products take where nothing else runs.
-        spans: each task that ran in it, with its times.
-    """
-
-    start: float
-    end: float
-    forward_end: float
-    network_busy: float
-    compute: float
-    spans: list[tuple[Task, Span]]
-
-    @property
-    def seconds(self) -> float:
-        """How long the step took."""
-        return self.end - self.start
-
-    @property
-    def idle_share(self) -> float:
-        """The share of the step in which nothing crossed nodes."""
-        return 1 - self.network_busy / self.seconds
-
-
-def last_step(recording: Recording, tasks: list[Task]) -> Step:
-    """Simulate a recording of several steps, and return the last of them."""
+def last_step_s(recording: Recording, tasks: list[Task]) -> float:
+    """Simulate a recording of several steps, and return the seconds of the last, from the end of one optimizer to the next."""
     spans = simulate(tasks)
-    pairs = list(zip(tasks, spans, strict=True))
-    before, through = (2 * number for number in recording.steps[-2:])
-    start, end = (max(span.end for task, span in pairs[:stop] if task.stream == MAIN) for stop in (before, through))
-    products = [(task, span) for task, span in pairs[before:through] if task.kind == COMPUTE and task.demands]
-    # A product of the forward pass has two in the backward pass.
-    forward_end = products[len(products) // 3 - 1][1].end
-    within = [(task, span) for task, span in pairs if span.end > start and span.start < end and span.end > span.start]
-    crossing = [span for task, span in within if any(resource == NETWORK for resource, _ in task.demands)]
-    compute = sum(task.seconds_alone for task, _ in products)
-    return Step(start, end, forward_end, _covered(crossing, start, end), compute, within)
+    start, end = (
+        max(span.end for task, span in zip(tasks[: 2 * number], spans, strict=False) if task.stream == MAIN)
+        for number in recording.steps[-2:]
+    )
+    return end - start
 
 
 def _stage_of(work: Work, stages: Stages, scale: Scale) -> Stage:
@@ -229,16 +185,6 @@ def _stage_of(work: Work, stages: Stages, scale: Scale) -> Stage:
     if work.is_ring:
         return stages.ring(work.name, num_bytes, work.peers)
     return stages.exchange(work.name, work.peers.bytes_of(num_bytes), work.peers)
-
-
-def _covered(spans: list[Span], start: float, end: float) -> float:
-    """Return for how long of ``start`` to ``end`` any of the spans lasts."""
-    covered, reached = 0.0, start
-    for span in sorted(spans, key=lambda span: span.start):
-        begin, stop = max(span.start, reached), min(span.end, end)
-        covered += max(stop - begin, 0.0)
-        reached = max(reached, stop)
-    return covered
 
 
 def _touched_bytes(operation: Operation) -> int:
