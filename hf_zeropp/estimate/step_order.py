@@ -31,7 +31,7 @@ hops run inside the gather or reduction that FSDP2 calls.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hf_zeropp.estimate.simulation import WIRE, Program, Stage
 from hf_zeropp.estimate.unit_work import UnitWork
@@ -97,7 +97,7 @@ class _BlockingOrder:
                 pipeline.submit(unit.name, stages)
             else:
                 self.program.add_all(MAIN, stages, unit.name)
-        pipeline.drain()
+        pipeline.advance(0)
         self.program.micro_step_ends.append(len(self.program.tasks) - 1)
 
     def _start_ahead(self, unit: UnitWork) -> int | None:
@@ -109,49 +109,38 @@ class _BlockingOrder:
 
 
 class _Pipeline:
-    """Reductions under way, as ``GlooDriver`` moves them."""
+    """Reductions under way, as ``GlooDriver`` moves them. Each is a generator that stops behind every hop that it starts."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._in_node: deque[tuple[str, list[Stage], int | None]] = deque()
-        self._crossing: deque[tuple[str, list[Stage], int | None]] = deque()
+        self._in_node: deque[Iterator[Stage]] = deque()
+        self._crossing: deque[Iterator[Stage]] = deque()
 
-    def advance(self) -> None:
-        self._leave_node()
-        while len(self._crossing) > MAX_CROSSING:
-            self._arrive()
+    def advance(self, max_crossing: int = MAX_CROSSING) -> None:
+        """Let reductions cross that were in the node, and finish the oldest ones until no more than this many cross."""
+        while self._in_node:
+            reduction = self._in_node.popleft()
+            if next(reduction, None):
+                self._crossing.append(reduction)
+        while len(self._crossing) > max_crossing:
+            next(self._crossing.popleft(), None)
 
     def submit(self, unit: str, stages: Sequence[Stage]) -> None:
-        hops = [stage for stage in stages if stage.kind == WIRE]
-        if hops and hops[0].traffic.cross_node:
-            self._crossing.append((unit, *self._run(unit, list(stages), None, CROSS)))
-        else:
-            self._in_node.append((unit, *self._run(unit, list(stages), None, NODE)))
+        reduction = self._run(unit, stages)
+        hop = next(reduction, None)
+        (self._crossing if hop and hop.traffic.cross_node else self._in_node).append(reduction)
 
-    def drain(self) -> None:
-        self._leave_node()
-        while self._crossing:
-            self._arrive()
-
-    def _leave_node(self) -> None:
-        while self._in_node:
-            unit, stages, hop = self._in_node.popleft()
-            left, crossing = self._run(unit, stages, hop, CROSS)
-            if crossing is not None:
-                self._crossing.append((unit, left, crossing))
-
-    def _arrive(self) -> None:
-        unit, stages, hop = self._crossing.popleft()
-        self._run(unit, stages, hop, CROSS)
-
-    def _run(self, unit: str, stages: list[Stage], hop: int | None, stream: str) -> tuple[list[Stage], int | None]:
-        """Run kernels up to the next hop and start that on its stream. Return the stages behind it, and the hop."""
-        while stages:
-            stage, *stages = stages
+    def _run(self, unit: str, stages: Sequence[Stage]) -> Iterator[Stage]:
+        """Run kernels, which wait for the hop before them, and start hops on their streams."""
+        hop: int | None = None
+        for stage in stages:
             if stage.kind == WIRE:
-                return stages, self._program.add(stream, stage, unit, after=[len(self._program.tasks) - 1])
-            self._program.add(MAIN, stage, unit, after=[hop])
-        return [], None
+                is_in_node = hop is None and not stage.traffic.cross_node
+                last = len(self._program.tasks) - 1
+                hop = self._program.add(NODE if is_in_node else CROSS, stage, unit, after=[last])
+                yield stage
+            else:
+                self._program.add(MAIN, stage, unit, after=[hop])
 
 
 class _StreamOrder:
