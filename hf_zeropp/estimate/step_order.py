@@ -1,13 +1,8 @@
 """The order in which a rank issues the tasks of one optimizer step: on gloo, and on accelerators.
 
 On gloo there are no streams, and every collective that FSDP2 calls blocks the thread that computes. This package starts hops
-early and finishes them late (``fsdp/gradients/drivers.py``):
-
-- When a forward pass begins, all stale units are encoded, and their cross hops are started. Each ends when its unit is needed.
-- A unit's reduction has three stages, each one unit behind the one before it: encode and start the node hop; sum, encode and
-  start the cross hop; finish. At most ``MAX_CROSSING`` cross hops are under way when the next reduction starts. With one rank per
-  node there is no node hop, and the cross hop starts at once.
-
+early and finishes them late. When a forward pass begins, all stale units are encoded, and their cross hops are started. Each ends
+when its unit is needed. The parts of reductions come one unit behind each other, as ``fsdp/gradients/drivers.py`` says.
 gloo moves bytes in threads of its own, in the order in which hops were started. These threads take time of the processor.
 
 On accelerators the order is that in which FSDP2's hooks give work to its streams. The names in brackets are those of
