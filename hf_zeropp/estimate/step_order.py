@@ -88,11 +88,10 @@ class _BlockingOrder:
             self.program.compute(MAIN, "backward", unit.backward_s, unit.name)
             stages = (*unit.reduce_last, *unit.all_reduce_last) if is_last else unit.reduce
             if self._overlaps and stages:
-                pipeline.advance()
-                pipeline.submit(unit.name, stages)
+                pipeline.run(unit.name, stages)
             else:
                 self.program.add_all(MAIN, stages, unit.name)
-        pipeline.advance(0)
+        pipeline.drain()
         self.program.micro_step_ends.append(len(self.program.tasks) - 1)
 
     def _start_ahead(self, unit: UnitWork) -> int | None:
@@ -108,32 +107,38 @@ class _Pipeline:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._in_node: deque[Iterator[Stage]] = deque()
-        self._crossing: deque[Iterator[Stage]] = deque()
+        self._in_node: deque[Iterator[str]] = deque()
+        self._crossing: deque[Iterator[str]] = deque()
 
-    def advance(self, max_crossing: int = MAX_CROSSING) -> None:
-        """Let reductions cross that were in the node, and finish the oldest ones until no more than this many cross."""
+    def run(self, unit: str, stages: Sequence[Stage]) -> None:
+        """Begin a reduction, one unit ahead of the one before it."""
+        self._leave_node()
+        for _ in range(len(self._crossing) - MAX_CROSSING):
+            self._take_on(self._crossing.popleft())
+        self._take_on(self._reduction(unit, stages))
+
+    def drain(self) -> None:
+        """Finish all reductions."""
+        self._leave_node()
+        while self._crossing:
+            self._take_on(self._crossing.popleft())
+
+    def _leave_node(self) -> None:
         while self._in_node:
-            reduction = self._in_node.popleft()
-            if next(reduction, None):
-                self._crossing.append(reduction)
-        while len(self._crossing) > max_crossing:
-            next(self._crossing.popleft(), None)
+            self._take_on(self._in_node.popleft())
 
-    def submit(self, unit: str, stages: Sequence[Stage]) -> None:
-        reduction = self._run(unit, stages)
-        hop = next(reduction, None)
-        (self._crossing if hop and hop.traffic.cross_node else self._in_node).append(reduction)
+    def _take_on(self, reduction: Iterator[str]) -> None:
+        if stream := next(reduction, None):
+            (self._crossing if stream == CROSS else self._in_node).append(reduction)
 
-    def _run(self, unit: str, stages: Sequence[Stage]) -> Iterator[Stage]:
-        """Run kernels, which wait for the hop before them, and start hops on their streams."""
+    def _reduction(self, unit: str, stages: Sequence[Stage]) -> Iterator[str]:
+        """Run kernels, each behind the hop before it, and start hops. Yield the stream of each hop."""
         hop: int | None = None
         for stage in stages:
             if stage.kind == WIRE:
-                is_in_node = hop is None and not stage.traffic.cross_node
-                last = len(self._program.tasks) - 1
-                hop = self._program.add(NODE if is_in_node else CROSS, stage, unit, after=[last])
-                yield stage
+                stream = NODE if hop is None and not stage.traffic.cross_node else CROSS
+                hop = self._program.add(stream, stage, unit, after=[len(self._program.tasks) - 1])
+                yield stream
             else:
                 self._program.add(MAIN, stage, unit, after=[hop])
 
