@@ -35,7 +35,6 @@ _SWITCH_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromk
 
 AUTO: Literal["auto"] = "auto"
 DEFAULT_BITS = 8
-WEIGHT_MODES = ("values", "delta", "exact")
 GRADIENT_BITS = (4, 8, 3)
 """Widths of codes in which gradients may cross nodes."""
 NODE_GRADIENT_BITS = (4, 8)
@@ -46,11 +45,7 @@ WEIGHT_BITS = (8, 4)
 """Widths of codes in which whole weights may travel."""
 DELTA_BITS = (8, 4, 3, 2)
 """Widths of codes in which differences of weights may travel. ``ops/README.md`` says how a width is added to these lists."""
-BITS_OF_MODE = {
-    "values": (*WEIGHT_BITS, None),
-    "delta": DELTA_BITS,
-    "exact": (None,),
-}
+BITS_OF_MODE = {"values": (*WEIGHT_BITS, None), "delta": DELTA_BITS, "exact": (None,)}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "qwz_intra_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
@@ -391,7 +386,7 @@ def _weight_mode(name: str, value: Any) -> None:
             f'{name}="auto" was removed: it trained as "exact" does where few weights change, and no step was faster with it. '
             'Set "exact" for learning rates under 1e-4, and "delta" above.'
         )
-    one_of(*WEIGHT_MODES)(name, value)
+    one_of(*BITS_OF_MODE)(name, value)
 
 
 _CHECKS: dict[str, Check] = {

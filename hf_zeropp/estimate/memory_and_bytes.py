@@ -273,11 +273,6 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
         line = dataclasses.replace(stock(trained, setup), method=THIS_PACKAGE)
     else:
         line = _with_muon(_two_hops(trained, setup), trained, setup)
-    return _with_frozen_base(line, model, setup)
-
-
-def _with_frozen_base(line: Estimate, model: ModelShape, setup: Setup) -> Estimate:
-    """Return the estimate of the trainable parameters, with the frozen ones added."""
     format = model.frozen_format(setup.config.frozen_bits)
     gathers = [FrozenGather(unit, setup.ranks_per_node, format) for unit in model.frozen_units]
     traffic = total(gather.step_bytes(setup.micro_steps) for gather in gathers).times(setup.ranks_per_node)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -138,11 +139,8 @@ def work_of_package(job: Job) -> list[UnitWork]:
         stock = METHODS["FSDP2" if job.setup.replicas == 1 else "HSDP"]
         trained = work_of_method(dataclasses.replace(job, model=model), stock)
     frozen = _work_of_all(job.model.frozen_units, maker.frozen)
-    if not frozen:
-        return trained
     # A block of LoRA is two units, of its frozen weights and of its adapters, one after the other.
-    paired = [one for pair in zip(frozen, trained, strict=False) for one in pair]
-    return paired + frozen[len(trained) :] + trained[len(frozen) :]
+    return [one for pair in itertools.zip_longest(frozen, trained) for one in pair if one is not None]
 
 
 def _work_of_all(units: tuple[UnitShape, ...], make: Callable[[UnitShape], UnitWork]) -> list[UnitWork]:
@@ -152,6 +150,7 @@ def _work_of_all(units: tuple[UnitShape, ...], make: Callable[[UnitShape], UnitW
     return [dataclasses.replace(made(dataclasses.replace(unit, name="")), name=unit.name) for unit in ordered]
 
 
+@dataclasses.dataclass(frozen=True)
 class Stages:
     """Makes stages for a cluster.
 
@@ -159,13 +158,7 @@ class Stages:
         cluster: whose rates they take. Its ranks are those over which a model is sharded.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        per_node, world = cluster.ranks_per_node, cluster.world_size
-        # Rank 0 stands for all ranks, because groups are regular.
-        self.world = Peers.among(range(world), 0, per_node)
-        self.node = Peers.among(range(per_node), 0, per_node)
-        self.cross = Peers.among(range(0, world, per_node), 0, per_node)
+    cluster: Cluster
 
     def kernel(self, name: str, num_bytes: float) -> Stage:
         """Return a kernel that reads and writes so many bytes."""
@@ -211,9 +204,11 @@ class _Maker:
         self._job = job
         self._setup = setup
         self._stages = Stages(dataclasses.replace(job.cluster, world_size=setup.world_size))
-        config, world = setup.config, setup.world_size
+        config, world, per_node = setup.config, setup.world_size, setup.ranks_per_node
+        # Rank 0 stands for all ranks, because groups are regular.
+        self._world = Peers(per_node - 1, world - per_node)
         # Settings may divide ranks in other groups than the true nodes. Bytes are fast or slow by the true ones.
-        self._node_size = config.ranks_per_node if isinstance(config.ranks_per_node, int) else setup.ranks_per_node
+        self._node_size = config.ranks_per_node if isinstance(config.ranks_per_node, int) else per_node
         self.num_nodes = world // self._node_size
         hpz_size = resolve_hpz_size(config.hpz_size, self._node_size, world)
         self._leaves_gathers = leaves_gathers_to_fsdp2(config, hpz_size, world)
@@ -223,8 +218,8 @@ class _Maker:
         if method.qwz:
             gather = self._encoded_ring(unit.params)
         else:
-            gather = self._ring(unit.params, self._stages.world) if method.shards else ()
-        again = self._ring(unit.params, self._stages.node) if method.hpz else gather
+            gather = self._ring(unit.params, self._world) if method.shards else ()
+        again = self._ring(unit.params, Peers(self._world.intra_node, 0)) if method.hpz else gather
         if method.qgz:
             reduce = self._two_hop_reduce(unit.params, last=True, accumulates=False)
         else:
@@ -243,7 +238,7 @@ class _Maker:
         overlaps = self._setup.config.overlap
         ahead = 0
         if self._leaves_gathers:
-            first = again = self._ring(unit.params, self._stages.world)
+            first = again = self._ring(unit.params, self._world)
         else:
             gather = self._gather(unit.params)
             crossing, again = self._crossing(gather), self._node_gather(gather)
@@ -296,19 +291,18 @@ class _Maker:
         return (self._stages.ring("gather", HALF_BYTES * slice_numel(params, peers.group_size), peers),)
 
     def _encoded_ring(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
-        wire_bytes = self._gather(params).layouts.kept.nbytes
-        world = self._stages.world
-        half_bytes = HALF_BYTES * slice_numel(params, world.group_size)
+        world, wire_bytes = self._setup.world_size, self._gather(params).layouts.kept.nbytes
+        half_bytes = HALF_BYTES * slice_numel(params, world)
         return (
             self._stages.kernel("encode", half_bytes + wire_bytes),
-            self._stages.ring("gather", wire_bytes, world),
-            self._stages.kernel("decode", world.group_size * (wire_bytes + half_bytes)),
+            self._stages.ring("gather", wire_bytes, self._world),
+            self._stages.kernel("decode", world * (wire_bytes + half_bytes)),
         )
 
     def _flat_reduce(self, params: tuple[ParamShape, ...], method: Method) -> tuple[Stage, ...]:
         if not params:
             return ()
-        peers = self._stages.world
+        peers = self._world
         slice_bytes = self._setup.reduce_dtype.itemsize * slice_numel(params, peers.group_size)
         copy = self._stages.copy("copy gradients", peers.group_size * slice_bytes)
         if peers.group_size == 1:  # HSDP with one rank per node: the all-reduce alone moves bytes
