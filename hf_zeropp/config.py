@@ -19,13 +19,7 @@ from typing import Any, Literal
 
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
 from hf_zeropp.other_names import DEEPSPEED_BLOCK, REMOVED, hint, nearest, translate_deepspeed
-from hf_zeropp.setting_checks import (
-    Check,
-    flag,
-    fraction,
-    one_of,
-    positive_int_or,
-)
+from hf_zeropp.setting_checks import Check, flag, fraction, one_of, positive_int_or
 
 ENV_PREFIX = "ZEROPP_"
 ENV_CONFIG_FILE = "ZEROPP_CONFIG_FILE"
@@ -37,20 +31,10 @@ BLOCK = "zeropp_config"
 ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"})
 """Variables with our prefix that are not fields of the config."""
 
-_SWITCH_WORDS = {
-    "1": True,
-    "true": True,
-    "yes": True,
-    "on": True,
-    "0": False,
-    "false": False,
-    "no": False,
-    "off": False,
-}
+_SWITCH_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}
 
 AUTO: Literal["auto"] = "auto"
 DEFAULT_BITS = 8
-WEIGHT_MODES = ("values", "delta", "exact")
 GRADIENT_BITS = (4, 8, 3)
 """Widths of codes in which gradients may cross nodes."""
 NODE_GRADIENT_BITS = (4, 8)
@@ -61,11 +45,7 @@ WEIGHT_BITS = (8, 4)
 """Widths of codes in which whole weights may travel."""
 DELTA_BITS = (8, 4, 3, 2)
 """Widths of codes in which differences of weights may travel. ``ops/README.md`` says how a width is added to these lists."""
-BITS_OF_MODE = {
-    "values": (*WEIGHT_BITS, None),
-    "delta": DELTA_BITS,
-    "exact": (None,),
-}
+BITS_OF_MODE = {"values": (*WEIGHT_BITS, None), "delta": DELTA_BITS, "exact": (None,)}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "paper": {"qwz_bits": 8, "qwz_intra_bits": 8, "hpz_size": "node", "qgz_bits": 4, "qgz_intra_bits": 4},
@@ -85,16 +65,14 @@ class ZeroPPConfig:
     """Settings of ZeRO++ for one model. A config is checked when it is made and cannot change afterwards.
 
     Args:
-        qwz_mode: what trainable weights send across nodes. ``"values"`` sends the weights. ``"delta"`` sends their change
-            since the last send; the next delta includes whatever this one rounded away. Deltas need ``hpz_size`` and
-            trainable parameters in fp32 (mixed precision keeps them so). ``"exact"`` sends the 16-bit words of the weights that
-            changed, unquantized: few, at learning rates of fine-tuning. It needs ``hpz_size``.
+        qwz_mode: what trainable weights send across nodes: ``"values"`` the weights, ``"delta"`` their change since the last send
+            (the next delta includes whatever this one rounded away), ``"exact"`` the 16-bit words that changed, unquantized.
+            The last two need ``hpz_size``, and deltas fp32 masters (mixed precision keeps them so).
         qwz_bits: bits per weight in a gather: one of ``WEIGHT_BITS``, or None (the compute dtype, unquantized). Deltas take
             one of ``DELTA_BITS``. ``"exact"`` quantizes nothing, and turns the default into None.
         qwz_intra_bits: how weights travel within a node. None: each rank decodes its part of a unit, and the backend's own
-            all-gather moves weights in the compute dtype. 8: secondary shards travel as they are kept (in codes of INT8, of
-            ``qwz_bits`` or of ``hpz_bits``, or unquantized), and each rank decodes the whole unit. ``"auto"``: None on
-            accelerators, 8 on CPU and where ``hpz_size`` spans nodes.
+            all-gather moves it in the compute dtype. 8: secondary shards travel as they are kept, and each rank decodes the
+            whole unit. ``"auto"``: None on accelerators, 8 on CPU and where ``hpz_size`` spans nodes.
         hpz_size: number of ranks that share one copy of the weights, each holding a secondary shard of it: ``"node"`` (the
             ranks of a node), an int, or None (no copy is kept, and every gather crosses the nodes).
         hpz_bits: bits per weight of the secondary shard that deltas are added to: None (the compute dtype) or 8. Without
@@ -107,19 +85,15 @@ class ZeroPPConfig:
             first part with qgZ and the rest without). The Trainer callback reports progress; other loops call
             ``handle.set_progress``.
         qgz_accumulator: dtype in which a node keeps the gradient sums of micro-steps that are not the last: ``"float32"``, or
-            ``"bfloat16"``, which takes half of the memory. Sums are taken in fp32 all the same, and rounded to nearest: a sum
-            stops growing once what is added is under 1/256 of it, so take fp32 from some 64 micro-steps on. It has no effect
-            without accumulation, with ``qgz_accumulate="rank"``, and with one node, where gradients are FSDP2's own.
+            ``"bfloat16"``, which takes half of the memory. Sums are taken in fp32 all the same, and rounded to nearest.
         qgz_accumulate: where the gradients of micro-steps add up. ``"node"``: every micro-step sums them within the node, and 1/N
-            of the unit is kept. ``"rank"``: they stay on the rank at full size until the last micro-step, as under FSDP2's
-            ``set_requires_gradient_sync(False)``, and move within the node once per step.
+            of the unit is kept. ``"rank"``: they stay on the rank at full size until the last micro-step.
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.
         overlap: start collectives early and finish them late on backends without streams (gloo); run cross hops beside node
             hops on those with streams. Results are the same bit for bit; False shows what each collective costs.
-        shared_memory: let the CPU ranks of one machine read each other's secondary shards instead of gathering them.
-            Results are the same bit for bit; False sends the bytes through sockets. It has no effect with
-            ``qwz_intra_bits=None``, which asks for gathers.
+        shared_memory: let the CPU ranks of one machine read each other's secondary shards instead of gathering them, unless
+            ``qwz_intra_bits=None`` asks for gathers. Results are the same bit for bit; False sends the bytes through sockets.
         ranks_per_node: ``"auto"`` (``LOCAL_WORLD_SIZE``, which launchers export) or an int, which treats that many
             consecutive ranks as a node and so emulates several nodes on one machine.
 
@@ -412,7 +386,7 @@ def _weight_mode(name: str, value: Any) -> None:
             f'{name}="auto" was removed: it trained as "exact" does where few weights change, and no step was faster with it. '
             'Set "exact" for learning rates under 1e-4, and "delta" above.'
         )
-    one_of(*WEIGHT_MODES)(name, value)
+    one_of(*BITS_OF_MODE)(name, value)
 
 
 _CHECKS: dict[str, Check] = {

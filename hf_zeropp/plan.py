@@ -22,10 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hf_zeropp import devices
 from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.comm.hosts import check_hosts, this_host
-from hf_zeropp.comm.topology import (
-    WorldGroups,
-    detect_ranks_per_node,
-)
+from hf_zeropp.comm.topology import WorldGroups, detect_ranks_per_node
 from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
@@ -50,11 +47,6 @@ class UnitPlan:
     name: str
     params: tuple[str, ...]
     precision: str
-
-    @classmethod
-    def of(cls, unit: Unit) -> UnitPlan:
-        """Describe a unit."""
-        return cls(unit.name, tuple(unit.describe_params()), unit.describe_precision())
 
 
 class MeshSizes(NamedTuple):
@@ -238,13 +230,13 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
     )
     return Plan(
         versions=tuple((library, version_of(library)) for library in ("hf_zeropp", "torch")),
-        settings=tuple(sorted(config.to_dict().items(), key=lambda item: item[0])),
+        settings=tuple(sorted(config.to_dict().items())),
         ranks_per_node=ranks_per_node,
         meshes=meshes,
         holders=tuple(sorted(set(of_model.ranks).union(*map(holders_of, units)))),
         is_enabled=is_enabled(),
         checks_secondaries=wants_check(),
-        units=tuple(map(UnitPlan.of, units)),
+        units=tuple(UnitPlan(unit.name, tuple(unit.describe_params()), unit.describe_precision()) for unit in units),
     )
 
 

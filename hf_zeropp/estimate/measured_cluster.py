@@ -80,14 +80,13 @@ def run_network(args: argparse.Namespace) -> None:
     Raises:
         SystemExit: an argument is wrong, or no launcher started this process.
     """
-    had_group = dist.is_initialized()
     try:
         _check_arguments(args)
         measured = measure_cluster(args)
     except ValueError as error:
         raise SystemExit(f"hf-zeropp bench-network: {error}") from error
     finally:
-        if dist.is_initialized() and not had_group:
+        if dist.is_initialized():
             dist.destroy_process_group()
     if measured is not None:
         write_cluster(args.output, measured)
@@ -207,12 +206,11 @@ def measure_cluster(args: argparse.Namespace) -> Cluster | None:
 
 def _join() -> torch.device:
     """Join the job that a launcher started, and return this rank's device."""
-    if not dist.is_initialized():
-        if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
-            raise ValueError(
-                f"expected a launcher, which exports {', '.join(LAUNCHER_VARIABLES)}; got no {missing[0]}. Run {_RUN}"
-            )
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+    if missing := [name for name in LAUNCHER_VARIABLES if name not in os.environ]:
+        raise ValueError(
+            f"expected a launcher, which exports {', '.join(LAUNCHER_VARIABLES)}; got no {missing[0]}. Run {_RUN}"
+        )
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     if not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))

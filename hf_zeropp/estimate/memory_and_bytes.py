@@ -11,18 +11,10 @@ The estimate of this package is exact where the shape of the model is known (fro
 1-D parameters are laid out by the functions that a run uses, and a test compares the result with what a run holds and sends.
 A shape made from a parameter count is that of a transformer of usual proportions.
 
-Bytes per step are those that enter one node, from other nodes or within it, all its ranks together. M is the bytes of all
-weights in 16 bits. With A micro-steps, and all weights trained, these bytes enter each node over the network:
-
-- ZeRO-3 by its definition: 3 M A (Y-1)/Y. Each micro-step gathers all weights twice, and reduces all gradients.
-- FSDP2 as Accelerate runs it: (2 A + 1) M (Y-1)/Y. It reduces in the last micro-step alone, and keeps full-size gradients until
-  then. With ``sync_each_batch`` ("FSDP2 synced") it keeps shards, and sends what ZeRO-3 sends.
-- HSDP (FSDP2 over the ranks of each node): 2 M (Y-1)/Y, in an all-reduce of gradients. Replicas of several nodes send what FSDP2
-  sends in each of them, and all-reduce the gradients that a node holds.
-
-That is the least that any algorithm can move: each byte of a gather enters a node once. Gathers and reductions over the world run
-in flat rings under NCCL and gloo, which put (W-1)/W on the link of a node in place of (Y-1)/Y (``Estimate.in_rings``).
-gloo reduces by all-reduces, which carry twice that; the estimate counts NCCL's reduce-scatters.
+Bytes per step are those that enter one node, from other nodes or within it, all its ranks together: what the table "Bytes" of
+the README says, times (Y-1)/Y. That is the least that any algorithm can move: each byte of a gather enters a node once. Gathers
+and reductions over the world run in flat rings under NCCL and gloo, which put (W-1)/W on the link of a node in place of (Y-1)/Y
+(``Estimate.in_rings``). gloo reduces by all-reduces, which carry twice that; the estimate counts NCCL's reduce-scatters.
 
 Activations are left out for every method. The full weights that FSDP2 and this package hold for a moment stand beside the total
 (``Estimate.gathered``), because the papers' formulas leave them out.
@@ -40,7 +32,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_zeropp.comm.topology import prime_factors, resolve_hpz_size
-from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
+from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape, slice_numel
 from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
 from hf_zeropp.fsdp.param_shard import ParamShard
@@ -85,9 +77,9 @@ class Estimate:
 
     method: str
     memory: dict[str, float]
-    cross_node: float
-    in_rings: float
-    intra_node: float
+    cross_node: float = 0
+    in_rings: float = 0
+    intra_node: float = 0
     gathered: float = 0.0
 
     @property
@@ -99,6 +91,11 @@ class Estimate:
         """Return the estimate of a node on which as many shard groups lie, each with the bytes of this one."""
         traffic = {name: getattr(self, name) * num_groups for name in ("cross_node", "in_rings", "intra_node")}
         return dataclasses.replace(self, **traffic)
+
+    def plus(self, across: float, within: float = 0) -> Estimate:
+        """Return the estimate with further bytes, which enter the node or move within it, and not in flat rings."""
+        traffic = {"cross_node": across, "in_rings": across, "intra_node": within}
+        return dataclasses.replace(self, **{name: getattr(self, name) + more for name, more in traffic.items()})
 
 
 def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
@@ -137,7 +134,7 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
     world, per_node, steps = setup.world_size, setup.ranks_per_node, setup.micro_steps
     hpz = _flat_bytes(everything + trained, setup, times=steps)
     # The forward gather and the reduction cross nodes. The backward gather finds its secondary shards within the node.
-    hpz.intra_node += round((per_node - 1) * everything * steps)
+    hpz["intra_node"] += round((per_node - 1) * everything * steps)
     # Over how many ranks parameters, gradients and optimizer states are spread, and what a node receives.
     methods = {
         # An all-reduce sends as much as a reduce-scatter and an all-gather: twice. ZeRO-2 reduces at every
@@ -158,27 +155,22 @@ def paper_methods(model: ModelShape, setup: Setup) -> list[Estimate]:
                 secondary=everything / per_node if method == "hpZ" else 0.0,
                 frozen=(everything - trained) / parameters,
             ),
-            traffic.cross_node,
-            _in_rings(traffic.cross_node, setup),
-            traffic.intra_node,
+            **traffic,
         )
         for method, (parameters, gradients, optimizer, traffic) in methods.items()
     ]
 
 
-def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> Bytes:
+def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> dict[str, float]:
     """Return what one node receives in ``times`` gathers or reductions of ``num_bytes`` over the world."""
     # Each byte is once on the node without a move within it: 1/Y as the node's own shards, the rest as it enters from
     # outside. All N ranks end with all bytes, so N - 1 copies of each move within the node.
-    from_outside = num_bytes * (setup.num_nodes - 1) / setup.num_nodes
-    return Bytes(0, round((setup.ranks_per_node - 1) * num_bytes * times), round(from_outside * times))
-
-
-def _in_rings(flat: float, setup: Setup) -> float:
-    """Return what a flat ring puts on a node's link, of bytes of which (Y-1)/Y enter it at least."""
-    # One rank of a node has its predecessor in the ring on another node, and through that one pass all bytes but its own shard.
     world, nodes = setup.world_size, setup.num_nodes
-    return flat * (world - 1) / world * nodes / (nodes - 1) if nodes > 1 else 0.0
+    across = round(num_bytes * (nodes - 1) / nodes * times)
+    # One rank of a node has its predecessor in the ring on another node, and through that one pass all bytes but its own shard.
+    in_rings = across * (world - 1) / world * nodes / (nodes - 1) if nodes > 1 else 0.0
+    within = round((setup.ranks_per_node - 1) * num_bytes * times)
+    return {"cross_node": across, "in_rings": in_rings, "intra_node": within}
 
 
 # ---- FSDP2.
@@ -198,9 +190,7 @@ def fsdp2(model: ModelShape, setup: Setup, *, syncs: bool = False) -> Estimate:
         memory["accumulator"] = gradients
     reduced = gradients * (setup.micro_steps if syncs else 1)
     traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup) + reduced, setup)
-    across, in_rings = traffic.cross_node, _in_rings(traffic.cross_node, setup)
-    gathered = _gathered_at_once((unit, _gathered_bytes(unit, setup)) for unit in model.units)
-    line = Estimate(SYNCED if syncs else "FSDP2", memory, across, in_rings, traffic.intra_node, gathered)
+    line = Estimate(SYNCED if syncs else "FSDP2", memory, **traffic, gathered=_gathered_at_once(model, setup))
     return _with_muon(line, model, setup)
 
 
@@ -214,12 +204,7 @@ def _with_muon(line: Estimate, model: ModelShape, setup: Setup) -> Estimate:
     of_pair = 2 * HALF_BYTES * matrices / setup.world_size**2
     across = round(setup.ranks_per_node * (setup.world_size - setup.ranks_per_node) * of_pair)
     within = round(setup.ranks_per_node * (setup.ranks_per_node - 1) * of_pair)
-    return dataclasses.replace(
-        line,
-        cross_node=line.cross_node + across,
-        in_rings=line.in_rings + across,
-        intra_node=line.intra_node + within,
-    )
+    return line.plus(across, within)
 
 
 def hsdp(model: ModelShape, setup: Setup) -> Estimate:
@@ -229,9 +214,7 @@ def hsdp(model: ModelShape, setup: Setup) -> Estimate:
     # The ranks of a node hold 1/Y of a replica's gradients, and the all-reduce sends that twice.
     of_node = setup.reduce_dtype.itemsize * model.num_trainable / setup.num_nodes
     across = round(2 * of_node * (setup.replicas - 1) / setup.replicas)
-    return dataclasses.replace(
-        line, method="HSDP", cross_node=line.cross_node + across, in_rings=line.in_rings + across
-    )
+    return dataclasses.replace(line.plus(across), method="HSDP")
 
 
 def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
@@ -243,12 +226,13 @@ def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
     )
 
 
-def _gathered_bytes(unit: UnitShape, setup: Setup) -> int:
-    """Return the bytes of a unit over the world while it is gathered."""
-    return HALF_BYTES * setup.world_size * sum(shard.padded_numel for shard in flat_shards(unit.params, setup))
+def _gathered_at_once(model: ModelShape, setup: Setup) -> int:
+    """Return the bytes that are gathered at one time, at most, of units over the world."""
+    whole = HALF_BYTES * setup.world_size
+    return _largest_at_once((unit, whole * slice_numel(unit.params, setup.world_size)) for unit in model.units)
 
 
-def _gathered_at_once(units: Iterable[tuple[UnitShape, int]]) -> int:
+def _largest_at_once(units: Iterable[tuple[UnitShape, int]]) -> int:
     """Return the bytes that are gathered at one time, at most, of units and their bytes while gathered."""
     staying, passing = 0, [0]
     for unit, num_bytes in units:
@@ -262,20 +246,15 @@ def _gathered_at_once(units: Iterable[tuple[UnitShape, int]]) -> int:
 
 def _sharded_memory(model: ModelShape, setup: Setup) -> dict[str, float]:
     """Return what FSDP2's shards take on the largest rank: fp32 masters and gradients, states, frozen weights in bf16."""
-    # FSDP2 pads every shard to that of rank 0, so rank 0 has the largest memory, and the padded size is what it
-    # holds.
-    trained = _trained_numel(model.units, setup)
-    everything = sum(shard.padded_numel for unit in model.units for shard in flat_shards(unit.params, setup))
+    # FSDP2 pads every shard to that of rank 0, so rank 0 has the largest memory, and the padded size is what it holds.
+    trained = sum(slice_numel(unit.trainable, setup.world_size) for unit in model.units)
+    everything = sum(slice_numel(unit.params, setup.world_size) for unit in model.units)
     return _memory(
         parameters=MASTER_BYTES * trained,
         gradients=MASTER_BYTES * trained,
         optimizer=setup.state_bytes * trained,
         frozen=HALF_BYTES * (everything - trained),
     )
-
-
-def _trained_numel(units: Iterable[UnitShape], setup: Setup) -> int:
-    return sum(shard.padded_numel for unit in units for shard in flat_shards(unit.trainable, setup))
 
 
 def _memory(**kinds: float) -> dict[str, float]:
@@ -294,23 +273,15 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
         line = dataclasses.replace(stock(trained, setup), method=THIS_PACKAGE)
     else:
         line = _with_muon(_two_hops(trained, setup), trained, setup)
-    return _with_frozen_base(line, model, setup)
-
-
-def _with_frozen_base(line: Estimate, model: ModelShape, setup: Setup) -> Estimate:
-    """Return the estimate of the trainable parameters, with the frozen ones added."""
     format = model.frozen_format(setup.config.frozen_bits)
     gathers = [FrozenGather(unit, setup.ranks_per_node, format) for unit in model.frozen_units]
     traffic = total(gather.step_bytes(setup.micro_steps) for gather in gathers).times(setup.ranks_per_node)
+    gathered = _largest_at_once((gather.unit, gather.gathered_bytes()) for gather in gathers)
+    decoded = max((gather.decoded_bytes() for gather in gathers), default=0)
     return dataclasses.replace(
-        line,
+        line.plus(traffic.cross_node, traffic.intra_node),
         memory=line.memory | {"frozen": sum(gather.shard_bytes() for gather in gathers)},
-        cross_node=line.cross_node + traffic.cross_node,
-        in_rings=line.in_rings + traffic.cross_node,
-        intra_node=line.intra_node + traffic.intra_node,
-        gathered=line.gathered
-        + _gathered_at_once((gather.unit, gather.gathered_bytes()) for gather in gathers)
-        + max((gather.decoded_bytes() for gather in gathers), default=0),
+        gathered=line.gathered + gathered + decoded,
     )
 
 
@@ -328,7 +299,8 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
         # Between micro-steps ``.grad`` holds no memory (fsdp/gradients/pending.py). In the last one a unit's gradient is made
         # before its partial sums are freed, and the next one's in their room: both are larger, fp32 or bf16, on two nodes or
         # more.
-        memory["gradients"] = MASTER_BYTES * max((_trained_numel([unit], setup) for unit in model.units), default=0)
+        largest = max((slice_numel(unit.trainable, setup.world_size) for unit in model.units), default=0)
+        memory["gradients"] = MASTER_BYTES * largest
     # Units use buffers in turn. On accelerators gathers and reductions run on streams of their own, and memory that one stream
     # has freed stays in that stream's pool: the pools add up. On gloo both share one pool, which is smaller.
     pools = [max((user.buffer_bytes() for user in users), default=0) for users in (gathers, reduces)]
@@ -342,13 +314,9 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
         traffic.add(gather.hops(times, crossings).total())
     # Units count what one rank receives. All ranks receive equally, so a node receives N times that.
     traffic = traffic.times(setup.ranks_per_node)
-    in_rings: float = traffic.cross_node
-    if stays_fsdp2:
-        flat = _flat_bytes(_fsdp2_gathered_bytes(model, setup), setup)
-        traffic.add(flat)
-        in_rings += _in_rings(flat.cross_node, setup)
-    gathered = _gathered_at_once((unit, _gathered_bytes(unit, setup)) for unit in model.units)
-    return Estimate(THIS_PACKAGE, memory, traffic.cross_node, in_rings, traffic.intra_node, gathered)
+    flat = _flat_bytes(_fsdp2_gathered_bytes(model, setup), setup) if stays_fsdp2 else {}
+    line = Estimate(THIS_PACKAGE, memory, **flat, gathered=_gathered_at_once(model, setup))
+    return line.plus(traffic.cross_node, traffic.intra_node)
 
 
 # ---- The exchanges of one unit, by which the model of step times (unit_work.py) counts as well.
@@ -500,8 +468,7 @@ class FrozenGather:
 
     def __init__(self, unit: UnitShape, ranks_per_node: int, format: FrozenFormat | None) -> None:
         self.unit = unit
-        # All ranks of a node receive the same number of bytes, so the first one stands for them all.
-        self._node = Peers.among(range(ranks_per_node), 0, ranks_per_node)
+        self._num_ranks = ranks_per_node
         self._format = format
 
     def shard_bytes(self) -> int:
@@ -510,7 +477,7 @@ class FrozenGather:
 
     def gathered_bytes(self) -> int:
         """Return the bytes of the unit while it is gathered. Packed weights stay packed."""
-        return self._node.group_size * self.shard_bytes()
+        return self._num_ranks * self.shard_bytes()
 
     def decoded_bytes(self) -> int:
         """Return the bytes of the largest weight that a layer decodes. Layers compute one after the other."""
@@ -521,18 +488,16 @@ class FrozenGather:
 
     def step_bytes(self, micro_steps: int) -> Bytes:
         """Return what one rank receives in a step."""
-        if self._node.group_size == 1:  # FSDP2 makes no call in a group of one rank
-            return Bytes()
         # The same function counts the gathers of a run. Frozen weights have no secondary shard: their own shards lie in the
-        # node already, and every gather is one over the node.
+        # node already, and every gather is one over the node. All of its ranks receive equally.
         gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards)
-        return self._node.bytes_in_ring(self.shard_bytes()).times(gathers)
+        return Peers(self._num_ranks - 1, 0).bytes_in_ring(self.shard_bytes()).times(gathers)
 
     def _shard_bytes(self, param: ParamShape) -> int:
         # Norms, biases and small matrices stay in 16 bits beside packed weights, in the same unit.
         if self._format is None or not param.packable:
-            return HALF_BYTES * param.padded_shard_numel(self._node.group_size)
-        return self._format.nbytes(param.padded_shard(self._node.group_size))
+            return HALF_BYTES * param.padded_shard_numel(self._num_ranks)
+        return self._format.nbytes(param.padded_shard(self._num_ranks))
 
 
 def flat_shards(params: Iterable[ParamShape], setup: Setup) -> list[ParamShard]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.sizes import parse_count
@@ -40,6 +41,11 @@ class ParamShape:
     def padded_shard_numel(self, num_ranks: int) -> int:
         """Return the elements of each rank's shard, padding included."""
         return math.prod(self.padded_shard(num_ranks))
+
+
+def slice_numel(params: Iterable[ParamShape], num_ranks: int) -> int:
+    """Return the elements of each rank's slice of parameters, padding included."""
+    return sum(param.padded_shard_numel(num_ranks) for param in params)
 
 
 @dataclasses.dataclass(frozen=True)

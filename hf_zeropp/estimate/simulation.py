@@ -38,8 +38,8 @@ class Stage:
     Attributes:
         name: for people.
         kind: ``COMPUTE``, ``KERNEL`` or ``WIRE``.
-        demands: seconds of each resource at full rate.
-        latency: seconds beside them.
+        demands: resources by name, each with the seconds of it that the stage needs at full rate.
+        latency: seconds before the work begins, in which it uses no resource.
         traffic: bytes that one rank receives.
     """
 
@@ -52,14 +52,11 @@ class Stage:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work.
+    """One piece of work: a stage of a unit, on a stream.
 
     Attributes:
         name: for people, such as "forward block 3".
-        kind: ``COMPUTE``, ``KERNEL`` or ``WIRE``.
         stream: the name of its stream.
-        demands: resources by name, each with the seconds of it that the task needs at full rate.
-        latency: seconds before the work begins, in which it uses no resource.
         after: indices of earlier tasks that it waits for.
     """
 

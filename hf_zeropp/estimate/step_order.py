@@ -1,13 +1,8 @@
 """The order in which a rank issues the tasks of one optimizer step: on gloo, and on accelerators.
 
 On gloo there are no streams, and every collective that FSDP2 calls blocks the thread that computes. This package starts hops
-early and finishes them late (``fsdp/gradients/drivers.py``):
-
-- When a forward pass begins, all stale units are encoded, and their cross hops are started. Each ends when its unit is needed.
-- A unit's reduction has three stages, each one unit behind the one before it: encode and start the node hop; sum, encode and
-  start the cross hop; finish. At most ``MAX_CROSSING`` cross hops are under way when the next reduction starts. With one rank per
-  node there is no node hop, and the cross hop starts at once.
-
+early and finishes them late. When a forward pass begins, all stale units are encoded, and their cross hops are started. Each ends
+when its unit is needed. The parts of reductions come one unit behind each other, as ``fsdp/gradients/drivers.py`` says.
 gloo moves bytes in threads of its own, in the order in which hops were started. These threads take time of the processor.
 
 On accelerators the order is that in which FSDP2's hooks give work to its streams. The names in brackets are those of
@@ -31,7 +26,7 @@ hops run inside the gather or reduction that FSDP2 calls.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from hf_zeropp.estimate.simulation import WIRE, Program, Stage
 from hf_zeropp.estimate.unit_work import UnitWork
@@ -93,8 +88,7 @@ class _BlockingOrder:
             self.program.compute(MAIN, "backward", unit.backward_s, unit.name)
             stages = (*unit.reduce_last, *unit.all_reduce_last) if is_last else unit.reduce
             if self._overlaps and stages:
-                pipeline.advance()
-                pipeline.submit(unit.name, stages)
+                pipeline.run(unit.name, stages)
             else:
                 self.program.add_all(MAIN, stages, unit.name)
         pipeline.drain()
@@ -109,49 +103,44 @@ class _BlockingOrder:
 
 
 class _Pipeline:
-    """Reductions under way, as ``GlooDriver`` moves them."""
+    """Reductions under way, as ``GlooDriver`` moves them. Each is a generator that stops behind every hop that it starts."""
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self._in_node: deque[tuple[str, list[Stage], int | None]] = deque()
-        self._crossing: deque[tuple[str, list[Stage], int | None]] = deque()
+        self._in_node: deque[Iterator[str]] = deque()
+        self._crossing: deque[Iterator[str]] = deque()
 
-    def advance(self) -> None:
+    def run(self, unit: str, stages: Sequence[Stage]) -> None:
+        """Begin a reduction, one unit ahead of the one before it."""
         self._leave_node()
-        while len(self._crossing) > MAX_CROSSING:
-            self._arrive()
-
-    def submit(self, unit: str, stages: Sequence[Stage]) -> None:
-        hops = [stage for stage in stages if stage.kind == WIRE]
-        if hops and hops[0].traffic.cross_node:
-            self._crossing.append((unit, *self._run(unit, list(stages), None, CROSS)))
-        else:
-            self._in_node.append((unit, *self._run(unit, list(stages), None, NODE)))
+        for _ in range(len(self._crossing) - MAX_CROSSING):
+            self._take_on(self._crossing.popleft())
+        self._take_on(self._reduction(unit, stages))
 
     def drain(self) -> None:
+        """Finish all reductions."""
         self._leave_node()
         while self._crossing:
-            self._arrive()
+            self._take_on(self._crossing.popleft())
 
     def _leave_node(self) -> None:
         while self._in_node:
-            unit, stages, hop = self._in_node.popleft()
-            left, crossing = self._run(unit, stages, hop, CROSS)
-            if crossing is not None:
-                self._crossing.append((unit, left, crossing))
+            self._take_on(self._in_node.popleft())
 
-    def _arrive(self) -> None:
-        unit, stages, hop = self._crossing.popleft()
-        self._run(unit, stages, hop, CROSS)
+    def _take_on(self, reduction: Iterator[str]) -> None:
+        if stream := next(reduction, None):
+            (self._crossing if stream == CROSS else self._in_node).append(reduction)
 
-    def _run(self, unit: str, stages: list[Stage], hop: int | None, stream: str) -> tuple[list[Stage], int | None]:
-        """Run kernels up to the next hop and start that on its stream. Return the stages behind it, and the hop."""
-        while stages:
-            stage, *stages = stages
+    def _reduction(self, unit: str, stages: Sequence[Stage]) -> Iterator[str]:
+        """Run kernels, each behind the hop before it, and start hops. Yield the stream of each hop."""
+        hop: int | None = None
+        for stage in stages:
             if stage.kind == WIRE:
-                return stages, self._program.add(stream, stage, unit, after=[len(self._program.tasks) - 1])
-            self._program.add(MAIN, stage, unit, after=[hop])
-        return [], None
+                stream = NODE if hop is None and not stage.traffic.cross_node else CROSS
+                hop = self._program.add(stream, stage, unit, after=[len(self._program.tasks) - 1])
+                yield stream
+            else:
+                self._program.add(MAIN, stage, unit, after=[hop])
 
 
 class _StreamOrder:

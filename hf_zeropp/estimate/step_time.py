@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hf_zeropp.config import PRESETS, ZeroPPConfig
-from hf_zeropp.estimate.memory_and_bytes import HALF_BYTES, MASTER_BYTES, flat_shards
+from hf_zeropp.estimate.memory_and_bytes import HALF_BYTES, MASTER_BYTES
+from hf_zeropp.estimate.model_shape import slice_numel
 from hf_zeropp.estimate.simulation import COMPUTE, NETWORK, Program, Task, simulate
 from hf_zeropp.estimate.step_order import step_program, token_program
 from hf_zeropp.estimate.training_job import Job
@@ -152,8 +153,7 @@ def _optimizer_s(job: Job, other: Method | None) -> float:
     copies = setup.replicas if other is None or other.shards else setup.world_size
     if device.step_overhead is not None:
         return copies * device.step_overhead
-    shards = flat_shards((param for unit in job.model.units for param in unit.trainable), setup)
-    numel = sum(shard.padded_numel for shard in shards) * copies // setup.replicas
+    numel = sum(slice_numel(unit.trainable, setup.world_size) for unit in job.model.units) * copies // setup.replicas
     return numel * (3 * MASTER_BYTES + 2 * job.setup.state_bytes) / device.copy_rate
 
 

@@ -16,28 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from hf_zeropp.config import BLOCK, PRESETS, ZeroPPConfig
-from hf_zeropp.estimate.cluster import (
-    ATTAINABLE_MFU,
-    GPUS,
-    Cluster,
-    find_gpu,
-    format_rate,
-    gpu_cluster,
-    parse_rate,
-)
+from hf_zeropp.estimate.cluster import ATTAINABLE_MFU, GPUS, Cluster, find_gpu, format_rate, gpu_cluster, parse_rate
 from hf_zeropp.estimate.measured_cluster import read_cluster
 from hf_zeropp.estimate.memory_and_bytes import SYNCED, estimate, ours
 from hf_zeropp.estimate.memory_report import COUNT_UNITS, shorten
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.step_time import (
-    SETTINGS,
-    StepTime,
-    method_names,
-    resolved,
-    step_time,
-    token_s,
-    with_settings,
-)
+from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, resolved, step_time, token_s, with_settings
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import DEEPSPEED, METHODS
 from hf_zeropp.fsdp.weights.low_rates import lowest_rate

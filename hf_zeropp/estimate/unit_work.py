@@ -12,7 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from hf_zeropp.comm.topology import resolve_hpz_size
 from hf_zeropp.config import ZeroPPConfig
@@ -26,7 +30,7 @@ from hf_zeropp.estimate.memory_and_bytes import (
     UnitReduce,
     two_hop_peers,
 )
-from hf_zeropp.estimate.model_shape import ParamShape, UnitShape
+from hf_zeropp.estimate.model_shape import ParamShape, UnitShape, slice_numel
 from hf_zeropp.estimate.simulation import KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage
 from hf_zeropp.estimate.training_job import Job, Setup, forward_order
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
@@ -40,9 +44,6 @@ PREFETCH_NUMEL = 50_000_000
 
 GLOO_REDUCE_TIMES = 2
 """gloo's reduce-scatter runs as an all-reduce whose result is cut: its slices travel twice."""
-
-SUM_BYTES = 4
-"""Bytes of an element of partial sums: fp32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,27 +125,32 @@ def work_of_method(job: Job, method: Method) -> list[UnitWork]:
     # The paper's preset has the layouts of DeepSpeed's quantized wires.
     config = ZeroPPConfig.resolve({"preset": "paper"})
     maker = _Maker(job, dataclasses.replace(setup_of(job.setup, method), config=config))
-    return [maker.of_method(unit, method) for unit in forward_order(job.model.units)]
+    return _work_of_all(job.model.units, lambda unit: maker.of_method(unit, method))
 
 
 def work_of_package(job: Job) -> list[UnitWork]:
     """Return the work of all units under this package with the settings of ``job.setup.config``."""
     maker = _Maker(job, job.setup)
     if maker.num_nodes > 1:
-        trained = [maker.trained(unit) for unit in forward_order(job.model.trained_units)]
+        trained = _work_of_all(job.model.trained_units, maker.trained)
     else:
         # FSDP2's own collectives stay. It gathers adapters in units of their own, since the plugin took the frozen weights out.
         model = dataclasses.replace(job.model, units=job.model.trained_units, frozen_units=())
         stock = METHODS["FSDP2" if job.setup.replicas == 1 else "HSDP"]
         trained = work_of_method(dataclasses.replace(job, model=model), stock)
-    frozen = [maker.frozen(unit) for unit in forward_order(job.model.frozen_units)]
-    if not frozen:
-        return trained
+    frozen = _work_of_all(job.model.frozen_units, maker.frozen)
     # A block of LoRA is two units, of its frozen weights and of its adapters, one after the other.
-    paired = [one for pair in zip(frozen, trained, strict=False) for one in pair]
-    return paired + frozen[len(trained) :] + trained[len(frozen) :]
+    return [one for pair in itertools.zip_longest(frozen, trained) for one in pair if one is not None]
 
 
+def _work_of_all(units: tuple[UnitShape, ...], make: Callable[[UnitShape], UnitWork]) -> list[UnitWork]:
+    """Return the work of units, in the order of a forward pass. Equal units share it: a transformer's blocks are alike."""
+    made = functools.cache(make)
+    ordered = forward_order(units)
+    return [dataclasses.replace(made(dataclasses.replace(unit, name="")), name=unit.name) for unit in ordered]
+
+
+@dataclasses.dataclass(frozen=True)
 class Stages:
     """Makes stages for a cluster.
 
@@ -152,13 +158,7 @@ class Stages:
         cluster: whose rates they take. Its ranks are those over which a model is sharded.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-        per_node, world = cluster.ranks_per_node, cluster.world_size
-        # Rank 0 stands for all ranks, because groups are regular.
-        self.world = Peers.among(range(world), 0, per_node)
-        self.node = Peers.among(range(per_node), 0, per_node)
-        self.cross = Peers.among(range(0, world, per_node), 0, per_node)
+    cluster: Cluster
 
     def kernel(self, name: str, num_bytes: float) -> Stage:
         """Return a kernel that reads and writes so many bytes."""
@@ -198,31 +198,32 @@ class Stages:
 
 
 class _Maker:
-    """Makes the work of units. Units with the same parameters share their stages: a transformer's blocks are alike."""
+    """Makes the work of units."""
 
     def __init__(self, job: Job, setup: Setup) -> None:
         self._job = job
         self._setup = setup
         self._stages = Stages(dataclasses.replace(job.cluster, world_size=setup.world_size))
-        config, world = setup.config, setup.world_size
+        config, world, per_node = setup.config, setup.world_size, setup.ranks_per_node
+        # Rank 0 stands for all ranks, because groups are regular.
+        self._world = Peers(per_node - 1, world - per_node)
         # Settings may divide ranks in other groups than the true nodes. Bytes are fast or slow by the true ones.
-        self._node_size = config.ranks_per_node if isinstance(config.ranks_per_node, int) else setup.ranks_per_node
+        self._node_size = config.ranks_per_node if isinstance(config.ranks_per_node, int) else per_node
         self.num_nodes = world // self._node_size
         hpz_size = resolve_hpz_size(config.hpz_size, self._node_size, world)
         self._leaves_gathers = leaves_gathers_to_fsdp2(config, hpz_size, world)
         self._is_gloo = job.cluster.backend == "gloo"
 
     def of_method(self, unit: UnitShape, method: Method) -> UnitWork:
-        peers = self._stages.world
         if method.qwz:
             gather = self._encoded_ring(unit.params)
         else:
-            gather = self._ring(unit.params, peers) if method.shards else ()
-        again = self._ring(unit.params, self._stages.node) if method.hpz else gather
+            gather = self._ring(unit.params, self._world) if method.shards else ()
+        again = self._ring(unit.params, Peers(self._world.intra_node, 0)) if method.hpz else gather
         if method.qgz:
             reduce = self._two_hop_reduce(unit.params, last=True, accumulates=False)
         else:
-            reduce = self._flat_reduce(unit.trainable, peers, method)
+            reduce = self._flat_reduce(unit.trainable, method)
         return self._work(
             unit,
             (gather, gather, again),
@@ -237,16 +238,17 @@ class _Maker:
         overlaps = self._setup.config.overlap
         ahead = 0
         if self._leaves_gathers:
-            first = again = self._ring(unit.params, self._stages.world)
-        elif self._gather(unit.params).keeps_secondary:
-            crossing, again = self._crossing(unit.params), self._node_gather(unit.params)
-            first = crossing + again
-            # On CPU a hop that was started ahead ends when its unit is needed, on accelerators before.
-            if overlaps:
-                ahead = min(2, len(crossing)) if self._is_gloo else len(crossing)
+            first = again = self._ring(unit.params, self._world)
         else:
+            gather = self._gather(unit.params)
+            crossing, again = self._crossing(gather), self._node_gather(gather)
+            first = crossing + again
             # Without a secondary shard nothing can be started ahead: a gather runs both hops when FSDP2 asks for it.
-            first = again = self._crossing(unit.params) + self._node_gather(unit.params)
+            if not gather.keeps_secondary:
+                again = first
+            # On CPU a hop that was started ahead ends when its unit is needed, on accelerators before.
+            elif overlaps:
+                ahead = min(2, len(crossing)) if self._is_gloo else len(crossing)
         on_rank = self._setup.config.accumulates_on_rank
         reduce_last = self._two_hop_reduce(unit.params, last=True, accumulates=not on_rank)
         rounds = sum(stage.name == REPLICA_HOP for stage in reduce_last)
@@ -283,28 +285,25 @@ class _Maker:
 
     # ---- Stages of 16-bit wires, and of DeepSpeed's gather.
 
-    @functools.cache  # noqa: B019 (a maker lives as long as one estimate)
     def _ring(self, params: tuple[ParamShape, ...], peers: Peers) -> tuple[Stage, ...]:
         if peers.group_size == 1:
             return ()
-        return (self._stages.ring("gather", _slice_bytes(params, peers, HALF_BYTES), peers),)
+        return (self._stages.ring("gather", HALF_BYTES * slice_numel(params, peers.group_size), peers),)
 
-    @functools.cache  # noqa: B019
     def _encoded_ring(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
-        wire_bytes = self._gather(params).layouts.kept.nbytes
-        world = self._stages.world
-        half_bytes = _slice_bytes(params, world, HALF_BYTES)
+        world, wire_bytes = self._setup.world_size, self._gather(params).layouts.kept.nbytes
+        half_bytes = HALF_BYTES * slice_numel(params, world)
         return (
             self._stages.kernel("encode", half_bytes + wire_bytes),
-            self._stages.ring("gather", wire_bytes, world),
-            self._stages.kernel("decode", world.group_size * (wire_bytes + half_bytes)),
+            self._stages.ring("gather", wire_bytes, self._world),
+            self._stages.kernel("decode", world * (wire_bytes + half_bytes)),
         )
 
-    @functools.cache  # noqa: B019
-    def _flat_reduce(self, params: tuple[ParamShape, ...], peers: Peers, method: Method) -> tuple[Stage, ...]:
+    def _flat_reduce(self, params: tuple[ParamShape, ...], method: Method) -> tuple[Stage, ...]:
         if not params:
             return ()
-        slice_bytes = _slice_bytes(params, peers, self._setup.reduce_dtype.itemsize)
+        peers = self._world
+        slice_bytes = self._setup.reduce_dtype.itemsize * slice_numel(params, peers.group_size)
         copy = self._stages.copy("copy gradients", peers.group_size * slice_bytes)
         if peers.group_size == 1:  # HSDP with one rank per node: the all-reduce alone moves bytes
             return (copy,)
@@ -312,26 +311,22 @@ class _Maker:
             return (copy, self._stages.ring("all-reduce", slice_bytes, peers, times=2))
         return (copy, self._stages.ring("reduce", slice_bytes, peers, GLOO_REDUCE_TIMES if self._is_gloo else 1))
 
-    @functools.cache  # noqa: B019
     def _all_reduce(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
         others = Peers(0, self._setup.replicas - 1)
         if not params or others.group_size == 1:
             return ()
         # Each rank has a slice of the unit, and adds it up over the replicas, which are on other nodes.
-        slice_bytes = _slice_bytes(params, self._stages.world, self._setup.reduce_dtype.itemsize)
+        slice_bytes = self._setup.reduce_dtype.itemsize * slice_numel(params, self._setup.world_size)
         traffic = others.bytes_of(-(-slice_bytes // others.group_size)).times(2)
         return (self._stages.exchange("all-reduce", traffic, others),)
 
     # ---- Stages of two hops.
 
-    @functools.cache  # noqa: B019
     def _gather(self, params: tuple[ParamShape, ...]) -> UnitGather:
         return UnitGather(params, self._setup, self._node_size)
 
-    @functools.cache  # noqa: B019
-    def _crossing(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
+    def _crossing(self, gather: UnitGather) -> tuple[Stage, ...]:
         """Return the stages that bring a secondary shard up to date: encode, cross hop, and adding a delta."""
-        gather = self._gather(params)
         layouts, peers, changes = gather.layouts, gather.cross_hop, gather.changes_bytes
         if peers.group_size == 1:
             return ()
@@ -351,11 +346,9 @@ class _Maker:
         added = peers.group_size * (layouts.delta.nbytes + 2 * layouts.kept.nbytes)
         return self._stages.kernel("encode", encode), cross_hop, self._stages.kernel("add delta", added)
 
-    @functools.cache  # noqa: B019
-    def _node_gather(self, params: tuple[ParamShape, ...]) -> tuple[Stage, ...]:
+    def _node_gather(self, gather: UnitGather) -> tuple[Stage, ...]:
         """Return the stages that make whole weights of secondary shards: node hop and decode."""
-        gather, stages = self._gather(params), self._stages
-        kept, peers, slices = gather.layouts.kept, gather.node_hop, gather.cross_hop.group_size
+        stages, kept, peers, slices = self._stages, gather.layouts.kept, gather.node_hop, gather.cross_hop.group_size
         # On CPU the ranks of a node read secondary shards in each other's memory.
         reads_peers = self._is_gloo and gather.keeps_secondary and self._setup.config.shared_memory
         if gather.is_native:
@@ -367,7 +360,6 @@ class _Maker:
             return (decode_all,)
         return (stages.exchange("node hop", gather.hops(gathers=1, crossings=0).node_hop, peers), decode_all)
 
-    @functools.cache  # noqa: B019
     def _two_hop_reduce(
         self, params: tuple[ParamShape, ...], *, last: bool, accumulates: bool = True
     ) -> tuple[Stage, ...]:
@@ -378,7 +370,7 @@ class _Maker:
         numel, world, nodes = layouts.node_hop.numel, setup.world_size, self.num_nodes
         full = setup.reduce_dtype.itemsize * world * numel
         arrived = full
-        partial = SUM_BYTES * nodes * numel if accumulates and setup.micro_steps > 1 else 0
+        partial = torch.float32.itemsize * nodes * numel if accumulates and setup.micro_steps > 1 else 0
         result = [stages.copy("copy gradients", full)]
         if reduce.is_native:
             arrived = nodes * layouts.node_hop_bytes
@@ -399,8 +391,3 @@ class _Maker:
             result.append(stages.exchange(REPLICA_HOP, received, peers))
             left = received.cross_node + wire
         return (*result, stages.kernel("finish", left + setup.reduce_dtype.itemsize * numel))
-
-
-def _slice_bytes(params: tuple[ParamShape, ...], peers: Peers, itemsize: int) -> int:
-    """Return the bytes of one rank's slice of parameters that are sharded over ``peers``."""
-    return itemsize * sum(param.padded_shard_numel(peers.group_size) for param in params)

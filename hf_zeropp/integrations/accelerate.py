@@ -191,7 +191,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         if self.zeropp is not False:
             self.zeropp = ZeroPPConfig.resolve(self.zeropp)
         self._require_fsdp2()
-        patch_accelerator_state()
+        extend(AcceleratorState, "__init__", _initialize_state)
         patch_prepare()
         patch_checkpoints(accelerate.accelerator)
 
@@ -249,11 +249,6 @@ def let_stock_plugin_count_on_cpu() -> None:
     """From now on FSDP2 on CPU also works with Accelerate's own plugin, which the Trainer builds from its arguments."""
     global _stock_plugin_counts_on_cpu
     _stock_plugin_counts_on_cpu = True
-    patch_accelerator_state()
-
-
-def patch_accelerator_state() -> None:
-    """Extend ``AcceleratorState.__init__``, where Accelerate decides whether a plugin counts. Repeated calls do nothing."""
     extend(AcceleratorState, "__init__", _initialize_state)
 
 
@@ -264,27 +259,24 @@ def _initialize_state(
     fsdp_plugin: FullyShardedDataParallelPlugin | None = None,
     **kwargs: Any,
 ) -> None:
+    """Extend the function in which Accelerate decides whether a plugin counts."""
     # All AcceleratorStates share one dictionary, which the first of them fills. So this has to be asked before the original runs,
     # and the original ignores the plugin of any later one.
     existed = bool(AcceleratorState._shared_state)
     original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
     is_on_cpu = self.distributed_type == DistributedType.MULTI_CPU
     if isinstance(fsdp_plugin, ZeroPPPlugin):
-        _check_plugin_counts(self, fsdp_plugin, existed)
         # A later Accelerator finds the plugin in force. ``use_plugin`` runs a collective, and one rank alone may build it.
         if not existed:
             use_plugin(fsdp_plugin)
+        elif getattr(self, "fsdp_plugin", None) is not fsdp_plugin:
+            raise ValueError(
+                "An Accelerator was built before, without this ZeroPPPlugin, so Accelerate would ignore it. Pass the "
+                "plugin to the first Accelerator of the process, or call AcceleratorState._reset_state() before."
+            )
     # A Trainer hands over Accelerate's own plugin. It only has to count as FSDP here; ``ZeroPPCallback.on_init_end`` replaces it.
     elif _stock_plugin_counts_on_cpu and fsdp_plugin is not None and is_on_cpu:
         use_plugin(fsdp_plugin)
-
-
-def _check_plugin_counts(state: AcceleratorState, plugin: ZeroPPPlugin, existed: bool) -> None:
-    if existed and getattr(state, "fsdp_plugin", None) is not plugin:
-        raise ValueError(
-            "An Accelerator was built before, without this ZeroPPPlugin, so Accelerate would ignore it. Pass the "
-            "plugin to the first Accelerator of the process, or call AcceleratorState._reset_state() before."
-        )
 
 
 def use_plugin(plugin: FullyShardedDataParallelPlugin) -> None:

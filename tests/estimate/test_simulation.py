@@ -111,6 +111,9 @@ def test_two_units_of_this_package_on_cpu() -> None:
     across = dataclasses.replace(cross, traffic=Bytes(cross_node=1))
     units = [UnitWork(name, 1, 2, first, reduce_last=(kernel, across, kernel), ahead=2) for name in ("0", "1")]
     assert last(step_program(units, 1, 0.5, is_gloo=True, overlaps=True).tasks) == pytest.approx(13.5)
+    # Replicas add a second hop behind the first: from 10 to 12.
+    units = [UnitWork("0", 1, 2, first, reduce_last=(*reduce, cross, kernel), ahead=2)]
+    assert last(step_program(units, 1, 0.5, is_gloo=True, overlaps=True).tasks) == pytest.approx(13)
 
 
 @st.composite

@@ -2,10 +2,7 @@
 
 ``accelerate launch`` rejects top-level keys that it does not know, and exports only its own. So the ``zeropp_config:`` block
 is taken out of the file here and travels as a file of its own, which the variable ``ZEROPP_CONFIG_FILE`` names and every
-rank reads. The ranks run ``hf_zeropp.run``, which puts the settings in force and then runs the script. All flags are
-Accelerate's.
-
-Mistakes are looked for before anything starts (``checks.py``), and end the command with one line.
+rank reads. Mistakes are looked for before anything starts (``checks.py``), and end the command with one line.
 """
 
 from __future__ import annotations

@@ -85,18 +85,13 @@ def _plugin_for(stock: FullyShardedDataParallelPlugin | None) -> FullyShardedDat
     active = AcceleratorState._shared_state.get("fsdp_plugin")
     if isinstance(active, ZeroPPPlugin) and not isinstance(stock, ZeroPPPlugin):
         return active
-    if not is_enabled() and _version_of(stock) == "1":
+    version = os.environ.get("FSDP_VERSION", "1") if stock is None else stock.fsdp_version
+    if not is_enabled() and str(version) == "1":
         return stock  # ZeRO++ needs FSDP2, and a job without ZeRO++ does not
     if stock is None:
-        return (
-            ZeroPPPlugin(zeropp=_settings) if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" else None
-        )
+        wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+        return ZeroPPPlugin(zeropp=_settings) if wants_fsdp else None
     return stock if isinstance(stock, ZeroPPPlugin) else ZeroPPPlugin.in_place_of(stock, _settings)
-
-
-def _version_of(stock: FullyShardedDataParallelPlugin | None) -> str:
-    """Return FSDP's version, of a plugin or in the launcher's environment."""
-    return str(os.environ.get("FSDP_VERSION", "1") if stock is None else stock.fsdp_version)
 
 
 class FirstSteps:
