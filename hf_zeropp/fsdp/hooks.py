@@ -72,9 +72,9 @@ def hook_passes(model: nn.Module, decisions: Decisions) -> None:
         return module is model or isinstance(module, FSDPModule)
 
     units = {name: module for name, module in model.named_modules() if is_hooked(module)}
-    for index, (name, module) in enumerate(units.items()):
+    for name, module in units.items():
         inner = frozenset(units.values()).intersection(module.modules())
-        entrance = Entrance(index, f"module {name}" if name else f"the model ({type(model).__name__})", inner)
+        entrance = Entrance(f"module {name}" if name else f"the model ({type(model).__name__})", inner)
         module.register_forward_pre_hook(_entering(decisions, entrance), prepend=True)
         # A forward pass that raises has to be left as well, or another one of a unit within it would agree on nothing.
         module.register_forward_hook(_leaving(decisions, entrance), always_call=True)

@@ -28,17 +28,23 @@ class ParamShard:
 
 
 class ReducedShard(NamedTuple):
-    """One parameter's place in a reduction.
+    """One parameter's part of every slice of a reduction.
 
     Attributes:
-        shard: its part of the flat shard.
+        shard: its sizes.
         param: the sharded parameter.
+        start: its first element in the slice.
         has_gradient: whether the micro-step gave it one; otherwise FSDP2 leaves it out of the flat gradient.
     """
 
     shard: ParamShard
     param: DTensor
+    start: int
     has_gradient: bool
+
+    def of(self, slices: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``slices`` [..., S] that belongs to the parameter, with its padding."""
+        return slices[..., self.start : self.start + self.shard.padded_numel]
 
 
 def shard_of(fsdp_param: FSDPParam) -> ParamShard:

@@ -10,6 +10,7 @@ tests/style/test_seams.py fails when one of the names below moves.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -117,9 +118,11 @@ class Unit:
         key = [(index, id(param), has_gradient) for index, param, has_gradient in found]
         if key != self._reduced_key:
             self._reduced_key = key
+            shards = [self._shards[index] for index, _, _ in found]
+            starts = itertools.accumulate((shard.padded_numel for shard in shards), initial=0)
             self._reduced_shards = tuple(
-                ReducedShard(self._shards[index], cast(DTensor, param), has_gradient)
-                for index, param, has_gradient in found
+                ReducedShard(shard, cast(DTensor, param), start, has_gradient)
+                for shard, start, (_, param, has_gradient) in zip(shards, starts, found, strict=False)
             )
         return self._reduced_shards
 

@@ -60,7 +60,7 @@ def count_replicas_of_nodes(units: Sequence[Unit], run: Run) -> list[ReplicasOfN
         run: what all units share.
     """
     with_others = [unit for unit in units if _has_replicas_elsewhere(unit, run.traffic.ranks_per_node)]
-    run.warnings.warn(_WHOLE_GRADIENTS, [unit for unit in with_others if unit.trains])
+    run.warn(_WHOLE_GRADIENTS, [unit for unit in with_others if unit.trains])
     return [ReplicasOfNodes(unit, run.traffic) for unit in with_others]
 
 
