@@ -127,14 +127,15 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     # and not replaced. And experts whose group does not leave a node.
     of_meshes = [unit for unit in units if ranks_of(unit) in meshes]
     of_nodes = [unit for unit in units if ranks_of(unit) not in meshes]
-    by_fsdp2 = [unit for unit in of_meshes if _is_within_node(unit, meshes)]
-    served = [unit for unit in of_meshes if unit not in by_fsdp2]
     num_nodes = len(_nodes_of(own_group(mesh.groups.data_parallel), plan.ranks_per_node))
     traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes, meshes)
     run = Run(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
     if not plan.is_enabled or mesh.topology.num_nodes == 1:
         log_inactive(mesh.topology, num_nodes, is_enabled=plan.is_enabled)
         return ZeroPPHandle(run, of_meshes, of_nodes)
+    # The mesh of the model spans nodes, so these are experts.
+    by_fsdp2 = [unit for unit in of_meshes if meshes[ranks_of(unit)].topology.num_nodes == 1]
+    served = [unit for unit in of_meshes if unit not in by_fsdp2]
     frozen = install_frozen_gathers(model, of_nodes, run.traffic)
     if frozen:
         compare_frozen(model, frozen, run)
@@ -154,12 +155,6 @@ def _shard_meshes(plan: Plan, groups: Sequence[WorldGroups], units: Sequence[Uni
         topology = get_topology(mesh.ranks_per_node, units[0].device_type, of_world.shards)
         replicas = next((unit.replica_group for unit in units if ranks_of(unit) == mesh.ranks), None)
         yield ShardMesh(topology, of_world, mesh.hpz_size, replicas)
-
-
-def _is_within_node(unit: Unit, meshes: Mapping[tuple[int, ...], ShardMesh]) -> bool:
-    """Return whether these are experts whose shard group does not leave a node."""
-    first, *of_experts = meshes
-    return ranks_of(unit) in of_experts and meshes[ranks_of(unit)].topology.num_nodes == 1
 
 
 def _install_two_hops(
@@ -190,7 +185,6 @@ def _install_two_hops(
         keeps_unreduced = functools.partial(decisions.keeps_unreduced, reduce)
         unit.wrap_post_backward(keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward)
         decisions.add_unit(gather, reduce)
-    run.micro_steps.puts_off_replicas = lambda: any(unit.puts_off_replicas for unit in units)
     # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
     hook_passes(model, decisions)
     hook_loading(model, decisions.invalidate)

@@ -22,7 +22,6 @@ from __future__ import annotations
 import array
 import dataclasses
 import functools
-import itertools
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,12 +107,14 @@ class Decisions:
             self._entered.pop()
         if not self._entered and current_backward() == -1:
             self._others.enter_pass(trains=torch.is_grad_enabled())
+
         # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
         # model of a container) would be in vain.
-        inside = (gather for gather in self.gathers if not entrance.modules.isdisjoint(gather.unit.modules))
-        if not self._has_answers(inside):
-            asks = [not entrance.modules.isdisjoint(gather.unit.modules) for gather in self.gathers]
-            self._agree_on_weights(asks, f"run a forward pass of {entrance.name}")
+        def is_inside(gather: WeightGather) -> bool:
+            return not entrance.modules.isdisjoint(gather.unit.modules)
+
+        if not self._has_answers(filter(is_inside, self.gathers)):
+            self._agree_on_weights(list(filter(is_inside, self.gathers)), f"run a forward pass of {entrance.name}")
         self._entered.append(entrance)
         # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
         if torch.is_grad_enabled() and current_backward() == -1 and not self._is_generating:
@@ -139,7 +140,7 @@ class Decisions:
         # may run different numbers of forward passes (one has finished its completions), so nothing is asked there.
         # Everything crosses now, also on accelerators: a gather inside that still had to cross could wait for a node that
         # generates no more.
-        self._agree_on_weights([True] * len(self.gathers), "enter generation_mode", starts_now=True)
+        self._agree_on_weights(self.gathers, "enter generation_mode", starts_now=True)
         was_generating, self._is_generating = self._is_generating, True
         try:
             yield
@@ -156,40 +157,36 @@ class Decisions:
     def before_gather(self, gather: WeightGather) -> None:
         """Let ranks agree where FSDP2 gathers outside of every pass, because ``unshard()`` was called, and note the gather."""
         if not self._has_answers([gather]):
-            self._agree_on_weights([True] * len(self.gathers), "unshard parameters")
+            self._agree_on_weights(self.gathers, "unshard parameters")
         if gather.is_of_all_ranks:
             # Generation asks nothing and gathers very often, so equal words are one object.
             self._ran.append(sys.intern(f"gathers of unit {gather.unit.name}"))
 
-    def _agree_on_weights(self, asks: Sequence[bool], action: str, *, starts_now: bool = False) -> None:
+    def _agree_on_weights(self, asked: Sequence[WeightGather], action: str, *, starts_now: bool = False) -> None:
         # FSDP2 would initialize these units later, but their cross hops start before.
-        for gather, asked in zip(self.gathers, asks, strict=True):
-            if asked:
-                gather.unit.initialize()
+        for gather in asked:
+            gather.unit.initialize()
         # Reading the content is the cost of a question. A unit that is not asked about keeps its state for the next
         # one.
-        changes = [
-            gather.copy.freshness.change() if asked else Change.NONE
-            for gather, asked in zip(self.gathers, asks, strict=True)
-        ]
+        changes = {gather: gather.copy.freshness.change() for gather in asked}
+        flags = [changes.get(gather, Change.NONE) for gather in self.gathers]
         # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
         facts = [_structure_digest(gather.unit.structure()) for gather in self.gathers]
         # A rank on which a frozen weight thaws refuses to gather it, and the others would wait.
         facts.append(_structure_digest(self._thawed()))
         # The order matters: until the statements were compared, a rank does not know that the others have as many
         # unfinished reductions, and finishing one runs collectives.
-        largest = self._ask(action, facts, changes, self._describe_structure).largest()
+        largest = self._ask(action, facts, flags, self._describe_structure).largest()
         self._run.driver.drain()
         for frozen in self._frozen:
             if frozen.unit.shard_group.size() == 1:  # FSDP2 calls no gather there that could refuse
                 frozen.refuse_thawed()
-        for gather, asked, change in zip(self.gathers, asks, largest, strict=True):
-            if asked:
+        for gather, change in zip(self.gathers, largest, strict=True):
+            if gather in changes:
                 gather.copy.agree(Change(change))
         if self._run.checks:
             self._compare_due()
-        asked_about = itertools.compress(self.gathers, asks)
-        due = [one for one in asked_about if isinstance(one, ZeroPPAllGather) and one.can_start_ahead]
+        due = [one for one in asked if isinstance(one, ZeroPPAllGather) and one.can_start_ahead]
         self._run.schedule.begin(due, starts_now=starts_now)
 
     def _compare_due(self) -> None:
@@ -229,7 +226,8 @@ class Decisions:
     def _enter_micro_step(self) -> None:
         require_backward()
         if self._backward.begins_micro_step():
-            self._run.micro_steps.enter_backward()
+            puts_off = any(reduce.unit.puts_off_replicas for reduce in self.reduces)
+            self._run.micro_steps.enter_backward(puts_off_replicas=puts_off)
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
@@ -266,15 +264,15 @@ class Decisions:
         """Complete all gradients of the model. Collective if any is pending."""
         # A rank that owes nothing asks nothing: most looks at gradients find them complete. Where ranks differ in
         # what they owe, the question of one meets another question of the others, and all of them raise.
+        changed = None
         if any(reduce.owes for reduce in self.reduces):
             action = "complete accumulated gradients for a look at them or for an optimizer's step"
             changed = self._ask_debts(action, self._changed_gradients()).largest()
             self._run.driver.drain()
-            for reduce in self.reduces:
-                reduce.deliver()
-            self._give_withheld(changed)
         for reduce in self.reduces:
             reduce.deliver()
+        if changed is not None:
+            self._give_withheld(changed)
 
     # Optimizers' steps. Every optimizer of the process is told of here, also that of another model.
 

@@ -45,7 +45,7 @@ DEPTH = 6
 class FakeUnit:
     """Stands for a unit in reductions, without FSDP2."""
 
-    shows_reduced_output = False
+    shows_reduced_output = puts_off_replicas = False
     reduce_dtype = torch.float32
     gradient_divide_factor = None
     modules: tuple[torch.nn.Module, ...] = ()
