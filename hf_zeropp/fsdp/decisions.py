@@ -76,6 +76,7 @@ class Decisions:
     Attributes:
         gathers: the gathers of all units over the world, in module order.
         reduces: the reductions of the same units.
+        backward: the model's backward passes.
     """
 
     def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
@@ -86,7 +87,7 @@ class Decisions:
         self._others = StepTraffic(run.traffic)
         self._agreement = agreement
         self._micro_step_answer: Answer | None = None
-        self._backward = Backward(self._end_backward)
+        self.backward = Backward(self._end_backward)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
         self._is_generating = False
         self._has_stepped = False
@@ -210,10 +211,6 @@ class Decisions:
 
     # Gradients.
 
-    def enter_backward(self) -> None:
-        """Note that a backward pass has reached one of the model's units."""
-        self._backward.enter()
-
     def keeps_unreduced(self, reduce: ZeroPPReduceScatter) -> bool:
         """Return whether the unit's gradients stay on the rank at full size in this pass, which is not the last micro-step."""
         if not self._run.config.accumulates_on_rank:
@@ -225,7 +222,7 @@ class Decisions:
 
     def _enter_micro_step(self) -> None:
         require_backward()
-        if self._backward.begins_micro_step():
+        if self.backward.begins_micro_step():
             puts_off = any(reduce.unit.puts_off_replicas for reduce in self.reduces)
             self._run.micro_steps.enter_backward(puts_off_replicas=puts_off)
 
@@ -237,7 +234,7 @@ class Decisions:
         self._ran.append(f"reductions of unit {reduce.unit.name}")
         if reduce is self._first_trainable():
             self._run.traffic.micro_steps += 1
-        if self._backward.begins_to_reduce():
+        if self.backward.begins_to_reduce():
             self._run.traffic.begin_backward()
             # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
             # progress would reduce wires of different sizes.
