@@ -91,7 +91,7 @@ def meshes_of(
                 "apply_zeropp."
             )
     own_units = set(map(ranks_of, units))
-    meshes = []
+    meshes: list[UnitMesh] = []
     for own, own_replicas in found:
         on_each_node = count_on_each_node(own, ranks_per_node)
         # A number of ranks that share copies is meant for the model's mesh. Experts are sharded over fewer, and share them in

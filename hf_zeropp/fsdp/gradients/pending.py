@@ -267,7 +267,7 @@ class PendingGradients:
         # out. FSDP2 needs the plain tensor back, which the operation that called this then zeroes.
         def drop() -> None:
             waiting = self._waiting.pop(param, None)
-            if waiting is not None and self._holds(param, waiting):
+            if waiting is not None and isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting:
                 set_local_tensor(param.grad, waiting.plain)
 
         return drop
