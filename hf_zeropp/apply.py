@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +31,7 @@ from hf_zeropp.comm.topology import (
     own_group,
 )
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
-from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.config import ENV_CHECK, ZeroPPConfig
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
@@ -41,7 +43,7 @@ from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
 from hf_zeropp.fsdp.weights.frozen_copies import compare_frozen
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
-from hf_zeropp.fsdp.weights.gather import MIXED_DTYPES, CountedWeightGather, WeightGather, ZeroPPAllGather
+from hf_zeropp.fsdp.weights.gather import MIXED_DTYPES, WeightGather, ZeroPPAllGather
 from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.ops.format import FLOAT_DTYPES
@@ -56,6 +58,8 @@ from hf_zeropp.traffic import (
     MeshBytes,
     Traffic,
 )
+
+logger = logging.getLogger(__name__)
 
 # A module's attribute and no weak dictionary: the handle holds the model's modules, so it must die with the model.
 _HANDLE = "_zeropp_handle"
@@ -123,24 +127,23 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     # and not replaced. And experts whose group does not leave a node.
     of_meshes = [unit for unit in units if ranks_of(unit) in meshes]
     of_nodes = [unit for unit in units if ranks_of(unit) not in meshes]
-    by_fsdp2 = [unit for unit in of_meshes if _is_within_node(unit, meshes)]
-    served = [unit for unit in of_meshes if unit not in by_fsdp2]
     num_nodes = len(_nodes_of(own_group(mesh.groups.data_parallel), plan.ranks_per_node))
     traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes, meshes)
-    run = Run.of(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
+    run = Run(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
     if not plan.is_enabled or mesh.topology.num_nodes == 1:
         log_inactive(mesh.topology, num_nodes, is_enabled=plan.is_enabled)
         return ZeroPPHandle(run, of_meshes, of_nodes)
+    # The mesh of the model spans nodes, so these are experts.
+    by_fsdp2 = [unit for unit in of_meshes if meshes[ranks_of(unit)].topology.num_nodes == 1]
+    served = [unit for unit in of_meshes if unit not in by_fsdp2]
     frozen = install_frozen_gathers(model, of_nodes, run.traffic)
     if frozen:
         compare_frozen(model, frozen, run)
     counted = count_replicas_of_nodes(by_fsdp2, run)
-    if served:
-        decisions = _install_two_hops(model, run, served, meshes, frozen)
-        handle = ZeroPPHandle(run, served, of_nodes, frozen, decisions, by_fsdp2, counted)
-    else:
+    decisions = _install_two_hops(model, run, served, meshes, frozen) if served else None
+    if decisions is None:
         refuse_thawed_before_forwards(model, frozen)
-        handle = ZeroPPHandle(run, [], of_nodes, frozen, by_fsdp2=by_fsdp2, counted=counted)
+    handle = ZeroPPHandle(run, served, of_nodes, decisions, by_fsdp2, [*frozen, *counted])
     on_cpu = not devices.has_streams(mesh.device_type)
     log_active(run.config, run.traffic, handle.predict(), num_units=len(units), on_cpu=on_cpu)
     return handle
@@ -152,12 +155,6 @@ def _shard_meshes(plan: Plan, groups: Sequence[WorldGroups], units: Sequence[Uni
         topology = get_topology(mesh.ranks_per_node, units[0].device_type, of_world.shards)
         replicas = next((unit.replica_group for unit in units if ranks_of(unit) == mesh.ranks), None)
         yield ShardMesh(topology, of_world, mesh.hpz_size, replicas)
-
-
-def _is_within_node(unit: Unit, meshes: Mapping[tuple[int, ...], ShardMesh]) -> bool:
-    """Return whether these are experts whose shard group does not leave a node."""
-    first, *of_experts = meshes
-    return ranks_of(unit) in of_experts and meshes[ranks_of(unit)].topology.num_nodes == 1
 
 
 def _install_two_hops(
@@ -175,8 +172,8 @@ def _install_two_hops(
     # Hops are made mesh by mesh, in one order on all ranks, since some of them meet to share memory.
     ways: dict[tuple[int, ...], tuple[Callable[[Unit], WeightGather], TwoHopReduce]] = {}
     for ranks, mesh in meshes.items():
-        if group := next((unit.shard_group for unit in units if ranks_of(unit) == ranks), None):
-            ways[ranks] = _gathers_over(mesh, group, run, decisions), _reduce_hops(mesh, run)
+        if any(ranks_of(unit) == ranks for unit in units):
+            ways[ranks] = _gathers_over(mesh, run, decisions), _reduce_hops(mesh, run)
     for unit in units:
         make_gather, hops = ways[ranks_of(unit)]
         gather, reduce = make_gather(unit), ZeroPPReduceScatter(unit, run, decisions, hops)
@@ -185,9 +182,9 @@ def _install_two_hops(
         unit.set_reduce_scatter(reduce)
         # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be
         # a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at it.
-        unit.wrap_post_backward(reduce.keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward)
+        keeps_unreduced = functools.partial(decisions.keeps_unreduced, reduce)
+        unit.wrap_post_backward(keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward)
         decisions.add_unit(gather, reduce)
-    run.micro_steps.puts_off_replicas = lambda: any(unit.puts_off_replicas for unit in units)
     # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
     hook_passes(model, decisions)
     hook_loading(model, decisions.invalidate)
@@ -196,22 +193,26 @@ def _install_two_hops(
     return decisions
 
 
-def _gathers_over(
-    mesh: ShardMesh, group: dist.ProcessGroup, run: Run, decisions: Decisions
-) -> Callable[[Unit], WeightGather]:
-    """Return what makes the gather of a unit of this mesh, whose ranks are FSDP2's ``group``."""
+def _gathers_over(mesh: ShardMesh, run: Run, decisions: Decisions) -> Callable[[Unit], WeightGather]:
+    """Return what makes the gather of a unit of this mesh."""
     # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
     # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
     if leaves_gathers_to_fsdp2(run.config, mesh.hpz_size, mesh.topology.num_ranks):
-        return lambda unit: CountedWeightGather(unit, run, decisions)
+        return lambda unit: WeightGather(unit, run, decisions.before_gather)
     hops = _gather_hops(mesh, run)
-    hpz_size = None if mesh.hpz_size is None else hops.node_hop.size
+    has_copies = mesh.hpz_size is not None
+    if run.checks and not has_copies and dist.get_rank() == 0:
+        logger.warning("%s=1 compares the nodes' copies of the weights; with hpz_size=None there are none.", ENV_CHECK)
     # The ranks of this mesh compare their copies with each other. If the model has further ranks (replicas, or experts on a mesh
     # of their own), these see no fault by themselves, so they are told of it and stop as well.
-    is_whole = group.size() == len(own_group(run.mesh.groups.data_parallel))
+    is_whole = mesh.topology.num_ranks == len(own_group(run.mesh.groups.data_parallel))
     tell = None if is_whole else decisions.tell_faults
-    check = SecondaryCheck.of(hpz_size, group, mesh.replicas, tell) if run.checks else None
-    return lambda unit: ZeroPPAllGather(unit, run, decisions, hops, check)
+
+    def make_gather(unit: Unit) -> ZeroPPAllGather:
+        check = SecondaryCheck(unit, hops, tell) if run.checks and has_copies else None
+        return ZeroPPAllGather(unit, run, decisions.before_gather, hops, check)
+
+    return make_gather
 
 
 def _gather_hops(mesh: ShardMesh, run: Run) -> TwoHopGather:
@@ -247,9 +248,9 @@ def _reduce_hops(mesh: ShardMesh, run: Run) -> TwoHopReduce:
 def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
     """Name the units that stay with FSDP2's collectives, in one warning. Units that change later are named then."""
     gathered = [gather.unit for gather in decisions.gathers if isinstance(gather, ZeroPPAllGather)]
-    run.warnings.warn(MIXED_DTYPES, [unit for unit in gathered if unit.param_dtype not in FLOAT_DTYPES])
+    run.warn(MIXED_DTYPES, [unit for unit in gathered if unit.param_dtype not in FLOAT_DTYPES])
     trained = [reduce.unit for reduce in decisions.reduces if reduce.unit.trains]
-    run.warnings.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])
+    run.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])
 
 
 def _new_traffic(

@@ -15,7 +15,6 @@ from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit
-from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import ZeroPPAllGather
 from hf_zeropp.traffic import Bytes
 
@@ -27,11 +26,10 @@ class ZeroPPHandle:
         run: what all units share.
         units: those over the shard group.
         frozen_units: those over a node.
-        frozen: the gathers of ``frozen_units``; none where FSDP2's own collectives stay.
         decisions: what ranks decide together about ``units``. None where FSDP2's own collectives stay, and where there is no
             such unit.
         by_fsdp2: units of experts that FSDP2 gathers and reduces itself, because each lies within a node.
-        counted: what counts their bytes, where they have replicas on other nodes.
+        counted: what counts the bytes of ``frozen_units`` and ``by_fsdp2``; nothing where FSDP2's own collectives stay.
 
     Attributes:
         config: the settings in force, with what ``"auto"`` stands for on this device.
@@ -47,7 +45,6 @@ class ZeroPPHandle:
         run: Run,
         units: Sequence[Unit],
         frozen_units: Sequence[Unit],
-        frozen: Sequence[FrozenGather] = (),
         decisions: Decisions | None = None,
         by_fsdp2: Sequence[Unit] = (),
         counted: Sequence[CommObject] = (),
@@ -62,7 +59,7 @@ class ZeroPPHandle:
         self._run = run
         self._by_fsdp2 = list(by_fsdp2)
         self._decisions = decisions
-        self._comms: list[CommObject] = [*frozen, *counted]
+        self._comms: list[CommObject] = [*counted]
         if decisions is not None:
             self.gathers += [gather for gather in decisions.gathers if isinstance(gather, ZeroPPAllGather)]
             self.reduces += decisions.reduces

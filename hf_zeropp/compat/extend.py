@@ -13,7 +13,7 @@ def extend(owner: Any, name: str, extended: Callable[..., Any]) -> None:
     """Let calls of another library's function run ``extended``. If it is extended already, nothing is done.
 
     Args:
-        owner: the class or module that has the function.
+        owner: the class, module or object that has the function.
         name: of the function.
         extended: takes the original function, and then the arguments of the call.
     """

@@ -41,13 +41,8 @@ def names_unit(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        global _depth
-        _depth += 1
-        try:
-            with naming(args[0].unit):  # type: ignore[attr-defined]  # ``self``
-                return method(*args, **kwargs)
-        finally:
-            _depth -= 1
+        with of_this_package(), naming(args[0].unit):  # type: ignore[attr-defined]  # ``self``
+            return method(*args, **kwargs)
 
     return run
 

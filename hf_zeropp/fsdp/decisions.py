@@ -1,6 +1,6 @@
 """Decisions that all ranks take together: which weights are gathered anew, and when gradients are delivered.
 
-Ranks agree (comm/agreement.py) on these occasions, among others (``Moment``):
+Ranks agree (comm/agreement.py) on these occasions, among others:
 
 - *A forward pass begins.* Every rank states which units' weights changed (freshness.py). A unit is gathered anew if it changed on
   any rank. The answers hold until that forward pass ends, in generation, and in the backward pass of the same model with its
@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import array
 import dataclasses
-import enum
 import functools
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -40,7 +40,7 @@ from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.step_traffic import StepTraffic
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
-from hf_zeropp.fsdp.weights.gather import WeightGather, due_gathers
+from hf_zeropp.fsdp.weights.gather import WeightGather, ZeroPPAllGather
 from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
 
 # [Note: what ran]
@@ -52,50 +52,17 @@ from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
 # A gather that stays within a node is not noted. Ranks of other nodes may run others, in generation and without gradients.
 
 
-class Moment(enum.IntEnum):
-    """The occasions on which ranks compare what they are about to do."""
-
-    FORWARD = 1
-    GATHER = 2
-    GENERATE = 3
-    BACKWARD = 4
-    DELIVER = 5
-    END = 6
-    DUE = 7
-    COMPARE = 8
-
-
-@dataclasses.dataclass(frozen=True)
-class Ran:
-    """Something that a rank ran: [Note: what ran].
-
-    Attributes:
-        code: its number, the same on all ranks.
-        words: it in words, in the plural.
-    """
-
-    code: int
-    words: str
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entrance:
     """A module at which a forward pass may begin.
 
     Attributes:
-        index: its number, in module order; 0 for the model itself. Ranks compare it.
-        name: its name, for people.
+        name: its name, which ranks compare.
         modules: itself and what it contains, as far as they are units.
     """
 
-    index: int
     name: str
     modules: frozenset[nn.Module]
-
-    @functools.cached_property
-    def ran(self) -> Ran:
-        """The note of a forward pass through it."""
-        return Ran(4 * self.index, f"forward passes of {self.name}")
 
 
 class Decisions:
@@ -109,6 +76,7 @@ class Decisions:
     Attributes:
         gathers: the gathers of all units over the world, in module order.
         reduces: the reductions of the same units.
+        backward: the model's backward passes.
     """
 
     def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
@@ -116,24 +84,17 @@ class Decisions:
         self.reduces: list[ZeroPPReduceScatter] = []
         self._run = run
         self._frozen = list(frozen)
-        self._micro_steps = run.micro_steps
-        self._driver = run.driver
         self._others = StepTraffic(run.traffic)
         self._agreement = agreement
         self._micro_step_answer: Answer | None = None
-        self._backward = Backward(self._end_backward)
+        self.backward = Backward(self._end_backward)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
         self._is_generating = False
         self._has_stepped = False
-        self._ran: list[Ran] = []  # since the last question
-        self._gathering: dict[WeightGather, Ran] = {}
-        self._reducing: dict[ZeroPPReduceScatter, Ran] = {}
+        self._ran: list[str] = []  # what ran since the last question, in the plural: [Note: what ran]
 
     def add_unit(self, gather: WeightGather, reduce: ZeroPPReduceScatter) -> None:
         """Decide on the next unit, in module order, as well."""
-        index, name = len(self.gathers), gather.unit.name
-        self._gathering[gather] = Ran(4 * index + 1, f"gathers of unit {name}")
-        self._reducing[reduce] = Ran(4 * index + 2, f"reductions of unit {name}")
         self.gathers.append(gather)
         self.reduces.append(reduce)
 
@@ -147,18 +108,18 @@ class Decisions:
             self._entered.pop()
         if not self._entered and current_backward() == -1:
             self._others.enter_pass(trains=torch.is_grad_enabled())
+
         # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
         # model of a container) would be in vain.
-        inside = (gather for gather in self.gathers if not entrance.modules.isdisjoint(gather.unit.modules))
-        if not self._has_answers(inside):
-            asks = [not entrance.modules.isdisjoint(gather.unit.modules) for gather in self.gathers]
-            self._agree_on_weights(
-                Moment.FORWARD, asks, f"run a forward pass of {entrance.name}", detail=entrance.index
-            )
+        def is_inside(gather: WeightGather) -> bool:
+            return not entrance.modules.isdisjoint(gather.unit.modules)
+
+        if not self._has_answers(filter(is_inside, self.gathers)):
+            self._agree_on_weights(list(filter(is_inside, self.gathers)), f"run a forward pass of {entrance.name}")
         self._entered.append(entrance)
         # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
         if torch.is_grad_enabled() and current_backward() == -1 and not self._is_generating:
-            self._ran.append(entrance.ran)
+            self._ran.append(f"forward passes of {entrance.name}")
 
     def leave_forward(self, entrance: Entrance) -> None:
         """Note that a forward pass ended, or raised."""
@@ -178,7 +139,9 @@ class Decisions:
         """Agree on all weights once, for every forward pass inside. Weights must not change meanwhile."""
         # All units are asked about, since generation may use any part of the model. Inside, ranks of different nodes
         # may run different numbers of forward passes (one has finished its completions), so nothing is asked there.
-        self._agree_on_weights(Moment.GENERATE, [True] * len(self.gathers), "enter generation_mode")
+        # Everything crosses now, also on accelerators: a gather inside that still had to cross could wait for a node that
+        # generates no more.
+        self._agree_on_weights(self.gathers, "enter generation_mode", starts_now=True)
         was_generating, self._is_generating = self._is_generating, True
         try:
             yield
@@ -195,48 +158,43 @@ class Decisions:
     def before_gather(self, gather: WeightGather) -> None:
         """Let ranks agree where FSDP2 gathers outside of every pass, because ``unshard()`` was called, and note the gather."""
         if not self._has_answers([gather]):
-            self._agree_on_weights(Moment.GATHER, [True] * len(self.gathers), "unshard parameters")
+            self._agree_on_weights(self.gathers, "unshard parameters")
         if gather.is_of_all_ranks:
-            self._ran.append(self._gathering[gather])
+            # Generation asks nothing and gathers very often, so equal words are one object.
+            self._ran.append(sys.intern(f"gathers of unit {gather.unit.name}"))
 
-    def _agree_on_weights(self, moment: Moment, asks: Sequence[bool], action: str, *, detail: int = 0) -> None:
+    def _agree_on_weights(self, asked: Sequence[WeightGather], action: str, *, starts_now: bool = False) -> None:
         # FSDP2 would initialize these units later, but their cross hops start before.
-        for gather, asked in zip(self.gathers, asks, strict=True):
-            if asked:
-                gather.unit.initialize()
+        for gather in asked:
+            gather.unit.initialize()
         # Reading the content is the cost of a question. A unit that is not asked about keeps its state for the next
         # one.
-        changes = [
-            gather.copy.change_here() if asked else Change.NONE
-            for gather, asked in zip(self.gathers, asks, strict=True)
-        ]
-        facts = [_structure_digest(self._structure(index)) for index in range(len(self.gathers))]
+        changes = {gather: gather.copy.freshness.change() for gather in asked}
+        flags = [changes.get(gather, Change.NONE) for gather in self.gathers]
+        # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
+        facts = [_structure_digest(gather.unit.structure()) for gather in self.gathers]
         # A rank on which a frozen weight thaws refuses to gather it, and the others would wait.
         facts.append(_structure_digest(self._thawed()))
         # The order matters: until the statements were compared, a rank does not know that the others have as many
         # unfinished reductions, and finishing one runs collectives.
-        largest = self._ask(moment, detail, facts, changes, self._statement(action, self._describe_structure)).largest()
-        self._finish_reductions()
+        largest = self._ask(action, facts, flags, self._describe_structure).largest()
+        self._run.driver.drain()
         for frozen in self._frozen:
             if frozen.unit.shard_group.size() == 1:  # FSDP2 calls no gather there that could refuse
                 frozen.refuse_thawed()
-        for gather, asked, change in zip(self.gathers, asks, largest, strict=True):
-            if asked:
+        for gather, change in zip(self.gathers, largest, strict=True):
+            if gather in changes:
                 gather.copy.agree(Change(change))
         if self._run.checks:
             self._compare_due()
-        # In generation everything crosses now, also on accelerators: inside, a gather that still had to cross could
-        # wait for a node that generates no more.
-        due = due_gathers([gather for gather, asked in zip(self.gathers, asks, strict=True) if asked])
-        self._run.schedule.begin(due, starts_now=moment == Moment.GENERATE)
+        due = [one for one in asked if isinstance(one, ZeroPPAllGather) and one.can_start_ahead]
+        self._run.schedule.begin(due, starts_now=starts_now)
 
     def _compare_due(self) -> None:
         """Compare which units' weights every rank is about to send, before one waits for another that sends nothing."""
         due = [int(gather.copy.due) for gather in self.gathers]
-        statement = self._statement(
-            "start the hops of stale weights", lambda index: f"due for {Change(due[index]).name}"
-        )
-        self._ask(Moment.DUE, 0, due, [0] * len(due), statement).confirm()
+        said = "start the hops of stale weights"
+        self._ask(said, due, describe=lambda index: f"due for {Change(due[index]).name}").confirm()
 
     def tell_faults(self, unit: str, fault: str) -> list[str]:
         """Return what each data-parallel rank found wrong with a unit's copies; nothing where no rank did. Collective.
@@ -245,51 +203,49 @@ class Decisions:
             unit: its name, which experts on other ranks share.
             fault: what this rank found; empty if it found nothing.
         """
-        common = array.array("q", (Moment.COMPARE, _structure_digest((unit,)))).tobytes()
+        action = f"compare the copies of unit {unit} with the masters"
         # There are as many flags as in the questions that other ranks may ask by mistake.
         flags = bytes([bool(fault)] * len(self.gathers))
-        statement = self._statement(f"compare the copies of unit {unit} with the masters", lambda index: "")
-        return self._agreement.tell(fault) if any(self._agreement.ask(common, flags, statement).largest()) else []
+        answer = self._agreement.ask(action.encode(), flags, self._statement(action))
+        return self._agreement.tell(fault) if any(answer.largest()) else []
 
     # Gradients.
-
-    def enter_backward(self) -> None:
-        """Note that a backward pass has reached one of the model's units."""
-        self._backward.enter()
 
     def keeps_unreduced(self, reduce: ZeroPPReduceScatter) -> bool:
         """Return whether the unit's gradients stay on the rank at full size in this pass, which is not the last micro-step."""
         if not self._run.config.accumulates_on_rank:
             return False
         self._enter_micro_step()
-        keeps = not self._micro_steps.is_last_now
+        keeps = not self._run.micro_steps.is_last_now
         self._run.traffic.micro_steps += keeps and reduce is self._first_trainable()
         return keeps
 
     def _enter_micro_step(self) -> None:
         require_backward()
-        if self._backward.begins_micro_step():
-            self._micro_steps.enter_backward()
+        if self.backward.begins_micro_step():
+            puts_off = any(reduce.unit.puts_off_replicas for reduce in self.reduces)
+            self._run.micro_steps.enter_backward(puts_off_replicas=puts_off)
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
         self._enter_micro_step()
         # On an accelerator the host waits for the answer in the second reduction, or at the end of a pass that has one reduction.
         self.confirm_micro_step()
-        self._ran.append(self._reducing[reduce])
+        self._ran.append(f"reductions of unit {reduce.unit.name}")
         if reduce is self._first_trainable():
             self._run.traffic.micro_steps += 1
-        if self._backward.begins_to_reduce():
+        if self.backward.begins_to_reduce():
             self._run.traffic.begin_backward()
             # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
             # progress would reduce wires of different sizes.
-            self._micro_steps.begin_step(is_accumulating=self._is_accumulating)
-            is_last, quantizes = self._micro_steps.is_last_now, self._micro_steps.quantizes
+            micro_steps = self._run.micro_steps
+            micro_steps.begin_step(is_accumulating=any(one.partial_bytes() for one in self.reduces))
+            is_last, quantizes = micro_steps.is_last_now, micro_steps.quantizes
             action = (
                 f"run a backward pass of {'the last' if is_last else 'another'} micro-step, with gradients "
                 f"{'quantized' if quantizes else 'unquantized'}"
             )
-            self._micro_step_answer = self._ask_debts(Moment.BACKWARD, action, detail=int(is_last) + 2 * int(quantizes))
+            self._micro_step_answer = self._ask_debts(action)
             # gloo ends the process of a rank that receives a hop of another size (SIGABRT). So on a CPU no hop starts before
             # ranks know that they reduce the gradients of the same units.
             if not devices.has_streams(self._run.mesh.device_type):
@@ -305,15 +261,15 @@ class Decisions:
         """Complete all gradients of the model. Collective if any is pending."""
         # A rank that owes nothing asks nothing: most looks at gradients find them complete. Where ranks differ in
         # what they owe, the question of one meets another question of the others, and all of them raise.
+        changed = None
         if any(reduce.owes for reduce in self.reduces):
             action = "complete accumulated gradients for a look at them or for an optimizer's step"
-            changed = self._ask_debts(Moment.DELIVER, action, flags=self._changed_gradients()).largest()
-            self._finish_reductions()
-            for reduce in self.reduces:
-                reduce.deliver()
-            self._give_withheld(changed)
+            changed = self._ask_debts(action, self._changed_gradients()).largest()
+            self._run.driver.drain()
         for reduce in self.reduces:
             reduce.deliver()
+        if changed is not None:
+            self._give_withheld(changed)
 
     # Optimizers' steps. Every optimizer of the process is told of here, also that of another model.
 
@@ -338,7 +294,7 @@ class Decisions:
             if gather.unit.has_param_of(held):
                 # A write up to now was no optimizer's. With deltas that matters: after a step a delta is enough,
                 # after any other write whole weights must cross.
-                gather.copy.before_step(has_closure=has_closure)
+                gather.copy.freshness.before_step(has_closure=has_closure)
         if reduces:
             self._others.begin_step(optimizer)
 
@@ -350,10 +306,10 @@ class Decisions:
             if not self._has_stepped:
                 self._has_stepped = True
                 warn_of_low_rate(self._run.config, optimizer)
-            self._micro_steps.end_step(self._run.config.qgz_until)
+            self._run.micro_steps.end_step(self._run.config.qgz_until)
         for gather in self.gathers:
             if gather.unit.has_param_of(held):
-                gather.copy.after_step()
+                gather.copy.freshness.after_step()
 
     def _reduces_for(self, held: set[int]) -> bool:
         return any(reduce.unit.has_param_of(held) for reduce in self.reduces)
@@ -366,7 +322,7 @@ class Decisions:
         if not waiting:
             return
         among = f"those of unit {waiting[0].name} among them"
-        if self._micro_steps.is_last_now:
+        if self._run.micro_steps.is_last_now:
             raise RuntimeError(
                 f"An optimizer steps while gradients wait on rank {dist.get_rank()}, {among}, though the last backward pass was "
                 "a last micro-step: FSDP2 did not reduce them in it. This happens where several forward passes through reentrant "
@@ -393,18 +349,16 @@ class Decisions:
 
     def _end_backward(self) -> None:
         self.confirm_micro_step()
-        answer = None
-        if self._micro_steps.is_last_now:
+        answer, is_last = None, self._run.micro_steps.is_last_now
+        if is_last:
             # Ranks compare what they reduced, and which gradients exist. This travels beside the hops that are still under way.
             # After another micro-step the next forward pass asks, long before a step.
-            facts = [0] * len(self.gathers)
-            statement = self._statement("end a backward pass of the last micro-step", lambda index: "")
-            answer = self._ask(Moment.END, 0, facts, self._changed_gradients(), statement)
-        self._finish_reductions()
+            answer = self._ask("end a backward pass of the last micro-step", flags=self._changed_gradients())
+        self._run.driver.drain()
         for reduce in self.reduces:
             # After the last micro-step this also settles units that took no part in it. After another one it only
             # takes the wrappers off gradients that are complete; what is owed stays for the next micro-step.
-            if not reduce.is_settled and (self._micro_steps.is_last_now or not reduce.owes):
+            if not reduce.is_settled and (is_last or not reduce.owes):
                 reduce.deliver()
         if answer is not None:
             self._give_withheld(answer.largest())
@@ -415,63 +369,50 @@ class Decisions:
     def _give_withheld(self, changed: bytes) -> None:
         give_everywhere([reduce.withheld for reduce in self.reduces], changed, self._agreement)
 
-    def _finish_reductions(self) -> None:
-        """Finish the reductions under way, also those that a backward pass left when it raised.
-
-        Stock FSDP2 has added the gradients of the same units at that point.
-        """
-        self._driver.drain()
-
-    @property
-    def _is_accumulating(self) -> bool:
-        return any(reduce.partial_bytes() for reduce in self.reduces)
-
     def _first_trainable(self) -> ZeroPPReduceScatter | None:
         return next((reduce for reduce in self.reduces if reduce.unit.trains), None)
 
     # Statements.
 
-    def _ask_debts(self, moment: Moment, action: str, *, detail: int = 0, flags: Sequence[int] = ()) -> Answer:
+    def _ask_debts(self, action: str, flags: Sequence[int] = ()) -> Answer:
         # The debts are read once, for the bytes and for the words: an answer is waited for later, when this pass has
         # changed them.
         owes = [reduce.owes for reduce in self.reduces]
-        statement = self._statement(action, lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients")
-        return self._ask(moment, detail, list(map(int, owes)), flags or [0] * len(self.gathers), statement)
+        return self._ask(action, owes, flags, lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients")
 
     def _ask(
         self,
-        moment: Moment,
-        detail: int,
-        facts: Sequence[int],
-        flags: Sequence[int],
-        statement: Callable[[], Statement],
+        action: str,
+        facts: Sequence[int] = (),
+        flags: Sequence[int] = (),
+        describe: Callable[[int], str] = lambda index: "",
     ) -> Answer:
+        """Ask all ranks whether they are about to do the same, behind the same.
+
+        Args:
+            action: in words, which ranks compare.
+            facts: numbers that ranks compare as well, of each unit and others.
+            flags: of each unit a number of which the largest counts; by default zeros.
+            describe: gives the fact of the unit with an index, in words.
+        """
+        statement, ran, self._ran = self._statement(action, describe), self._ran, []
         # Ranks that left a backward pass at different units would finish different numbers of hops.
-        ran = [one.code for one in self._ran]
-        common = array.array("q", (moment, detail, self._num_under_way, *facts, *ran)).tobytes()
-        self._ran = []
-        return self._agreement.ask(common, bytes(flags), statement)
-
-    @property
-    def _num_under_way(self) -> int:
-        return len(self._driver)
-
-    def _structure(self, index: int) -> tuple[object, ...]:
-        # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
-        return self.gathers[index].unit.structure()
+        numbers = array.array("q", (len(self._run.driver), *facts)).tobytes()
+        common = "\n".join((action, *ran, "")).encode() + numbers
+        return self._agreement.ask(common, bytes(flags) or bytes(len(self.gathers)), statement)
 
     def _thawed(self) -> tuple[str, ...]:
         return tuple(name for gather in self._frozen for name in gather.thawed())
 
-    def _statement(self, action: str, describe: Callable[[int], str]) -> Callable[[], Statement]:
-        """Return a function that makes this rank's statement. ``describe`` gives the fact of the unit with an index."""
-        under_way, ran = self._num_under_way, self._ran
+    def _statement(self, action: str, describe: Callable[[int], str] = lambda index: "") -> Callable[[], Statement]:
+        """Return a function that makes this rank's statement, with what it is now and with what it has run up to now."""
+        under_way, ran = len(self._run.driver), tuple(self._ran)
 
         def make() -> Statement:
             facts = {f"unit {gather.unit.name}": describe(index) for index, gather in enumerate(self.gathers)}
             facts["the number of reductions that a backward pass left unfinished"] = str(under_way)
             facts["what was frozen and trains now"] = ", ".join(self._thawed()) or "nothing"
-            return Statement(action, facts, tuple(one.words for one in ran))
+            return Statement(action, facts, ran)
 
         return make
 

@@ -66,18 +66,16 @@ def hook_passes(model: nn.Module, decisions: Decisions) -> None:
 
     Hooks on forward passes run ahead of FSDP2's own, which gather: they are registered later, and to be first (``prepend``).
     """
-    on_backward(model, decisions.enter_backward)
+    on_backward(model, decisions.backward.enter)
 
     def is_hooked(module: nn.Module) -> bool:
         return module is model or isinstance(module, FSDPModule)
 
     units = {name: module for name, module in model.named_modules() if is_hooked(module)}
-    for index, (name, module) in enumerate(units.items()):
+    for name, module in units.items():
         inner = frozenset(units.values()).intersection(module.modules())
-        entrance = Entrance(index, f"module {name}" if name else f"the model ({type(model).__name__})", inner)
-        module.register_forward_pre_hook(_entering(decisions, entrance), prepend=True)
-        # A forward pass that raises has to be left as well, or another one of a unit within it would agree on nothing.
-        module.register_forward_hook(_leaving(decisions, entrance), always_call=True)
+        entrance = Entrance(f"module {name}" if name else f"the model ({type(model).__name__})", inner)
+        _hook_forward(module, decisions, entrance)
 
 
 def hook_loading(model: nn.Module, invalidate: Callable[[], None]) -> None:
@@ -93,7 +91,7 @@ def hook_loading(model: nn.Module, invalidate: Callable[[], None]) -> None:
             module.register_load_state_dict_post_hook(after_load)
 
 
-def _entering(decisions: Decisions, entrance: Entrance) -> Callable[[nn.Module, Any], None]:
+def _hook_forward(module: nn.Module, decisions: Decisions, entrance: Entrance) -> None:
     # An agreement must run at every call and its result decides what follows, so a compiler must not trace it.
     @torch.compiler.disable
     def before_forward(module: nn.Module, args: Any) -> None:
@@ -102,12 +100,10 @@ def _entering(decisions: Decisions, entrance: Entrance) -> Callable[[nn.Module, 
         initialize_root(module)
         decisions.enter_forward(entrance)
 
-    return before_forward
-
-
-def _leaving(decisions: Decisions, entrance: Entrance) -> Callable[[nn.Module, Any, Any], None]:
     @torch.compiler.disable
     def after_forward(module: nn.Module, args: Any, output: Any) -> None:
         decisions.leave_forward(entrance)
 
-    return after_forward
+    module.register_forward_pre_hook(before_forward, prepend=True)
+    # A forward pass that raises has to be left as well, or another one of a unit within it would agree on nothing.
+    module.register_forward_hook(after_forward, always_call=True)

@@ -48,14 +48,12 @@ def gather_layouts(
         trains: whether any of them is trainable. Frozen weights have no use for deltas.
     """
     # With values there is one layout: what crosses nodes is what is kept. With deltas the copy is kept finer than the
-    # wire, because it has to hold the sum of many deltas and not the rounding of one. Changed words need a copy of words.
+    # wire, because it has to hold the sum of many deltas and not the rounding of one. Changed words need a copy of words, and
+    # their ``qwz_bits`` are None.
     is_rounded = config.sends_deltas and trains
     delta = wire_layout(shards, config.qwz_bits, DELTA_BLOCK, dtype) if is_rounded else None
-    if config.sends_changes:
-        kept_bits = None
-    elif config.qwz_mode == "values":
-        kept_bits = config.qwz_bits
-    else:
+    kept_bits = config.qwz_bits
+    if config.sends_deltas:
         kept_bits = config.hpz_bits if trains else FROZEN_WIRE_BITS
     assert config.qwz_intra_bits != AUTO, "settings are resolved where the device is known"
     return GatherLayouts(

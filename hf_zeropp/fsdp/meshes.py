@@ -65,8 +65,10 @@ def meshes_of(
     ranks, replicas = _mesh_of_model(units, given)
     found = {(ranks, replicas): None}
     holders = set(ranks).union(*(holders_of(unit) for unit in units if ranks_of(unit) == ranks))
+    first = dist.get_rank() // ranks_per_node * ranks_per_node
+    node = tuple(range(first, first + ranks_per_node))
     for unit in units:
-        own, node = ranks_of(unit), _own_node(ranks_per_node)
+        own = ranks_of(unit)
         if own == ranks:
             if _replicas_of(unit) != replicas:
                 raise ValueError(
@@ -84,30 +86,20 @@ def meshes_of(
         elif own != node or unit.trainable:
             raise ValueError(
                 f"unit {unit.name} is sharded over ranks {list(own)}, expected {_all_or_named(ranks)} in order"
-                f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {node[0]}'}. "
+                f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {first}'}. "
                 "Call fully_shard with a 1-D mesh over them. If other parallelism divides the world, pass that mesh to "
                 "apply_zeropp."
             )
     own_units = set(map(ranks_of, units))
-    # A number of ranks that share copies is meant for the model's mesh. Experts are sharded over fewer, and share them in nodes.
-    of_experts = None if hpz_size is None else "node"
-    sizes = [hpz_size] + [of_experts] * (len(found) - 1)
-    return tuple(
-        _mesh(*each, size, ranks_per_node, has_units=each[0] in own_units)
-        for each, size in zip(found, sizes, strict=True)
-    )
-
-
-def _mesh(
-    ranks: tuple[int, ...],
-    replicas: tuple[int, ...],
-    hpz_size: int | str | None,
-    ranks_per_node: int,
-    *,
-    has_units: bool,
-) -> UnitMesh:
-    on_each_node = count_on_each_node(ranks, ranks_per_node)
-    return UnitMesh(ranks, replicas, on_each_node, resolve_hpz_size(hpz_size, on_each_node, len(ranks)), has_units)
+    meshes: list[UnitMesh] = []
+    for own, own_replicas in found:
+        on_each_node = count_on_each_node(own, ranks_per_node)
+        # A number of ranks that share copies is meant for the model's mesh. Experts are sharded over fewer, and share them in
+        # nodes.
+        setting = "node" if meshes and hpz_size is not None else hpz_size
+        size = resolve_hpz_size(setting, on_each_node, len(own))
+        meshes.append(UnitMesh(own, own_replicas, on_each_node, size, has_units=own in own_units))
+    return tuple(meshes)
 
 
 def _mesh_of_model(units: Sequence[Unit], given: DeviceMesh | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -139,11 +131,6 @@ def _replicas_of(unit: Unit) -> tuple[int, ...]:
 
 def _all_or_named(ranks: tuple[int, ...]) -> str:
     return f"all {len(ranks)} ranks" if len(ranks) == dist.get_world_size() else f"ranks {list(ranks)}"
-
-
-def _own_node(ranks_per_node: int) -> tuple[int, ...]:
-    first = dist.get_rank() // ranks_per_node * ranks_per_node
-    return tuple(range(first, first + ranks_per_node))
 
 
 def world_groups(meshes: Sequence[UnitMesh]) -> WorldGroups:

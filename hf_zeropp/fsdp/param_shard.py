@@ -28,17 +28,23 @@ class ParamShard:
 
 
 class ReducedShard(NamedTuple):
-    """One parameter's place in a reduction.
+    """One parameter's part of every slice of a reduction.
 
     Attributes:
-        shard: its part of the flat shard.
+        shard: its sizes.
         param: the sharded parameter.
+        start: its first element in the slice.
         has_gradient: whether the micro-step gave it one; otherwise FSDP2 leaves it out of the flat gradient.
     """
 
     shard: ParamShard
     param: DTensor
+    start: int
     has_gradient: bool
+
+    def of(self, slices: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``slices`` [..., S] that belongs to the parameter, with its padding."""
+        return slices[..., self.start : self.start + self.shard.padded_numel]
 
 
 def shard_of(fsdp_param: FSDPParam) -> ParamShard:
@@ -83,12 +89,9 @@ def gets_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
 
     ``fills_in``: FSDP2 was told to reduce zeros for parameters without a gradient.
     """
-    # FSDP2 sets the attribute at a parameter's first gather.
-    unsharded = getattr(fsdp_param, "_unsharded_param", None)
-    if unsharded is None:
+    if not was_gathered(fsdp_param):
         return False
-    has_own = fsdp_param.unsharded_accumulated_grad is not None or unsharded.grad is not None
-    return has_own or (fills_in and unsharded.requires_grad)
+    return bool(unreduced_of(fsdp_param)) or (fills_in and fsdp_param._unsharded_param.requires_grad)
 
 
 def was_gathered(fsdp_param: FSDPParam) -> bool:
@@ -98,7 +101,7 @@ def was_gathered(fsdp_param: FSDPParam) -> bool:
 
 def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
     """Return the gradients that a rank keeps of a parameter at full size, because FSDP2 was told not to reduce them."""
-    own = getattr(getattr(fsdp_param, "_unsharded_param", None), "grad", None)
+    own = fsdp_param._unsharded_param.grad if was_gathered(fsdp_param) else None
     return [grad for grad in (fsdp_param.unsharded_accumulated_grad, own) if grad is not None]
 
 

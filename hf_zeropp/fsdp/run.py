@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -12,7 +11,7 @@ from hf_zeropp import devices
 from hf_zeropp.comm.hop import WireBuffers
 from hf_zeropp.comm.topology import ShardMesh
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.gradients.drivers import Driver, new_driver
+from hf_zeropp.fsdp.gradients.drivers import new_driver
 from hf_zeropp.fsdp.gradients.micro_steps import MicroSteps
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.schedules import GatherSchedule
@@ -21,70 +20,46 @@ from hf_zeropp.traffic import Traffic
 logger = logging.getLogger(__name__)
 
 
-class UnitWarnings:
-    """Warnings about the units of one model: each once, and on rank 0 alone, because all ranks hold the same units."""
-
-    def __init__(self) -> None:
-        self._said: set[tuple[str, str]] = set()
-
-    def warn(self, message: str, units: Sequence[Unit]) -> None:
-        """Log ``message``, in which ``%s`` stands for the names of those units that it was not logged for before."""
-        names = [unit.name for unit in units if (message, unit.name) not in self._said]
-        self._said.update((message, name) for name in names)
-        if names and dist.get_rank() == 0:
-            logger.warning(message, ", ".join(names))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Run:
     """The things that the units of one model share. They are made once, when ZeRO++ is applied, and passed to all parts of it.
 
-    Attributes:
+    Args:
         config: the settings in force.
         mesh: the ranks over which the model is sharded, but for experts that have a mesh of their own.
         traffic: counts bytes and steps.
         checks: whether copies are compared with the masters, and ranks with each other (``ZEROPP_CHECK=1``).
+
+    Attributes:
+        config, mesh, traffic, checks: as given.
         micro_steps: where accumulation stands, and whether gradients are quantized now.
-        warnings: those that were logged.
         buffers: of wires. One pool serves all hops of the model: few units are under way at a time, and a pool per unit would
             hold a buffer for each of them.
         schedule: when the cross hops of gathers start and end.
         driver: of reductions: it lets their hops run while the model computes.
     """
 
-    config: ZeroPPConfig
-    mesh: ShardMesh
-    traffic: Traffic
-    checks: bool
-    micro_steps: MicroSteps
-    warnings: UnitWarnings
-    buffers: WireBuffers
-    schedule: GatherSchedule
-    driver: Driver
-
-    @classmethod
-    def of(
-        cls,
-        config: ZeroPPConfig,
-        mesh: ShardMesh,
-        traffic: Traffic,
-        *,
-        checks: bool = False,
-    ) -> Run:
-        """Begin a run, with nothing under way."""
-        return cls(
-            config=config,
-            mesh=mesh,
-            traffic=traffic,
-            checks=checks,
-            micro_steps=MicroSteps(config.quantizes_gradients),
-            warnings=UnitWarnings(),
-            buffers=WireBuffers(),
-            schedule=GatherSchedule.of(config, mesh.device_type),
-            driver=new_driver(mesh.device_type, overlaps=config.overlap),
-        )
+    def __init__(self, config: ZeroPPConfig, mesh: ShardMesh, traffic: Traffic, *, checks: bool = False) -> None:
+        self.config = config
+        self.mesh = mesh
+        self.traffic = traffic
+        self.checks = checks
+        self.micro_steps = MicroSteps(config.quantizes_gradients)
+        self.buffers = WireBuffers()
+        self.schedule = GatherSchedule.of(config, mesh.device_type)
+        self.driver = new_driver(mesh.device_type, overlaps=config.overlap)
+        self._warned: set[tuple[str, str]] = set()
 
     @property
     def overlaps_by_itself(self) -> bool:
         """Whether hops run while the model computes on a backend without streams, where a collective blocks otherwise."""
         return self.config.overlap and not devices.has_streams(self.mesh.device_type)
+
+    def warn(self, message: str, units: Sequence[Unit]) -> None:
+        """Log ``message``, in which ``%s`` stands for the names of those units that it was not logged for before.
+
+        Rank 0 alone logs, because all ranks hold the same units.
+        """
+        names = [unit.name for unit in units if (message, unit.name) not in self._warned]
+        self._warned.update((message, name) for name in names)
+        if names and dist.get_rank() == 0:
+            logger.warning(message, ", ".join(names))

@@ -1,4 +1,4 @@
-"""The units of an FSDP2 model: private names of FSDP2 that this package reads stand in this file and in shards.py.
+"""The units of an FSDP2 model: private names of FSDP2 that this package reads stand in this file and in param_shard.py.
 
 A unit is one FSDP2 communication group: the parameters of one ``fully_shard`` call, which are gathered and reduced
 together. FSDP2's public hooks (``set_custom_all_gather``, ``set_custom_reduce_scatter``) hand us flat tensors. To cut
@@ -10,6 +10,7 @@ tests/style/test_seams.py fails when one of the names below moves.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.fsdp.param_shard import (
     ParamShard,
     ReducedShard,
@@ -117,9 +119,11 @@ class Unit:
         key = [(index, id(param), has_gradient) for index, param, has_gradient in found]
         if key != self._reduced_key:
             self._reduced_key = key
+            shards = [self._shards[index] for index, _, _ in found]
+            starts = itertools.accumulate((shard.padded_numel for shard in shards), initial=0)
             self._reduced_shards = tuple(
-                ReducedShard(self._shards[index], cast(DTensor, param), has_gradient)
-                for index, param, has_gradient in found
+                ReducedShard(shard, cast(DTensor, param), start, has_gradient)
+                for shard, start, (_, param, has_gradient) in zip(shards, starts, found, strict=False)
             )
         return self._reduced_shards
 
@@ -130,12 +134,10 @@ class Unit:
 
         Where ``keeps_unreduced()``, FSDP2 adds gradients up at full size instead, as under ``set_requires_gradient_sync(False)``.
         """
+
         # FSDP2 looks the method up at each call (in its autograd function, and for units that autograd did not reach, in
         # its final callback), so one on the instance serves both.
-        original = self._group.post_backward
-
-        @functools.wraps(original)
-        def post_backward(*args: Any) -> None:
+        def post_backward(original: Callable[..., None], *args: Any) -> None:
             if keeps_unreduced():
                 # FSDP2 would look for gradients of parameters that no pass has used yet, and raise.
                 if not all(map(was_gathered, self._group.fsdp_params)):
@@ -148,30 +150,30 @@ class Unit:
                 return
             # FSDP2 leaves parameters without a gradient out of the flat tensor that it reduces, and does not say
             # which. They are noted here, because it takes the gradients off the parameters next.
-            fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
-            self._have_gradients = [gets_gradient(param, fills_in) for param in self._group.fsdp_params]
+            self._have_gradients = self._get_gradients()
             before()
             try:
                 original(*args)
             finally:  # a reduction that raised is as unfinished as one that is under way
                 after()
 
-        self._group.post_backward = post_backward  # type: ignore[method-assign]
+        extend(self._group, "post_backward", post_backward)
 
     def wrap_own_reduction(self, wrapper: Callable[[Callable[[], None], bool], None]) -> None:
         """Let ``wrapper`` run each reduction that FSDP2 does itself. It is also told whether replicas are averaged behind it."""
-        original = self._group.post_backward
 
-        @functools.wraps(original)
-        def post_backward(*args: Any) -> None:
-            group = self._group
-            fills_in = getattr(group, "reduce_scatter_unused_params", False)  # since torch 2.13
-            if group.reduce_grads and any(gets_gradient(param, fills_in) for param in group.fsdp_params):
-                wrapper(lambda: original(*args), group.all_reduce_grads)
+        def post_backward(original: Callable[..., None], *args: Any) -> None:
+            if self._group.reduce_grads and any(self._get_gradients()):
+                wrapper(lambda: original(*args), self._group.all_reduce_grads)
             else:
                 original(*args)
 
-        self._group.post_backward = post_backward  # type: ignore[method-assign]
+        extend(self._group, "post_backward", post_backward)
+
+    def _get_gradients(self) -> list[bool]:
+        """Return for each parameter whether FSDP2's next reduction takes a gradient of it."""
+        fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
+        return [gets_gradient(param, fills_in) for param in self._group.fsdp_params]
 
     def unreduced_bytes(self) -> int:
         """Bytes of the gradients that this rank keeps at full size until FSDP2 reduces them."""
@@ -510,17 +512,11 @@ def without_compile_wrapper(model: nn.Module) -> nn.Module:
 
 def on_backward(model: nn.Module, action: Callable[[], None]) -> None:
     """Run ``action`` wherever a backward pass enters a unit, behind FSDP2's call that queues its final callback."""
-    for state in {module._get_fsdp_state() for _, module in _fsdp_modules(model)}:
-        _extend_registration(state, action)
 
-
-def _extend_registration(state: FSDPState, action: Callable[[], None]) -> None:
     # FSDP2 looks the method up at each call. Only the first call of a pass queues a callback.
-    original = state._register_root_post_backward_final_callback
-
-    @functools.wraps(original)
-    def register() -> None:
+    def register(original: Callable[[], None]) -> None:
         original()
         action()
 
-    state._register_root_post_backward_final_callback = register  # type: ignore[method-assign]
+    for state in {module._get_fsdp_state() for _, module in _fsdp_modules(model)}:
+        extend(state, "_register_root_post_backward_final_callback", register)

@@ -194,7 +194,7 @@ def test_losses_are_those_of_stock(scenario):
 
 def entrances(model: nn.Module) -> dict[str, Entrance]:
     named = dict(model.named_modules())
-    return {name: Entrance(0, name, frozenset(module.modules())) for name, module in named.items()}
+    return {name: Entrance(name, frozenset(module.modules())) for name, module in named.items()}
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
     run = SimpleNamespace(schedule=GathersTogether())
     others = StepTraffic(Traffic(1, 1))
     vars(decisions).update(_entered=[], gathers=[], _ran=[], _is_generating=False, _run=run, _others=others)
-    decisions._agree_on_weights = lambda *args, **kwargs: asked.append(args[2])  # type: ignore[method-assign]
+    decisions._agree_on_weights = lambda *args, **kwargs: asked.append(args[1])  # type: ignore[method-assign]
     places = entrances(model)
     for name in left:
         decisions.enter_forward(places[name])

@@ -22,7 +22,7 @@ from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.micro_steps import STEPS_UNTIL_REMINDER
 from hf_zeropp.fsdp.units import find_units
-from hf_zeropp.fsdp.weights.gather import CountedWeightGather
+from hf_zeropp.fsdp.weights.gather import WeightGather
 
 NODES = {"ranks_per_node": 2}
 LIMIT_S = 60.0  # a hang would take gloo's timeout of 60 s: errors must come well before it
@@ -121,7 +121,7 @@ def scenario_nothing_to_quantize_nothing_to_keep(rank: int) -> None:
     """qgZ alone leaves the gathers to FSDP2, and counts their bytes."""
     handle = apply_zeropp(shard(make_lm()), NODES | EXACT | {"qgz_bits": 4})
     assert handle.gathers == []
-    assert all(type(unit.all_gather) is CountedWeightGather for unit in handle.units)
+    assert all(type(unit.all_gather) is WeightGather for unit in handle.units)
 
 
 def scenario_replicas_within_nodes_are_let_through(rank: int) -> None:

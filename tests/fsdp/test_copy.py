@@ -190,7 +190,7 @@ def test_the_largest_change_counts_until_weights_cross():
 def test_weights_are_taken_once_where_they_are_encoded():
     """A write after ``encode`` counts as a new change, so ``start`` does not note the weights a second time."""
     copy = due()
-    freshness = cast(Any, copy._freshness)
+    freshness = cast(Any, copy.freshness)
     before = freshness.num_taken
     words = FakeCarrier()
     copy.encode(cast(Any, words), [])

@@ -159,7 +159,7 @@ def disagreed_in_a_reduction(rank: int) -> tuple[int, int]:
     handle.set_last_micro_step(rank != 2)
     with pytest.raises(DisagreementError):
         backward(model, rank)
-    return sum(reduce._num_late for reduce in handle.reduces), handle._decisions._num_under_way
+    return sum(reduce._num_late for reduce in handle.reduces), len(handle._run.driver)
 
 
 def test_a_reduction_that_ranks_disagree_about_is_under_way_no_longer():

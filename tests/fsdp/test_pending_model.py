@@ -45,7 +45,7 @@ DEPTH = 6
 class FakeUnit:
     """Stands for a unit in reductions, without FSDP2."""
 
-    shows_reduced_output = False
+    shows_reduced_output = puts_off_replicas = False
     reduce_dtype = torch.float32
     gradient_divide_factor = None
     modules: tuple[torch.nn.Module, ...] = ()
@@ -71,12 +71,12 @@ class FakeUnit:
     def structure(self) -> tuple:
         return tuple((param.requires_grad, param.dtype) for param in self.params)
 
-    def reduced_shards(self) -> list[ReducedShard]:
-        return [
-            ReducedShard(ParamShard(name, 1, 1, 1), param, name in self.with_gradient)
-            for name, param in self.named.items()
-            if param.requires_grad or name in self.with_gradient
-        ]
+    def reduced_shards(self) -> tuple[ReducedShard, ...]:
+        names = [name for name, param in self.named.items() if param.requires_grad or name in self.with_gradient]
+        return tuple(
+            ReducedShard(ParamShard(name, 1, 1, 1), self.named[name], start, name in self.with_gradient)
+            for start, name in enumerate(names)
+        )
 
     def divisor_after_reduce(self, dtype: torch.dtype) -> float:
         return 1.0
@@ -135,13 +135,14 @@ class Model:
         config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None, overlap=overlap)
         groups = WorldGroups(whole_world(), whole_world(), ())
         mesh_of_shards = ShardMesh(get_topology(1, "cpu"), groups, hpz_size=None, replicas=None)
-        run = Run.of(config, mesh_of_shards, Traffic(1, 1))
+        run = Run(config, mesh_of_shards, Traffic(1, 1))
         self.micro_steps, self.driver = run.micro_steps, run.driver
         self.decisions = CountedDecisions(run, Agreement(Channel(world)), [])
         hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())
         for unit in self.units:
             reduce = ZeroPPReduceScatter(unit, run, self.decisions, hops)
-            self.decisions.add_unit(NoGather(unit, Copy(unit, AlwaysFresh()), self.decisions), reduce)
+            gather = NoGather(unit, run, self.decisions.before_gather, Copy(unit, AlwaysFresh()))
+            self.decisions.add_unit(gather, reduce)
         self.reduces = self.decisions.reduces
 
     # FSDP2's part.
@@ -173,7 +174,7 @@ class Model:
 
     def backward(self, *used: tuple[str, ...], last: bool, raises_behind: int = 0) -> None:
         """Run a backward pass of one tuple of parameters per unit, which may raise behind so many units."""
-        entrance = Entrance(0, "the model", frozenset())
+        entrance = Entrance("the model", frozenset())
         self.decisions.enter_forward(entrance)
         self.decisions.leave_forward(entrance)
         self.micro_steps.ask_is_last = lambda: last
@@ -240,8 +241,8 @@ class Model:
         own = []
         for reduce in self.reduces:
             partial = reduce._partial
-            columns = None if partial is None else [column.shard.name for column in partial.form.columns]
-            own.append((columns, None if partial is None else partial.sums.flatten().tolist(), reduce._num_late))
+            names = None if partial is None else [part.shard.name for part in partial.form.parts]
+            own.append((names, None if partial is None else partial.sums.flatten().tolist(), reduce._num_late))
         grads = []
         for param in self.params.values():
             local = None if param.grad is None else local_tensor_of(param.grad)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -57,53 +57,36 @@ Reduction = Iterator[UnderWay]
 """One unit's reduction. ``next`` takes it to its next hop under way, or to its end."""
 
 
-class Driver(Protocol):
-    """It takes reductions from hop to hop.
+class Driver:
+    """It takes reductions from hop to hop. This one takes each to its end while FSDP2 waits.
 
     Attributes:
         is_late: whether results are there only after FSDP2 has added its output to ``.grad``.
     """
 
-    is_late: bool
+    is_late = False
 
     def make_room(self) -> None:
         """Called at the beginning of every reduction that FSDP2 asks for, also of one that another driver runs."""
 
     def run(self, reduction: Reduction) -> None:
         """Begin a reduction, and take it as far as it goes while FSDP2 waits."""
+        for _ in reduction:
+            pass
 
     def drain(self) -> None:
         """Finish all reductions, and give back what they hold, also after a backward pass that raised."""
 
     def __len__(self) -> int:
         """Return the number of reductions that ``drain`` would take through a hop."""
-
-
-class BlockingDriver:
-    """Takes each reduction to its end while FSDP2 waits."""
-
-    is_late = False
-
-    def make_room(self) -> None:
-        """There is always room."""
-
-    def run(self, reduction: Reduction) -> None:
-        """Run a reduction."""
-        for _ in reduction:
-            pass
-
-    def drain(self) -> None:
-        """There is nothing to finish."""
-
-    def __len__(self) -> int:
         return 0
 
 
-BLOCKING = BlockingDriver()
+BLOCKING = Driver()
 """For all reductions whose output is looked at as soon as FSDP2 has it, and for all where nothing overlaps."""
 
 
-class GlooDriver:
+class GlooDriver(Driver):
     """Keeps reductions under way on a CPU: those in the node hop, and those in the cross hop, each in program order."""
 
     is_late = True
@@ -114,9 +97,6 @@ class GlooDriver:
 
     def __len__(self) -> int:
         return len(self._in_node) + len(self._crossing)
-
-    def make_room(self) -> None:
-        """Nothing is done here. ``run`` bounds the reductions under way."""
 
     def run(self, reduction: Reduction) -> None:
         """Begin a reduction, one unit ahead of the one before it."""
@@ -158,15 +138,13 @@ class _Held(NamedTuple):
     tensors: Sequence[torch.Tensor]
 
 
-class StreamDriver:
+class StreamDriver(Driver):
     """Runs each reduction in two parts: up to its cross hop on FSDP2's stream of reductions, the rest on that of all-reduces.
 
     The memory of a cross hop belongs to the stream of reductions, where the next reduction would get it at once. It is held until
     that stream has waited for the cross hop. Roots have streams of their own, so the memory's own stream waits, whichever root
     comes next.
     """
-
-    is_late = False
 
     def __init__(self) -> None:
         self._crossing: tuple[Reduction, Flight] | None = None  # until FSDP2 calls ``run_rest``
@@ -210,9 +188,6 @@ class StreamDriver:
             self._last.owner.wait_stream(self._last.stream)
         self._held.clear()
         self._last = None
-
-    def __len__(self) -> int:
-        return 0
 
     def _hold(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep the memory of a reduction, whose cross hop is about to be waited for on the current stream."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -12,28 +13,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.two_hops import ReduceLayouts
-from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.layouts import reduce_layouts
-from hf_zeropp.fsdp.param_shard import ParamShard, ReducedShard
-
-
-@dataclasses.dataclass(frozen=True, eq=False)  # parameters have an equality of their own, element by element
-class Column:
-    """One parameter's part of every slice of a unit.
-
-    Attributes:
-        param: the sharded parameter.
-        start: its first element in the slice.
-        shard: its sizes.
-    """
-
-    param: DTensor
-    start: int
-    shard: ParamShard
-
-    def of(self, slices: torch.Tensor) -> torch.Tensor:
-        """Return the part of ``slices`` [..., S] that belongs to the parameter, with its padding."""
-        return slices[..., self.start : self.start + self.shard.padded_numel]
+from hf_zeropp.fsdp.param_shard import ReducedShard
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,89 +22,59 @@ class Form:
 
     Attributes:
         layouts: the wire layouts of both hops.
-        columns: the parameters in a slice, in order.
+        parts: the parameters in a slice, in order.
         scale: the factor that the reduction applies to the sum over ranks.
         divisor: by what FSDP2 divides its output after the reduction.
     """
 
     layouts: ReduceLayouts
-    columns: tuple[Column, ...]
+    parts: tuple[ReducedShard, ...]
     scale: float
     divisor: float
+
+    @functools.cached_property
+    def missing(self) -> frozenset[DTensor]:
+        """The parameters without a gradient on this rank, which FSDP2 leaves out of the flat gradient and of its output."""
+        return frozenset(part.param for part in self.parts if not part.has_gradient)
 
     def divide(self, reduced: torch.Tensor) -> torch.Tensor:
         """Divide in place as FSDP2 divides its output after the reduction."""
         return reduced if self.divisor == 1 else reduced.div_(self.divisor)
 
-    def widen(self, flat: torch.Tensor, missing: frozenset[DTensor], num_ranks: int) -> torch.Tensor:
+    def widen(self, flat: torch.Tensor, num_ranks: int) -> torch.Tensor:
         """Return the flat gradient [W * S] in the dtype of the wires, with zeros for the parameters that are missing in it.
 
-        FSDP2 leaves those out. They may be others on other ranks, and then ranks would exchange pieces of different sizes.
+        They may be others on other ranks, and then ranks would exchange pieces of different sizes.
         """
         layout = self.layouts.node_hop
-        if flat.numel() == num_ranks * layout.numel:
+        if not self.missing:
             return flat.to(layout.raw_dtype)
         full = torch.zeros(num_ranks, layout.numel, dtype=layout.raw_dtype, device=flat.device)
-        start, slices = 0, flat.view(num_ranks, -1)
-        for column in self.columns:
-            if column.param not in missing:
-                end = start + column.shard.padded_numel
-                column.of(full).copy_(slices[:, start:end])
-                start = end
+        slices = flat.view(num_ranks, -1)
+        for part, place in self._present():
+            part.of(full).copy_(slices[:, place])
         return full.view(-1)
 
-    def narrow(self, reduced: torch.Tensor, missing: frozenset[DTensor], output: torch.Tensor) -> None:
+    def narrow(self, reduced: torch.Tensor, output: torch.Tensor) -> None:
         """Write a reduced slice [S] into FSDP2's output, which has no place for the parameters that are missing."""
+        for part, place in self._present():
+            output[place].copy_(part.of(reduced))
+
+    def _present(self) -> Iterator[tuple[ReducedShard, slice]]:
+        """Iterate over the parameters with a gradient, and their places in a slice without the others."""
         start = 0
-        for column in self.columns:
-            if column.param not in missing:
-                end = start + column.shard.padded_numel
-                output[start:end].copy_(column.of(reduced))
-                start = end
+        for part in self.parts:
+            if part.has_gradient:
+                yield part, slice(start, start + part.shard.padded_numel)
+                start += part.shard.padded_numel
 
     def adds_up_with(self, other: Form) -> bool:
         """Return whether sums of both forms are sums of the same things."""
         if self is other:
             return True
-        has_same_params = [id(one.param) for one in self.columns] == [id(one.param) for one in other.columns]
+        has_same_params = [id(one.param) for one in self.parts] == [id(one.param) for one in other.parts]
         own, others = (self.layouts, self.scale, self.divisor), (other.layouts, other.scale, other.divisor)
         return has_same_params and own == others
-
-
-class Forms:
-    """The forms of one unit's reductions. The last one is kept as long as nothing of it changes.
-
-    Args:
-        config: the settings of the run.
-    """
-
-    def __init__(self, config: ZeroPPConfig) -> None:
-        self._config = config
-        self._layouts: dict[object, ReduceLayouts] = {}
-        self._last: Form | None = None
-        self._last_key: tuple[object, ...] = ()
-
-    def of(
-        self, parts: Sequence[ReducedShard], dtype: torch.dtype, scale: float, divisor: float, *, quantizes: bool
-    ) -> Form:
-        """Return the form of a reduction in ``dtype`` of ``parts``: the sum over ranks, times ``scale``, over ``divisor``."""
-        key = (parts, dtype, scale, divisor, quantizes)
-        # ``parts`` is compared by identity, because parameters have an equality of their own, element by element.
-        if self._last is None or self._last_key[0] is not parts or self._last_key[1:] != key[1:]:
-            columns, start = [], 0
-            for reduced in parts:
-                columns.append(Column(reduced.param, start, reduced.shard))
-                start += reduced.shard.padded_numel
-            layouts = self.layouts(tuple(column.shard for column in columns), dtype, quantizes=quantizes)
-            self._last_key, self._last = key, Form(layouts, tuple(columns), scale, divisor)
-        return self._last
-
-    def layouts(self, shards: tuple[ParamShard, ...], dtype: torch.dtype, *, quantizes: bool) -> ReduceLayouts:
-        """Return the wire layouts for reducing ``shards`` in ``dtype``."""
-        key = (dtype, quantizes, shards)
-        if key not in self._layouts:
-            self._layouts[key] = reduce_layouts(self._config, shards, dtype, quantizes=quantizes)
-        return self._layouts[key]
 
 
 @dataclasses.dataclass

@@ -27,14 +27,12 @@ class MicroSteps:
         quantizes: whether gradients are quantized now. It is the same for all micro-steps of a step, because partial sums are
             sums of gradients that were encoded one way.
         ask_is_last: tells whether the coming backward pass ends an accumulation. Asked once per backward pass.
-        puts_off_replicas: tells whether FSDP2 was told to leave replicas for a later backward pass, which then is not the last.
         is_last_now: the answer for the backward pass under way.
     """
 
     def __init__(self, quantizes: bool) -> None:
         self.quantizes = self._wants_quantizes = quantizes
         self.ask_is_last: Callable[[], bool] = lambda: True
-        self.puts_off_replicas: Callable[[], bool] = lambda: False
         self.is_last_now = True
         self._num_steps_without_progress: int | None = 0  # None once progress was told, or asked for
 
@@ -66,7 +64,11 @@ class MicroSteps:
                 STEPS_UNTIL_REMINDER,
             )
 
-    def enter_backward(self) -> None:
-        """Ask about the backward pass that has begun to reduce gradients."""
+    def enter_backward(self, *, puts_off_replicas: bool) -> None:
+        """Ask about the backward pass that has begun to reduce gradients.
+
+        Args:
+            puts_off_replicas: whether FSDP2 was told to leave replicas for a later one, so that this one is not the last.
+        """
         # Asked once and kept: all units of a pass must take the same way, even if the answer changes while it runs.
-        self.is_last_now = self.ask_is_last() and not self.puts_off_replicas()
+        self.is_last_now = self.ask_is_last() and not puts_off_replicas

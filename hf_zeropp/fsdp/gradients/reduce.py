@@ -6,6 +6,7 @@ long. See also [Note: gradient accumulation] below.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Protocol
@@ -19,9 +20,11 @@ from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
 from hf_zeropp.fsdp.comm_objects import CommObject, names_unit, naming, record_event
 from hf_zeropp.fsdp.gradients.drivers import BLOCKING, StreamDriver, UnderWay
-from hf_zeropp.fsdp.gradients.form import Form, Forms, Partial, scale_of
+from hf_zeropp.fsdp.gradients.form import Form, Partial, scale_of
 from hf_zeropp.fsdp.gradients.pending import PendingGradients
 from hf_zeropp.fsdp.gradients.withheld import WithheldGradients
+from hf_zeropp.fsdp.layouts import reduce_layouts
+from hf_zeropp.fsdp.param_shard import ParamShard, ReducedShard
 from hf_zeropp.fsdp.predictions import reduce_bytes, reductions_per_step
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
@@ -45,11 +48,12 @@ NO_WIRE_FORM = (
 )
 
 
+# Experts may get other gradients in every step. Forms are made anew then, and their layouts are found here.
+_cached_layouts = functools.lru_cache(maxsize=4096)(reduce_layouts)
+
+
 class AsksAboutReductions(Protocol):
     """The part of decisions.py that reductions ask."""
-
-    def keeps_unreduced(self, reduce: ZeroPPReduceScatter) -> bool:
-        """Return whether the unit's gradients stay on the rank at full size in this pass."""
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for."""
@@ -80,16 +84,13 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self.hops = hops
         self.pending = PendingGradients(unit, decisions.deliver)
         self.withheld = WithheldGradients(unit)
-        self._traffic = run.traffic
-        self._warnings = run.warnings
-        self._micro_steps = run.micro_steps
-        self._driver = run.driver
+        self._run = run
         self._decisions = decisions
-        self._accumulates_on_rank = run.config.accumulates_on_rank
         if isinstance(run.driver, StreamDriver):
             unit.reduce_behind(run.driver.run_rest)
         self._fsdp2 = DefaultReduceScatter()
-        self._forms = Forms(run.config)
+        self._form: Form | None = None  # of the reduction before; kept as long as nothing of it changes
+        self._form_key: tuple[object, ...] = ()
         self._partial: Partial | None = None
         self._num_late = 0  # reductions under way whose output was zeros
         self._shown_output: torch.Tensor | None = None
@@ -106,20 +107,19 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Reduce: output [S] <- op over ranks of input [W * S]; or zeros, where the result is added to ``.grad`` later."""
         # The first reduction of a backward pass asks all ranks. The host waits for their answer before it waits for a hop.
         self._decisions.reduction_begins(self)
-        self._driver.make_room()
+        self._run.driver.make_room()
         parts = self.unit.reduced_shards()
-        missing = frozenset([one.param for one in parts if not one.has_gradient])
-        self.withheld.is_complete = not missing
+        self.withheld.is_complete = all(one.has_gradient for one in parts)
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_by_fsdp2(output_tensor, input_tensor, group, op, async_op)
         # FSDP2 of torch 2.15 chooses its dtype from the gradients that there are. Where some are missing, other ranks may have
         # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
-        dtype = self.unit.reduce_dtype if missing else input_tensor.dtype
+        dtype = input_tensor.dtype if self.withheld.is_complete else self.unit.reduce_dtype
         scale, divisor = scale_of(op, group.size()), self.unit.divisor_after_reduce(dtype)
         # FSDP2 asks for the mean over a shard group, unless the user has set by what gradients are divided in all.
         if self.unit.gradient_divide_factor is None:
             scale /= self.hops.num_replicas
-        form = self._forms.of(parts, dtype, scale, divisor, quantizes=self._micro_steps.quantizes)
+        form = self._form_of(parts, dtype, scale, divisor)
         # The parameters that train, their dtype, or what gradients are divided by changed between micro-steps. Sums of another
         # form cannot be added to, so they cross now. Ranks compared all of that when the forward pass began, so all do it.
         if self._partial is not None and not self._partial.form.adds_up_with(form):
@@ -128,8 +128,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # A gradient hook or an all-reduce hook reads the output as soon as this call returns. Such a unit crosses
         # nodes at every micro-step and is not late, because zeros would be taken for its gradient.
         shows_output = self.unit.shows_reduced_output
-        driver = BLOCKING if shows_output else self._driver
-        crosses = self._micro_steps.is_last_now or shows_output
+        driver = BLOCKING if shows_output else self._run.driver
+        crosses = self._run.micro_steps.is_last_now or shows_output
         # FSDP2 runs an all-reduce hook, and adds the output to ``.grad``, on a stream of its own, and drops the output while
         # that stream may still read it. Kept until the unit's next reduction, its memory is not given to another reduction.
         # This line can go when torch 2.15, whose FSDP2 keeps it itself, is the oldest version.
@@ -140,14 +140,21 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             output_tensor.zero_()
         else:
             self.pending.expect_values()
-        driver.run(self._reduce(input_tensor, form, missing, crosses, output))
+        driver.run(self._reduce(input_tensor, form, crosses, output))
         return None
+
+    def _form_of(self, parts: tuple[ReducedShard, ...], dtype: torch.dtype, scale: float, divisor: float) -> Form:
+        """Return the form of a reduction in ``dtype`` of ``parts``: the sum over ranks, times ``scale``, over ``divisor``."""
+        key = (dtype, scale, divisor, self._run.micro_steps.quantizes)
+        if self._form is None or self._form.parts is not parts or self._form_key != key:
+            self._form = Form(self._layouts(tuple(part.shard for part in parts), dtype), parts, scale, divisor)
+            self._form_key = key
+        return self._form
 
     def _reduce(
         self,
         flat: torch.Tensor,
         form: Form,
-        missing: frozenset[DTensor],
         crosses: bool,
         output: torch.Tensor | None,
     ) -> Generator[UnderWay]:
@@ -158,23 +165,22 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         Args:
             flat: this rank's gradients of all slices [W * S], without those that are missing.
             form: how they travel.
-            missing: the parameters without a gradient on this rank.
             crosses: whether the cross hop follows the node hop: on the last micro-step.
             output: FSDP2's output, which it adds to ``.grad``; None where it was given zeros.
         """
         hops, layouts = self.hops, form.layouts
         with self._under_way(is_late=output is None):
             # Encode, and send every rank of the node its part.
-            full = form.widen(flat, missing, hops.num_ranks)
+            full = form.widen(flat, hops.num_ranks)
             flight = hops.start_node_hop(full, layouts)
             del flat, full
             if hops.has_node_hop:
                 yield UnderWay(flight, crosses=False)
 
             # Sum over the node, and over the micro-steps before this one. Until the last one the sums stay here.
-            others, sums = missing, None
+            others, sums = form.missing, None
             if self._partial is not None:
-                others, sums = missing & self._partial.others, self._partial.sums
+                others, sums = others & self._partial.others, self._partial.sums
             if not crosses:
                 sums = hops.accumulate(flight, layouts, sums)
                 self._partial = Partial(sums, form, others, record_event(sums.device))
@@ -190,7 +196,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
                 yield UnderWay(flight, crosses=True)
 
             # Sum over nodes, and bring the result into ``.grad``.
-            self._finish(flight, form, others, output, missing)
+            self._finish(flight, form, others, output)
 
     def _finish(
         self,
@@ -198,20 +204,18 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         form: Form,
         others: frozenset[DTensor],
         output: torch.Tensor | None = None,
-        missing: frozenset[DTensor] = frozenset(),
     ) -> None:
         """Finish the cross hop, and bring the sum over nodes into ``.grad``, which sums enter here and nowhere else.
 
         FSDP2 divides its output, if it asked for sums, and adds it to ``.grad``. Of all that is not in the output, this does the
-        same: the gradients ``missing`` in it, and all of them where FSDP2 was given zeros.
+        same: the gradients that are missing in it, which may have a part in the sum all the same, from earlier micro-steps or
+        other ranks; and all of them where FSDP2 was given zeros.
 
         Args:
             flight: the cross hop.
             form: how the gradients travel.
             others: the parameters that got no gradient on this rank, in none of the micro-steps.
             output: FSDP2's output; None where it was given zeros.
-            missing: the parameters that have no place in the output. They may have a part in the sum all the same, from earlier
-                micro-steps or other ranks.
         """
         layout = form.layouts.cross_hop
         if output is not None and output.numel() == layout.numel and output.dtype == layout.raw_dtype:
@@ -220,14 +224,14 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flight.received.device)
         self.hops.finish(flight, form.layouts, reduced, form.scale)
         if output is not None:
-            form.narrow(reduced, missing, output)
+            form.narrow(reduced, output)
         form.divide(reduced)
-        for column in form.columns:
-            param = column.param
-            if output is not None and param not in missing:
+        for part in form.parts:
+            param = part.param
+            if output is not None and part.has_gradient:
                 continue
             # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
-            result = column.of(reduced)[: column.shard.numel]
+            result = part.of(reduced)[: part.shard.numel]
             if isinstance(param.grad, DTensor) and self.pending.waits(param):
                 target = self.pending.plain_of(param)
                 if target.device != result.device:
@@ -257,9 +261,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         async_op: bool,
     ) -> dist.Work | None:
         self.pending.expect_values()
-        self._warnings.warn(NO_WIRE_FORM, [self.unit])
-        peers = Peers.of(group, self._traffic.ranks_per_node)
-        self._traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
+        self._run.warn(NO_WIRE_FORM, [self.unit])
+        peers = Peers.of(group, self._run.traffic.ranks_per_node)
+        self._run.traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
         work = self._fsdp2(output, flat, group, op, async_op)
         if self.hops.replicas is None:
             return work
@@ -273,10 +277,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         return None
 
     # Around FSDP2's post_backward.
-
-    def keeps_unreduced(self) -> bool:
-        """FSDP2 is about to reduce: return whether it is to keep the gradients at full size instead."""
-        return self._decisions.keeps_unreduced(self)
 
     def before_post_backward(self) -> None:
         """FSDP2 is about to add to ``.grad``: give it plain tensors, and forget contributions to gradients that are gone."""
@@ -305,9 +305,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # results are not wanted, and ranks need not meet for them before the next pass.
         if self._num_late > 0 and any(map(self.pending.waits, self.unit.params)):
             return True
-        return self._partial is not None and any(
-            self.pending.waits(column.param) for column in self._partial.form.columns
-        )
+        return self._partial is not None and any(self.pending.waits(part.param) for part in self._partial.form.parts)
 
     @property
     def is_settled(self) -> bool:
@@ -337,7 +335,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def discard(self) -> None:
         """Forget the micro-steps accumulated so far."""
         self._partial = None
-        if self._accumulates_on_rank:
+        if self._run.config.accumulates_on_rank:
             self.unit.drop_unreduced()
         if not self._has_unfinished:
             self.pending.clear()
@@ -346,22 +344,22 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Take the contributions to gradients that were zeroed, set to None or replaced out of the partial."""
         if self._partial is None:
             return
-        unwanted = [column for column in self._partial.form.columns if not self.pending.waits(column.param)]
+        form = self._partial.form
+        unwanted = [part for part in form.parts if not self.pending.waits(part.param)]
         # After ``zero_grad`` nothing is wanted: dropping the partial frees its memory and saves the hop.
-        if len(unwanted) == len(self._partial.form.columns):
+        if len(unwanted) == len(form.parts):
             self._partial = None
             return
-        slices = self._partial.sums.view(-1, self._partial.form.layouts.node_hop.numel)
-        for column in unwanted:
-            if column.param not in self._partial.others:
-                column.of(slices).zero_()
+        slices = self._partial.sums.view(-1, form.layouts.node_hop.numel)
+        for part in unwanted:
+            if part.param not in self._partial.others:
+                part.of(slices).zero_()
 
     # Sizes.
 
-    def layouts(self, dtype: torch.dtype) -> ReduceLayouts:
-        """Return the wire layouts for reducing the trainable parameters in ``dtype`` now."""
-        shards = tuple(self.unit.param_shards(trainable_only=True))
-        return self._forms.layouts(shards, dtype, quantizes=self._micro_steps.quantizes)
+    def _layouts(self, shards: tuple[ParamShard, ...], dtype: torch.dtype) -> ReduceLayouts:
+        """Return the wire layouts for reducing ``shards`` in ``dtype`` now."""
+        return _cached_layouts(self._run.config, shards, dtype, quantizes=self._run.micro_steps.quantizes)
 
     def partial_bytes(self) -> int:
         """Return the bytes that this rank holds between micro-steps."""
@@ -371,16 +369,17 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Return the bytes of one optimizer step of ``micro_steps`` backward passes."""
         if not self.unit.trainable:
             return {}
-        micro_steps = reductions_per_step(micro_steps, accumulates_on_rank=self._accumulates_on_rank)
+        micro_steps = reductions_per_step(micro_steps, accumulates_on_rank=self._run.config.accumulates_on_rank)
         dtype, node, cross = self.unit.reduce_dtype, self.hops.node_hop, self.hops.cross_hop
+        shards = tuple(self.unit.param_shards(trainable_only=True))
         if dtype not in FLOAT_DTYPES:  # FSDP2 reduces it
-            output = sum(shard.padded_numel for shard in self.unit.param_shards(trainable_only=True)) * dtype.itemsize
-            peers = Peers.of(self.unit.shard_group, self._traffic.ranks_per_node)
+            output = sum(shard.padded_numel for shard in shards) * dtype.itemsize
+            peers = Peers.of(self.unit.shard_group, self._run.traffic.ranks_per_node)
             own = {FSDP2_REDUCE: peers.bytes_of(output).times(micro_steps)}
             if (replicas := self.hops.replicas) is None:
                 return own
             return own | {REDUCE_REPLICAS: replicas.peers.bytes_in_all_reduce(output).times(micro_steps)}
-        layouts = self.layouts(dtype)
+        layouts = self._layouts(shards, dtype)
         # A hook that looks at the unit's gradients lets them cross at every micro-step.
         crossings = micro_steps if self.unit.shows_reduced_output else 1
         rounds, replicas = [hop.peers for hop in self.hops.replica_hops], self.hops.replicas

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch.distributed as dist
-
 from hf_zeropp.fsdp.comm_objects import CommObject, names_unit
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit
@@ -59,11 +57,11 @@ def count_replicas_of_nodes(units: Sequence[Unit], run: Run) -> list[ReplicasOfN
         units: those that lie within a node, and that FSDP2 gathers and reduces.
         run: what all units share.
     """
-    with_others = [unit for unit in units if _has_replicas_elsewhere(unit, run.traffic.ranks_per_node)]
-    run.warnings.warn(_WHOLE_GRADIENTS, [unit for unit in with_others if unit.trains])
+    ranks_per_node = run.traffic.ranks_per_node
+    with_others = [
+        unit
+        for unit in units
+        if (group := unit.replica_group) is not None and Peers.of(group, ranks_per_node).cross_node > 0
+    ]
+    run.warn(_WHOLE_GRADIENTS, [unit for unit in with_others if unit.trains])
     return [ReplicasOfNodes(unit, run.traffic) for unit in with_others]
-
-
-def _has_replicas_elsewhere(unit: Unit, ranks_per_node: int) -> bool:
-    group = unit.replica_group
-    return group is not None and len({rank // ranks_per_node for rank in dist.get_process_group_ranks(group)}) > 1

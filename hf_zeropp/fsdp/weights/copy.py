@@ -15,7 +15,7 @@ from hf_zeropp.comm.two_hops import Carrier, ChangedWords, GatherLayouts, Second
 from hf_zeropp.fsdp.comm_objects import record_event
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.freshness import Change, Freshness
-from hf_zeropp.fsdp.weights.secondary_check import CheckedUnit, WrongCopies
+from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck, WrongCopies
 
 
 class State(enum.Enum):
@@ -70,44 +70,27 @@ class Copy:
 
     Attributes:
         state: as above.
+        freshness: as given.
         secondary: room for the secondary shard; None until a carrier needs it.
         layouts: the form in which it holds weights; None until the first cross hop starts.
         words: the changed words that are encoded; None in other states.
         carrier: what is under way; None in other states.
     """
 
-    def __init__(self, unit: Unit, freshness: Freshness, check: CheckedUnit | None = None) -> None:
+    def __init__(self, unit: Unit, freshness: Freshness, check: SecondaryCheck | None = None) -> None:
         self.state = State.ABSENT
         self.secondary: Secondary | None = None
         self.layouts: GatherLayouts | None = None
         self.words: ChangedWords | None = None
         self.carrier: Carrier | None = None
         self._unit = unit
-        self._freshness = freshness
+        self.freshness = freshness
         self._check = check
         self._change = Change.NONE
         self._arrived: torch.Event | None = None  # when the last cross hop had landed; None on a CPU
         self._version = 0  # counts the times that weights were taken from the shards
         self._unsharded_version = 0  # the version that FSDP2's unsharded parameters have
         self._failure = ""
-
-    # Changes that this rank sees in its own weights. It does nothing about them alone.
-
-    def changed(self, change: Change) -> None:
-        """Note a change of the weights of which this rank was told."""
-        self._freshness.mark(change)
-
-    def before_step(self, *, has_closure: bool) -> None:
-        """Note that an optimizer which holds a parameter of the unit begins a step."""
-        self._freshness.before_step(has_closure=has_closure)
-
-    def after_step(self) -> None:
-        """Note that the step ended. It does not come after a step that raised."""
-        self._freshness.after_step()
-
-    def change_here(self) -> Change:
-        """Return what happened to this rank's weights since they were taken. Asking moves nothing."""
-        return self._freshness.change()
 
     # Moves. All ranks that share a cross hop make them in the same order.
 
@@ -147,7 +130,7 @@ class Copy:
         """Encode the changed words that will cross. What is written to the weights from now on is a new change."""
         self._expect("encode", State.DUE)
         self._prepare(words, shards)
-        self._freshness.taken()
+        self.freshness.taken()
         self.words, self.state = words, State.ENCODED
 
     def start(self, carrier: Carrier, shards: Sequence[torch.Tensor] = ()) -> None:
@@ -165,7 +148,7 @@ class Copy:
         # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
         # a write in between is a new change.
         if not was_encoded:
-            self._freshness.taken()
+            self.freshness.taken()
 
     def land(self) -> None:
         """Finish the cross hop, which brings the secondary shard up to date. With a check this is a collective."""
@@ -195,7 +178,7 @@ class Copy:
         """Note that FSDP2's unsharded parameters are gathered from the shards as they are now, past the secondary shard."""
         # An agreement alone clears nothing, since a pass may skip the unit. What was really gathered does.
         self._expect("take", *(state for state in State if state is not State.FAILED))
-        self._freshness.taken()
+        self.freshness.taken()
         self._version += 1
         self._unsharded_version = self._version
         self.words, self.state = None, State.CROSSING if self.is_under_way else State.FRESH

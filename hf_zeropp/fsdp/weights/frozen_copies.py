@@ -3,7 +3,7 @@
 Each node holds a copy of all frozen weights, and nothing that happens in training makes copies equal that differ. They differ
 where each rank has made a part of them by itself with a seed of its own: the new rows of an embedding that was resized, a head
 that no checkpoint has. A rank's shard of the copy must be equal on all ranks with its place in their nodes, of its own replica
-and of others. Those of a cross group exchange one hash for each unit, and so do those of a replica group, which may have ranks of
+and of others. Those of a cross group exchange a hash of each weight, and so do those of a replica group, which may have ranks of
 one node as well. All ranks tell each other what they found, so that all raise the same error.
 """
 
@@ -40,9 +40,10 @@ def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Run) 
 
 
 def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
-    digests = [[_digest(local_tensor_of(param)) for param in gather.unit.params] for gather in gathers]
+    names = [name for gather in gathers for name in gather.names]
+    digests = [_digest(local_tensor_of(param)) for gather in gathers for param in gather.unit.params]
     across = filter(None, (run.mesh.topology.cross_group, run.mesh.replicas))
-    found = [_find_difference(gathers, digests, group, run.traffic.ranks_per_node) for group in across]
+    found = [_find_difference(names, digests, group, run.traffic.ranks_per_node) for group in across]
     if said := next(filter(None, _of_data_parallel_ranks(next(filter(None, found), None), run)), None):
         raise ValueError(
             f"Nodes hold different frozen weights: {said}. Nothing makes them equal later. Give all ranks the same seed before "
@@ -52,21 +53,12 @@ def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
 
 
 def _find_difference(
-    gathers: Sequence[FrozenGather],
-    digests: Sequence[Sequence[bytes]],
-    group: dist.ProcessGroup,
-    ranks_per_node: int,
+    names: Sequence[str], digests: Sequence[bytes], group: dist.ProcessGroup, ranks_per_node: int
 ) -> str | None:
     """Return in words the first parameter in which ranks of a group with one place in their nodes differ; None if none do."""
     ranks = dist.get_process_group_ranks(group)
-    of_ranks = exchange([xxhash.xxh3_64_digest(b"".join(of_unit)) for of_unit in digests], group)
-    for index, of_unit in enumerate(zip(*of_ranks, strict=True)):
-        if _differing(ranks, of_unit, ranks_per_node):
-            # All ranks of the group have the same hashes here, and ask for those of the same unit's parameters.
-            of_params = zip(*exchange(digests[index], group), strict=True)
-            named = zip(gathers[index].names, of_params, strict=True)
-            held = ((name, _differing(ranks, values, ranks_per_node)) for name, values in named)
-            name, holders = next((name, holders) for name, holders in held if holders)
+    for name, values in zip(names, zip(*exchange(digests, group), strict=True), strict=True):
+        if holders := _differing(ranks, values, ranks_per_node):
             return f"{name} differs between {' and '.join(map(words_of, ranks_by(holders.items()).values()))}"
     return None
 

@@ -1,8 +1,7 @@
 """qwZ and hpZ for FSDP2: one gather per unit, which FSDP2 calls whenever it needs the unit's weights.
 
 A gather reads from top to bottom in ``ZeroPPAllGather.__call__``: ranks agree on which copies are stale, the cross hop of a stale
-copy brings it up to date, and the node hop decodes the weights from it. Where hops overlap, a schedule has called ``start`` for
-all due units before. The states of a copy are in copy.py, what its cross hop
+copy brings it up to date, and the node hop decodes the weights from it. The states of a copy are in copy.py, what its cross hop
 carries in policy.py and comm/carriers.py, and in schedules.py when cross hops start: before FSDP2 comes to the unit, if they
 overlap.
 """
@@ -10,8 +9,7 @@ overlap.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -27,15 +25,15 @@ from hf_zeropp.comm.two_hops import (
     exchange_sizes,
     gather_both_hops,
 )
-from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather
+from hf_zeropp.fsdp.comm_objects import CountedAllGather
 from hf_zeropp.fsdp.layouts import gather_layouts
 from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
 from hf_zeropp.fsdp.run import Run
-from hf_zeropp.fsdp.units import AllGather, Unit
+from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.copy import Copy
 from hf_zeropp.fsdp.weights.freshness import Change, Freshness
 from hf_zeropp.fsdp.weights.policy import MANY_EDITS, Sent, next_carrier
-from hf_zeropp.fsdp.weights.secondary_check import CheckedUnit, SecondaryCheck
+from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import Bytes
 
@@ -62,51 +60,26 @@ _DAMAGED = (
 )
 
 
-class AsksBeforeGathers(Protocol):
-    """The part of decisions.py that gathers ask."""
-
-    def before_gather(self, gather: WeightGather) -> None:
-        """Let ranks agree on the weights now, unless they did for the pass under way."""
-
-
-class WeightGather(CommObject, AllGather):
-    """A gather of weights that knows whether what it gathered last is still true.
+class WeightGather(CountedAllGather):
+    """FSDP2's own gather of a unit over the world. It knows whether what it gathered last is still true.
 
     Args:
         unit: the unit it serves.
-        copy: the state of what was gathered.
-        decisions: what ranks decide together.
+        run: what all units share.
+        before_gather: lets ranks agree on the weights now, unless they did for the pass under way.
+        copy: the state of what was gathered; by default one of weights that FSDP2 gathers as they are.
 
     Attributes:
         unit, copy: as given.
     """
 
-    def __init__(self, unit: Unit, copy: Copy, decisions: AsksBeforeGathers) -> None:
-        self.unit = unit
-        self.copy = copy
-        self._decisions = decisions
-
-    @property
-    def is_of_all_ranks(self) -> bool:
-        """Whether a gather now is a collective of all ranks, and not one within a node."""
-        return True
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether this rank believes that what was gathered last is still the unit's weights."""
-        return self.copy.change_here() == Change.NONE
-
-    def expire(self) -> None:
-        """Gather the weights anew at the next forward pass."""
-        self.copy.changed(Change.INVALID)
-
-
-class CountedWeightGather(WeightGather):
-    """FSDP2's own gather of a unit over the world, where there is nothing to quantize and nothing to keep."""
-
-    def __init__(self, unit: Unit, run: Run, decisions: AsksBeforeGathers) -> None:
-        super().__init__(unit, Copy(unit, Freshness(unit)), decisions)
-        self._counted = CountedAllGather(unit, run.traffic)
+    def __init__(
+        self, unit: Unit, run: Run, before_gather: Callable[[WeightGather], None], copy: Copy | None = None
+    ) -> None:
+        super().__init__(unit, run.traffic)
+        self.copy = copy or Copy(unit, Freshness(unit))
+        self._run = run
+        self._before_gather = before_gather
 
     def __call__(
         self,
@@ -116,22 +89,30 @@ class CountedWeightGather(WeightGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather as FSDP2 does, and note of which weights."""
-        self._decisions.before_gather(self)
+        self._before_gather(self)
         self.copy.take()
-        return self._counted(output_tensor, input_tensor, group, async_op)
+        return super().__call__(output_tensor, input_tensor, group, async_op)
 
-    def predict(self, micro_steps: int) -> dict[str, Bytes]:
-        """Return the bytes of one optimizer step."""
-        return self._counted.predict(micro_steps)
+    @property
+    def is_of_all_ranks(self) -> bool:
+        """Whether a gather now is a collective of all ranks, and not one within a node."""
+        return True
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether this rank believes that what was gathered last is still the unit's weights."""
+        return self.copy.freshness.change() == Change.NONE
+
+    def expire(self) -> None:
+        """Gather the weights anew at the next forward pass."""
+        self.copy.freshness.mark(Change.INVALID)
 
 
 class ZeroPPAllGather(WeightGather):
     """Gathers a unit's weights in wire form, and keeps the secondary shard between changes of the weights.
 
     Args:
-        unit: the unit it serves.
-        run: what all units share.
-        decisions: what ranks decide together.
+        unit, run, before_gather: as above.
         hops: the two hops; shared by all units.
         check: compares secondary shards with the masters; None where this was not asked for.
     """
@@ -140,18 +121,15 @@ class ZeroPPAllGather(WeightGather):
         self,
         unit: Unit,
         run: Run,
-        decisions: AsksBeforeGathers,
+        before_gather: Callable[[WeightGather], None],
         hops: TwoHopGather,
         check: SecondaryCheck | None = None,
     ) -> None:
         freshness = Freshness(unit, checks_steps=run.config.sends_deltas)
-        checked = None if check is None else CheckedUnit(check, unit, hops)
-        super().__init__(unit, Copy(unit, freshness, checked), decisions)
+        super().__init__(unit, run, before_gather, Copy(unit, freshness, check))
         self.hops = hops
-        self._run = run
         self._keeps_secondary = run.config.hpz_size is not None
         self._sent = Sent()
-        self._fsdp2 = CountedAllGather(unit, run.traffic)
         # The key is dtype and whether the unit trains. Both may change during a run: a conversion, or a unit that
         # thaws.
         self._layouts: dict[tuple[torch.dtype, bool], GatherLayouts] = {}
@@ -164,16 +142,15 @@ class ZeroPPAllGather(WeightGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather: output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
+        if self.unit.param_dtype not in FLOAT_DTYPES:
+            self._run.warn(MIXED_DTYPES, [self.unit])
+            return super().__call__(output_tensor, input_tensor, group, async_op)
         # Within a pass this asks nothing. ``unshard()`` outside of one also gathers, and there ranks have to agree
         # first.
-        self._decisions.before_gather(self)
+        self._before_gather(self)
         if async_op:
-            self._run.warnings.warn(_NOT_ASYNC, [self.unit])
+            self._run.warn(_NOT_ASYNC, [self.unit])
         copy = self.copy
-        if self.unit.param_dtype not in FLOAT_DTYPES:
-            self._run.warnings.warn(MIXED_DTYPES, [self.unit])
-            copy.take()
-            return self._fsdp2(output_tensor, input_tensor, group, async_op)
         if not self._keeps_secondary:
             copy.take()
             with copy.guard():
@@ -241,7 +218,7 @@ class ZeroPPAllGather(WeightGather):
                 words.drop()
         self._sent.note(kind, layouts, due, words)
         if self._sent.edits_in_a_row > MANY_EDITS:
-            self._run.warnings.warn(_MANY_EDITS, [self.unit])
+            self._run.warn(_MANY_EDITS, [self.unit])
 
     def land(self) -> None:
         """Finish the cross hop that was started."""
@@ -306,7 +283,7 @@ class ZeroPPAllGather(WeightGather):
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Return the bytes of one optimizer step that makes no resync."""
         if self.unit.param_dtype not in FLOAT_DTYPES:
-            return self._fsdp2.predict(micro_steps)
+            return super().predict(micro_steps)
         cross, node = self.hops.cross_hop, self.hops.node_hop
         gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards_after_forward)
         crossings = crossings_per_step(gathers, keeps_secondary=self._keeps_secondary, trains=self.unit.trains)
@@ -321,8 +298,3 @@ class ZeroPPAllGather(WeightGather):
         )
         predicted.cross_hop.is_measured = measured is not None
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
-
-
-def due_gathers(gathers: Sequence[WeightGather]) -> list[ZeroPPAllGather]:
-    """Return the gathers whose cross hops are due and can start. On every rank ``gathers`` are those of the same units."""
-    return [gather for gather in gathers if isinstance(gather, ZeroPPAllGather) and gather.can_start_ahead]

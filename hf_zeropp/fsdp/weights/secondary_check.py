@@ -18,7 +18,6 @@ experts have a mesh of their own, and seven with replicas, so they are off by de
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 
@@ -30,8 +29,6 @@ from hf_zeropp.comm.two_hops import Carrier, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
 from hf_zeropp.fsdp.comm_objects import of_this_package
 from hf_zeropp.fsdp.units import Unit
-
-logger = logging.getLogger(__name__)
 
 TellFaults = Callable[[str, str], Sequence[str]]
 """Takes the name of a unit and what this rank found wrong with its copies, or nothing. Returns what all ranks found."""
@@ -56,153 +53,18 @@ def wants_check() -> bool:
 
 
 class SecondaryCheck:
-    """Compares the secondary shards of all ranks. Every rank must call it, as a collective.
+    """Compares the copies of one unit. All ranks over which it is sharded must call it alike, and so must their replicas.
 
     Args:
-        hpz_size: ranks that share one copy; the secondary shards of ranks that far apart must be equal.
-        group: the ranks over which the model is sharded.
-        replicas: the ranks that hold the same shard as this one; None without replicas (HSDP).
-        tell: tells the other ranks of the model, and hears of theirs; None where ``group`` is all of them.
-    """
-
-    def __init__(
-        self,
-        hpz_size: int,
-        group: dist.ProcessGroup,
-        replicas: dist.ProcessGroup | None = None,
-        tell: TellFaults | None = None,
-    ) -> None:
-        self._hpz_size = hpz_size
-        self._group = group
-        self._replicas = replicas
-        self._tell = tell
-
-    @classmethod
-    def of(
-        cls,
-        hpz_size: int | None,
-        group: dist.ProcessGroup,
-        replicas: dist.ProcessGroup | None = None,
-        tell: TellFaults | None = None,
-    ) -> SecondaryCheck | None:
-        """Return the check that ``ZEROPP_CHECK=1`` asks for; None, with a warning, where there are no copies."""
-        if hpz_size is not None:
-            return cls(hpz_size, group, replicas, tell)
-        if dist.get_rank() == 0:
-            logger.warning(
-                "%s=1 compares the nodes' copies of the weights; with hpz_size=None there are none.", ENV_CHECK
-            )
-        return None
-
-    def same_as_masters(self, unit: str, copies: torch.Tensor, expected: torch.Tensor) -> None:
-        """Compare the copies of ``unit`` with the masters.
-
-        Args:
-            unit: its name.
-            copies: this rank's secondary shard, uint8 [Y, B].
-            expected: the bytes that the masters of this rank give, uint8 [B].
-
-        Raises:
-            WrongCopies: on every rank, if a rank holds other bytes than the masters of their rank give.
-        """
-        sums = self._of_all_ranks(torch.stack([checksum(wire) for wire in (*copies, expected)]))
-        said = ""
-        if faults := list(self._faults(sums)):
-            said = (
-                f"{ENV_CHECK}: the secondary shards of unit {unit} differ from the masters: {'; '.join(faults[:4])} (seen on "
-                f"rank {dist.get_rank()}). Weights were changed on one of them alone, encoded too early or too late, or "
-                "damaged on the way: call handle.invalidate() on all ranks, and look for the cause."
-            )
-        self._stop_if_any(unit, said)
-
-    def unchanged(self, unit: str, has_changed: torch.Tensor) -> None:
-        """Compare whether the masters of ``unit`` have changed on any rank, though all ranks take its copies for fresh.
-
-        Args:
-            unit: its name.
-            has_changed: int64 [1]: 1 if they have, on this rank.
-
-        Raises:
-            WrongCopies: on every rank, if they have.
-        """
-        ranks = dist.get_process_group_ranks(self._group)
-        changed = [rank for rank, [flag] in zip(ranks, self._of_all_ranks(has_changed), strict=True) if flag]
-        said = ""
-        if changed:
-            said = (
-                f"{ENV_CHECK}: the weights of unit {unit} have changed on {words_of(changed)} since they were gathered, and "
-                f"were taken for fresh (seen on rank {dist.get_rank()}). Call handle.invalidate() after writes that move no "
-                "version counter."
-            )
-        self._stop_if_any(unit, said)
-
-    def same_in_replicas(self, unit: str, masters: torch.Tensor) -> None:
-        """Compare the masters of ``unit`` in all replicas.
-
-        Args:
-            unit: its name.
-            masters: the checksum of this rank's masters, int64 [].
-
-        Raises:
-            WrongCopies: on every rank, if a rank holds others than those that have the same shard.
-        """
-        if self._replicas is None:
-            return
-        differs = torch.tensor([any(total != masters.item() for [total] in _all_of(masters.view(1), self._replicas))])
-        # A rank that differs is seen by one rank of each replica, which tells its own replica. So all ranks raise.
-        places = [place for place, [flag] in enumerate(self._of_all_ranks(differs.long().to(masters.device))) if flag]
-        said = ""
-        if places:
-            ranks = dist.get_process_group_ranks(self._group)
-            said = (
-                f"{ENV_CHECK}: replicas hold different weights of unit {unit}, in the shards of "
-                f"{words_of([ranks[place] for place in places])} and of the ranks with the same shards (seen on rank "
-                f"{dist.get_rank()}). Weights were changed or loaded on one of them alone."
-            )
-        self._stop_if_any(unit, said)
-
-    def _faults(self, sums: Sequence[Sequence[int]]) -> Iterator[str]:
-        """Say which ranks hold wrong copies of whose slices. ``sums`` are, for each rank, of its copies and of its masters."""
-        ranks = dist.get_process_group_ranks(self._group)
-        for owner, (*_, expected) in enumerate(sums):
-            # Rank x of every group of ``hpz_size`` ranks holds the slices of all ranks x, in the order of these groups.
-            node, place = divmod(owner, self._hpz_size)
-            holders = range(place, len(sums), self._hpz_size)
-            wrong = [ranks[holder] for holder in holders if sums[holder][node] != expected]
-            if len(wrong) == len(holders):
-                yield f"rank {ranks[owner]} sent other weights than its masters hold, to {words_of(wrong)}"
-            elif wrong:
-                yield f"of rank {ranks[owner]}'s weights, {words_of(wrong)} {'hold' if wrong[1:] else 'holds'} others"
-
-    def _of_all_ranks(self, own: torch.Tensor) -> list[list[int]]:
-        return _all_of(own, self._group)
-
-    def _stop_if_any(self, unit: str, fault: str) -> None:
-        """Raise on all ranks of the model if this rank or another has found a fault."""
-        # A rank that raised alone would leave ranks of other meshes waiting in the next collective that they share. Each raises
-        # its own words where it has any.
-        found = [fault] if self._tell is None else [fault, *self._tell(unit, fault)]
-        if not any(found):
-            return
-        # A rank that ends before all have received what they compare would cut connections.
-        with contextlib.suppress(RuntimeError):
-            dist.barrier(group=self._group)
-        raise WrongCopies(next(filter(None, found)))
-
-
-class CheckedUnit:
-    """The check of one unit.
-
-    Args:
-        check: of the model.
         unit: the unit.
-        hops: its gather in two hops.
+        hops: its gather in two hops. The secondary shards of ranks as far apart as its node hop has ranks must be equal.
+        tell: tells the other ranks of the model, and hears of theirs; None where the unit is sharded over all of them.
     """
 
-    def __init__(self, check: SecondaryCheck, unit: Unit, hops: TwoHopGather) -> None:
-        self._check = check
+    def __init__(self, unit: Unit, hops: TwoHopGather, tell: TellFaults | None = None) -> None:
         self._unit = unit
         self._hops = hops
+        self._tell = tell
         self._dtype = torch.float32
         self._expected: torch.Tensor | None = None
         self._taken: torch.Tensor | None = None
@@ -214,17 +76,80 @@ class CheckedUnit:
         self._taken = self._sum_of_masters()
 
     def landed(self, secondary: Secondary) -> None:
-        """Compare all copies of the unit, which were brought up to date. Collective."""
+        """Compare all copies of the unit, which were brought up to date, with the masters.
+
+        Raises:
+            WrongCopies: on every rank, if a rank holds other bytes than the masters of their rank give.
+        """
         assert self._expected is not None
-        self._check.same_as_masters(self._unit.name, secondary.own.view(self._hops.cross_hop.size, -1), self._expected)
+        wires = (*secondary.own.view(self._hops.cross_hop.size, -1), self._expected)
+        faults = list(self._faults(self._of_all_ranks(torch.stack([checksum(wire) for wire in wires]))))
+        self._stop_if_any(
+            faults,
+            f"{ENV_CHECK}: the secondary shards of unit {self._unit.name} differ from the masters: {'; '.join(faults[:4])} (seen "
+            f"on rank {dist.get_rank()}). Weights were changed on one of them alone, encoded too early or too late, or "
+            "damaged on the way: call handle.invalidate() on all ranks, and look for the cause.",
+        )
 
     def agreed(self, *, is_fresh: bool) -> None:
-        """Compare the masters of all replicas, and with those that were encoded if the copies are fresh. Collective."""
-        self._check.same_in_replicas(self._unit.name, self._sum_of_masters())
-        has_changed = torch.zeros(1, dtype=torch.int64, device=self._unit.device_type)
-        if is_fresh and self._taken is not None:
-            has_changed += self._sum_of_masters() != self._taken
-        self._check.unchanged(self._unit.name, has_changed)
+        """Compare the masters of all replicas, and with those that were encoded if ranks take the copies for fresh.
+
+        Raises:
+            WrongCopies: on every rank, if they differ on any.
+        """
+        masters = self._sum_of_masters()
+        if (replicas := self._unit.replica_group) is not None:
+            differs = any(total != masters.item() for [total] in _all_of(masters.view(1), replicas))
+            # A rank that differs is seen by one rank of each replica, which tells its own replica. So all ranks raise.
+            places = self._ranks_with(differs)
+            self._stop_if_any(
+                places,
+                f"{ENV_CHECK}: replicas hold different weights of unit {self._unit.name}, in the shards of {words_of(places)} "
+                f"and of the ranks with the same shards (seen on rank {dist.get_rank()}). Weights were changed or loaded on "
+                "one of them alone.",
+            )
+        changed = self._ranks_with(is_fresh and self._taken is not None and bool(masters != self._taken))
+        self._stop_if_any(
+            changed,
+            f"{ENV_CHECK}: the weights of unit {self._unit.name} have changed on {words_of(changed)} since they were gathered, "
+            f"and were taken for fresh (seen on rank {dist.get_rank()}). Call handle.invalidate() after writes that move no "
+            "version counter.",
+        )
+
+    def _faults(self, sums: Sequence[Sequence[int]]) -> Iterator[str]:
+        """Say which ranks hold wrong copies of whose slices. ``sums`` are, for each rank, of its copies and of its masters."""
+        ranks, hpz_size = dist.get_process_group_ranks(self._unit.shard_group), self._hops.node_hop.size
+        for owner, (*_, expected) in enumerate(sums):
+            # Rank x of every group of ``hpz_size`` ranks holds the slices of all ranks x, in the order of these groups.
+            node, place = divmod(owner, hpz_size)
+            holders = range(place, len(sums), hpz_size)
+            wrong = [ranks[holder] for holder in holders if sums[holder][node] != expected]
+            if len(wrong) == len(holders):
+                yield f"rank {ranks[owner]} sent other weights than its masters hold, to {words_of(wrong)}"
+            elif wrong:
+                yield f"of rank {ranks[owner]}'s weights, {words_of(wrong)} {'hold' if wrong[1:] else 'holds'} others"
+
+    def _of_all_ranks(self, own: torch.Tensor) -> list[list[int]]:
+        return _all_of(own, self._unit.shard_group)
+
+    def _ranks_with(self, flag: bool) -> list[int]:
+        """Return the ranks of the shard group on which ``flag`` is set. Collective."""
+        flags = self._of_all_ranks(torch.tensor([int(flag)], device=self._unit.device_type))
+        ranks = dist.get_process_group_ranks(self._unit.shard_group)
+        return [rank for rank, [is_set] in zip(ranks, flags, strict=True) if is_set]
+
+    def _stop_if_any(self, places: Sequence[object], fault: str) -> None:
+        """Raise on all ranks of the model if there are any ``places`` with the ``fault``, or another rank has found one."""
+        # A rank that raised alone would leave ranks of other meshes waiting in the next collective that they share. Each raises
+        # its own words where it has any.
+        fault = fault if places else ""
+        found = [fault] if self._tell is None else [fault, *self._tell(self._unit.name, fault)]
+        if not any(found):
+            return
+        # A rank that ends before all have received what they compare would cut connections.
+        with contextlib.suppress(RuntimeError):
+            dist.barrier(group=self._unit.shard_group)
+        raise WrongCopies(next(filter(None, found)))
 
     def _sum_of_masters(self) -> torch.Tensor:
         return checksum(self._unit.masters(self._dtype).view(torch.uint8))
