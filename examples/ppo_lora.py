@@ -9,21 +9,18 @@ are printed at the end. A run takes a few minutes on two cores.
 """
 
 import argparse
-import time
-from contextlib import contextmanager
 
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from ppo_rollout import ROLES, Roles, Rollout, generalized_advantages, judge, log_probs_of, roll_out
+from phases import Phases
+from ppo_rollout import ROLES, Roles, Rollout, judge, log_probs_of, roll_out
 from python_lines import make_base
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_zeropp import ZeroPPHandle, ZeroPPPlugin, ZeroPPQuantConfig, generation_mode
-
-__all__ = ["ROLES", "Roles", "generalized_advantages", "roll_out"]
+from hf_zeropp import ZeroPPPlugin, ZeroPPQuantConfig, generation_mode
 
 
 def parse_args() -> argparse.Namespace:
@@ -70,30 +67,13 @@ def reward_loss(model: Roles, rollout: Rollout) -> Tensor:
     return F.binary_cross_entropy_with_logits(scores, rollout.compiles)
 
 
-class Phases:
-    """Seconds of each phase, and megabytes that entered this node from others during it."""
-
-    def __init__(self, handle: ZeroPPHandle) -> None:
-        self.handle = handle
-        self.totals: dict[str, list[float]] = {}
-
-    @contextmanager
-    def __call__(self, name: str):
-        """Count what runs inside towards the phase ``name``."""
-        started, before = time.perf_counter(), self.handle.traffic.cross_node_bytes
-        yield
-        total = self.totals.setdefault(name, [0.0, 0.0])
-        total[0] += time.perf_counter() - started
-        total[1] += (self.handle.traffic.cross_node_bytes - before) / 1e6
-
-
 def report(args: argparse.Namespace, accelerator: Accelerator, history: list[Tensor], phases: Phases) -> None:
     """Print the means of five iterations, before the actor learns and at the end, and what each phase took."""
     untrained = history[: args.reward_iterations or 1]  # the actor still equals the reference
     before, after = (torch.stack(part[-5:]).mean(0).tolist() for part in (untrained, history))
     accelerator.print(f"mean reward {before[0]:.2f} -> {after[0]:.2f}, compiles {before[1]:.2f} -> {after[1]:.2f}")
-    for name, (seconds, megabytes) in phases.totals.items():
-        accelerator.print(f"{name}: {seconds:.1f} s, {megabytes:.2f} MB into this node")
+    if accelerator.is_main_process:
+        phases.print()
 
 
 def main() -> None:
@@ -111,7 +91,7 @@ def main() -> None:
     model, *optimizers = accelerator.prepare(model, *optimizers)
     optimizer_of = dict(zip(ROLES, optimizers, strict=True))
     set_seed(args.seed, device_specific=True)
-    phases = Phases(plugin.handle_of(model))
+    phases = Phases(lambda: plugin.handle_of(model))
 
     def step(role: str, loss: Tensor) -> None:
         accelerator.backward(loss)

@@ -7,24 +7,12 @@ By default it trains a new Llama of 6 M parameters on the docstrings of Python's
 name any causal language model and any dataset in one of TRL's formats. All fields of SFTConfig are flags.
 """
 
-import ast
 import dataclasses
-import glob
-import os
-import sysconfig
 
 import torch
 from datasets import Dataset, load_dataset
-from tokenizers import ByteLevelBPETokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    set_seed,
-)
+from standard_library import documented_functions, load_model, load_tokenizer
+from transformers import HfArgumentParser, set_seed
 from trl import SFTConfig, SFTTrainer
 
 from hf_zeropp import ZeroPPCallback
@@ -57,47 +45,7 @@ def load_data(script: ScriptArguments) -> Dataset:
     """Return a dataset of the hub, or the standard library's signatures as prompts and docstrings as completions."""
     if script.dataset:
         return load_dataset(script.dataset, split="train")
-    pairs = []
-    for path in sorted(glob.glob(os.path.join(sysconfig.get_path("stdlib"), "*.py"))):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            tree = ast.parse(file.read())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and (text := ast.get_docstring(node)):
-                signature = f"def {node.name}({ast.unparse(node.args)}):\n"
-                pairs.append({"prompt": signature, "completion": f'"""{text}"""'})
-    return Dataset.from_list(pairs)
-
-
-def load_tokenizer(script: ScriptArguments, data: Dataset, output_dir: str) -> PreTrainedTokenizerFast:
-    """Return the model's tokenizer, or one that the first process trains on the completions."""
-    if script.model:
-        return AutoTokenizer.from_pretrained(script.model)
-    path = os.path.join(output_dir, "tokenizer")
-    if not os.path.isdir(path):
-        bpe = ByteLevelBPETokenizer()
-        bpe.train_from_iterator(
-            data["completion"], vocab_size=2048, special_tokens=["<eos>", "<pad>"], show_progress=False
-        )
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<pad>")
-        tokenizer.save_pretrained(path)
-    return AutoTokenizer.from_pretrained(path)
-
-
-def build_model(script: ScriptArguments, tokenizer: PreTrainedTokenizerFast):
-    """Return the named model, or a new Llama of 6 M parameters."""
-    if script.model:
-        return AutoModelForCausalLM.from_pretrained(script.model)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=704,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    return LlamaForCausalLM(config)
+    return Dataset.from_list([{"prompt": prompt, "completion": text} for prompt, text in documented_functions()])
 
 
 def main() -> None:
@@ -106,9 +54,10 @@ def main() -> None:
     set_seed(args.seed)
     with args.main_process_first():
         data = load_data(script)
-        tokenizer = load_tokenizer(script, data, args.output_dir)
+        texts = (row["completion"] for row in data)
+        tokenizer = load_tokenizer(script.model, args.output_dir, texts, vocab_size=2048)
     trainer = SFTTrainer(
-        model=build_model(script, tokenizer),
+        model=load_model(script.model, tokenizer, hidden_size=256, intermediate_size=704, num_hidden_layers=6),
         args=args,
         train_dataset=data,
         processing_class=tokenizer,

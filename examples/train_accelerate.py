@@ -7,19 +7,14 @@ By default it trains a Llama of about 20 M parameters, and a BPE tokenizer, on t
 """
 
 import argparse
-import glob
-import os
-import sysconfig
 import time
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from datasets import Dataset, load_dataset
-from tokenizers import ByteLevelBPETokenizer
+from standard_library import MODULES, load_model, load_text, load_tokenizer, tokenize
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_zeropp import ZeroPPPlugin
 
@@ -29,7 +24,7 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", help="hub name or path to fine-tune; default: a new 20 M Llama")
     parser.add_argument("--dataset", help="hub name of a dataset with a text column; default: --text-files")
-    parser.add_argument("--text-files", help="glob of text files; default: the standard library's modules")
+    parser.add_argument("--text-files", default=MODULES, help="glob of text files")
     parser.add_argument("--zeropp", default="on", help="on (launch config, environment), off (FSDP2), or a file")
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--batch-size", type=int, default=4, help="sequences per rank and micro-step")
@@ -39,45 +34,6 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--output-dir", default="runs/train_accelerate")
     return parser.parse_args()
-
-
-def load_text(args: argparse.Namespace) -> Dataset:
-    """Return a dataset with one column, ``text``."""
-    if args.dataset:
-        return load_dataset(args.dataset, split="train").select_columns("text")
-    files = sorted(glob.glob(args.text_files or os.path.join(sysconfig.get_path("stdlib"), "*.py"), recursive=True))
-    return load_dataset("text", data_files=files, sample_by="document", split="train")
-
-
-def load_tokenizer(args: argparse.Namespace, text: Dataset) -> PreTrainedTokenizerFast:
-    """Return the model's tokenizer, or one that the first process trains on the text."""
-    if args.model:
-        return AutoTokenizer.from_pretrained(args.model)
-    if not os.path.isdir(path := os.path.join(args.output_dir, "tokenizer")):
-        bpe = ByteLevelBPETokenizer()
-        bpe.train_from_iterator(text["text"], vocab_size=4096, special_tokens=["<eos>"], show_progress=False)
-        PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(path)
-    return AutoTokenizer.from_pretrained(path)
-
-
-def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Dataset:
-    """Join documents by end-of-text tokens and cut them into sequences of ``seq_len`` tokens."""
-
-    def pack(batch: dict) -> dict:
-        documents = tokenizer(batch["text"], add_special_tokens=False)["input_ids"]
-        tokens = [token for document in documents for token in (*document, tokenizer.eos_token_id)]
-        whole = len(tokens) // seq_len * seq_len
-        return {"input_ids": [tokens[i : i + seq_len] for i in range(0, whole, seq_len)]}
-
-    return text.map(pack, batched=True, batch_size=64, remove_columns=text.column_names).with_format("torch")
-
-
-def build_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> torch.nn.Module:
-    """Return the named model, or a new Llama of 20 M parameters."""
-    if args.model:
-        return AutoModelForCausalLM.from_pretrained(args.model)
-    size = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=5, num_attention_heads=8)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, **size))
 
 
 @torch.no_grad()
@@ -99,10 +55,10 @@ def main() -> None:
     accelerator = Accelerator(fsdp_plugin=plugin, gradient_accumulation_steps=args.gradient_accumulation_steps)
     set_seed(args.seed)
     with accelerator.main_process_first():
-        text = load_text(args)
-        tokenizer = load_tokenizer(args, text)
+        text = load_text(args.dataset, args.text_files)
+        tokenizer = load_tokenizer(args.model, args.output_dir, text["text"])
         tokens = tokenize(text, tokenizer, args.seq_len).train_test_split(test_size=256, seed=args.seed)
-    model = build_model(args, tokenizer)
+    model = load_model(args.model, tokenizer)
     accelerator.print(f"{model.num_parameters() / 1e6:.1f} M parameters, {len(tokens['train'])} training sequences")
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.01)
     train_loader = DataLoader(tokens["train"], batch_size=args.batch_size, shuffle=True, drop_last=True)
@@ -132,7 +88,7 @@ def train(args, accelerator, model, optimizer, loader) -> None:
     while step < args.steps:
         for batch in loader:
             with accelerator.accumulate(model):
-                loss = model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss
+                loss = model(**batch).loss
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(model.parameters(), 1.0)

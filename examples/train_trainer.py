@@ -12,25 +12,10 @@ on a real cluster. ``"zeropp": false`` in it runs stock FSDP2 on the same data a
 """
 
 import dataclasses
-import glob
-import os
-import sysconfig
 
 import torch
-from datasets import Dataset, load_dataset
-from tokenizers import ByteLevelBPETokenizer
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    HfArgumentParser,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedTokenizerFast,
-    Trainer,
-    TrainingArguments,
-    default_data_collator,
-    set_seed,
-)
+from standard_library import MODULES, load_model, load_text, load_tokenizer, tokenize
+from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
 
 from hf_zeropp import Muon, ZeroPPCallback
 
@@ -41,7 +26,7 @@ class ScriptArguments:
 
     model: str | None = dataclasses.field(default=None, metadata={"help": "hub name or path; default: a new Llama"})
     dataset: str | None = dataclasses.field(default=None, metadata={"help": "hub name, with a text column"})
-    text_files: str = os.path.join(sysconfig.get_path("stdlib"), "*.py")
+    text_files: str = MODULES
     seq_len: int = 128
     vocab_size: int = 4096
     muon: bool = dataclasses.field(default=False, metadata={"help": "train the matrices of layers with Muon"})
@@ -65,68 +50,17 @@ class Arguments(TrainingArguments):
     use_cpu: bool = not torch.accelerator.is_available()
 
 
-def load_text(script: ScriptArguments) -> Dataset:
-    """Return a dataset with one column, ``text``."""
-    if script.dataset:
-        return load_dataset(script.dataset, split="train").select_columns("text")
-    files = sorted(glob.glob(script.text_files, recursive=True))
-    return load_dataset("text", data_files=files, sample_by="document", split="train")
-
-
-def load_tokenizer(script: ScriptArguments, text: Dataset, output_dir: str) -> PreTrainedTokenizerFast:
-    """Return the model's tokenizer, or one that the first process trains on the text."""
-    if script.model:
-        return AutoTokenizer.from_pretrained(script.model)
-    path = os.path.join(output_dir, "tokenizer")
-    if not os.path.isdir(path):
-        bpe = ByteLevelBPETokenizer()
-        bpe.train_from_iterator(
-            text["text"], vocab_size=script.vocab_size, special_tokens=["<eos>"], show_progress=False
-        )
-        PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>").save_pretrained(path)
-    return AutoTokenizer.from_pretrained(path)
-
-
-def tokenize(text: Dataset, tokenizer: PreTrainedTokenizerFast, seq_len: int) -> Dataset:
-    """Join documents by end-of-text tokens and cut them into sequences of ``seq_len`` tokens."""
-
-    def pack(batch: dict) -> dict:
-        documents = tokenizer(batch["text"], add_special_tokens=False)["input_ids"]
-        tokens = [token for document in documents for token in (*document, tokenizer.eos_token_id)]
-        whole = len(tokens) // seq_len * seq_len
-        ids = [tokens[i : i + seq_len] for i in range(0, whole, seq_len)]
-        return {"input_ids": ids, "labels": ids}
-
-    return text.map(pack, batched=True, batch_size=64, remove_columns=text.column_names)
-
-
-def build_model(script: ScriptArguments, tokenizer: PreTrainedTokenizerFast):
-    """Return the named model, or a new Llama of 20 M parameters."""
-    if script.model:
-        return AutoModelForCausalLM.from_pretrained(script.model)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=512,
-        intermediate_size=1408,
-        num_hidden_layers=5,
-        num_attention_heads=8,
-        max_position_embeddings=script.seq_len,
-        eos_token_id=tokenizer.eos_token_id,
-    )
-    return LlamaForCausalLM(config)
-
-
 def main() -> None:
     """Train, resume if asked to, and save the model."""
     script, args = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():
-        text = load_text(script)
-        tokenizer = load_tokenizer(script, text, args.output_dir)
+        text = load_text(script.dataset, script.text_files)
+        tokenizer = load_tokenizer(script.model, args.output_dir, text["text"], script.vocab_size)
         tokens = tokenize(text, tokenizer, script.seq_len).train_test_split(test_size=256, seed=args.seed)
     settings = {"lr": args.learning_rate, "weight_decay": args.weight_decay}
     trainer = Trainer(
-        model=build_model(script, tokenizer),
+        model=load_model(script.model, tokenizer),
         args=args,
         train_dataset=tokens["train"],
         eval_dataset=tokens["test"],

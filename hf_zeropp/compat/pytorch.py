@@ -157,7 +157,7 @@ PYTORCH: tuple[Seam, ...] = (
     reads("torch.nn.parameter:_ParameterMeta", "_is_param", "frozen.weight",
         "The mark makes a packed weight count as a parameter. If it moved: Transformers and PEFT pass over packed "
         "weights, or replace them.", silent=True),
-    has("torch.nn:Module", "_parameters", "frozen.modules frozen.merging_dense",
+    has("torch.nn:Module", "_parameters", "frozen.modules frozen.merging_sharded",
         "A packed weight's name stands there as None, which `torch.nn.utils.parametrize` asks for."),
     reads("torch.nn:Module.to", "_apply", "frozen.modules",
         "Ours notes the dtype to which packed weights decode from then on. If it moved: packed weights decode to "

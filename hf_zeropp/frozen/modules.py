@@ -312,18 +312,13 @@ class Scratch:
         return self._buffers[dtype][:numel]
 
 
-_living_scratch: weakref.ref[Scratch] | None = None
-"""The object that packed modules hold, for as long as they do."""
+_living: weakref.WeakValueDictionary[str, Scratch] = weakref.WeakValueDictionary()
+"""Holds the object as long as packed modules do."""
 
 
 def shared_scratch() -> Scratch:
     """Return the object that packed modules hold, or a new one where there is none."""
-    global _living_scratch
-    scratch = None if _living_scratch is None else _living_scratch()
-    if scratch is None:
-        scratch = Scratch()
-        _living_scratch = weakref.ref(scratch)
-    return scratch
+    return _living.setdefault("scratch", Scratch())
 
 
 def _decode_to_scratch(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat, dtype: torch.dtype) -> Tensor:

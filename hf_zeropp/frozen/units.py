@@ -29,7 +29,6 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -37,7 +36,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.topology import broadcast_from_rank_0
 from hf_zeropp.frozen.adapters import adapter_modules, entrances
-from hf_zeropp.frozen.merging_dense import merge_whole
+from hf_zeropp.frozen.merging_sharded import merge_whole
 from hf_zeropp.frozen.modules import CODES, Packed, Place
 from hf_zeropp.frozen.storage import as_floats, fsdp2_needs_floats
 
@@ -90,7 +89,6 @@ def shard_frozen(
             # The inputs of frozen modules are cast by the unit of the block around them, if at all.
             policy = MixedPrecisionPolicy(param_dtype=dtype, cast_forward_inputs=False)
             openings.append(_shard(part, node_mesh, policy, offload_policy or OffloadPolicy()))
-    check_no_trainable(model, node_mesh)
     # The model holds them and not their owners, because a module may go through its children in its forward.
     model.add_module(_OPENINGS, openings)
     merge_whole(model)
@@ -144,14 +142,14 @@ def _parts(unit: FrozenUnit, param_dtype: torch.dtype | None) -> list[tuple[Froz
 
     They are parted where codes and scales are sharded as floats. See [Note: bytes under a float dtype] in storage.py.
     """
-    packed = [places for places in unit.params if _is_packed(places[0])] if fsdp2_needs_floats() else []
+    packed = [places for places in unit.params if fsdp2_needs_floats() and _is_packed(places[0])]
     for places in packed:
         _store_as_float(places)
-    if not packed or param_dtype is None:
-        return [(unit, param_dtype)]
-    dense = [places for places in unit.params if not _is_packed(places[0])]
-    parts = [(FrozenUnit(unit.owner, packed), None)]
-    return [*parts, (FrozenUnit(unit.owner, dense), param_dtype)] if dense else [*parts]
+    if param_dtype is None:
+        return [(unit, None)]
+    dense = [places for places in unit.params if places not in packed]
+    parts = [(FrozenUnit(unit.owner, packed), None), (FrozenUnit(unit.owner, dense), param_dtype)]
+    return [(part, dtype) for part, dtype in parts if part.params]
 
 
 def _is_packed(place: Place) -> bool:
@@ -233,22 +231,6 @@ def _run_around(owner: nn.Module, opening: _Edge, closing: _Edge) -> None:
         module.register_forward_pre_hook(begin, with_kwargs=True)
         # Also called where the forward ended early: recomputation under activation checkpointing stops by an exception.
         module.register_forward_hook(end, always_call=True)
-
-
-def check_no_trainable(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Check that no trainable parameter is sharded over the node.
-
-    Its gradients would be summed over the node and never across nodes.
-
-    Raises:
-        ValueError: one is.
-    """
-    for name, param in model.named_parameters():
-        if param.requires_grad and isinstance(param, DTensor) and param.device_mesh == mesh:
-            raise ValueError(
-                f"{name} is trainable, and was sharded over the {mesh.size()} ranks of the node like a frozen weight (rank "
-                f"{dist.get_rank()}): nodes would train different copies of it. Set requires_grad before the model is prepared."
-            )
 
 
 def broadcast_parameters(params: Iterable[list[Place]]) -> None:

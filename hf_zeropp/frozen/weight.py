@@ -16,11 +16,9 @@ into the same tensors again before backward needs them.
 
 [Note: packed weights under FSDP2]
 In a forward pass the codes are gathered, and decode like any plain tensor. Outside of it they are DTensors, each rank holding
-rows of its node's copy. An adapter's parameters are DTensors as well, but over the world. PEFT then merges with
-``weight.data += delta``, where ``delta`` is a DTensor over the world. Both sides of an addition must be laid out alike. So a
-sharded packed weight decodes to what an unpacked one would be: a DTensor over the world. For this the codes are gathered
-within the node, and each rank decodes the rows that it owns in the world. When a result is written back, it is gathered over the
-world, and each rank packs the rows whose codes it stores.
+rows of its node's copy. They are gathered within the node then, and decode to the whole weight on every rank. When a result is
+written back, each rank packs the rows whose codes it stores. So PEFT merges as in a model that is not sharded, where the
+adapter's parameters are whole as well (``merging_sharded.py``).
 """
 
 from __future__ import annotations
@@ -29,10 +27,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._pytree import tree_map
 
@@ -144,19 +141,8 @@ class PackedWeight(Tensor):
         if not is_own:
             self._write(value)
 
-    def decode(self, mesh: DeviceMesh | None = None, *, is_whole: bool = False) -> Tensor:
-        """Return the dense tensor.
-
-        Args:
-            mesh: the ranks over which the result is sharded where the codes are sharded; default: the world.
-            is_whole: whether the result is the whole tensor on every rank, even where the codes are sharded.
-
-        Returns:
-            A plain tensor, or a DTensor over ``mesh``. See [Note: packed weights under FSDP2].
-        """
-        if isinstance(self.codes, DTensor) and not is_whole:
-            sharded = _decode_sharded(self.codes, self.scales, self.form, mesh or _world_mesh(self.codes))
-            return _replay(sharded, self._views)
+    def decode(self) -> Tensor:
+        """Return the whole dense tensor, also where the codes are sharded. See [Note: packed weights under FSDP2]."""
         codes, scales = full_tensor(as_bytes(self.codes)), full_tensor(as_bytes(self.scales))
         dense = frozen_format.unpack(codes, scales, self.form.columns, self.form.format, self.form.dtype)
         return _replay(dense, self._views)
@@ -186,12 +172,7 @@ class PackedWeight(Tensor):
             return first._view(func, args[1:])
         if func is aten.set_.source_Tensor and _is_same_weight(first, args[1]):
             return first  # a parametrization sets a weight to itself, in the middle of a forward pass
-        # Another operand that is sharded over a mesh decides how this one must be sharded.
-        mesh = next((arg.device_mesh for arg in args if isinstance(arg, DTensor)), None)
-        # A plain one is not sharded at all, so this one must be whole: TRL's fused heads multiply with the head's weight
-        # outside of its module.
-        is_whole = mesh is None and any(_is_plain(arg) for arg in args)
-        dense_args = tree_map(lambda arg: arg.decode(mesh, is_whole=is_whole) if isinstance(arg, cls) else arg, args)
+        dense_args = tree_map(lambda arg: arg.decode() if isinstance(arg, cls) else arg, args)
         result = func(*dense_args, **kwargs)
         if func._schema.is_mutable and isinstance(first, cls):
             first._write(dense_args[0])  # the operation changed the decoded copy in place
@@ -216,11 +197,6 @@ def _is_same_weight(one: object, other: object) -> bool:
     return one.owner is not None and one.owner == other.owner
 
 
-def _is_plain(arg: object) -> bool:
-    """Whether ``arg`` is a tensor that lies whole on this rank. Numbers in the form of tensors go with any other."""
-    return isinstance(arg, Tensor) and not isinstance(arg, (PackedWeight, DTensor)) and arg.ndim > 0
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return ``tensor``, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -236,18 +212,3 @@ def _replay(dense: Tensor, views: Views) -> Tensor:
     for func, args in views:
         dense = func(dense, *args)
     return dense
-
-
-def _decode_sharded(codes: Tensor, scales: Tensor, form: PackedForm, mesh: DeviceMesh) -> DTensor:
-    """Gather codes and scales within the node, and decode the rows that this rank owns in ``mesh``."""
-    codes, scales = full_tensor(as_bytes(codes)), full_tensor(as_bytes(scales))
-    shape = torch.Size((*codes.shape[:-1], form.columns))
-    rows = local_rows(shape, mesh, [Shard(0)])
-    local = frozen_format.unpack(codes[rows], scales[rows], form.columns, form.format, form.dtype)
-    # Shape and strides are given, because DTensor would otherwise assume that all ranks hold as many rows as this one.
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def _world_mesh(codes: DTensor) -> DeviceMesh:
-    return init_device_mesh(codes.device_mesh.device_type, (dist.get_world_size(),))

@@ -26,10 +26,10 @@ from hf_zeropp.frozen.merging import PublishedWeight, adapter_weights, merged_we
 from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
 from hf_zeropp.generation import generation_mode, handle_of
 
+NamedWeights = Iterator[tuple[str, torch.Tensor]]
 
-def publish_weights(
-    model: nn.Module, *, adapters: Literal["merged", "alone"] = "merged"
-) -> Iterator[tuple[str, torch.Tensor]]:
+
+def publish_weights(model: nn.Module, *, adapters: Literal["merged", "alone"] = "merged") -> NamedWeights:
     """Iterate over the names and the full weights of ``model``. Call it on all ranks, and let each go to the end.
 
     Args:
@@ -96,7 +96,7 @@ def _by_unit(weights: list[PublishedWeight], unit_of: dict[int, Unit]) -> Groups
     return groups
 
 
-def _read(members: list[PublishedWeight], converted: PreTrainedModel | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _read(members: list[PublishedWeight], converted: PreTrainedModel | None) -> NamedWeights:
     """Yield the weights of a gathered unit, in the forms of ``converted``'s files, or as they are."""
     if converted is None:
         for weight in members:

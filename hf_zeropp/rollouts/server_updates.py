@@ -23,7 +23,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,12 +31,12 @@ from typing import Any, TypeVar
 import torch
 from accelerate.utils import broadcast_object_list
 
+from hf_zeropp.rollouts.publish import NamedWeights
 from hf_zeropp.rollouts.versions import UpdateSender
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-NamedWeights = Iterator[tuple[str, torch.Tensor]]
 
 MIN_TIMEOUT_S = 5.0
 """Seconds that a request may take where a sync's time is nearly over."""
@@ -56,6 +56,9 @@ class ServerUpdates:
         place: the folder as servers see it, or its URL behind a server of static files. None for ``folder`` itself.
         timeout_s: seconds that a sync may wait for servers, fewer than the process group's timeout.
 
+    Attributes:
+        error: of rank 0, kept for ``take_error``.
+
     Raises:
         ValueError: a server or ``place`` is no URL, there is no server, or ``timeout_s`` is not above 0.
     """
@@ -73,12 +76,12 @@ class ServerUpdates:
             raise ValueError(f"expected the URLs of one server or more ('http://localhost:8000'), got {servers!r}")
         if not timeout_s > 0:
             raise ValueError(f"expected timeout_s above 0, got {timeout_s!r}")
-        self._folder, self._timeout_s = Path(folder).absolute(), timeout_s
-        self._place = str(self._folder) if place is None else place
+        self.folder, self._timeout_s = Path(folder).absolute(), timeout_s
+        self._place = str(self.folder) if place is None else place
         self._servers = [_Server(url, self._place) for url in urls]
         # It is made in the first sync, because a folder that cannot be written to is an error of rank 0 alone.
         self._sender: UpdateSender | None = None
-        self._error: str | None = None
+        self.error: str | None = None
 
     def send(self, iterator: NamedWeights) -> None:
         """Write a version, and tell all servers to take it. Errors of both are kept for ``take_error``.
@@ -88,32 +91,23 @@ class ServerUpdates:
         """
         weights = _ToTheEnd(iterator)
         try:
-            self._sender = self._sender or UpdateSender(self._folder)
+            self._sender = self._sender or UpdateSender(self.folder)
             version = self._sender.publish(weights)
         except Exception as error:
             if weights.has_failed:
                 raise
             weights.skip()
-            self._error = (
-                f"The weights could not be written to {self._folder}: {error!r}. Look at its free space and rights, or name "
+            self.error = (
+                f"The weights could not be written to {self.folder}: {error!r}. Look at its free space and rights, or name "
                 "another folder."
             )
-            logger.error(self._error, exc_info=error)
+            logger.error(self.error, exc_info=error)
         else:
-            self._error = self._offer(version)
-
-    def fail(self, error: str) -> None:
-        """Keep an error of rank 0 for ``take_error``."""
-        self._error = error
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether there is an error to take."""
-        return self._error is not None
+            self.error = self._offer(version)
 
     def take_error(self) -> str | None:
-        """Return what went wrong in the last ``send``, once; None for nothing."""
-        error, self._error = self._error, None
+        """Return what went wrong in the last sync, once; None for nothing."""
+        error, self.error = self.error, None
         return error
 
     def _offer(self, version: int) -> str | None:

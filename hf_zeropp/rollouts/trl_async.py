@@ -19,7 +19,8 @@ import torch.nn as nn
 from hf_zeropp.compat import TESTED, is_at_least, version_of
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.generation import find_handle
-from hf_zeropp.rollouts.server_updates import NamedWeights, ServerUpdates, from_rank_0
+from hf_zeropp.rollouts.publish import NamedWeights
+from hf_zeropp.rollouts.server_updates import ServerUpdates, from_rank_0
 from hf_zeropp.rollouts.trl_sync import count_as_published
 
 

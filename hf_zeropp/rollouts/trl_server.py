@@ -16,7 +16,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from transformers import TrainingArguments
 
@@ -29,14 +29,8 @@ logger = logging.getLogger(__name__)
 _UPDATES = "_zeropp_updates"
 
 
-class _Versions(NamedTuple):
-    folder: Path
-    place: str | None
-    timeout_s: float
-
-
-_next: list[_Versions] = []
-"""Where the Trainer that is being built keeps versions. TRL makes a client behind ``on_init_end``, on rank 0, which takes it."""
+_next: list[Callable[[str], ServerUpdates]] = []
+"""Makes the updates of the Trainer that is being built. TRL makes a client behind ``on_init_end``, on rank 0, which takes it."""
 
 
 def send_updates_to_server(
@@ -58,7 +52,8 @@ def send_updates_to_server(
     if not hasattr(VLLMClient, "get_server_info"):
         return
     folder = Path(folder or Path(args.output_dir or ".", "updates"))
-    _next[:] = [_Versions(folder, place, getattr(args, "vllm_server_timeout", 240.0))]
+    timeout_s = getattr(args, "vllm_server_timeout", 240.0)
+    _next[:] = [functools.partial(ServerUpdates, folder, place=place, timeout_s=timeout_s)]
     extend(VLLMClient, "init_communicator", _init_communicator)
     extend(VLLMGeneration, "sync_weights", _sync_weights)
 
@@ -72,22 +67,21 @@ def _init_communicator(original: Callable[..., None], self: Any, *args: Any, **k
             f"The vLLM server at {self.base_url} takes its weights by the backend {BACKEND!r}, but the Trainer is not under "
             "ZeRO++. Pass ZeroPPCallback() to it, or start the server with another --weight-transfer-config."
         )
-    versions = _next.pop()
-    updates = ServerUpdates(versions.folder, self.base_url, place=versions.place, timeout_s=versions.timeout_s)
+    updates = _next.pop()(self.base_url)
     setattr(self, _UPDATES, updates)
     self.update_named_params = lambda metadata, named_params: updates.send(named_params)
     self.reset_prefix_cache = functools.partial(_reset_cache, self, self.reset_prefix_cache, updates)
-    logger.info("%s gets the weights that change, by way of %s.", self.base_url, versions.folder)
+    logger.info("%s gets the weights that change, by way of %s.", self.base_url, updates.folder)
 
 
 def _reset_cache(client: Any, reset: Callable[[], None], updates: ServerUpdates) -> None:
     """Let the server forget what it computed with the weights before, and keep the error if it cannot: all ranks raise it."""
-    if updates.has_failed:
+    if updates.error is not None:
         return  # it may not answer this either, and the error to see is the first
     try:
         reset()
     except Exception as error:
-        updates.fail(
+        updates.error = (
             f"The vLLM server at {client.base_url} took new weights, and then could not reset its cache: {error!r}."
         )
 

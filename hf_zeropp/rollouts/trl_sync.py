@@ -20,10 +20,9 @@ from __future__ import annotations
 import importlib.util
 import logging
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import torch
 import torch.nn as nn
 from transformers import TrainingArguments
 
@@ -31,15 +30,13 @@ from hf_zeropp.compat import TESTED, version_of
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.fsdp.units import without_compile_wrapper
 from hf_zeropp.generation import find_handle
-from hf_zeropp.rollouts.publish import publish_weights
+from hf_zeropp.rollouts.publish import NamedWeights, publish_weights
 from hf_zeropp.rollouts.vllm_cpu import keep_weights_loadable
 
 logger = logging.getLogger(__name__)
 
 _published: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """Models whose weights went to an engine."""
-
-NamedWeights = Iterator[tuple[str, torch.Tensor]]
 
 
 def publish_to_vllm(args: TrainingArguments) -> None:

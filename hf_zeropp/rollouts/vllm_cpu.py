@@ -23,12 +23,7 @@ from hf_zeropp.compat.extend import extend
 _conditions: list[Callable[[], bool]] = []
 
 
-def always() -> bool:
-    """Return True."""
-    return True
-
-
-def keep_weights_loadable(condition: Callable[[], bool] = always) -> None:
+def keep_weights_loadable(condition: Callable[[], bool] = lambda: True) -> None:
     """Let engines that are built later in this process compute with unpacked weights. Repeated calls change nothing.
 
     vLLM must be installed. It stays as it is where it does not run on a CPU.

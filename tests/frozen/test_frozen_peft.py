@@ -75,17 +75,18 @@ def test_merging_switching_and_disabling_equal_the_unsharded_model(bits, use_dor
                 assert (moved == 0) == (name in ("adapter", "unmerged", "back")), (name, gaps)
 
 
-def run_merging_in_a_forward(rank: int) -> None:
+def run_merging_in_a_forward(rank: int, bits: int | None) -> None:
     model = with_adapter(tiny_llama())
-    *_, model, _ = prepare(model, **UNQUANTIZED)
+    *_, model, _ = prepare(model, frozen_bits=bits, **UNQUANTIZED)
     logits(model)
     model.merge_adapter()
     with model.disable_adapter():
         logits(model)  # PEFT unmerges in the middle of it
 
 
-def test_unmerging_within_a_forward_pass_is_refused():
-    for said in expect_errors(run_merging_in_a_forward, 4):
+@pytest.mark.parametrize("bits", [None, 4])
+def test_unmerging_within_a_forward_pass_is_refused(bits):
+    for said in expect_errors(run_merging_in_a_forward, 4, bits):
         assert said.startswith("RuntimeError: An adapter is merged or unmerged while") and "unmerge_adapter()" in said
 
 

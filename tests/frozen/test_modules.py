@@ -63,7 +63,9 @@ def test_a_packed_weight_is_a_parameter_without_a_tensor():
 
 
 def test_the_scratch_is_freed_with_the_last_packed_module(monkeypatch):
-    monkeypatch.setattr(modules, "_living_scratch", None)  # packed modules of other tests have another one
+    monkeypatch.setattr(
+        modules, "_living", weakref.WeakValueDictionary()
+    )  # packed modules of other tests have another one
     layers = [quantize_frozen(frozen_linear(), bits) for bits in (4, 8)]
     layers.append(copy.deepcopy(layers[0]))
     for layer in layers:

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
 import dpo_lora  # noqa: E402
-import ppo_lora  # noqa: E402
+import ppo_rollout  # noqa: E402
 import python_lines  # noqa: E402
 
 
@@ -50,7 +50,7 @@ def test_advantages_are_discounted_sums_of_surprises():
     rewards, values = torch.randn(2, 2, 6, generator=generator)
     written = torch.tensor([[0, 0, 1, 1, 1, 0], [0, 1, 1, 1, 1, 1]], dtype=torch.bool)
     rewards, values = rewards * written, values * written
-    advantages = ppo_lora.generalized_advantages(rewards, values, written, discount=0.9, decay=0.8)
+    advantages = ppo_rollout.generalized_advantages(rewards, values, written, discount=0.9, decay=0.8)
     for row in range(2):
         places = written[row].nonzero().flatten().tolist()
         surprises = [
@@ -63,16 +63,16 @@ def test_advantages_are_discounted_sums_of_surprises():
 
 
 @pytest.fixture
-def roles() -> ppo_lora.Roles:
+def roles() -> ppo_rollout.Roles:
     torch.manual_seed(0)
-    model = ppo_lora.Roles(tiny_llama())
+    model = ppo_rollout.Roles(tiny_llama())
     for param in model.parameters():
         if param.requires_grad or param.ndim == 2 and param.shape[1] == 16:  # LoRA's second factors start at zero
             torch.nn.init.normal_(param, std=0.05)
     return quantize_frozen(model, 4)
 
 
-def logits(roles: ppo_lora.Roles, role: str) -> torch.Tensor:
+def logits(roles: ppo_rollout.Roles, role: str) -> torch.Tensor:
     with torch.no_grad(), roles.play(role):
         return roles(tokens(), torch.ones_like(tokens()))
 
@@ -84,7 +84,7 @@ def test_roles_differ_and_the_reference_is_the_base(roles):
     assert not torch.equal(logits(roles, "actor"), logits(roles, "reference"))
 
 
-@pytest.mark.parametrize("role", ppo_lora.ROLES)
+@pytest.mark.parametrize("role", ppo_rollout.ROLES)
 def test_a_role_trains_its_own_parameters_alone(roles, role):
     with roles.play(role):
         head = role if role in roles.heads else None
@@ -111,7 +111,7 @@ def test_what_counts_as_written(monkeypatch):
             written = torch.tensor([[5, end, pad]]).expand(len(input_ids), -1)
             return torch.cat((input_ids, written), 1)
 
-    rollout = ppo_lora.roll_out(Parrot(), tokenizer, batch_size=4)
+    rollout = ppo_rollout.roll_out(Parrot(), tokenizer, batch_size=4)
     start = rollout.tokens.shape[1] - 3
     assert rollout.written[:, start:].tolist() == [[True, True, False]] * 4 and not rollout.written[:, :start].any()
     assert rollout.last.tolist() == [start + 1] * 4
@@ -137,7 +137,7 @@ def test_ppo_runs_as_its_docstring_says(tmp_path):
 @pytest.mark.vllm
 def test_grpo_with_vllm_runs_as_its_docstring_says(tmp_path):
     base = python_lines.make_base(str(tmp_path / "base"), steps=3)
-    few = ("--max_steps", "2", "--per_device_train_batch_size", "12", "--logging_steps", "1")
-    output = run_as_its_docstring_says("grpo_vllm.py", "--base", base, "--output_dir", str(tmp_path / "run"), *few)
+    few = ("--use_vllm", "--max_steps", "2", "--per_device_train_batch_size", "12", "--logging_steps", "1")
+    output = run_as_its_docstring_says("grpo_lora.py", "--base", base, "--output_dir", str(tmp_path / "run"), *few)
     for line in (r"^sync: [\d.]+ s, 0.[1-9]\d MB", r"^generation: [\d.]+ s, 0.00 MB", r"^mean reward"):
         assert re.search(line, output, re.MULTILINE), output[-2000:]

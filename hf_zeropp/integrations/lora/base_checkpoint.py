@@ -95,9 +95,8 @@ class BaseCheckpoint:
         present |= {target for target, source in tied.items() if source in present}
         present |= {source for target, source in tied.items() if target in present}
         for name, param in self._params.items():
-            if (
-                name not in present and param.requires_grad
-            ):  # what a model freezes itself it computes, as Marian's positions
+            # What a model freezes itself it computes, as Marian's positions.
+            if name not in present and param.requires_grad:
                 raise ValueError(f"{str(self.path)!r} is incomplete: none of its files holds {name}.")
 
 
@@ -136,9 +135,8 @@ def _build(base: Path, num_tensors: int) -> PreTrainedModel:
     config = transformers.AutoConfig.from_pretrained(base, trust_remote_code=False, attn_implementation="eager")
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    if (
-        num_layers := getattr(config.get_text_config(), "num_hidden_layers", 0)
-    ) > num_tensors:  # would take hours to build
+    num_layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+    if num_layers > num_tensors:  # would take hours to build
         raise ValueError(f"it has {num_layers} layers, and the checkpoint {num_tensors} tensors")
     architecture = str((config.architectures or [None])[0])
     model_class: Any = getattr(transformers, architecture, transformers.AutoModelForCausalLM)

@@ -213,8 +213,7 @@ def _check_files(files: list[Path], model: PreTrainedModel, config: ZeroPPQuantC
 def _check_loaded(model: PreTrainedModel) -> None:
     """Raise ``ValueError`` if a packed weight was not loaded. See [Note: damaged packed checkpoints]."""
     for module_name, module in packed_modules(model):
-        for name in (name + suffix for name in module.packed_forms for suffix in (CODES, SCALES)):
-            param = getattr(module, name)
+        for name, param in module.stored_params().items():
             # Transformers marks what it loads. What it offloads to a disk stays on ``meta``.
             if param.device.type != "meta" and not getattr(param, "_is_hf_initialized", False):
                 raise ValueError(

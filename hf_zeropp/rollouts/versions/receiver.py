@@ -64,15 +64,12 @@ class UpdateReceiver:
         """
         if version is not None and version < 1:
             raise ValueError(f"expected a version from 1 on, got {version}.")
-        attempts = (self.version, self.version, 0)
-        for i, start in enumerate(attempts):
+        for _ in range(2):
             try:
-                return self._update_from(start, version)
+                return self._update_from(self.version, version)
             except DamagedUpdateError as error:
-                if i == len(attempts) - 1:
-                    raise
                 logger.warning("Version %d stays: %s Reading again.", self.version, error)
-        raise AssertionError("unreachable")
+        return self._update_from(0, version)
 
     def _update_from(self, start: int, version: int | None) -> bool:
         # The list is read in each attempt, because a file that is gone may have been replaced by newer ones.
@@ -83,7 +80,7 @@ class UpdateReceiver:
             return False
         if is_same_log and wanted <= self.version:  # an older list comes late, from a cache or a slow file system
             return False
-        if not is_same_log and 0 < wanted < self.version:
+        if not is_same_log and wanted < self.version:
             logger.warning(
                 "Version %d of another log follows version %d: was the folder made anew?", wanted, self.version
             )

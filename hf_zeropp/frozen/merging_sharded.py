@@ -1,17 +1,17 @@
-"""Merging of adapters into dense frozen weights, which lie on another mesh than the adapters.
+"""Merging of adapters into sharded frozen weights, which lie on another mesh than the adapters.
 
 PEFT's ``layer.merge`` and ``layer.unmerge`` compute with a weight of the base and with the adapter's. The former is sharded over
 the node and the latter over the world, and DTensor takes no operands on two meshes. Besides, PEFT assigns to ``weight.data``
 (``safe_merge``, DoRA), which changes nothing in a DTensor. So all parameters of a layer are whole while one of the two methods
 runs, as in a model that is not sharded. Those of the base are gathered within the node, and adapters, which are small, across
-nodes. At the end each rank keeps its shard of what PEFT has written. Packed weights do the same by themselves (``weight.py``).
+nodes. At the end each rank keeps its shard of what PEFT has written. Packed weights do their part by themselves (``weight.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp.frozen.adapters import adapter_modules
-from hf_zeropp.frozen.modules import Packed, Place
+from hf_zeropp.frozen.modules import Packed
 from hf_zeropp.frozen.weight import local_rows
 
 _IS_WHOLE = "_zeropp_is_whole"
 
 
 def merge_whole(model: nn.Module) -> None:
-    """Let the adapters' layers of ``model`` merge with whole parameters, where the base's are dense, frozen and sharded."""
+    """Let the adapters' layers of ``model`` merge with whole parameters, where the base's are frozen and sharded."""
     for layer in list(model.modules()):
         if hasattr(layer, "adapter_layer_names") and callable(getattr(layer, "merge", None)):
-            if any(isinstance(param, DTensor) for param in _dense_base(layer)):
+            if any(isinstance(param, DTensor) for param in _frozen_base(layer)):
                 # The class is changed and no new module made, so that hooks and references to the layer stay valid.
                 layer.__class__ = _merging_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
 
@@ -65,7 +65,7 @@ def _whole(layer: nn.Module) -> Iterator[None]:
     if hasattr(layer, _IS_WHOLE):  # DoRA unmerges and merges other adapters while it merges one
         yield
         return
-    if not any(isinstance(param, DTensor) for param in _dense_base(layer)):
+    if not any(isinstance(param, DTensor) for param in _frozen_base(layer)):
         raise RuntimeError(
             f"An adapter is merged or unmerged while the frozen weights of its layer are gathered (rank {dist.get_rank()}): the "
             "change would be lost when they are freed. Call merge_adapter() and unmerge_adapter() between forward passes, and "
@@ -101,23 +101,15 @@ def _keep_rows(param: DTensor, written: Tensor) -> None:
 
 def _sharded_places(layer: nn.Module) -> Iterator[tuple[nn.Module, str, DTensor]]:
     """Iterate over the sharded parameters of a layer, and where they are. Codes and scales are left out."""
-    for module, name in _dense_places(layer.modules()):
-        param = module._parameters[name]
-        if isinstance(param, DTensor):
-            yield module, name, param
-
-
-def _dense_base(layer: nn.Module) -> list[Tensor]:
-    """Return the dense frozen parameters of what a layer's adapters are added to."""
-    added = adapter_modules(layer)
-    places = _dense_places(module for module in layer.modules() if module not in added)
-    params = (module._parameters[name] for module, name in places)
-    return [param for param in params if param is not None and not param.requires_grad]
-
-
-def _dense_places(modules: Iterable[nn.Module]) -> Iterator[Place]:
-    for module in modules:
+    for module in layer.modules():
         packed = module.stored_params() if isinstance(module, Packed) else {}
-        for name in module._parameters:
-            if name not in packed:
-                yield module, name
+        for name, param in module._parameters.items():
+            if isinstance(param, DTensor) and name not in packed:
+                yield module, name, param
+
+
+def _frozen_base(layer: nn.Module) -> list[Tensor]:
+    """Return the frozen parameters of what a layer's adapters are added to."""
+    added = adapter_modules(layer)
+    params = (param for module in layer.modules() if module not in added for param in module._parameters.values())
+    return [param for param in params if param is not None and not param.requires_grad]
