@@ -336,7 +336,7 @@ def destroy_group(group: dist.ProcessGroup) -> None:
 
 @_once_in_a_world
 def _topology(ranks_per_node: int, device_type: str, shard_groups: ShardGroups) -> Topology:
-    if not _made:  # once per process
+    if not any(isinstance(made, Topology) for made in _made.values()):  # once per process
         warn_of_any_order(device_type)
     of_nodes = [torch.tensor(ranks).view(-1, ranks_per_node) for ranks in shard_groups]
     # Making a group is collective over the world: every rank makes the groups of all nodes, in the same order, and
