@@ -203,6 +203,11 @@ def _gather_shards(tensors: dict[str, DTensor], group: dist.ProcessGroup) -> dic
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the gradients by the parameter's name. Parameters without one are left out."""
+    # An operation on a pending gradient completes all of them, and then those exist as well to which other ranks alone have
+    # contributed. So one operation runs on each before they are collected.
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad.neg()
     return full_of_all({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
 
 
