@@ -151,8 +151,9 @@ def grid_of(args: argparse.Namespace) -> Grid:
     """Measure, and return the table."""
     zeropp = ZeroPPConfig.resolve(None)
     config = LlamaConfig(**dataclasses.asdict(shape_of(args)), max_position_embeddings=1024)
-    everyone: list[dict[str, int]] = [{}] * dist.get_world_size()
-    dist.all_gather_object(everyone, measure(args, config, zeropp))
+    own = measure(args, config, zeropp)
+    everyone = [own] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
     line, rows = estimated(args, config, zeropp), []
     for key, name in NAMES.items():
         most = max(found[key] for found in everyone)

@@ -149,11 +149,10 @@ def row_of(program: str | Path, folder: Path) -> dict[str, str]:
     def gap(name: str) -> str:
         return f"{max(abs(ours - theirs) for ours, theirs in zip(losses[name], losses['stock'], strict=True)):.1e}"
 
+    lora = " (LoRA)" if program in WITH_LORA else ""
     counted, predicted = bytes_of(printed)
     return {
-        "program": program.name
-        if isinstance(program, Path)
-        else f"trl {program}{' (LoRA)' if program in WITH_LORA else ''}",
+        "program": program.name if isinstance(program, Path) else f"trl {program}{lora}",
         "largest loss": f"{max(map(abs, losses['stock'])):.4f}",
         "unquantized: largest difference to stock": gap("unquantized"),
         "default: largest difference": gap("default"),
