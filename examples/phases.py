@@ -1,4 +1,4 @@
-"""What each phase of an RLHF example takes: seconds, and megabytes that entered this node from others."""
+"""Measures each phase of an RLHF example: its seconds, and the megabytes that this node received from other nodes."""
 
 import time
 from collections.abc import Callable

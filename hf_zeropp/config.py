@@ -85,9 +85,11 @@ class ZeroPPConfig:
             first part with qgZ and the rest without). The Trainer callback reports progress; other loops call
             ``handle.set_progress``.
         qgz_accumulator: dtype in which a node keeps the gradient sums of micro-steps that are not the last: ``"float32"``, or
-            ``"bfloat16"``, which takes half of the memory. Sums are taken in fp32 all the same, and rounded to nearest.
+            ``"bfloat16"``, which takes half of the memory. Sums are taken in fp32 all the same, and rounded to nearest. From some
+            64 micro-steps on take fp32: a sum in bf16 stops growing once what is added is under 1/256 of it.
         qgz_accumulate: where the gradients of micro-steps add up. ``"node"``: every micro-step sums them within the node, and 1/N
-            of the unit is kept. ``"rank"``: they stay on the rank at full size until the last micro-step.
+            of the unit is kept. ``"rank"``: they stay on the rank at full size until the last micro-step, as
+            under FSDP2's ``set_requires_gradient_sync(False)``.
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.
         overlap: start collectives early and finish them late on backends without streams (gloo); run cross hops beside node

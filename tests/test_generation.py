@@ -20,7 +20,7 @@ from frozen_runs import (
     tokens,
     with_adapter,
 )
-from harness import run_ranks
+from harness import run_ranks, selected
 
 from hf_zeropp import compat
 from hf_zeropp.comm.agreement import Agreement
@@ -54,9 +54,9 @@ def generate(model, rank: int, **way) -> torch.Tensor:
     )
 
 
-def run_setups(rank: int, names: set[str]) -> dict[str, dict]:
+def run_setups(rank: int, names: list[str]) -> dict[str, dict]:
     results = {}
-    for name in sorted(names):
+    for name in names:
         has_adapter, zeropp = SETUPS[name]
         results[name] = run_setup(rank, has_adapter, zeropp)
         reset_accelerate()
@@ -118,10 +118,8 @@ def groups_of_questions() -> Iterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
-    """What every rank returns for the setups that this run of pytest has selected."""
-    of_this_file = [item for item in request.session.items if item.path == request.path]
-    names = {item.callspec.params["setup"] for item in of_this_file if hasattr(item, "callspec")}
-    return run_ranks(run_setups, 4, names)
+    """The results of each rank, by the name of the setup, for the setups that this run of pytest has selected."""
+    return run_ranks(run_setups, 4, selected(request, "setup"))
 
 
 @pytest.mark.parametrize("setup", SETUPS)

@@ -9,6 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import RankError, Scenarios, announce, each_case, run_ranks, started_ranks
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from toy import full_of_all
 
 VICTIM = 1
 
@@ -168,3 +171,28 @@ def test_a_rank_that_fails_behind_its_last_scenario_fails_all() -> None:
     scenarios = Scenarios(2, [summing, dying_later])
     with pytest.raises(RankError, match="exit code 7"):
         scenarios.check("summing")
+
+
+def gather_many(rank: int) -> None:
+    """Uneven and empty shards, two dtypes, a second mesh, and tensors that are replicated or not distributed at all."""
+    world = init_device_mesh("cpu", (4,))
+    replicas = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    tensors = {
+        "columns": distribute_tensor(torch.arange(35.0).view(5, 7), world, [Shard(1)]),
+        "rows": distribute_tensor(torch.arange(15.0).view(5, 3), world, [Shard(0)]),
+        "fewer than ranks": distribute_tensor(torch.arange(3).double(), world, [Shard(0)]),
+        "empty": distribute_tensor(torch.empty(0, 3), world, [Shard(0)]),
+        "in replicas": distribute_tensor(torch.arange(9.0).view(3, 3), replicas, [Replicate(), Shard(0)]),
+        "replicated": distribute_tensor(torch.arange(3.0), world, [Replicate()]),
+        "cut twice": distribute_tensor(torch.arange(12.0).view(4, 3), replicas, [Shard(0), Shard(1)]),
+        "plain": torch.arange(2.0),
+    }
+    gathered = full_of_all(tensors)
+    assert list(gathered) == list(tensors)
+    for name, tensor in tensors.items():
+        expected = tensor if name == "plain" else tensor.full_tensor()
+        assert torch.equal(gathered[name], expected), name
+
+
+def test_tensors_that_are_gathered_together_are_those_gathered_one_by_one():
+    run_ranks(gather_many, 4)

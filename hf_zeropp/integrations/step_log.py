@@ -8,14 +8,15 @@ from hf_zeropp.handle import ZeroPPHandle
 
 CROSS_NODE = "zeropp/cross_node_gb_per_step"
 INTRA_NODE = "zeropp/intra_node_gb_per_step"
-"""What a node received from other nodes, and its ranks from each other, all models together."""
+"""Names in the Trainer's logs: the gigabytes that a node received from other nodes in a step, and those that its ranks received
+from each other. All models count together."""
 ROLLOUT_CROSS_NODE = "zeropp/rollout_cross_node_gb_per_step"
 ROLLOUT_INTRA_NODE = "zeropp/rollout_intra_node_gb_per_step"
-"""What of these came while the trained model generated, or fed an inference engine. Where copies are kept (hpZ), the next forward
-pass does not send them again."""
+"""The part of these gigabytes that was received while the trained model generated, or fed an inference engine. Where copies are
+kept (hpZ), the next forward pass does not send them again."""
 OTHERS_CROSS_NODE = "zeropp/others_cross_node_gb_per_step"
-"""What a node received from other nodes in collectives of the model and of the script, by the counts of two early steps. It is
-no part of ``CROSS_NODE``."""
+"""The gigabytes that a node received from other nodes in collectives of the model itself and of the script. They are counted in
+two early steps only, and are no part of ``CROSS_NODE``."""
 SAVING = "zeropp/saving_vs_zero3"
 
 _STEPS, _ZERO3 = "optimizer steps", "what a node would have received from other nodes under ZeRO-3"

@@ -211,7 +211,10 @@ class Cell:
 
     @property
     def progress(self) -> Interval:
-        """What runs have learned over what stock has. Both begin where stock does: packed weights are part of the cost."""
+        """The fall of the loss in these runs, as a part of the fall in stock's.
+
+        Both start at stock's first loss, so a loss that is higher at once, as with packed weights, counts against the runs.
+        """
         return Interval.of(
             [(stock["start"] - run["final"]) / (stock["start"] - stock["final"]) for run, stock in self.pairs]
         )

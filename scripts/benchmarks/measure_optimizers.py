@@ -135,7 +135,8 @@ def main() -> None:
             ranks.call("measure", 3, 1)  # the first steps compile, make states, and are watched
         for name, rounds in measure_in_turns(cells, 1, steps=9, seconds=60, rounds=args.rounds).items():
             cell = cell_of(rounds, RANKS_PER_NODE)
-            # That of muon-fsdp2 for whole weights calls a function that does not exist (0.3.0).
+            # The error is measured against an update of the whole weights. muon-fsdp2 0.3.0 cannot compute that one: it calls a
+            # function that does not exist.
             error = None if name == "muon-fsdp2" else max(cells[name].call("error_of_update"))
             row = {"optimizer": name, "across nodes, MB": f"{cell['link_bytes'] / 1e6:.1f}"}
             for header, key in (("of M", "link_bytes"), ("counted, of M", "counted_bytes")):

@@ -23,7 +23,7 @@ from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import UnitWork
 
 HIDDEN, INNER, VOCABULARY, LAYERS = 4096, 11008, 32000, 6
-"""Of a model of Llama-2-7B's shape, with fewer layers."""
+"""The sizes of the model: those of Llama-2-7B, with fewer layers."""
 SHRINK = 16
 """The recorded model's sizes are the true ones divided by this."""
 RECORDED_TOKENS = 4

@@ -18,7 +18,7 @@ from frozen_runs import (
     trainable,
     with_adapter,
 )
-from harness import expect_errors, run_ranks
+from harness import expect_errors, run_ranks, selected
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.tensor import DTensor
 
@@ -132,10 +132,8 @@ def per_step(counts, steps: int) -> dict[str, tuple[float, float]]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[Case, list[Outcome]]:
-    """What every rank returns for the cases that this run of pytest has selected."""
-    of_this_file = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    selected = {item.callspec.params.get("case") for item in of_this_file}
-    cases = [case for case in CASES if case in selected]
+    """The outcomes of all ranks, by case, for the cases that this run of pytest has selected."""
+    cases = selected(request, "case")
     by_rank = run_ranks(run_cases, 4, cases)
     return {case: [ranks[i] for ranks in by_rank] for i, case in enumerate(cases)}
 

@@ -1,4 +1,4 @@
-"""What packing costs a small trained model: weight error beside other formats, perplexity, and LoRA on top."""
+"""Packing a small trained model: the error of its weights beside NF4's, its perplexity, and LoRA training on top of it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from happens_before import Checker, checked_world
-from harness import run_ranks
+from harness import run_ranks, selected
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_param_group
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -357,7 +357,7 @@ def outcome_of(run: Callable[[], None], plant: Callable[[], Any] = contextlib.nu
     return outcome_of_checker(checker)
 
 
-def outcomes_of(rank: int, names: set[str]) -> dict[str, Outcome]:
+def outcomes_of(rank: int, names: list[str]) -> dict[str, Outcome]:
     """Run all that have these names in one process, since a start takes longer than a run."""
     outcomes = {name: outcome_of(run) for name, run in CONFIGURATIONS.items() if name in names}
     outcomes |= {name: outcome_of(fault.run, fault.plant) for name, fault in FAULTS.items() if name in names}
@@ -366,10 +366,8 @@ def outcomes_of(rank: int, names: set[str]) -> dict[str, Outcome]:
 
 @pytest.fixture(scope="module")
 def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
-    """The outcomes that this run of pytest has selected."""
-    of_this_file = [item for item in request.session.items if item.path == request.path]
-    names = {item.callspec.params["name"] for item in of_this_file if hasattr(item, "callspec")}
-    return run_ranks(outcomes_of, 1, names, init=False, limit_s=300)[0]
+    """The outcomes of the ways and faults that this run of pytest has selected, by name."""
+    return run_ranks(outcomes_of, 1, selected(request, "name"), init=False, limit_s=300)[0]
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)

@@ -24,12 +24,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.connection import wait
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rank_process import Announcement, Job, Raised, Result, announce, rank_main
 
+if TYPE_CHECKING:
+    import pytest
+
 __all__ = ["Failure", "RankError", "Scenarios", "StartedRank", "StartedRanks", "announce", "each_case", "expect_errors"]
-__all__ += ["free_port", "run_ranks", "scenarios_of", "started_ranks"]
+__all__ += ["free_port", "run_ranks", "selected", "scenarios_of", "started_ranks"]
 
 PRELOAD = [
     "torch",
@@ -176,6 +179,12 @@ def each_case(cases: Iterable[Any], check: Callable[[Any], None]) -> None:
             check(case)
         except AssertionError as error:
             raise AssertionError(f"case {number} of {len(every)}, {case}: {error}") from error
+
+
+def selected(request: pytest.FixtureRequest, parameter: str) -> list[Any]:
+    """Return the values of a parameter in those tests of the fixture's file that this run of pytest has selected, each once."""
+    of_file = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    return list(dict.fromkeys(item.callspec.params[parameter] for item in of_file if parameter in item.callspec.params))
 
 
 class Scenarios:

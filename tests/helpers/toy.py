@@ -213,12 +213,8 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the masters, and return copies of them by name."""
-    return {name: weight.clone() for name, weight in full_of_all(detached(model)).items()}
-
-
-def detached(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters by name, without autograd."""
-    return {name: param.detach() for name, param in model.named_parameters()}
+    params = {name: param.detach() for name, param in model.named_parameters()}
+    return {name: weight.clone() for name, weight in full_of_all(params).items()}
 
 
 def gathered_weights(model: nn.Module) -> dict[str, torch.Tensor]:

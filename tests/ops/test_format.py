@@ -20,7 +20,7 @@ LAYOUTS = layouts()
 
 
 def bytes_of_segment(numel: int, bits: int, block: int) -> int:
-    """Of a segment on the wire; 16 and 32 bits are raw."""
+    """Return the bytes that a segment takes on the wire. With 16 or 32 bits it travels unquantized."""
     raw_dtype = torch.float32 if bits == 32 else torch.bfloat16
     return WireLayout([Segment(numel, bits if bits < 16 else None)], block, raw_dtype).nbytes
 

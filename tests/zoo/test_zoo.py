@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from harness import selected
 
 sys.path.insert(0, str(Path(__file__).parent))  # ranks find these modules by name too
 
@@ -29,7 +30,7 @@ CASES = [(family, mode) for mode, names in PART.items() for family in ALL if fam
 @pytest.fixture(scope="module")
 def outcomes(request):
     """The results of all cases that this run of pytest has selected, from one start of the ranks."""
-    return run([item.callspec.params["case"] for item in request.session.items if item.module is request.module])
+    return run(selected(request, "case"))
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")

@@ -95,7 +95,7 @@ class BaseCheckpoint:
         present |= {target for target, source in tied.items() if source in present}
         present |= {source for target, source in tied.items() if target in present}
         for name, param in self._params.items():
-            # What a model freezes itself it computes, as Marian's positions.
+            # A parameter that the model itself freezes is no checkpoint's: the model computes it, as Marian does its positions.
             if name not in present and param.requires_grad:
                 raise ValueError(f"{str(self.path)!r} is incomplete: none of its files holds {name}.")
 
