@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 
 import pytest
 import torch
-from frozen_runs import tiny_llama, tokens
-from peft import LoraConfig, get_peft_model
+from frozen_runs import tiny_llama, tiny_mixtral, tokens
+from peft import get_peft_config, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, cli
@@ -19,12 +20,26 @@ ADAPTERS = {
     "dora": {"use_dora": True},
     "rslora with ranks": {"use_rslora": True, "rank_pattern": {"q_proj": 2}},
     "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
-    "a module in full": {"modules_to_save": ["norm"]},
+    "norms in full": {"modules_to_save": ["norm"]},
+    "biases": {"bias": "all", "target_modules": ["q_proj"]},
+    "biases of its own": {"lora_bias": True, "target_modules": ["q_proj"]},
+    "ia3": {"peft_type": "IA3", "target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
 }
+OF_DENSE_WEIGHTS = {  # PEFT trains no packed weight in full, and does not see that packed ones are tied
+    "modules in full": {"modules_to_save": ["mlp"], "target_modules": ["q_proj"]},
+    "a tied head in full": {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
+    "tokens": {"trainable_token_indices": [3, 5, 7]},
+}
+CASES = [
+    *((name, settings, packed) for name, settings in ADAPTERS.items() for packed in (False, True)),
+    *((name, settings, False) for name, settings in OF_DENSE_WEIGHTS.items()),
+]
 
 
 def save_base(folder, *, packed: bool, tied: bool) -> str:
-    tiny_llama(tie_word_embeddings=tied).save_pretrained(folder / "base")
+    base = tiny_llama(tie_word_embeddings=tied, attention_bias=True)
+    change(param for name, param in base.named_parameters() if name.endswith(".bias"))  # they begin as zeros
+    base.save_pretrained(folder / "base")
     if not packed:
         return str(folder / "base")
     model = AutoModelForCausalLM.from_pretrained(folder / "base", quantization_config=ZeroPPQuantConfig(bits=4))
@@ -32,21 +47,34 @@ def save_base(folder, *, packed: bool, tied: bool) -> str:
     return str(folder / "packed")
 
 
-def save_adapter(folder, base: str, **settings) -> torch.Tensor:
-    """Returns the logits of base and adapter."""
-    model = AutoModelForCausalLM.from_pretrained(base)
+def change(params: Iterable[torch.nn.Parameter]) -> None:
+    """Stands for a training."""
     torch.manual_seed(1)
-    config = LoraConfig(**({"r": 4, "target_modules": "all-linear", "init_lora_weights": False} | settings))
-    model = get_peft_model(model, config)
+    for param in params:
+        param.data.add_(torch.randn_like(param), alpha=0.1)
+
+
+def save_adapter(folder, base: str, peft_type: str = "LORA", **settings) -> torch.Tensor:
+    """Returns the logits of base and adapter."""
+    settings = {"target_modules": "all-linear"} | ({"r": 4} if peft_type == "LORA" else {}) | settings
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base), get_peft_config({"peft_type": peft_type, **settings})
+    )
+    change(param for param in model.parameters() if param.requires_grad)
     model.save_pretrained(folder / "adapter")
     with torch.no_grad():
         return model(tokens()).logits
 
 
-@pytest.mark.parametrize("adapter", ADAPTERS)
-@pytest.mark.parametrize(("packed", "tied"), [(False, False), (True, True)])
-def test_an_exported_model_computes_what_base_and_adapter_did(tmp_path, adapter, packed, tied):
-    expected = save_adapter(tmp_path, save_base(tmp_path, packed=packed, tied=tied), **ADAPTERS[adapter])
+@pytest.mark.parametrize(
+    ("settings", "packed"),
+    [
+        pytest.param(settings, packed, id=f"{name}, {'packed' if packed else 'dense'}")
+        for name, settings, packed in CASES
+    ],
+)
+def test_an_exported_model_computes_what_base_and_adapter_did(tmp_path, settings, packed):
+    expected = save_adapter(tmp_path, save_base(tmp_path, packed=packed, tied=True), **settings)
     folder = export(
         tmp_path / "merged",
         adapter=tmp_path / "adapter",
@@ -55,6 +83,16 @@ def test_an_exported_model_computes_what_base_and_adapter_did(tmp_path, adapter,
         show_progress=False,
     )
     assert (folder / "model.safetensors.index.json").exists()
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(folder)(tokens()).logits
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_experts_that_lie_in_one_tensor_are_merged(tmp_path):
+    tiny_mixtral().save_pretrained(tmp_path / "base", save_original_format=False)
+    fused = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+    expected = save_adapter(tmp_path, str(tmp_path / "base"), target_modules=["q_proj"], target_parameters=fused)
+    folder = export(tmp_path / "merged", adapter=tmp_path / "adapter", dtype=torch.float32, show_progress=False)
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(folder)(tokens()).logits
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)

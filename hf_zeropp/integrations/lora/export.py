@@ -5,14 +5,16 @@
 
 The base is never in memory as a whole. Its safetensors are read tensor by tensor; each tensor is decoded if it is packed,
 merged if an adapter layer belongs to it, and written. PEFT does the merging, one layer at a time, on a model whose other
-weights are on ``meta``. So every kind of adapter that PEFT can merge (LoRA, DoRA, rsLoRA, ranks by layer) is merged as its
-``merge_and_unload`` would do it, in fp32. The memory needed is one shard of the output.
+weights are on ``meta``. So every kind of adapter that PEFT can merge (LoRA, DoRA, rsLoRA, IA3, single tokens, fused experts) is
+merged as its ``merge_and_unload`` would do it, in fp32. Modules and biases that were trained in full take the place of the
+base's. The memory needed is one shard of the output.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -123,27 +125,32 @@ class _Merger:
     def __init__(self, skeleton: nn.Module, adapter: str | Path) -> None:
         # PEFT is an optional dependency. A packed base without an adapter is exported without it.
         from peft.tuners.tuners_utils import BaseTunerLayer
-        from peft.utils.other import ModulesToSaveWrapper
 
+        names = {name for name, _ in skeleton.named_parameters(remove_duplicate=False)}
         model = _with_adapter(skeleton, Path(adapter))
         root = model.get_base_model()
-        self._layers: dict[str, Any] = {  # BaseTunerLayers
-            name: module for name, module in root.named_modules() if isinstance(module, BaseTunerLayer)
-        }
-        self._replaced = {
-            name: module for name, module in root.named_modules() if isinstance(module, ModulesToSaveWrapper)
-        }
-        # PEFT puts its layer in the place of the dense one. So a layer's name is also that of the base's module, and
-        # the name of the base's tensor is found by appending ".weight". Layers that no tensor of the base has reached
-        # are left in this set.
-        self._left = set(self._layers)
         self._tied = tied_names(skeleton)
-        self.unties = False  # whether an adapter is on one of two tied weights, which makes them two
+        self.unties = False  # whether training made two different weights of two tied ones
+        # PEFT puts its layer in the place of the dense one, so the layer's name leads to the names of the base's tensors.
+        self._layers: dict[str, Any] = {  # BaseTunerLayers
+            f"{_name_in_base(name)}.{leaf}": module
+            for name, module in root.named_modules()
+            if isinstance(module, BaseTunerLayer)
+            for leaf in _merged_leaves(module)
+        }
+        # Parameters of the base that were trained themselves: modules in full (``modules_to_save``), and biases.
+        self._trained = {
+            base_name: param.detach()
+            for name, param in root.named_parameters()
+            if param.requires_grad and (base_name := _name_in_base(name)) in names
+        }
+        # What no tensor of the base has reached yet.
+        self._left = set(self._trained) | {name for name in self._layers if not name.endswith(".bias")}
 
     def merge(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Return the tensors of the merged model for one of the base: itself, and those tied to it that an adapter unties."""
+        """Return the tensors of the merged model for one of the base: itself, and those tied to it that training unties."""
         tied = [target for target, source in self._tied.items() if source == name]
-        if any(key.rpartition(".")[0] in (*self._layers, *self._replaced) for key in (name, *tied)) and tied:
+        if tied and any(each in self._layers or each in self._trained for each in (name, *tied)):
             self.unties = True
             for target in tied:
                 # The base stores a tied weight once. An adapter on one of its two places makes their values differ, so
@@ -152,30 +159,44 @@ class _Merger:
         yield name, self._merge(name, tensor)
 
     def _merge(self, name: str, tensor: Tensor) -> Tensor:
-        module_name, _, leaf = name.rpartition(".")
-        if (wrapper := self._replaced.get(module_name)) is not None:
-            return dict(wrapper.modules_to_save[wrapper.active_adapters[0]].named_parameters())[leaf]
-        if (layer := self._layers.get(module_name)) is None or leaf != "weight":
+        self._left.discard(name)
+        if (trained := self._trained.get(name)) is not None:
+            tensor = trained
+        if (layer := self._layers.get(name)) is None:
             return tensor
-        if tensor.shape != layer.get_base_layer().weight.shape:
+        leaf = name.rpartition(".")[2]
+        expected = getattr(layer.get_base_layer(), leaf).shape
+        if tensor.shape != expected:
             raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} in the base and {tuple(layer.get_base_layer().weight.shape)} for the "
-                "adapter. Is it the base this adapter was trained on?"
+                f"{name} has shape {tuple(tensor.shape)} in the base and {tuple(expected)} for the adapter. Is it the base this "
+                "adapter was trained on?"
             )
-        self._left.discard(module_name)
-        return _merge_layer(layer, tensor)
+        return _merge_layer(layer, leaf, tensor)
 
     def check_all_merged(self) -> None:
-        """Check that the base had a weight for every adapter layer.
+        """Check that the base had a weight for everything that was trained.
 
         Raises:
             ValueError: it had not.
         """
         if self._left:
             raise ValueError(
-                f"{len(self._left)} adapter layers have no weight in the base ({sorted(self._left)[0]}, ...). Is it the base "
-                "this adapter was trained on?"
+                f"The adapter changes {len(self._left)} weights that the base does not have ({min(self._left)}, ...). Is it the "
+                "base this adapter was trained on?"
             )
+
+
+def _name_in_base(name: str) -> str:
+    """Return the name that a module or a parameter has without PEFT's wrappers around it and around the modules above it."""
+    return re.sub(r"\.(modules_to_save\.default|base_layer|token_adapter)(?=\.|$)", "", name)
+
+
+def _merged_leaves(layer: Any) -> list[str]:
+    """Return the names of the base layer's own parameters that merging ``layer`` (a ``BaseTunerLayer``) may change."""
+    if hasattr(layer, "parameter_name"):  # of fused experts, for instance (``target_parameters``)
+        return [layer.parameter_name]
+    own = dict(layer.get_base_layer().named_parameters(recurse=False))
+    return [leaf for leaf in ("weight", "bias") if leaf in own]
 
 
 def _mergeable_config(adapter: Path) -> Any:
@@ -248,19 +269,25 @@ def _materialize_trainable(model: nn.Module, max_numel: int) -> None:
                 setattr(module, name, nn.Parameter(torch.empty_like(param, device="cpu")))
 
 
-def _merge_layer(layer: Any, weight: Tensor) -> Tensor:
-    """Return the weight with the adapter of ``layer`` (a ``BaseTunerLayer``) merged into it by PEFT, in fp32."""
+def _merge_layer(layer: Any, leaf: str, tensor: Tensor) -> Tensor:
+    """Return the base's parameter ``leaf`` with the adapter of ``layer`` merged into it by PEFT, in fp32."""
     base_layer = layer.get_base_layer()
-    on_meta = base_layer.weight
-    base_layer.weight = nn.Parameter(weight.float(), requires_grad=False)
+    on_meta = {name: getattr(base_layer, name) for name in _merged_leaves(layer)}
+    for name, param in on_meta.items():
+        # PEFT changes weight and bias in one call, and the base gives them one by one. Any values do for the other one. With
+        # zeros DoRA would divide by the norm of nothing.
+        values = tensor.float() if name == leaf else torch.ones(param.shape)
+        setattr(base_layer, name, nn.Parameter(values, requires_grad=False))
     # The product of the adapter's matrices is computed in their dtype. 16 bits would round it before it is added.
     layer.float()
     with torch.no_grad():
         # The safe way raises where the merged weight is not finite, and writes to a copy.
         layer.merge(safe_merge=True)
-    merged = base_layer.weight.data
+    layer.merged_adapters.clear()  # the next parameter of this layer is merged by itself
+    merged = getattr(base_layer, leaf).data
     # The layer goes back to ``meta``. Otherwise the skeleton would fill up with merged weights, layer by layer.
-    base_layer.weight = on_meta
+    for name, param in on_meta.items():
+        setattr(base_layer, name, param)
     return merged
 
 
