@@ -144,6 +144,14 @@ class Decisions:
         self._agree_on_weights(self.gathers, "enter generation_mode", starts_now=True)
         was_generating, self._is_generating = self._is_generating, True
         try:
+            for gather in self.gathers:
+                # FSDP2 alone makes what such a unit sends (an offloaded one, for instance), so no schedule has started it.
+                is_left = (
+                    isinstance(gather, ZeroPPAllGather) and gather.stays_in_group and gather.copy.due != Change.NONE
+                )
+                if is_left:
+                    with gather.unit.kept_gathered():
+                        pass
             yield
         finally:
             self._is_generating = was_generating
@@ -189,6 +197,11 @@ class Decisions:
             self._compare_due()
         due = [one for one in asked if isinstance(one, ZeroPPAllGather) and one.can_start_ahead]
         self._run.schedule.begin(due, starts_now=starts_now)
+        if self._run.checks:
+            # A landing compares copies, which all ranks have to do in one order. Later they may use different units.
+            for gather in due:
+                if gather.copy.is_under_way:
+                    gather.land()
 
     def _compare_due(self) -> None:
         """Compare which units' weights every rank is about to send, before one waits for another that sends nothing."""

@@ -27,6 +27,7 @@ from toy import (
 )
 from two_nodes import REDUCTION, apply
 
+from hf_zeropp import generation_mode
 from hf_zeropp.traffic import FSDP2_REDUCE
 
 
@@ -46,6 +47,19 @@ def scenario_other_ways_to_shard(rank: int, overlap: bool) -> None:
             model.zero_grad()
             backward(model, rank)
         check_gradients(model, reference, rank, REDUCTION)
+
+
+def scenario_one_node_generates_with_an_offloaded_model(rank: int, overlap: bool) -> None:
+    """No schedule starts the gathers of offloaded weights ahead, so they come before the other node stops."""
+    model = shard(make_lm(), offload_policy=CPUOffloadPolicy(pin_memory=False))
+    apply(model, overlap)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        backward(model, rank, step)
+        optimizer.step()
+        with torch.no_grad(), generation_mode(model):
+            if rank < 2:
+                model(tokens_of(rank))
 
 
 def columns_of_matrices(param: torch.Tensor) -> Shard:

@@ -106,3 +106,20 @@ def test_a_write_that_is_missed_is_named(mode):
 def test_a_step_that_is_missed_is_named():
     for error in expect_errors(step_that_is_missed, 4, MODES["values"], env=CHECK):
         assert "have changed on ranks [0, 1, 2, 3] since they were gathered" in error, error
+
+
+def nodes_use_different_layers(rank: int, settings: dict) -> None:
+    model = shard(make_lm(depth=3), POLICIES["bf16"])
+    apply_zeropp(model, settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        model.path = [0, 1, 2]
+        train(model, optimizer, rank, range(1))
+        model.path = [2] if rank < 2 else [1, 0]
+        with torch.no_grad():
+            model(tokens_of(rank))
+
+
+@pytest.mark.parametrize("mode", ["values", "delta", "exact"])
+def test_nodes_may_use_different_layers_under_the_check(mode):
+    run_ranks(nodes_use_different_layers, 4, MODES[mode], env=CHECK)
