@@ -37,7 +37,7 @@ from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.replicas_of_nodes import count_replicas_of_nodes
 from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
-from hf_zeropp.fsdp.meshes import ranks_of
+from hf_zeropp.fsdp.meshes import is_whole_copy, ranks_of
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
@@ -78,8 +78,9 @@ def apply_zeropp(
         model: sharded by ``fully_shard`` over the whole world (Accelerate's FSDP2 and Transformers'
             ``distributed_config`` do so), over a mesh (replicate, shard), or over a part of it beside other parallelism.
         config: the settings, a mapping or file of them, a preset's name, or None for the environment.
-        mesh: the 1-D mesh that ``fully_shard`` got, where other parallelism divides the world (pipeline stages). Tensor
-            parallelism is noticed without it. All ranks of the world make their call at the same time, with meshes of one size.
+        mesh: the mesh that ``fully_shard`` got, (shard) or (replicate, shard), where other parallelism divides the world
+            (pipeline stages). Tensor parallelism is noticed without it. All ranks of the world make their call at the same time,
+            with meshes of one size.
 
     Returns:
         The handle. A loop of your own calls ``set_last_micro_step`` (accumulation), ``set_progress`` (``qgz_until``),
@@ -125,20 +126,22 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     # Units over the whole shard group get the two hops, and experts whose own group spans nodes. The plan allows two other
     # kinds. Frozen units that are sharded over a node: FSDP2's own gather of those never leaves the node, so it is only counted,
     # and not replaced. And experts whose group does not leave a node.
-    of_meshes = [unit for unit in units if ranks_of(unit) in meshes]
-    of_nodes = [unit for unit in units if ranks_of(unit) not in meshes]
+    of_meshes = [unit for unit in units if _is_over(unit, meshes)]
+    of_nodes = [unit for unit in units if not _is_over(unit, meshes)]
     num_nodes = len(_nodes_of(own_group(mesh.groups.data_parallel), plan.ranks_per_node))
     traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes, meshes)
     run = Run(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
+    # The copies of frozen weights on several nodes must be equal and stay so, whether ZeRO++ has anything to do or not.
+    frozen = install_frozen_gathers(model, of_nodes, run.traffic)
+    if frozen:
+        compare_frozen(model, frozen, run)
     if not plan.is_enabled or mesh.topology.num_nodes == 1:
+        refuse_thawed_before_forwards(model, frozen)
         log_inactive(mesh.topology, num_nodes, is_enabled=plan.is_enabled)
         return ZeroPPHandle(run, of_meshes, of_nodes)
     # The mesh of the model spans nodes, so these are experts.
     by_fsdp2 = [unit for unit in of_meshes if meshes[ranks_of(unit)].topology.num_nodes == 1]
     served = [unit for unit in of_meshes if unit not in by_fsdp2]
-    frozen = install_frozen_gathers(model, of_nodes, run.traffic)
-    if frozen:
-        compare_frozen(model, frozen, run)
     counted = count_replicas_of_nodes(by_fsdp2, run)
     decisions = _install_two_hops(model, run, served, meshes, frozen) if served else None
     if decisions is None:
@@ -149,11 +152,19 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     return handle
 
 
+def _is_over(unit: Unit, meshes: Mapping[tuple[int, ...], ShardMesh]) -> bool:
+    """Return whether the unit is sharded and replicated over one of the meshes, and not sharded over a node alone."""
+    mesh = meshes.get(ranks_of(unit))
+    # Where each replica is one node, frozen weights are sharded over the same ranks as the others, and not replicated.
+    return mesh is not None and (mesh.replicas is None or not is_whole_copy(unit))
+
+
 def _shard_meshes(plan: Plan, groups: Sequence[WorldGroups], units: Sequence[Unit]) -> Iterator[ShardMesh]:
     """Make the groups of each mesh. Collective over the world."""
     for mesh, of_world in zip(plan.meshes, groups, strict=True):
         topology = get_topology(mesh.ranks_per_node, units[0].device_type, of_world.shards)
-        replicas = next((unit.replica_group for unit in units if ranks_of(unit) == mesh.ranks), None)
+        of_mesh = (unit.replica_group for unit in units if ranks_of(unit) == mesh.ranks)
+        replicas = next((group for group in of_mesh if group is not None), None)
         yield ShardMesh(topology, of_world, mesh.hpz_size, replicas)
 
 

@@ -209,20 +209,12 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
             "Prepare it with Accelerate and a ZeroPPPlugin, or call fully_shard on its blocks and on the model."
         )
     ranks_per_node = detect_ranks_per_node(config.ranks_per_node, world_size)
-    for unit in units:
-        _check_unit(unit)
     meshes = meshes_of(units, config.hpz_size, ranks_per_node, mesh)
     of_model = meshes[0]
-    for unit in units:
-        # Frozen units over a node are not gathered by deltas, so their dtype does not matter.
-        if config.sends_deltas and any(ranks_of(unit) == each.ranks for each in meshes):
-            _check_deltas(unit, config.qwz_mode)
-    # A copy over the world with one node is not a mistake: nothing crosses nodes there, and nothing is installed.
-    if config.qwz_mode != "values" and of_model.hpz_size == len(of_model.ranks) > of_model.ranks_per_node:
-        raise ValueError(
-            f"hpz_size={of_model.hpz_size} spreads one copy of the weights over all ranks: none is kept that "
-            f"qwz_mode={config.qwz_mode!r} could bring up to date. Set hpz_size='node', or qwz_mode='values'."
-        )
+    if is_enabled():  # FSDP2's own collectives run with any settings
+        for unit in units:
+            _check_unit(unit)
+        _check_copies(config, units, meshes)
     # From here on no setting depends on the device any more: handles and reports show what is in force.
     config = config.resolve_node_bits(
         on_cpu=not devices.has_streams(units[0].device_type),
@@ -262,20 +254,35 @@ def _check_unit(unit: Unit) -> None:
         )
 
 
-def _check_deltas(unit: Unit, mode: str) -> None:
+def _check_copies(config: ZeroPPConfig, units: Sequence[Unit], meshes: Sequence[UnitMesh]) -> None:
+    """Raise a ValueError where the mode needs secondary shards, or finer masters, that are not there."""
+    of_model = meshes[0]
+    for unit in units:
+        # Frozen units over a node are not gathered by deltas, so their dtype does not matter.
+        if config.sends_deltas and any(ranks_of(unit) == each.ranks for each in meshes):
+            _check_deltas(unit)
+    # A copy over the world with one node is not a mistake: nothing crosses nodes there, and nothing is installed.
+    if config.qwz_mode != "values" and of_model.hpz_size == len(of_model.ranks) > of_model.ranks_per_node:
+        raise ValueError(
+            f"hpz_size={of_model.hpz_size} spreads one copy of the weights over all ranks: none is kept that "
+            f"qwz_mode={config.qwz_mode!r} could bring up to date. Set hpz_size='node', or qwz_mode='values'."
+        )
+
+
+def _check_deltas(unit: Unit) -> None:
     # A delta is master less copy. Only an fp32 master is finer than the copy: a bf16 master lost the small updates of
     # its optimizer already, and a delta can carry only what the master still holds.
     others = {param.dtype for param in unit.trainable} - {torch.float32}
     if others:
         raise ValueError(
-            f"qwz_mode={mode!r} needs fp32 master weights, but unit {unit.name} trains parameters in {others.pop()}, whose own "
+            f"qwz_mode='delta' needs fp32 master weights, but unit {unit.name} trains parameters in {others.pop()}, whose own "
             "rounding is what a delta would correct. Load the model in float32 with bf16 mixed precision (Accelerate then "
             "keeps fp32 masters), or set qwz_mode='values' or 'exact'."
         )
     # Deltas are encoded from the masters where they lie, while FSDP2's own flat shard is in the compute dtype.
     if not unit.has_plain_shards:
         raise ValueError(
-            f"qwz_mode={mode!r} reads master weights where FSDP2 keeps them, but unit {unit.name} is offloaded to the CPU or "
+            f"qwz_mode='delta' reads master weights where FSDP2 keeps them, but unit {unit.name} is offloaded to the CPU or "
             "its parameters are tensor subclasses. Turn offloading off, or set qwz_mode='values' or 'exact'."
         )
 

@@ -2,9 +2,10 @@
 
 Most models have one. It is the world, a part of it beside tensor or pipeline parallelism, or one of several replicas (HSDP).
 With expert parallelism experts have a mesh of their own: each rank holds some of the experts, which are sharded over the ranks
-that hold the same ones. A mistake looks alike: a model that is sharded over a node, say, whose copies on other nodes are not kept
-equal. So parameters must show that it is none: they have a second dimension in their device mesh, and experts lie on the same
-ranks, all in all, as the rest of the model.
+that hold the same ones. A model that was sharded over one node by mistake looks the same: nothing keeps its copies on other nodes
+equal. Experts are told from it by two signs: their parameters have a second mesh dimension, and experts lie on the same ranks,
+taken together, as the rest of the model. Frozen weights may be sharded over one node, since nothing has to keep copies of them
+equal.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ def ranks_of(unit: Unit) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(unit.shard_group))
 
 
+def is_whole_copy(unit: Unit) -> bool:
+    """Return whether the ranks over which the unit is sharded keep frozen weights for themselves, without replicas elsewhere."""
+    return not unit.trains and unit.replica_group is None and not unit.has_other_parallelism
+
+
 def holders_of(unit: Unit) -> set[int]:
     """Return the ranks that hold a part of the unit's parameters."""
     return {rank for param in unit.params for rank in param.device_mesh.mesh.flatten().tolist()}
@@ -69,6 +75,8 @@ def meshes_of(
     node = tuple(range(first, first + ranks_per_node))
     for unit in units:
         own = ranks_of(unit)
+        if own == node and is_whole_copy(unit):
+            continue
         if own == ranks:
             if _replicas_of(unit) != replicas:
                 raise ValueError(
@@ -77,16 +85,16 @@ def meshes_of(
                 )
         elif unit.has_other_parallelism and holders_of(unit) == holders:
             found[own, _replicas_of(unit)] = None  # experts
-            if sum(ranks == own for ranks, _ in found) > 1:
+            if sum(each == own for each, _ in found) > 1:
                 raise ValueError(
                     f"unit {unit.name} has replicas on ranks {list(_replicas_of(unit))}, and other experts over the same ranks "
                     "on others. Call fully_shard with the same mesh for all experts."
                 )
         # A unit over one node must be frozen, since its gradients would be summed over that node and never across nodes.
-        elif own != node or unit.trainable:
+        elif own != node or unit.trains:
             raise ValueError(
                 f"unit {unit.name} is sharded over ranks {list(own)}, expected {_all_or_named(ranks)} in order"
-                f"{'' if unit.trainable else f', or, as it is frozen, this node: {ranks_per_node} ranks from {first}'}. "
+                f"{'' if unit.trains else f', or, as it is frozen, this node: {ranks_per_node} ranks from {first}'}. "
                 "Call fully_shard with a 1-D mesh over them. If other parallelism divides the world, pass that mesh to "
                 "apply_zeropp."
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -77,6 +79,44 @@ def scenario_weights_on_meta_are_compared_when_they_are_there(rank: int) -> None
         )
         with expects:
             model(torch.ones(1, 8))
+
+
+def scenario_replicas_of_one_node_each(rank: int) -> None:
+    """FSDP2 trains such a model. Its frozen weights are sharded over the ranks of a node as well, and have no replicas."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for differ in (False, True):
+        torch.manual_seed(0)
+        model, reference = Pair(), Pair()
+        reference.load_state_dict(model.state_dict())
+        model.frozen.requires_grad_(False)
+        if differ and rank >= 2:
+            model.frozen.bias.data[7] = 7
+        shard_frozen(model, [], mesh["shard"])
+        model = fully_shard(model, mesh=mesh, ignored_params=set(frozen_parameters(model)))
+        if differ:
+            with pytest.raises(ValueError, match="frozen.bias differs between rank 1 and rank 3"):
+                apply_zeropp(model, {"ranks_per_node": 2, **UNQUANTIZED})
+            continue
+        handle = apply_zeropp(model, {"ranks_per_node": 2, **UNQUANTIZED})
+        assert not handle.is_active
+        model(torch.full((1, 8), float(rank))).sum().backward()
+        for each in range(4):
+            (reference(torch.full((1, 8), float(each))).sum() / 4).backward()
+        torch.testing.assert_close(model.trained.weight.grad.full_tensor(), reference.trained.weight.grad)
+        model.frozen.weight.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"frozen\.weight was made trainable"):
+            model(torch.ones(1, 8))
+
+
+def scenario_frozen_copies_differ_with_zeropp_off(rank: int) -> None:
+    node_mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cross", "node"))["node"]
+    torch.manual_seed(rank // 2)
+    model = Pair()
+    model.frozen.requires_grad_(False)
+    shard_frozen(model, [], node_mesh)
+    model = fully_shard(model, ignored_params=set(frozen_parameters(model)))
+    with mock.patch.dict(os.environ, {"ZEROPP_ENABLED": "0"}), pytest.raises(ValueError, match="frozen.weight differs"):
+        apply_zeropp(model, {"ranks_per_node": 2, **UNQUANTIZED})
 
 
 def replicas_on_one_node_and_on_others(rank: int, differ: bool) -> None:
