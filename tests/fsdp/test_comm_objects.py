@@ -119,12 +119,12 @@ def node_by_node(output, full, group, op, async_op=False) -> None:
     output.copy_(total * scale_of(op, group.size()))
 
 
-def losses_of(rank: int, policy: MixedPrecisionPolicy, steps: int, prepare=None) -> list[float]:
-    """A loss curve under AdamW."""
+def losses_of(rank: int, policy: MixedPrecisionPolicy, prepare=None) -> list[float]:
+    """A loss curve of ``CURVE_STEPS`` steps under AdamW."""
     model = shard(make_lm(), policy)
     if prepare is not None:
         prepare(model)
-    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank, range(steps))
+    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), rank, range(CURVE_STEPS))
 
 
 def install_node_by_node(model) -> None:
@@ -146,12 +146,10 @@ def run_loss_curves(rank: int, ranks_per_node: int) -> dict[str, tuple[list[floa
     for name in ("fp32", "bf16", "bf16 reduce"):
         hpz = EXACT | {"hpz_size": "node", "ranks_per_node": ranks_per_node}
         curves[name] = (
-            losses_of(rank, POLICIES[name], CURVE_STEPS),
-            losses_of(rank, POLICIES[name], CURVE_STEPS, install_node_by_node) if ranks_per_node == 2 else None,
-            losses_of(rank, POLICIES[name], CURVE_STEPS, lambda model, hpz=hpz: apply_zeropp(model, hpz)),
-            losses_of(
-                rank, POLICIES[name], CURVE_STEPS, lambda model, hpz=hpz: apply_zeropp(model, hpz | {"overlap": False})
-            ),
+            losses_of(rank, POLICIES[name]),
+            losses_of(rank, POLICIES[name], install_node_by_node) if ranks_per_node == 2 else None,
+            losses_of(rank, POLICIES[name], lambda model, hpz=hpz: apply_zeropp(model, hpz)),
+            losses_of(rank, POLICIES[name], lambda model, hpz=hpz: apply_zeropp(model, hpz | {"overlap": False})),
         )
     return curves
 

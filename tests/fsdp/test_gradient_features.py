@@ -12,7 +12,6 @@ import itertools
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import FSDPModule
 from toy import (
@@ -24,7 +23,7 @@ from toy import (
     shard,
     tokens_of,
 )
-from two_nodes import REDUCTION, apply, reduction_in
+from two_nodes import REDUCTION, apply, in_both_ways, reduction_in
 
 
 def scenario_frozen_parameters_mixed_in(rank: int, overlap: bool) -> None:
@@ -130,13 +129,5 @@ def scenario_two_losses_through_one_forward(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, REDUCTION, factor=2.0)
 
 
-EVERY = [
-    *scenarios_of(__name__),
-    *([reductions_outside_of_backward_are_refused] if hasattr(FSDPModule, "finalize_backward") else []),
-]
-WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
-
-
-@Scenarios.parametrize_ways(WAYS)
-def test_gradients(scenario, way):
-    WAYS[way].check(scenario)
+CAN_FINALIZE = hasattr(FSDPModule, "finalize_backward")
+test_gradients = in_both_ways(__name__, [reductions_outside_of_backward_are_refused] if CAN_FINALIZE else [])

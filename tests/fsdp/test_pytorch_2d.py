@@ -385,8 +385,7 @@ def stages_beside_tensor_parallelism(rank: int) -> None:
     depth = 2 + mesh.get_local_rank("pp")
     for width, reshards, checkpoints in ((3, True, False), (5, False, True), (16, True, True), (17, False, False)):
         kwargs = {"width": width, "depth": depth, "reshard_after_forward": reshards, "checkpoints": checkpoints}
-        stock, model = make(mesh, **kwargs), make(mesh, **kwargs)
-        zeropp(model, mesh)
+        stock, model = both(mesh, **kwargs)
         assert_trains_as_stock(mesh, stock, model)
         assert all(param.device_mesh.mesh_dim_names == ("dp", "tp") for param in model.parameters())
 
