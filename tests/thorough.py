@@ -69,7 +69,6 @@ THOROUGH = (
     "comm/test_two_hops.py::*{2}",
     "fsdp/test_accumulator.py::*other_settings_are_within*",
     "fsdp/test_backward_ends.py::*reentrant_checkpointing_without_a_root*",
-    "fsdp/test_gradient_features.py::*divide_factors_and_forced_sums*",
     "fsdp/test_kinds_of_units.py::*models_in_half_precision*",
     "fsdp/test_other_parallelism.py::test_a_part_of_the_world_unquantized_as_stock{stages}",
     "fsdp/test_overflow.py::*zeros_stay_zeros*",

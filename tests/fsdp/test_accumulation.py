@@ -164,21 +164,27 @@ def scenario_parameters_without_gradient_now_and_then(rank: int, overlap: bool) 
 
 
 def scenario_divide_factors_that_change(rank: int, overlap: bool) -> None:
-    """Between micro-steps: each one's gradients are divided by its own factor, also in fp16, and where only sums are reduced."""
-    factors = (2.0, 16.0, 3.0)
+    """Between micro-steps: each one's gradients are divided by its own factor, also in fp16, and where only sums are reduced.
+
+    The first has none, and is divided by the number of ranks.
+    """
+    factors = (None, 16.0, 3.0)
     for policy, sums, last in itertools.product(("fp32", "fp16 reduce"), (False, True), (True, False)):
         model = shard(make_lm(), POLICIES[policy])
         handle = apply(model, overlap, **UNQUANTIZED)
         for step, factor in enumerate(factors):
             for module in (model, *model.blocks):
                 module.set_force_sum_reduction_for_comms(sums)
-                module.set_gradient_divide_factor(factor)
+                if factor is not None:
+                    module.set_gradient_divide_factor(factor)
             handle.set_last_micro_step(last and step == 2)
             backward(model, rank, step)
         weights, reduced = gathered_weights(model), full_gradients(model)
         own = [local_gradients(weights, make_lm(), rank, step) for step in range(3)]
         for name, gradients in every_gradient(own, reduced.keys(), weights).items():
-            expected = sum(gradient.sum(0) / factor for gradient, factor in zip(gradients, factors, strict=True))
+            expected = sum(
+                gradient.sum(0) / (factor or 4.0) for gradient, factor in zip(gradients, factors, strict=True)
+            )
             tolerance = 1e-5 if policy == "fp32" else 1e-2
             torch.testing.assert_close(reduced[name].double(), expected, rtol=tolerance, atol=tolerance / 10)
 

@@ -8,12 +8,9 @@ away, where the comparison must fail: otherwise it would prove nothing.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from unittest import mock
 
 import torch
-import torch.distributed.checkpoint as dcp_io
 import torch.distributed.checkpoint.state_dict as dcp
 from staleness import (
     CONFIG,
@@ -106,24 +103,6 @@ def scenario_load_with_distributed_checkpoint_sharded(rank: int) -> None:
     def load(model, handle) -> None:
         state = {name: value * 2 for name, value in dcp.get_model_state_dict(model).items()}
         dcp.set_model_state_dict(model, state)
-
-    check(rank, load, without_invalidation, without_versions)
-
-
-def scenario_load_in_place_with_distributed_checkpoint(rank: int) -> None:
-    """``dcp.load`` writes into the shards behind every counter; the ``load_state_dict`` that must follow tells."""
-
-    def load(model, handle) -> None:
-        model.reshard()
-        state = model.state_dict()
-        folder = [tempfile.mkdtemp() if rank == 0 else None]
-        torch.distributed.broadcast_object_list(folder)
-        dcp_io.save({name: value * 2 for name, value in state.items()}, checkpoint_id=folder[0])
-        dcp_io.load(state, checkpoint_id=folder[0])
-        model.load_state_dict(state)
-        torch.distributed.barrier()
-        if rank == 0:
-            shutil.rmtree(folder[0])
 
     check(rank, load, without_invalidation, without_versions)
 
