@@ -162,7 +162,7 @@ def scenario_step_that_raises_and_is_caught(rank: int) -> None:
         check(rank, change, without_optimizer_hook)
 
 
-# (g) What happens on one rank alone: an agreed gather, and no hang.
+# (g) What happens on one rank alone. Programs of edits there are in tests/fuzz/regressions/one_rank.
 
 
 def scenario_optimizer_of_another_module_on_one_rank(rank: int) -> None:
