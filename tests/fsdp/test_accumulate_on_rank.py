@@ -9,7 +9,7 @@ import functools
 
 import pytest
 import torch
-from harness import Scenarios, run_ranks, scenarios_of
+from harness import run_ranks
 from torch.utils.checkpoint import checkpoint
 from toy import (
     EXACT,
@@ -25,6 +25,7 @@ from toy import (
     shard,
     tokens_of,
 )
+from two_nodes import in_both_ways
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.traffic import REDUCE_CROSS, REDUCE_NODE
@@ -243,13 +244,7 @@ def two_ranks_give_the_bits_of_stock(rank: int) -> None:
     compare(train_as_ours(model, handle, rank), train_as_stock(stock, rank), rtol=0, atol=0)
 
 
-EVERY = scenarios_of(__name__)
-WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
-
-
-@Scenarios.parametrize_ways(WAYS)
-def test_accumulation_on_the_rank(scenario, way):
-    WAYS[way].check(scenario)
+test_accumulation_on_the_rank = in_both_ways(__name__)
 
 
 def test_two_ranks_give_the_bits_of_stock():

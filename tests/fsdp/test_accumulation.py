@@ -10,7 +10,6 @@ import itertools
 
 import pytest
 import torch
-from harness import Scenarios, scenarios_of
 from toy import (
     EXACT,
     POLICIES,
@@ -26,7 +25,7 @@ from toy import (
     make_lm,
     shard,
 )
-from two_nodes import REDUCTION, accumulate, apply
+from two_nodes import REDUCTION, accumulate, apply, in_both_ways, raise_out_of_memory, reduction_in
 
 from hf_zeropp import ZeroPPHandle
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
@@ -37,12 +36,11 @@ UNQUANTIZED = EXACT | {"hpz_size": "node"}
 def scenario_micro_steps_add_up(rank: int, overlap: bool) -> None:
     """Any number of them, in every dtype; and again in the next step."""
     for policy in POLICIES:
-        reduction = Reduction(8, 4, 2, POLICIES[policy].reduce_dtype or torch.float32)
         model = shard(make_lm(), POLICIES[policy])
         handle = apply(model, overlap)
         for steps in ((0,), (1, 2), (3, 4, 5, 6, 7)):
             accumulate(model, handle, rank, steps)
-            check_gradients(model, make_lm(), rank, reduction, steps=steps)
+            check_gradients(model, make_lm(), rank, reduction_in(policy), steps=steps)
             model.zero_grad()
 
 
@@ -118,14 +116,9 @@ def scenario_backward_that_raises_and_is_caught(rank: int, overlap: bool) -> Non
         torch.testing.assert_close(results[0][name], expected, rtol=1e-5, atol=1e-7, msg=name)
 
 
-def raise_out_of_memory(module, gradients) -> None:
-    raise MemoryError("in backward")
-
-
 def scenario_a_block_skipped_in_the_last_micro_step(rank: int, overlap: bool) -> None:
     """Stochastic depth: its accumulated gradient still arrives (for fp16, divided as FSDP2 divides)."""
     for policy in POLICIES:
-        reduction = Reduction(8, 4, 2, POLICIES[policy].reduce_dtype or torch.float32)
         model = shard(make_lm(depth=3), POLICIES[policy])
         handle = apply(model, overlap)
         accumulate(model, handle, rank, (0,))
@@ -138,7 +131,7 @@ def scenario_a_block_skipped_in_the_last_micro_step(rank: int, overlap: bool) ->
         backward(model, rank, 2)
         model.path = [0, 1, 2]
         reference = make_lm(depth=3, paths=[[0, 1, 2], [0, 1, 2], [0, 2]])
-        check_gradients(model, reference, rank, reduction, steps=(0, 1, 2))
+        check_gradients(model, reference, rank, reduction_in(policy), steps=(0, 1, 2))
         assert handle.partial_bytes() == 0
 
 
@@ -149,7 +142,7 @@ def scenario_a_block_used_twice(rank: int, overlap: bool) -> None:
     handle = apply(model, overlap)
     accumulate(model, handle, rank, (0, 1, 2))
     # Twice the bound: two gradients, each of which may be as large as their sum, or larger where they cancel.
-    check_gradients(model, reference, rank, Reduction(8, 4, 2), steps=(0, 1, 2), slack=2.0)
+    check_gradients(model, reference, rank, REDUCTION, steps=(0, 1, 2), slack=2.0)
 
 
 def scenario_parameters_without_gradient_now_and_then(rank: int, overlap: bool) -> None:
@@ -171,21 +164,27 @@ def scenario_parameters_without_gradient_now_and_then(rank: int, overlap: bool) 
 
 
 def scenario_divide_factors_that_change(rank: int, overlap: bool) -> None:
-    """Between micro-steps: each one's gradients are divided by its own factor, also in fp16, and where only sums are reduced."""
-    factors = (2.0, 16.0, 3.0)
+    """Between micro-steps: each one's gradients are divided by its own factor, also in fp16, and where only sums are reduced.
+
+    The first has none, and is divided by the number of ranks.
+    """
+    factors = (None, 16.0, 3.0)
     for policy, sums, last in itertools.product(("fp32", "fp16 reduce"), (False, True), (True, False)):
         model = shard(make_lm(), POLICIES[policy])
         handle = apply(model, overlap, **UNQUANTIZED)
         for step, factor in enumerate(factors):
             for module in (model, *model.blocks):
                 module.set_force_sum_reduction_for_comms(sums)
-                module.set_gradient_divide_factor(factor)
+                if factor is not None:
+                    module.set_gradient_divide_factor(factor)
             handle.set_last_micro_step(last and step == 2)
             backward(model, rank, step)
         weights, reduced = gathered_weights(model), full_gradients(model)
         own = [local_gradients(weights, make_lm(), rank, step) for step in range(3)]
         for name, gradients in every_gradient(own, reduced.keys(), weights).items():
-            expected = sum(gradient.sum(0) / factor for gradient, factor in zip(gradients, factors, strict=True))
+            expected = sum(
+                gradient.sum(0) / (factor or 4.0) for gradient, factor in zip(gradients, factors, strict=True)
+            )
             tolerance = 1e-5 if policy == "fp32" else 1e-2
             torch.testing.assert_close(reduced[name].double(), expected, rtol=tolerance, atol=tolerance / 10)
 
@@ -280,10 +279,4 @@ def scenario_progress_turns_quantization_off(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, quantized, steps=(0, 1))
 
 
-EVERY = scenarios_of(__name__)
-WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
-
-
-@Scenarios.parametrize_ways(WAYS)
-def test_accumulation(scenario, way):
-    WAYS[way].check(scenario)
+test_accumulation = in_both_ways(__name__)

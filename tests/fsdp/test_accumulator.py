@@ -9,7 +9,6 @@ import dataclasses
 
 import torch
 from accelerate_runs import distance
-from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import CPUOffloadPolicy
 from toy import (
     EXACT,
@@ -22,7 +21,7 @@ from toy import (
     make_lm,
     shard,
 )
-from two_nodes import accumulate
+from two_nodes import accumulate, on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
@@ -141,9 +140,4 @@ def program_with_drops(rank: int, kind: str) -> tuple[dict[str, torch.Tensor], d
     return look, full_gradients(model)
 
 
-EVERY = Scenarios(4, scenarios_of(__name__))
-
-
-@EVERY.parametrize
-def test_accumulator(scenario):
-    EVERY.check(scenario)
+test_accumulator = on_four_ranks(__name__)

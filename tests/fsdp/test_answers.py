@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import fully_shard
 from toy import EXACT, Block, loss_of, make_lm, shard, tokens_of
+from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
@@ -184,12 +184,7 @@ def scenario_the_other_half_of_a_container_in_a_backward_pass(rank: int) -> None
     same_as_stock(rank, program)
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_losses_are_those_of_stock(scenario):
-    SCENARIOS.check(scenario)
+test_losses_are_those_of_stock = on_four_ranks(__name__)
 
 
 def entrances(model: nn.Module) -> dict[str, Entrance]:

@@ -9,7 +9,6 @@ import functools
 
 import pytest
 import torch
-from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 from toy import (
@@ -25,7 +24,7 @@ from toy import (
     shard,
     tokens_of,
 )
-from two_nodes import REDUCTION, apply
+from two_nodes import REDUCTION, accumulate, apply, in_both_ways, raise_out_of_memory
 
 from hf_zeropp import ZeroPPHandle
 from hf_zeropp.traffic import REDUCE_CROSS
@@ -44,9 +43,7 @@ def checkpointed(reentrant: bool, policy: str = "fp32") -> torch.nn.Module:
 def train(model: torch.nn.Module, handle: ZeroPPHandle, rank: int, counts=(1, 3, 2)) -> dict[str, torch.Tensor]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step, micro_steps in enumerate(counts):
-        for micro_step in range(micro_steps):
-            handle.set_last_micro_step(micro_step == micro_steps - 1)
-            backward(model, rank, 10 * step + micro_step)
+        accumulate(model, handle, rank, range(10 * step, 10 * step + micro_steps))
         optimizer.step()
         optimizer.zero_grad()
     return full_weights(model)
@@ -148,18 +145,6 @@ def a_pass_behind_one_that_raised(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(depth=DEPTH), rank, REDUCTION, steps=(2,))
 
 
-def raise_out_of_memory(module, gradients) -> None:
-    raise MemoryError("in backward")
-
-
-SCENARIOS = [
-    *scenarios_of(__name__),
-    # FSDP2 of torch 2.11 cannot go on after a backward pass that raised.
-    *([a_pass_behind_one_that_raised] if hasattr(FSDPModule, "reset_iter_state") else []),
-]
-WAYS = {"overlap": Scenarios(4, SCENARIOS, True), "blocking": Scenarios(4, SCENARIOS, False)}
-
-
-@Scenarios.parametrize_ways(WAYS)
-def test_the_end_of_a_backward_pass(scenario, way):
-    WAYS[way].check(scenario)
+# FSDP2 of torch 2.11 cannot go on after a backward pass that raised.
+CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
+test_the_end_of_a_backward_pass = in_both_ways(__name__, [a_pass_behind_one_that_raised] if CAN_GO_ON else [])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from harness import Scenarios, scenarios_of
 from toy import (
     EXACT,
     backward,
@@ -14,7 +13,7 @@ from toy import (
     shard,
     tokens_of,
 )
-from two_nodes import REDUCTION, apply
+from two_nodes import REDUCTION, apply, on_four_ranks
 
 
 def scenario_compiled_blocks(rank: int, overlap: bool) -> None:
@@ -56,9 +55,4 @@ def scenario_compiled_optimizer_steps(rank: int, overlap: bool) -> None:
         torch.testing.assert_close(weight, stock[name], rtol=0, atol=1e-6)  # sums in another order
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__), True)
-
-
-@SCENARIOS.parametrize
-def test_compiled(scenario):
-    SCENARIOS.check(scenario)
+test_compiled = on_four_ranks(__name__, True)

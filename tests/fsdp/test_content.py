@@ -6,9 +6,9 @@ import contextlib
 from unittest import mock
 
 import torch
-from harness import Scenarios, scenarios_of
 from staleness import CONFIG, forward
 from toy import make_lm, shard, train
+from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.weights.freshness import ShardContent
@@ -91,9 +91,4 @@ def scenario_write_while_the_gather_is_under_way(rank: int) -> None:
         assert not torch.equal(forward(model, rank), unchanged)
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_content(scenario):
-    SCENARIOS.check(scenario)
+test_content = on_four_ranks(__name__)

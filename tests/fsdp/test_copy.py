@@ -62,56 +62,14 @@ class FakeCarrier:
             raise self.error
 
 
-def new_copy(check: Any = None) -> Copy:
-    return Copy(cast(Any, FakeUnit()), cast(Freshness, FakeFreshness()), check)
+def new_copy() -> Copy:
+    return Copy(cast(Any, FakeUnit()), cast(Freshness, FakeFreshness()))
 
 
-def crossing(error: Exception | None = None) -> Copy:
+def crossing(error: Exception) -> Copy:
     copy = new_copy()
     copy.start(cast(Any, FakeCarrier(error)))
     return copy
-
-
-def fresh() -> Copy:
-    copy = crossing()
-    copy.land()
-    return copy
-
-
-def due() -> Copy:
-    copy = fresh()
-    copy.agree(Change.STEPPED)
-    return copy
-
-
-def encoded() -> Copy:
-    copy = due()
-    copy.encode(cast(Any, FakeCarrier()), [])
-    return copy
-
-
-def overtaken() -> Copy:
-    copy = crossing()
-    copy.agree(Change.STEPPED)
-    return copy
-
-
-def failed() -> Copy:
-    copy = fresh()
-    with pytest.raises(WrongCopies):
-        copy.fail(WrongCopies("copies differ"))
-    return copy
-
-
-IN_STATE: dict[State, Callable[[], Copy]] = {
-    State.ABSENT: new_copy,
-    State.DUE: due,
-    State.ENCODED: encoded,
-    State.CROSSING: crossing,
-    State.OVERTAKEN: overtaken,
-    State.FRESH: fresh,
-    State.FAILED: failed,
-}
 
 
 def fail(copy: Copy) -> None:
@@ -130,6 +88,25 @@ MOVES: dict[str, Callable[[Copy], Any]] = {
     "read": lambda copy: copy.read(),
     "fail": fail,
 }
+
+
+WAY_TO: dict[State, list[str]] = {
+    State.ABSENT: [],
+    State.DUE: ["start", "land", "changed"],
+    State.ENCODED: ["start", "land", "changed", "encode"],
+    State.CROSSING: ["start"],
+    State.OVERTAKEN: ["start", "changed"],
+    State.FRESH: ["start", "land"],
+    State.FAILED: ["start", "land", "fail"],
+}
+
+
+def copy_in(state: State) -> Copy:
+    copy = new_copy()
+    for move in WAY_TO[state]:
+        MOVES[move](copy)
+    assert copy.state is state
+    return copy
 
 
 def table() -> dict[tuple[State, str], State | None]:
@@ -155,8 +132,7 @@ def walk_all_moves(rank: int) -> int:
     rows = table()
     assert set(rows) == set(itertools.product(State, MOVES))
     for (before, move), after in rows.items():
-        copy = IN_STATE[before]()
-        assert copy.state is before
+        copy = copy_in(before)
         if after is not None:
             MOVES[move](copy)
             assert copy.state is after, (before, move)
@@ -174,7 +150,7 @@ def test_every_move_from_every_state():
 
 
 def test_the_largest_change_counts_until_weights_cross():
-    copy = due()
+    copy = copy_in(State.DUE)
     assert copy.due == Change.STEPPED
     copy.agree(Change.EDITED)
     copy.agree(Change.STEPPED)
@@ -189,7 +165,7 @@ def test_the_largest_change_counts_until_weights_cross():
 
 def test_weights_are_taken_once_where_they_are_encoded():
     """A write after ``encode`` counts as a new change, so ``start`` does not note the weights a second time."""
-    copy = due()
+    copy = copy_in(State.DUE)
     freshness = cast(Any, copy.freshness)
     before = freshness.num_taken
     words = FakeCarrier()
@@ -204,7 +180,7 @@ def test_weights_are_taken_once_where_they_are_encoded():
 
 
 def test_what_was_encoded_is_dropped_where_ranks_agree_anew():
-    copy = encoded()
+    copy = copy_in(State.ENCODED)
     copy.agree(Change.NONE)
     assert copy.words is None and copy.due == Change.STEPPED
     whole = FakeCarrier()
@@ -213,7 +189,7 @@ def test_what_was_encoded_is_dropped_where_ranks_agree_anew():
 
 
 def test_an_unsharded_unit_is_resharded_unless_it_has_the_newest_copy():
-    copy = fresh()
+    copy = copy_in(State.FRESH)
     unit = cast(Any, copy._unit)
     for decoded, change, resharded in ((True, Change.NONE, 0), (True, Change.STEPPED, 1), (False, Change.NONE, 1)):
         if copy.state is State.DUE:

@@ -11,11 +11,12 @@ import pytest
 import torch
 from happens_before import checked_world
 from harness import RankError, announce, expect_errors, run_ranks, started_ranks
-from toy import EXACT, backward, make_lm, shard, tokens_of
+from toy import EXACT, backward, make_lm, shard, tokens_of, train
+from two_nodes import raise_out_of_memory
 from ways_through_steps import RANKS_PER_NODE, training
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.comm.agreement import Agreement, Answer, DisagreementError, Statement, describe
+from hf_zeropp.comm.agreement import Agreement, Answer, DisagreementError
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.hooks import listen_to_optimizers
@@ -55,15 +56,11 @@ def raised_in_backward_on_some_ranks(rank: int, overlap: bool) -> None:
     """At another unit than elsewhere: what is under way differs, and no rank waits for what never comes."""
     model, _ = new_model(overlap)
     if rank == 0:
-        model.blocks[0].register_full_backward_pre_hook(fail)
+        model.blocks[0].register_full_backward_pre_hook(raise_out_of_memory)
     try:
         backward(model, rank)
     except MemoryError:
         model(tokens_of(rank))
-
-
-def fail(module, gradients) -> None:
-    raise MemoryError("on purpose")
 
 
 DIFFERENCES = {
@@ -104,11 +101,7 @@ def train_for_ever(rank: int, settings: dict) -> None:
     handle = apply_zeropp(model, {"ranks_per_node": 2} | settings)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(100_000):
-        for is_last in (False, True):
-            handle.set_last_micro_step(is_last)
-            backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, rank, (step,), handle, micro_steps=2)
         if step == 2:
             announce("warm")
 
@@ -140,10 +133,10 @@ def events_of_a_step(rank: int, micro_steps: int) -> str:
         mock.patch.object(ZeroPPReduceScatter, "__call__", noting("r", ZeroPPReduceScatter.__call__)),
         mock.patch.object(Decisions, "after_optimizer_step", noting("s", Decisions.after_optimizer_step)),
     ):
-        train = training()
-        train.step(micro_steps)
+        run = training()
+        run.step(micro_steps)
         events.clear()
-        train.step(micro_steps)
+        run.step(micro_steps)
     return "".join(events)
 
 
@@ -165,15 +158,6 @@ def disagreed_in_a_reduction(rank: int) -> tuple[int, int]:
 def test_a_reduction_that_ranks_disagree_about_is_under_way_no_longer():
     """Or every later look at a gradient would wait for its result."""
     assert run_ranks(disagreed_in_a_reduction, 4) == [(0, 0)] * 4
-
-
-def test_differences_are_described():
-    same = Statement("run a forward pass", {"unit a": "x"})
-    other = Statement("run a forward pass", {"unit a": "y"})
-    assert "unit a differs: ranks [4, 6]: x; rank 5: y" in describe({4: same, 5: other, 6: same})
-    assert "rank 1 is about to run a backward pass" in describe(
-        {0: same, 1: Statement("run a backward pass", {}), 2: same}
-    )
 
 
 class Noting:

@@ -7,7 +7,7 @@ are 0.007 off here; the goal for INT4 deltas is 0.003.
 from __future__ import annotations
 
 import torch
-from harness import Scenarios, expect_errors, run_ranks, scenarios_of
+from harness import expect_errors, run_ranks
 from staleness import WritesData, WritesPointers
 from torch.distributed.fsdp import fully_shard
 from toy import (
@@ -23,6 +23,7 @@ from toy import (
     train,
 )
 from transformers import LlamaConfig, LlamaForCausalLM
+from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.config import DELTA_BITS
@@ -241,12 +242,7 @@ def scenario_half_a_model(rank: int) -> None:
         assert share <= found <= 1.05 * share, (bits, found)
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_deltas(scenario):
-    SCENARIOS.check(scenario)
+test_deltas = on_four_ranks(__name__)
 
 
 # ---- ZEROPP_CHECK.

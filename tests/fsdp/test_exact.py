@@ -14,11 +14,12 @@ import pytest
 import torch
 import torch.nn as nn
 from frozen_runs import prepare, tiny_llama, tokens, trainable, with_adapter
-from harness import Scenarios, run_ranks, scenarios_of
+from harness import run_ranks
 from rich.console import Console
 from staleness import WritesData, WritesPointers
 from torch.distributed.fsdp import CPUOffloadPolicy
 from toy import POLICIES, backward, full, full_weights, gathered_weights, make_lm, shard, tokens_of, train
+from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
 from hf_zeropp.fsdp.predictions import changed_words_bytes
@@ -89,13 +90,6 @@ def over_many_steps(rank: int, num_steps: int) -> None:
     for lr, dtype in ((1e-4, torch.float32), (1e-2, torch.bfloat16)):
         many = functools.partial(steps, num_steps=num_steps, lr=lr)
         assert is_exact(many, rank, policy="bf16" if dtype == torch.float32 else "fp32", dtype=dtype)
-
-
-def scenario_in_every_dtype(rank: int) -> None:
-    """Weights gathered in fp32 (two words each) and fp16, and training of bf16 weights without masters."""
-    assert is_exact(steps, rank, policy="fp32")
-    assert is_exact(steps, rank, policy="fp16 reduce")
-    assert is_exact(steps, rank, policy="fp32", dtype=torch.bfloat16)
 
 
 def accumulated(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float]:
@@ -252,12 +246,7 @@ def scenario_one_exchange_of_sizes(rank: int) -> None:
     assert calls(handle, GATHER_CROSS) == 3 * (1 + len(handle.gathers))
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__), env={"ZEROPP_CHECK": "1"})
-
-
-@SCENARIOS.parametrize
-def test_exact(scenario):
-    SCENARIOS.check(scenario)
+test_exact = on_four_ranks(__name__, env={"ZEROPP_CHECK": "1"})
 
 
 @pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(MANY_STEPS, marks=pytest.mark.long)])

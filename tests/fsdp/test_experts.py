@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import fully_shard
 from toy import EXACT, full, full_gradients, full_weights
+from two_nodes import in_both_ways
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.fsdp.gradients.withheld import QUESTION
@@ -201,10 +201,4 @@ def scenario_quantized(rank: int, overlap: bool) -> None:
             torch.testing.assert_close(ours[name], param.grad, rtol=0, atol=0.02 * param.grad.abs().max().item() + 1e-7)
 
 
-SCENARIOS = scenarios_of(__name__)
-WAYS = {"overlap": Scenarios(4, SCENARIOS, True), "blocking": Scenarios(4, SCENARIOS, False)}
-
-
-@Scenarios.parametrize_ways(WAYS)
-def test_gradients_of_experts(scenario, way):
-    WAYS[way].check(scenario)
+test_gradients_of_experts = in_both_ways(__name__)

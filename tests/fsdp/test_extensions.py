@@ -65,6 +65,7 @@ class TwoParts(torch.Tensor):
         return TwoParts(inner["_data"])
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
+        assert mesh.ndim == 1  # also in replicas: the dimension of the shards
         rounded = self._data.bfloat16()
         return (rounded, (self._data - rounded).bfloat16()), None
 

@@ -10,8 +10,8 @@ import copy
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
 from toy import EXACT, gathered_weights, make_lm, shard, tokens_of, train
+from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp, generation_mode
 
@@ -32,12 +32,6 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def stock_losses(rank: int) -> list[float]:
-    model = shard(make_lm())
-    replace_parameters(model)
-    return train(model, sgd(model), rank, range(3))
-
-
 class Wrapper(nn.Module):
     """A container that is not sharded itself."""
 
@@ -50,21 +44,17 @@ class Wrapper(nn.Module):
 
 
 def scenario_replaced_before_the_first_forward(rank: int) -> None:
-    expected = stock_losses(rank)
+    stock = shard(make_lm())
+    replace_parameters(stock)
+    expected = train(stock, sgd(stock), rank, range(3))
     for settings in (UNQUANTIZED, CHANGED_WORDS, UNQUANTIZED | {"overlap": False}):
-        for wrap in (lambda model: model, Wrapper):
+        for is_wrapped, enters_the_wrapper in ((False, False), (True, False), (True, True)):
             model = shard(make_lm())
-            apply_zeropp(wrap(model), settings)
+            wrapper = Wrapper(model) if is_wrapped else model
+            apply_zeropp(wrapper, settings)
             replace_parameters(model)
-            assert train(model, sgd(model), rank, range(3)) == pytest.approx(expected, rel=1e-6), settings
-
-
-def scenario_replaced_in_a_container_that_is_entered(rank: int) -> None:
-    expected = stock_losses(rank)
-    wrapper = Wrapper(shard(make_lm()))
-    apply_zeropp(wrapper, UNQUANTIZED)
-    replace_parameters(wrapper.model)
-    assert train(wrapper, sgd(wrapper), rank, range(3)) == pytest.approx(expected, rel=1e-6)
+            entered = wrapper if enters_the_wrapper else model
+            assert train(entered, sgd(model), rank, range(3)) == pytest.approx(expected, rel=1e-6), settings
 
 
 def scenario_replaced_before_weights_are_gathered_by_hand(rank: int) -> None:
@@ -102,9 +92,4 @@ def scenario_on_meta_still(rank: int) -> None:
     assert errors[0] == errors[1] and "embed.weight" in errors[0]
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_first_forward(scenario):
-    SCENARIOS.check(scenario)
+test_first_forward = on_four_ranks(__name__)

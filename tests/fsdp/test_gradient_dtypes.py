@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import Scenarios, scenarios_of
 from toy import backward, loss_of, loss_without_head, make_lm, shard, train
+from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
@@ -66,9 +66,4 @@ def scenario_ranks_that_differ_are_told(rank: int) -> None:
         mixed_model(UNQUANTIZED, HALF if rank == 1 else ())
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_gradient_dtypes(scenario):
-    SCENARIOS.check(scenario)
+test_gradient_dtypes = on_four_ranks(__name__)

@@ -7,24 +7,14 @@ Every scenario runs twice: blocking and overlapping communication take different
 from __future__ import annotations
 
 import functools
-import itertools
 
 import pytest
 import torch
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
 from torch.distributed._composable import checkpoint
 from torch.distributed.fsdp import FSDPModule
-from toy import (
-    POLICIES,
-    backward,
-    check_gradients,
-    loss_of,
-    make_lm,
-    shard,
-    tokens_of,
-)
-from two_nodes import REDUCTION, apply, reduction_in
+from toy import backward, check_gradients, loss_of, make_lm, shard, tokens_of
+from two_nodes import REDUCTION, apply, in_both_ways
 
 
 def scenario_frozen_parameters_mixed_in(rank: int, overlap: bool) -> None:
@@ -39,24 +29,6 @@ def scenario_frozen_parameters_mixed_in(rank: int, overlap: bool) -> None:
     backward(model, rank)
     shares = check_gradients(model, reference, rank, REDUCTION)
     assert "blocks.0.up.weight" not in shares and "blocks.0.down.weight" in shares
-
-
-def scenario_divide_factors_and_forced_sums(rank: int, overlap: bool) -> None:
-    """gloo knows no pre-multiplied sum, so stock FSDP2 cannot be compared with here: the exact mean can."""
-    prepare = [
-        (3.0, lambda module: module.set_gradient_divide_factor(3.0)),
-        (4.0, lambda module: module.set_gradient_divide_factor(4.0)),
-        (4.0, lambda module: module.set_force_sum_reduction_for_comms(True)),
-    ]
-    for policy, (factor, set_factor) in itertools.product(POLICIES, prepare):
-        model = shard(make_lm(), POLICIES[policy])
-        for module in (model, *model.blocks):
-            set_factor(module)
-        handle = apply(model, overlap)
-        for step in range(2):
-            handle.set_last_micro_step(step == 1)
-            backward(model, rank, step)
-        check_gradients(model, make_lm(), rank, reduction_in(policy), steps=(0, 1), factor=factor)
 
 
 def checkpointed(model: nn.Module, reentrant: bool) -> nn.Module:
@@ -130,13 +102,5 @@ def scenario_two_losses_through_one_forward(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, REDUCTION, factor=2.0)
 
 
-EVERY = [
-    *scenarios_of(__name__),
-    *([reductions_outside_of_backward_are_refused] if hasattr(FSDPModule, "finalize_backward") else []),
-]
-WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
-
-
-@Scenarios.parametrize_ways(WAYS)
-def test_gradients(scenario, way):
-    WAYS[way].check(scenario)
+CAN_FINALIZE = hasattr(FSDPModule, "finalize_backward")
+test_gradients = in_both_ways(__name__, [reductions_outside_of_backward_are_refused] if CAN_FINALIZE else [])

@@ -162,24 +162,18 @@ def make_room_for_the_current_stream(driver: StreamDriver) -> None:
         driver._owner.wait_event(driver._held.popleft()[0])
 
 
-def no_wait_for_native_sums() -> Any:
-    """The reduce-scatters of a node hop run on a stream of their own, which nothing waits for."""
-    start = hop._reduce_scatter_rows
+def no_wait_for_native(name: str) -> Any:
+    """The collectives that this function of a node hop starts run on a stream of their own, which nothing waits for."""
+    start = getattr(hop, name)
 
     def start_only(output: torch.Tensor, rows: torch.Tensor, group: Any, async_op: bool) -> None:
         start(output, rows, group, True)
 
-    return mock.patch.object(hop, "_reduce_scatter_rows", start_only)
+    return mock.patch.object(hop, name, start_only)
 
 
-def no_wait_for_native_gathers() -> Any:
-    """The all-gathers of a node hop run on a stream of their own, which nothing waits for."""
-    start = hop._all_gather_rows
-
-    def start_only(output: torch.Tensor, rows: torch.Tensor, group: Any, async_op: bool) -> None:
-        start(output, rows, group, True)
-
-    return mock.patch.object(hop, "_all_gather_rows", start_only)
+no_wait_for_native_sums = functools.partial(no_wait_for_native, "_reduce_scatter_rows")
+no_wait_for_native_gathers = functools.partial(no_wait_for_native, "_all_gather_rows")
 
 
 def no_wait_before_replicas(index: int) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import tempfile
 import weakref
 
@@ -10,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import fully_shard
 from toy import EXACT, backward, logged_messages, make_lm, shard
 from trainer_runs import build_trainer, callback_of, logged, losses, same_weights, weights
+from two_nodes import on_four_ranks
 
 from hf_zeropp import Muon, apply_zeropp
 from hf_zeropp.estimate.memory_and_bytes import ours
@@ -144,7 +145,9 @@ def scenario_collectives_count_as_their_backends_carry_them(rank: int) -> None:
     """On 2 x 2 ranks; rings share out what enters a node evenly among its ranks."""
 
     class Sending(torch.optim.SGD):
-        send = None
+        def __init__(self, params, send) -> None:
+            super().__init__(params, lr=0.1)
+            self.send = send
 
         def step(self, closure=None):
             self.send()
@@ -162,14 +165,7 @@ def scenario_collectives_count_as_their_backends_carry_them(rank: int) -> None:
         "broadcast": (lambda: dist.broadcast(whole, 0), Bytes(1, 6000, 6000)),
     }
     for name, (send, received) in expected.items():
-        model = shard(make_lm())
-        handle = apply_zeropp(model, CONFIG)
-        optimizer = Sending(model.parameters(), lr=0.1)
-        optimizer.send = send
-        for step in range(5):
-            backward(model, rank, step)
-            optimizer.step()
-            model.zero_grad()
+        handle, _, _ = train(rank, functools.partial(Sending, send=send), steps=5)
         assert handle.traffic.counts[OPTIMIZER] == received.times(5), name
 
 
@@ -206,9 +202,4 @@ def scenario_what_is_no_matrix_is_refused(rank: int) -> None:
         Muon(make_lm().blocks[0].norm.parameters())
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_muon(scenario):
-    SCENARIOS.check(scenario)
+test_muon = on_four_ranks(__name__)

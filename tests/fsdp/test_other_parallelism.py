@@ -1,18 +1,20 @@
 """A model that is sharded over a part of the world, beside tensor parallelism or pipeline stages."""
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from harness import RankError, announce, expect_errors, run_ranks, started_ranks
+from harness import announce, expect_errors, run_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from toy import EXACT, full_weights, make_lm
+from toy import EXACT, full_weights, make_lm, shard
+from two_nodes import check_that_a_killed_rank_ends_all
 
-from hf_zeropp import apply_zeropp, generation_mode, publish_weights
+from hf_zeropp import apply_zeropp, publish_weights
 
 WORLD, RANKS_PER_NODE = 8, 4
 UNQUANTIZED = EXACT | {"ranks_per_node": RANKS_PER_NODE, "hpz_size": "node"}
@@ -20,14 +22,24 @@ STEPS, MICRO_STEPS = 3, 2
 
 
 def tensor_parallel_lm():
-    """Return a model whose feed-forward layers are cut over two neighbouring ranks, sharded over the four others."""
+    """Return a model whose feed-forward layers are cut over two neighbouring ranks, sharded over the four others.
+
+    Beside it stands the mesh that ``apply_zeropp`` has to be told: none, where the model shows it.
+    """
     mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("shard", "tensor"))
     model = make_lm(hidden=12, inner=28)
     plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], plan)
         fully_shard(block, mesh=mesh["shard"])
-    return fully_shard(model, mesh=mesh["shard"]), mesh["shard"]
+    return fully_shard(model, mesh=mesh["shard"]), None
+
+
+def stage_lm():
+    """Return the model of this rank's pipeline stage, which is sharded over every other rank, and its mesh."""
+    mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("shard", "stage"))
+    stage = mesh.get_local_rank("stage")
+    return shard(make_lm(seed=stage, depth=2 + stage), mesh=mesh["shard"]), mesh["shard"]
 
 
 def train(model, handle, seed: int) -> list[float]:
@@ -48,12 +60,12 @@ def train(model, handle, seed: int) -> list[float]:
     return losses
 
 
-def beside_stock(rank: int, settings: dict) -> dict:
+def beside_stock(rank: int, make: Callable[[], tuple], settings: dict) -> dict:
     """Train with and without ZeRO++, and return what both gave."""
-    stock, _ = tensor_parallel_lm()
+    stock, _ = make()
     stock_losses = train(stock, None, seed=rank // 2)
-    model, shard_mesh = tensor_parallel_lm()
-    handle = apply_zeropp(model, settings)
+    model, mesh = make()
+    handle = apply_zeropp(model, settings, mesh=mesh)
     losses = train(model, handle, seed=rank // 2)
     handle.traffic.reset()
     losses += train(model, handle, seed=rank // 2)
@@ -67,15 +79,15 @@ def beside_stock(rank: int, settings: dict) -> dict:
         ],
         "counted": handle.traffic.cross_node_bytes,
         "predicted": RANKS_PER_NODE * STEPS * sum(count.cross_node for count in handle.predict(MICRO_STEPS).values()),
-        "mesh": shard_mesh.mesh.tolist(),
     }
 
 
-def test_tensor_parallelism_within_the_node_unquantized_as_stock():
-    for rank, found in enumerate(run_ranks(beside_stock, WORLD, UNQUANTIZED)):
+@pytest.mark.parametrize("make", [tensor_parallel_lm, stage_lm], ids=["tensor parallelism", "stages"])
+def test_a_part_of_the_world_unquantized_as_stock(make):
+    for rank, found in enumerate(run_ranks(beside_stock, WORLD, make, UNQUANTIZED)):
         node, place = divmod(rank, RANKS_PER_NODE)
-        tensor = place % 2
-        assert found["groups"] == [[4 * node + tensor, 4 * node + tensor + 2], [place, place + 4]]
+        first = 4 * node + place % 2
+        assert found["groups"] == [[first, first + 2], [place, place + 4]]
         ours, stock = found["losses"]
         # The two hops add up gradients in another order than one reduction. The losses show some fp32 roundings of that.
         assert ours == pytest.approx(stock, abs=2e-5)
@@ -86,46 +98,10 @@ def test_tensor_parallelism_within_the_node_unquantized_as_stock():
 def test_tensor_parallelism_with_default_settings():
     """Copies are checked as well, within the shard group."""
     settings = {"ranks_per_node": RANKS_PER_NODE}
-    for found in run_ranks(beside_stock, WORLD, settings, env={"ZEROPP_CHECK": "1"}):
+    for found in run_ranks(beside_stock, WORLD, tensor_parallel_lm, settings, env={"ZEROPP_CHECK": "1"}):
         ours, stock = found["losses"]
         assert ours == pytest.approx(stock, rel=0.05)
         assert found["counted"] == found["predicted"] > 0
-
-
-def stages(rank: int) -> tuple[float, float, list[int], int]:
-    """Train two models, each sharded over every other rank, as pipeline stages are. Compare with stock."""
-    stage = rank % 2
-    mesh = init_device_mesh("cpu", (WORLD // 2, 2), mesh_dim_names=("shard", "stage"))["shard"]
-
-    def sharded():
-        model = make_lm(seed=stage, depth=2 + stage)
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    stock, model = sharded(), sharded()
-    expected = train(stock, None, seed=rank)
-    handle = apply_zeropp(model, UNQUANTIZED, mesh=mesh)
-    losses = train(model, handle, seed=rank)
-    weights, stock_weights = full_weights(model), full_weights(stock)
-    difference = max((weights[name] - stock_weights[name]).abs().max().item() for name in weights)
-    with generation_mode(model):
-        handle.traffic.reset()
-        for _ in range(2):
-            model(torch.arange(6).view(1, 6))
-    return (
-        max(abs(a - b) for a, b in zip(losses, expected, strict=True)),
-        difference,
-        list(handle.topology.ranks),
-        len(weights),
-    )
-
-
-def test_pipeline_stages_with_models_of_their_own():
-    for rank, (loss_difference, weight_difference, ranks, _) in enumerate(run_ranks(stages, WORLD)):
-        assert ranks == list(range(rank % 2, WORLD, 2))
-        assert loss_difference < 2e-5
-        assert weight_difference < 1e-4
 
 
 def stage_of_two_nodes(rank: int):
@@ -155,14 +131,7 @@ def train_stages_without_end(rank: int) -> None:
 
 
 def test_a_killed_rank_ends_all_stages():
-    with started_ranks(train_stages_without_end, 4, timeout_s=20) as ranks:
-        ranks[0].wait_for("step 1")
-        ranks[0].kill()
-        with pytest.raises(RankError) as failure:
-            ranks.collect(grace_s=15)  # sooner than the timeout
-    ended = {one.rank: one.kind for one in failure.value.errors}
-    assert ended.pop(0) == "ProcessDied"
-    assert ended.keys() == {1, 2, 3} and "TimeoutError" not in ended.values(), failure.value.errors
+    check_that_a_killed_rank_ends_all(train_stages_without_end, 0)
 
 
 def with_other_micro_steps(rank: int) -> None:
@@ -181,8 +150,8 @@ def test_other_micro_steps_on_a_rank_of_one_stage_end_both():
 
 
 def publish_what_is_cut(rank: int) -> None:
-    model, shard_mesh = tensor_parallel_lm()
-    apply_zeropp(model, UNQUANTIZED, mesh=shard_mesh)
+    model, _ = tensor_parallel_lm()
+    apply_zeropp(model, UNQUANTIZED)
     next(publish_weights(model))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 
 import torch
-from harness import Scenarios, scenarios_of
 from toy import POLICIES, VOCAB, backward, full_gradients, full_weights, loss_of, make_lm, shard, tokens_of
+from two_nodes import in_both_ways
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.ops.format import GRAD_BLOCK
@@ -74,15 +74,6 @@ def scenario_grad_scaler_skips_on_every_rank(rank: int, overlap: bool) -> None:
         assert moved == bool(steps)
 
 
-def scenario_clipping_sees_it_everywhere(rank: int, overlap: bool) -> None:
-    model = shard(make_lm())
-    apply_zeropp(model, NODES | {"overlap": overlap})
-    loss = loss_of(model, tokens_of(rank)) * (float("nan") if rank == 3 else 1.0)
-    loss.backward()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
-    assert norm.isnan()
-
-
 def scenario_zeros_stay_zeros(rank: int, overlap: bool) -> None:
     """Rows of the embedding that no rank used, beside rows that were; and a gradient that is zero throughout."""
     model = shard(make_lm())
@@ -97,10 +88,4 @@ def scenario_zeros_stay_zeros(rank: int, overlap: bool) -> None:
     assert all((gradient == 0).all() for gradient in full_gradients(model).values())
 
 
-EVERY = scenarios_of(__name__)
-WAYS = {"overlap": Scenarios(4, EVERY, True), "blocking": Scenarios(4, EVERY, False)}
-
-
-@Scenarios.parametrize_ways(WAYS)
-def test_overflow(scenario, way):
-    WAYS[way].check(scenario)
+test_overflow = in_both_ways(__name__)

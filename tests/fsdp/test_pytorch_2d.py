@@ -23,8 +23,8 @@ test_hsdp_broadcast_across_replicas                                  weights_sen
 test_custom_hsdp_all_reduce_hook                                     hooks_on_reduced_gradients; tests/mistakes/rank_mistakes.py
 test_dp_state_dict_save_load, test_dp_tp_state_dict_save_load        state_dicts
 test_hsdp_tp_state_dict_save_load                                    replicas_beside_tensor_parallelism
-test_clip_grad_norm_2d                                               clipping
-test_all_gather_extension_hsdp_mesh                                  extensions_get_the_mesh_of_the_shards
+test_clip_grad_norm_2d                                               tests/fsdp/test_replicas.py, clipping; tests/fuzz/regressions
+test_all_gather_extension_hsdp_mesh                                  tests/fsdp/test_extensions.py, replicas
 ==================================================================== =========================================================
 """
 
@@ -47,7 +47,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from toy import full, full_gradients, full_weights
+from toy import full_weights
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
@@ -337,45 +337,6 @@ def scenario_state_dicts(rank: int) -> None:
             assert_loads_as_stock(mesh, *both(mesh, width=width, reshard_after_forward=reshards))
 
 
-def scenario_clipping(rank: int) -> None:
-    for sizes in (REPLICAS, TENSORS):
-        mesh = mesh_of(sizes)
-        for norm_type in (2, 1, 3, float("inf")):
-            norms = []
-            models = both(mesh)
-            for one in models:
-                loss_of(one, mesh).backward()
-                norms.append(full(nn.utils.clip_grad_norm_(one.parameters(), 0.01, norm_type)))
-            assert norms[0] > 0.01  # so that something was clipped
-            torch.testing.assert_close(norms[1], norms[0], rtol=TOLERANCE, atol=0)
-            expected, ours = map(full_gradients, models)
-            assert_close(ours, expected)
-
-
-def scenario_extensions_get_the_mesh_of_the_shards(rank: int) -> None:
-    """A local tensor that makes the input of its gather itself is given the dimension of the shards alone."""
-    mesh, seen = mesh_of(REPLICAS), []
-
-    def extend(local: torch.Tensor) -> None:
-        def before(mesh: DeviceMesh, outer_size, outer_stride, module, mp_policy) -> tuple[tuple[torch.Tensor], None]:
-            seen.append((mesh.ndim, mesh.size()))
-            return (local,), None
-
-        def after(outputs, metadata, param_dtype, *, out=None):
-            return None if out is not None else (outputs[0], outputs)
-
-        local.fsdp_pre_all_gather, local.fsdp_post_all_gather = before, after
-
-    stock, model = make(mesh), make(mesh)
-    for one in (stock, model):
-        for name, param in one.named_parameters():
-            if name.endswith("weight"):
-                extend(param._local_tensor)
-    handle = zeropp(model, mesh)
-    assert torch.equal(loss_of(stock, mesh), loss_of(model, mesh)) and set(seen) == {(1, 2)}
-    assert all(gather.secondary_bytes() == 0 for gather in handle.gathers)
-
-
 ON_FOUR = [*scenarios_of(__name__), *([a_mesh_per_parameter] if hasattr(_fsdp_common, "ShardPlacementResult") else [])]
 
 
@@ -385,8 +346,7 @@ def stages_beside_tensor_parallelism(rank: int) -> None:
     depth = 2 + mesh.get_local_rank("pp")
     for width, reshards, checkpoints in ((3, True, False), (5, False, True), (16, True, True), (17, False, False)):
         kwargs = {"width": width, "depth": depth, "reshard_after_forward": reshards, "checkpoints": checkpoints}
-        stock, model = make(mesh, **kwargs), make(mesh, **kwargs)
-        zeropp(model, mesh)
+        stock, model = both(mesh, **kwargs)
         assert_trains_as_stock(mesh, stock, model)
         assert all(param.device_mesh.mesh_dim_names == ("dp", "tp") for param in model.parameters())
 

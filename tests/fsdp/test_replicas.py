@@ -11,12 +11,24 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from harness import RankError, Scenarios, announce, expect_errors, run_ranks, scenarios_of, started_ranks
+from harness import Scenarios, announce, expect_errors, run_ranks, scenarios_of
 from test_secondary_check import yesterdays_shard
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from toy import EXACT, POLICIES, backward, full_gradients, loss_of, loss_without_head, make_lm, shard
+from toy import (
+    EXACT,
+    POLICIES,
+    Reduction,
+    backward,
+    check_gradients,
+    full_gradients,
+    loss_of,
+    loss_without_head,
+    make_lm,
+    shard,
+)
+from two_nodes import check_that_a_killed_rank_ends_all
+from ways_through_steps import mesh_of_replicas
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm.topology import prime_factors
@@ -28,17 +40,9 @@ from hf_zeropp.traffic import REDUCE_REPLICAS, Peers
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
 
 
-def mesh_of(num_replicas: int):
-    """Return the mesh (replicate, shard) of the world."""
-    shape = (num_replicas, dist.get_world_size() // num_replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-def train(
-    model, handle, rank: int, *, steps: int = 3, micro_steps: int = 1, clip: float | None = None, optimizer=None
-) -> list[float]:
+def train(model, handle, rank: int, *, steps: int = 3, micro_steps: int = 1, clip: float | None = None) -> list[float]:
     """Train on tokens that differ on every rank. Return the losses."""
-    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(steps):
         for micro_step in range(micro_steps):
@@ -74,7 +78,7 @@ def beside_stock(
     clip: float | None = None,
 ) -> None:
     """Train with and without ZeRO++, and compare losses, replicas and bytes."""
-    mesh = mesh_of(num_replicas)
+    mesh = mesh_of_replicas(num_replicas)
     stock, model = (shard(make_lm(hidden=16, inner=48), POLICIES[policy], mesh=mesh) for _ in range(2))
     handle = apply_zeropp(model, settings | {"ranks_per_node": ranks_per_node})
     assert handle.is_active and handle.traffic.num_nodes == dist.get_world_size() // ranks_per_node
@@ -116,7 +120,7 @@ def scenario_in_bf16(rank: int, ranks_per_node: int) -> None:
 
 def scenario_a_divide_factor(rank: int, ranks_per_node: int) -> None:
     """Gradients are divided by what the user said, in all, as stock's are."""
-    mesh = mesh_of(2)
+    mesh = mesh_of_replicas(2)
     for policy, relative in (("fp32", 1e-5), ("fp16 reduce", 0.02)):
         stock, model = (shard(make_lm(), POLICIES[policy], mesh=mesh) for _ in range(2))
         apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
@@ -139,7 +143,7 @@ def scenario_a_divide_factor(rank: int, ranks_per_node: int) -> None:
 def scenario_a_dtype_without_a_wire_form(rank: int, ranks_per_node: int) -> None:
     """FSDP2 reduces float64 itself, over the shard group. The replicas are averaged all the same."""
     policy = MixedPrecisionPolicy(reduce_dtype=torch.float64)
-    mesh = mesh_of(2)
+    mesh = mesh_of_replicas(2)
     stock, model = (shard(make_lm(), policy, mesh=mesh) for _ in range(2))
     handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
     ours, expected = train(model, handle, rank), train(stock, None, rank)
@@ -151,7 +155,7 @@ def scenario_a_dtype_without_a_wire_form(rank: int, ranks_per_node: int) -> None
 
 def scenario_a_gradient_on_one_replica(rank: int, ranks_per_node: int) -> None:
     """A parameter that one replica alone uses has its gradient on all. Stock cannot do so: the oracle is one unsharded model."""
-    mesh = mesh_of(2)
+    mesh = mesh_of_replicas(2)
     model, whole = shard(make_lm(), mesh=mesh), make_lm()
     apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
     loss = loss_of if mesh.get_local_rank("replicate") == 0 else loss_without_head
@@ -166,7 +170,7 @@ def scenario_a_gradient_on_one_replica(rank: int, ranks_per_node: int) -> None:
 
 def scenario_an_edit_on_one_replica(rank: int, ranks_per_node: int) -> None:
     """All replicas gather anew where the weights of any have changed; a forward pass uses what its own replica holds."""
-    mesh = mesh_of(2)
+    mesh = mesh_of_replicas(2)
     model = shard(make_lm(), mesh=mesh)
     handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
     before = backward(model, 0)
@@ -180,32 +184,26 @@ def scenario_an_edit_on_one_replica(rank: int, ranks_per_node: int) -> None:
 
 def scenario_reduced_within_replicas_alone(rank: int, ranks_per_node: int) -> None:
     """Sums are right where the user lets replicas be averaged in the last micro-step alone."""
-    mesh = mesh_of(2)
-    model, whole = shard(make_lm(), mesh=mesh), make_lm()
+    mesh = mesh_of_replicas(2)
+    model = shard(make_lm(), mesh=mesh)
     handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
     once = handle.predict(3)[REDUCE_REPLICAS].cross_node
     for tells in (False, True):  # ``set_requires_all_reduce`` alone, and beside this package's own call
-        for one in (model, whole):
-            one.zero_grad()
+        model.zero_grad()
         handle.traffic.reset()
         for micro_step in range(3):
             is_last = micro_step == 2
             model.set_requires_all_reduce(is_last)
             if tells:
                 handle.set_last_micro_step(is_last)
-            for one in (model, whole):
-                backward(one, rank, micro_step)
-        found = full_gradients(model)
-        for name, param in whole.named_parameters():
-            expected = param.grad.clone()
-            dist.all_reduce(expected)
-            torch.testing.assert_close(found[name], expected / dist.get_world_size(), rtol=1e-5, atol=1e-6)
+            backward(model, rank, micro_step)
+        check_gradients(model, make_lm(), rank, Reduction(None, None, ranks_per_node), steps=(0, 1, 2))
         assert handle.traffic.counts[REDUCE_REPLICAS].cross_node == once > 0
 
 
 def scenario_names_of_the_mesh(rank: int, ranks_per_node: int) -> None:
     """Parameters stay on the (replicate, shard) mesh, replicated over the first dimension, and so do gradients and moments."""
-    mesh = mesh_of(2)
+    mesh = mesh_of_replicas(2)
     model = shard(make_lm(), mesh=mesh)
     handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": ranks_per_node})
     optimizer = torch.optim.AdamW(model.parameters())
@@ -220,7 +218,7 @@ def scenario_names_of_the_mesh(rank: int, ranks_per_node: int) -> None:
 
 def scenario_drift(rank: int, ranks_per_node: int) -> None:
     """``ZEROPP_CHECK`` finds replicas whose weights differ, on all ranks."""
-    mesh = mesh_of(2)
+    mesh = mesh_of_replicas(2)
     with mock.patch.dict(os.environ, {"ZEROPP_CHECK": "1"}):
         model = shard(make_lm(), mesh=mesh)
         handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node})
@@ -235,7 +233,7 @@ def scenario_drift(rank: int, ranks_per_node: int) -> None:
 def scenario_old_weights_in_one_replica(rank: int, ranks_per_node: int) -> None:
     """``ZEROPP_CHECK`` names the rank that sends them on all ranks, also in the replica that never sees them."""
     with mock.patch.dict(os.environ, {"ZEROPP_CHECK": "1"}):
-        model = shard(make_lm(), mesh=mesh_of(2))
+        model = shard(make_lm(), mesh=mesh_of_replicas(2))
         handle = apply_zeropp(model, {"ranks_per_node": ranks_per_node})
         with yesterdays_shard() if rank == 1 else nullcontext():
             with pytest.raises(WrongCopies, match="rank 1 sent other weights than its masters hold"):
@@ -254,7 +252,7 @@ def test_replicas(scenario, way):
 
 
 def with_other_micro_steps(rank: int, early: list[int]) -> None:
-    model = shard(make_lm(), mesh=mesh_of(2))
+    model = shard(make_lm(), mesh=mesh_of_replicas(2))
     handle = apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": 1})
     handle.set_last_micro_step(rank in early)
     backward(model, rank)
@@ -269,7 +267,7 @@ def test_ranks_that_differ_in_their_micro_steps_are_named_on_all(early):
 
 
 def train_without_end(rank: int) -> None:
-    model = shard(make_lm(), mesh=mesh_of(2))
+    model = shard(make_lm(), mesh=mesh_of_replicas(2))
     handle = apply_zeropp(model, {"ranks_per_node": 1})
     for step in itertools.count():
         train(model, handle, rank, steps=1, micro_steps=2)
@@ -277,18 +275,11 @@ def train_without_end(rank: int) -> None:
 
 
 def test_a_killed_rank_ends_all_replicas():
-    with started_ranks(train_without_end, 4, timeout_s=20) as ranks:
-        ranks[3].wait_for("step 1")
-        ranks[3].kill()
-        with pytest.raises(RankError) as failure:
-            ranks.collect(grace_s=15)  # sooner than the timeout
-    ended = {one.rank: one.kind for one in failure.value.errors}
-    assert ended.pop(3) == "ProcessDied"
-    assert ended.keys() == {0, 1, 2} and "TimeoutError" not in ended.values(), failure.value.errors
+    check_that_a_killed_rank_ends_all(train_without_end, 3)
 
 
 def put_off_on_some_ranks(rank: int) -> None:
-    model = shard(make_lm(), mesh=mesh_of(2))
+    model = shard(make_lm(), mesh=mesh_of_replicas(2))
     apply_zeropp(model, UNQUANTIZED | {"ranks_per_node": 1})
     model.set_requires_all_reduce(rank < 2)
     backward(model, rank)

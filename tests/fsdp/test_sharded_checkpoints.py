@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
 from test_pytorch_2d import REPLICAS, TENSORS, loss_of, make, mesh_of
 from test_two_meshes import WIDTH, sharded, used_by
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from toy import POLICIES
+from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
@@ -123,9 +123,4 @@ def scenario_stages_and_fsdp(rank: int) -> None:
     )
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__), limit_s=300)
-
-
-@SCENARIOS.parametrize
-def test_a_loaded_run_goes_on_bit_for_bit(scenario):
-    SCENARIOS.check(scenario)
+test_a_loaded_run_goes_on_bit_for_bit = on_four_ranks(__name__, limit_s=300)

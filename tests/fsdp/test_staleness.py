@@ -8,14 +8,10 @@ away, where the comparison must fail: otherwise it would prove nothing.
 from __future__ import annotations
 
 import contextlib
-import shutil
-import tempfile
 from unittest import mock
 
 import torch
-import torch.distributed.checkpoint as dcp_io
 import torch.distributed.checkpoint.state_dict as dcp
-from harness import Scenarios, scenarios_of
 from staleness import (
     CONFIG,
     WritesData,
@@ -31,6 +27,7 @@ from staleness import (
     without_versions,
 )
 from toy import EXACT, backward, full_weights, make_lm, shard
+from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp, generation_mode
 from hf_zeropp.fsdp.weights.copy import State
@@ -94,16 +91,11 @@ def scenario_assign_state_dict_before_the_first_forward(rank: int) -> None:
 
 def scenario_assign_full_state_dict_as_accelerate_does(rank: int) -> None:
     """Accelerate loads full checkpoints into a sharded model with ``assign=True``, after forwards too."""
-
-    def load(model, handle) -> None:
-        model.reshard()
-        new = doubled(model)
-        model.load_state_dict(new, assign=True)
-        for module in (model, *model.blocks):
-            module._apply(lambda tensor: tensor)  # what makes FSDP2 look at its parameters again
-
-    model, handle = warm_model(rank)
-    load(model, handle)
+    model, _ = warm_model(rank)
+    model.reshard()
+    model.load_state_dict(doubled(model), assign=True)
+    for module in (model, *model.blocks):
+        module._apply(lambda tensor: tensor)  # what makes FSDP2 look at its parameters again
     assert sees_the_weights(model, rank)
 
 
@@ -115,38 +107,16 @@ def scenario_load_with_distributed_checkpoint_sharded(rank: int) -> None:
     check(rank, load, without_invalidation, without_versions)
 
 
-def scenario_load_in_place_with_distributed_checkpoint(rank: int) -> None:
-    """``dcp.load`` writes into the shards behind every counter; the ``load_state_dict`` that must follow tells."""
-
-    def load(model, handle) -> None:
-        model.reshard()
-        state = model.state_dict()
-        folder = [tempfile.mkdtemp() if rank == 0 else None]
-        torch.distributed.broadcast_object_list(folder)
-        dcp_io.save({name: value * 2 for name, value in state.items()}, checkpoint_id=folder[0])
-        dcp_io.load(state, checkpoint_id=folder[0])
-        model.load_state_dict(state)
-        torch.distributed.barrier()
-        if rank == 0:
-            shutil.rmtree(folder[0])
-
-    check(rank, load, without_invalidation, without_versions)
-
-
 # (c) Edits by hand, of the blocks (resharded) and of the root (left unsharded).
 
 
-def edit(how):
+def scenario_edit_in_place(rank: int) -> None:
     def change(model, handle) -> None:
         model.reshard()
         with torch.no_grad():
-            how(model.blocks[1].up.weight)
+            model.blocks[1].up.weight.add_(1)
 
-    return change
-
-
-def scenario_edit_in_place(rank: int) -> None:
-    check(rank, edit(lambda param: param.add_(1)), without_versions)
+    check(rank, change, without_versions)
 
 
 # (e) What moves no counter is seen by its content; where content cannot be read, invalidate() tells.
@@ -181,47 +151,18 @@ class RaisesHalfWay(WritesData):
 
 
 def scenario_step_that_raises_and_is_caught(rank: int) -> None:
+    """On an accelerator no content is read, and this step moves no version: there the optimizer's hook alone tells."""
+
     def change(model, handle) -> None:
         with contextlib.suppress(MemoryError):
             step(model, RaisesHalfWay, rank)
 
     check(rank, change, without_content, without_optimizer_hook)
-
-
-def scenario_step_that_raises_on_an_accelerator(rank: int) -> None:
-    """No content is read there, and this step moves no version."""
-
-    def change(model, handle) -> None:
-        with contextlib.suppress(MemoryError):
-            step(model, RaisesHalfWay, rank)
-
     with without_content():
         check(rank, change, without_optimizer_hook)
 
 
-def scenario_parameters_frozen_between_backward_and_step(rank: int) -> None:
-    """Optimizers update every parameter that has a gradient, frozen since or not."""
-    for kwargs in ({"foreach": True}, {"fused": True}):
-
-        def change(model, handle, kwargs=kwargs) -> None:
-            model.reshard()
-            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kwargs)
-            backward(model, rank)
-            model.blocks[1].requires_grad_(False)
-            optimizer.step()
-
-        check(rank, change, without_optimizer_hook, without_versions)
-
-
-# (g) What happens on one rank alone: an agreed gather, and no hang.
-
-
-def scenario_invalidate_on_one_rank(rank: int) -> None:
-    model, handle = warm_model(rank)
-    write_through_data(model, handle)
-    if rank == 1:
-        handle.invalidate()
-    assert sees_the_weights(model, rank)
+# (g) What happens on one rank alone. Programs of edits there are in tests/fuzz/regressions/one_rank.
 
 
 def scenario_optimizer_of_another_module_on_one_rank(rank: int) -> None:
@@ -336,9 +277,4 @@ def scenario_converted_parameters(rank: int) -> None:
     check(rank, lambda model, handle: model._apply(lambda tensor: tensor * 2), without_versions)
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_next_forward_sees_the_weights(scenario):
-    SCENARIOS.check(scenario)
+test_next_forward_sees_the_weights = on_four_ranks(__name__)

@@ -6,12 +6,11 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
-from harness import Scenarios, scenarios_of
 from torch._dynamo.utils import counters
 from torch.distributed._functional_collectives import all_to_all_single_autograd
 from torch.distributed.fsdp import fully_shard
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from toy import POLICIES, backward, loss_of, make_lm, shard, tokens_of
+from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp import collective_watch
@@ -107,38 +106,6 @@ def scenario_a_model_that_is_gone_is_watched_no_more(rank: int) -> None:
     assert not is_watched()
 
 
-class Mode(TorchDispatchMode):
-    """A mode of the user's, such as one that counts operations."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        return func(*args, **(kwargs or {}))
-
-
-def scenario_modes_of_users_change_nothing(rank: int) -> None:
-    """Modes end in the order in which they began, or those that stay on would be others."""
-    model = shard(make_lm(hidden=16, inner=48), POLICIES["bf16"])
-    handle = apply_zeropp(model, CONFIG)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def finish() -> None:
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    for index in range(8):
-        # Around a whole step, and from within one step to within the next one.
-        with Mode() as mode:
-            backward(model, rank, index)
-            finish()
-            backward(model, rank, index)
-            assert _get_current_dispatch_mode_stack() == [mode]
-        assert not _get_current_dispatch_mode_stack()
-        finish()
-        assert not _get_current_dispatch_mode_stack()
-    assert handle.traffic.others[CLIPPING].calls == 16
-    assert not is_watched()
-
-
 def scenario_functions_of_functions_run(rank: int) -> None:
     """``torch.cond`` and its like admit no mode that does not know them."""
 
@@ -221,9 +188,4 @@ def scenario_a_count_that_fails_ends_no_run(rank: int) -> None:
     assert not is_watched()
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_what_others_send(scenario):
-    SCENARIOS.check(scenario)
+test_what_others_send = on_four_ranks(__name__)

@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from toy import POLICIES, backward, make_lm, shard, tokens_of
+from two_nodes import on_four_ranks
 
 from hf_zeropp.fsdp import units
 from hf_zeropp.fsdp.gradients.backward_passes import current_backward, queue_after_backward
@@ -188,12 +188,7 @@ def scenario_shown_reductions(rank: int) -> None:
     assert [unit.shows_reduced_output for unit in (root, first, second)] == [False, True, True]
 
 
-SCENARIOS = Scenarios(4, scenarios_of(__name__))
-
-
-@SCENARIOS.parametrize
-def test_units(scenario):
-    SCENARIOS.check(scenario)
+test_units = on_four_ranks(__name__)
 
 
 class Outer(nn.Module):
@@ -246,8 +241,3 @@ def test_a_model_that_was_used_goes_without_the_garbage_collector():
         assert kept() is None
     finally:
         gc.enable()
-
-
-def test_compiled_models_are_looked_through():
-    model = Outer()
-    assert units.without_compile_wrapper(torch.compile(model)) is model is units.without_compile_wrapper(model)

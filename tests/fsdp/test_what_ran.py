@@ -10,7 +10,7 @@ import torch
 import torch.nn as nn
 from harness import expect_errors, run_ranks
 from torch.distributed.fsdp import fully_shard
-from toy import EXACT, HIDDEN, Block, backward, full_weights, make_lm, shard, tokens_of
+from toy import EXACT, HIDDEN, Block, backward, full_weights, make_lm, shard, tokens_of, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.comm.agreement import Agreement, Statement, describe
@@ -159,11 +159,7 @@ def questions_of_a_step(rank: int, micro_steps: int) -> int:
     Agreement.ask = lambda self, *args: asked.append(1) or ask(self, *args)  # type: ignore[method-assign]
     for step in range(2):
         asked.clear()
-        for micro_step in range(micro_steps):
-            handle.set_last_micro_step(micro_step == micro_steps - 1)
-            backward(model, rank, step)
-        optimizer.step()
-        optimizer.zero_grad()
+        train(model, optimizer, rank, (step,), handle, micro_steps)
     return len(asked)
 
 
