@@ -242,7 +242,6 @@ THOROUGH = (
     "integrations/test_unmodified.py::test_a_plain_accelerate_script",
     "rollouts/test_trl_sync.py::test_nothing_is_imported_without_use_vllm",
     "test_cli.py::test_the_stock_launcher_with_a_config_file_variable",
-    "test_harness.py::test_peers_of_a_stopped_rank_fail_after_the_timeout_of_their_group",
     # Studies. Each has a quick form, and none is part of the package.
     "test_benchmarks.py::*",
     "test_recorded_step.py::*",

@@ -49,8 +49,6 @@ SETTINGS = {
     "sums in bf16": {"qgz_accumulator": "bfloat16"},
     "deltas of a copy in int8": {"qwz_mode": "delta", "qwz_bits": 2, "hpz_bits": 8},
 }
-# A job of which a rank holds a millionth.
-SMALL_SHARDS = ["350M", "--world", "1024", "--trainable", "2M"]
 
 
 def by_method(model: ModelShape, setup: Setup) -> dict:
@@ -272,10 +270,13 @@ def check_against_run(
     ("job", "kinds"),
     [
         (["7B", "--world", "64", "--accumulation", "8"], ["parameters"]),
-        (SMALL_SHARDS, ["adapters", "frozen base"]),
+        # A rank holds a millionth of it.
+        (["350M", "--world", "1024", "--trainable", "2M"], ["adapters", "frozen base"]),
+        # The largest world, and numbers of three digits, a point and a unit: as wide as they become.
+        (["1.23T", "--world", "16384", "--trainable", "123M"], ["adapters", "frozen base"]),
         (["405B", "--world", "1024", "--lora", "16", "--frozen-bits", "4"], ["adapters", "frozen base"]),
     ],
-    ids=["7B", "small", "LoRA"],
+    ids=["7B", "small", "wide", "LoRA"],
 )
 def test_command_prints_every_method_in_80_columns(
     job: list[str], kinds: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch

@@ -20,7 +20,6 @@ from frozen_runs import (
 )
 from harness import expect_errors, run_ranks, selected
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor
 
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.traffic import GATHER_FROZEN
@@ -67,8 +66,6 @@ class Outcome:
     counts: dict[str, tuple[float, float]]  # per step and collective: bytes within the node, across nodes
     predicted: dict[str, tuple[float, float]]
     trainable_numel: int
-    frozen_bytes: int
-    frozen_numel: int
 
 
 def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
@@ -104,15 +101,11 @@ def run_case(rank: int, case: Case) -> Outcome:
         expected = train_step(reference, reference_optimizer, batch, torch.Tensor.backward, autocast)
         losses.append((accelerator.reduce(loss.float(), "mean").item(), expected.item()))
     handle = plugin.handle_of(model)
-    frozen = [param for param in model.parameters() if not param.requires_grad]
-    params = [param for unit in handle.frozen_units for param in unit.params]
     return Outcome(
         losses=losses,
         counts=per_step(handle.traffic.counts, STEPS - 1),
         predicted=per_step(handle.predict(micro_steps=1), 1),
         trainable_numel=sum(param.numel() for param in trainable(model)),
-        frozen_bytes=sum(param.to_local().nbytes for param in frozen if isinstance(param, DTensor)),
-        frozen_numel=dense_numel(model, params),
     )
 
 
@@ -166,14 +159,10 @@ def run_wide(rank: int, bits: int) -> tuple[int, int]:
     """Bytes of the frozen weights that this rank holds, and their number, for a model whose norms are negligible."""
     model = with_adapter(tiny_llama(hidden_size=256, intermediate_size=512, vocab_size=512))
     _, plugin, model, _ = prepare(model, frozen_bits=bits, **UNQUANTIZED)
-    handle = plugin.handle_of(model)
-    storages = {
-        param.to_local().untyped_storage().data_ptr(): param.to_local().untyped_storage().nbytes()
-        for unit in handle.frozen_units
-        for param in unit.params
-    }
-    params = [param for unit in handle.frozen_units for param in unit.params]
-    return sum(storages.values()), dense_numel(model, params)
+    params = [param for unit in plugin.handle_of(model).frozen_units for param in unit.params]
+    storages = [param.to_local().untyped_storage() for param in params]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(sizes.values()), dense_numel(model, params)
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(4, 0.54), (8, 1.02)])
