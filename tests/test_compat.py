@@ -132,9 +132,8 @@ def test_parameters_among_others_are_found_in_any_order():
 
 
 def test_seams_are_asked_of_their_versions_alone():
-    later, earlier = (
-        planted(here("Holder"), "gone", **versions) for versions in ({"since": (2, 13)}, {"until": (2, 12)})
-    )
+    later = planted(here("Holder"), "gone", since=(2, 13))
+    earlier = planted(here("Holder"), "gone", until=(2, 12))
     assert not later.applies_to("2.11.0+cpu") and later.applies_to("2.13.0") and later.applies_to("3.0")
     assert earlier.applies_to("2.11.0+cpu")
     assert not earlier.applies_to("2.12.0a0+git1f2e") and not earlier.applies_to("3.0")

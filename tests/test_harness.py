@@ -1,4 +1,4 @@
-"""The harness itself: ranks that are stopped, resumed or killed while they run, and timeouts of their process group."""
+"""The harness itself: ranks that are stopped and resumed while they run, and scenarios and cases of which one fails."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def tiny_experts(family: str = "qwen3_moe"):
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=32, num_experts=8))
 
 
-def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int], int]:
+def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int]]:
     """Train with experts across nodes. Return what was counted, and what the tokens of each step took that crossed nodes."""
     allow_parallelism_on_cpu()
     model = loaded(saved, EXPERT_MESHES["ep across nodes"] | {"ep_implementation": "all_to_all"})
@@ -164,14 +164,14 @@ def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int], i
     ):
         trainer.train()
     assert not _get_current_dispatch_mode_stack()
-    return callback_of(trainer).handle.traffic.others, known, len(list(model.parameters()))
+    return callback_of(trainer).handle.traffic.others, known
 
 
 def test_tokens_on_their_way_to_experts_and_clipping_are_counted(tmp_path):
     """The second step stands for the first, and the smaller of the second and third for those that follow."""
     saved = str(tmp_path / "model")
     tiny_experts().save_pretrained(saved)
-    for others, known, _ in run_ranks(count_tokens, WORLD, str(tmp_path), saved, limit_s=300):
+    for others, known in run_ranks(count_tokens, WORLD, str(tmp_path), saved, limit_s=300):
         assert min(known) > 0
         later = [known[1] + known[2] + known[1] + 2 * known[index] for index in (1, 2)]
         assert others["all-to-all, in passes"].cross_node in later
@@ -398,25 +398,16 @@ def test_other_micro_steps_on_some_ranks_raise_on_all(tmp_path, mesh):
     assert any("DisagreementError" in error for error in errors), errors
 
 
-def train_family(rank: int, folder: str, saved: str, implementation: str) -> dict[str, tuple]:
-    allow_parallelism_on_cpu()
-    found = {}
-    for name in ("stock", "unquantized", "defaults"):
-        model = loaded(saved, EXPERT_MESHES["ep across nodes"] | {"ep_implementation": implementation})
-        trainer = trained(folder, WAYS[name][0], model)
-        handle = callback_of(trainer).handle
-        found[name] = losses(trainer), handle and (*counted_and_predicted(trainer), set(handle.traffic.others))
-    return found
-
-
 @pytest.mark.parametrize("implementation", ["all_to_all", "auto"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_other_families_of_experts(tmp_path, family, implementation):
     saved = str(tmp_path / "model")
     tiny_experts(family).save_pretrained(saved)
-    for found in run_ranks(train_family, WORLD, str(tmp_path), saved, implementation, limit_s=300):
+    mesh = EXPERT_MESHES["ep across nodes"] | {"ep_implementation": implementation}
+    ways = {name: WAYS[name] for name in ("stock", "unquantized", "defaults")}
+    for found in run_ranks(train_each, WORLD, str(tmp_path), saved, mesh, ways, limit_s=300):
         for way, bound in (("unquantized", 1e-6), ("defaults", 0.01)):
-            own, (counted, predicted, others) = found[way]
+            own, counted, predicted, others = found[way]
             assert own == pytest.approx(found["stock"][0], rel=bound)
             assert counted == predicted and "all-to-all, in passes" in others
 

@@ -23,6 +23,7 @@ from frozen_runs import (
 )
 from harness import run_ranks
 from peft import get_peft_model_state_dict
+from rollout_runs import train_step
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -73,13 +74,6 @@ def seen_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
     for handle in handles:
         handle.remove()
     return seen
-
-
-def train_step(accelerator, model, optimizer, rank: int) -> None:
-    own = tokens(seed=rank)
-    accelerator.backward(model(input_ids=own, labels=own).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def saved_by_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -249,7 +243,6 @@ def test_one_unit_is_gathered_at_a_time():
 
 def train_between_publishing(rank: int) -> list[bool]:
     """Return whether the adapter that forward passes compute with moved, after each of three steps."""
-    # AdamW moves every weight in its first steps, by enough to be seen in bf16.
     model = with_adapter(tiny_llama())
     accelerator, _, model, optimizer = prepare(model, mixed_precision="bf16", **UNQUANTIZED)
     layer = next(module for module in model.modules() if "default" in getattr(module, "lora_B", ()))

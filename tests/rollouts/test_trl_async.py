@@ -11,7 +11,6 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,7 +25,7 @@ from update_servers import Server, wrong_in
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-from hf_zeropp.rollouts import server_updates, trl_async, trl_sync
+from hf_zeropp.rollouts import server_updates, trl_async
 from hf_zeropp.rollouts.trl_async import UpdateTransfer
 from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
@@ -235,10 +234,3 @@ def test_what_is_no_server_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(trl_async, "is_at_least", lambda library, release: False)
     with pytest.raises(ValueError, match=r"expected TRL 1\.16 or newer, got .*\. Install it"):
         UpdateTransfer(tmp_path, "http://one")
-
-
-def test_a_model_that_was_published_so_is_not_warned_of(caplog):
-    model = torch.nn.Linear(2, 2)
-    trl_sync.count_as_published(model)
-    trl_sync.warn_if_unused(SimpleNamespace(vllm_server_base_url=""), model)
-    assert caplog.text == ""
