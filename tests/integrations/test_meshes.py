@@ -53,16 +53,6 @@ WAYS = {
 }
 
 
-# What else experts on a mesh of their own train with. Changed words give the bits of whole weights.
-EXPERT_WAYS = {
-    "unquantized": WAYS["unquantized"],
-    "exact": (FOUR_NODES | UNQUANTIZED | {"qwz_mode": "exact"}, "1"),
-    "preset exact": (FOUR_NODES | {"preset": "exact"}, "1"),
-    "half_model": (FOUR_NODES | {"preset": "half_model"}, "1"),
-    "accumulation on the rank": (FOUR_NODES | {"qgz_accumulate": "rank"}, "1"),
-}
-
-
 def allow_parallelism_on_cpu() -> None:
     """Accelerate asks for accelerators where there is a second kind of parallelism. Nothing that follows needs one."""
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
@@ -281,41 +271,6 @@ def test_model_sharded_at_load(tmp_path, mesh):
             assert ("all-reduce, in passes" in others) == ("tp" in mesh)
             assert ("all-to-all, in passes" in others) == ("ep_size" in settings)
             assert not others or "tp" in mesh or "ep_size" in settings
-
-
-def train_experts(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, tuple]:
-    """Return of each way the losses, and by collective the bytes across nodes: counted, predicted, and how near they must be."""
-    allow_parallelism_on_cpu()
-    found = {}
-    for name, (zeropp, _) in {"stock": WAYS["stock"], **EXPERT_WAYS}.items():
-        trainer = trained(folder, zeropp, loaded(saved, mesh), max_steps=4)
-        bytes_by_name = {}
-        if (handle := callback_of(trainer).handle) is not None:
-            sends_whole = handle.config.qwz_mode == "values"
-            for collective, one in handle.predict(2).items():
-                # The first step sends whole weights where changes are the rule, and counts them apart.
-                steps = 3 if collective == GATHER_CROSS and not sends_whole else 4
-                # What is measured is a rounded mean of each unit, from every other node.
-                slack = steps * len(handle.gathers) * WORLD if one.is_measured else 0
-                counted = handle.traffic.counts[collective].cross_node
-                bytes_by_name[collective] = counted, steps * one.cross_node, slack
-        found[name] = losses(trainer), bytes_by_name
-    return found
-
-
-@pytest.mark.parametrize("mesh", EXPERT_MESHES)
-def test_experts_on_a_mesh_of_their_own_with_every_carrier(tmp_path, mesh):
-    saved = str(tmp_path / "model")
-    tiny_experts().save_pretrained(saved)
-    for found in run_ranks(train_experts, WORLD, str(tmp_path), saved, EXPERT_MESHES[mesh], limit_s=300):
-        stock = found["stock"][0]
-        assert found["exact"][0] == found["unquantized"][0] == pytest.approx(stock, rel=1e-5)
-        for way in EXPERT_WAYS:
-            own, bytes_by_name = found[way]
-            assert own == pytest.approx(stock, rel=0.01), way
-            assert bytes_by_name[GATHER_CROSS][0] > 0
-            for collective, (counted, predicted, slack) in bytes_by_name.items():
-                assert abs(counted - predicted) <= slack, (way, collective, counted, predicted)
 
 
 KINDS = MESHES | {"fsdp x ep": EXPERT_MESHES["ep across nodes"]}
