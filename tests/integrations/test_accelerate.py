@@ -23,7 +23,6 @@ from accelerate_runs import (
     weights,
 )
 from harness import Scenarios, run_ranks, scenarios_of
-from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 
 from hf_zeropp import get_handle
@@ -58,16 +57,6 @@ def scenario_false_is_stock(rank: int) -> None:
     for unit in find_units(model):
         assert type(unit.all_gather) is DefaultAllGather and type(unit.reduce_scatter) is DefaultReduceScatter
     assert "sync_each_batch" not in GradientState().plugin_kwargs
-
-
-def scenario_units_are_the_transformer_blocks(rank: int) -> None:
-    accelerator = new_accelerator()
-    model, _ = prepared(accelerator)
-    assert isinstance(model, FSDPModule) and isinstance(model.model.layers[0], FSDPModule)
-    before = handle_of(accelerator, model)
-    gradients(accelerator, model, rank)
-    assert handle_of(accelerator, model) is before is get_handle(model)
-    assert before.config.ranks_per_node == 2 and before.is_active
 
 
 def scenario_a_model_that_is_never_used_is_not_kept(rank: int) -> None:
