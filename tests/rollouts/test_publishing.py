@@ -18,12 +18,11 @@ from frozen_runs import (
     reset_accelerate,
     tiny_llama,
     tiny_mixtral,
-    tokens,
     with_adapter,
 )
 from harness import run_ranks
 from peft import get_peft_model_state_dict
-from rollout_runs import train_step
+from rollout_runs import seen_in_forward, train_step
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -53,27 +52,6 @@ LORA = {
 
 def published(model: nn.Module, **how) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in publish_weights(model, **how)}
-
-
-def seen_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters as each module finds them when its own forward begins."""
-    seen: dict[str, torch.Tensor] = {}
-    handles = []
-    for name, module in model.named_modules():
-
-        def look(module: nn.Module, args, name=name) -> None:
-            for leaf, param in module.named_parameters(recurse=False):
-                # Before torch 2.13 codes lie under a dtype of 8-bit floats, of which many are NaNs, equal to nothing.
-                seen[f"{name}.{leaf}"] = (
-                    param.detach().clone().view(torch.uint8 if param.itemsize == 1 else param.dtype)
-                )
-
-        handles.append(module.register_forward_pre_hook(look))
-    with torch.no_grad():
-        model(input_ids=tokens())
-    for handle in handles:
-        handle.remove()
-    return seen
 
 
 def saved_by_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
