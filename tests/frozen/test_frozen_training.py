@@ -8,6 +8,8 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from frozen_runs import (
     UNQUANTIZED,
     packed_copy,
@@ -21,6 +23,7 @@ from frozen_runs import (
 from harness import expect_errors, run_ranks, selected
 from torch.distributed.checkpoint import FileSystemReader
 
+from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.traffic import GATHER_FROZEN
 
@@ -173,11 +176,6 @@ def test_resident_bytes_of_the_base(bits, limit):
 
 def run_without_trainable_parameters(rank: int) -> tuple[float, set[str]]:
     """A reference model: prepared alone, evaluated, and used to generate."""
-    from accelerate import Accelerator
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    from hf_zeropp import ZeroPPPlugin
-
     model = tiny_llama().requires_grad_(False)
     reference = packed_copy(model, 8)
     plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": 8})
@@ -194,10 +192,6 @@ def test_a_model_without_trainable_parameters_never_crosses_nodes():
 
 
 def run_with_frozen_parameters_in_the_optimizer(rank: int, bits: int | None) -> int:
-    from accelerate import Accelerator
-
-    from hf_zeropp import ZeroPPPlugin
-
     model = with_adapter(tiny_llama())
     accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": bits}))
     _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
