@@ -87,6 +87,15 @@ def pytest_collection_finish(session: pytest.Session) -> None:
             of_way.select(parameters["scenario"])
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For tests on tensors so small that threads slow them down where others use the processor."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def restore_kernels():
     """For tests that set kernels."""

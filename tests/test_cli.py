@@ -182,32 +182,6 @@ def test_the_default_config_file_is_read_and_the_ranks_run_the_package(tmp_path,
     assert args.training_script_args == [word.format(script=script) for word in started]
 
 
-@pytest.mark.parametrize("columns", ["80", None], ids=["80 columns", "piped"])
-def test_tables_keep_headers_and_digits(capsys, monkeypatch, columns) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    if columns:
-        monkeypatch.setenv("COLUMNS", columns)
-    # The largest world, and numbers of three digits, a point and a unit: as wide as they become.
-    cli.main(["estimate", "1.23T", "--world", "16384", "--trainable", "123M"])
-    shown = capsys.readouterr().out
-    assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
-    words = {
-        "DDP",
-        "ZeRO-1",
-        "ZeRO-2",
-        "ZeRO-3",
-        "rings",
-        "HSDP",
-        "hpZ",
-        "FSDP2",
-        "this",
-        "package",
-        "across",
-        "within",
-    }
-    assert words <= set(shown.split()), shown
-
-
 def test_a_config_file_of_words_shows_before_any_process_starts(tmp_path) -> None:
     config = write_yaml(tmp_path / "config.yaml", "just words")
     with pytest.raises(SystemExit, match="key: value"):

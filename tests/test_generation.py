@@ -17,10 +17,10 @@ from frozen_runs import (
     prepare,
     reset_accelerate,
     tiny_llama,
-    tokens,
     with_adapter,
 )
 from harness import run_ranks, selected
+from rollout_runs import train_step
 
 from hf_zeropp import compat
 from hf_zeropp.comm.agreement import Agreement
@@ -87,14 +87,8 @@ def run_setup(rank: int, has_adapter: bool, zeropp: dict) -> dict:
             )
             generate(model, rank, do_sample=False)
 
-    def train() -> None:
-        own = tokens(seed=rank)
-        accelerator.backward(model(input_ids=own, labels=own).loss)
-        optimizer.step()
-        optimizer.zero_grad()
-
     later, budget = counted(lambda: generate(model, rank, do_sample=False)), counted(with_budget)
-    train()
+    train_step(accelerator, model, optimizer, seed=rank)
     updated = counted(lambda: generate(model, rank, do_sample=False))
     return {"same": same, "groups": groups, "later": later, "budget": budget, "updated": updated}
 

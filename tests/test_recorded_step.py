@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from happens_before import checked_world
-from recorded_step import Recording, Scale, last_step_s, tasks_of
+from recorded_step import Recording, Scale, tasks_of
 
 from hf_zeropp.estimate.cluster import Cluster, Device, Link
 from hf_zeropp.estimate.simulation import simulate
@@ -103,30 +103,3 @@ def a_call_that_waits_first(node, cross):
 def test_a_program_takes_as_long_as_its_longest_chain(program, seconds, free_seconds):
     assert end_of(program) == pytest.approx(seconds)
     assert end_of(program, orders_launches=False) == pytest.approx(free_seconds)
-
-
-def test_the_last_step_is_cut_out():
-    """A step of three products and a hop beside the last: the hop ends one second after it, and the optimizer waits for it."""
-    recording = Recording(PER_NODE)
-    with checked_world(WORLD, recording.observe):
-        _, cross = groups()
-        for _ in range(2):
-            for _ in range(3):
-                compute()
-            side = torch.cpu.Stream()
-            side.wait_stream(torch.cpu.current_stream())
-            with torch.cpu.stream(side):
-                exchange(cross)
-            torch.cpu.current_stream().wait_stream(side)
-            torch.empty(1).zero_()
-            recording.end_step()
-    assert last_step_s(recording, tasks_of(recording, CLUSTER, Scale(1, 1))) == pytest.approx(5)
-
-
-def test_sizes_are_scaled():
-    """Twice the elements and three times the tokens: six times the operations of a product, twice the bytes of a hop."""
-    recording = Recording(PER_NODE)
-    with checked_world(WORLD, recording.observe):
-        one_stream(*groups())
-    tasks = tasks_of(recording, CLUSTER, Scale(2, 3))
-    assert max(span.end for span in simulate(tasks)) == pytest.approx(6 * PRODUCT_S + 2 * NETWORK_S)

@@ -134,16 +134,6 @@ def scenario_a_frozen_root_does_not_stop_the_count(rank: int) -> None:
     assert handle.traffic.zero3_bytes_per_step() > 0
 
 
-def scenario_secondary_shards_are_a_node_th_of_the_model(rank: int) -> None:
-    """In INT8 a copy takes a byte per weight and the scales, of which each rank keeps 1/N."""
-    model = a_transformer()
-    handle = apply_zeropp(model, NODES)
-    assert handle.secondary_bytes() == 0
-    model(tokens_of(rank))
-    numel = sum(param.numel() for unit in handle.units for param in unit.params)
-    assert numel / 2 <= handle.secondary_bytes() <= 1.04 * numel / 2
-
-
 def scenario_one_node_is_left_to_fsdp2(rank: int) -> None:
     model = shard(make_lm())
     handle = apply_zeropp(model, {"ranks_per_node": 4})

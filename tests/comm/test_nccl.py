@@ -107,29 +107,18 @@ def test_the_order_is_asked_for_in_time(monkeypatch):
     assert late == {nccl.VARIABLE: "1"} and nccl._came_late
 
 
-@pytest.mark.parametrize("came_late", [True, False])
-def test_an_order_that_came_too_late_is_told(caplog, monkeypatch, came_late):
-    monkeypatch.setattr(nccl, "_came_late", came_late)
-    monkeypatch.setattr(dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 1))
-    with caplog.at_level(logging.WARNING):
-        nccl.warn_of_any_order("cuda", {nccl.VARIABLE: "1"})
-        nccl.warn_of_any_order("cpu", {nccl.VARIABLE: "1"})
-    told = [record.getMessage() for record in caplog.records]
-    assert ["was set after the process group was made" in message for message in told] == [True] * came_late
-
-
 @pytest.mark.parametrize(
-    ("version", "environ", "words"),
+    ("version", "environ", "came_late", "words"),
     [
-        ((2, 25, 1), {nccl.VARIABLE: "1"}, "NCCL 2.25.1 may start"),
-        ((2, 26, 2), {}, "NCCL_LAUNCH_ORDER_IMPLICIT is not set"),
-        ((2, 26, 2), {nccl.VARIABLE: "0"}, "NCCL_LAUNCH_ORDER_IMPLICIT is 0"),
-        ((2, 29, 1), {nccl.VARIABLE: "1"}, None),
+        ((2, 25, 1), {nccl.VARIABLE: "1"}, False, "NCCL 2.25.1 may start"),
+        ((2, 26, 2), {}, False, "NCCL_LAUNCH_ORDER_IMPLICIT is not set"),
+        ((2, 26, 2), {nccl.VARIABLE: "0"}, False, "NCCL_LAUNCH_ORDER_IMPLICIT is 0"),
+        ((2, 29, 1), {nccl.VARIABLE: "1"}, True, "was set after the process group was made"),
+        ((2, 29, 1), {nccl.VARIABLE: "1"}, False, None),
     ],
 )
-def test_a_missing_order_is_told(caplog, monkeypatch, version, environ, words):
+def test_an_order_that_is_missing_or_came_too_late_is_told(caplog, monkeypatch, version, environ, came_late, words):
+    monkeypatch.setattr(nccl, "_came_late", came_late)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)

@@ -8,6 +8,8 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from frozen_runs import (
     UNQUANTIZED,
     packed_copy,
@@ -20,8 +22,8 @@ from frozen_runs import (
 )
 from harness import expect_errors, run_ranks, selected
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.tensor import DTensor
 
+from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.traffic import GATHER_FROZEN
 
@@ -67,8 +69,6 @@ class Outcome:
     counts: dict[str, tuple[float, float]]  # per step and collective: bytes within the node, across nodes
     predicted: dict[str, tuple[float, float]]
     trainable_numel: int
-    frozen_bytes: int
-    frozen_numel: int
 
 
 def run_cases(rank: int, cases: list[Case]) -> list[Outcome]:
@@ -104,15 +104,11 @@ def run_case(rank: int, case: Case) -> Outcome:
         expected = train_step(reference, reference_optimizer, batch, torch.Tensor.backward, autocast)
         losses.append((accelerator.reduce(loss.float(), "mean").item(), expected.item()))
     handle = plugin.handle_of(model)
-    frozen = [param for param in model.parameters() if not param.requires_grad]
-    params = [param for unit in handle.frozen_units for param in unit.params]
     return Outcome(
         losses=losses,
         counts=per_step(handle.traffic.counts, STEPS - 1),
         predicted=per_step(handle.predict(micro_steps=1), 1),
         trainable_numel=sum(param.numel() for param in trainable(model)),
-        frozen_bytes=sum(param.to_local().nbytes for param in frozen if isinstance(param, DTensor)),
-        frozen_numel=dense_numel(model, params),
     )
 
 
@@ -166,14 +162,10 @@ def run_wide(rank: int, bits: int) -> tuple[int, int]:
     """Bytes of the frozen weights that this rank holds, and their number, for a model whose norms are negligible."""
     model = with_adapter(tiny_llama(hidden_size=256, intermediate_size=512, vocab_size=512))
     _, plugin, model, _ = prepare(model, frozen_bits=bits, **UNQUANTIZED)
-    handle = plugin.handle_of(model)
-    storages = {
-        param.to_local().untyped_storage().data_ptr(): param.to_local().untyped_storage().nbytes()
-        for unit in handle.frozen_units
-        for param in unit.params
-    }
-    params = [param for unit in handle.frozen_units for param in unit.params]
-    return sum(storages.values()), dense_numel(model, params)
+    params = [param for unit in plugin.handle_of(model).frozen_units for param in unit.params]
+    storages = [param.to_local().untyped_storage() for param in params]
+    sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(sizes.values()), dense_numel(model, params)
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(4, 0.54), (8, 1.02)])
@@ -184,11 +176,6 @@ def test_resident_bytes_of_the_base(bits, limit):
 
 def run_without_trainable_parameters(rank: int) -> tuple[float, set[str]]:
     """A reference model: prepared alone, evaluated, and used to generate."""
-    from accelerate import Accelerator
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
-
-    from hf_zeropp import ZeroPPPlugin
-
     model = tiny_llama().requires_grad_(False)
     reference = packed_copy(model, 8)
     plugin = ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": 8})
@@ -205,10 +192,6 @@ def test_a_model_without_trainable_parameters_never_crosses_nodes():
 
 
 def run_with_frozen_parameters_in_the_optimizer(rank: int, bits: int | None) -> int:
-    from accelerate import Accelerator
-
-    from hf_zeropp import ZeroPPPlugin
-
     model = with_adapter(tiny_llama())
     accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp={"ranks_per_node": 2, "frozen_bits": bits}))
     _, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

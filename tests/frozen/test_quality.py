@@ -19,16 +19,9 @@ from hf_zeropp import quantize_frozen
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 LENGTH, BATCH = 128, 8  # bytes of text in a sequence; sequences of a step
 HELD_OUT = 64  # sequences
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def byte_sequences(is_wanted: Callable[[str], bool]) -> torch.Tensor:

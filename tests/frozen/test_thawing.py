@@ -7,6 +7,7 @@ from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from frozen_runs import UNQUANTIZED, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
 from harness import Scenarios, expect_errors
+from rollout_runs import train_step
 
 from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.comm.agreement import DisagreementError
@@ -14,39 +15,31 @@ from hf_zeropp.comm.agreement import DisagreementError
 NAME = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
 
 
-def prepared(adapter: bool = True):
+def prepared():
     reset_accelerate()
-    model = tiny_llama() if not adapter else with_adapter(tiny_llama())
-    return prepare(model, **UNQUANTIZED)
-
-
-def train_a_step(accelerator, model, optimizer, rank: int) -> None:
-    batch = tokens()[rank : rank + 1]
-    accelerator.backward(model(input_ids=batch, labels=batch).loss)
-    optimizer.step()
-    optimizer.zero_grad()
+    return prepare(with_adapter(tiny_llama()), **UNQUANTIZED)
 
 
 def a_layer_that_thaws_is_refused_by_name(rank: int) -> None:
     accelerator, _, model, optimizer = prepared()
-    train_a_step(accelerator, model, optimizer, rank)
+    train_step(accelerator, model, optimizer, rank)
     weight = model.get_parameter(NAME).requires_grad_(True)
     optimizer.add_param_group({"params": [weight]})
     with pytest.raises(
         ValueError, match=f"{NAME} was made trainable .*rank {rank}.*Set requires_grad before `prepare`"
     ):
-        train_a_step(accelerator, model, optimizer, rank)
+        train_step(accelerator, model, optimizer, rank)
     weight.requires_grad_(False)
-    train_a_step(accelerator, model, optimizer, rank)
+    train_step(accelerator, model, optimizer, rank)
 
 
 def a_layer_that_thaws_on_one_rank_is_a_disagreement_of_all(rank: int) -> None:
     accelerator, _, model, optimizer = prepared()
-    train_a_step(accelerator, model, optimizer, rank)
+    train_step(accelerator, model, optimizer, rank)
     if rank == 3:
         model.get_parameter(NAME).requires_grad_(True)
     with pytest.raises(DisagreementError, match=rf"ranks \[0, 1, 2\]: nothing; rank 3: {NAME}"):
-        train_a_step(accelerator, model, optimizer, rank)
+        train_step(accelerator, model, optimizer, rank)
 
 
 SCENARIOS = Scenarios(

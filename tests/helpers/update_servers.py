@@ -5,11 +5,31 @@ from __future__ import annotations
 import http.server
 import json
 import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
+import torch.nn as nn
+from accelerate import Accelerator
+from frozen_runs import prepare, reset_accelerate, trainable
 from harness import free_port
+from peft import LoraConfig, get_peft_model
+from rollout_runs import LORA, no_full_tensors, seen_in_forward, train_step
+from transformers import AutoModelForCausalLM
 
 from hf_zeropp.rollouts.versions import UpdateReceiver
+from hf_zeropp.traffic import GATHER_CROSS, Bytes
+
+CASES: dict[str, tuple[dict | None, dict]] = {
+    "full": (None, {"mixed_precision": "bf16", "qwz_mode": "exact"}),
+    "LoRA": (LORA, {"mixed_precision": "bf16"}),
+    "LoRA on 4 bits": (LORA, {"frozen_bits": 4}),
+}
+"""Adapters, and arguments of ``prepare``."""
+
+TAKEN = ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+"""The requests of one update."""
 
 
 class Engine:
@@ -109,3 +129,77 @@ def wrong_in(engine: Engine, expected: dict[str, torch.Tensor]) -> list[str]:
 
 def bits_of(weight: torch.Tensor) -> torch.Tensor:
     return weight.view(torch.int16)
+
+
+def sync_after_steps(
+    rank: int,
+    folder: str,
+    sync_of: Callable[[nn.Module, Accelerator, list[str], Path], Callable[[], None]],
+    cases: list[str],
+    num_servers: int,
+    away: tuple[int, ...] = (),
+) -> dict[str, dict[str, Any]]:
+    """Train four steps of an Accelerate loop in each case, each followed by a sync to servers. Return what is to be looked at.
+
+    Args:
+        rank: this one.
+        folder: has the model, and gets a folder for each case.
+        sync_of: returns TRL's sync of a model to servers by their URLs, with a folder for what is sent.
+        cases: names of ``CASES``.
+        num_servers: of rank 0.
+        away: steps for which the servers are gone.
+    """
+    servers = [Server().start() for _ in range(num_servers)] if rank == 0 else []
+    urls = [server.url for server in servers] or ["http://nobody"]
+    found = {}
+    for case in cases:
+        lora, settings = CASES[case]
+        model = AutoModelForCausalLM.from_pretrained(Path(folder, "model"))
+        model = model if lora is None else get_peft_model(model, LoraConfig(**lora))
+        accelerator, plugin, model, optimizer = prepare(model, **settings)
+        sync = sync_of(model, accelerator, urls, Path(folder, case))
+        traffic = plugin.handle_of(model).traffic
+        wrong, crossed, moved, errors = [], [], [], []
+        for step in range(4):
+            train_step(accelerator, model, optimizer, seed=10 * rank + step)
+            for server in servers:
+                if step in away:
+                    server.stop()
+                elif step - 1 in away:
+                    server.start()
+            before = [param.to_local().clone() for param in trainable(model)]
+            traffic.reset()
+            try:
+                with no_full_tensors():
+                    sync()
+                errors.append("")
+            except RuntimeError as error:
+                errors.append(str(error))
+            crossed.append(traffic.cross_node_bytes)
+            after = [param.to_local() for param in trainable(model)]
+            moved.append(sum(not torch.equal(one, other) for one, other in zip(before, after, strict=True)))
+            expected = seen_in_forward(model)
+            wrong.append([name for server in servers for name in wrong_in(server.engine, expected)])
+        found[case] = {
+            "wrong": wrong,
+            "moved": moved,
+            "errors": errors,
+            "files": [path.name for path in Path(folder, case).rglob("*")] if rank == 0 else [],
+            "calls": [list(server.engine.calls) for server in servers],
+            "bytes": (crossed, plugin.handle_of(model).predict(1).get(GATHER_CROSS, Bytes()).cross_node * 2),
+        }
+        for server in servers:
+            server.engine.calls.clear()
+        reset_accelerate()
+    return found
+
+
+def check_bytes_and_files(rank: int, found: dict[str, dict[str, Any]]) -> None:
+    """Check that no sync moved a weight or sent a byte more than the next forward pass would, and that rank 0 sent changes."""
+    for case, result in found.items():
+        assert result["moved"] == [0] * 4, (case, result)
+        crossed, one_gather = result["bytes"]
+        if case != "full":  # how many words change is not known before
+            assert crossed == [one_gather] * 4, (case, crossed, one_gather)
+        if rank == 0:
+            assert [name for name in result["files"] if name.startswith("changes")], "nothing was sent as changes"

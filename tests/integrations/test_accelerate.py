@@ -23,7 +23,6 @@ from accelerate_runs import (
     weights,
 )
 from harness import Scenarios, run_ranks, scenarios_of
-from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaForCausalLM
 
 from hf_zeropp import get_handle
@@ -60,51 +59,12 @@ def scenario_false_is_stock(rank: int) -> None:
     assert "sync_each_batch" not in GradientState().plugin_kwargs
 
 
-def scenario_units_are_the_transformer_blocks(rank: int) -> None:
-    accelerator = new_accelerator()
-    model, _ = prepared(accelerator)
-    assert isinstance(model, FSDPModule) and isinstance(model.model.layers[0], FSDPModule)
-    before = handle_of(accelerator, model)
-    gradients(accelerator, model, rank)
-    assert handle_of(accelerator, model) is before is get_handle(model)
-    assert before.config.ranks_per_node == 2 and before.is_active
-
-
-def scenario_applied_at_the_first_forward(rank: int) -> None:
-    """The user does nothing but call the model."""
-    model, _ = prepared(new_accelerator())
-    assert get_handle(model) is None
-    with torch.no_grad():
-        model(batch_of(rank, 0))
-    assert get_handle(model).traffic.cross_node_bytes > 0
-
-
 def scenario_a_model_that_is_never_used_is_not_kept(rank: int) -> None:
     accelerator = new_accelerator()
     kept = weakref.ref(prepared(accelerator)[0])
     accelerator.free_memory()
     gc.collect()
     assert kept() is None
-
-
-def scenario_accumulation_sends_once(rank: int) -> None:
-    """Two micro-steps send across nodes what one does, and their gradients are those of one with both batches."""
-    sent, found = {}, {}
-    for micro_steps in (1, 2):
-        accelerator = new_accelerator(UNQUANTIZED, micro_steps=micro_steps)
-        model, _ = prepared(accelerator)
-        handle = handle_of(accelerator, model)
-        if micro_steps == 2:
-            found[2] = gradients(accelerator, model, rank, (0, 1))
-        else:
-            tokens = torch.cat([batch_of(rank, 0), batch_of(rank, 1)])
-            with accelerator.accumulate(model):
-                accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-            found[1] = {name: param.grad.full_tensor() for name, param in model.named_parameters()}
-        sent[micro_steps] = handle.traffic.cross_node_bytes
-        assert handle.partial_bytes() == 0
-    assert sent[1] == sent[2] > 0
-    assert distance(found[2], found[1]) < 1e-5  # fp32: means of halves against a mean of the whole
 
 
 def scenario_counted_is_predicted(rank: int) -> None:
@@ -191,16 +151,6 @@ def scenario_tied_embeddings(rank: int) -> None:
         assert model.lm_head.weight is model.model.embed_tokens.weight
         found.append(gradients(accelerator, model, rank, (5,)))
     assert distance(*found) < 1e-4  # two AdamW steps in between amplify the rounding of sums
-
-
-def scenario_generation_before_training(rank: int) -> None:
-    """The first use of the model is generate(): the same tokens as the unsharded model's."""
-    accelerator = new_accelerator(UNQUANTIZED)
-    model, _ = prepared(accelerator)
-    tokens = batch_of(0, 0)
-    ours = model.generate(tokens, max_new_tokens=5, do_sample=False)
-    assert torch.equal(ours, tiny_llama().generate(tokens, max_new_tokens=5, do_sample=False))
-    assert get_handle(model) is not None
 
 
 def scenario_second_accelerator(rank: int) -> None:

@@ -98,7 +98,7 @@ def test_experts_that_lie_in_one_tensor_are_merged(tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_the_command_writes_what_opens_without_this_package(tmp_path, capsys):
+def test_the_command_writes_what_opens_without_this_package(tmp_path):
     base = save_base(tmp_path, packed=True, tied=False)
     save_adapter(tmp_path, base)
     cli.main(["export", "--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged")])
@@ -118,12 +118,3 @@ def test_a_folder_that_is_not_empty_is_left_alone(tmp_path):
     with pytest.raises(SystemExit, match="not an empty folder; nothing was written"):
         cli.main(["export", "--adapter", str(tmp_path / "adapter"), "--output", str(tmp_path / "merged")])
     assert [file.name for file in (tmp_path / "merged").iterdir()] == ["thesis.txt"]
-
-
-def test_an_adapter_of_another_base_leaves_nothing_behind(tmp_path):
-    base = save_base(tmp_path, packed=False, tied=False)
-    save_adapter(tmp_path, base)
-    tiny_llama(intermediate_size=128).save_pretrained(tmp_path / "other")
-    with pytest.raises((ValueError, RuntimeError), match="shape|size mismatch"):
-        export(tmp_path / "merged", tmp_path / "other", tmp_path / "adapter", show_progress=False)
-    assert {path.name for path in tmp_path.iterdir()} == {"base", "adapter", "other"}

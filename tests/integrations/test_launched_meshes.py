@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from harness import expect_errors, free_port, run_ranks
+from harness import expect_errors, free_port
 from test_meshes import allow_parallelism_on_cpu
-from test_unmodified import LAUNCHED, UNQUANTIZED, run_script
+from test_unmodified import LAUNCHED, UNQUANTIZED
 from trainer_runs import build_trainer, tiny_model
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
@@ -21,31 +21,6 @@ from transformers.distributed import DistributedConfig
 from hf_zeropp.integrations.accelerate import let_stock_plugin_count_on_cpu
 
 SCRIPT = Path(__file__).parent / "scripts/sharded_at_load.py"
-NODES = {"ZEROPP_RANKS_PER_NODE": "1"}
-
-
-def run_on_cpu(rank: int, command: list[str]) -> dict | None:
-    allow_parallelism_on_cpu()
-    return run_script(rank, command, micro_steps=2)
-
-
-def run(folder: Path, env: dict) -> tuple[list[float], dict | None]:
-    (folder / "out").mkdir(exist_ok=True)
-    command = [str(SCRIPT), "--model", str(folder / "model"), "--out", str(folder / "out")]
-    counts = run_ranks(run_on_cpu, 4, command, env=env, init=False)
-    return json.loads((folder / "out/losses.json").read_text()), counts[0]
-
-
-def test_an_unmodified_script_with_replicas(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "model")
-    off, without = run(tmp_path, NODES | {"ZEROPP_ENABLED": "0"})
-    unquantized, _ = run(tmp_path, NODES | UNQUANTIZED)
-    ours, counts = run(tmp_path, NODES)
-    assert without is None
-    assert unquantized == pytest.approx(off, rel=1e-6)
-    assert ours == pytest.approx(off, rel=0.01) and ours != off
-    # ``run_script`` gives a rank's part of nodes of two, and here a node is one rank.
-    assert 2 * counts["counted"] == pytest.approx(counts["predicted"], rel=1e-6)
 
 
 def launch(folder: Path, **environ: str) -> tuple[list[float], str]:
@@ -54,7 +29,7 @@ def launch(folder: Path, **environ: str) -> tuple[list[float], str]:
     config = folder / "launch.yaml"
     config.write_text(yaml.safe_dump(file | {"num_processes": 2, "zeropp_config": {"ranks_per_node": 1}}))
     command = [sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", str(config)]
-    command += ["--main_process_port", str(free_port()), str(SCRIPT), "--replicas", "1"]
+    command += ["--main_process_port", str(free_port()), str(SCRIPT)]
     command += ["--model", str(folder / "model"), "--out", str(folder)]
     environ = os.environ | {"OMP_NUM_THREADS": "1"} | environ
     ran = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=300, check=False)
@@ -84,7 +59,7 @@ def run_as_stock(rank: int, folder: str) -> None:
 def test_accelerate_takes_no_such_model_where_its_file_says_fsdp(tmp_path: Path) -> None:
     """The model is sharded already. Accelerate would do it, and says so without this package too."""
     tiny_model().save_pretrained(tmp_path / "model")
-    for error in expect_errors(run_as_stock, 4, str(tmp_path), env=LAUNCHED, init=False):
+    for error in expect_errors(run_as_stock, 2, str(tmp_path), env=LAUNCHED, init=False):
         assert "When using FSDP2, a model and optimizer must be passed together to `Accelerator.prepare()`" in error
 
 

@@ -53,16 +53,6 @@ WAYS = {
 }
 
 
-# What else experts on a mesh of their own train with. Changed words give the bits of whole weights.
-EXPERT_WAYS = {
-    "unquantized": WAYS["unquantized"],
-    "exact": (FOUR_NODES | UNQUANTIZED | {"qwz_mode": "exact"}, "1"),
-    "preset exact": (FOUR_NODES | {"preset": "exact"}, "1"),
-    "half_model": (FOUR_NODES | {"preset": "half_model"}, "1"),
-    "accumulation on the rank": (FOUR_NODES | {"qgz_accumulate": "rank"}, "1"),
-}
-
-
 def allow_parallelism_on_cpu() -> None:
     """Accelerate asks for accelerators where there is a second kind of parallelism. Nothing that follows needs one."""
     ParallelismConfig._validate_accelerator = lambda self, accelerator: None
@@ -136,7 +126,7 @@ def tiny_experts(family: str = "qwen3_moe"):
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=32, num_experts=8))
 
 
-def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int], int]:
+def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int]]:
     """Train with experts across nodes. Return what was counted, and what the tokens of each step took that crossed nodes."""
     allow_parallelism_on_cpu()
     model = loaded(saved, EXPERT_MESHES["ep across nodes"] | {"ep_implementation": "all_to_all"})
@@ -164,14 +154,14 @@ def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int], i
     ):
         trainer.train()
     assert not _get_current_dispatch_mode_stack()
-    return callback_of(trainer).handle.traffic.others, known, len(list(model.parameters()))
+    return callback_of(trainer).handle.traffic.others, known
 
 
 def test_tokens_on_their_way_to_experts_and_clipping_are_counted(tmp_path):
     """The second step stands for the first, and the smaller of the second and third for those that follow."""
     saved = str(tmp_path / "model")
     tiny_experts().save_pretrained(saved)
-    for others, known, _ in run_ranks(count_tokens, WORLD, str(tmp_path), saved, limit_s=300):
+    for others, known in run_ranks(count_tokens, WORLD, str(tmp_path), saved, limit_s=300):
         assert min(known) > 0
         later = [known[1] + known[2] + known[1] + 2 * known[index] for index in (1, 2)]
         assert others["all-to-all, in passes"].cross_node in later
@@ -283,41 +273,6 @@ def test_model_sharded_at_load(tmp_path, mesh):
             assert not others or "tp" in mesh or "ep_size" in settings
 
 
-def train_experts(rank: int, folder: str, saved: str, mesh: dict) -> dict[str, tuple]:
-    """Return of each way the losses, and by collective the bytes across nodes: counted, predicted, and how near they must be."""
-    allow_parallelism_on_cpu()
-    found = {}
-    for name, (zeropp, _) in {"stock": WAYS["stock"], **EXPERT_WAYS}.items():
-        trainer = trained(folder, zeropp, loaded(saved, mesh), max_steps=4)
-        bytes_by_name = {}
-        if (handle := callback_of(trainer).handle) is not None:
-            sends_whole = handle.config.qwz_mode == "values"
-            for collective, one in handle.predict(2).items():
-                # The first step sends whole weights where changes are the rule, and counts them apart.
-                steps = 3 if collective == GATHER_CROSS and not sends_whole else 4
-                # What is measured is a rounded mean of each unit, from every other node.
-                slack = steps * len(handle.gathers) * WORLD if one.is_measured else 0
-                counted = handle.traffic.counts[collective].cross_node
-                bytes_by_name[collective] = counted, steps * one.cross_node, slack
-        found[name] = losses(trainer), bytes_by_name
-    return found
-
-
-@pytest.mark.parametrize("mesh", EXPERT_MESHES)
-def test_experts_on_a_mesh_of_their_own_with_every_carrier(tmp_path, mesh):
-    saved = str(tmp_path / "model")
-    tiny_experts().save_pretrained(saved)
-    for found in run_ranks(train_experts, WORLD, str(tmp_path), saved, EXPERT_MESHES[mesh], limit_s=300):
-        stock = found["stock"][0]
-        assert found["exact"][0] == found["unquantized"][0] == pytest.approx(stock, rel=1e-5)
-        for way in EXPERT_WAYS:
-            own, bytes_by_name = found[way]
-            assert own == pytest.approx(stock, rel=0.01), way
-            assert bytes_by_name[GATHER_CROSS][0] > 0
-            for collective, (counted, predicted, slack) in bytes_by_name.items():
-                assert abs(counted - predicted) <= slack, (way, collective, counted, predicted)
-
-
 KINDS = MESHES | {"fsdp x ep": EXPERT_MESHES["ep across nodes"]}
 
 
@@ -398,25 +353,16 @@ def test_other_micro_steps_on_some_ranks_raise_on_all(tmp_path, mesh):
     assert any("DisagreementError" in error for error in errors), errors
 
 
-def train_family(rank: int, folder: str, saved: str, implementation: str) -> dict[str, tuple]:
-    allow_parallelism_on_cpu()
-    found = {}
-    for name in ("stock", "unquantized", "defaults"):
-        model = loaded(saved, EXPERT_MESHES["ep across nodes"] | {"ep_implementation": implementation})
-        trainer = trained(folder, WAYS[name][0], model)
-        handle = callback_of(trainer).handle
-        found[name] = losses(trainer), handle and (*counted_and_predicted(trainer), set(handle.traffic.others))
-    return found
-
-
 @pytest.mark.parametrize("implementation", ["all_to_all", "auto"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_other_families_of_experts(tmp_path, family, implementation):
     saved = str(tmp_path / "model")
     tiny_experts(family).save_pretrained(saved)
-    for found in run_ranks(train_family, WORLD, str(tmp_path), saved, implementation, limit_s=300):
+    mesh = EXPERT_MESHES["ep across nodes"] | {"ep_implementation": implementation}
+    ways = {name: WAYS[name] for name in ("stock", "unquantized", "defaults")}
+    for found in run_ranks(train_each, WORLD, str(tmp_path), saved, mesh, ways, limit_s=300):
         for way, bound in (("unquantized", 1e-6), ("defaults", 0.01)):
-            own, (counted, predicted, others) = found[way]
+            own, counted, predicted, others = found[way]
             assert own == pytest.approx(found["stock"][0], rel=bound)
             assert counted == predicted and "all-to-all, in passes" in others
 

@@ -10,8 +10,6 @@ from accelerate_runs import batch_of, handle_of, new_accelerator, prepared, tiny
 from harness import run_ranks
 from toy import logged_messages
 
-from hf_zeropp import ZeroPPConfig
-
 WORLD, STEPS = 4, 4
 # Blocks of 128 to 256 elements need rows of that length, or the scales weigh as much as in no real model.
 SIZES = {"hidden_size": 128, "intermediate_size": 256}
@@ -50,12 +48,6 @@ def test_four_ranks_of_one_machine(micro_steps):
         arrived = sum(cross for _, cross in counted.values())
         share = model_bytes * (WORLD - 1) / WORLD
         assert arrived == pytest.approx((2 * micro_steps * 0.5 + 0.25) * share, rel=0.04)
-
-
-def test_the_preset_is_one_rank_per_node_and_no_secondary_shard():
-    quantized = ZeroPPConfig(ranks_per_node=1, hpz_size=None, qwz_intra_bits=8, qgz_intra_bits=8)
-    assert ZeroPPConfig.preset("pcie") == quantized
-    assert ZeroPPConfig.preset("pcie", hpz_size="node").hpz_size == "node"
 
 
 def warnings_without_preset(rank: int) -> list[str]:

@@ -88,10 +88,7 @@ def scenario_with_lora(rank: int) -> None:
     names = run("get_peft_model", {"path": "base"})
     trained = [param for param in names["model"].parameters() if param.requires_grad]
     assert trained and names["model"].config.quantization_config.bits == 4
-    names |= {"loader": batches(rank), "optimizer": torch.optim.AdamW(trained, lr=1e-3)}
-    names["loader"] = DataLoader(
-        [{"input_ids": batch_of(0, step)[0], "labels": batch_of(0, step)[0]} for step in range(8)]
-    )
+    names |= {"loader": loader_of_rows(), "optimizer": torch.optim.AdamW(trained, lr=1e-3)}
     run("fsdp_plugin=plugin", names)
     assert names["plugin"].handle_of(names["model"]).is_active
 

@@ -32,20 +32,19 @@ def train_only(rank: int, folder: str):
     return losses(trainer), weights(trainer)
 
 
-def evaluate_then_train(rank: int, folder: str):
+def use_then_train(rank: int, folder: str, use: str):
+    """Evaluate or predict, train, and do it once more. Return what ``train_only`` does, and both losses."""
     trainer = build_trainer(folder)
     callback_of(trainer).attach(trainer)
-    before = trainer.evaluate()["eval_loss"]
-    trainer.train()
-    return losses(trainer), weights(trainer), before, trainer.evaluate()["eval_loss"]
 
+    def loss() -> float:
+        if use == "evaluate":
+            return trainer.evaluate()["eval_loss"]
+        return trainer.predict(token_data(16, seed=2)).metrics["test_loss"]
 
-def predict_then_train(rank: int, folder: str):
-    trainer = build_trainer(folder)
-    callback_of(trainer).attach(trainer)
-    before = trainer.predict(token_data(16, seed=2)).metrics["test_loss"]
+    before = loss()
     trainer.train()
-    return losses(trainer), weights(trainer), before, trainer.predict(token_data(16, seed=2)).metrics["test_loss"]
+    return losses(trainer), weights(trainer), before, loss()
 
 
 def evaluate_every_step(rank: int, folder: str):
@@ -64,23 +63,18 @@ def local_loss(state: dict[str, np.ndarray]) -> float:
         return model(input_ids=ids, labels=ids).loss.item()
 
 
-def test_evaluation_before_between_and_after_changes_nothing(tmp_path):
+def test_evaluation_before_between_and_after_changes_nothing_and_sees_the_weights_of_the_moment(tmp_path):
     expected = run_ranks(train_only, 4, str(tmp_path))
-    for function in (evaluate_then_train, predict_then_train, evaluate_every_step):
-        for (losses_a, weights_a), (losses_b, weights_b, *_) in zip(
-            expected, run_ranks(function, 4, str(tmp_path)), strict=True
-        ):
-            assert losses_a == losses_b, function.__name__
-            assert same_weights(weights_a, weights_b), function.__name__
-
-
-def test_evaluation_sees_the_weights_of_the_moment(tmp_path):
-    for function in (evaluate_then_train, predict_then_train):
-        _, trained, before, after = run_ranks(function, 4, str(tmp_path))[0]
-        initial = {name: param.detach().numpy() for name, param in tiny_model().named_parameters()}
+    runs = {use: run_ranks(use_then_train, 4, str(tmp_path), use) for use in ("evaluate", "predict")}
+    initial = {name: param.detach().numpy() for name, param in tiny_model().named_parameters()}
+    for (_, trained, before, after), *_ in runs.values():
         assert before == pytest.approx(local_loss(initial), rel=2e-3)  # INT8 weights
         assert after == pytest.approx(local_loss(trained), rel=5e-3)
         assert after < 0.95 * before
+    for use, ranks in {**runs, "between": run_ranks(evaluate_every_step, 4, str(tmp_path))}.items():
+        for (losses_a, weights_a), (losses_b, weights_b, *_) in zip(expected, ranks, strict=True):
+            assert losses_a == losses_b, use
+            assert same_weights(weights_a, weights_b), use
 
 
 def reshard(model: torch.nn.Module) -> None:

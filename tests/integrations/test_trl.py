@@ -33,81 +33,57 @@ def new_model(cls=LlamaForCausalLM, **overrides) -> torch.nn.Module:
     return cls(config)
 
 
+def new_trainer(kind: str, folder: str, zeropp, data: dict[str, list], *models, options=None, **how):
+    """Return TRL's trainer of a kind. A quarter of its data is for evaluation; ``options`` are further ones of its config."""
+    import trl
+
+    parts = Dataset.from_dict(data).train_test_split(16, shuffle=False)
+    how |= {"train_dataset": parts["train"], "eval_dataset": parts["test"], "processing_class": tokenizer()}
+    args = getattr(trl, f"{kind}Config")(**arguments(folder, zeropp), **(options or {}))
+    return getattr(trl, f"{kind}Trainer")(*models, args=args, callbacks=[ZeroPPCallback()], **how)
+
+
 def sft(folder: str, zeropp):
-    from trl import SFTConfig, SFTTrainer
-
-    data = Dataset.from_dict({"text": phrases(64, 12, 1)})
-    args = SFTConfig(**arguments(folder, zeropp), max_length=16)
-    return SFTTrainer(new_model(), args, **common(data))
+    return new_trainer("SFT", folder, zeropp, {"text": phrases(64, 12, 1)}, new_model(), options={"max_length": 16})
 
 
-def preferences() -> Dataset:
-    return Dataset.from_dict({"prompt": phrases(64, 4, 1), "chosen": phrases(64, 4, 2), "rejected": phrases(64, 4, 3)})
+def preferences() -> dict[str, list[str]]:
+    return {"prompt": phrases(64, 4, 1), "chosen": phrases(64, 4, 2), "rejected": phrases(64, 4, 3)}
 
 
 def dpo_lora(folder: str, zeropp):
-    from trl import DPOConfig, DPOTrainer
-
     lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
-    args = DPOConfig(**arguments(folder, zeropp))
-    return DPOTrainer(new_model(), args=args, peft_config=lora, **common(preferences()))
+    return new_trainer("DPO", folder, zeropp, preferences(), new_model(), peft_config=lora)
 
 
 def dpo_reference(folder: str, zeropp):
-    from trl import DPOConfig, DPOTrainer
-
-    args = DPOConfig(**arguments(folder, zeropp))
-    models = (new_model(), new_model())
-    return DPOTrainer(*models, args=args, **common(preferences()))
+    return new_trainer("DPO", folder, zeropp, preferences(), new_model(), new_model())
 
 
 def dpo_synced_reference(folder: str, zeropp):
-    from trl import DPOConfig, DPOTrainer
-
-    args = DPOConfig(
-        **arguments(folder, zeropp), sync_ref_model=True, ref_model_sync_steps=2, ref_model_mixup_alpha=1.0
-    )
-    models = (new_model(), new_model())
-    return DPOTrainer(*models, args=args, **common(preferences()))
+    synced = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 1.0}
+    return new_trainer("DPO", folder, zeropp, preferences(), new_model(), new_model(), options=synced)
 
 
 def reward(folder: str, zeropp):
-    from trl import RewardConfig, RewardTrainer
-
-    model = new_model(LlamaForSequenceClassification, num_labels=1)
-    args = RewardConfig(**arguments(folder, zeropp))
-    return RewardTrainer(model, args=args, **common(preferences()))
+    return new_trainer("Reward", folder, zeropp, preferences(), new_model(LlamaForSequenceClassification, num_labels=1))
 
 
 def kto(folder: str, zeropp):
-    from trl import KTOConfig, KTOTrainer
-
-    pairs = {"prompt": phrases(64, 4, 1), "completion": phrases(64, 4, 2), "label": [i % 2 == 0 for i in range(64)]}
-    args = KTOConfig(**arguments(folder, zeropp))
-    models = (new_model(), new_model())
-    return KTOTrainer(*models, args=args, **common(Dataset.from_dict(pairs)))
+    data = {"prompt": phrases(64, 4, 1), "completion": phrases(64, 4, 2), "label": [i % 2 == 0 for i in range(64)]}
+    return new_trainer("KTO", folder, zeropp, data, new_model(), new_model())
 
 
 def grpo(folder: str, zeropp):
-    from trl import GRPOConfig, GRPOTrainer
-
-    args = GRPOConfig(**arguments(folder, zeropp), **ONLINE)
-    data = Dataset.from_dict({"prompt": phrases(64, 4, 1)})
-    return GRPOTrainer(new_model(), distinct_tokens, args=args, **common(data))
+    return new_trainer(
+        "GRPO", folder, zeropp, {"prompt": phrases(64, 4, 1)}, new_model(), distinct_tokens, options=ONLINE
+    )
 
 
 def rloo(folder: str, zeropp):
-    from trl import RLOOConfig, RLOOTrainer
-
-    args = RLOOConfig(**arguments(folder, zeropp), **ONLINE)
-    data = Dataset.from_dict({"prompt": phrases(64, 4, 1)})
-    return RLOOTrainer(new_model(), distinct_tokens, args=args, **common(data))
-
-
-def common(data: Dataset) -> dict:
-    parts = data.train_test_split(16, shuffle=False)
-    datasets = {"train_dataset": parts["train"], "eval_dataset": parts["test"]}
-    return {**datasets, "processing_class": tokenizer(), "callbacks": [ZeroPPCallback()]}
+    return new_trainer(
+        "RLOO", folder, zeropp, {"prompt": phrases(64, 4, 1)}, new_model(), distinct_tokens, options=ONLINE
+    )
 
 
 def train(rank: int, build, folder: str, zeropp) -> dict:

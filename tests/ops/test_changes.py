@@ -15,17 +15,9 @@ from hf_zeropp.ops import changes_format, changes_reference, native
 from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, ENTRY_BYTES, WHOLE
 from hf_zeropp.ops.reference_kernels import ReferenceKernels
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 SEEDS = st.integers(0, 2**32 - 1)
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """The reference works on small tensors here, which threads slow down where others use the processor."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def compiled() -> list[ops.CompiledKernels]:

@@ -139,14 +139,6 @@ def test_a_compiler_sees_the_call():
     assert torch.equal(out, through_the_dispatcher(input))
 
 
-def test_a_functional_graph_is_traced():
-    """``make_fx`` traces with modes of its own."""
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    graph = make_fx(encode)(values(), wire())
-    assert OPERATOR.default in {node.target for node in graph.graph.nodes}
-
-
 def test_autograd_sees_the_call(direct_calls):
     encode(values().requires_grad_(), wire())
     assert direct_calls == [False]

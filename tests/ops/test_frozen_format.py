@@ -17,11 +17,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @pytest.fixture(params=ops.kernel_info().available)
-def kernels(request):
-    before = ops.kernel_info().cpu
+def kernels(request, restore_kernels):
     ops.set_kernels(request.param)
-    yield request.param
-    ops.set_kernels(before)
+    return request.param
 
 
 def weight(shape, dtype=torch.float32) -> torch.Tensor:

@@ -29,12 +29,6 @@ def forgetful():
     kernels._kernels.pop("cuda", None)
 
 
-def test_a_missing_cuda_library_is_explained(forgetful, monkeypatch):
-    monkeypatch.setattr(native, "library_path", lambda device_type: None)
-    library, reason = native.cuda_library()
-    assert library is None and "nvcc" in reason and "reinstall" in reason
-
-
 def test_a_broken_cuda_library_is_explained(forgetful, monkeypatch, tmp_path: Path):
     broken = tmp_path / "libzeropp_cuda.so"
     broken.write_text("not a library")
@@ -55,13 +49,15 @@ def test_a_missing_gpu_or_driver_is_explained(forgetful):
 def test_the_env_command_says_why(forgetful, monkeypatch):
     monkeypatch.setattr(native, "library_path", lambda device_type: None)
     rows = dict(zip(*(list(column.cells) for column in environment_table().columns), strict=True))
-    assert rows["CUDA library"] == "none" and "nvcc" in rows["CUDA kernels"]
+    assert rows["CUDA library"] == "none" and "nvcc" in rows["CUDA kernels"] and "reinstall" in rows["CUDA kernels"]
 
 
-def test_a_gpu_without_the_library_uses_the_reference_with_one_warning(forgetful, monkeypatch):
+@without_gpu
+def test_where_neither_the_library_nor_triton_runs_the_reference_does_with_one_warning(forgetful, monkeypatch):
     monkeypatch.setattr(native, "library_path", lambda device_type: None)
     kernels._kernels.pop("cuda", None)
-    with pytest.warns(UserWarning, match="PyTorch code runs on cuda, because there is no CUDA library") as caught:
+    why = "PyTorch code runs on cuda, because there is no CUDA library.*nvcc.* Triton does not run there either: "
+    with pytest.warns(UserWarning, match=why) as caught:
         assert kernels.kernels_of("cuda").name == "reference"
     assert len(caught) == 1
     with warnings.catch_warnings():

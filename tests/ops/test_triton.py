@@ -1,4 +1,4 @@
-"""The fallback on GPUs: it has the reference's bits, compiles for GPUs to exact instructions, and is chosen where it runs.
+"""The fallback on GPUs has the reference's bits, and compiles for GPUs to exact instructions. test_native.py chooses it.
 
 Its bits are those of Triton's interpreter here; ``tests/gpu`` runs what Triton compiles.
 """
@@ -14,10 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-
-from hf_zeropp.ops import native
-from hf_zeropp.ops.kernels import _first_kernels
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None, reason="Triton is not installed (no wheel for this platform)"
@@ -84,19 +80,3 @@ def compiled_ptx(name: str, capability: int) -> str:
     source = ASTSource(kernel, signature | dict.fromkeys(constant, "constexpr"), constexprs=constant)
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"enable_fp_fusion": False})
     return compiled.asm["ptx"]
-
-
-# ---- The choice.
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_where_triton_does_not_run_the_reference_does_and_says_why(monkeypatch):
-    monkeypatch.setattr(native, "library_path", lambda device_type: None)
-    native.cuda_library.cache_clear()
-    try:
-        with pytest.warns(
-            UserWarning, match="PyTorch code runs on cuda, because .*nvcc.* Triton does not run there either: "
-        ):
-            assert _first_kernels("cuda").name == "reference"
-    finally:
-        native.cuda_library.cache_clear()

@@ -18,11 +18,11 @@ from frozen_runs import (
     reset_accelerate,
     tiny_llama,
     tiny_mixtral,
-    tokens,
     with_adapter,
 )
 from harness import run_ranks
 from peft import get_peft_model_state_dict
+from rollout_runs import seen_in_forward, train_step
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -52,34 +52,6 @@ LORA = {
 
 def published(model: nn.Module, **how) -> dict[str, torch.Tensor]:
     return {name: weight.clone() for name, weight in publish_weights(model, **how)}
-
-
-def seen_in_forward(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters as each module finds them when its own forward begins."""
-    seen: dict[str, torch.Tensor] = {}
-    handles = []
-    for name, module in model.named_modules():
-
-        def look(module: nn.Module, args, name=name) -> None:
-            for leaf, param in module.named_parameters(recurse=False):
-                # Before torch 2.13 codes lie under a dtype of 8-bit floats, of which many are NaNs, equal to nothing.
-                seen[f"{name}.{leaf}"] = (
-                    param.detach().clone().view(torch.uint8 if param.itemsize == 1 else param.dtype)
-                )
-
-        handles.append(module.register_forward_pre_hook(look))
-    with torch.no_grad():
-        model(input_ids=tokens())
-    for handle in handles:
-        handle.remove()
-    return seen
-
-
-def train_step(accelerator, model, optimizer, rank: int) -> None:
-    own = tokens(seed=rank)
-    accelerator.backward(model(input_ids=own, labels=own).loss)
-    optimizer.step()
-    optimizer.zero_grad()
 
 
 def saved_by_transformers(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -249,7 +221,6 @@ def test_one_unit_is_gathered_at_a_time():
 
 def train_between_publishing(rank: int) -> list[bool]:
     """Return whether the adapter that forward passes compute with moved, after each of three steps."""
-    # AdamW moves every weight in its first steps, by enough to be seen in bf16.
     model = with_adapter(tiny_llama())
     accelerator, _, model, optimizer = prepare(model, mixed_precision="bf16", **UNQUANTIZED)
     layer = next(module for module in model.modules() if "default" in getattr(module, "lora_B", ()))

@@ -11,24 +11,20 @@ import os
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
-from frozen_runs import prepare, reset_accelerate, tiny_llama, trainable, with_adapter
+from frozen_runs import prepare, tiny_llama, with_adapter
 from harness import run_ranks
-from peft import LoraConfig, get_peft_model
-from rollout_runs import LORA, no_full_tensors, save_model, seen_in_forward, train_step
-from transformers import AutoModelForCausalLM
-from update_servers import Server, wrong_in
+from rollout_runs import save_model, seen_in_forward, train_step
+from update_servers import CASES, TAKEN, Server, check_bytes_and_files, sync_after_steps, wrong_in
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 
-from hf_zeropp.rollouts import server_updates, trl_async, trl_sync
+from hf_zeropp.rollouts import server_updates, trl_async
 from hf_zeropp.rollouts.trl_async import UpdateTransfer
-from hf_zeropp.traffic import GATHER_CROSS, Bytes
 
 
 def trainer_with(accelerator: Accelerator, model, transfer) -> AsyncGRPOTrainer:
@@ -41,63 +37,18 @@ def trainer_with(accelerator: Accelerator, model, transfer) -> AsyncGRPOTrainer:
     return trainer
 
 
-CASES = {
-    "full": (None, {"mixed_precision": "bf16", "qwz_mode": "exact"}),
-    "LoRA": (LORA, {"mixed_precision": "bf16"}),
-    "LoRA on 4 bits": (LORA, {"frozen_bits": 4}),
-}
-
-
-def sync_after_steps(rank: int, folder: str) -> dict[str, dict]:
-    """Train steps of an Accelerate loop, each followed by TRL's ``_sync_weight`` to two servers."""
-    servers = [Server().start() for _ in range(2)] if rank == 0 else []
-    urls = [server.url for server in servers] or ["http://nobody"]
-    found = {}
-    for case, (lora, settings) in CASES.items():
-        model = AutoModelForCausalLM.from_pretrained(Path(folder, "model"))
-        model = model if lora is None else get_peft_model(model, LoraConfig(**lora))
-        accelerator, plugin, model, optimizer = prepare(model, **settings)
-        transfer = UpdateTransfer(Path(folder, case), urls, timeout_s=30)
-        trainer = trainer_with(accelerator, model, transfer)
-        wrong, crossed, moved = [], [], []
-        for step in range(4):
-            train_step(accelerator, model, optimizer, seed=10 * rank + step)
-            before = [param.to_local().clone() for param in trainable(model)]
-            traffic = plugin.handle_of(model).traffic
-            traffic.reset()
-            with no_full_tensors():
-                trainer._sync_weight()
-            crossed.append(traffic.cross_node_bytes)
-            after = [param.to_local() for param in trainable(model)]
-            moved.append(sum(not torch.equal(one, other) for one, other in zip(before, after, strict=True)))
-            expected = seen_in_forward(model)
-            wrong += [name for server in servers for name in wrong_in(server.engine, expected)]
-        found[case] = {
-            "wrong": wrong,
-            "moved": moved,
-            "files": sorted(path.name for path in Path(folder, case).iterdir()) if rank == 0 else [],
-            "calls": [list(server.engine.calls) for server in servers],
-            "bytes": (crossed, plugin.handle_of(model).predict(1).get(GATHER_CROSS, Bytes()).cross_node * 2),
-            "version": trainer.model_version,
-        }
-        for server in servers:
-            server.engine.calls.clear()
-        reset_accelerate()
-    return found
+def sync_of(model, accelerator: Accelerator, urls: list[str], folder: Path) -> Callable[[], None]:
+    return trainer_with(accelerator, model, UpdateTransfer(folder, urls, timeout_s=30))._sync_weight
 
 
 def test_servers_follow_bit_by_bit_without_a_byte_more_across_nodes(tmp_path):
     save_model(tmp_path / "model")
-    taken = ["/pause?mode=keep", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
-    for rank, found in enumerate(run_ranks(sync_after_steps, 4, str(tmp_path))):
+    for rank, found in enumerate(run_ranks(sync_after_steps, 4, str(tmp_path), sync_of, list(CASES), 2)):
+        check_bytes_and_files(rank, found)
         for case, result in found.items():
-            assert result["wrong"] == [] and result["moved"] == [0] * 4, (case, result)
-            crossed, one_gather = result["bytes"]
-            if case != "full":  # how many words change is not known before
-                assert crossed == [one_gather] * 4, (case, crossed, one_gather)
+            assert result["wrong"] == [[]] * 4 and result["errors"] == [""] * 4, (case, result)
             if rank == 0:
-                assert result["calls"] == [["/init_weight_transfer_engine", *taken * 4]] * 2 and result["version"] == 4
-                assert [name for name in result["files"] if name.startswith("changes")], "nothing was sent as changes"
+                assert result["calls"] == [["/init_weight_transfer_engine", *TAKEN * 4]] * 2
 
 
 def lose_and_find_servers(rank: int, folder: str) -> dict[str, list]:
@@ -223,6 +174,7 @@ def test_other_transfers_and_other_models_keep_the_way_of_trl(tmp_path):
     trainer.weight_transfer = UpdateTransfer(tmp_path, server.url)
     trainer._sync_weight()
     server.stop()
+    assert trainer.model_version == 2
     assert all(torch.equal(server.engine.weights[name], param) for name, param in model.named_parameters())
 
 
@@ -235,10 +187,3 @@ def test_what_is_no_server_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(trl_async, "is_at_least", lambda library, release: False)
     with pytest.raises(ValueError, match=r"expected TRL 1\.16 or newer, got .*\. Install it"):
         UpdateTransfer(tmp_path, "http://one")
-
-
-def test_a_model_that_was_published_so_is_not_warned_of(caplog):
-    model = torch.nn.Linear(2, 2)
-    trl_sync.count_as_published(model)
-    trl_sync.warn_if_unused(SimpleNamespace(vllm_server_base_url=""), model)
-    assert caplog.text == ""

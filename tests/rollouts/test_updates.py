@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from frozen_runs import prepare, reset_accelerate, tiny_llama, tokens
+from frozen_runs import prepare, reset_accelerate, tiny_llama
 from harness import run_ranks
+from rollout_runs import train_step
 
 from hf_zeropp import publish_weights
 from hf_zeropp.rollouts.versions import UpdateReceiver, UpdateSender, log
@@ -309,10 +310,7 @@ def train_and_publish(rank: int, folder: str) -> list[tuple[bool, int, int]]:
     accelerator, plugin, model, optimizer = prepare(tiny_llama(), mixed_precision="bf16", qwz_bits=None)
     sender, receiver, found = UpdateSender(folder), UpdateReceiver(folder), []
     for step in range(3):
-        own = tokens(seed=10 * rank + step)
-        accelerator.backward(model(input_ids=own, labels=own).loss)
-        optimizer.step()
-        optimizer.zero_grad()
+        train_step(accelerator, model, optimizer, seed=10 * rank + step)
         version = sender.publish(publish_weights(model))
         accelerator.wait_for_everyone()
         receiver.update()

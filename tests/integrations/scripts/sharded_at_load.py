@@ -11,11 +11,10 @@ from transformers.distributed import DistributedConfig
 parser = argparse.ArgumentParser()
 parser.add_argument("--model")
 parser.add_argument("--out")
-parser.add_argument("--replicas", type=int, default=2)
 args = parser.parse_args()
 
 set_seed(0)
-config = DistributedConfig(dp_replicate_size=args.replicas, fsdp_size=2)
+config = DistributedConfig(fsdp_size=2)
 model = AutoModelForCausalLM.from_pretrained(args.model, distributed_config=config)
 tokens = torch.randint(3, 128, (64, 16), generator=torch.Generator().manual_seed(1)).tolist()
 arguments = TrainingArguments(
