@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from differential.campaign import STOCK_EVERY, Campaign, Failure, blame, shorten
+from differential.campaign import STOCK_EVERY, Campaign, failure_of, shorten
 from differential.cases import MESHES, Case
 from differential.generate import NEVER, WORLDS, generate
 from differential.hazards import HAZARDS
@@ -68,12 +68,10 @@ def _run_one(seed: int, case: Case, args: argparse.Namespace) -> int:
     worlds = {case.num_ranks: World(case.num_ranks, args.hang_seconds)}
     try:
         print(case.script())
-        outcome = worlds[case.num_ranks].run(Job(case, plant=args.plant))
-        whose, symptom = blame(outcome), outcome.oracle or outcome.ours or outcome.stock
-        if whose is None or symptom is None:
+        failure = failure_of(seed, case, worlds[case.num_ranks].run(Job(case, plant=args.plant)))
+        if failure is None:
             print("# passes")
             return 0
-        failure = Failure(seed, case, whose, symptom)
         if args.shorten_seconds:
             failure = shorten(failure, worlds, args.shorten_seconds, args.hang_seconds, args.plant)
         print(f"\n{failure}")

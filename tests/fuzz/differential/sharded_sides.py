@@ -39,9 +39,7 @@ class CrossedTwiceError(Exception):
 class Stock(Side):
     """FSDP2 as torch has it."""
 
-    def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
-        self._num_saved = 0
-        super().__init__(case, rank, folder, mesh)
+    _num_saved = 0
 
     def abort(self, data: int, which: int | None) -> Observation:
         hidden: list[torch.Tensor] = []
@@ -120,12 +118,6 @@ class Stock(Side):
         if tensor.device_mesh.size() >= self.case.world:
             return local(tensor)
         return rows_of(tensor.detach().full_tensor(), self.place, self.case.world)  # sharded over the node
-
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def _clone(self, param: torch.Tensor) -> torch.Tensor:
-        return param.detach().clone()
 
     def _set_sync(self, sync: bool, marks_last: bool) -> None:
         for net in self.nets:
@@ -215,7 +207,7 @@ class Ours(Stock):
         return {}
 
     def _models(self) -> Sequence[nn.Module]:
-        """Return the settings for ``apply_zeropp``."""
+        """Return what ``apply_zeropp`` and ``generation_mode`` are called with."""
         return self.nets if self.container is None else [self.container]
 
 
