@@ -74,14 +74,10 @@ class Family:
     name: str
     kind: str
 
-    def config(self) -> PretrainedConfig:
-        """Return the tiny config."""
-        return small_config(self.name, OVERRIDES.get(self.name, {}))
-
-    def model(self, seed: int = 0) -> PreTrainedModel:
-        """Return the tiny model, the same for every call with the same seed."""
-        torch.manual_seed(seed)
-        config = self.config()
+    def model(self) -> PreTrainedModel:
+        """Return the tiny model, the same for every call."""
+        torch.manual_seed(0)
+        config = small_config(CONFIG_MAPPING[self.name], OVERRIDES.get(self.name, {}))
         cls = CLASSES.get(self.name)
         auto = getattr(transformers, KINDS[self.kind].auto)
         with warnings.catch_warnings():
@@ -95,12 +91,8 @@ class Family:
         return make(model.config, torch.Generator().manual_seed(seed))
 
 
-def small_config(name: str, overrides: dict[str, Any]) -> PretrainedConfig:
+def small_config(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:
     """Return the config class's defaults with small sizes, and without any randomness."""
-    return _small(CONFIG_MAPPING[name], overrides)
-
-
-def _small(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:
     defaults = cls()
     sub_classes = {key: type(getattr(defaults, key, None)) for key in cls.sub_configs}
     values = {key: value for key, value in SMALL.items() if hasattr(defaults, key)}
@@ -109,7 +101,7 @@ def _small(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> Pretrained
             values[key] = 0.0
     for key, sub in sub_classes.items():
         if isinstance(sub, type) and issubclass(sub, PretrainedConfig):
-            values[key] = _small(sub, overrides.get(key, {})).to_dict()
+            values[key] = small_config(sub, overrides.get(key, {})).to_dict()
     values |= {key: value for key, value in overrides.items() if key not in sub_classes}
     writable = {key: value for key, value in values.items() if not isinstance(getattr(cls, key, None), property)}
     if defaults.is_encoder_decoder:
