@@ -303,7 +303,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 8},
     "zamba2": {"layer_types": ["mamba", "hybrid"], "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2, "attention_head_dim": 16},
-    "swin": {"depths": [1, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "falcon": {"new_decoder_architecture": False},
     "internvl": {

@@ -18,7 +18,7 @@ from differential.cases import Case
 from differential.generate import WORLDS, generate
 from differential.hazards import BETTER_THAN_STOCK, hazards
 from differential.minimize import minimize
-from differential.pool import HANG_S, VALUES, Outcome, Symptom, World
+from differential.pool import HANG_S, VALUES, Outcome, Symptom, Worlds
 from differential.rank import SIDES, Job
 
 OURS, SHARED, STOCK, ORACLE = "ours", "ours and stock's", "stock's", "the oracle's"
@@ -161,28 +161,24 @@ class Campaign:
             self._lane(size)
         except BaseException as error:  # noqa: BLE001 - `wait` raises it in the thread that asks for the result
             self.errors.append(error)
+        finally:
+            del self._reached[size]
 
     def _lane(self, size: int) -> None:
-        num_ranks = size * self.groups
-        worlds = {num_ranks: World(num_ranks, self.hang_s)}
-        try:
+        with Worlds(self.hang_s) as worlds:
             for seed in self._seeds(size):
                 self._keep_pace(size, seed)
                 case = generate(seed, self.without, self.mesh, self.groups)
                 runs_stock = self.stock_every > 0 and seed % self.stock_every == 0
                 sides = SIDES if runs_stock else ("ours", "plain")
                 with self._turn:
-                    outcome = worlds[num_ranks].run(Job(case, sides, self.plant))
+                    outcome = worlds[case.num_ranks].run(Job(case, sides, self.plant))
                 with self._lock:
                     self.num_cases += 1
                 if (failure := failure_of(seed, case, outcome)) is not None:
                     self._take(failure, worlds)
                 if self._is_over():
                     return
-        finally:
-            del self._reached[size]
-            for world in worlds.values():
-                world.stop()
 
     def _seeds(self, size: int) -> Iterator[int]:
         seeds = itertools.islice(itertools.count(self.first_seed), self.num_seeds)
@@ -197,32 +193,25 @@ class Campaign:
     def _is_over(self) -> bool:
         return time.monotonic() > self._deadline
 
-    def _take(self, failure: Failure, worlds: dict[int, World]) -> None:
+    def _take(self, failure: Failure, worlds: Worlds) -> None:
         with self._lock:
             is_new = self._shortened[failure.group] == 0
             self._shortened[failure.group] += 1
         if self.shorten_s and is_new:
-            failure = shorten(failure, worlds, self.shorten_s, self.hang_s, self.plant)
+            failure = shorten(failure, worlds, self.shorten_s, self.plant)
         with self._lock:
             self.failures.append(failure)
 
 
-def shorten(
-    failure: Failure, worlds: dict[int, World], limit_s: float, hang_s: float, plant: str | None = None
-) -> Failure:
-    """Make the program of a failure short.
-
-    Args:
-        worlds: by size, to run on; others are started as they are needed, and stay there for the caller to stop.
-    """
+def shorten(failure: Failure, worlds: Worlds, limit_s: float, plant: str | None) -> Failure:
+    """Make the program of a failure short, by runs on some of the worlds."""
     latest = failure.symptom
 
     def fails(case: Case) -> bool:
         nonlocal latest
         if not hazards(case) <= hazards(failure.case):
             return False  # it would be another failure
-        world = worlds.setdefault(case.num_ranks, World(case.num_ranks, hang_s))
-        found = failure_of(failure.seed, case, world.run(Job(case, plant=plant)))
+        found = failure_of(failure.seed, case, worlds[case.num_ranks].run(Job(case, plant=plant)))
         if found is None or found.whose != failure.whose or kind_of(found.symptom) != kind_of(failure.symptom):
             return False
         latest = found.symptom

@@ -186,25 +186,23 @@ class Ours(Stock):
                 stack.enter_context(generation_mode(model, budget))
             return super().generate(data, which, times, budget)
 
-    def set_last(self, last: bool) -> Observation:
+    def set_last(self, last: bool) -> None:
         for handle in self.handles:
             handle.set_last_micro_step(last)
-        return super().set_last(last)
+        super().set_last(last)
 
     def discard(self) -> None:
         for handle in self.handles:
             handle.discard_accumulated()
         super().discard()
 
-    def invalidate(self) -> Observation:
+    def invalidate(self) -> None:
         for handle in self.handles:
             handle.invalidate()
-        return {}
 
-    def save_handle_state(self) -> Observation:
+    def save_handle_state(self) -> None:
         for handle in self.handles:
             handle.save_state()
-        return {}
 
     def _models(self) -> Sequence[nn.Module]:
         """Return what ``apply_zeropp`` and ``generation_mode`` are called with."""

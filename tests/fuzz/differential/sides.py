@@ -141,10 +141,9 @@ class Side(ABC):
 
     # Gradients.
 
-    def set_last(self, last: bool) -> Observation:
+    def set_last(self, last: bool) -> None:
         """Tell ZeRO++ whether the coming micro-steps end an accumulation. Elsewhere it means nothing."""
         self._is_last = last
-        return {}
 
     def zero_grad(self, optimizer: int | None, keep: bool) -> None:
         """Zero the gradients of all parameters, or of one optimizer's; ``keep`` is ``set_to_none=False``."""
@@ -252,13 +251,11 @@ class Side(ABC):
     def load(self, route: str) -> Observation:
         """Put back the weights of the last ``save``, or those at the start."""
 
-    def invalidate(self) -> Observation:
+    def invalidate(self) -> None:  # noqa: B027 - ZeRO++ alone has something to do
         """Tell ZeRO++ that weights may have changed."""
-        return {}
 
-    def save_handle_state(self) -> Observation:
+    def save_handle_state(self) -> None:  # noqa: B027 - as above
         """Ask of ZeRO++ what a checkpoint asks."""
-        return {}
 
     # What is compared.
 
