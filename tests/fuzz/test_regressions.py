@@ -42,7 +42,8 @@ def worlds():
 def test_program(worlds, path):
     case = Case.parse(path.read_text())
     outcome = worlds[case.num_ranks].run(Job(case, ("ours", "plain")))
-    assert outcome.ours is None, f"{outcome.ours.kind}: {outcome.ours.detail}"
+    symptom = outcome.oracle or outcome.ours
+    assert symptom is None, f"{symptom.kind}: {symptom.detail}"
 
 
 def test_marks_name_programs():
