@@ -10,7 +10,7 @@ from differential.cases import Case
 from differential.generate import WORLDS, generate
 from differential.hazards import HAZARDS, MUST_RAISE, hazards
 from differential.planted import PLANTS
-from differential.pool import Outcome, World
+from differential.pool import Outcome, Worlds
 from differential.rank import Job
 
 WORLD = 4
@@ -37,24 +37,24 @@ QUICK = (
 
 
 @pytest.fixture(scope="module")
-def world():
-    with World(WORLD, hang_s=2.0) as world:
-        yield world
+def worlds():
+    with Worlds(hang_s=2.0) as worlds:
+        yield worlds
 
 
-def run(world: World, seed: int, plant: str | None = None) -> Outcome:
+def run(worlds: Worlds, seed: int, plant: str | None = None) -> Outcome:
     without = HAZARDS.keys() - (MUST_RAISE if seed in PLANTED_IN.get(plant or "", ()) else set())
-    return world.run(Job(generate(seed, without), ("ours", "plain", "stock"), plant))
+    return worlds[WORLD].run(Job(generate(seed, without), ("ours", "plain", "stock"), plant))
 
 
 @pytest.mark.parametrize(
     "plant", [pytest.param(plant, marks=[] if plant in QUICK else pytest.mark.long) for plant in PLANTS]
 )
-def test_planted_bugs_are_found(world, plant):
+def test_planted_bugs_are_found(worlds, plant):
     started = time.monotonic()
     outcomes = []
     for seed in PLANTED_IN.get(plant, SEEDS):
-        outcomes.append(run(world, seed, plant))
+        outcomes.append(run(worlds, seed, plant))
         if blame(outcomes[-1]) == OURS:
             break
     else:
@@ -63,8 +63,8 @@ def test_planted_bugs_are_found(world, plant):
     assert time.monotonic() - started < LIMIT_S
 
 
-def test_nothing_is_found_where_nothing_is_planted(world):
-    outcomes = {seed: run(world, seed) for seed in SEEDS}
+def test_nothing_is_found_where_nothing_is_planted(worlds):
+    outcomes = {seed: run(worlds, seed) for seed in SEEDS}
     assert {seed: outcome for seed, outcome in outcomes.items() if blame(outcome) is not None} == {}
 
 
@@ -85,8 +85,7 @@ step()
 """
 
 
-def test_what_stock_computes_bit_for_bit_is_shared():
-    with World(3, hang_s=2.0) as world:
-        outcome = world.run(Job(Case.parse(AT_THE_EDGE)))
+def test_what_stock_computes_bit_for_bit_is_shared(worlds):
+    outcome = worlds[3].run(Job(Case.parse(AT_THE_EDGE)))
     assert blame(outcome) == SHARED
     assert outcome.ours.detail == outcome.stock.detail

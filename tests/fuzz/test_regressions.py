@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from differential.cases import Case
-from differential.pool import World
+from differential.pool import Worlds
 from differential.rank import Job
 
 FOLDER = Path(__file__).parent / "regressions"
@@ -34,18 +34,16 @@ def marks(path: Path) -> list:
 
 @pytest.fixture(scope="module")
 def worlds():
-    started: dict[int, World] = {}
-    yield started
-    for world in started.values():
-        world.stop()
+    with Worlds(hang_s=2.0) as worlds:
+        yield worlds
 
 
 @pytest.mark.parametrize("path", programs())
 def test_program(worlds, path):
     case = Case.parse(path.read_text())
-    world = worlds.setdefault(case.num_ranks, World(case.num_ranks, hang_s=2.0))
-    outcome = world.run(Job(case, ("ours", "plain")))
-    assert outcome.ours is None, f"{outcome.ours.kind}: {outcome.ours.detail}"
+    outcome = worlds[case.num_ranks].run(Job(case, ("ours", "plain")))
+    symptom = outcome.oracle or outcome.ours
+    assert symptom is None, f"{symptom.kind}: {symptom.detail}"
 
 
 def test_marks_name_programs():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -27,13 +29,13 @@ def sharded_model(device: str) -> torch.nn.Module:
     return shard(make_lm(hidden=64, inner=160).to(device), mesh=mesh)
 
 
-def losses(rank: int, device: str, steps: int = STEPS) -> list[float]:
+def losses(rank: int, device: str) -> list[float]:
     """Losses of a model that trains on random tokens with ZeRO++, on two emulated nodes."""
     model = sharded_model(device)
     apply_zeropp(model, NODES)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
-    for step in range(steps):
+    for step in range(STEPS):
         loss = loss_of(model, tokens_of(rank, step, (4, 32)).to(device))
         loss.backward()
         optimizer.step()
@@ -65,21 +67,16 @@ def test_operators_do_not_synchronize():
         torch.cuda.set_sync_debug_mode("default")
 
 
-class Synchronizations:
+@contextlib.contextmanager
+def synchronizations() -> Iterator[list[str]]:
     """The places where the host waits for the GPU, as PyTorch notices them: the innermost Python frame of each wait."""
-
-    def __enter__(self) -> list[str]:
-        self.files: list[str] = []
-        self._catch = warnings.catch_warnings()
-        self._catch.__enter__()
+    files: list[str] = []
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
-        warnings.showwarning = lambda *args, **kwargs: self.files.append(traceback.extract_stack()[-2].filename)
+        warnings.showwarning = lambda *args, **kwargs: files.append(traceback.extract_stack()[-2].filename)
         torch.cuda.set_sync_debug_mode("warn")
-        return self.files
-
-    def __exit__(self, *exception: object) -> None:
+        yield files
         torch.cuda.set_sync_debug_mode("default")
-        self._catch.__exit__(*exception)
 
 
 def synchronizations_in_a_step(rank: int) -> tuple[list[str], list[str]]:
@@ -90,9 +87,9 @@ def synchronizations_in_a_step(rank: int) -> tuple[list[str], list[str]]:
     for _ in range(2):
         loss_of(model, tokens).backward()
         model.zero_grad()
-    with Synchronizations() as in_step:
+    with synchronizations() as in_step:
         loss_of(model, tokens).backward()
-    with Synchronizations() as in_line:
+    with synchronizations() as in_line:
         tokens.sum().item()
     return in_step, in_line
 

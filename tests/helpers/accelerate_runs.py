@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from toy import full
+from toy import full_gradients, full_weights
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
 from hf_zeropp import ZeroPPHandle, ZeroPPPlugin
@@ -74,7 +74,7 @@ def gradients(accelerator: Accelerator, model, rank: int, steps=(0,)) -> dict[st
         with accelerator.accumulate(model):
             tokens = batch_of(rank, step)
             accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
-    result = {name: full(param.grad).clone() for name, param in model.named_parameters() if param.grad is not None}
+    result = full_gradients(model)
     for param in model.parameters():
         param.grad = None
     return result
@@ -82,7 +82,7 @@ def gradients(accelerator: Accelerator, model, rank: int, steps=(0,)) -> dict[st
 
 def weights(model) -> dict[str, torch.Tensor]:
     model.reshard()
-    return {name: full(param.detach()).clone() for name, param in model.named_parameters()}
+    return full_weights(model)
 
 
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:

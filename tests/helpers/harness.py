@@ -72,13 +72,11 @@ class RankError(AssertionError):
     Args:
         report: the tracebacks.
         errors: the failures, the first one first. Those behind it are often its consequences.
-        results: what the other ranks returned, by rank.
     """
 
-    def __init__(self, report: str, errors: list[Failure], results: dict[int, Any] | None = None) -> None:
+    def __init__(self, report: str, errors: list[Failure]) -> None:
         super().__init__(report)
         self.errors = errors
-        self.results = results or {}
 
 
 def preload(*modules: str) -> None:
@@ -387,20 +385,8 @@ class StartedRank:
             self._end = message
 
 
-class StartedRanks:
+class StartedRanks(list[StartedRank]):
     """The ranks of one ``started_ranks``, by rank: ``ranks[2].stop()``."""
-
-    def __init__(self, ranks: list[StartedRank]) -> None:
-        self._ranks = ranks
-
-    def __getitem__(self, rank: int) -> StartedRank:
-        return self._ranks[rank]
-
-    def __len__(self) -> int:
-        return len(self._ranks)
-
-    def __iter__(self) -> Iterator[StartedRank]:
-        return iter(self._ranks)
 
     def collect(self, limit_s: float = LIMIT_S, grace_s: float = GRACE_S) -> list[Any]:
         """Wait until all ranks have ended.
@@ -428,7 +414,10 @@ class StartedRanks:
                 rank._read()
                 if isinstance(rank._end, Raised):
                     deadline = min(deadline, time.monotonic() + grace_s)
-        return self._results()
+        if failures := self.failures():
+            errors = [Failure(rank, raised.kind, raised.message) for rank, raised in failures]
+            raise RankError(_report(failures), errors)
+        return [rank._end.value for rank in self]
 
     def end(self) -> None:
         """Kill the ranks that are alive; those that have returned a result may end by themselves."""
@@ -448,14 +437,6 @@ class StartedRanks:
         """
         failures = [(rank.rank, rank._end) for rank in self if isinstance(rank._end, Raised)]
         return sorted(failures, key=lambda failure: (failure[1].kind != "ProcessDied", failure[1].at_s))
-
-    def _results(self) -> list[Any]:
-        failures = self.failures()
-        results = {rank.rank: rank._end.value for rank in self if isinstance(rank._end, Result)}
-        if failures:
-            errors = [Failure(rank, raised.kind, raised.message) for rank, raised in failures]
-            raise RankError(_report(failures), errors, results)
-        return list(results.values())
 
 
 def _report(failures: list[tuple[int, Raised]]) -> str:

@@ -31,15 +31,15 @@ def check_call(
 ) -> None:
     theirs = Run(operator, call, "cpu", 0)
     runs = [(one, Run(operator, call, device, case.offset)) for one in kernels]
-    theirs.run(expected_kernels)
+    theirs.run(expected_kernels, theirs.out.tensor)
     for one, ours in runs:
-        ours.run(one)
+        ours.run(one, ours.out.tensor)
         what = f"{operator.name} by {one.name}: {case}"
         assert same(ours.out.tensor.cpu(), theirs.out.tensor, call.layout), what
         assert ours.out.is_intact(), f"memory beyond the result of {what}"
     if call.in_place is not None:
         for one, ours in runs:
-            ours.run_in_place(one, call.in_place)
+            ours.run(one, ours.arguments[call.in_place])
             what = f"in place, {operator.name} by {one.name}: {case}"
             assert same(ours.arguments[call.in_place].cpu(), theirs.out.tensor, call.layout), what
 
@@ -56,13 +56,9 @@ class Run:
         (filled,) = self.result.filled
         self.out = Guarded(torch.Size(filled.shape).numel(), filled.dtype, offset, device)
 
-    def run(self, kernels: Kernels) -> None:
+    def run(self, kernels: Kernels, filled: torch.Tensor) -> None:
         if self.out.tensor.numel():
-            kernels.run(self.operator, self.arguments, self.result.counts, [self.out.tensor])
-
-    def run_in_place(self, kernels: Kernels, index: int) -> None:
-        if self.out.tensor.numel():
-            kernels.run(self.operator, self.arguments, self.result.counts, [self.arguments[index]])
+            kernels.run(self.operator, self.arguments, self.result.counts, [filled])
 
 
 def placed(tensor: torch.Tensor, offset: int) -> torch.Tensor:

@@ -51,10 +51,6 @@ def sees_the_weights(model: torch.nn.Module, rank: int) -> bool:
 # The guards, and how to take them away.
 
 
-def without_stamps() -> contextlib.AbstractContextManager:
-    return mock.patch.object(WeightStamp, "matches", lambda self, params: True)
-
-
 def without_content() -> contextlib.AbstractContextManager:
     return mock.patch.object(freshness.ShardContent, "digest", lambda content: None)
 
@@ -62,7 +58,7 @@ def without_content() -> contextlib.AbstractContextManager:
 @contextlib.contextmanager
 def without_versions():
     """Neither stamps nor content: a change of weights that is not reported is not seen."""
-    with without_stamps(), without_content():
+    with mock.patch.object(WeightStamp, "matches", lambda self, params: True), without_content():
         yield
 
 

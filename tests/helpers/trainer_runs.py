@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from datasets import Dataset
-from torch.distributed.tensor import DTensor
+from toy import full_weights
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
 from hf_zeropp.fsdp.units import DefaultAllGather, find_units
@@ -86,8 +86,8 @@ def logged(trainer: Trainer, key: str) -> list[float]:
 
 def weights(trainer: Trainer) -> dict[str, np.ndarray]:
     """Full weights on every rank. They are arrays, because tensors do not outlive the process that sends them."""
-    params = trainer.accelerator.unwrap_model(trainer.model).named_parameters()
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().numpy() for name, p in params}
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    return {name: weight.numpy() for name, weight in full_weights(model).items()}
 
 
 def same_weights(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> bool:

@@ -83,8 +83,7 @@ def block_errors(values: torch.Tensor, layout: WireLayout, slack: torch.Tensor |
     for part in layout.parts:
         here = slice(part.element, part.element + part.numel)
         if not part.bits:
-            info = torch.finfo(layout.raw_dtype)
-            errors[..., here] = size[..., here].clamp_min(info.smallest_normal) * info.eps / 2
+            errors[..., here] = rounding(size[..., here], layout.raw_dtype)
             continue
         for start in range(part.element, part.element + part.numel, layout.block):
             block = slice(start, min(start + layout.block, part.element + part.numel))

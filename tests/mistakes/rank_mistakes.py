@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
-from catalogue import EVERY_RANK, Mistake
+from catalogue import EVERY_RANK, Mistake, Outcome, outcome_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -402,12 +403,10 @@ RANKS = [
 ]
 
 
-def make_all(rank: int) -> list[tuple[str, float]]:
+def make_all(rank: int) -> list[Outcome]:
     """Make all mistakes, one after the other. None may leave a rank in a collective, or the next would hang."""
-    from catalogue import outcome_of
-
     outcomes = []
     for mistake in RANKS:
         dist.barrier()  # the time of each begins together
-        outcomes.append(tuple(outcome_of(lambda mistake=mistake: mistake.make(rank))))
+        outcomes.append(outcome_of(functools.partial(mistake.make, rank)))
     return outcomes

@@ -50,10 +50,8 @@ def alone(mistakes: list[Mistake]) -> Iterator[Row]:
 def on_ranks() -> list[Row]:
     """Make the mistakes of ranks, and take for each the outcome of the rank that was last."""
     outcomes = run_ranks(make_all, 4, timeout_s=60, limit_s=600)
-    return [
-        (mistake, Outcome(*max((ranks[index] for ranks in outcomes), key=lambda outcome: outcome[1])))
-        for index, mistake in enumerate(RANKS)
-    ]
+    of_mistakes = zip(RANKS, zip(*outcomes, strict=True), strict=True)
+    return [(mistake, max(of_ranks, key=lambda outcome: outcome.seconds)) for mistake, of_ranks in of_mistakes]
 
 
 def in_jobs() -> Iterator[Row]:

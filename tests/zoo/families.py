@@ -74,14 +74,10 @@ class Family:
     name: str
     kind: str
 
-    def config(self) -> PretrainedConfig:
-        """Return the tiny config."""
-        return small_config(self.name, OVERRIDES.get(self.name, {}))
-
-    def model(self, seed: int = 0) -> PreTrainedModel:
-        """Return the tiny model, the same for every call with the same seed."""
-        torch.manual_seed(seed)
-        config = self.config()
+    def model(self) -> PreTrainedModel:
+        """Return the tiny model, the same for every call."""
+        torch.manual_seed(0)
+        config = small_config(CONFIG_MAPPING[self.name], OVERRIDES.get(self.name, {}))
         cls = CLASSES.get(self.name)
         auto = getattr(transformers, KINDS[self.kind].auto)
         with warnings.catch_warnings():
@@ -95,12 +91,8 @@ class Family:
         return make(model.config, torch.Generator().manual_seed(seed))
 
 
-def small_config(name: str, overrides: dict[str, Any]) -> PretrainedConfig:
+def small_config(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:
     """Return the config class's defaults with small sizes, and without any randomness."""
-    return _small(CONFIG_MAPPING[name], overrides)
-
-
-def _small(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> PretrainedConfig:
     defaults = cls()
     sub_classes = {key: type(getattr(defaults, key, None)) for key in cls.sub_configs}
     values = {key: value for key, value in SMALL.items() if hasattr(defaults, key)}
@@ -109,7 +101,7 @@ def _small(cls: type[PretrainedConfig], overrides: dict[str, Any]) -> Pretrained
             values[key] = 0.0
     for key, sub in sub_classes.items():
         if isinstance(sub, type) and issubclass(sub, PretrainedConfig):
-            values[key] = _small(sub, overrides.get(key, {})).to_dict()
+            values[key] = small_config(sub, overrides.get(key, {})).to_dict()
     values |= {key: value for key, value in overrides.items() if key not in sub_classes}
     writable = {key: value for key, value in values.items() if not isinstance(getattr(cls, key, None), property)}
     if defaults.is_encoder_decoder:
@@ -311,7 +303,6 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"block_types": ["recurrent", "attention"], "lru_width": 32, "attention_window_size": 8},
     "zamba2": {"layer_types": ["mamba", "hybrid"], "layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
     "zamba": {"layers_block_type": ["mamba", "hybrid"], "n_mamba_heads": 2, "attention_head_dim": 16},
-    "swin": {"depths": [1, 1], "num_heads": [2, 2], "embed_dim": 16, "window_size": 2, "patch_size": 4},
     "vipllava": {"vision_feature_layers": [-1, -2]},
     "falcon": {"new_decoder_architecture": False},
     "internvl": {

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from accelerate import Accelerator
 from families import KINDS, Family
+from frozen_runs import UNQUANTIZED, trainable
 from peft import LoraConfig, get_peft_model
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +24,6 @@ from hf_zeropp import ZeroPPPlugin, quantize_frozen
 
 WORLD = 4
 STEPS = 3
-UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
 NEW_TOKENS = 3
 TARGETS = {
     "mamba": ["in_proj", "x_proj"],
@@ -120,7 +120,7 @@ def _train(rank: int, family: Family, way: Mode) -> float:
     """Return the largest difference of a loss."""
     model, reference = _models(family, way)
     batches = [family.inputs(model, seed=10 * step + rank) for step in range(STEPS)]
-    before = [param.detach().clone() for param in _trained(reference)]
+    before = [param.detach().clone() for param in trainable(reference)]
     expected = list(_train_unsharded(reference, batches, way.lr))
     losses, trained = _train_sharded(model, batches, way)
     assert all(loss == loss for loss in expected), f"the unsharded model's losses are {expected}"
@@ -128,13 +128,9 @@ def _train(rank: int, family: Family, way: Mode) -> float:
         [abs(ours - theirs) / max(1, abs(theirs)) for ours, theirs in zip(losses, expected, strict=True)]
     )
     dist.all_reduce(gaps, dist.ReduceOp.MAX)
-    distance = _distance_of_updates(before, _trained(reference), trained)
+    distance = _distance_of_updates(before, trainable(reference), trained)
     assert distance <= way.update_tolerance, f"the steps change parameters by {distance:.1e} otherwise than unsharded"
     return gaps.max().item()
-
-
-def _trained(model: nn.Module) -> list[nn.Parameter]:
-    return [param for param in model.parameters() if param.requires_grad]
 
 
 def _distance_of_updates(
@@ -156,7 +152,7 @@ def _with_adapter(family: Family) -> nn.Module:
 
 
 def _train_unsharded(model: nn.Module, batches: list[dict[str, torch.Tensor]], lr: float) -> Iterator[float]:
-    params = _trained(model)
+    params = trainable(model)
     optimizer = torch.optim.SGD(params, lr)
     for batch in batches:
         loss = model(**batch).loss
@@ -173,7 +169,7 @@ def _train_unsharded(model: nn.Module, batches: list[dict[str, torch.Tensor]], l
 def _prepare(model: nn.Module, zeropp: Any, lr: float) -> tuple[Accelerator, nn.Module, torch.optim.Optimizer]:
     settings = {"ranks_per_node": 2, **zeropp} if isinstance(zeropp, dict) else zeropp
     accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp=settings))
-    optimizer = torch.optim.SGD(_trained(model), lr)
+    optimizer = torch.optim.SGD(trainable(model), lr)
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
@@ -190,7 +186,7 @@ def _train_sharded(
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    return losses, [cast(DTensor, param.detach()).full_tensor() for param in _trained(model)]
+    return losses, [cast(DTensor, param.detach()).full_tensor() for param in trainable(model)]
 
 
 def check_meshes(model: nn.Module) -> None:

@@ -5,19 +5,15 @@ In one process, without sharding: the conversion alone, block by block, against 
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
+from expected import ALL
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-
-sys.path.insert(0, str(Path(__file__).parent))
-
-from expected import ALL
 
 from hf_zeropp.frozen.merging import PublishedWeight, merged_weights
 from hf_zeropp.integrations.wrap_policy import block_names

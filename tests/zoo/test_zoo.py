@@ -5,15 +5,9 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-from harness import selected
-
-sys.path.insert(0, str(Path(__file__).parent))  # ranks find these modules by name too
-
 from expected import ALL, expected_failure
+from harness import selected
 from zoo import run
 
 PART = {

@@ -15,10 +15,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 
 from differential.cases import Case
-from differential.generate import NEVER, WORLDS, generate
+from differential.generate import WORLDS, generate
 from differential.hazards import BETTER_THAN_STOCK, hazards
 from differential.minimize import minimize
-from differential.pool import HANG_S, VALUES, Outcome, Symptom, World
+from differential.pool import HANG_S, VALUES, Outcome, Symptom, Worlds
 from differential.rank import SIDES, Job
 
 OURS, SHARED, STOCK, ORACLE = "ours", "ours and stock's", "stock's", "the oracle's"
@@ -72,6 +72,13 @@ class Failure:
         return f"{head}\n{detail}\n{self.case.script()}\n"
 
 
+def failure_of(seed: int, case: Case, outcome: Outcome) -> Failure | None:
+    """Return the failure of a program that ended so; None where nothing failed."""
+    whose, symptom = blame(outcome), outcome.oracle or outcome.ours or outcome.stock
+    return None if whose is None or symptom is None else Failure(seed, case, whose, symptom)
+
+
+@dataclasses.dataclass(eq=False)
 class Campaign:
     """Runs seeds until the time is over.
 
@@ -88,41 +95,31 @@ class Campaign:
         num_seeds: seeds after which the campaign ends, if its time is not over before; None for no such end.
     """
 
-    def __init__(
-        self,
-        first_seed: int,
-        *,
-        without: Collection[str] = NEVER,
-        limit_s: float = 60.0,
-        hang_s: float = HANG_S,
-        shorten_s: float = 0.0,
-        plant: str | None = None,
-        worlds: Collection[int] = tuple(sorted(set(WORLDS))),
-        stock_every: int = STOCK_EVERY,
-        mesh: str = "",
-        groups: int = 1,
-        num_seeds: int | None = None,
-    ) -> None:
-        self.first_seed = first_seed
+    first_seed: int
+    _: dataclasses.KW_ONLY
+    without: Collection[str]
+    limit_s: float
+    shorten_s: float
+    worlds: Collection[int]
+    hang_s: float = HANG_S
+    plant: str | None = None
+    stock_every: int = STOCK_EVERY
+    mesh: str = ""
+    groups: int = 1
+    num_seeds: int | None = None
+
+    def __post_init__(self) -> None:
         self.num_cases = 0
         self.failures: list[Failure] = []
         self.errors: list[BaseException] = []
-        self._without = without
-        self._hang_s = hang_s
-        self._shorten_s = shorten_s
-        self._plant = plant
-        self._stock_every = stock_every
-        self._mesh = mesh
-        self._groups = groups
-        self._reached = dict.fromkeys(worlds, first_seed)
-        self._num_seeds = num_seeds
+        self._reached = dict.fromkeys(self.worlds, self.first_seed)
         # More programs at the same time than there are processors would only add switches between them.
         self._turn = threading.Semaphore(os.cpu_count() or 1)
         self._lock = threading.Lock()
         self._shortened: Counter[tuple[str, str, str]] = Counter()
         self._started = time.monotonic()
-        self._deadline = self._started + limit_s
-        self._threads = [threading.Thread(target=self._guarded, args=(world,), daemon=True) for world in worlds]
+        self._deadline = self._started + self.limit_s
+        self._threads = [threading.Thread(target=self._guarded, args=(world,), daemon=True) for world in self.worlds]
 
     def start(self) -> Campaign:
         for thread in self._threads:
@@ -164,31 +161,27 @@ class Campaign:
             self._lane(size)
         except BaseException as error:  # noqa: BLE001 - `wait` raises it in the thread that asks for the result
             self.errors.append(error)
-
-    def _lane(self, size: int) -> None:
-        num_ranks = size * self._groups
-        worlds = {num_ranks: World(num_ranks, self._hang_s)}
-        try:
-            for seed in self._seeds(size):
-                self._keep_pace(size, seed)
-                case = generate(seed, self._without, self._mesh, self._groups)
-                runs_stock = self._stock_every > 0 and seed % self._stock_every == 0
-                sides = SIDES if runs_stock else ("ours", "plain")
-                with self._turn:
-                    outcome = worlds[num_ranks].run(Job(case, sides, self._plant))
-                with self._lock:
-                    self.num_cases += 1
-                if blame(outcome) is not None:
-                    self._take(seed, case, outcome, worlds)
-                if self._is_over():
-                    return
         finally:
             del self._reached[size]
-            for world in worlds.values():
-                world.stop()
+
+    def _lane(self, size: int) -> None:
+        with Worlds(self.hang_s) as worlds:
+            for seed in self._seeds(size):
+                self._keep_pace(size, seed)
+                case = generate(seed, self.without, self.mesh, self.groups)
+                runs_stock = self.stock_every > 0 and seed % self.stock_every == 0
+                sides = SIDES if runs_stock else ("ours", "plain")
+                with self._turn:
+                    outcome = worlds[case.num_ranks].run(Job(case, sides, self.plant))
+                with self._lock:
+                    self.num_cases += 1
+                if (failure := failure_of(seed, case, outcome)) is not None:
+                    self._take(failure, worlds)
+                if self._is_over():
+                    return
 
     def _seeds(self, size: int) -> Iterator[int]:
-        seeds = itertools.islice(itertools.count(self.first_seed), self._num_seeds)
+        seeds = itertools.islice(itertools.count(self.first_seed), self.num_seeds)
         return (seed for seed in seeds if WORLDS[seed % len(WORLDS)] == size)
 
     def _keep_pace(self, size: int, seed: int) -> None:
@@ -200,42 +193,29 @@ class Campaign:
     def _is_over(self) -> bool:
         return time.monotonic() > self._deadline
 
-    def _take(self, seed: int, case: Case, outcome: Outcome, worlds: dict[int, World]) -> None:
-        whose, symptom = blame(outcome), outcome.oracle or outcome.ours or outcome.stock
-        assert whose is not None and symptom is not None
-        failure = Failure(seed, case, whose, symptom)
+    def _take(self, failure: Failure, worlds: Worlds) -> None:
         with self._lock:
             is_new = self._shortened[failure.group] == 0
             self._shortened[failure.group] += 1
-        if self._shorten_s and is_new:
-            failure = shorten(failure, worlds, self._shorten_s, self._hang_s, self._plant)
+        if self.shorten_s and is_new:
+            failure = shorten(failure, worlds, self.shorten_s, self.plant)
         with self._lock:
             self.failures.append(failure)
 
 
-def shorten(
-    failure: Failure, worlds: dict[int, World], limit_s: float, hang_s: float, plant: str | None = None
-) -> Failure:
-    """Make the program of a failure short.
-
-    Args:
-        worlds: by size, to run on; others are started as they are needed, and stay there for the caller to stop.
-    """
+def shorten(failure: Failure, worlds: Worlds, limit_s: float, plant: str | None) -> Failure:
+    """Make the program of a failure short, by runs on some of the worlds."""
     latest = failure.symptom
 
     def fails(case: Case) -> bool:
         nonlocal latest
         if not hazards(case) <= hazards(failure.case):
             return False  # it would be another failure
-        world = worlds.setdefault(case.num_ranks, World(case.num_ranks, hang_s))
-        outcome = world.run(Job(case, plant=plant))
-        symptom = outcome.oracle or outcome.ours or outcome.stock
-        is_same = symptom is not None and kind_of(symptom) == kind_of(failure.symptom)
-        if is_same and blame(outcome) == failure.whose:
-            assert symptom is not None
-            latest = symptom
-            return True
-        return False
+        found = failure_of(failure.seed, case, worlds[case.num_ranks].run(Job(case, plant=plant)))
+        if found is None or found.whose != failure.whose or kind_of(found.symptom) != kind_of(failure.symptom):
+            return False
+        latest = found.symptom
+        return True
 
     case = minimize(failure.case, fails, limit_s)
     return Failure(failure.seed, case, failure.whose, latest, is_short=True)

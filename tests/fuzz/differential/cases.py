@@ -42,8 +42,9 @@ LOUD_ROUTES = ("in_place", "local", "detached")
 SILENT_ROUTES = ("data", "numpy", "foreach")
 LOAD_ROUTES = ("load_state_dict", "set_model_state_dict", "dcp_and_load_state_dict", "dcp_in_place")
 
-# Every operation with its arguments and their defaults. ``sides.Side`` has a method of the same name for each, which says
-# what it does. ``which`` is None for all models, or the index of one; ``path`` is None for all blocks in order.
+# Every operation with its arguments and their defaults, in the order in which ``generate`` draws them. ``sides.Side`` has a
+# method of the same name for each, which says what it does. ``which`` is None for all models, or the index of one; ``path`` is
+# None for all blocks in order.
 OPERATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "train": {"data": 0, "which": None, "path": None, "forwards": 1, "backwards": 1, "input_grad": False},
@@ -68,8 +69,8 @@ OPERATIONS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "freeze": {"param": 0, "count": 1},
         "unfreeze": {"param": 0, "count": 1},
         "replace": {"param": 0, "count": 1, "factor": 1.5},
-        "edit": {"route": "in_place", "param": 0, "count": 1, "factor": 1.5},
-        "edit_on_one_rank": {"route": "in_place", "param": 0, "rank": 0, "factor": 1.5},
+        "edit": {"param": 0, "count": 1, "route": "in_place", "factor": 1.5},
+        "edit_on_one_rank": {"param": 0, "rank": 0, "route": "in_place", "factor": 1.5},
         "save": {},
         "load": {"route": "load_state_dict"},
         "invalidate": {},

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from differential.cases import (
     BLOCK_KINDS,
     LOAD_ROUTES,
     LOUD_ROUTES,
+    OPERATIONS,
     OPTIMIZER_KINDS,
     SILENT_ROUTES,
     BlockSpec,
@@ -189,108 +190,54 @@ class Program:
         return True
 
     def _arguments(self, name: str) -> dict[str, Any]:
-        return dict(_ARGUMENTS[name](self)) if name in _ARGUMENTS else {}
-
-    # Arguments of the operations that have some.
+        """Draw the arguments of an operation that have a way to be drawn, in their order in ``OPERATIONS``."""
+        draws = {argument: _DRAWS.get(f"{name}.{argument}") or _DRAWS.get(argument) for argument in OPERATIONS[name]}
+        return {argument: draw(self, self._rng) for argument, draw in draws.items() if draw is not None}
 
     def _next_data(self) -> int:
         self._data += 1
         return self._data
 
-    def _which(self) -> int | None:
-        return self._rng.choice([None, None, 0, 1]) if len(self._case.models) > 1 else None
+    def _which(self, rng: random.Random) -> int | None:
+        return rng.choice([None, None, 0, 1]) if len(self._case.models) > 1 else None
 
-    def _path(self) -> list[int] | None:
+    def _path(self, rng: random.Random) -> list[int] | None:
         """Blocks left out, taken twice, or taken in another order."""
-        if self._rng.random() < 0.85:
+        if rng.random() < 0.85:
             return None
-        return [self._rng.randrange(3) for _ in range(self._rng.randint(1, 3))]
+        return [rng.randrange(3) for _ in range(rng.randint(1, 3))]
 
-    def _batch(self) -> Iterator[tuple[str, Any]]:
-        yield "data", self._next_data()
-        yield "which", self._which()
-
-    def _train(self) -> Iterator[tuple[str, Any]]:
-        yield from self._batch()
-        yield "path", self._path()
-        yield "forwards", _pick(self._rng, {1: 0.9, 2: 0.1})
-        yield "backwards", _pick(self._rng, {1: 0.96, 2: 0.04})
-        yield "input_grad", self._rng.random() < 0.15
-
-    def _evaluate(self) -> Iterator[tuple[str, Any]]:
-        yield from self._batch()
-        yield "path", self._path()
-        yield "times", _pick(self._rng, {1: 0.7, 2: 0.3})
-
-    def _generate(self) -> Iterator[tuple[str, Any]]:
-        yield from self._batch()
-        yield "times", self._rng.randint(1, 4)
-        yield "budget", self._rng.choice([0, 0, 300, 10_000])
-
-    def _no_sync(self) -> Iterator[tuple[str, Any]]:
-        yield from self._batch()
-        yield "count", self._rng.randint(1, 2)
-        yield "marks_last", self._rng.random() < 0.3
-
-    def _zero_grad(self) -> Iterator[tuple[str, Any]]:
-        yield "optimizer", self._rng.choice([None, None, 0, 1])
-        yield "keep", self._rng.random() < 0.25
-
-    def _optimizer(self) -> Iterator[tuple[str, Any]]:
-        yield "optimizer", self._rng.randrange(2)
-
-    def _closure(self) -> Iterator[tuple[str, Any]]:
-        yield from self._optimizer()
-        yield "data", self._next_data()
-
-    def _but_one(self) -> Iterator[tuple[str, Any]]:
-        yield from self._optimizer()
-        yield "rank", self._rng.randrange(self._case.world)
-
-    def _params(self) -> Iterator[tuple[str, Any]]:
-        yield "param", self._rng.randrange(16)
-        yield "count", _pick(self._rng, {1: 0.5, 4: 0.3, 99: 0.2})
-
-    def _train_apart(self) -> Iterator[tuple[str, Any]]:
-        yield "data", self._next_data()
-        yield "model", self._rng.randrange(2)
-        yield "rank", self._rng.randrange(self._case.world)
-        yield "block", self._rng.randrange(3)
-        yield "other", self._rng.choice([None, *range(3)])
-
-    def _edit(self) -> Iterator[tuple[str, Any]]:
-        yield from self._params()
-        yield "route", self._rng.choice(LOUD_ROUTES + SILENT_ROUTES)
-
-    def _edit_on_one_rank(self) -> Iterator[tuple[str, Any]]:
-        yield "param", self._rng.randrange(16)
-        yield "rank", self._rng.randrange(self._case.world)
-        yield "route", self._rng.choice(LOUD_ROUTES + SILENT_ROUTES)
+    def _rank(self, rng: random.Random) -> int:
+        return rng.randrange(self._case.world)
 
 
-_ARGUMENTS: dict[str, Any] = {
-    "train": Program._train,
-    "forward": Program._batch,
-    "evaluate": Program._evaluate,
-    "generate": Program._generate,
-    "no_sync": Program._no_sync,
-    "abort": Program._batch,
-    "train_with_steps_inside": Program._batch,
-    "train_apart": Program._train_apart,
-    "set_last": lambda program: [("last", program._rng.random() < 0.5)],
-    "zero_grad": Program._zero_grad,
-    "clip": lambda program: [("foreach", program._rng.choice([None, True, False]))],
-    "step": Program._optimizer,
-    "step_with_closure": Program._closure,
-    "step_on_all_but_one": Program._but_one,
-    "step_of_another_module": lambda program: [("rank", program._rng.randrange(program._case.world))],
-    "freeze": Program._params,
-    "unfreeze": Program._params,
-    "replace": Program._params,
-    "edit": Program._edit,
-    "edit_on_one_rank": Program._edit_on_one_rank,
-    "load": lambda program: [("route", _pick(program._rng, dict(zip(LOAD_ROUTES, (0.6, 0.2, 0.1, 0.1), strict=True))))],
+_DRAWS: dict[str, Callable[[Program, random.Random], Any]] = {
+    "data": lambda program, rng: program._next_data(),
+    "which": Program._which,
+    "path": Program._path,
+    "forwards": lambda program, rng: _pick(rng, {1: 0.9, 2: 0.1}),
+    "backwards": lambda program, rng: _pick(rng, {1: 0.96, 2: 0.04}),
+    "input_grad": lambda program, rng: rng.random() < 0.15,
+    "evaluate.times": lambda program, rng: _pick(rng, {1: 0.7, 2: 0.3}),
+    "generate.times": lambda program, rng: rng.randint(1, 4),
+    "budget": lambda program, rng: rng.choice([0, 0, 300, 10_000]),
+    "no_sync.count": lambda program, rng: rng.randint(1, 2),
+    "marks_last": lambda program, rng: rng.random() < 0.3,
+    "model": lambda program, rng: rng.randrange(2),
+    "rank": Program._rank,
+    "block": lambda program, rng: rng.randrange(3),
+    "other": lambda program, rng: rng.choice([None, *range(3)]),
+    "last": lambda program, rng: rng.random() < 0.5,
+    "zero_grad.optimizer": lambda program, rng: rng.choice([None, None, 0, 1]),
+    "keep": lambda program, rng: rng.random() < 0.25,
+    "foreach": lambda program, rng: rng.choice([None, True, False]),
+    "optimizer": lambda program, rng: rng.randrange(2),
+    "param": lambda program, rng: rng.randrange(16),
+    "count": lambda program, rng: _pick(rng, {1: 0.5, 4: 0.3, 99: 0.2}),
+    "route": lambda program, rng: rng.choice(LOUD_ROUTES + SILENT_ROUTES),
+    "load.route": lambda program, rng: _pick(rng, dict(zip(LOAD_ROUTES, (0.6, 0.2, 0.1, 0.1), strict=True))),
 }
+"""How arguments are drawn, by name; of one operation alone where its name stands before it. Others keep their defaults."""
 
 
 def _pick(rng: random.Random, likelihoods: dict[Any, float]) -> Any:

@@ -10,7 +10,7 @@ import dataclasses
 
 from differential.cases import LOUD_ROUTES, Case, Operation
 from differential.extension import EXTENSION_KINDS
-from differential.networks import blocks_that_are_units, parameter_names, used_and_trainable
+from differential.networks import blocks_that_are_units, parameters_of
 
 HAZARDS = {
     "pending at step": "an optimizer steps while micro-steps wait for a last one that did not come",
@@ -122,7 +122,7 @@ class Walk:
 
     @classmethod
     def start(cls, case: Case) -> Walk:
-        trainable = {index for index, (is_used, trains) in enumerate(_flags(case)) if is_used and trains}
+        trainable = {index for index, param in enumerate(parameters_of(case)) if param.is_used and param.trains}
         return cls(case, trainable=trainable, found={name for name, is_there in _in_models(case).items() if is_there})
 
     def copy(self) -> Walk:
@@ -138,21 +138,21 @@ class Walk:
 
     def _surely_trains(self, args: dict) -> bool:
         """Whether every model that an operation runs has a backward pass: something in it trains, and is on the path."""
-        start, trains = 0, []
-        for index, model in enumerate(self.case.models):
-            size = len(used_and_trainable(model))
-            is_on_path = args.get("path") is None or (model.ends != "none" and start in self.trainable)
-            has_trainable = any(start <= param < start + size for param in self.trainable)
-            trains.append(index not in self._used(args) or (has_trainable and is_on_path))
-            start += size
-        return all(trains)
+        params = parameters_of(self.case)
+        for model in self._used(args):
+            own = [index for index, param in enumerate(params) if param.model == model]
+            has_end = self.case.models[model].ends != "none"
+            is_on_path = args.get("path") is None or (has_end and own[0] in self.trainable)
+            if not (is_on_path and self.trainable.intersection(own)):
+                return False
+        return True
 
     def take(self, operation: Operation) -> None:
         """Go one operation on."""
         name, args = operation.name, operation.all_args
         if name in _FORWARDS:
             if self.frozen_at_start is None:
-                self.frozen_at_start = set(range(len(_flags(self.case)))) - self.trainable
+                self.frozen_at_start = set(range(len(parameters_of(self.case)))) - self.trainable
             self.found |= self.changes
             self.changes.clear()
             self.unsharded |= self._used(args)
@@ -213,9 +213,9 @@ class Walk:
         if not units or not self.is_last or not self.case.has_nodes:
             return False
         prefix = f"blocks.{units[args['block'] % len(units)]}."
-        start = sum(len(used_and_trainable(model)) for model in self.case.models[:which])
-        names = enumerate(parameter_names(self.case.models[which]), start)
-        return any(index in self.trainable for index, name in names if name.startswith(prefix))
+        params = enumerate(parameters_of(self.case))
+        of_block = {index for index, param in params if param.model == which and param.name.startswith(prefix)}
+        return bool(of_block & self.trainable)
 
     def _gathers_wait(self, args: dict) -> bool:
         """Whether ranks meet in gathers within a pass. They wait there for a rank that runs another one, until the time-out."""
@@ -257,14 +257,14 @@ class Walk:
             self.changes.add("changed while unsharded")
 
     def _refreeze(self, name: str, args: dict) -> None:
-        flags = _flags(self.case)
-        chosen = {(args["param"] + offset) % len(flags) for offset in range(args["count"])}
-        chosen = {index for index in chosen if flags[index][0]}
+        params = parameters_of(self.case)
+        chosen = {(args["param"] + offset) % len(params) for offset in range(args["count"])}
+        chosen = {index for index in chosen if params[index].is_used}
         is_mixed = any(model.policy != "fp32" for model in self.case.models)
         if name == "unfreeze" and is_mixed and self.frozen_at_start and chosen & self.frozen_at_start:
             self.found.add("trained late")
         self.trainable = self.trainable - chosen if name == "freeze" else self.trainable | chosen
-        if name == "unfreeze" and chosen & _on_node(self.case):
+        if name == "unfreeze" and any(params[index].is_on_node for index in chosen):
             self.changes.add("thawed")
         if self.pending:
             self.found.add("pending and refrozen")
@@ -287,10 +287,6 @@ class Walk:
         return self.case.optimizers[args["optimizer"] % len(self.case.optimizers)].part != "all"
 
 
-def _flags(case: Case) -> list[tuple[bool, bool]]:
-    return [flag for model in case.models for flag in used_and_trainable(model)]
-
-
 def _in_models(case: Case) -> dict[str, bool]:
     """Return which hazards there are whatever a program does."""
     blocks = [block for model in case.models for block in model.blocks]
@@ -301,13 +297,6 @@ def _in_models(case: Case) -> dict[str, bool]:
         "extension": any(block.kind in EXTENSION_KINDS for block in blocks),
         "from meta": any(bool(model.meta) for model in case.models),
     }
-
-
-def _on_node(case: Case) -> set[int]:
-    """Return the indices of the parameters that ZeRO++ shards over the node."""
-    owners = [model for model in case.models for _ in used_and_trainable(model)]
-    pairs = enumerate(zip(owners, _flags(case), strict=True))
-    return {index for index, (model, (_, trains)) in pairs if model.frozen_units and case.has_nodes and not trains}
 
 
 @dataclasses.dataclass(frozen=True)

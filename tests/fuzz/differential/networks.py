@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -177,17 +178,36 @@ def build(spec: ModelSpec, seed: int) -> Net:
         return Net(spec)
 
 
-@functools.cache
-def used_and_trainable(spec: ModelSpec) -> tuple[tuple[bool, bool], ...]:
-    """Return for each parameter whether every forward without a path uses it, and whether it trains at the start."""
-    net = build(spec, 0)
-    return tuple((not name.endswith("idle"), param.requires_grad) for name, param in net.named_parameters())
+class Parameter(NamedTuple):
+    """What programs know of a parameter.
+
+    Attributes:
+        model: the number of its model.
+        name: its name in that.
+        is_used: whether every forward without a path uses it.
+        trains: whether it trains at the start.
+        is_on_node: whether ZeRO++ shards it over the node.
+    """
+
+    model: int
+    name: str
+    is_used: bool
+    trains: bool
+    is_on_node: bool
+
+
+def parameters_of(case: Case) -> list[Parameter]:
+    """Return the parameters of all models, as ``freeze`` counts them."""
+    return [
+        Parameter(index, name, not name.endswith("idle"), trains, spec.frozen_units and case.has_nodes and not trains)
+        for index, spec in enumerate(case.models)
+        for name, trains in _names_and_training(spec)
+    ]
 
 
 @functools.cache
-def parameter_names(spec: ModelSpec) -> tuple[str, ...]:
-    """Return the names of the parameters, in the order of ``used_and_trainable``."""
-    return tuple(name for name, _ in build(spec, 0).named_parameters())
+def _names_and_training(spec: ModelSpec) -> list[tuple[str, bool]]:
+    return [(name, param.requires_grad) for name, param in build(spec, 0).named_parameters()]
 
 
 def blocks_that_are_units(spec: ModelSpec) -> list[int]:

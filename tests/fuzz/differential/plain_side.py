@@ -93,15 +93,6 @@ class Plain(Side):
     def _rows_of_place(self, name: str, tensor: torch.Tensor, place: int) -> dict[int, torch.Tensor]:
         return rows_by_group(self.case, name, tensor.detach(), place % self.case.world, self.group)
 
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def _clone(self, param: torch.Tensor) -> torch.Tensor:
-        return param.detach().clone()
-
-    def _set_sync(self, sync: bool, marks_last: bool) -> None:
-        pass
-
     def zero_grad(self, optimizer: int | None, keep: bool) -> None:
         super().zero_grad(optimizer, keep)
         for name, param in self.params.items():

@@ -69,19 +69,13 @@ class World:
         hang_s: seconds of sleep after which a case counts as hanging.
     """
 
-    def __init__(self, size: int, hang_s: float = HANG_S) -> None:
+    def __init__(self, size: int, hang_s: float) -> None:
         self.size = size
         self.hang_s = hang_s
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(PRELOAD)
         self._processes: list[Any] = []
         self._connections: list[Any] = []
-
-    def __enter__(self) -> World:
-        return self
-
-    def __exit__(self, *args: Any) -> None:
-        self.stop()
 
     def run(self, job: Job) -> Outcome:
         """Run a case on all ranks. Where our side fails and stock was not run, or could not be, it runs alone behind it."""
@@ -192,6 +186,29 @@ class World:
             ours = [f"{os.path.basename(path)}:{line} {name}" for path, line, name in frames if "zeropp" in path]
             stacks[rank] = " < ".join(ours[:6]) or "?"
         return stacks
+
+
+class Worlds(dict[int, World]):
+    """Worlds by size. Each starts when it is first asked for, and stops at the end of the context.
+
+    Args:
+        hang_s: as for ``World``.
+    """
+
+    def __init__(self, hang_s: float = HANG_S) -> None:
+        super().__init__()
+        self._hang_s = hang_s
+
+    def __missing__(self, size: int) -> World:
+        self[size] = World(size, self._hang_s)
+        return self[size]
+
+    def __enter__(self) -> Worlds:
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        for world in self.values():
+            world.stop()
 
 
 def _all_refuse(reports: list[Report | None], awaited: Refusal | None) -> bool:

@@ -132,8 +132,15 @@ def _run_case(job: Job, rank: int, progress: Any, folder: str, mesh: DeviceMesh)
 
     def run(name: str, forced: Sequence[Sequence[Observation]] | None = None) -> _Trace:
         progress[rank] = 1000 * SIDES.index(name) + SETTING_UP
-        side = _make(name, job, rank, folder, mesh)
-        return _trace(side, case, forced, lambda index: progress.__setitem__(rank, 1000 * SIDES.index(name) + index))
+        side, trace = _make(name, job, rank, folder, mesh), _Trace([], [])
+        for index, operation in enumerate(case.operations):
+            progress[rank] = 1000 * SIDES.index(name) + index
+            trace.observations.append(side.run(operation.name, operation.all_args))
+            if isinstance(side, Plain):
+                trace.scales.append(dict(side.scales))
+                if forced is not None:
+                    side.force(forced[index])
+        return trace
 
     ours = run("ours") if "ours" in job.sides else None
     if must_raise is not None and must_raise.is_due:  # there are no right numbers to compare with
@@ -174,18 +181,6 @@ def _make(name: str, job: Job, rank: int, folder: str, mesh: DeviceMesh) -> Side
 class _Trace:
     observations: list[Observation]
     scales: list[dict[str, float]]
-
-
-def _trace(side: Side, case: Case, forced: Sequence[Sequence[Observation]] | None, tell: Any) -> _Trace:
-    trace = _Trace([], [])
-    for index, operation in enumerate(case.operations):
-        tell(index)
-        trace.observations.append(side.run(operation.name, operation.all_args))
-        if isinstance(side, Plain):
-            trace.scales.append(dict(side.scales))
-            if forced is not None:
-                side.force(forced[index])
-    return trace
 
 
 def _first_apart(of_ranks: Sequence[Sequence[Observation]], rank: int, case: Case) -> Difference | None:

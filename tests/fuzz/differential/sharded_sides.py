@@ -39,9 +39,7 @@ class CrossedTwiceError(Exception):
 class Stock(Side):
     """FSDP2 as torch has it."""
 
-    def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
-        self._num_saved = 0
-        super().__init__(case, rank, folder, mesh)
+    _num_saved = 0
 
     def abort(self, data: int, which: int | None) -> Observation:
         hidden: list[torch.Tensor] = []
@@ -121,12 +119,6 @@ class Stock(Side):
             return local(tensor)
         return rows_of(tensor.detach().full_tensor(), self.place, self.case.world)  # sharded over the node
 
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-    def _clone(self, param: torch.Tensor) -> torch.Tensor:
-        return param.detach().clone()
-
     def _set_sync(self, sync: bool, marks_last: bool) -> None:
         for net in self.nets:
             net.set_requires_gradient_sync(sync)
@@ -194,28 +186,26 @@ class Ours(Stock):
                 stack.enter_context(generation_mode(model, budget))
             return super().generate(data, which, times, budget)
 
-    def set_last(self, last: bool) -> Observation:
+    def set_last(self, last: bool) -> None:
         for handle in self.handles:
             handle.set_last_micro_step(last)
-        return super().set_last(last)
+        super().set_last(last)
 
     def discard(self) -> None:
         for handle in self.handles:
             handle.discard_accumulated()
         super().discard()
 
-    def invalidate(self) -> Observation:
+    def invalidate(self) -> None:
         for handle in self.handles:
             handle.invalidate()
-        return {}
 
-    def save_handle_state(self) -> Observation:
+    def save_handle_state(self) -> None:
         for handle in self.handles:
             handle.save_state()
-        return {}
 
     def _models(self) -> Sequence[nn.Module]:
-        """Return the settings for ``apply_zeropp``."""
+        """Return what ``apply_zeropp`` and ``generation_mode`` are called with."""
         return self.nets if self.container is None else [self.container]
 
 

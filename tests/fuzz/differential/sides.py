@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from differential.cases import STATELESS, Case
 from differential.meshes import cut_dim, place_of, rank_of
@@ -26,9 +27,8 @@ from differential.networks import (
     Container,
     Net,
     blocks_that_are_units,
-    parameter_names,
+    parameters_of,
     put,
-    used_and_trainable,
 )
 from differential.optimizers import RaisesHalfway, make_optimizer
 
@@ -67,16 +67,11 @@ class Side(ABC):
                 first = next((known for known, other in self.params.items() if other is param), f"{index}.{name}")
                 self._first_name[f"{index}.{name}"] = first
                 self.params[first] = param
-        self.on_node = {
-            f"{index}.{name}"
-            for index, spec in enumerate(case.models)
-            for name, (_, trains) in zip(parameter_names(spec), used_and_trainable(spec), strict=True)
-            if spec.frozen_units and case.has_nodes and not trains
-        }
+        self.on_node = {f"{param.model}.{param.name}" for param in parameters_of(case) if param.is_on_node}
         self._has_run = False
         self._is_last = True
         self.optimizers = [make_optimizer(spec, self._by_mesh()) for spec in case.optimizers]
-        self._saved = {name: self._clone(param) for name, param in self.params.items()}
+        self.save()
 
     def run(self, name: str, args: dict[str, Any]) -> Observation:
         return getattr(self, name)(**args) or {}
@@ -146,10 +141,9 @@ class Side(ABC):
 
     # Gradients.
 
-    def set_last(self, last: bool) -> Observation:
+    def set_last(self, last: bool) -> None:
         """Tell ZeRO++ whether the coming micro-steps end an accumulation. Elsewhere it means nothing."""
         self._is_last = last
-        return {}
 
     def zero_grad(self, optimizer: int | None, keep: bool) -> None:
         """Zero the gradients of all parameters, or of one optimizer's; ``keep`` is ``set_to_none=False``."""
@@ -165,7 +159,7 @@ class Side(ABC):
 
     def clip(self, norm: float, foreach: bool | None) -> Observation:
         totals = [nn.utils.clip_grad_norm_(params, norm, foreach=foreach) for params in self._by_mesh()]
-        return {"norm": torch.stack([self._full(total) for total in totals]).norm().item(), **self.gradients()}
+        return {"norm": torch.stack([full(total) for total in totals]).norm().item(), **self.gradients()}
 
     def scale_grads(self, factor: float) -> None:
         for param in self.params.values():
@@ -232,7 +226,7 @@ class Side(ABC):
             return {}
         for name in self._chosen(param, count):
             old = self.params[name]
-            new = nn.Parameter(self._clone(old).mul_(factor), requires_grad=old.requires_grad)
+            new = nn.Parameter(old.detach().clone().mul_(factor), requires_grad=old.requires_grad)
             self.params[name] = new
             for place in (place for place, first in self._first_name.items() if first == name):
                 index, _, path = place.partition(".")
@@ -251,19 +245,17 @@ class Side(ABC):
 
     def save(self) -> None:
         """Remember the weights for ``load``."""
-        self._saved = {name: self._clone(param) for name, param in self.params.items()}
+        self._saved = {name: param.detach().clone() for name, param in self.params.items()}
 
     @abstractmethod
     def load(self, route: str) -> Observation:
         """Put back the weights of the last ``save``, or those at the start."""
 
-    def invalidate(self) -> Observation:
+    def invalidate(self) -> None:  # noqa: B027 - ZeRO++ alone has something to do
         """Tell ZeRO++ that weights may have changed."""
-        return {}
 
-    def save_handle_state(self) -> Observation:
+    def save_handle_state(self) -> None:  # noqa: B027 - as above
         """Ask of ZeRO++ what a checkpoint asks."""
-        return {}
 
     # What is compared.
 
@@ -292,15 +284,8 @@ class Side(ABC):
     def _rows(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """This rank's rows of a parameter or gradient, without autograd; no copy."""
 
-    @abstractmethod
-    def _full(self, tensor: torch.Tensor) -> torch.Tensor: ...
-
-    @abstractmethod
-    def _clone(self, param: torch.Tensor) -> torch.Tensor: ...
-
-    @abstractmethod
-    def _set_sync(self, sync: bool, marks_last: bool) -> None:
-        """Whether FSDP2 reduces gradients."""
+    def _set_sync(self, sync: bool, marks_last: bool) -> None:  # noqa: B027 - the oracle has nothing to do
+        """Tell FSDP2 whether to reduce gradients."""
 
     def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
         for number in range(times):
@@ -364,6 +349,11 @@ class Side(ABC):
 def is_used_in(name: str, which: int, block: int) -> bool:
     """Whether a parameter of this name belongs to that block, and every forward pass through the block uses it."""
     return name.startswith(f"{which}.blocks.{block}.") and not name.endswith("idle")
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """Gather a DTensor; return other tensors as they are."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def step_and_drop(param: torch.Tensor) -> None:

@@ -35,18 +35,17 @@ class Checker:
     Args:
         host_groups: names of the process groups that move the host's memory.
         observe: called with each operator that a stream was given.
+
+    Attributes:
+        races: the races so far.
     """
 
     def __init__(self, host_groups: Collection[str] = (), observe: Observer | None = None) -> None:
         self.timeline = Timeline()
         self.memory = Memory(self.timeline)
+        self.races: list[Race] = self.memory.races
         self.steps = [""]
         self.watch = Watch(self.timeline, self.memory, lambda: self.steps[-1], answer, host_groups, observe)
-
-    @property
-    def races(self) -> list[Race]:
-        """The races so far."""
-        return self.memory.races
 
     @property
     def num_accesses(self) -> int:

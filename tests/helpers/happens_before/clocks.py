@@ -51,8 +51,8 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         join(self.clock, event.clock)
 
-    def record_event(self, event: Event | None = None) -> Event:
-        event = event or Event(self._timeline)
+    def record_event(self) -> Event:
+        event = Event(self._timeline)
         event.record(self)
         return event
 
@@ -75,13 +75,6 @@ class Event:
 
     def synchronize(self) -> None:
         join(self._timeline.host, self.clock)
-
-    def query(self) -> bool:
-        """Say that the event has happened, which teaches the host nothing: a host must not rely on an answer's time."""
-        return True
-
-    def elapsed_time(self, end: Event) -> float:
-        return 0.0
 
 
 class Timeline:

@@ -206,7 +206,8 @@ class Watch(TorchDispatchMode):
 def arguments_of(func: Any) -> tuple[Argument, ...]:
     """Return what the schema says of an operator's arguments."""
     name = func._schema.name
-    if func.namespace in ("c10d", "fsdp") and name not in UNMARKED and not _marks_writes(func):
+    marks_writes = any(argument.alias_info is not None for argument in func._schema.arguments)
+    if func.namespace in ("c10d", "fsdp") and name not in UNMARKED and not marks_writes:
         raise NotImplementedError(f"The schema of {name} does not say what it writes: add it to UNMARKED.")
     unmarked = UNMARKED.get(name, set())
     return tuple(
@@ -240,10 +241,6 @@ def _tensor_arguments(func: Any, args: tuple, kwargs: dict) -> Iterator[tuple[Ar
     for argument in arguments if kwargs else ():
         for tensor in tensors_in(kwargs.get(argument.name)):
             yield argument, tensor
-
-
-def _marks_writes(func: Any) -> bool:
-    return any(argument.alias_info is not None for argument in func._schema.arguments)
 
 
 _HIDDEN = ("/torch/", "/happens_before/", "<")

@@ -132,11 +132,6 @@ class Memory:
             if access.stream not in pool or pool[access.stream].tick < access.tick:
                 pool[access.stream] = access
 
-    def free_if_known(self, storage: torch.UntypedStorage) -> None:
-        """Free the block of a storage that lives on without memory."""
-        if self.knows(storage):
-            self.free(storage._cdata)
-
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Note that the allocator must wait for ``stream`` before it gives the tensor's memory to another tensor."""
         if (block := self._block_of(tensor.untyped_storage())) is not None:

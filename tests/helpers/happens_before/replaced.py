@@ -38,8 +38,9 @@ def streams_of_torch(timeline: Timeline, memory: Memory, watch: Watch) -> dict[t
     resize, works = torch.UntypedStorage.resize_, {}
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
-        # FSDP2 frees and allocates the memory of unsharded parameters so.
-        memory.free_if_known(storage)
+        # FSDP2 frees and allocates the memory of unsharded parameters so. The storage lives on without memory.
+        if memory.knows(storage):
+            memory.free(storage._cdata)
         result = resize(storage, size)
         if size:
             memory.allocate(storage)
