@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import weakref
@@ -193,8 +192,7 @@ def _install_two_hops(
         unit.set_reduce_scatter(reduce)
         # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be
         # a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at it.
-        keeps_unreduced = functools.partial(decisions.keeps_unreduced, reduce)
-        unit.wrap_post_backward(keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward)
+        unit.wrap_post_backward(decisions.keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward)
         decisions.add_unit(gather, reduce)
     # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
     hook_passes(model, decisions)

@@ -153,7 +153,7 @@ class ZeroPPHandle:
         is_apart = self.topology.ranks_per_node != self.traffic.ranks_per_node
         if not self.is_active or not (in_groups or not self.units) or has_other_parallelism or is_apart:
             return None
-        # Two kinds of gathers meet in groups of two sizes: frozen units over the node, secondary copies over
+        # Two kinds of gathers meet in groups of two sizes: frozen units over the node, secondary shards over
         # ``hpz_size`` ranks. One size divides the other (``resolve_hpz_size``), so the larger group contains the
         # smaller.
         return self._run.mesh.topology_of(max(self.topology.ranks_per_node, self._run.mesh.hpz_size or 1)).node_group

@@ -185,7 +185,7 @@ def agree(
 
 
 def _check_same_place(are_first_uses: Sequence[bool]) -> None:
-    """Raise if some ranks came here by a call of the user's, and others by a first forward pass, which asks by itself.
+    """Raise if some ranks came here by a call in the script, and others by a first forward pass, which comes here by itself.
 
     Raises:
         ValueError: that is so. The hooks of the former already see that forward pass, and those of the latter the next one.

@@ -227,9 +227,9 @@ def describe(statements: dict[int, Statement]) -> str:
     action = next(iter(by_action))
     if ran := _describe_runs({rank: statement.ran for rank, statement in statements.items()}):
         return (
-            f"Ranks are about to {action}, and ran different units before: {ran}. What they exchanged may be "
-            "mixed, so drop these gradients. A layer may be skipped (LayerDrop, early exit, an expert without tokens) only on "
-            "all ranks alike."
+            f"Ranks are about to {action}, and ran different units before: {ran}. Weights and gradients of "
+            "different layers may be mixed: drop these gradients, and call handle.invalidate(). A layer may be skipped "
+            "(LayerDrop, early exit, an expert without tokens) only on all ranks alike."
         )
     # The first subject that differs is named. A cause in one unit often makes later units differ as well.
     for subject in dict.fromkeys(subject for statement in statements.values() for subject in statement.facts):

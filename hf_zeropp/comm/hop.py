@@ -66,7 +66,7 @@ class HopError(RuntimeError):
     """
 
     def __init__(self, hop: str, group: dist.ProcessGroup, cause: RuntimeError) -> None:
-        super().__init__(hop, group, cause)
+        super().__init__(hop)
         self.unit: str | None = None
         self._what = f"the hop {hop!r} of ranks {dist.get_process_group_ranks(group)} failed on rank {dist.get_rank()}"
         self._cause = cause

@@ -51,7 +51,7 @@ def can_share(group: dist.ProcessGroup) -> bool:
         allocate(group, 1)  # places that look alike are no proof: a sandbox may forbid memfd or /proc
     except OSError as error:  # raised on every rank, so all of them return False
         ranks = dist.get_process_group_ranks(group)
-        logger.info("Ranks %s share no memory (%s): secondary copies are gathered through sockets.", ranks, error)
+        logger.info("Ranks %s share no memory (%s): secondary shards are gathered through sockets.", ranks, error)
         return False
     return True
 

@@ -1,11 +1,11 @@
-"""Which ranks share a node, and the two process groups every two-hop collective needs.
+"""Which ranks share a node, and the process groups of two-hop collectives.
 
 The world's W ranks are cut into Y = W / N nodes of N consecutive ranks; rank r = y * N + x.
 
     node group   the N ranks of node y        {y * N + x' : x' < N}      fast links
     cross group  the Y ranks with the same x  {y' * N + x : y' < Y}      the slow network
 
-Two groups in all per rank, however many units a model has. Each is a communicator of NCCL, made by its first collective.
+All units of a mesh share them. Each group is a communicator of NCCL, made by its first collective.
 
 [Note: sharding beside other parallelism]
 Beside tensor or pipeline parallelism a model is sharded over a part of the world, and the world consists of several such
@@ -102,7 +102,7 @@ class ShardMesh:
     Attributes:
         topology: the nodes, with the groups of reductions.
         groups: how the mesh divides the world.
-        hpz_size: how many ranks share a secondary copy of the weights; None where none is kept, and every gather crosses nodes.
+        hpz_size: how many ranks share a secondary shard of the weights; None where none is kept, and every gather crosses nodes.
         replicas: the ranks that hold the same shards as this one; None without replicas (HSDP).
     """
 
@@ -145,7 +145,7 @@ def detect_ranks_per_node(setting: int | str, world_size: int) -> int:
 
 
 def resolve_hpz_size(setting: int | str | None, ranks_per_node: int, world_size: int) -> int | None:
-    """Return how many ranks share one secondary copy, or None if none is kept.
+    """Return how many ranks share the secondary shards of one copy of the weights, or None if none is kept.
 
     Raises:
         ValueError: the size does not divide the world, or cuts nodes unevenly.
@@ -180,7 +180,7 @@ def check_divides(source: str, size: int, world_size: int) -> None:
 
 
 def count_on_each_node(ranks: Sequence[int], ranks_per_node: int) -> int:
-    """Return how many ranks of a shard group each node has that has any.
+    """Return how many ranks of a shard group are on each node that holds any of them.
 
     Args:
         ranks: of the shard group.
@@ -331,6 +331,7 @@ def is_own_group(group: dist.ProcessGroup) -> bool:
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group, unless that has happened with the world. No other rank has to do so at the same time."""
     with contextlib.suppress(ValueError):  # it was destroyed
+        _own_groups.discard((dist.group.WORLD, group.group_name))
         dist.destroy_process_group(group)
 
 

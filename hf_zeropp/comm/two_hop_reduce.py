@@ -9,7 +9,8 @@ sums* [Y, S], one slice for each node. There are two forms of it, and ``ReduceLa
   of the y-th reduce-scatter as they are. No kernel of ours touches the whole unit.
 
 The cross hop encodes the partial sums, in ``ReduceLayouts.cross_hop``, and sends slice y to node y. A gradient is therefore
-quantized twice at most, on any number of ranks. Micro-steps add up in fp32, and may be kept in bf16 between them.
+quantized twice at most, on any number of ranks, and once more in each round of replicas (below). Micro-steps add up in fp32, and
+may be kept in bf16 between them.
 
 Replicas of a model (HSDP) are added up in rounds, two of them in one, four in two: in each round a rank encodes its slice of the
 sum as the cross hop does, sends it to the ranks of other replicas that it meets in this round, and sums what all of them sent.

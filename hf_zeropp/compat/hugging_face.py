@@ -129,8 +129,8 @@ HUGGING_FACE: tuple[Seam, ...] = (
     reads("peft.tuners.tuners_utils:BaseTuner", "_inject_parameters", "integrations.lora.peft_targets",
         "In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there. If "
         "it moved: adapters on packed experts are left out, with a warning of PEFT's.", silent=True),
-    has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save active_adapters", "integrations.lora.export",
-        "Copies of whole modules that PEFT trained."),
+    has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save", "integrations.lora.export",
+        "Copies of whole modules that PEFT trained. The base has their weights under names without this word."),
     has("peft:LoraConfig", "init_lora_weights", "integrations.lora.export",
         "It is set, so that no initialization computes with a base that has no values. If it moved: adapters with "
         "such an initialization are not exported: PEFT raises."),

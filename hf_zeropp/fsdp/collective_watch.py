@@ -88,7 +88,7 @@ class CollectiveWatch(ABC):
     def _received_in(self, name: str, group: dist.ProcessGroup, args: Sequence[Any]) -> Bytes:
         """Return what this rank receives: from each rank, or by a ring where backends use one."""
         peers, num_ranks, num_bytes = Peers.of(group, self._ranks_per_node), group.size(), _bytes_in(args[0])
-        sizes = _sizes_by_rank(name, args, num_ranks)
+        sizes = _sizes_by_rank(name, args, num_ranks, num_bytes)
         if sizes is not None:
             return self._received_from(dist.get_process_group_ranks(group), sizes)
         if _KINDS[name] == "reduce-scatter":
@@ -161,9 +161,8 @@ def _group_of(argument: Any) -> dist.ProcessGroup | None:
     return dist.ProcessGroup.unbox(argument) if is_group else None
 
 
-def _sizes_by_rank(name: str, args: Sequence[Any], num_ranks: int) -> Sequence[int] | None:
+def _sizes_by_rank(name: str, args: Sequence[Any], num_ranks: int, num_bytes: int) -> Sequence[int] | None:
     """Return how many bytes come from each rank of the group, this one included; None where a ring carries them."""
-    num_bytes = _bytes_in(args[0])
     if name == "alltoall_base_":
         rows = args[3] or [1] * num_ranks  # no sizes: all ranks send equally
         return [num_bytes * part // max(1, sum(rows)) for part in rows]

@@ -52,7 +52,7 @@ _depth = 0  # of calls of comm objects, and of blocks that count as such
 
 @contextmanager
 def of_this_package() -> Iterator[None]:
-    """Let no one take collectives that run inside for those of others."""
+    """Mark the collectives that run inside as this package's own, so that they are not counted as those of others."""
     global _depth
     _depth += 1
     try:

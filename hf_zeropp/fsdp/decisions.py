@@ -45,9 +45,9 @@ from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
 
 # [Note: what ran]
 # Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
-# collectives as each other, of equal sizes, and exchange the weights and gradients of different layers. No hop can tell. So each
-# rank notes what it runs: collectives of all ranks, and the modules that a forward pass with gradients enters. So the first
-# question of a backward pass tells of layers that a rank skipped before any gradient is exchanged. What the backward pass itself
+# collectives as each other, of equal sizes, and exchange the weights and gradients of different layers. No hop can tell.
+# Therefore each rank notes what it runs: collectives of all ranks, and the modules that a forward pass with gradients enters. The
+# first question of a backward pass then tells of a skipped layer before any gradient is exchanged. What the backward pass itself
 # reduced is compared at its end, in time for the optimizer's step.
 # A gather that stays within a node is not noted. Ranks of other nodes may run others, in generation and without gradients.
 
@@ -224,29 +224,26 @@ class Decisions:
 
     # Gradients.
 
-    def keeps_unreduced(self, reduce: ZeroPPReduceScatter) -> bool:
-        """Return whether the unit's gradients stay on the rank at full size in this pass, which is not the last micro-step."""
+    def keeps_unreduced(self) -> bool:
+        """Return whether gradients stay on the rank at full size in this pass, which is not the last micro-step."""
         if not self._run.config.accumulates_on_rank:
             return False
         self._enter_micro_step()
-        keeps = not self._run.micro_steps.is_last_now
-        self._run.traffic.micro_steps += keeps and reduce is self._first_trainable()
-        return keeps
+        return not self._run.micro_steps.is_last_now
 
     def _enter_micro_step(self) -> None:
         require_backward()
         if self.backward.begins_micro_step():
+            self._run.traffic.micro_steps += 1
             puts_off = any(reduce.unit.puts_off_replicas for reduce in self.reduces)
             self._run.micro_steps.enter_backward(puts_off_replicas=puts_off)
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
-        """Take note of a reduction that FSDP2 asks for: count micro-steps, and finish with the backward pass."""
+        """Take note of a reduction that FSDP2 asks for, and finish with the backward pass."""
         self._enter_micro_step()
         # On an accelerator the host waits for the answer in the second reduction, or at the end of a pass that has one reduction.
         self.confirm_micro_step()
         self._ran.append(f"reductions of unit {reduce.unit.name}")
-        if reduce is self._first_trainable():
-            self._run.traffic.micro_steps += 1
         if self.backward.begins_to_reduce():
             self._run.traffic.begin_backward()
             # ``quantizes`` may change here, and it is part of the statement: ranks that were told of different
@@ -305,8 +302,8 @@ class Decisions:
             self._complete_before_step()
         for gather in self.gathers:
             if gather.unit.has_param_of(held):
-                # A write up to now was no optimizer's. With deltas that matters: after a step a delta is enough,
-                # after any other write whole weights must cross.
+                # What changed the weights before this line was not this optimizer's step. With deltas that matters: after a
+                # step a delta is enough, and after any other write whole weights must cross.
                 gather.copy.freshness.before_step(has_closure=has_closure)
         if reduces:
             self._others.begin_step(optimizer)
@@ -381,9 +378,6 @@ class Decisions:
 
     def _give_withheld(self, changed: bytes) -> None:
         give_everywhere([reduce.withheld for reduce in self.reduces], changed, self._agreement)
-
-    def _first_trainable(self) -> ZeroPPReduceScatter | None:
-        return next((reduce for reduce in self.reduces if reduce.unit.trains), None)
 
     # Statements.
 

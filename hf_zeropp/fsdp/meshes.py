@@ -28,7 +28,7 @@ class UnitMesh:
         ranks: its shard group, in order.
         replicas: the ranks that hold the same shard as this one, one in each replica, in order; itself alone without replicas.
         ranks_per_node: how many of ``ranks`` each node has, N.
-        hpz_size: how many of them share one secondary copy; None where none is kept.
+        hpz_size: how many of them share secondary shards of one copy of the weights; None where none is kept.
         has_units: whether any unit is sharded over them, and not over nodes alone.
     """
 

@@ -106,7 +106,7 @@ def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
 
 
 def drop_unreduced(fsdp_param: FSDPParam) -> None:
-    """Forget them."""
+    """Drop the gradients that ``unreduced_of`` returns."""
     fsdp_param.unsharded_accumulated_grad = None
     if was_gathered(fsdp_param):
         fsdp_param._unsharded_param.grad = None

@@ -51,8 +51,8 @@ def leaves_gathers_to_fsdp2(config: ZeroPPConfig, hpz_size: int | None, world_si
 
     Args:
         config: the settings of the run.
-        hpz_size: ranks that share one secondary copy, as ``resolve_hpz_size`` gives it; None where no copy is kept. A copy
-            that all ranks share is the shards themselves.
+        hpz_size: ranks that share the secondary shards of one copy, as ``resolve_hpz_size`` gives it; None where no copy is
+            kept. A copy that all ranks share is the shards themselves.
         world_size: number of ranks, W.
     """
     return config.qwz_bits is None and hpz_size in (None, world_size)
@@ -117,7 +117,7 @@ def changed_words_bytes(layouts: GatherLayouts, share: float) -> int | None:
 
     Args:
         layouts: wire layouts of one slice of the unit.
-        share: share of its words that change, at places without order.
+        share: share of its words that change, at random places.
     """
     if not layouts.sends_changes:
         return None

@@ -58,7 +58,7 @@ class StepTraffic(CollectiveWatch):
             self._between_steps[f"{kind}, {place} passes"].add(received)
 
     def enter_pass(self, *, trains: bool) -> None:
-        """A forward pass begins. One without gradients is none of a step's, nor is what follows, up to one with them."""
+        """Note that a forward pass begins. One without gradients is not counted, nor what follows up to one with gradients."""
         self._stepping = None  # a step that runs passes, in a closure, or that raised, which no hook tells of
         self._is_in_pass = trains
         self._turn(trains and self._is_watched)

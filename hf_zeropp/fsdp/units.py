@@ -180,7 +180,7 @@ class Unit:
         return sum(grad.nbytes for fsdp_param in self._group.fsdp_params for grad in unreduced_of(fsdp_param))
 
     def drop_unreduced(self) -> None:
-        """Forget these gradients."""
+        """Drop the gradients that ``unreduced_bytes`` counts."""
         for fsdp_param in self._group.fsdp_params:
             drop_unreduced(fsdp_param)
 
@@ -338,7 +338,7 @@ class Unit:
     def flat_shard(self, dtype: torch.dtype) -> torch.Tensor:
         """Return what FSDP2 would hand to a gather: the padded shards of all parameters, cast and joined. Plain shards only."""
         # One fused copy casts and joins all parameters, as FSDP2's own copy-in does.
-        shards = [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
+        shards = self._shard_data
         flat = torch.empty(sum(shard.numel() for shard in shards), dtype=dtype, device=self._group.device)
         torch._foreach_copy_(flat.split([shard.numel() for shard in shards]), shards)
         return flat
@@ -347,7 +347,7 @@ class Unit:
         """Return the padded shards of all parameters one by one, as they are kept, or the flat shard. Plain shards only."""
         # On accelerators a kernel launch for each parameter would cost more than the copy that joins them. On CPU a call
         # costs little and a copy of the whole shard does not.
-        shards = [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
+        shards = self._shard_data
         if devices.has_streams(self.device_type) or any(shard.dtype not in FLOAT_DTYPES for shard in shards):
             return [self.flat_shard(dtype)]
         return shards
@@ -385,7 +385,7 @@ class Unit:
         return self._group._reduce_scatter_comm
 
     def divisor_after_reduce(self, dtype: torch.dtype) -> float:
-        """Return by what FSDP2 divides after a reduction in ``dtype``: where it asks for sums, and in fp16."""
+        """Return the divisor that FSDP2 applies after a reduction in ``dtype``: not 1 where it asks for sums, and in fp16."""
         # The predivide factor is left out: FSDP2 has applied it to the flat gradient before our reduction got it.
         group = self._group
         factor, sums = group.gradient_divide_factor, group.force_sum_reduction_for_comms
@@ -404,7 +404,11 @@ class Unit:
 
         None where that memory is not the parameters' own (tensor subclasses that make their gather input themselves).
         """
-        return None if self._has_extensions else [param._sharded_param_data for param in self._group.fsdp_params]
+        return None if self._has_extensions else self._shard_data
+
+    @property
+    def _shard_data(self) -> list[torch.Tensor]:
+        return [fsdp_param._sharded_param_data for fsdp_param in self._group.fsdp_params]
 
     def describe_params(self) -> list[str]:
         """Return name, full shape, dtype and training of each parameter, in words."""
@@ -430,7 +434,7 @@ class Unit:
         return {grad_dtype_of(param) for param in self._group.fsdp_params if param.sharded_param.requires_grad}
 
     def structure(self) -> tuple[object, ...]:
-        """Return what chooses collectives: facts of each parameter, an all-reduce hook, by what gradients are divided."""
+        """Return the facts that choose collectives: of each parameter, of an all-reduce hook, and the divisors of gradients."""
         # This runs before every forward pass, so it goes through the parameters once.
         params = ((fsdp_param.sharded_param, grad_dtype_of(fsdp_param)) for fsdp_param in self._group.fsdp_params)
         return (

@@ -35,10 +35,10 @@ from hf_zeropp import devices
 from hf_zeropp.comm.hop import Flight
 
 MAX_CROSSING = 3
-"""Reductions whose cross hop may be under way on a CPU: bounds the wire buffers that a slow network can pile up."""
+"""Reductions that may be crossing on a CPU before the oldest is taken a hop further. It bounds wire buffers on slow networks."""
 
 MAX_WAITING = 1
-"""Reductions behind which the next one may start on an accelerator before their cross hop has ended: bounds the same."""
+"""Reductions whose cross hop may still run on an accelerator when the next reduction starts. It bounds memory, as above."""
 
 
 class UnderWay(NamedTuple):

@@ -37,9 +37,10 @@ class Form:
         """The parameters without a gradient on this rank, which FSDP2 leaves out of the flat gradient and of its output."""
         return frozenset(part.param for part in self.parts if not part.has_gradient)
 
-    def divide(self, reduced: torch.Tensor) -> torch.Tensor:
+    def divide(self, reduced: torch.Tensor) -> None:
         """Divide in place as FSDP2 divides its output after the reduction."""
-        return reduced if self.divisor == 1 else reduced.div_(self.divisor)
+        if self.divisor != 1:
+            reduced.div_(self.divisor)
 
     def widen(self, flat: torch.Tensor, num_ranks: int) -> torch.Tensor:
         """Return the flat gradient [W * S] in the dtype of the wires, with zeros for the parameters that are missing in it.

@@ -367,7 +367,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Return the bytes of one optimizer step of ``micro_steps`` backward passes."""
-        if not self.unit.trainable:
+        if not self.unit.trains:
             return {}
         micro_steps = reductions_per_step(micro_steps, accumulates_on_rank=self._run.config.accumulates_on_rank)
         dtype, node, cross = self.unit.reduce_dtype, self.hops.node_hop, self.hops.cross_hop

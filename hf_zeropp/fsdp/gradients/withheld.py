@@ -21,7 +21,7 @@ from hf_zeropp.fsdp.comm_objects import record_event
 from hf_zeropp.fsdp.units import Unit, local_tensor_of
 
 QUESTION = b"which gradients exist"
-"""It is asked behind a statement in which ranks agreed to ask it, so all ranks ask it alike."""
+"""Asked only after ranks have agreed to ask it, so every rank asks it."""
 
 
 class WithheldGradients:

@@ -74,7 +74,7 @@ class Copy:
         secondary: room for the secondary shard; None until a carrier needs it.
         layouts: the form in which it holds weights; None until the first cross hop starts.
         words: the changed words that are encoded; None in other states.
-        carrier: what is under way; None in other states.
+        carrier: what is under way, or failed on its way.
     """
 
     def __init__(self, unit: Unit, freshness: Freshness, check: SecondaryCheck | None = None) -> None:

@@ -50,7 +50,7 @@ _NOT_ASYNC = (
 )
 _MANY_EDITS = (
     "The weights of unit %s keep changing by something that is no step of a torch optimizer (an operation after each step, an "
-    "update by hand): whole weights cross each time, four times the bytes of an INT4 delta. Change them in the optimizer's step, "
+    "update by hand): whole weights cross each time in place of deltas. Change them in the optimizer's step, "
     "or set qwz_mode='values'."
 )
 _DAMAGED = (
@@ -173,8 +173,7 @@ class ZeroPPAllGather(WeightGather):
     def can_start_ahead(self) -> bool:
         """Whether the cross hop is due, and its input can be had without FSDP2."""
         # Also a unit that the last pass skipped: which units a rank used is its own affair, and must not choose collectives.
-        is_due = self._keeps_secondary and self.copy.due != Change.NONE
-        return is_due and self.unit.param_dtype in FLOAT_DTYPES and self.unit.has_plain_shards
+        return self.stays_in_group and self.copy.due != Change.NONE and self.unit.has_plain_shards
 
     def encode(self) -> ChangedWords | None:
         """Encode the changed words that the cross hop will send, before their sizes are exchanged; None where it sends others."""
@@ -259,7 +258,7 @@ class ZeroPPAllGather(WeightGather):
 
     @property
     def stays_in_group(self) -> bool:
-        """Whether a gather of a fresh unit stays among the ranks that share a secondary copy."""
+        """Whether a gather of a fresh unit stays among the ranks that share a secondary shard."""
         return self._keeps_secondary and self.unit.param_dtype in FLOAT_DTYPES
 
     @property

@@ -18,7 +18,7 @@ LOWEST_RATES = {2: 1e-5}
 
 def lowest_rate(config: ZeroPPConfig) -> float:
     """Return the lowest learning rate at which a model trains under these settings; 0.0 where they set no limit."""
-    return LOWEST_RATES.get(config.qwz_bits or 0, 0.0) if config.qwz_mode == "delta" else 0.0
+    return LOWEST_RATES.get(config.qwz_bits or 0, 0.0) if config.sends_deltas else 0.0
 
 
 def warn_of_low_rate(config: ZeroPPConfig, optimizer: torch.optim.Optimizer) -> None:

@@ -36,7 +36,7 @@ def next_carrier(due: Change, layouts: GatherLayouts, kept: GatherLayouts | None
 
 @dataclasses.dataclass
 class Sent:
-    """The things that a unit has sent since there is room for its copy.
+    """The record of what a unit has sent since its secondary shard was allocated.
 
     Attributes:
         edits_in_a_row: resyncs in a row for edits.

@@ -72,11 +72,11 @@ class GatherSchedule:
         return GathersAhead(device_type) if devices.has_streams(device_type) else GathersTogether()
 
     def begin(self, due: Sequence[DueGather], *, starts_now: bool) -> None:
-        """Take the gathers whose cross hops a forward pass will need, in place of all before. Ranks have agreed on them.
+        """Replace the list of due gathers by those of the forward pass that begins. Ranks have agreed on them.
 
         Args:
             due: the gathers, in module order.
-            starts_now: whether all cross hops start now, because none may start later.
+            starts_now: whether all cross hops start now, because none may start later. On gloo they always do.
         """
         if self._sends_changes or starts_now:
             encode(due)
@@ -125,7 +125,7 @@ class GathersAhead(GatherSchedule):
 
     def begin(self, due: Sequence[DueGather], *, starts_now: bool) -> None:
         """Encode changed words. Cross hops start when units are reached."""
-        with self.queue():
+        with self._queue():
             encode(due)
         self._due, self._num_started = list(due), 0
         if starts_now:
@@ -148,7 +148,7 @@ class GathersAhead(GatherSchedule):
             torch.accelerator.current_stream().wait_stream(self._stream)
 
     @contextmanager
-    def queue(self) -> Iterator[None]:
+    def _queue(self) -> Iterator[None]:
         """Queue what runs inside in the stream of cross hops, behind the current stream."""
         # The current stream comes behind the optimizer, and behind the node hops that read the secondary shards last.
         before = torch.accelerator.current_stream()
@@ -160,7 +160,7 @@ class GathersAhead(GatherSchedule):
 
     def _start(self, count: int) -> None:
         if self._num_started < min(count, len(self._due)):
-            with self.queue():
+            with self._queue():
                 for gather in self._due[self._num_started : count]:
                     self._num_started += 1
                     gather.start()

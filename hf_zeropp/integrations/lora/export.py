@@ -144,6 +144,10 @@ class _Merger:
             for name, param in root.named_parameters()
             if param.requires_grad and (base_name := _name_in_base(name)) in names
         }
+        adapters = {param for layer in self._layers.values() for param in layer.parameters()}
+        for name, param in root.named_parameters():
+            if param.requires_grad and param not in adapters and _name_in_base(name) not in names:
+                raise ValueError(f"The adapter trains {name}, and the base has no such weight.")
         # What no tensor of the base has reached yet.
         self._left = set(self._trained) | {name for name in self._layers if not name.endswith(".bias")}
 
