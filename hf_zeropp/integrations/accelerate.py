@@ -33,7 +33,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import accelerate.accelerator
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -80,8 +79,6 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     """
 
     zeropp: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | Literal[False] | None = None
-    scaler: torch.amp.GradScaler | None = dataclasses.field(default=None, init=False, repr=False)
-    """The Accelerator's gradient scaler (fp16), known when ``prepare`` has run."""
 
     def __post_init__(self) -> None:
         self._begin()
@@ -107,7 +104,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         # The values are copied as they are. Passing them as arguments would take what ``stock`` has worked out for what a
         # user wrote: its NO_WRAP is None by now, which would mean the default here.
         plugin = cls.__new__(cls)
-        vars(plugin).update(vars(stock), zeropp=zeropp, scaler=None)
+        vars(plugin).update(vars(stock), zeropp=zeropp)
         plugin._begin()
         return plugin
 

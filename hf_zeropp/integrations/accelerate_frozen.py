@@ -160,8 +160,7 @@ def _blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn
 def patch_prepare() -> None:
     """Extend ``Accelerator._prepare_fsdp2``, where a model and its optimizers are seen together. Repeated calls do nothing.
 
-    Optimizers lose their frozen parameters before Accelerate notes where each parameter's data lies. The plugin learns the
-    Accelerator's gradient scaler, which nothing else tells it.
+    Optimizers lose their frozen parameters before Accelerate notes where each parameter's data lies.
     """
     # The class is patched and not an instance, because a plugin is constructed before the Accelerator that uses it.
     extend(Accelerator, "_prepare_fsdp2", _prepare)
@@ -172,7 +171,6 @@ def _prepare(original: Callable[..., Any], self: Accelerator, *objects: Any) -> 
     config = getattr(plugin, "zeropp_config", None)
     if config is None:
         return original(self, *objects)
-    plugin.scaler = self.scaler
     models = [obj for obj in objects if isinstance(obj, nn.Module)]
     for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer)):
         # The original replaces an optimizer's parameters by placeholders, which do not tell whether a parameter was frozen. So
