@@ -154,11 +154,12 @@ class Packed(nn.Module):
         # nn.Module assigns attributes while it is constructed, before there are packed weights.
         if name not in self.__dict__.get("packed_forms", ()):
             super().__setattr__(name, value)
-        elif isinstance(value, PackedWeight):
-            if value.owner != (self, name):  # ``module.weight = module.weight`` changes nothing
-                tie(self, name, value)
-        else:
+        elif not isinstance(value, PackedWeight):
             self.write_packed(name, value)
+        elif value.owner is None:  # a view, whose codes are those of the whole weight
+            self.write_packed(name, value.decode())
+        elif value.owner != (self, name):  # ``module.weight = module.weight`` changes nothing
+            tie(self, name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert as ``module.to(dtype)`` does: codes are bytes and stay, and decode to the new dtype from now on."""
@@ -377,7 +378,8 @@ def set_packed(module: nn.Module, name: str, codes: Tensor, scales: Tensor) -> N
 
 
 def tie(module: Packed, name: str, weight: PackedWeight) -> None:
-    """Let the weight ``name`` of ``module`` share the codes and scales of ``weight``, another module's."""
+    """Let the weight ``name`` of ``module`` share the codes and scales of ``weight``, another module's, and decode as it does."""
+    module.packed_forms[name] = weight.form
     module.register_parameter(name + CODES, cast(nn.Parameter, weight.codes))
     module.register_parameter(name + SCALES, cast(nn.Parameter, weight.scales))
 

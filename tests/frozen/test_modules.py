@@ -137,6 +137,25 @@ def test_tied_weights_are_packed_once():
     assert model.lm_head.weight_codes is model.model.embed_tokens.weight_codes
 
 
+def test_a_tied_weight_decodes_as_the_other_does():
+    layer, other = quantize_frozen(frozen_linear(), 8), quantize_frozen(frozen_linear(), 4)
+    layer.weight = other.weight
+    assert layer.weight_codes is other.weight_codes
+    torch.testing.assert_close(layer.weight.decode(), other.weight.decode(), atol=0, rtol=0)
+
+
+def test_a_view_of_a_packed_weight_is_packed_anew():
+    """It has no codes of its own to tie to."""
+    torch.manual_seed(0)
+    layer, other = (quantize_frozen(nn.Linear(64, 64).requires_grad_(False), 8) for _ in range(2))
+    layer.weight = other.weight.t()
+    expected = quantize_frozen(nn.Linear(64, 64).requires_grad_(False), 8)
+    expected.weight = other.weight.decode().t()
+    assert torch.equal(layer.weight.decode(), expected.weight.decode())
+    with pytest.raises(ValueError, match="shape"):
+        layer.weight = other.weight[:3]
+
+
 @pytest.mark.parametrize("implementation", ("eager", "grouped_mm"))
 def test_fused_experts(implementation):
     model = tiny_mixtral(experts_implementation=implementation).requires_grad_(False)
