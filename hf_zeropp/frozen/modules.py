@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -286,8 +287,8 @@ def _multiply(
     return F.linear(input, _decode_to_scratch(codes, scales, columns, format, input.dtype), bias)
 
 
-class Scratch:
-    """Memory in which layers decode their weights on CPU, one weight after the other: one buffer per dtype.
+class Scratch(threading.local):
+    """Memory in which layers decode their weights on CPU, one weight after the other: one buffer per dtype and thread.
 
     A fresh allocation of that size costs several times what the kernel does. Other devices have caching allocators. All packed
     modules of the process hold the same object, and it is freed with the last of them.
@@ -302,11 +303,11 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the largest buffer."""
+        """Bytes of this thread's largest buffer."""
         return max((buffer.nbytes for buffer in self._buffers.values()), default=0)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory [numel], which is valid until the next call. A buffer is as large as the largest weight so far."""
+        """Return memory [numel], which is valid until this thread's next call. A buffer grows to the largest weight."""
         if dtype not in self._buffers or self._buffers[dtype].numel() < numel:
             with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
                 self._buffers[dtype] = torch.empty(numel, dtype=dtype)
@@ -323,7 +324,7 @@ def shared_scratch() -> Scratch:
 
 
 def _decode_to_scratch(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight [rows, columns]. On CPU it is valid until the next call."""
+    """Return the dense weight [rows, columns]. On CPU it is valid until the next call of this thread."""
     if devices.has_streams(codes.device) or torch.compiler.is_compiling():
         return frozen_format.unpack(codes, scales, columns, format, dtype)
     out = shared_scratch().take(codes.shape[0] * columns, dtype).view(-1, columns)

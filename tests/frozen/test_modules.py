@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -79,6 +80,16 @@ def test_the_scratch_is_freed_with_the_last_packed_module(monkeypatch):
     layers.clear()
     gc.collect()
     assert ended() is None
+
+
+def test_threads_decode_into_memory_of_their_own():
+    """One thread would overwrite the weight that another one is multiplying by."""
+    layer = quantize_frozen(frozen_linear(), 4)
+    ours = layer.scratch.take(8, torch.float32)
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(layer.scratch.take, 8, torch.float32).result()
+    assert ours.data_ptr() != theirs.data_ptr()
+    assert ours.data_ptr() == layer.scratch.take(8, torch.float32).data_ptr()
 
 
 def test_a_trainable_bias_learns_beside_a_packed_weight():
