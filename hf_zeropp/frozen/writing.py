@@ -45,8 +45,9 @@ class WriteHistory:
         if self._kept is None:
             self._kept = codes.clone(), scales.clone()
         if self._is_unmerge(rows, weight.form):
-            self._rounding = None
             new_codes, new_scales = self._kept
+            # The next write is a first one again: other codes may be loaded before it.
+            self._kept = self._rounding = None
         else:
             new_codes, new_scales = frozen_format.pack(rows, weight.form.format)
             self._add_rounding(rows, new_codes, new_scales, weight.form)

@@ -167,6 +167,19 @@ def test_a_view_of_a_packed_weight_is_packed_anew():
         layer.weight = other.weight[:3]
 
 
+def test_an_unmerge_restores_the_codes_that_were_loaded_last():
+    layer = quantize_frozen(frozen_linear(), 4)
+    torch.manual_seed(1)
+    other, delta = quantize_frozen(nn.Linear(140, 60).requires_grad_(False), 4), torch.randn(60, 140) / 50
+    for loaded in (copy.deepcopy(layer.state_dict()), other.state_dict()):
+        layer.load_state_dict(loaded)
+        layer.weight.data += delta
+        assert not torch.equal(layer.weight_codes, loaded["weight_codes"])
+        layer.weight.data -= delta
+        assert torch.equal(layer.weight_codes, loaded["weight_codes"])
+        assert torch.equal(layer.weight_scales, loaded["weight_scales"])
+
+
 @pytest.mark.parametrize("implementation", ("eager", "grouped_mm"))
 def test_fused_experts(implementation):
     model = tiny_mixtral(experts_implementation=implementation).requires_grad_(False)
