@@ -180,6 +180,16 @@ def test_an_unmerge_restores_the_codes_that_were_loaded_last():
         assert torch.equal(layer.weight_scales, loaded["weight_scales"])
 
 
+def test_operators_that_write_to_lists_are_refused():
+    weight = quantize_frozen(frozen_linear(), 4).weight
+    for write in (torch._foreach_zero_, lambda weights: torch._foreach_add_(weights, 1.0)):
+        with pytest.raises(RuntimeError, match="one by one"):
+            write([torch.ones(3), weight])
+    copies = [torch.zeros(60, 140)]
+    torch._foreach_copy_(copies, [weight])  # to read it is fine
+    assert torch.equal(copies[0], weight.decode())
+
+
 @pytest.mark.parametrize("implementation", ("eager", "grouped_mm"))
 def test_fused_experts(implementation):
     model = tiny_mixtral(experts_implementation=implementation).requires_grad_(False)
