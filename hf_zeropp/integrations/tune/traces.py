@@ -112,8 +112,9 @@ class _Traces:
         elif os.path.isfile(name) and not self._is_noted(name):
             self._keep(name)
 
-    def _delete(self, path: Any, descriptor: Any) -> None:
-        # A name relative to an open folder comes from ``shutil.rmtree``, which was asked about the folder before.
+    def _delete(self, path: Any, descriptor: Any = None) -> None:
+        # A name relative to an open folder comes from ``shutil.rmtree``, which was asked about the folder before. Before
+        # Python 3.11 the event of ``shutil.rmtree`` itself has no descriptor.
         name = None if isinstance(descriptor, int) and descriptor >= 0 else self._watched(path)
         if name is not None and os.path.lexists(name) and not self._is_noted(name):
             raise PermissionError(
