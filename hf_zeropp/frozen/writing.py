@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hf_zeropp.dtensors import local_part
 from hf_zeropp.frozen.storage import as_bytes
 from hf_zeropp.frozen.weight import PackedForm, PackedWeight, full_tensor, local_rows
 from hf_zeropp.ops import frozen_format
@@ -38,7 +39,7 @@ class WriteHistory:
         """
         if value.shape != weight.shape:
             raise ValueError(f"Cannot assign a weight of shape {tuple(value.shape)} to one of {tuple(weight.shape)}.")
-        codes, scales = _local(as_bytes(weight.codes)), _local(as_bytes(weight.scales))
+        codes, scales = local_part(as_bytes(weight.codes)), local_part(as_bytes(weight.scales))
         rows = _rows_stored_here(value, weight.codes)
         if not rows.numel():  # with fewer rows than ranks, some ranks store none
             return
@@ -78,7 +79,3 @@ def _rows_stored_here(value: Tensor, codes: Tensor) -> Tensor:
     if not isinstance(codes, DTensor):
         return value
     return value[local_rows(codes.shape, codes.device_mesh, codes.placements)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
