@@ -195,14 +195,19 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     def _require_fsdp2(self) -> None:
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"ZeroPPPlugin builds on FSDP2: expected fsdp_version=2, got {self.fsdp_version}.")
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and os.environ.get("FSDP_VERSION") == "1":
+        if launcher_says("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") == "1":
             raise ValueError(
                 "ZeroPPPlugin builds on FSDP2, but the launcher was configured for FSDP1: set `fsdp_version: 2` under "
                 "`fsdp_config:` in the Accelerate config (or pass --fsdp_version 2)."
             )
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        if launcher_says("ACCELERATE_USE_DEEPSPEED"):
             raise ValueError("ZeroPPPlugin and DeepSpeed exclude each other: set `distributed_type: FSDP`.")
         self.fsdp_version = 2
+
+
+def launcher_says(variable: str) -> bool:
+    """Return whether Accelerate's launcher has set one of its switches, such as ``ACCELERATE_USE_FSDP``."""
+    return os.environ.get(variable, "false").lower() == "true"
 
 
 def check_all_or_none(plugin: ZeroPPPlugin) -> None:
