@@ -274,7 +274,7 @@ class ZeroPPConfig:
         return dataclasses.asdict(self)
 
 
-def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
+def is_enabled() -> bool:
     """Return what ``ZEROPP_ENABLED`` says; True where it is not set. With 0 the job runs on FSDP2's own collectives.
 
     It is no setting. Settings say how ZeRO++ runs, and a script that passes its own in Python reads none of the environment. The
@@ -283,7 +283,7 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         ValueError: it is neither yes nor no.
     """
-    text = (os.environ if environ is None else environ).get(ENV_ENABLED, "1")
+    text = os.environ.get(ENV_ENABLED, "1")
     if (answer := _SWITCH_WORDS.get(text.strip().lower())) is None:
         raise ValueError(
             f"{ENV_ENABLED} must be one of {', '.join(_SWITCH_WORDS)}, got {text!r}. Set 0 for stock FSDP2, or unset it."
