@@ -61,8 +61,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         settings = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
         self._muon_defaults = {"algorithm": "muon", **settings, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        # Its groups and states are those of this optimizer, and it is told of them in each step: loading a state, and Accelerate,
-        # put others in their place.
+        # In each step it is given this optimizer's groups and states anew: loading a state, and Accelerate, replace those.
         self._adamw = torch.optim.AdamW([torch.zeros(1)])
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -113,7 +112,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        """Update the matrices of a group that have a gradient, which FSDP2 sees to that they have on all ranks or on none."""
+        """Update the matrices of a group that have a gradient. A matrix must have one on all ranks or on none."""
 
         def orthogonalize(stack: torch.Tensor) -> torch.Tensor:
             arguments = group["ns_coefficients"], group["ns_steps"], group["eps"]
