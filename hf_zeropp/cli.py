@@ -1,4 +1,4 @@
-"""The command ``hf-zeropp``: launch, show what runs here, estimate a job, measure a cluster, export a merged model."""
+"""The command ``hf-zeropp``: launch, tune, show what runs here, estimate a job, measure a cluster, export a merged model."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "tune",  # as above
         add_help=False,
-        help="Try your own job under each preset for a few steps, and say which is fastest.",
+        help="Try your own job under balanced, exact, half_model and min_traffic for a few steps, and say which is fastest.",
     )
     commands.add_parser(
         "env",

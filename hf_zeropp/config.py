@@ -137,7 +137,8 @@ class ZeroPPConfig:
             )
         if self.qwz_mode != "delta" and self.hpz_bits is not None:
             raise ValueError(
-                'hpz_bits is for qwz_mode="delta": in other modes nothing adds up. Set qwz_mode="delta", or leave it at None.'
+                'hpz_bits is for qwz_mode="delta" alone: other modes keep copies as they crossed. Set that mode, or leave '
+                "hpz_bits at None."
             )
 
     def _check_gradients(self) -> None:
@@ -198,7 +199,7 @@ class ZeroPPConfig:
             raise ValueError(
                 f"preset must be one of {', '.join(PRESETS)}, got {preset!r}.{nearest(str(preset), PRESETS)}"
             )
-        # Settings beside a preset go over it, wherever the preset stands in the file.
+        # Settings beside a preset go over it, wherever each stands: in a file or, for ``from_env``, in a variable.
         return cls(**{**PRESETS[preset], **settings})
 
     @classmethod
@@ -208,7 +209,10 @@ class ZeroPPConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> ZeroPPConfig:
-        """Read the file (or preset) that ``ZEROPP_CONFIG_FILE`` names, then let ``ZEROPP_<FIELD>`` variables override it."""
+        """Read the file (or preset) that ``ZEROPP_CONFIG_FILE`` names, then let ``ZEROPP_<FIELD>`` variables override it.
+
+        A single setting goes over a preset, wherever each stands: with ``ZEROPP_PRESET`` the settings of the file stay.
+        """
         environ = os.environ if environ is None else environ
         name = environ.get(ENV_CONFIG_FILE)
         settings = _read_named(name) if name else {}
@@ -274,7 +278,7 @@ class ZeroPPConfig:
         return dataclasses.asdict(self)
 
 
-def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
+def is_enabled() -> bool:
     """Return what ``ZEROPP_ENABLED`` says; True where it is not set. With 0 the job runs on FSDP2's own collectives.
 
     It is no setting. Settings say how ZeRO++ runs, and a script that passes its own in Python reads none of the environment. The
@@ -283,7 +287,7 @@ def is_enabled(environ: Mapping[str, str] | None = None) -> bool:
     Raises:
         ValueError: it is neither yes nor no.
     """
-    text = (os.environ if environ is None else environ).get(ENV_ENABLED, "1")
+    text = os.environ.get(ENV_ENABLED, "1")
     if (answer := _SWITCH_WORDS.get(text.strip().lower())) is None:
         raise ValueError(
             f"{ENV_ENABLED} must be one of {', '.join(_SWITCH_WORDS)}, got {text!r}. Set 0 for stock FSDP2, or unset it."

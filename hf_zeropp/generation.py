@@ -54,12 +54,20 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
         memory_budget: bytes (or "1.5GB", "800MB") of gathered weights to keep on each rank while this lasts. Packed
             frozen weights count as what they are stored in. None keeps none.
 
+    Raises:
+        ValueError: the model is not under ZeRO++, or a budget is given inside another ``generation_mode`` of the model.
+
     Example:
         >>> with generation_mode(model, memory_budget="4GB"):
         ...     completions = model.generate(**prompts, max_new_tokens=256)
     """
     model = without_compile_wrapper(model)
     if model in _active:
+        if memory_budget is not None:
+            raise ValueError(
+                f"memory_budget={memory_budget!r}: generation_mode is on for this model already, and the outermost one says "
+                "which weights are kept gathered. Pass the budget there."
+            )
         yield model
         return
     handle = handle_of(model)

@@ -21,6 +21,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
+from hf_zeropp.dtensors import local_part, with_local_part
+
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -59,8 +61,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         settings = {"momentum": momentum, "nesterov": nesterov, "ns_coefficients": ns_coefficients, "eps": eps}
         self._muon_defaults = {"algorithm": "muon", **settings, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
-        # Its groups and states are those of this optimizer, and it is told of them in each step: loading a state, and Accelerate,
-        # put others in their place.
+        # In each step it is given this optimizer's groups and states anew: loading a state, and Accelerate, replace those.
         self._adamw = torch.optim.AdamW([torch.zeros(1)])
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
@@ -111,7 +112,7 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:
-        """Update the matrices of a group that have a gradient, which FSDP2 sees to that they have on all ranks or on none."""
+        """Update the matrices of a group that have a gradient. A matrix must have one on all ranks or on none."""
 
         def orthogonalize(stack: torch.Tensor) -> torch.Tensor:
             arguments = group["ns_coefficients"], group["ns_steps"], group["eps"]
@@ -132,7 +133,7 @@ class Muon(torch.optim.Optimizer):
                 adjusted = _adjust_lr(lr, group["adjust_lr_fn"], param.shape[-2:])
                 # The weight is written as the tensor that FSDP2 knows: writes to its local part would move another counter.
                 param.mul_(1 - lr * group["weight_decay"])
-                param.add_(_like(param, update), alpha=-adjusted)
+                param.add_(with_local_part(param, update), alpha=-adjusted)
 
     def _momentum_of(self, param: torch.Tensor, group: dict[str, Any]) -> torch.Tensor:
         """Add the gradient to the momentum, and return this rank's part of what is to be orthogonalized, in bf16."""
@@ -140,7 +141,7 @@ class Muon(torch.optim.Optimizer):
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param.grad)
-        gradient, momentum = _local(param.grad), _local(state["momentum_buffer"])
+        gradient, momentum = local_part(param.grad), local_part(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - group["momentum"])
         # A copy: Newton-Schulz writes to what it is given.
         return (gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum).to(
@@ -270,16 +271,3 @@ def _check(param: torch.Tensor) -> None:
             f"Muon takes matrices that are sharded along one dimension of the mesh, got {placements}. "
             'Give matrices under tensor parallelism to AdamW: {"params": [...], "algorithm": "adamw"}.'
         )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _like(param: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is sharded as ``param`` is and has this local part."""
-    if not isinstance(param, DTensor):
-        return local
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )

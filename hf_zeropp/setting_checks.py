@@ -40,13 +40,9 @@ def flag(name: str, value: Any) -> None:
 
 def fraction(name: str, value: Any) -> None:
     """Allow numbers from 0 to 1."""
-    if not _is_number(value) or not 0 <= value <= 1:
+    if not (_is_int(value) or isinstance(value, float)) or not 0 <= value <= 1:
         raise ValueError(f"{name} must be a number from 0 to 1, got {value!r}.")
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

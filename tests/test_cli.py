@@ -116,6 +116,15 @@ def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch) -> No
     assert jobs[0].training_script_args == ["-m", "module_of_mine"] and str(tmp_path) not in sys.path
 
 
+def test_an_empty_zeropp_block_means_the_defaults(tmp_path, monkeypatch) -> None:
+    (tmp_path / "script.py").touch()
+    config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "zeropp_config": None})
+    settings = []
+    monkeypatch.setattr(launcher, "launch_command", lambda args: settings.append(ZeroPPConfig.from_env()))
+    cli.main(["launch", "--config_file", config, str(tmp_path / "script.py")])
+    assert settings == [ZeroPPConfig()]
+
+
 @pytest.mark.parametrize(
     ("variables", "is_cpu", "threshold"),
     [

@@ -82,6 +82,8 @@ def run_setup(rank: int, has_adapter: bool, zeropp: dict) -> dict:
 
     def with_budget() -> None:
         with generation_mode(model, memory_budget="1GB"):
+            with pytest.raises(ValueError, match="outermost"), generation_mode(model, memory_budget="2GB"):
+                pass
             same["budget"] = torch.equal(
                 generate(model, rank, do_sample=False), generate(reference, rank, do_sample=False)
             )

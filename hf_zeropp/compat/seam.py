@@ -31,7 +31,7 @@ class Seam:
         owner: the object, as ``"module:attribute.path"``, or ``"module"`` for the module itself.
         names: the names.
         used_by: modules of this package that rely on them, without the leading ``hf_zeropp.``.
-        note: what they do with the names, and what happens if one moved. Without that it is an ImportError or AttributeError.
+        note: what they do with the names, and what breaks if one moved; without that: an ImportError or AttributeError.
         relation: how the owner is related to the names.
         is_silent: whether nothing would raise then. ``check_seams`` raises in its place.
         since: the first version of the library that has the names; () for all that are supported.

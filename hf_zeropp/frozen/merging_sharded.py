@@ -20,6 +20,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hf_zeropp.dtensors import local_part, with_local_part
 from hf_zeropp.frozen.adapters import adapter_modules
 from hf_zeropp.frozen.modules import Packed
 from hf_zeropp.frozen.weight import local_rows
@@ -90,13 +91,10 @@ def _whole(layer: nn.Module) -> Iterator[None]:
 def _keep_rows(param: DTensor, written: Tensor) -> None:
     """Copy this rank's rows of ``written`` into ``param``, if they are others."""
     rows = written.detach()[local_rows(param.shape, param.device_mesh, param.placements)]
-    if not torch.equal(rows, cast(DTensor, param.detach()).to_local()):
+    if not torch.equal(rows, local_part(param.detach())):
         # A write to the DTensor moves the version counter by which ZeRO++ learns that a trainable weight has changed.
-        like = DTensor.from_local(
-            rows, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-        )
         with torch.no_grad():
-            param.copy_(like)
+            param.copy_(with_local_part(param, rows))
 
 
 def _sharded_places(layer: nn.Module) -> Iterator[tuple[nn.Module, str, DTensor]]:

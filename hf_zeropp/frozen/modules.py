@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -154,11 +155,12 @@ class Packed(nn.Module):
         # nn.Module assigns attributes while it is constructed, before there are packed weights.
         if name not in self.__dict__.get("packed_forms", ()):
             super().__setattr__(name, value)
-        elif isinstance(value, PackedWeight):
-            if value.owner != (self, name):  # ``module.weight = module.weight`` changes nothing
-                tie(self, name, value)
-        else:
+        elif not isinstance(value, PackedWeight):
             self.write_packed(name, value)
+        elif value.owner is None:  # a view, whose codes are those of the whole weight
+            self.write_packed(name, value.decode())
+        elif value.owner != (self, name):  # ``module.weight = module.weight`` changes nothing
+            tie(self, name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Convert as ``module.to(dtype)`` does: codes are bytes and stay, and decode to the new dtype from now on."""
@@ -285,8 +287,8 @@ def _multiply(
     return F.linear(input, _decode_to_scratch(codes, scales, columns, format, input.dtype), bias)
 
 
-class Scratch:
-    """Memory in which layers decode their weights on CPU, one weight after the other: one buffer per dtype.
+class Scratch(threading.local):
+    """Memory in which layers decode their weights on CPU, one weight after the other: one buffer per dtype and thread.
 
     A fresh allocation of that size costs several times what the kernel does. Other devices have caching allocators. All packed
     modules of the process hold the same object, and it is freed with the last of them.
@@ -301,11 +303,11 @@ class Scratch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the largest buffer."""
+        """Bytes of this thread's largest buffer."""
         return max((buffer.nbytes for buffer in self._buffers.values()), default=0)
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return memory [numel], which is valid until the next call. A buffer is as large as the largest weight so far."""
+        """Return memory [numel], which is valid until this thread's next call. A buffer grows to the largest weight."""
         if dtype not in self._buffers or self._buffers[dtype].numel() < numel:
             with torch.inference_mode(False):  # a tensor made in inference mode could not be used in training later
                 self._buffers[dtype] = torch.empty(numel, dtype=dtype)
@@ -322,7 +324,7 @@ def shared_scratch() -> Scratch:
 
 
 def _decode_to_scratch(codes: Tensor, scales: Tensor, columns: int, format: FrozenFormat, dtype: torch.dtype) -> Tensor:
-    """Return the dense weight [rows, columns]. On CPU it is valid until the next call."""
+    """Return the dense weight [rows, columns]. On CPU it is valid until the next call of this thread."""
     if devices.has_streams(codes.device) or torch.compiler.is_compiling():
         return frozen_format.unpack(codes, scales, columns, format, dtype)
     out = shared_scratch().take(codes.shape[0] * columns, dtype).view(-1, columns)
@@ -377,7 +379,8 @@ def set_packed(module: nn.Module, name: str, codes: Tensor, scales: Tensor) -> N
 
 
 def tie(module: Packed, name: str, weight: PackedWeight) -> None:
-    """Let the weight ``name`` of ``module`` share the codes and scales of ``weight``, another module's."""
+    """Let the weight ``name`` of ``module`` share the codes and scales of ``weight``, another module's, and decode as it does."""
+    module.packed_forms[name] = weight.form
     module.register_parameter(name + CODES, cast(nn.Parameter, weight.codes))
     module.register_parameter(name + SCALES, cast(nn.Parameter, weight.scales))
 

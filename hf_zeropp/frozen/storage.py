@@ -16,13 +16,11 @@ As numbers these bytes mean nothing, and some are NaNs or infinities. So nothing
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hf_zeropp import compat
+from hf_zeropp.dtensors import local_part, with_local_part
 
 _FLOATS = {"codes": torch.float8_e4m3fn, "scales": torch.float8_e5m2}
 
@@ -49,15 +47,4 @@ def reinterpret(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the memory of ``tensor`` under another dtype of one byte per element; ``tensor`` itself if it has that dtype."""
     if tensor.dtype == dtype:
         return tensor
-    if not isinstance(tensor, DTensor):
-        return tensor.view(dtype)
-    # Shape and strides are given, because DTensor would otherwise assume that all ranks hold as many rows as this one.
-    local = cast(DTensor, tensor.detach()).to_local()
-    return DTensor.from_local(
-        local.view(dtype),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
+    return with_local_part(tensor, local_part(tensor.detach()).view(dtype))

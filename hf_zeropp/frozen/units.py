@@ -211,10 +211,18 @@ def _run_around(owner: nn.Module, opening: _Edge, closing: _Edge) -> None:
     # In training PEFT calls its wrapper's forward and then ``forward`` of the model inside, past that model's hooks. In
     # generation it calls the model inside. So the outermost that is called counts.
     running: list[nn.Module] = []
+    modules = entrances(owner)
+    inside = {module: modules & set(module.modules()) for module in modules}  # itself included
+
+    def is_over(outer: nn.Module, module: nn.Module) -> bool:
+        """Whether ``outer``, whose end was not seen, does not run when ``module`` begins."""
+        # Its forward pass was interrupted (Ctrl-C), for which PyTorch calls no hook: it would have to run inside of ``module``,
+        # or FSDP2 has freed the unit since.
+        place, name = opening.places[0]
+        return outer in inside[module] or isinstance(getattr(place, name), DTensor)
 
     def begin(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        # The same module again: its last forward pass was interrupted (Ctrl-C), for which PyTorch calls no hook.
-        if running and running != [module]:
+        if running and not is_over(running[0], module):
             return None
         running[:] = [module]
         opening.is_running = True
@@ -227,7 +235,7 @@ def _run_around(owner: nn.Module, opening: _Edge, closing: _Edge) -> None:
         opening.is_running = False
         return closing(output)
 
-    for module in entrances(owner):
+    for module in modules:
         module.register_forward_pre_hook(begin, with_kwargs=True)
         # Also called where the forward ended early: recomputation under activation checkpointing stops by an exception.
         module.register_forward_hook(end, always_call=True)

@@ -7,6 +7,7 @@ on it arrive in ``__torch_dispatch__`` and are of three kinds:
   This saves memory in training: autograd keeps the operands of a multiplication for backward, and ``F.linear`` multiplies by
   the view ``weight.t()``. So autograd keeps codes and not the dense weight.
 - A *write* (``weight.data += delta``, as PEFT merges an adapter) decodes, computes, and packs the result into the module.
+  Writes to several at once (``torch._foreach_*``) are refused.
 - *Any other* operation decodes, and computes with the dense tensor.
 
 A packed weight is made anew at every access of ``module.weight``, because the module's codes are other tensors at other times:
@@ -172,6 +173,9 @@ class PackedWeight(Tensor):
             return first._view(func, args[1:])
         if func is aten.set_.source_Tensor and _is_same_weight(first, args[1]):
             return first  # a parametrization sets a weight to itself, in the middle of a forward pass
+        is_list = isinstance(first, list | tuple) and any(isinstance(each, cls) for each in first)
+        if func._schema.is_mutable and is_list:  # torch._foreach_*
+            raise RuntimeError(f"{func} cannot write a list with packed weights. Write them one by one.")
         dense_args = tree_map(lambda arg: arg.decode() if isinstance(arg, cls) else arg, args)
         result = func(*dense_args, **kwargs)
         if func._schema.is_mutable and isinstance(first, cls):

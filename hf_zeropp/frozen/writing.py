@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hf_zeropp.dtensors import local_part
 from hf_zeropp.frozen.storage import as_bytes
 from hf_zeropp.frozen.weight import PackedForm, PackedWeight, full_tensor, local_rows
 from hf_zeropp.ops import frozen_format
@@ -38,15 +39,16 @@ class WriteHistory:
         """
         if value.shape != weight.shape:
             raise ValueError(f"Cannot assign a weight of shape {tuple(value.shape)} to one of {tuple(weight.shape)}.")
-        codes, scales = _local(as_bytes(weight.codes)), _local(as_bytes(weight.scales))
+        codes, scales = local_part(as_bytes(weight.codes)), local_part(as_bytes(weight.scales))
         rows = _rows_stored_here(value, weight.codes)
         if not rows.numel():  # with fewer rows than ranks, some ranks store none
             return
         if self._kept is None:
             self._kept = codes.clone(), scales.clone()
         if self._is_unmerge(rows, weight.form):
-            self._rounding = None
             new_codes, new_scales = self._kept
+            # The next write is a first one again: other codes may be loaded before it.
+            self._kept = self._rounding = None
         else:
             new_codes, new_scales = frozen_format.pack(rows, weight.form.format)
             self._add_rounding(rows, new_codes, new_scales, weight.form)
@@ -77,7 +79,3 @@ def _rows_stored_here(value: Tensor, codes: Tensor) -> Tensor:
     if not isinstance(codes, DTensor):
         return value
     return value[local_rows(codes.shape, codes.device_mesh, codes.placements)]
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,1 +1,1 @@
-"""Seams to other libraries: Accelerate, Transformers and its Trainer, PEFT. Only this package imports them."""
+"""Accelerate, the Trainer, PEFT and launchers. Besides ``rollouts`` only this package imports their libraries."""

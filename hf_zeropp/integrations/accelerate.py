@@ -33,7 +33,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
 import accelerate.accelerator
-import torch
 import torch.distributed as dist
 import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -80,8 +79,6 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     """
 
     zeropp: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | Literal[False] | None = None
-    scaler: torch.amp.GradScaler | None = dataclasses.field(default=None, init=False, repr=False)
-    """The Accelerator's gradient scaler (fp16), known when ``prepare`` has run."""
 
     def __post_init__(self) -> None:
         self._begin()
@@ -107,7 +104,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         # The values are copied as they are. Passing them as arguments would take what ``stock`` has worked out for what a
         # user wrote: its NO_WRAP is None by now, which would mean the default here.
         plugin = cls.__new__(cls)
-        vars(plugin).update(vars(stock), zeropp=zeropp, scaler=None)
+        vars(plugin).update(vars(stock), zeropp=zeropp)
         plugin._begin()
         return plugin
 
@@ -198,14 +195,19 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     def _require_fsdp2(self) -> None:
         if self.fsdp_version not in (None, 2):
             raise ValueError(f"ZeroPPPlugin builds on FSDP2: expected fsdp_version=2, got {self.fsdp_version}.")
-        if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" and os.environ.get("FSDP_VERSION") == "1":
+        if launcher_says("ACCELERATE_USE_FSDP") and os.environ.get("FSDP_VERSION") == "1":
             raise ValueError(
                 "ZeroPPPlugin builds on FSDP2, but the launcher was configured for FSDP1: set `fsdp_version: 2` under "
                 "`fsdp_config:` in the Accelerate config (or pass --fsdp_version 2)."
             )
-        if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        if launcher_says("ACCELERATE_USE_DEEPSPEED"):
             raise ValueError("ZeroPPPlugin and DeepSpeed exclude each other: set `distributed_type: FSDP`.")
         self.fsdp_version = 2
+
+
+def launcher_says(variable: str) -> bool:
+    """Return whether Accelerate's launcher has set one of its switches, such as ``ACCELERATE_USE_FSDP``."""
+    return os.environ.get(variable, "false").lower() == "true"
 
 
 def check_all_or_none(plugin: ZeroPPPlugin) -> None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -48,8 +47,9 @@ def prepare_frozen(
     """Pack (``frozen_bits``) and shard the frozen weights of ``model``. A second call for the same model does nothing.
 
     Args:
-        plugin: Accelerate's, whose policies hold for frozen weights too. ``cpu_ram_efficient_loading`` is turned off when this
-            function has sent the weights.
+        plugin: Accelerate's, whose policies hold for frozen weights too. Its ``ignored_modules`` are the frozen parameters from
+            then on, and ``cpu_ram_efficient_loading`` is off when this function has sent the weights. ``_prepare`` puts both
+            back for the next model.
         config: the ZeRO++ settings.
         model: not sharded yet.
         device_type: "cuda" or "cpu".
@@ -60,7 +60,7 @@ def prepare_frozen(
     # Sharded already: Accelerate asks twice, and ``prepare`` may be called again.
     if isinstance(model, FSDPModule) or is_sharded(model):
         return
-    user_ignored = get_parameters_from_modules(_user_ignored_modules(plugin), model, PartialState().device)
+    user_ignored = get_parameters_from_modules(plugin.ignored_modules or (), model, PartialState().device)
     frozen = {param for param in model.parameters() if not param.requires_grad} - user_ignored
     if not dist.is_initialized() or dist.get_world_size() == 1 or not _agree_on_frozen(bool(frozen)):
         return
@@ -85,7 +85,7 @@ def prepare_frozen(
         from_rank_0=from_rank_0,
         ignored=user_ignored,
     )
-    plugin.ignored_modules = [_Ignored(model, _user_ignored_modules(plugin), user_ignored)]
+    plugin.ignored_modules = [_Ignored(model, user_ignored)]
     if from_rank_0:
         # ``shard_frozen`` has sent the frozen units. The trainable parameters follow, which are not sharded yet.
         broadcast_rest(model)
@@ -98,28 +98,19 @@ class _Ignored(nn.Module):
     """The parameters that Accelerate must not shard, in the form in which it asks for them: a module that holds them.
 
     Args:
-        model: holds sharded frozen parameters. It is kept weakly, because a plugin outlives its models.
-        user_modules: the plugin's ``ignored_modules`` as the user has set it, for the next model.
-        user_ignored: the parameters of ``model`` in these modules.
+        model: holds sharded frozen parameters.
+        user_ignored: the parameters of ``model`` in the plugin's ``ignored_modules``, as the user has set them.
     """
 
-    def __init__(self, model: nn.Module, user_modules: Any, user_ignored: Iterable[nn.Parameter]) -> None:
+    def __init__(self, model: nn.Module, user_ignored: Iterable[nn.Parameter]) -> None:
         super().__init__()
-        self._model = weakref.ref(model)
-        self.user_modules = [user_modules]  # in a list, so that it does not become a submodule
-        self._user_ignored = weakref.WeakSet(user_ignored)
+        self._model = [model]  # in a list, so that it does not become a submodule
+        self._user_ignored = list(user_ignored)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Iterate over the parameters to ignore."""
-        model = self._model()
         yield from self._user_ignored
-        yield from () if model is None else frozen_parameters(model)
-
-
-def _user_ignored_modules(plugin: FullyShardedDataParallelPlugin) -> Any:
-    modules = plugin.ignored_modules
-    is_ours = isinstance(modules, list) and modules and isinstance(modules[0], _Ignored)
-    return modules[0].user_modules[0] if is_ours else modules  # type: ignore[index, union-attr]
+        yield from frozen_parameters(self._model[0])
 
 
 def _agree_on_frozen(has_frozen: bool) -> bool:
@@ -169,27 +160,31 @@ def _blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn
 def patch_prepare() -> None:
     """Extend ``Accelerator._prepare_fsdp2``, where a model and its optimizers are seen together. Repeated calls do nothing.
 
-    Optimizers lose their frozen parameters before Accelerate notes where each parameter's data lies. The plugin learns the
-    Accelerator's gradient scaler, which nothing else tells it.
+    Optimizers lose their frozen parameters before Accelerate notes where each parameter's data lies.
     """
     # The class is patched and not an instance, because a plugin is constructed before the Accelerator that uses it.
     extend(Accelerator, "_prepare_fsdp2", _prepare)
 
 
 def _prepare(original: Callable[..., Any], self: Accelerator, *objects: Any) -> Any:
-    config = getattr(self.state.fsdp_plugin, "zeropp_config", None)
+    plugin = self.state.fsdp_plugin
+    config = getattr(plugin, "zeropp_config", None)
     if config is None:
         return original(self, *objects)
-    self.state.fsdp_plugin.scaler = self.scaler
     models = [obj for obj in objects if isinstance(obj, nn.Module)]
     for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer)):
         # The original replaces an optimizer's parameters by placeholders, which do not tell whether a parameter was frozen. So
         # frozen ones are taken out before.
         drop_frozen(optimizer, models, config.frozen_bits)
-    with contextlib.ExitStack() as stack:
-        for model in models:
-            stack.enter_context(embeddings_found(model))
-        return original(self, *objects)
+    # ``prepare_frozen`` changes these for one model. Accelerate reads them until the original returns.
+    as_set = plugin.ignored_modules, plugin.cpu_ram_efficient_loading
+    try:
+        with contextlib.ExitStack() as stack:
+            for model in models:
+                stack.enter_context(embeddings_found(model))
+            return original(self, *objects)
+    finally:
+        plugin.ignored_modules, plugin.cpu_ram_efficient_loading = as_set
 
 
 def drop_frozen(optimizer: torch.optim.Optimizer, models: list[nn.Module], frozen_bits: int | None) -> None:

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Pretrained
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.frozen.packing import packable_weights
 from hf_zeropp.frozen.units import Place, find_frozen_units
-from hf_zeropp.integrations.lora.quantizer import METHOD, ZeroPPQuantConfig
+from hf_zeropp.integrations.lora.quantizer import ZeroPPQuantConfig
+from hf_zeropp.integrations.lora.stored_tensors import METHOD
 from hf_zeropp.integrations.wrap_policy import block_names
 
 CHOSEN_EXPERTS = (

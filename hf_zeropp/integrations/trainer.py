@@ -211,7 +211,7 @@ class ZeroPPCallback(TrainerCallback):
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Count the step, and drop secondary shards of reference models that TRL has just mixed new weights into."""
+        """Drop secondary shards of reference models that TRL has just mixed new weights into; warn once if vLLM was not fed."""
         if self._log is None:
             return
         if feeds_engine(args) and self._log.trained.traffic.steps == 1 and state.is_world_process_zero:

@@ -19,7 +19,7 @@ import torch.nn as nn
 from hf_zeropp.compat import TESTED, is_at_least, version_of
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.generation import find_handle
-from hf_zeropp.rollouts.publish import NamedWeights
+from hf_zeropp.rollouts.publish import NamedWeights, publish_weights
 from hf_zeropp.rollouts.server_updates import ServerUpdates, from_rank_0
 from hf_zeropp.rollouts.trl_sync import count_as_published
 
@@ -90,8 +90,6 @@ def _sync_weight(original: Callable[[Any], None], self: Any) -> None:
 @contextlib.contextmanager
 def _from_secondary_shards(trainer: Any, model: nn.Module) -> Iterator[None]:
     """Inside, TRL iterates over ``publish_weights``, which merges adapters itself: the model's own stay as they are."""
-    from hf_zeropp import publish_weights
-
     count_as_published(model)
     replaced: list[tuple[Any, str]] = [(trainer, "_streaming_iter")]
     trainer._streaming_iter = lambda: publish_weights(model)

@@ -30,7 +30,7 @@ _UPDATES = "_zeropp_updates"
 
 
 _next: list[Callable[[str], ServerUpdates]] = []
-"""Makes the updates of the Trainer that is being built. TRL makes a client behind ``on_init_end``, on rank 0, which takes it."""
+"""Makes the updates of the Trainer that is being built. After ``on_init_end`` TRL's client on rank 0 takes it from here."""
 
 
 def send_updates_to_server(
@@ -59,15 +59,17 @@ def send_updates_to_server(
 
 
 def _init_communicator(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    # Taken whatever the backend is: it is not for a later Trainer.
+    make_updates = _next.pop() if _next else None
     config = self.get_server_info()["weight_transfer_config"]
     if config is None or config["backend"] != BACKEND:
         return original(self, *args, **kwargs)
-    if not _next:
+    if make_updates is None:
         raise RuntimeError(
             f"The vLLM server at {self.base_url} takes its weights by the backend {BACKEND!r}, but the Trainer is not under "
             "ZeRO++. Pass ZeroPPCallback() to it, or start the server with another --weight-transfer-config."
         )
-    updates = _next.pop()(self.base_url)
+    updates = make_updates(self.base_url)
     setattr(self, _UPDATES, updates)
     self.update_named_params = lambda metadata, named_params: updates.send(named_params)
     self.reset_prefix_cache = functools.partial(_reset_cache, self, self.reset_prefix_cache, updates)

@@ -150,6 +150,59 @@ def scenario_modules_that_the_user_lets_accelerate_ignore_stay_whole(rank: int) 
         model(input_ids=tokens()[:1]).logits.sum().backward()
 
 
+def critic_after_lora(make_critic, **settings) -> nn.Module:
+    """Prepare a model with frozen weights, and then one without, both of one Accelerator. Returns the latter."""
+    reset_accelerate()
+    accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin(zeropp={"ranks_per_node": 2}, **settings))
+    model = with_adapter(tiny_llama())
+    accelerator.prepare(model, torch.optim.SGD(trainable(model), lr=0.05))
+    critic = make_critic()
+    return accelerator.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.05))[0]
+
+
+def scenario_a_later_model_without_frozen_weights_has_the_users_ignored_modules(rank: int) -> None:
+    critic = critic_after_lora(tiny_llama, ignored_modules=r".*embed_tokens")
+    whole = {name for name, param in critic.named_parameters() if not isinstance(param, DTensor)}
+    assert whole == {"model.embed_tokens.weight"}
+
+
+def scenario_a_later_model_without_frozen_weights_gets_those_of_rank_0(rank: int) -> None:
+    def with_values_on_rank_0() -> nn.Module:
+        model = tiny_llama()
+        for param in model.parameters() if rank != 0 else ():
+            nn.init.zeros_(param)
+        return model
+
+    critic = critic_after_lora(with_values_on_rank_0, cpu_ram_efficient_loading=True)
+    for (name, param), expected in zip(critic.named_parameters(), tiny_llama().parameters(), strict=True):
+        torch.testing.assert_close(param.full_tensor(), expected, msg=name)
+
+
+def scenario_an_interrupted_forward_pass_leaves_nothing_behind(rank: int) -> None:
+    """Ctrl-C, for which PyTorch calls no hook. Training enters at the PeftModel, generation at the model inside."""
+    *_, model, _ = prepare(with_adapter(tiny_llama()), frozen_bits=4)
+    inner, batch = model.get_base_model(), tokens()[:1]
+
+    def train() -> torch.Tensor:
+        return model(input_ids=batch).logits
+
+    def generate() -> torch.Tensor:
+        return model.generate(input_ids=batch, max_new_tokens=3, min_new_tokens=3, do_sample=False)
+
+    def interrupt(*args) -> None:
+        raise KeyboardInterrupt
+
+    expected = {train: train(), generate: generate()}
+    for interrupted, later in ((train, generate), (generate, train)):
+        with pytest.raises(KeyboardInterrupt), inner.model.norm.register_forward_pre_hook(interrupt):
+            interrupted()
+        for _ in range(2):
+            torch.testing.assert_close(later(), expected[later])
+        if later is train:
+            later().sum().backward()
+        assert isinstance(inner.lm_head.weight.codes, DTensor), "the unit is freed"
+
+
 # Older PEFT puts no adapters on fused experts for "all-linear", and older TRL has no fused head.
 SINCE = [adapters_on_packed_experts_learn_as_unsharded] if compat.is_at_least("peft", (0, 20)) else []
 SINCE += [a_fused_loss_reads_the_packed_head] if hasattr(trl.trainer.utils, "add_fused_lm_head") else []

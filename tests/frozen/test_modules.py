@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -81,6 +82,16 @@ def test_the_scratch_is_freed_with_the_last_packed_module(monkeypatch):
     assert ended() is None
 
 
+def test_threads_decode_into_memory_of_their_own():
+    """One thread would overwrite the weight that another one is multiplying by."""
+    layer = quantize_frozen(frozen_linear(), 4)
+    ours = layer.scratch.take(8, torch.float32)
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(layer.scratch.take, 8, torch.float32).result()
+    assert ours.data_ptr() != theirs.data_ptr()
+    assert ours.data_ptr() == layer.scratch.take(8, torch.float32).data_ptr()
+
+
 def test_a_trainable_bias_learns_beside_a_packed_weight():
     layer = frozen_linear()
     layer.bias.requires_grad_()
@@ -135,6 +146,48 @@ def test_tied_weights_are_packed_once():
     assert model.lm_head.weight_codes is model.model.embed_tokens.weight_codes
     model.tie_weights()
     assert model.lm_head.weight_codes is model.model.embed_tokens.weight_codes
+
+
+def test_a_tied_weight_decodes_as_the_other_does():
+    layer, other = quantize_frozen(frozen_linear(), 8), quantize_frozen(frozen_linear(), 4)
+    layer.weight = other.weight
+    assert layer.weight_codes is other.weight_codes
+    torch.testing.assert_close(layer.weight.decode(), other.weight.decode(), atol=0, rtol=0)
+
+
+def test_a_view_of_a_packed_weight_is_packed_anew():
+    """It has no codes of its own to tie to."""
+    torch.manual_seed(0)
+    layer, other = (quantize_frozen(nn.Linear(64, 64).requires_grad_(False), 8) for _ in range(2))
+    layer.weight = other.weight.t()
+    expected = quantize_frozen(nn.Linear(64, 64).requires_grad_(False), 8)
+    expected.weight = other.weight.decode().t()
+    assert torch.equal(layer.weight.decode(), expected.weight.decode())
+    with pytest.raises(ValueError, match="shape"):
+        layer.weight = other.weight[:3]
+
+
+def test_an_unmerge_restores_the_codes_that_were_loaded_last():
+    layer = quantize_frozen(frozen_linear(), 4)
+    torch.manual_seed(1)
+    other, delta = quantize_frozen(nn.Linear(140, 60).requires_grad_(False), 4), torch.randn(60, 140) / 50
+    for loaded in (copy.deepcopy(layer.state_dict()), other.state_dict()):
+        layer.load_state_dict(loaded)
+        layer.weight.data += delta
+        assert not torch.equal(layer.weight_codes, loaded["weight_codes"])
+        layer.weight.data -= delta
+        assert torch.equal(layer.weight_codes, loaded["weight_codes"])
+        assert torch.equal(layer.weight_scales, loaded["weight_scales"])
+
+
+def test_operators_that_write_to_lists_are_refused():
+    weight = quantize_frozen(frozen_linear(), 4).weight
+    for write in (torch._foreach_zero_, lambda weights: torch._foreach_add_(weights, 1.0)):
+        with pytest.raises(RuntimeError, match="one by one"):
+            write([torch.ones(3), weight])
+    copies = [torch.zeros(60, 140)]
+    torch._foreach_copy_(copies, [weight])  # to read it is fine
+    assert torch.equal(copies[0], weight.decode())
 
 
 @pytest.mark.parametrize("implementation", ("eager", "grouped_mm"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -40,7 +41,11 @@ def write_everywhere(rank: int, folder: str, place: str) -> list[str]:
         pass
     os.replace(f"temporary_{rank}", "atomic.txt")
     said = []
-    for forbidden in (lambda: os.remove("user.txt"), lambda: os.rename("user.txt", "gone.txt")):
+    for forbidden in (
+        lambda: os.remove("user.txt"),
+        lambda: os.rename("user.txt", "gone.txt"),
+        lambda: sys.audit("shutil.rmtree", "user.txt"),  # before Python 3.11 it has this argument alone
+    ):
         with pytest.raises(PermissionError) as error:
             forbidden()
         said.append(str(error.value))

@@ -48,7 +48,7 @@ SETTINGS = [
     ),
     settings("no copies", "hpz_size", "positive int or one of ('node', None)", "got 0", hpz_size=0),
     settings("misspelt word", "hpz_size", "('node', None)", "got 'nodes'", hpz_size="nodes"),
-    settings("bits of deltas", "hpz_bits", 'Set qwz_mode="delta"', hpz_bits=8),
+    settings("bits of deltas", 'hpz_bits is for qwz_mode="delta" alone', "Set that mode", hpz_bits=8),
     settings("deltas of nothing", "hpz_size=None", 'Set hpz_size="node"', hpz_size=None, **DELTA),
     settings("more than all", "qgz_until", "from 0 to 1", "got 1.5", qgz_until=1.5),
     settings("until what", "Set qgz_bits", qgz_until=0.5, qgz_bits=None, qgz_intra_bits=None),

@@ -68,6 +68,7 @@ def test_servers_with_other_backends_keep_the_way_of_trl(tmp_path):
     with pytest.raises(NotImplementedError, match="NCCL weight-transfer engine, which needs a CUDA device"):
         generation_with(tiny_llama(), Accelerator(cpu=True), server.url, tmp_path)
     server.stop()
+    assert not trl_server._next, "a later Trainer would send its weights to this one's folder"
 
 
 def test_a_trainer_without_zeropp_is_told_of_the_backend(tmp_path):

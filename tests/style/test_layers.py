@@ -23,6 +23,7 @@ LAYERS = [
     "config",
     "sizes",
     "devices",
+    "dtensors",
     "compat",
     "muon",
     "ops",

@@ -84,7 +84,7 @@ def test_the_readme_stays_short() -> None:
 
 
 def test_the_guide_gives_the_packages_in_the_order_of_imports() -> None:
-    table = (PACKAGE / "README.md").read_text().partition("## Packages")[2].partition("\n\nThree files")[0]
+    table = (PACKAGE / "README.md").read_text().partition("## Packages")[2].partition("\n\nFour files")[0]
     first_cells = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
     names = [name for cell in first_cells for name in re.findall(r"`(\w+)(?:\.py|/)`", cell)]
     assert names == LAYERS

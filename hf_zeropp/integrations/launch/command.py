@@ -132,13 +132,14 @@ def _export_zeropp(path: str, file: dict[str, Any], folder: str) -> None:
     if BLOCK not in file:
         return
     block = file.pop(BLOCK)
+    block = {} if block is None else block  # an empty block means the defaults
     # Overwriting the variable would drop settings that the user gave, and nothing in the output would show it.
     if other := os.environ.get(ENV_CONFIG_FILE):
         raise ValueError(
             f"both {ENV_CONFIG_FILE}={other} and the {BLOCK}: block in {path!r} are given. Drop one of them."
         )
     try:
-        ZeroPPConfig.resolve({} if block is None else block)
+        ZeroPPConfig.resolve(block)
     except (TypeError, ValueError) as error:
         raise ValueError(f"the {BLOCK}: block in {path!r}: {error}") from error
     os.environ[ENV_CONFIG_FILE] = block if isinstance(block, str) else _write_yaml(block, folder, "zeropp.yaml")

@@ -30,7 +30,7 @@ from hf_zeropp.apply import has_handles
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.units import find_sharded_modules
-from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_ranks_meet
+from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_ranks_meet, launcher_says
 
 logger = logging.getLogger(__name__)
 
@@ -89,8 +89,7 @@ def _plugin_for(stock: FullyShardedDataParallelPlugin | None) -> FullyShardedDat
     if not is_enabled() and str(version) == "1":
         return stock  # ZeRO++ needs FSDP2, and a job without ZeRO++ does not
     if stock is None:
-        wants_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-        return ZeroPPPlugin(zeropp=_settings) if wants_fsdp else None
+        return ZeroPPPlugin(zeropp=_settings) if launcher_says("ACCELERATE_USE_FSDP") else None
     return stock if isinstance(stock, ZeroPPPlugin) else ZeroPPPlugin.in_place_of(stock, _settings)
 
 
@@ -101,8 +100,8 @@ class FirstSteps:
     an error at once only where ranks train together by other means. Otherwise there is a warning, and an error at the end of the
     script if it never came to ZeRO++ (``check_use``).
 
-    Every rank looks at its own process alone. Ranks run the same script, so all of them raise; a rank that were alone in raising
-    would end the job as well.
+    Every rank looks at its own process alone. Ranks run the same script, so all of them raise; a rank that raised alone would end
+    the job as well.
     """
 
     def __init__(self) -> None:

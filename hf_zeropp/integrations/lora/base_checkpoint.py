@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_zeropp.files import read_json
 from hf_zeropp.frozen.modules import CODES, SCALES
-from hf_zeropp.integrations.lora.stored_tensors import WEIGHT_DTYPES, check_packed, tensors_in_folder
+from hf_zeropp.integrations.lora.stored_tensors import METHOD, WEIGHT_DTYPES, check_packed, tensors_in_folder
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
@@ -105,7 +105,7 @@ def _packed_format(base: Path) -> FrozenFormat | None:
     quantization = read_json(base, "config.json").get("quantization_config")
     if quantization is None:
         return None
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != "zeropp":
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != METHOD:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
         raise ValueError(
             f"The base was quantized by {method!r}; export reads 16-bit bases and those packed with ZeroPPQuantConfig. Give "

@@ -1,4 +1,4 @@
-"""PEFT: adapters on fused experts find these among a module's parameters, also where they are packed.
+"""PEFT finds fused experts among a module's parameters, also where they are packed.
 
 PEFT adapts fused experts through ``target_parameters``, which it adds by itself for "all-linear" on many models. It looks for
 these names among a module's parameters. A packed module has codes and scales there, and PEFT would leave its experts without an

@@ -43,11 +43,9 @@ from hf_zeropp.files import check_file
 from hf_zeropp.frozen.modules import CODES, SCALES, Packed, convert_module, packed_modules, set_packed
 from hf_zeropp.frozen.packing import convert_frozen, is_packable, is_skipped
 from hf_zeropp.frozen.weight import PackedWeight
-from hf_zeropp.integrations.lora.stored_tensors import check_packed, tensors_in_files
+from hf_zeropp.integrations.lora.stored_tensors import METHOD, check_packed, tensors_in_files
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
-
-METHOD = "zeropp"
 
 
 @register_quantization_config(METHOD)

@@ -18,6 +18,8 @@ from hf_zeropp.files import file_in, open_tensors, read_json
 from hf_zeropp.frozen.modules import CODES, SCALES
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
+METHOD = "zeropp"
+"""The name of the quantization in a checkpoint's config."""
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 # Names that safetensors gives to dtypes.

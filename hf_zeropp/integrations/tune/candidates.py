@@ -42,7 +42,7 @@ class Candidate:
         return dataclasses.replace(own, **(self.settings or {}))
 
     def with_others(self, name: str, settings: dict[str, Any]) -> Candidate:
-        """Return this candidate with further settings, which ``name`` tells in its own name."""
+        """Return this candidate with further settings over its own. ``name`` is added to its name."""
         return Candidate(f"{self.name}, {name}", {**(self.settings or {}), **settings})
 
 

@@ -112,7 +112,7 @@ class Search:
         self._try_new([best.with_others(name, others) for name, others in settings.items()])
 
     def _try_new(self, candidates: list[Candidate]) -> None:
-        """Try those that fit to the user's other settings, change something, and train at the learning rate."""
+        """Try the candidates that fit the user's other settings, were not tried yet, and train well at the learning rate."""
         about = self.others[0].about
         for candidate in candidates:
             try:

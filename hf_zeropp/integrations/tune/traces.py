@@ -112,8 +112,9 @@ class _Traces:
         elif os.path.isfile(name) and not self._is_noted(name):
             self._keep(name)
 
-    def _delete(self, path: Any, descriptor: Any) -> None:
-        # A name relative to an open folder comes from ``shutil.rmtree``, which was asked about the folder before.
+    def _delete(self, path: Any, descriptor: Any = None) -> None:
+        # A name relative to an open folder comes from ``shutil.rmtree``, which was asked about the folder before. Before
+        # Python 3.11 the event of ``shutil.rmtree`` itself has no descriptor.
         name = None if isinstance(descriptor, int) and descriptor >= 0 else self._watched(path)
         if name is not None and os.path.lexists(name) and not self._is_noted(name):
             raise PermissionError(
@@ -140,7 +141,7 @@ class _Traces:
         return not self._noted.isdisjoint(paths)
 
     def _keep(self, name: str) -> None:
-        """Keep a copy of a file. Several ranks may: of the copies the one that was noted first is older than all writing."""
+        """Keep a copy of a file. Several ranks may: ``undo`` restores the first noted last, which is older than all writes."""
         if (size := os.path.getsize(name)) > MAX_COPY_BYTES:
             raise PermissionError(
                 f"the script would write to {name!r}, of {size / 1e9:.1f} GB. Let it write elsewhere."
@@ -177,7 +178,7 @@ def undo(folder: Path, began_s: float) -> list[str]:
         try:
             if "made" in entry:
                 _remove(entry["made"])
-            # Nodes may share a file. What is newer than the trial was copied after ranks of another node had written.
+            # Nodes may share a file. A copy newer than the trial's begin may hold what another node's ranks wrote: it is left.
             elif os.path.getmtime(entry["copy"]) < began_s:
                 shutil.copy2(entry["copy"], entry["kept"])
         except OSError as error:

@@ -55,7 +55,7 @@ class Log:
 
     Attributes:
         run: tells this log from others, whose versions may have the same numbers and other weights. Every sender has its own.
-        files: by version, of one version the changes before the whole copy.
+        files: sorted by version; within a version the changes stand before the whole copy.
     """
 
     run: str

@@ -1,0 +1,21 @@
+"""Sharded tensors and the part that this rank holds of them."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return what this rank holds of ``tensor``: all, where it is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def with_local_part(like: Tensor, local: Tensor) -> Tensor:
+    """Return a tensor that is sharded as ``like`` is, and of which this rank holds ``local``."""
+    if not isinstance(like, DTensor):
+        return local
+    # Shape and strides are given, because DTensor would otherwise assume that all ranks hold as many rows as this one.
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
