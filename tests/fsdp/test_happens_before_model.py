@@ -12,6 +12,8 @@ import torch.distributed as dist
 from happens_before import Checker, checked, checked_world
 
 import hf_zeropp
+from hf_zeropp import ops
+from hf_zeropp.ops.format import Segment, WireLayout
 
 N = 8
 
@@ -154,12 +156,28 @@ def test_freed_memory_is_used_again_too_early(checker):
     assert races_of(checker) == [("aten.add.Tensor", "aten.zeros.default")]
 
 
+def test_memory_that_is_kept_is_not_used_again(checker):
+    x = use_on(torch.cpu.Stream())
+    torch.zeros(N)
+    assert checker.races == []
+    del x
+
+
 def test_freed_memory_stays_with_its_stream(checker):
     """It was born on the default stream, so a third stream does not get it."""
     x = use_on(torch.cpu.Stream())
     del x
     with torch.cpu.stream(torch.cpu.Stream()):
         torch.zeros(N)
+    assert checker.races == []
+
+
+def test_freed_memory_may_be_used_again_after_a_wait(checker):
+    side = torch.cpu.Stream()
+    x = use_on(side)
+    del x
+    current().wait_stream(side)
+    torch.zeros(N)
     assert checker.races == []
 
 
@@ -189,7 +207,18 @@ def test_a_storage_without_memory_has_given_it_back(checker):
     assert [race.is_reuse for race in checker.races] == [True]
 
 
-# ------------------------------------------------------------------------------------------------------------- collectives
+# ------------------------------------------------------------------------------------------- collectives and our operators
+
+
+def test_an_asynchronous_collective_ends_where_somebody_waits_for_it():
+    for waits in (True, False):
+        with checked_world(4) as checker:
+            received, sent = torch.zeros(N), torch.ones(N)
+            work = dist.all_to_all_single(received, sent, async_op=True)
+            if waits:
+                work.wait()
+            received.add(1)
+        assert races_of(checker) == ([] if waits else [("c10d.alltoall_base_.default", "aten.add.Tensor")])
 
 
 def test_a_collective_that_nobody_waited_for_keeps_its_memory():
@@ -209,6 +238,16 @@ def test_a_synchronous_collective_runs_on_the_callers_stream():
         with torch.cpu.stream(side):
             dist.all_gather_into_tensor(received, sent)
     assert ("aten.ones.default", "c10d._allgather_base_.default") in races_of(checker)
+
+
+def test_schemas_of_our_operators_say_what_is_written(checker):
+    layout = WireLayout([Segment(64, 8)], 32, torch.float32)
+    side = torch.cpu.Stream()
+    x, wire = torch.zeros(64), torch.empty(layout.nbytes, dtype=torch.uint8)
+    ops.quantize(x, layout, out=wire)
+    with torch.cpu.stream(side):
+        ops.dequantize(wire, layout, dtype=torch.float32)
+    assert races_of(checker) == [("zeropp.quantize_out.default", "zeropp.dequantize.default")]
 
 
 def test_a_collective_of_which_nothing_is_known_is_refused():

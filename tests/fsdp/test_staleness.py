@@ -8,9 +8,12 @@ away, where the comparison must fail: otherwise it would prove nothing.
 from __future__ import annotations
 
 import contextlib
+import shutil
+import tempfile
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp_io
 import torch.distributed.checkpoint.state_dict as dcp
 from staleness import (
     CONFIG,
@@ -110,6 +113,24 @@ def scenario_load_with_distributed_checkpoint_sharded(rank: int) -> None:
 # (c) Edits by hand, of the blocks (resharded) and of the root (left unsharded).
 
 
+def scenario_load_in_place_with_distributed_checkpoint(rank: int) -> None:
+    """``dcp.load`` writes into the shards behind every counter; the ``load_state_dict`` that must follow tells."""
+
+    def load(model, handle) -> None:
+        model.reshard()
+        state = model.state_dict()
+        folder = [tempfile.mkdtemp() if rank == 0 else None]
+        torch.distributed.broadcast_object_list(folder)
+        dcp_io.save({name: value * 2 for name, value in state.items()}, checkpoint_id=folder[0])
+        dcp_io.load(state, checkpoint_id=folder[0])
+        model.load_state_dict(state)
+        torch.distributed.barrier()
+        if rank == 0:
+            shutil.rmtree(folder[0])
+
+    check(rank, load, without_invalidation, without_versions)
+
+
 def scenario_edit_in_place(rank: int) -> None:
     def change(model, handle) -> None:
         model.reshard()
@@ -160,6 +181,20 @@ def scenario_step_that_raises_and_is_caught(rank: int) -> None:
     check(rank, change, without_content, without_optimizer_hook)
     with without_content():
         check(rank, change, without_optimizer_hook)
+
+
+def scenario_parameters_frozen_between_backward_and_step(rank: int) -> None:
+    """Optimizers update every parameter that has a gradient, frozen since or not."""
+    for kwargs in ({"foreach": True}, {"fused": True}):
+
+        def change(model, handle, kwargs=kwargs) -> None:
+            model.reshard()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **kwargs)
+            backward(model, rank)
+            model.blocks[1].requires_grad_(False)
+            optimizer.step()
+
+        check(rank, change, without_optimizer_hook, without_versions)
 
 
 # (g) What happens on one rank alone. Programs of edits there are in tests/fuzz/regressions/one_rank.
