@@ -261,7 +261,7 @@ FAULTS = {
         ("allgather_into_tensor_coalesced_", "apply_changes"),
     ),
     "no wait of cross hops for the optimizer": Fault(
-        lambda: mock.patch.object(schedules.GathersAhead, "queue", queue_at_once),
+        lambda: mock.patch.object(schedules.GathersAhead, "_queue", queue_at_once),
         steps,
         ("_foreach_add", "_foreach_copy_"),
     ),
