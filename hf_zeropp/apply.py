@@ -154,7 +154,8 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
 def _is_over(unit: Unit, meshes: Mapping[tuple[int, ...], ShardMesh]) -> bool:
     """Return whether the unit is sharded and replicated over one of the meshes, and not sharded over a node alone."""
     mesh = meshes.get(ranks_of(unit))
-    # Where each replica is one node, frozen weights are sharded over the same ranks as the others, and not replicated.
+    # The ranks alone do not tell where each replica is one node: trained and frozen units are sharded over the same ranks there.
+    # Trained units have replicas on other nodes, and the frozen ones have none.
     return mesh is not None and (mesh.replicas is None or not is_whole_copy(unit))
 
 

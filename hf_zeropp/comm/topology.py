@@ -102,7 +102,7 @@ class ShardMesh:
     Attributes:
         topology: the nodes, with the groups of reductions.
         groups: how the mesh divides the world.
-        hpz_size: how many ranks share a secondary shard of the weights; None where none is kept, and every gather crosses nodes.
+        hpz_size: how many ranks share the secondary shards of one copy; None where none is kept, and every gather crosses nodes.
         replicas: the ranks that hold the same shards as this one; None without replicas (HSDP).
     """
 

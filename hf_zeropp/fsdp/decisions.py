@@ -302,8 +302,8 @@ class Decisions:
             self._complete_before_step()
         for gather in self.gathers:
             if gather.unit.has_param_of(held):
-                # What changed the weights before this line was not this optimizer's step. With deltas that matters: after a
-                # step a delta is enough, and after any other write whole weights must cross.
+                # The step begins now. If the weights have changed already, something else has written to them. With deltas
+                # that matters: after a step a delta is enough, and after any other write whole weights must cross.
                 gather.copy.freshness.before_step(has_closure=has_closure)
         if reduces:
             self._others.begin_step(optimizer)

@@ -138,6 +138,46 @@ def scenario_a_refusal_leaves_the_model_as_it_was(rank: int) -> None:
     assert apply_zeropp(model, NODES).config.qwz_bits == 8
 
 
+def scenario_switched_off_any_settings_do(rank: int) -> None:
+    """FSDP2's own collectives have no use for them, and the model gets no hook."""
+    model = shard(make_lm().bfloat16())
+    num_hooks = len(model._forward_pre_hooks)
+    with pytest.raises(ValueError, match="needs fp32 master weights"):
+        apply_zeropp(model, {"qwz_mode": "delta"})
+    with mock.patch.dict(os.environ, {"ZEROPP_ENABLED": "0"}):
+        handle = apply_zeropp(model, {"qwz_mode": "delta"})
+    backward(model, rank)
+    assert not handle.is_active and len(model._forward_pre_hooks) == num_hooks
+
+
+def scenario_a_micro_step_is_one_backward_pass(rank: int) -> None:
+    """Also where it has two forward passes behind it, and where it skips the first unit."""
+    model = Blocks()
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    handle = apply_zeropp(model)
+    x = torch.ones(2, 8)
+    (model(x) + model(2 * x)).sum().backward()
+    assert handle.traffic.micro_steps == 1
+    model.path = [1]
+    model(x).sum().backward()
+    assert handle.traffic.micro_steps == 2
+
+
+class Blocks(torch.nn.ModuleList):
+    """Its root holds no parameters, so its first unit is a block, which a pass may skip."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.nn.Linear(8, 8) for _ in range(2))
+        self.path = [0, 1]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index in self.path:
+            x = self[index](x)
+        return x
+
+
 def scenario_torch_compiled_or_not(rank: int) -> None:
     model = shard(make_lm())
     handle = apply_zeropp(torch.compile(model, backend="eager"), NODES)

@@ -87,8 +87,11 @@ def install_frozen_gathers(model: nn.Module, units: Sequence[Unit], traffic: Tra
 def refuse_thawed_before_forwards(model: nn.Module, gathers: Sequence[FrozenGather]) -> None:
     """Assert before each forward pass that no frozen weight was made trainable, in a model that has no trainable unit.
 
-    Such a model makes no agreements, which look for it elsewhere. On a node of one rank FSDP2 calls no gather either.
+    Such a model makes no agreements, which look for it elsewhere. On a node of one rank FSDP2 calls no gather either. Without
+    frozen units there is nothing to look for, and the model gets no hook.
     """
+    if not gathers:
+        return
 
     @torch.compiler.disable
     def before_forward(module: nn.Module, args: object) -> None:

@@ -258,7 +258,7 @@ class ZeroPPAllGather(WeightGather):
 
     @property
     def stays_in_group(self) -> bool:
-        """Whether a gather of a fresh unit stays among the ranks that share a secondary shard."""
+        """Whether a gather of a fresh unit stays among the ranks that share the secondary shards of one copy."""
         return self._keeps_secondary and self.unit.param_dtype in FLOAT_DTYPES
 
     @property

@@ -148,7 +148,7 @@ class _Merger:
         for name, param in root.named_parameters():
             if param.requires_grad and param not in adapters and _name_in_base(name) not in names:
                 raise ValueError(f"The adapter trains {name}, and the base has no such weight.")
-        # What no tensor of the base has reached yet.
+        # Names of weights that the adapter changes, and that ``merge`` has not been given yet. In the end none may be left.
         self._left = set(self._trained) | {name for name in self._layers if not name.endswith(".bias")}
 
     def merge(self, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -179,7 +179,7 @@ def build(spec: ModelSpec, seed: int) -> Net:
 
 
 class Parameter(NamedTuple):
-    """What programs know of a parameter.
+    """A parameter of one of the models, as the generator of programs sees it.
 
     Attributes:
         model: the number of its model.
