@@ -108,7 +108,9 @@ class Muon(torch.optim.Optimizer):
         self._adamw.param_groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
         self._adamw.state = self.state
         if self._adamw.param_groups:
-            self._adamw.step()
+            # PyTorch's hooks run around this step, and not once more around its part. They would take the matrices, which have
+            # just changed, for edited by something that is no optimizer, and with deltas whole weights would cross.
+            torch.optim.AdamW.step.__wrapped__(self._adamw)  # type: ignore[attr-defined]
         return loss
 
     def _step_matrices(self, group: dict[str, Any]) -> None:

@@ -133,6 +133,8 @@ PYTORCH: tuple[Seam, ...] = (
     takes("torch.optim._muon:_zeropower_via_newtonschulz", "grad ns_coefficients ns_steps eps", "muon",
         "It is called with these arguments, by position. If they moved: it raises, or orthogonalizes something else.",
         silent=True),
+    has("torch.optim:AdamW.step", "__wrapped__", "muon",
+        "The step of an optimizer without the hooks around it."),
     has("torch.distributed:ProcessGroup", "_get_backend _device_types", "comm.topology",
         "The timeout of the world's collectives."),
     # They are not private, and not documented either. The second name is asked for first.

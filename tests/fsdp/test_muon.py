@@ -22,7 +22,7 @@ from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.fsdp import collective_watch
 from hf_zeropp.integrations.step_log import CROSS_NODE
-from hf_zeropp.traffic import OPTIMIZER, Bytes
+from hf_zeropp.traffic import GATHER_RESYNC, OPTIMIZER, Bytes
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 # Fewer rows than ranks, rows that ranks share unevenly, more matrices than ranks and not a multiple of them.
@@ -93,6 +93,18 @@ def scenario_what_muon_sends_is_counted(rank: int) -> None:
     assert lines[0].cross_node - lines[1].cross_node == 2 * counted.cross_node // 4
     assert lines[0].intra_node - lines[1].intra_node == 2 * counted.intra_node // 4
     assert logs == []
+
+
+def scenario_a_step_is_no_edit_by_something_else(rank: int) -> None:
+    """With deltas whole weights cross at first, and never again: AdamW's part of a step comes behind that of the matrices."""
+    model = shard(make_lm())
+    handle = apply_zeropp(model, {"qwz_mode": "delta", "qwz_bits": 4, "ranks_per_node": 2})
+    optimizer = Muon.of_model(model, lr=1e-3)
+    for step in range(4):
+        backward(model, rank, step)
+        optimizer.step()
+        model.zero_grad()
+    assert handle.traffic.counts[GATHER_RESYNC].calls == len(handle.gathers)
 
 
 def scenario_torchs_muon_is_named_with_the_remedy(rank: int) -> None:
