@@ -39,7 +39,8 @@ class Muon(torch.optim.Optimizer):
             groups without a value of their own take ``lr`` and ``weight_decay`` as well.
 
     Raises:
-        ValueError: a group without AdamW has a parameter that is no matrix, or one that several dimensions of a mesh shard.
+        ValueError: a group without AdamW has a parameter that is no matrix, one that several dimensions of a mesh shard, or a
+            value that ``torch.optim.Muon`` refuses; or an algorithm has another name.
 
     Example:
         >>> model, optimizer = accelerator.prepare(model, Muon.of_model(model, lr=3e-4))
@@ -87,13 +88,18 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the defaults of its algorithm."""
-        if param_group.get("algorithm") == "adamw":
-            adamw = {name: value for name, value in self._adamw.defaults.items() if name not in ("lr", "weight_decay")}
-            super().add_param_group(adamw | param_group)
-        else:
-            super().add_param_group(self._muon_defaults | param_group)
-            for param in self.param_groups[-1]["params"]:
+        algorithm = param_group.get("algorithm", "muon")
+        if algorithm not in ("muon", "adamw"):
+            raise ValueError(f'expected "muon" or "adamw" as the algorithm of a group, got {algorithm!r}')
+        adamw = {name: value for name, value in self._adamw.defaults.items() if name not in ("lr", "weight_decay")}
+        super().add_param_group((adamw if algorithm == "adamw" else self._muon_defaults) | param_group)
+        if algorithm == "muon":
+            group = self.param_groups[-1]
+            for param in group["params"]:
                 _check(param)
+            settings = {name: group[name] for name in self._muon_defaults if name != "algorithm"}
+            # It refuses what it refuses for itself: an unknown ``adjust_lr_fn`` would leave updates unadjusted.
+            torch.optim.Muon([torch.zeros(1, 1)], group["lr"], group["weight_decay"], **settings)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -214,4 +214,22 @@ def scenario_what_is_no_matrix_is_refused(rank: int) -> None:
         Muon(make_lm().blocks[0].norm.parameters())
 
 
+@pytest.mark.parametrize(
+    "mistake", [{"adjust_lr_fn": "match_rms_adam"}, {"lr": -1.0}, {"weight_decay": -1.0}, {"momentum": -1.0}]
+)
+def test_what_torchs_muon_refuses_is_refused(mistake):
+    said = []
+    for optimizer in (torch.optim.Muon, Muon):
+        with pytest.raises(ValueError) as error:
+            optimizer([nn.Parameter(torch.ones(2, 3))], **mistake)
+        said.append(str(error.value))
+    assert said[0] == said[1]
+
+
+def test_a_group_of_an_unknown_algorithm_is_refused():
+    """No step would change its parameters."""
+    with pytest.raises(ValueError, match="'AdamW'"):
+        Muon([{"params": [nn.Parameter(torch.ones(2, 3))], "algorithm": "AdamW"}])
+
+
 test_muon = on_four_ranks(__name__)
