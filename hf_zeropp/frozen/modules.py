@@ -270,7 +270,9 @@ class _PackedLinearFunction(torch.autograd.Function):
         codes, scales = ctx.saved_tensors
         grad_input = grad_bias = None
         if ctx.needs_input_grad[0]:
-            grad_input = grad @ _decode_to_scratch(codes, scales, ctx.columns, ctx.format, grad.dtype)
+            # With ``create_graph=True`` autograd keeps the weight for a backward pass of this one, in memory of its own then.
+            decode = frozen_format.unpack if torch.is_grad_enabled() else _decode_to_scratch
+            grad_input = grad @ decode(codes, scales, ctx.columns, ctx.format, grad.dtype)
         if ctx.needs_bias:
             grad_bias = grad.flatten(0, -2).sum(0)
         return grad_input, None, None, grad_bias, None, None

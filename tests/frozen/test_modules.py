@@ -54,6 +54,23 @@ def test_forward_and_backward_equal_a_linear_layer_with_the_decoded_weight(num_i
     torch.testing.assert_close(x.grad, y.grad, atol=10 * tolerance, rtol=10 * tolerance)
 
 
+@pytest.mark.parametrize("num_inputs", (1, 40))
+def test_a_penalty_on_gradients_is_that_of_dense_layers(num_inputs):
+    """The second backward pass needs the weights of all layers, and not the one that was decoded last."""
+    torch.manual_seed(0)
+    packed = nn.Sequential(*(nn.Linear(96, 96).requires_grad_(False) for _ in range(3)))
+    dense = copy.deepcopy(packed)
+    for layer, twin in zip(quantize_frozen(packed, 8), dense, strict=True):
+        twin.weight.data.copy_(layer.weight.decode())
+    found = []
+    for model in (packed, dense):
+        x = torch.randn(num_inputs, 96, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).tanh().square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        found.append(x.grad)
+    torch.testing.assert_close(*found, atol=1e-5, rtol=1e-4)
+
+
 def test_a_packed_weight_is_a_parameter_without_a_tensor():
     """The dictionary is torch's own, and says of itself what it holds: the name is there, and codes and scales have tensors."""
     packed = quantize_frozen(frozen_linear(), 4)
