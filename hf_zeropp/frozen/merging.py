@@ -20,9 +20,12 @@ from hf_zeropp.frozen.adapters import adapter_modules, wrapped_model
 from hf_zeropp.frozen.modules import CODES, SCALES, Packed
 from hf_zeropp.frozen.weight import PackedWeight
 
-# Modules that other libraries put around a module, whose names no checkpoint has: PEFT, torch.compile, activation
-# checkpointing.
-_WRAPPERS = re.compile(r"(^|\.)(base_layer|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
+# Modules that torch.compile and activation checkpointing put around a module, whose names no checkpoint has.
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
+# PEFT's, whose name the files of a base do not have. Those of an adapter do: one of two on the same fused experts lies behind it.
+_BASE_LAYER = re.compile(r"(^|\.)base_layer(?=\.|$)")
+_MAGNITUDES = "lora_magnitude_vector"
+"""DoRA's, which PEFT's files name as the parameter that it was before it became a module."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +122,7 @@ def merged_weights(model: nn.Module) -> list[PublishedWeight]:
     weights: dict[int, PublishedWeight] = {}
     for name, module in _base_modules(root, modules, copies):
         for leaf, param in _stored(module):
-            full_name = _published_name(f"{name}.{leaf}" if name else leaf)
+            full_name = _published_name(_BASE_LAYER.sub("", f"{name}.{leaf}" if name else leaf))
             weight = PublishedWeight(full_name, module, leaf, param, _addends(modules, name, leaf))
             if (first := weights.setdefault(id(param), weight)) is not weight:
                 _check_tied(first, weight)
@@ -147,6 +150,8 @@ def adapter_weights(model: nn.Module) -> list[PublishedWeight]:
             parts = f"{name}.{leaf}".split(".")
             if adapter in parts:
                 published = ".".join(part for part in parts if part not in (adapter, "modules_to_save"))
+                if published.endswith(_MAGNITUDES + ".weight"):
+                    published = published.removesuffix(".weight")
                 weights.append(PublishedWeight(_published_name(published), module, leaf, param))
     return weights
 

@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_zeropp import apply_zeropp, publish_weights
-from hf_zeropp.frozen.merging import Addend
+from hf_zeropp.frozen.merging import Addend, adapter_weights
 from hf_zeropp.frozen.modules import Packed
 
 FULL = {
@@ -157,6 +157,19 @@ def test_adapters_are_merged_as_peft_merges_them():
             assert result["names"] == ([], []), name
             assert result["merged"] < 1e-6, name  # PEFT adds in another order of roundings, in fp32
             assert result["alone"] and result["unchanged"] and result["bytes"] == 0, (name, result)
+
+
+FUSED = [f"mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+
+
+@pytest.mark.parametrize(
+    ("make", "adapter"), [(tiny_llama, {"use_dora": True}), (tiny_mixtral, {"target_parameters": FUSED})]
+)
+def test_adapters_alone_have_the_names_of_peft_s_files(make, adapter):
+    model = with_adapter(make(), **adapter)
+    alone, expected = adapter_weights(model), get_peft_model_state_dict(model)
+    assert sorted(weight.name for weight in alone) == sorted(expected)
+    assert all(torch.equal(weight.read(), expected[weight.name]) for weight in alone)
 
 
 REFUSED = {
