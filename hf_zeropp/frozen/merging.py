@@ -24,6 +24,9 @@ from hf_zeropp.frozen.weight import PackedWeight
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
 # PEFT's, whose name the files of a base do not have. Those of an adapter do: one of two on the same fused experts lies behind it.
 _BASE_LAYER = re.compile(r"(^|\.)base_layer(?=\.|$)")
+# PEFT's packages of adapters whose ``get_delta_weight`` returns what is added to the weight. That of others (OFT, HRA, HiRA, ...)
+# returns a factor.
+_ADDING = "c3a deft delora fourierft gralora loha lokr lora osf psoft randlora shira vblora vera waveft".split()
 _MAGNITUDES = "lora_magnitude_vector"
 """DoRA's, which PEFT's files name as the parameter that it was before it became a module."""
 
@@ -114,6 +117,11 @@ def merged_weights(model: nn.Module) -> list[PublishedWeight]:
     Raises:
         ValueError: an active adapter has no merged form.
     """
+    for config in getattr(model, "peft_config", {}).values():
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise ValueError(
+                f"expected adapters that add to a weight (LoRA), got {config.peft_type.value}, which adds inputs."
+            )
     root = wrapped_model(model)
     modules = dict(root.named_modules())
     copies = {
@@ -218,9 +226,12 @@ def _check_merges(addend: Addend, name: str) -> None:
     layer, adapter = addend.layer, addend.adapter
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     has_bias = bool(getattr(layer, "lora_bias", {}).get(adapter, False))
-    if hasattr(layer, "get_delta_weight") and variant is None and not has_bias:
+    # FSDP2 puts a class of its own in front of PEFT's.
+    modules = [cls.__module__ for cls in type(layer).__mro__ if cls.__module__.startswith("peft.tuners.")]
+    method = modules[0].split(".")[2] if modules else type(layer).__name__
+    if method in _ADDING and variant is None and not has_bias:
         return
-    kind = type(variant).__name__ if variant is not None else "a bias of its own" if has_bias else type(layer).__name__
+    kind = type(variant).__name__ if variant is not None else "a bias of its own" if has_bias else method
     raise ValueError(
         f"expected adapters that add to a weight (LoRA), got {kind} in layer {name}, adapter {adapter!r}. Publish with "
         'adapters="alone", or write merged weights with `hf-zeropp export`.'

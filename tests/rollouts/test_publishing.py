@@ -18,10 +18,11 @@ from frozen_runs import (
     reset_accelerate,
     tiny_llama,
     tiny_mixtral,
+    trainable,
     with_adapter,
 )
 from harness import run_ranks
-from peft import get_peft_model_state_dict
+from peft import get_peft_config, get_peft_model, get_peft_model_state_dict
 from rollout_runs import seen_in_forward, train_step
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
@@ -29,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from hf_zeropp import apply_zeropp, publish_weights
-from hf_zeropp.frozen.merging import Addend, adapter_weights
+from hf_zeropp.frozen.merging import Addend, adapter_weights, merged_weights
 from hf_zeropp.frozen.modules import Packed
 
 FULL = {
@@ -170,6 +171,41 @@ def test_adapters_alone_have_the_names_of_peft_s_files(make, adapter):
     alone, expected = adapter_weights(model), get_peft_model_state_dict(model)
     assert sorted(weight.name for weight in alone) == sorted(expected)
     assert all(torch.equal(weight.read(), expected[weight.name]) for weight in alone)
+
+
+OTHERS = {
+    "LOHA": {"r": 4},
+    "VERA": {"r": 4},
+    "OFT": {"r": 8, "oft_block_size": 0},
+    "HRA": {"r": 4},
+    "BOFT": {"boft_block_size": 4},
+    "ADALORA": {"total_step": 10},
+}
+
+
+def with_another_adapter(peft_type: str, **settings) -> nn.Module:
+    torch.manual_seed(1)
+    model = get_peft_model(tiny_llama(), get_peft_config({"peft_type": peft_type, **settings})).eval()
+    for param in trainable(model):
+        param.data.add_(torch.randn_like(param), alpha=0.1)
+    return model
+
+
+@pytest.mark.parametrize("peft_type", OTHERS)
+def test_other_adapters_are_merged_as_peft_merges_them_or_refused(peft_type):
+    model = with_another_adapter(peft_type, target_modules=["q_proj"], **OTHERS[peft_type])
+    if peft_type in ("LOHA", "VERA"):
+        weights = {weight.name: weight.read() for weight in merged_weights(model)}
+        torch.testing.assert_close(weights, dict(model.merge_and_unload().state_dict()), atol=1e-5, rtol=1e-5)
+    else:
+        with pytest.raises(ValueError, match=f"got {peft_type.lower()} in layer model.layers.0.self_attn.q_proj"):
+            merged_weights(model)
+
+
+def test_prompts_are_no_part_of_merged_weights():
+    model = with_another_adapter("PROMPT_TUNING", num_virtual_tokens=3, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="got PROMPT_TUNING, which adds inputs"):
+        merged_weights(model)
 
 
 REFUSED = {
