@@ -134,6 +134,13 @@ def merged_weights(model: nn.Module) -> list[PublishedWeight]:
             weight = PublishedWeight(full_name, module, leaf, param, _addends(modules, name, leaf))
             if (first := weights.setdefault(id(param), weight)) is not weight:
                 _check_tied(first, weight)
+    added = {addend.layer for weight in weights.values() for addend in weight.addends}
+    for name, module in modules.items():
+        if hasattr(module, "base_layer") and _active(module) and module not in added:
+            raise ValueError(
+                f"expected adapters that add to a module's weight, got one on {name}, which has other weights. Leave it out of "
+                'target_modules, or publish with adapters="alone".'
+            )
     return list(weights.values())
 
 

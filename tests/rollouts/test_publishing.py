@@ -22,7 +22,7 @@ from frozen_runs import (
     with_adapter,
 )
 from harness import run_ranks
-from peft import get_peft_config, get_peft_model, get_peft_model_state_dict
+from peft import LoraConfig, get_peft_config, get_peft_model, get_peft_model_state_dict
 from rollout_runs import seen_in_forward, train_step
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
@@ -205,6 +205,14 @@ def test_other_adapters_are_merged_as_peft_merges_them_or_refused(peft_type):
 def test_prompts_are_no_part_of_merged_weights():
     model = with_another_adapter("PROMPT_TUNING", num_virtual_tokens=3, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="got PROMPT_TUNING, which adds inputs"):
+        merged_weights(model)
+
+
+def test_an_adapter_that_no_published_weight_would_hold_is_refused():
+    """PyTorch's attention has its three projections in one weight of another name."""
+    model = nn.ModuleDict({"attention": nn.MultiheadAttention(16, 2)})
+    model = get_peft_model(model, LoraConfig(r=4, target_modules=["attention"], init_lora_weights=False))
+    with pytest.raises(ValueError, match="got one on attention, which has other weights"):
         merged_weights(model)
 
 
