@@ -98,6 +98,15 @@ def test_experts_that_lie_in_one_tensor_are_merged(tmp_path):
     torch.testing.assert_close(logits, expected, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("initial", ["pissa", "olora"])
+def test_an_adapter_that_changed_its_base_is_refused(tmp_path, initial):
+    """Merged into the base on disk, it would add what it has taken out of its own."""
+    save_adapter(tmp_path, save_base(tmp_path, packed=False, tied=False), init_lora_weights=initial)
+    with pytest.raises(ValueError, match=f"init_lora_weights='{initial}' had changed"):
+        export(tmp_path / "merged", adapter=tmp_path / "adapter", show_progress=False)
+    assert not (tmp_path / "merged").exists()
+
+
 def test_the_command_writes_what_opens_without_this_package(tmp_path):
     base = save_base(tmp_path, packed=True, tied=False)
     save_adapter(tmp_path, base)

@@ -34,6 +34,8 @@ from hf_zeropp.sizes import parse_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""What PEFT's ``init_lora_weights`` begins with where an adapter changes the weights of the base when it is made."""
 
 
 def export(
@@ -215,6 +217,14 @@ def _mergeable_config(adapter: Path) -> Any:
     # These add inputs, layers or other adapters to a model, which PEFT would read from wherever the config says.
     if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type == "XLORA":
         raise ValueError(f"{str(adapter)!r} holds an adapter of type {config.peft_type}, which has no merged form.")
+    initial = str(getattr(config, "init_lora_weights", "")).lower()
+    # Such an adapter begins with a part of the base, which is taken out of it. The base on disk still has that part.
+    if initial.startswith(_CHANGES_BASE):
+        raise ValueError(
+            f"{str(adapter)!r} was trained on a base that init_lora_weights={initial!r} had changed. Merged into the one on disk "
+            "it would add a part of it again. Save the adapter with path_initial_model_for_weight_conversion (PEFT), or the "
+            f"changed base, and set init_lora_weights to true in {ADAPTER_CONFIG}."
+        )
     config.inference_mode = False  # so that the adapter's parameters are the trainable ones
     # The weights are loaded afterwards. Some initializations (PiSSA, LoftQ) would compute with a base that has no values.
     config.init_lora_weights = True
