@@ -285,7 +285,7 @@ def _multiply(
     rows = input if input.dim() == 2 else input.reshape(-1, columns)
     if frozen_format.has_fast_matmul(rows):  # a few rows, as in generation: multiplies without decoding first
         output = frozen_format.matmul(rows, codes, scales, columns, format, bias)
-        return output if input.dim() == 2 else output.view(*input.shape[:-1], -1)
+        return output if input.dim() == 2 else output.view(*input.shape[:-1], codes.shape[0])
     return F.linear(input, _decode_to_scratch(codes, scales, columns, format, input.dtype), bias)
 
 

@@ -142,6 +142,24 @@ class PackedWeight(Tensor):
         if not is_own:
             self._write(value)
 
+    def requires_grad_(self, requires_grad: bool = True) -> PackedWeight:
+        """Do nothing to freeze it. To thaw it raises ValueError: the next access of ``module.weight`` would make a frozen one."""
+        if requires_grad:
+            raise ValueError(
+                "A packed weight cannot be trained. Exclude its module from packing (skip=[...] of quantize_frozen or "
+                "ZeroPPQuantConfig), or train an adapter on it."
+            )
+        return self
+
+    @property
+    def requires_grad(self) -> bool:
+        """False. Set it as ``requires_grad_`` does."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
     def decode(self) -> Tensor:
         """Return the whole dense tensor, also where the codes are sharded. See [Note: packed weights under FSDP2]."""
         codes, scales = full_tensor(as_bytes(self.codes)), full_tensor(as_bytes(self.scales))

@@ -117,6 +117,12 @@ def test_a_trainable_bias_learns_beside_a_packed_weight():
     assert torch.equal(layer.bias.grad, torch.full((60,), 3.0))
 
 
+@pytest.mark.parametrize("shape", [(0, 140), (0, 3, 140), (2, 0, 140), (140,)])
+def test_inputs_without_rows_or_a_batch_are_taken(shape):
+    layer = quantize_frozen(frozen_linear(), 4)
+    assert layer(torch.ones(shape)).shape == (*shape[:-1], 60)
+
+
 def test_nothing_dense_is_kept_for_backward():
     saved = []
     x = torch.randn(50, 140, requires_grad=True)
@@ -237,6 +243,11 @@ def test_training_a_packed_weight_is_refused():
     layer = quantize_frozen(frozen_linear(), 4)
     with pytest.raises(ValueError, match="cannot be trained"):
         layer.requires_grad_()
+    with pytest.raises(ValueError, match="cannot be trained"):
+        layer.weight.requires_grad_()
+    with pytest.raises(ValueError, match="cannot be trained"):
+        layer.weight.requires_grad = True
+    layer.weight.requires_grad_(False).requires_grad = False
 
 
 def test_writing_a_weight_of_another_shape_is_refused():
