@@ -2,13 +2,17 @@
 
 [Note: merging and unmerging]
 Merging computes ``weight + delta`` and unmerging ``weight - delta``. Packing rounds both results, so the codes after the two
-would differ from those before. To prevent this, the first write keeps the codes and scales that it replaces, and every write
-adds up by how much packing rounded. A later write whose values differ from the kept ones by no more than that rounding is
-taken for an unmerge, and the kept codes are restored. So unmerging restores every bit. The price is a second packed copy of
-each weight that was merged; where weights are sharded, a copy of this rank's shard.
+would differ from those before. To prevent this, a write keeps the codes and scales that it replaces, and by how much packing
+rounded. If the values of the next write differ from the kept ones by no more than that rounding, it is taken for an unmerge, and
+the kept codes are restored. So unmerging restores every bit. Several adapters are merged one on the other, and PEFT unmerges the
+last one first, so a stack is kept. The price is a packed copy of each weight for each adapter that is merged into it; where
+weights are sharded, of this rank's shard.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +24,23 @@ from hf_zeropp.frozen.weight import PackedForm, PackedWeight, full_tensor, local
 from hf_zeropp.ops import frozen_format
 
 
+MAX_KEPT = 8
+"""Writes to a weight that are kept. More adapters are hardly merged at once, and writes that are no merges must not add up."""
+
+
+class _Kept(NamedTuple):
+    """The codes and scales that a write replaced, and each row's largest error of packing in that write, in fp32 [..., 1]."""
+
+    codes: Tensor
+    scales: Tensor
+    rounding: Tensor
+
+
 class WriteHistory:
-    """Writes to one packed weight: what the first one replaced, and the rounding since. See [Note: merging and unmerging]."""
+    """Writes to one packed weight that were not taken back since. See [Note: merging and unmerging]."""
 
     def __init__(self) -> None:
-        self._kept: tuple[Tensor, Tensor] | None = None  # codes and scales before the first write
-        self._rounding: Tensor | None = None  # fp32 [..., 1]: each row's largest error, summed over the writes since
+        self._kept: deque[_Kept] = deque(maxlen=MAX_KEPT)
 
     def write(self, weight: PackedWeight, value: Tensor) -> None:
         """Pack ``value`` into ``weight``, in place.
@@ -43,34 +58,28 @@ class WriteHistory:
         rows = _rows_stored_here(value, weight.codes)
         if not rows.numel():  # with fewer rows than ranks, some ranks store none
             return
-        if self._kept is None:
-            self._kept = codes.clone(), scales.clone()
-        if self._is_unmerge(rows, weight.form):
-            new_codes, new_scales = self._kept
-            # The next write is a first one again: other codes may be loaded before it.
-            self._kept = self._rounding = None
+        if self._kept and _is_unmerge(rows, self._kept[-1], weight.form):
+            new_codes, new_scales, _ = self._kept.pop()
         else:
             new_codes, new_scales = frozen_format.pack(rows, weight.form.format)
-            self._add_rounding(rows, new_codes, new_scales, weight.form)
+            rounding = (rows.float() - _decoded(new_codes, new_scales, weight.form)).abs().amax(-1, keepdim=True)
+            self._kept.append(_Kept(codes.clone(), scales.clone(), rounding))
         with torch.no_grad():
             codes.copy_(new_codes)
             scales.copy_(new_scales)
 
-    def _add_rounding(self, rows: Tensor, codes: Tensor, scales: Tensor, form: PackedForm) -> None:
-        decoded = frozen_format.unpack(codes, scales, form.columns, form.format, torch.float32)
-        errors = (rows.float() - decoded).abs().amax(-1, keepdim=True)
-        self._rounding = errors if self._rounding is None else self._rounding + errors
 
-    def _is_unmerge(self, rows: Tensor, form: PackedForm) -> bool:
-        """Whether ``rows`` are the kept weight but for rounding."""
-        if self._kept is None or self._rounding is None:  # nothing was written since the codes were kept
-            return False
-        kept = frozen_format.unpack(*self._kept, form.columns, form.format, torch.float32)
-        rows = rows.float()
-        # Besides packing, the arithmetic rounds in the weight's dtype: one sum and one difference.
-        slack = 4 * torch.finfo(form.dtype).eps * torch.maximum(kept.abs(), rows.abs()).amax(-1, keepdim=True)
-        # Twice the rounding of packing: DoRA multiplies by factors near 1 when it unmerges.
-        return bool(((rows - kept).abs() <= 2 * self._rounding + slack).all())
+def _is_unmerge(rows: Tensor, kept: _Kept, form: PackedForm) -> bool:
+    """Whether ``rows`` are the kept weight but for rounding."""
+    before, rows = _decoded(kept.codes, kept.scales, form), rows.float()
+    # Besides packing, the arithmetic rounds in the weight's dtype: one sum and one difference.
+    slack = 4 * torch.finfo(form.dtype).eps * torch.maximum(before.abs(), rows.abs()).amax(-1, keepdim=True)
+    # Twice the rounding of packing: DoRA multiplies by factors near 1 when it unmerges.
+    return bool(((rows - before).abs() <= 2 * kept.rounding + slack).all())
+
+
+def _decoded(codes: Tensor, scales: Tensor, form: PackedForm) -> Tensor:
+    return frozen_format.unpack(codes, scales, form.columns, form.format, torch.float32)
 
 
 def _rows_stored_here(value: Tensor, codes: Tensor) -> Tensor:

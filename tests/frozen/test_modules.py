@@ -203,6 +203,21 @@ def test_an_unmerge_restores_the_codes_that_were_loaded_last():
         assert torch.equal(layer.weight_scales, loaded["weight_scales"])
 
 
+@pytest.mark.parametrize("scale", [0.01, 0.02, 0.05, 1.0])
+def test_two_adapters_that_are_merged_and_unmerged_leave_every_bit(scale):
+    """Also where the first is smaller than what packing rounds: without the second, the weight looks like the one before both."""
+    model = with_adapter(tiny_llama(), ("one", "two"))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            param.data.mul_(scale)
+    packed = packed_copy(model, 4)
+    before = copy.deepcopy(packed.state_dict())
+    for _ in range(2):
+        packed.merge_adapter(["one", "two"])
+        packed.unmerge_adapter()
+        assert [name for name, stored in packed.state_dict().items() if not torch.equal(stored, before[name])] == []
+
+
 def test_operators_that_write_to_lists_are_refused():
     weight = quantize_frozen(frozen_linear(), 4).weight
     for write in (torch._foreach_zero_, lambda weights: torch._foreach_add_(weights, 1.0)):
