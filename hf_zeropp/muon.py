@@ -70,20 +70,24 @@ class Muon(torch.optim.Optimizer):
     def of_model(cls, model: nn.Module, lr: float = 1e-3, weight_decay: float = 0.1, **settings: Any) -> Muon:
         """Return an optimizer of a model's trainable parameters: Muon for the matrices of its layers, AdamW for all others.
 
-        Embeddings, the output head, norms and biases are AdamW's. The size of Muon's updates is matched to AdamW's, so that both
-        take the same learning rate and weight decay, unless ``adjust_lr_fn`` among ``settings`` says otherwise.
+        Embeddings, those of positions too, the output head, convolutions, norms and biases are AdamW's. The size of Muon's
+        updates is matched to AdamW's, so that both take the same learning rate and weight decay, unless ``adjust_lr_fn`` among
+        ``settings`` says otherwise.
         """
-        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        others = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
+        no_layers = [module for module in model.modules() if isinstance(module, others)]
         heads = [get() for module in model.modules() if callable(get := getattr(module, "get_output_embeddings", None))]
-        elsewhere = {id(param) for module in [*embeddings, *filter(None, heads)] for param in module.parameters()}
+        elsewhere = {id(param) for module in [*no_layers, *filter(None, heads)] for param in module.parameters()}
         trainable = [param for param in model.parameters() if param.requires_grad]
-        matrices = [param for param in trainable if param.ndim >= 2 and id(param) not in elsewhere]
+        # Position embeddings and class tokens are [1, n, columns].
+        matrices = [param for param in trainable if param.ndim == 2 or param.ndim > 2 and param.shape[0] > 1]
+        matrices = [param for param in matrices if id(param) not in elsewhere]
         chosen = {id(param) for param in matrices}
-        others: dict[str, Any] = {
+        rest: dict[str, Any] = {
             "params": [param for param in trainable if id(param) not in chosen],
             "algorithm": "adamw",
         }
-        groups = [group for group in ({"params": matrices}, others) if group["params"]]
+        groups = [group for group in ({"params": matrices}, rest) if group["params"]]
         return cls(groups, lr, weight_decay, **({"adjust_lr_fn": "match_rms_adamw"} | settings))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

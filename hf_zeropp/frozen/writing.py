@@ -23,7 +23,6 @@ from hf_zeropp.frozen.storage import as_bytes
 from hf_zeropp.frozen.weight import PackedForm, PackedWeight, full_tensor, local_rows
 from hf_zeropp.ops import frozen_format
 
-
 MAX_KEPT = 8
 """Writes to a weight that are kept. More adapters are hardly merged at once, and writes that are no merges must not add up."""
 

@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
 from toy import EXACT, backward, logged_messages, make_lm, shard
 from trainer_runs import build_trainer, callback_of, logged, losses, same_weights, weights
+from transformers import ViTConfig, ViTModel
 from two_nodes import on_four_ranks
 
 from hf_zeropp import Muon, apply_zeropp
@@ -212,6 +213,14 @@ def scenario_a_trainer_resumes_with_the_bits_of_an_unbroken_run(rank: int) -> No
 def scenario_what_is_no_matrix_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=r"Muon takes matrices, got a parameter of shape \(12,\).* use Muon.of_model"):
         Muon(make_lm().blocks[0].norm.parameters())
+
+
+def test_positions_and_convolutions_are_no_matrices():
+    size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 48}
+    model = ViTModel(ViTConfig(image_size=16, patch_size=4, **size), add_pooling_layer=False)
+    matrices, others = (group["params"] for group in Muon.of_model(model).param_groups)
+    assert {tuple(param.shape) for param in matrices} == {(32, 32), (48, 32), (32, 48)}
+    assert {param.ndim for param in others} == {1, 3, 4}
 
 
 @pytest.mark.parametrize(
