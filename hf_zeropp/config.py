@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -300,19 +300,31 @@ def field_names() -> tuple[str, ...]:
     return tuple(field.name for field in dataclasses.fields(ZeroPPConfig))
 
 
-def check_unindented(file: Mapping[str, Any], path: str) -> None:
-    """Raise if a setting stands at the top level of a file whose settings belong under ``zeropp_config:``.
+def check_misplaced(
+    keys: Iterable[object], place: str, home: str = f"under `{BLOCK}:`. Indent it below that line"
+) -> None:
+    """Raise if a setting stands where nothing would read it.
+
+    Args:
+        keys: those of a place that holds no settings.
+        place: the words for that place.
+        home: the words for the place of settings.
 
     Raises:
-        ValueError: there is such a setting, which nothing would read.
+        ValueError: a key is a setting, or a misspelt one.
     """
     names = ("preset", *field_names())
-    for key in file:
+    for key in keys:
         if key in names or nearest(str(key), names, cutoff=0.8):
-            raise ValueError(
-                f"{key!r} stands at the top level of {path!r}, where it has no effect: settings of ZeRO++ belong under "
-                f"`{BLOCK}:`. Indent it below that line."
-            )
+            raise ValueError(f"{key!r} stands {place}, where it has no effect: settings of ZeRO++ belong {home}.")
+
+
+def is_like_block(key: object) -> bool:
+    """Return whether a user may have meant all settings of ZeRO++ by this key."""
+    name = str(key).lower()
+    return any(word in name for word in ("zeropp", "zero_pp", "zero++", "zero-pp")) or bool(
+        nearest(name, (BLOCK, "zeropp"), cutoff=0.8)
+    )
 
 
 def _read_named(name: str) -> dict[str, Any]:
@@ -345,7 +357,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
         return translate_deepspeed(settings)
     if BLOCK not in settings:
         return settings
-    check_unindented(settings, str(path))
+    check_misplaced(settings, f"at the top level of {str(path)!r}")
     block = settings[BLOCK]
     if isinstance(block, str) and block in PRESETS:
         return {"preset": block}

@@ -34,6 +34,7 @@ import json
 import logging
 import os
 import weakref
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch.nn as nn
@@ -44,6 +45,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zeropp.compat import check_seams
+from hf_zeropp.config import check_misplaced, is_like_block
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.handle import ZeroPPHandle
@@ -59,6 +61,9 @@ from hf_zeropp.integrations.resume import patch_trainer
 from hf_zeropp.integrations.step_log import StepLog
 
 logger = logging.getLogger(__name__)
+
+ENTRY = "zeropp"
+"""The key of ``fsdp_config`` under which settings stand."""
 
 # _DefaultCallback finds the callback of its Trainer here. The references are weak, so that a Trainer that is gone does
 # not stay in memory, models included.
@@ -334,14 +339,27 @@ def _settings_of(args: TrainingArguments) -> Any:
     if isinstance(config, str):  # the Trainer reads the file only with fsdp=True
         with open(config) as file:
             config = json.load(file)
-    settings = config.get("zeropp")
+    settings = _entry_of(config)
     return None if settings is True else settings
+
+
+def _entry_of(fsdp_config: Mapping[str, Any]) -> Any:
+    """Return what stands under ``"zeropp"``; None where nothing does.
+
+    Raises:
+        ValueError: settings stand beside it, or under a misspelt key. Transformers keeps such keys, and nobody reads them.
+    """
+    for key in fsdp_config:
+        if key != ENTRY and is_like_block(key):
+            raise ValueError(f'unknown key {key!r} in fsdp_config. Settings of ZeRO++ stand under "{ENTRY}".')
+    check_misplaced(fsdp_config, "in fsdp_config", f'in it under "{ENTRY}"')
+    return fsdp_config.get(ENTRY)
 
 
 def _wants_zeropp(args: TrainingArguments) -> bool | None:
     """Return whether ``fsdp_config`` turns ZeRO++ on or off; None where it says nothing."""
     # A path is left unread: the Trainer itself has read it if it uses FSDP at all.
-    settings = args.fsdp_config.get("zeropp") if isinstance(args.fsdp_config, dict) else None
+    settings = _entry_of(args.fsdp_config) if isinstance(args.fsdp_config, dict) else None
     return None if settings is None else settings is not False
 
 

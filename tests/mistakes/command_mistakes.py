@@ -47,6 +47,10 @@ def settings(**values: Any) -> dict[str, Any]:
     return {"zeropp_config": values}
 
 
+def fsdp(values: dict[str, Any]) -> dict[str, Any]:
+    return {"fsdp_config": FSDP2["fsdp_config"] | values}
+
+
 COMMANDS = [
     command("unknown command", "lunch", "invalid choice: 'lunch'", "launch"),
     command("no number of ranks", "estimate 7B", "--world"),
@@ -78,6 +82,8 @@ COMMANDS = [
     launch("a block under another name", {"zeropp": {"qwz_bits": 8}}, "'zeropp'", "Did you mean `zeropp_config:`?"),
     launch("settings beside the block", settings() | {"qwz_bits": 4}, "'qwz_bits'", "'config.yaml'", "Indent it"),
     launch("settings without the block", {"qgz_bits": 8}, "'qgz_bits'", "belong under `zeropp_config:`"),
+    launch("a block under FSDP's", fsdp({"zeropp": "exact"}), "'zeropp' stands under `fsdp_config:`", "the top level"),
+    launch("a setting under FSDP's", fsdp({"fsdp_qwz_bits": 4}), "'qwz_bits' stands under", "`zeropp_config:`"),
     launch("a misspelt block", {"zeropp_confg": {}}, "'zeropp_confg'", "Did you mean `zeropp_config:`?"),
     launch("a block that names no file", {"zeropp_config": "gone.yaml"}, "'gone.yaml'", "Check the path"),
     launch("a block that names no preset", {"zeropp_config": "fast"}, "neither a preset (paper, ", "'config.yaml'"),

@@ -162,6 +162,11 @@ def callback_beside_deepspeed() -> None:
     Trainer(tiny_model(), arguments, train_dataset=token_data(), callbacks=[ZeroPPCallback()])
 
 
+def trainer_without_callback() -> None:
+    arguments = training_arguments("out", None, fsdp_config={"zero_pp": {"preset": "exact"}})
+    Trainer(tiny_model(), arguments, train_dataset=token_data())
+
+
 def late_callback() -> None:
     trainer = Trainer(tiny_model(), training_arguments("out", None, fsdp=None, fsdp_config=None))
     trainer.add_callback(ZeroPPCallback())
@@ -309,6 +314,21 @@ RANKS = [
         "a misspelt setting of a Trainer",
         lambda rank: in_new_state(lambda: build_trainer("out", {"qwz_bit": 8})),
         *("Unknown ZeRO++ setting 'qwz_bit'", "Did you mean 'qwz_bits'?"),
+    ),
+    on_ranks(
+        "settings of a Trainer under another key",
+        lambda rank: in_new_state(lambda: build_trainer("out", fsdp_config={"zeropp_config": {"preset": "exact"}})),
+        *("unknown key 'zeropp_config' in fsdp_config", 'stand under "zeropp"'),
+    ),
+    on_ranks(
+        "settings beside those of a Trainer",
+        lambda rank: in_new_state(lambda: build_trainer("out", fsdp_config={"qwz_bits": 4})),
+        *("'qwz_bits' stands in fsdp_config", 'in it under "zeropp"'),
+    ),
+    on_ranks(
+        "settings under another key, and no callback",
+        lambda rank: in_new_state(trainer_without_callback),
+        *("unknown key 'zero_pp' in fsdp_config", 'stand under "zeropp"'),
     ),
     on_ranks("a callback that comes late", lambda rank: in_new_state(late_callback), "Trainer(callbacks=[...])"),
     on_ranks(

@@ -6,7 +6,6 @@ Each of them would otherwise show on every rank, seconds or minutes later, and s
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib.util
 import os
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 
 from hf_zeropp.comm.topology import detect_ranks_per_node, resolve_hpz_size
-from hf_zeropp.config import BLOCK, ENV_ENABLED, ZeroPPConfig, check_unindented
+from hf_zeropp.config import BLOCK, ENV_ENABLED, ZeroPPConfig, check_misplaced, is_like_block
 
 _OTHER_ENGINES = ("DEEPSPEED", "MEGATRON_LM", "XLA", "TPU")
 """Values of ``distributed_type`` under which no script shards with FSDP2."""
@@ -26,17 +25,27 @@ _ONE_PROCESS = ("NO", "MULTI_CPU")
 def check_keys(path: str, file: dict[str, Any]) -> None:
     """Raise if a key of a config file is a misspelt ``zeropp_config``, or belongs below that.
 
-    Accelerate names unknown keys too, but as a whole, and not what was meant.
+    Accelerate names unknown keys too, but as a whole, and not what was meant. Under ``fsdp_config:`` it drops them.
 
     Raises:
         ValueError: there is such a key. The message names it.
     """
     for key in file:
-        name = str(key).lower()
-        is_close = any(word in name for word in ("zeropp", "zero_pp", "zero++", "zero-pp"))
-        if key != BLOCK and (is_close or difflib.get_close_matches(name, [BLOCK], cutoff=0.8)):
+        if key != BLOCK and is_like_block(key):
             raise ValueError(f"unknown key {key!r} in {path!r}. Did you mean `{BLOCK}:`?")
-    check_unindented(file, path)
+    check_misplaced(file, f"at the top level of {path!r}")
+    of_fsdp = file.get("fsdp_config")
+    for key in of_fsdp if isinstance(of_fsdp, dict) else ():
+        if is_like_block(key):
+            raise ValueError(
+                f"{key!r} stands under `fsdp_config:` in {path!r}, where it has no effect. Put its settings under `{BLOCK}:`, at "
+                "the top level of the file."
+            )
+        check_misplaced(
+            [str(key).removeprefix("fsdp_")],
+            f"under `fsdp_config:` in {path!r}",
+            f"under `{BLOCK}:`, at the top level of the file",
+        )
 
 
 def check_script(args: argparse.Namespace) -> None:
