@@ -94,5 +94,6 @@ COMMANDS = [
     launch("FSDP1", {"fsdp_config": {"fsdp_version": 1}}, "expected fsdp_version 2, got 1", "fsdp_version: 2"),
     launch("DeepSpeed", {"distributed_type": "DEEPSPEED"}, "expected distributed_type: FSDP", "DEEPSPEED"),
     launch("plain data parallel", {"distributed_type": "MULTI_CPU"}, "starts one process", "distributed_type: FSDP"),
+    launch("one process by a flag", {}, "starts one process with --cpu", "`use_cpu: true`", line="--cpu script.py"),
     launch("another file", {}, "cannot read the config file 'gone.yaml'", line="--config_file gone.yaml script.py"),
 ]

@@ -86,13 +86,16 @@ def check_job(args: argparse.Namespace, file: dict[str, Any], config: ZeroPPConf
     num_machines = _count(args, file, "num_machines") or 1
     if num_processes is None:
         return
-    _check_device(file, num_processes)
     engine = str(file.get("distributed_type", "")).upper()
-    if engine in _ONE_PROCESS and num_processes > num_machines and not args.use_fsdp and args.mpirun_hostfile is None:
+    of_one = (
+        "--cpu" if args.cpu else f"distributed_type: {engine}" if engine in _ONE_PROCESS and not args.use_fsdp else None
+    )
+    if of_one is not None and num_processes > num_machines and args.mpirun_hostfile is None:
         raise ValueError(
-            f"Accelerate starts one process with distributed_type: {engine}, though num_processes={num_processes}. Set "
-            "`distributed_type: FSDP` and `fsdp_version: 2` under `fsdp_config:`, on CPU too."
+            f"Accelerate starts one process with {of_one}, though num_processes={num_processes}. Set `distributed_type: FSDP` "
+            "and `fsdp_version: 2` under `fsdp_config:`, on CPU too; there `use_cpu: true` takes the place of --cpu."
         )
+    _check_device(file, num_processes)
     if num_processes % num_machines:
         raise ValueError(
             f"num_processes={num_processes} counts the ranks of all machines and must be a multiple of "
