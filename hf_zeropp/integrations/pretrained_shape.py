@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import cast
 
 import torch
@@ -15,7 +15,7 @@ from hf_zeropp.frozen.packing import packable_weights
 from hf_zeropp.frozen.units import Place, find_frozen_units
 from hf_zeropp.integrations.lora.quantizer import ZeroPPQuantConfig
 from hf_zeropp.integrations.lora.stored_tensors import METHOD
-from hf_zeropp.integrations.wrap_policy import block_names
+from hf_zeropp.integrations.wrap_policy import GETTERS, block_names, embeddings_found
 
 CHOSEN_EXPERTS = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
@@ -109,9 +109,9 @@ def frozen_units_of(model: nn.Module, skip: Iterable[str] = ()) -> tuple[UnitSha
         skip: modules that stay in 16 bits where others are packed.
     """
     packable = {id(_param(places)) for places in packable_weights(model, skip, frozen_only=True)}
-    embedding = model.get_input_embeddings()  # type: ignore[operator]
+    embedding, _ = _embedding_and_head(model)
     units = []
-    for unit in find_frozen_units(model, [*_blocks(model).values(), embedding]):
+    for unit in find_frozen_units(model, [*_blocks(model).values(), *([] if embedding is None else [embedding])]):
         params = map(_param, unit.params)
         shapes = tuple(ParamShape(tuple(param.shape), False, id(param) in packable) for param in params)
         units.append(UnitShape(type(unit.owner).__name__, shapes, spans_model=unit.owner is model))
@@ -129,16 +129,16 @@ def units_of(model: nn.Module) -> tuple[UnitShape, ...]:
     They are each block, the embeddings unless they are tied to the head, the final norm with the head, and the rest. The
     last two are not resharded after the forward pass, because the backward pass needs them first.
     """
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()  # type: ignore[operator]
-    blocks = _blocks(model)
+    embedding, head = _embedding_and_head(model)
     # Parameters are told apart by identity: a tied weight is one parameter under two names, and must be counted once.
-    # The order below decides who gets it, so blocks come first and the rest comes last.
+    # The order below decides who gets it, so blocks come first and the rest comes last. Of nested blocks the inner come first.
     taken: set[int] = set()
-    units = [_unit(name, block.parameters(), taken) for name, block in blocks.items()]
-    # Accelerate's final norm is the last one outside the blocks. Norms inside blocks are gathered with their blocks.
-    norms = [module for name, module in _outside(model, blocks) if "norm" in name.rpartition(".")[2]]
+    units = [_unit(name, block.parameters(), taken) for name, block in reversed(_blocks(model).items())][::-1]
+    # Accelerate's final norm is the last one among the children of the base model. Other norms lie in blocks, or in the rest.
+    base = getattr(model, getattr(model, "base_model_prefix", ""), model)
+    norms = [module for module in base.children() if "Norm" in type(module).__name__]
     # Tied embeddings are gathered with the head: FSDP2 (torch 2.13) raises if two units share a parameter.
-    if head is None or head.weight is not embedding.weight:
+    if embedding is not None and (head is None or head.weight is not embedding.weight):
         units.append(_unit("embeddings", embedding.parameters(), taken))
     tail = [*norms[-1:], *(() if head is None else (head,))]
     units.append(_unit("head", (param for module in tail for param in module.parameters()), taken, reshards=False))
@@ -146,16 +146,16 @@ def units_of(model: nn.Module) -> tuple[UnitShape, ...]:
     return tuple(unit for unit in units if unit.params)
 
 
+def _embedding_and_head(model: nn.Module) -> list[nn.Module | None]:
+    """Return the input and output embeddings, as Accelerate finds them when the plugin prepares a model."""
+    with embeddings_found(model):
+        return [getattr(model, name, lambda: None)() for name in GETTERS]
+
+
 def _blocks(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules, by name, that become units of their own: the plugin gives Accelerate the same class names."""
     classes = block_names(model)
     return {name: module for name, module in model.named_modules() if type(module).__name__ in classes}
-
-
-def _outside(model: nn.Module, blocks: Iterable[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules, with their names, that are not blocks and lie in none."""
-    prefixes = tuple(f"{name}." for name in blocks)
-    return ((name, module) for name, module in model.named_modules() if not f"{name}.".startswith(prefixes))
 
 
 def _unit(name: str, params: Iterable[nn.Parameter], taken: set[int], *, reshards: bool = True) -> UnitShape:

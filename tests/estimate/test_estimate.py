@@ -249,6 +249,54 @@ def check_against_run(
     assert ranks[0]["intra_node"] == pytest.approx(line.intra_node)
 
 
+def models_of_other_shapes() -> list[torch.nn.Module]:
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        MBartConfig,
+        MBartForConditionalGeneration,
+        Wav2Vec2Config,
+        Wav2Vec2Model,
+    )
+
+    sizes = {"d_model": 16, "encoder_ffn_dim": 24, "decoder_ffn_dim": 24, "vocab_size": 40}
+    layers = {"encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2}
+    return [
+        MBartForConditionalGeneration(MBartConfig(**sizes, **layers)),  # blocks within blocks
+        GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=40)),  # a final norm of another name
+        Wav2Vec2Model(Wav2Vec2Config(hidden_size=32, num_hidden_layers=1, num_attention_heads=2)),  # no embedding
+    ]
+
+
+def sharded_units(rank: int) -> list[list[tuple[int, bool]]]:
+    from accelerate import Accelerator
+
+    from hf_zeropp import ZeroPPPlugin
+    from hf_zeropp.fsdp.units import find_units
+
+    accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin())
+    found = []
+    for model in models_of_other_shapes():
+        prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+        units = find_units(prepared)
+        found.append(
+            sorted((sum(param.numel() for param in unit.params), unit.reshards_after_forward) for unit in units)
+        )
+    return found
+
+
+def test_units_are_those_of_a_run() -> None:
+    expected = run_ranks(sharded_units, 2, init=False)[0]
+    for model, units in zip(models_of_other_shapes(), expected, strict=True):
+        assert sorted((unit.numel, unit.reshards) for unit in units_of(model)) == units, type(model).__name__
+
+
+def test_command_takes_models_without_an_embedding(capsys: pytest.CaptureFixture, tmp_path) -> None:
+    models_of_other_shapes()[-1].config.save_pretrained(tmp_path)
+    cli.main(["estimate", str(tmp_path), "--world", "8", "--trainable", "1M", "--json"])
+    assert json.loads(capsys.readouterr().out)["model"]["trainable"] == 1_000_000
+
+
 # ------------------------------------------------------------------------------------------------- the command itself
 
 
