@@ -30,7 +30,7 @@ from hf_zeropp.comm.topology import (
     own_group,
 )
 from hf_zeropp.comm.two_hops import TwoHopGather, TwoHopReduce
-from hf_zeropp.config import ENV_CHECK, ZeroPPConfig
+from hf_zeropp.config import ENV_CHECK, ZeroPPConfig, variables_of_settings
 from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
@@ -102,6 +102,8 @@ def apply_zeropp(
     # make too. A rank that had already given up would leave the others waiting in there.
     plan, groups = agree(model, config, mesh)
     handle = _install(model, plan, groups)
+    if plan.is_enabled and dist.get_rank() == 0:
+        _warn_of_unread(handle)
     setattr(model, _HANDLE, handle)
     _handles.add(handle)
     give_gloo_time_at_exit()
@@ -261,6 +263,21 @@ def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
     run.warn(MIXED_DTYPES, [unit for unit in gathered if unit.param_dtype not in FLOAT_DTYPES])
     trained = [reduce.unit for reduce in decisions.reduces if reduce.unit.trains]
     run.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])
+
+
+def _warn_of_unread(handle: ZeroPPHandle) -> None:
+    """Warn if the environment holds other settings than those in force. They are not read where a script passes its own."""
+    if not (names := variables_of_settings()):
+        return
+    try:
+        handle.check_same_config(ZeroPPConfig.from_env())
+    except ValueError:  # they are others, or wrong
+        logger.warning(
+            "The script passes settings of its own, so those of the environment are not read: %s (`hf-zeropp launch` sets "
+            'ZEROPP_CONFIG_FILE from the `zeropp_config:` block). Leave out the script\'s (zeropp=, or "zeropp" in fsdp_config) '
+            "for the environment's to count.",
+            ", ".join(names),
+        )
 
 
 def _new_traffic(

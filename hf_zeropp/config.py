@@ -1,8 +1,8 @@
 """``ZeroPPConfig`` holds every setting of the package and checks it once, whatever source it comes from.
 
 Sources are Python, YAML and JSON files, environment variables and DeepSpeed's own configuration files. What is passed in Python
-(settings or a file) is used alone, over the defaults below. Where nothing is passed, ``ZEROPP_<FIELD>`` variables go over the
-file that ``ZEROPP_CONFIG_FILE`` names, and that over the defaults.
+(settings or a file) is used alone, over the defaults below, and a warning names the variables that say otherwise. Where nothing
+is passed, ``ZEROPP_<FIELD>`` variables go over the file that ``ZEROPP_CONFIG_FILE`` names, and that over the defaults.
 
 The names follow the ZeRO++ paper (arXiv 2306.10209): qwZ quantizes the weight gather (section 3.1), hpZ keeps a secondary
 shard of the weights in every node (3.2), qgZ quantizes the gradient reduction (3.3). The table in ``hf_zeropp/README.md``
@@ -293,6 +293,12 @@ def is_enabled() -> bool:
             f"{ENV_ENABLED} must be one of {', '.join(_SWITCH_WORDS)}, got {text!r}. Set 0 for stock FSDP2, or unset it."
         )
     return answer
+
+
+def variables_of_settings() -> list[str]:
+    """Return the names of the environment's variables that hold settings, or name a file of them."""
+    others = ENV_OTHER - {ENV_CONFIG_FILE}
+    return sorted(key for key in os.environ if key.startswith(ENV_PREFIX) and key not in others)
 
 
 def field_names() -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import gc
 import io
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from unittest import mock
 
 import pytest
@@ -197,6 +197,16 @@ def logged_by(action: Callable[[], object]) -> str:
     return shown.getvalue()
 
 
+@contextlib.contextmanager
+def only_variables(variables: dict[str, str]) -> Iterator[None]:
+    """Take the settings of ``test_apply`` out of the environment, and put others there."""
+    with mock.patch.dict(os.environ, variables):
+        for name in {"ZEROPP_QWZ_BITS", "ZEROPP_RANKS_PER_NODE"} - variables.keys():
+            del os.environ[name]
+        yield
+
+
+@only_variables({})
 def scenario_says_that_it_is_on(rank: int) -> None:
     """Rank 0 says so in one line, with the bytes that a step then takes."""
     kinds = {"preset 'balanced'": {}, "preset 'half_model'": {"preset": "half_model"}, "no preset": {"qgz_bits": 8}}
@@ -216,6 +226,20 @@ def scenario_says_that_it_is_on(rank: int) -> None:
     assert logged_by(lambda: apply_zeropp(shard(make_lm()), NODES | {"preset": "exact"})).count("at most") == (
         rank == 0
     )
+
+
+def scenario_says_that_the_environment_is_not_read(rank: int) -> None:
+    """Settings of the script are used alone. That they are others than the environment's is said once, by rank 0."""
+    own = NODES | {"preset": "half_model"}
+    for variables, is_said in (
+        ({"ZEROPP_PRESET": "exact", "ZEROPP_RANKS_PER_NODE": "2"}, True),
+        ({"ZEROPP_QWZ_BITZ": "8"}, True),  # a misspelt one has no effect either
+        ({"ZEROPP_PRESET": "half_model", "ZEROPP_RANKS_PER_NODE": "2"}, False),
+        ({"ZEROPP_CHECK": "1"}, False),
+    ):
+        with only_variables(variables):
+            said = logged_by(lambda: apply_zeropp(shard(make_lm()), own))
+        assert (f"are not read: {', '.join(variables)} " in said) == (is_said and rank == 0), (variables, said)
 
 
 def scenario_the_bytes_that_it_says_are_counted(rank: int) -> None:
