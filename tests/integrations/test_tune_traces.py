@@ -36,7 +36,11 @@ def write_everywhere(rank: int, folder: str, place: str) -> list[str]:
     with contextlib.suppress(FileExistsError):  # the other rank has made it
         os.symlink("of_user", "link")
     Path("link/inside.txt").write_text("written behind a link")
+    Path("to_nothing").write_text("written to a file that a link names")
     torch.save({"a": torch.ones(1)}, "written_by_cpp.pt")
+    with torch.profiler.profile() as profile:
+        torch.ones(1)
+    profile.export_chrome_trace(f"profile_{rank}.json")
     with open(f"temporary_{rank}", "w"):
         pass
     os.replace(f"temporary_{rank}", "atomic.txt")
@@ -58,15 +62,16 @@ def test_what_ranks_write_is_taken_back(tmp_path: Path) -> None:
     folder.mkdir()
     for name in ("kept.txt", "other.txt", "atomic.txt", "user.txt", "shortened.txt", "of_user/inside.txt"):
         (place / name).write_text(name)
+    (place / "to_nothing").symlink_to("nothing")
     before, began_s = listing(place), time.time()
     said = run_ranks(write_everywhere, 2, str(folder), str(place))
     assert all("'" + str(place / "user.txt") in message for message in said[0])
     written = {path.name for path in place.rglob("*")}
-    assert {"new", "0.txt", "1.txt", "written_by_cpp.pt"} <= written
+    assert {"new", "0.txt", "1.txt", "written_by_cpp.pt", "nothing", "profile_0.json"} <= written
     assert (place / "atomic.txt").read_text() == ""
     assert undo(folder, began_s) == []
     assert listing(place) == before
-    assert {path.name for path in place.iterdir()} == {name.partition("/")[0] for name in before}
+    assert {path.name for path in place.iterdir()} == {name.partition("/")[0] for name in before} | {"to_nothing"}
 
 
 def save_adapters(rank: int, folder: str, place: str) -> None:

@@ -52,6 +52,7 @@ _WRITERS: tuple[tuple[Any, str], ...] = (
     (safetensors.torch, "serialize_file"),
     (safetensors.numpy, "serialize_file"),
     (tokenizers.Tokenizer, "save"),
+    (torch.autograd.profiler.profile, "export_chrome_trace"),
 )
 """The functions that write a file without Python. The first argument is what they write, and one of the others is the path."""
 
@@ -107,6 +108,8 @@ class _Traces:
         name = self._watched(path)
         if name is None or name in self._noted:
             return
+        if os.path.islink(name) and not os.path.exists(name):
+            name = os.path.realpath(name)  # the file that the link names, which is not there yet
         if not os.path.lexists(name):
             self._note(made=name)
         elif os.path.isfile(name) and not self._is_noted(name):
