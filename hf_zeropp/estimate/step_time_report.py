@@ -42,7 +42,10 @@ CODES_WITHIN_NODE = {"qwz_intra_bits": 8, "qgz_intra_bits": 8}
 """The other choice than the backend's own collectives within a node, for slow links."""
 
 GENERATION_METHODS = ("ZeRO-3", "FSDP2", "HSDP", DEEPSPEED, "balanced")
-_TIME_FLAGS = ("recommend", "generate", "gpu_memory", "within", "active", "checkpointing")
+DEFAULT_TOKENS = 2048
+_TIME_FLAGS = (
+    "recommend", "generate", "gpu_memory", "within", "active", "checkpointing", "mfu", "batch_tokens"
+)  # fmt: skip
 
 
 def add_time_flags(parser: argparse.ArgumentParser) -> None:
@@ -59,7 +62,7 @@ def add_time_flags(parser: argparse.ArgumentParser) -> None:
         "--cluster", type=Path, help="A file of hf-zeropp bench-network, in place of --gpu and --network."
     )
     group.add_argument(
-        "--batch-tokens", type=int, default=2048, help="The tokens per rank and micro-step. The default is 2048."
+        "--batch-tokens", type=int, help=f"The tokens per rank and micro-step. The default is {DEFAULT_TOKENS}."
     )
     group.add_argument("--checkpointing", action="store_true", help="Recompute activations in the backward pass.")
     group.add_argument(
@@ -122,7 +125,8 @@ class TimeEstimate:
         if args.generate is not None and args.generate < 1:
             raise ValueError(f"expected at least one sequence for --generate, got {args.generate}")
         self._num_sequences = args.generate
-        self._job = Job(model, setup, cluster, args.batch_tokens, args.checkpointing)
+        tokens = DEFAULT_TOKENS if args.batch_tokens is None else args.batch_tokens
+        self._job = Job(model, setup, cluster, tokens, args.checkpointing)
         self._rows = compare(self._job, self._gpu_memory, _methods(self._job.setup))
         self.setup = self._job.setup
         self._recommendation = ""
@@ -132,7 +136,7 @@ class TimeEstimate:
             self._recommendation = recommendation(self._job, rows, own)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the cluster and the predictions."""
+        """Return the cluster, the predictions, and what else was asked for."""
         names = ("method", "step_s", "tokens_per_s", "mfu", "exposed", "memory", "fits")
         times = []
         for row in self._rows:
@@ -140,13 +144,16 @@ class TimeEstimate:
             rates = (time.step_s, time.tokens_per_s(self._job), time.mfu(self._job), time.exposed)
             times.append(dict(zip(names, (row.name, *rates, row.memory, row.fits), strict=True)))
         cluster = dataclasses.asdict(self._job.cluster)
-        return {"simulated": True, "cluster": cluster, "tokens": self._job.tokens, "times": times}
+        answer = {"simulated": True, "cluster": cluster, "tokens": self._job.tokens, "times": times}
+        if self._num_sequences:
+            answer["generation"] = dict(generation_rates(self._job, self._num_sequences))
+        return answer | ({"recommendation": self._recommendation} if self._recommendation else {})
 
     def show(self, console: Console) -> None:
         """Print the table, and what else was asked for."""
         console.print(time_table(self._job, self._rows, self._gpu_memory))
         if self._num_sequences:
-            console.print(generation_table(dataclasses.replace(self._job, tokens=self._num_sequences)))
+            console.print(generation_table(self._job, self._num_sequences))
         if self._recommendation:
             # No markup and no wrapping: the block is there to be copied.
             console.print(self._recommendation, markup=False, highlight=False, soft_wrap=True)
@@ -414,13 +421,18 @@ def time_table(job: Job, rows: Sequence[Row], gpu_memory: float) -> Table:
     return result
 
 
-def generation_table(job: Job) -> Table:
+def generation_rates(job: Job, num_sequences: int) -> list[tuple[str, float]]:
+    """Return methods, and the tokens per second that all ranks generate with so many sequences each."""
+    job = dataclasses.replace(job, tokens=num_sequences)
+    return [(method, num_sequences * job.cluster.world_size / token_s(job, method)) for method in GENERATION_METHODS]
+
+
+def generation_table(job: Job, num_sequences: int) -> Table:
     """Return a rich table of generated tokens per second under each method."""
-    title = f"Generation: {job.tokens} sequences per rank, weights that have crossed nodes before"
+    title = f"Generation: {num_sequences} sequences per rank, weights that have crossed nodes before"
     result = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1))
     result.add_column("predicted", no_wrap=True)
     result.add_column("tokens/s, all ranks", justify="right")
-    for method in GENERATION_METHODS:
-        tokens_per_s = job.tokens * job.cluster.world_size / token_s(job, method)
+    for method, tokens_per_s in generation_rates(job, num_sequences):
         result.add_row(method, shorten(tokens_per_s, COUNT_UNITS))
     return result

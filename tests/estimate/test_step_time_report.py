@@ -64,6 +64,14 @@ def test_json_says_that_it_is_simulated(capsys: pytest.CaptureFixture) -> None:
     assert {row["fits"] for row in answer["times"]} == {True, False}
 
 
+def test_json_has_all_that_was_asked_for(capsys: pytest.CaptureFixture) -> None:
+    flags = [*CLUSTER, "--recommend", "--generate", "4"]
+    answer, shown = json.loads(run(capsys, *flags, "--json")), run(capsys, *flags)
+    assert answer["recommendation"] in shown and "per step, against" in answer["recommendation"]
+    assert all(method in shown for method in answer["generation"]) and min(answer["generation"].values()) > 0
+    assert not {"recommendation", "generation"} & json.loads(run(capsys, *CLUSTER, "--json")).keys()
+
+
 def test_recommendation_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
     shown = run(capsys, "--network", "1gbit", "--gpu", "v100", "--recommend", "--learning-rate", "1e-3")
     block = yaml.safe_load(shown[shown.index("zeropp_config:") :])
@@ -130,6 +138,8 @@ def test_a_measured_cluster_is_read_back(capsys: pytest.CaptureFixture, tmp_path
         (["--gpu", "h100"], "expected --network beside --gpu, got none. Say --gpu h100 --network 100gbit"),
         (["--network", "1gbit"], "expected --gpu beside --network, got none"),
         (["--recommend"], "expected --gpu and --network, or --cluster beside --recommend, got none"),
+        (["--mfu", "0.4"], "expected --gpu and --network, or --cluster beside --mfu, got none"),
+        (["--batch-tokens", "64"], "expected --gpu and --network, or --cluster beside --batch-tokens, got none"),
         ([*CLUSTER, "--mfu", "50"], "expected an attainable MFU above 0 and at most 1, got 50.0"),
         ([*CLUSTER, "--batch-tokens", "0"], "expected at least one token per rank and micro-step, got 0"),
         ([*CLUSTER, "--gpu-memory", "much"], "expected a size with its unit for --gpu-memory, such as 80GB, got 'much'"),
