@@ -106,7 +106,9 @@ class ZeroPPHandle:
         """Tell how much of training is done, 0 to 1, for ``qgz_until``. Call it between steps, on all ranks."""
         # Partial sums of quantized and of unquantized gradients do not add up. While there are any, the change waits for the
         # next step.
-        quantizes = self.config.quantizes_gradients and fraction < self.config.qgz_until
+        # A Trainer that resumes a training which had ended makes a step beyond it, at a fraction of 1.
+        is_before = fraction < self.config.qgz_until or self.config.qgz_until == 1
+        quantizes = self.config.quantizes_gradients and is_before
         is_accumulating = any(reduce.partial_bytes() for reduce in self.reduces)
         self._run.micro_steps.set_quantizes(quantizes, is_accumulating=is_accumulating)
 

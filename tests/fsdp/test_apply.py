@@ -253,6 +253,17 @@ def scenario_the_bytes_that_it_says_are_counted(rank: int) -> None:
         assert rank or expected in line, (expected, line)
 
 
+def scenario_gradients_stay_quantized_to_the_end(rank: int) -> None:
+    """By default training never stops to quantize gradients, not in its last step and not in one behind it."""
+    for until in (1.0, 0.5):
+        model = shard(make_lm())
+        handle = apply_zeropp(model, NODES | {"qgz_until": until})
+        handle.set_progress(0.0)
+        before = handle.predict()
+        handle.set_progress(1.0)
+        assert (handle.predict() == before) == (until == 1)
+
+
 def scenario_a_loop_without_progress_is_reminded(rank: int) -> None:
     for tells_progress in (False, True):
         model = shard(make_lm())
