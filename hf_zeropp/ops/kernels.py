@@ -107,7 +107,8 @@ class CompiledKernels:
                 block=layout.block,
                 raw_dtype=_DTYPE_CODES[layout.raw_dtype],
             )
-            self._layouts[key] = ctypes.addressof(c_form), c_form, table
+            # Of two threads that make it at once, both take what the first one leaves here.
+            self._layouts.setdefault(key, (ctypes.addressof(c_form), c_form, table))
         return self._layouts[key][0]
 
 

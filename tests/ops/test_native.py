@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 from pathlib import Path
 
@@ -89,3 +90,23 @@ def test_equal_layouts_are_copied_to_a_device_once():
     kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")
     layouts = [WireLayout([Segment(64, 8)], 64) for _ in range(2)]
     assert len({kernels._layout(layout, torch.device("cpu")) for layout in layouts}) == 1
+
+
+@pytest.mark.skipif(native.library_path("cpu") is None, reason="no CPU library in this install")
+def test_threads_that_meet_a_layout_at_once_get_one_copy(monkeypatch):
+    """The copy that one thread replaced would be freed while a kernel of the other thread still reads it."""
+    kernels = ops.CompiledKernels(native.cpu_library()[0], "baseline")
+    layout, device = WireLayout([Segment(64, 8)], 64), torch.device("cpu")
+    table, both, addresses = WireLayout.table, threading.Barrier(2), []
+
+    def table_of_both(*arguments):
+        both.wait(timeout=60)
+        return table(*arguments)
+
+    monkeypatch.setattr(WireLayout, "table", table_of_both)
+    threads = [threading.Thread(target=lambda: addresses.append(kernels._layout(layout, device))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(addresses) == 2 and len(set(addresses)) == 1
