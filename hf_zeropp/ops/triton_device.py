@@ -180,8 +180,10 @@ def _sum(
         total = total + _decode(wire, scales, codes, index, inside, BITS, BLOCK, RAW)
     else:
         total = _decode(wire, scales, codes, index, inside, BITS, BLOCK, RAW)
-    for source in range(1, num_sources):
-        total = total + _decode(wire + source * source_bytes, scales, codes, index, inside, BITS, BLOCK, RAW)
+    # The address moves from source to source. A product of their number and their bytes would be one of 32 bits.
+    for _ in range(1, num_sources):
+        wire += source_bytes
+        total = total + _decode(wire, scales, codes, index, inside, BITS, BLOCK, RAW)
     return total
 
 
