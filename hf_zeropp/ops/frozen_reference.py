@@ -124,7 +124,8 @@ def matmul(
 
 
 def _scale_values(scales: Tensor) -> Tensor:
-    return scales.contiguous().view(torch.bfloat16).float()
+    # A copy, since scales may begin at an odd address, where no view of them is possible.
+    return scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
 
 
 def _unscaled(codes: Tensor, columns: int, bits: int) -> Tensor:

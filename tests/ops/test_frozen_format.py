@@ -112,6 +112,18 @@ def test_pieces_change_no_bit(monkeypatch, piece):
     assert all(map(torch.equal, frozen_reference.pack(value, 4, 32), expected))
 
 
+def test_codes_and_scales_may_begin_anywhere(kernels):
+    """Checkpoints and buffers of a whole unit hold them one behind the other, so scales may begin at an odd address."""
+    format, value = FrozenFormat(4, 32), weight((5, 67))
+    codes, scales = frozen_format.pack(value, format)
+    byte = torch.zeros(1, dtype=torch.uint8)
+    moved = [torch.cat([byte, data.flatten()])[1:].view_as(data) for data in (codes, scales)]
+    decoded = [frozen_format.unpack(*pair, 67, format, torch.float32) for pair in ((codes, scales), moved)]
+    assert torch.equal(*decoded)
+    products = [frozen_format.matmul(torch.ones(2, 67), *pair, 67, format) for pair in ((codes, scales), moved)]
+    assert torch.equal(*products)
+
+
 def test_nan_blocks_decode_to_nan_and_tiny_ones_to_zero(kernels):
     for bits in (4, 8):
         format = FrozenFormat(bits)
