@@ -22,9 +22,9 @@ DESCRIPTION = (
     "Run your own job for a few steps on stock FSDP2 and under the presets balanced, exact, half_model and min_traffic, with "
     "other node hops and accumulation, and say which is fastest, or that none is faster than stock. The job is started as "
     "`hf-zeropp launch` would start it, with the same flags, or by torchrun. No process and no checkpoint of a trial stays, and "
-    "no file that the script writes from Python, by safetensors, datasets or tokenizers; caches stay, and so do files of "
-    "programs that the script starts. On several nodes run the same command on each, with its own rank, as for the job itself: all try "
-    "the same candidates in the same order."
+    "no file that the script writes from Python, by safetensors, datasets or tokenizers. Caches stay, and so do files of "
+    "programs that the script starts. On several nodes run the same command on each, with its own rank, as for the job "
+    "itself: all try the same candidates in the same order."
 )
 
 
