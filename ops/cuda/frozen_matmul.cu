@@ -164,7 +164,7 @@ struct Product {
   int64_t dtype;  // of x and output
   int num_inputs;
   const uint8_t* codes;
-  const BFloat16* scales;
+  const uint8_t* scales;
   FrozenRows shape;
   const void* bias;  // [rows] or null
   int64_t bias_dtype;
@@ -203,8 +203,9 @@ struct CodesAhead {
   __device__ void load_scales(int step, BFloat16 (&scales)[kRuns]) const {
     const int steps_per_block = static_cast<int>(product.shape.block) / kStep;
     const int index = ::min(step, num_steps() - 1) / steps_per_block;
+    const auto* typed = reinterpret_cast<const BFloat16*>(product.scales);
 #pragma unroll
-    for (int i = 0; i < kRuns; ++i) scales[i] = product.scales[row(i) * product.shape.num_blocks() + index];
+    for (int i = 0; i < kRuns; ++i) scales[i] = typed[row(i) * product.shape.num_blocks() + index];
   }
 };
 
@@ -287,7 +288,8 @@ __global__ void __launch_bounds__(kThreads) multiply_elements(Product product) {
         const int code = code_of(product.codes + row * shape.code_bytes(), static_cast<int>(shape.bits), column);
         sum += load_element(product.x, product.dtype, input * shape.columns + column) * static_cast<float>(code);
       }
-      lane += sum * to_float(product.scales[row * shape.num_blocks() + b]);
+      const uint8_t* scale = product.scales + (row * shape.num_blocks() + b) * sizeof(BFloat16);
+      lane += sum * to_float(read_unaligned<BFloat16>(scale));
     }
     for (int half = kLanes / 2; half; half /= 2) lane += __shfl_down_sync(kAllLanes, lane, half);
     if (lane_index() == 0) product.store(input, row, lane);
@@ -313,9 +315,9 @@ ZEROPP_KERNEL(frozen_matmul)(const void* x, int64_t x_dtype, const uint8_t* code
                              const void* bias, int64_t bias_dtype, int64_t columns, int64_t bits, int64_t block,
                              int64_t num_inputs, int64_t rows, void* out, void* stream) {
   using namespace zeropp;
-  const Product product{x, x_dtype, static_cast<int>(num_inputs), codes, reinterpret_cast<const BFloat16*>(scales),
+  const Product product{x, x_dtype, static_cast<int>(num_inputs), codes, scales,
                         {rows, columns, block, bits}, bias, bias_dtype, out};
-  if (columns % block == 0 && block % kStep == 0 && is_aligned(codes) && is_aligned(x)) {
+  if (columns % block == 0 && block % kStep == 0 && is_aligned(codes) && is_aligned(x) && has_even_scales(scales)) {
     return for_dtype(x_dtype, [&](auto type) {
       using In = decltype(type);
       return bits == 8 ? launch_rows<8, In>(product, stream) : launch_rows<4, In>(product, stream);

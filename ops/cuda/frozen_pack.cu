@@ -62,7 +62,7 @@ pack_blocks(const void* weight, int64_t dtype, FrozenRows shape, uint8_t* codes,
   uint8_t* block_codes = codes + row * shape.code_bytes() + b * shape.block * shape.bits / 8;
   const int n = static_cast<int>(shape.block_size(b)), bits = static_cast<int>(shape.bits);
   const BFloat16 scale = pack_block(value_of, n, bits, block_codes);
-  if (lane_index() == 0) reinterpret_cast<BFloat16*>(scales)[index] = scale;
+  if (lane_index() == 0) write_unaligned(scales + index * sizeof(BFloat16), scale);
 }
 
 }  // namespace zeropp

@@ -50,7 +50,7 @@ ZEROPP_KERNEL(frozen_unpack)(const uint8_t* codes, const uint8_t* scales, int64_
                              int64_t dtype, int64_t rows, void* out, void* stream) {
   using namespace zeropp;
   const FrozenRows shape{rows, columns, block, bits};
-  if (columns % block == 0 && is_row_block(block) && is_aligned(codes)) {
+  if (columns % block == 0 && is_row_block(block) && is_aligned(codes) && has_even_scales(scales)) {
     return for_dtype(dtype, [&](auto type) {
       return launch_rows<decltype(type)>(codes, scales, shape, out, stream);
     });

@@ -20,6 +20,9 @@ inline bool has_row_blocks(const Layout& layout, const void* wire) {
   return is_row_block(layout.block) && is_aligned(wire);
 }
 
+// May the scales of a frozen weight be read as numbers? As views into larger buffers they may begin at an odd address.
+inline bool has_even_scales(const uint8_t* scales) { return reinterpret_cast<uintptr_t>(scales) % sizeof(BFloat16) == 0; }
+
 inline int log2_floor(int64_t value) {
   int log2 = 0;
   while (value >> (log2 + 1)) ++log2;

@@ -162,6 +162,21 @@ def test_frozen_pack_and_unpack(emulated, bits, rows, columns, block):
             assert same_bits(decoded.tensor, frozen_format.unpack(codes, scales, columns, format, dtype))
 
 
+@pytest.mark.parametrize("block", [64, 128])
+def test_scales_of_frozen_weights_may_begin_at_an_odd_address(emulated, block):
+    """They do as views into larger buffers. The fast kernels read them as numbers of 16 bits, which the address forbids."""
+    format, weight, x = FrozenFormat(4, block), torch.randn(5, 256), torch.ones(2, 256)
+    arguments = (weight, 4, block)
+    codes, scales = run(emulated, "frozen_pack", *arguments, offset=1)
+    expected = frozen_format.pack(weight, format)
+    assert torch.equal(codes.tensor, expected[0].flatten()) and torch.equal(scales.tensor, expected[1].flatten())
+    odd = scales.tensor.view_as(expected[1])
+    (decoded,) = run(emulated, "frozen_unpack", expected[0], odd, 256, 4, block, torch.float32)
+    assert same_bits(decoded.tensor, frozen_format.unpack(*expected, 256, format, torch.float32))
+    product = emulated_matmul(emulated, x, expected[0], odd, format)
+    assert torch.equal(product, frozen_format.matmul(x, *expected, 256, format))
+
+
 def frozen_weight(rows: int, columns: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator) * 10.0 ** (seed % 7 - 3)
