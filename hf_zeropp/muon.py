@@ -70,9 +70,9 @@ class Muon(torch.optim.Optimizer):
     def of_model(cls, model: nn.Module, lr: float = 1e-3, weight_decay: float = 0.1, **settings: Any) -> Muon:
         """Return an optimizer of a model's trainable parameters: Muon for the matrices of its layers, AdamW for all others.
 
-        Embeddings, those of positions too, the output head, convolutions, norms and biases are AdamW's. The size of Muon's
-        updates is matched to AdamW's, so that both take the same learning rate and weight decay, unless ``adjust_lr_fn`` among
-        ``settings`` says otherwise.
+        Embeddings, those of positions too, the output head that ``get_output_embeddings`` gives, convolutions, norms and biases
+        are AdamW's. A classification head is Muon's. The size of Muon's updates is matched to AdamW's, so that both take the
+        same learning rate and weight decay, unless ``adjust_lr_fn`` among ``settings`` says otherwise.
         """
         others = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
         no_layers = [module for module in model.modules() if isinstance(module, others)]
