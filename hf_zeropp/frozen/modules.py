@@ -31,7 +31,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hf_zeropp import devices
 from hf_zeropp.frozen.storage import as_bytes, reinterpret
-from hf_zeropp.frozen.weight import Owner, PackedForm, PackedWeight
+from hf_zeropp.frozen.weight import NOT_TRAINED, Owner, PackedForm, PackedWeight
 from hf_zeropp.frozen.writing import WriteHistory
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
@@ -194,10 +194,7 @@ class Packed(nn.Module):
             ValueError: ``requires_grad`` is True.
         """
         if requires_grad:
-            raise ValueError(
-                f"{type(self).__name__} holds packed weights, which cannot be trained. Exclude the module from packing "
-                "(skip=[...] of quantize_frozen or ZeroPPQuantConfig), or train an adapter on it."
-            )
+            raise ValueError(f"{type(self).__name__} holds packed weights. Such a weight {NOT_TRAINED}")
         return super().requires_grad_(requires_grad)
 
     def extra_repr(self) -> str:

@@ -40,6 +40,11 @@ from hf_zeropp.ops.frozen_format import FrozenFormat
 
 aten = torch.ops.aten
 
+NOT_TRAINED = (
+    "cannot be trained. Exclude its module from packing (skip=[...] of quantize_frozen or ZeroPPQuantConfig), or train an "
+    "adapter on it."
+)
+
 # Views that stay packed. All of them can be replayed on the dense tensor, with the arguments they came with.
 _VIEWS = {
     aten.t.default,  # F.linear multiplies by ``weight.t()``, and its backward by the transpose of that
@@ -145,10 +150,7 @@ class PackedWeight(Tensor):
     def requires_grad_(self, requires_grad: bool = True) -> PackedWeight:
         """Do nothing to freeze it. To thaw it raises ValueError: the next access of ``module.weight`` would make a frozen one."""
         if requires_grad:
-            raise ValueError(
-                "A packed weight cannot be trained. Exclude its module from packing (skip=[...] of quantize_frozen or "
-                "ZeroPPQuantConfig), or train an adapter on it."
-            )
+            raise ValueError(f"A packed weight {NOT_TRAINED}")
         return self
 
     @property

@@ -107,7 +107,8 @@ class CompiledKernels:
                 block=layout.block,
                 raw_dtype=_DTYPE_CODES[layout.raw_dtype],
             )
-            # Of two threads that make it at once, both take what the first one leaves here.
+            # Two threads may both get here for one layout. The first entry stays, and both use it: if the second replaced it, its
+            # memory would be freed while a kernel reads it.
             self._layouts.setdefault(key, (ctypes.addressof(c_form), c_form, table))
         return self._layouts[key][0]
 

@@ -35,7 +35,10 @@ from hf_zeropp.sizes import parse_bytes
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""What PEFT's ``init_lora_weights`` begins with where an adapter changes the weights of the base when it is made."""
+"""Methods of PEFT's ``init_lora_weights`` that also change the base: they move a part of its weights into the new adapter.
+
+The setting may have more behind the name, such as ``"pissa_niter_16"``.
+"""
 
 
 def export(
@@ -218,7 +221,7 @@ def _mergeable_config(adapter: Path) -> Any:
     if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type == "XLORA":
         raise ValueError(f"{str(adapter)!r} holds an adapter of type {config.peft_type}, which has no merged form.")
     initial = str(getattr(config, "init_lora_weights", "")).lower()
-    # Such an adapter begins with a part of the base, which is taken out of it. The base on disk still has that part.
+    # The adapter holds that part, and so does the base on disk, which was not changed. Merged, the part would count twice.
     if initial.startswith(_CHANGES_BASE):
         raise ValueError(
             f"{str(adapter)!r} was trained on a base that init_lora_weights={initial!r} had changed. Merged into the one on disk "
