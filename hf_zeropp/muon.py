@@ -90,6 +90,10 @@ class Muon(torch.optim.Optimizer):
         groups = [group for group in ({"params": matrices}, rest) if group["params"]]
         return cls(groups, lr, weight_decay, **({"adjust_lr_fn": "match_rms_adamw"} | settings))
 
+    def __getstate__(self) -> dict[str, Any]:
+        # PyTorch's optimizers name what a copy and a pickle take with them, and leave out attributes of a subclass.
+        return super().__getstate__() | {"_muon_defaults": self._muon_defaults, "_adamw": self._adamw}
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the defaults of its algorithm."""
         algorithm = param_group.get("algorithm", "muon")

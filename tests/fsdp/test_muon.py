@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import tempfile
 import weakref
@@ -239,6 +240,23 @@ def test_a_group_of_an_unknown_algorithm_is_refused():
     """No step would change its parameters."""
     with pytest.raises(ValueError, match="'AdamW'"):
         Muon([{"params": [nn.Parameter(torch.ones(2, 3))], "algorithm": "AdamW"}])
+
+
+def test_a_copy_of_model_and_optimizer_trains_as_the_original():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 4))
+    pair = model, Muon.of_model(model, lr=0.1)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        model(torch.arange(5.0)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train(*pair)
+    copies = copy.deepcopy(pair)
+    train(*pair)
+    train(*copies)
+    torch.testing.assert_close(copies[0].state_dict(), pair[0].state_dict(), rtol=0, atol=0)
 
 
 test_muon = on_four_ranks(__name__)
