@@ -200,7 +200,9 @@ def scenario_an_interrupted_forward_pass_leaves_nothing_behind(rank: int) -> Non
             torch.testing.assert_close(later(), expected[later])
         if later is train:
             later().sum().backward()
-        assert isinstance(inner.lm_head.weight.codes, DTensor), "the unit is freed"
+        # Before torch 2.13, FSDP2 frees such a unit with the next forward pass that begins where the interrupted one did.
+        if compat.is_at_least("torch", (2, 13)):
+            assert isinstance(inner.lm_head.weight.codes, DTensor), "the unit is freed"
 
 
 # Older PEFT puts no adapters on fused experts for "all-linear", and older TRL has no fused head.

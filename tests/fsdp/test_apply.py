@@ -153,7 +153,7 @@ def scenario_switched_off_any_settings_do(rank: int) -> None:
 def scenario_a_micro_step_is_one_backward_pass(rank: int) -> None:
     """Also where it has two forward passes behind it, and where it skips the first unit."""
     model = Blocks()
-    for block in model:
+    for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     handle = apply_zeropp(model)
@@ -165,16 +165,17 @@ def scenario_a_micro_step_is_one_backward_pass(rank: int) -> None:
     assert handle.traffic.micro_steps == 2
 
 
-class Blocks(torch.nn.ModuleList):
+class Blocks(torch.nn.Module):
     """Its root holds no parameters, so its first unit is a block, which a pass may skip."""
 
     def __init__(self) -> None:
-        super().__init__(torch.nn.Linear(8, 8) for _ in range(2))
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(2))
         self.path = [0, 1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for index in self.path:
-            x = self[index](x)
+            x = self.blocks[index](x)
         return x
 
 
