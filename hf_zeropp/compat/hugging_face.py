@@ -129,6 +129,9 @@ HUGGING_FACE: tuple[Seam, ...] = (
     reads("peft.tuners.tuners_utils:BaseTuner", "_inject_parameters", "integrations.lora.peft_targets",
         "In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there. If "
         "it moved: adapters on packed experts are left out, with a warning of PEFT's.", silent=True),
+    has("peft.tuners.tuners_utils:BaseTuner", "inject_adapter", "integrations.lora.peft_targets",
+        "In it PEFT makes an adapter, and some initializations change the base. If it moved: merging such an adapter "
+        "into a packed base puts back what it took out.", silent=True),
     has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save", "integrations.lora.export",
         "Copies of whole modules that PEFT trained. The base has their weights under names without this word."),
     has("peft:LoraConfig", "init_lora_weights", "integrations.lora.export",

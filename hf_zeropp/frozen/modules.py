@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 CODES, SCALES = "_codes", "_scales"  # what follows a weight's name in the names of its two parameters
 
 
-expert_hooks: list[Callable[[], object]] = []
-"""Functions that are called when fused experts are packed. Integrations add them."""
+packing_hooks: list[Callable[[], object]] = []
+"""Functions that are called when a weight is packed. Integrations add them."""
 
 _shows_weights = False
+_makes_adapters = False
 
 Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
 
@@ -59,6 +60,17 @@ def weights_shown() -> Iterator[None]:
         yield
     finally:
         _shows_weights = before
+
+
+@contextlib.contextmanager
+def adapters_made() -> Iterator[None]:
+    """Within the context writes to packed weights are no merges: PiSSA and its like change the base, and never take that back."""
+    global _makes_adapters
+    before, _makes_adapters = _makes_adapters, True
+    try:
+        yield
+    finally:
+        _makes_adapters = before
 
 
 class Gatherer(Protocol):
@@ -124,6 +136,8 @@ class Packed(nn.Module):
             unit.reshard()  # what is written to gathered codes would be lost when they are freed
         if isinstance(self, FSDPModule):
             self.reshard()
+        if _makes_adapters:
+            history = WriteHistory()
         history.write(self.packed_weight(name), value)
 
     def set_unit(self, name: str, unit: Gatherer) -> None:
@@ -353,9 +367,8 @@ def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: to
     """
     weight = getattr(module, name)
     shape = weight.shape
-    if len(shape) == 3:
-        for hook in expert_hooks:
-            hook()
+    for hook in packing_hooks:
+        hook()
     forms = {**getattr(module, "packed_forms", {}), name: PackedForm(format, shape[-1], dtype or weight.dtype)}
     # The parameter gives way to a property of the same name, which the new class has.
     delattr(module, name)

@@ -34,7 +34,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.adapters import adapter_modules
 from hf_zeropp.frozen.packing import convert_frozen, quantize_frozen, refuse_foreign_quantizer
 from hf_zeropp.frozen.units import broadcast_rest, frozen_parameters, is_sharded, shard_frozen
-from hf_zeropp.integrations.lora import peft_targets  # noqa: F401 - shows packed experts to PEFT
+from hf_zeropp.integrations.lora import peft_targets  # noqa: F401 - lets PEFT make adapters on packed weights
 from hf_zeropp.integrations.wrap_policy import embeddings_found
 from hf_zeropp.ops.frozen_format import FrozenFormat
 

@@ -218,6 +218,22 @@ def test_two_adapters_that_are_merged_and_unmerged_leave_every_bit(scale):
         assert [name for name, stored in packed.state_dict().items() if not torch.equal(stored, before[name])] == []
 
 
+@pytest.mark.parametrize("initial", ["pissa", "olora"])
+def test_a_merge_into_a_base_that_its_adapter_has_changed_is_no_unmerge(initial):
+    """Such an adapter takes a part out of the base when it is made. Merged, the base looks like the one before."""
+    model = quantize_frozen(tiny_llama().requires_grad_(False), 4)
+    original = copy.deepcopy(model.model.layers[0].mlp.up_proj)
+    model = with_adapter(model, init_lora_weights=initial)
+    layer, before = model.model.model.layers[0].mlp.up_proj, copy.deepcopy(model.state_dict())
+    for _ in range(2):
+        expected = copy.deepcopy(original)
+        expected.weight.data = layer.base_layer.weight.decode() + layer.get_delta_weight("default")
+        model.merge_adapter()
+        assert torch.equal(layer.weight.decode(), expected.weight.decode())
+        model.unmerge_adapter()
+        assert [name for name, stored in model.state_dict().items() if not torch.equal(stored, before[name])] == []
+
+
 def test_operators_that_write_to_lists_are_refused():
     weight = quantize_frozen(frozen_linear(), 4).weight
     for write in (torch._foreach_zero_, lambda weights: torch._foreach_add_(weights, 1.0)):

@@ -58,8 +58,8 @@ def tiny_mixtral(**overrides) -> MixtralForCausalLM:
 def with_adapter(model: nn.Module, adapters: tuple[str, ...] = ("default",), **settings) -> PeftModel:
     """Put adapters on all linear layers, with weights that change the output from the start."""
     torch.manual_seed(1)
-    settings = {"target_modules": "all-linear"} | settings
-    config = LoraConfig(r=4, init_lora_weights=False, task_type="CAUSAL_LM", **settings)
+    settings = {"target_modules": "all-linear", "init_lora_weights": False} | settings
+    config = LoraConfig(r=4, task_type="CAUSAL_LM", **settings)
     model = get_peft_model(model, config, adapter_name=adapters[0])
     for adapter in adapters[1:]:
         model.add_adapter(adapter, config)
