@@ -27,6 +27,12 @@ _BASE_LAYER = re.compile(r"(^|\.)base_layer(?=\.|$)")
 # PEFT's packages of adapters whose ``get_delta_weight`` returns what is added to the weight. That of others (OFT, HRA, HiRA, ...)
 # returns a factor.
 _ADDING = "c3a deft delora fourierft gralora loha lokr lora osf psoft randlora shira vblora vera waveft".split()
+# PEFT's types of adapters whose files hold their parameters and nothing else. Those of others (VeRA, SHiRA, ...) hold projections
+# that layers share, or the places of single weights, without which an engine would compute with others.
+_ALONE = (
+    "adalora beft boft c3a deft fourierft gralora hira hra ia3 ln_tuning loha lokr lora miss oft osf peanut psoft road "
+    "trainable_tokens waveft"
+).split()
 _MAGNITUDES = "lora_magnitude_vector"
 """DoRA's, which PEFT's files name as the parameter that it was before it became a module."""
 
@@ -148,7 +154,7 @@ def adapter_weights(model: nn.Module) -> list[PublishedWeight]:
     """Return the weights of the active adapter under the names that PEFT's files give them.
 
     Raises:
-        ValueError: no adapter is active, or several are.
+        ValueError: no adapter is active, or several are, or PEFT's files hold more than its parameters.
     """
     added, weights = adapter_modules(model), []
     adapters = {adapter for module in model.modules() for adapter in _active(module)}
@@ -158,7 +164,7 @@ def adapter_weights(model: nn.Module) -> list[PublishedWeight]:
             'set_adapter, or publish with adapters="merged".'
         )
     (adapter,) = adapters
-    _check_has_no_bias(model, adapter)
+    _check_is_complete(model, adapter)
     for name, module in model.named_modules():
         holds_adapters = module in added or bool(getattr(module, "adapter_layer_names", ()))
         for leaf, param in module.named_parameters(recurse=False) if holds_adapters else ():
@@ -254,9 +260,16 @@ def _check_tied(first: PublishedWeight, other: PublishedWeight) -> None:
         )
 
 
-def _check_has_no_bias(model: Any, adapter: str) -> None:
-    """Raise ValueError where biases of the base train with the adapter: PEFT's files hold them under names of their own."""
-    bias = getattr(getattr(model, "peft_config", {}).get(adapter), "bias", "none")
+def _check_is_complete(model: Any, adapter: str) -> None:
+    """Raise ValueError where PEFT's files hold more than an adapter's own parameters: other tensors, or biases of the base."""
+    config = getattr(model, "peft_config", {}).get(adapter)
+    kind = getattr(config, "peft_type", "lora").lower()
+    if kind not in _ALONE:
+        raise ValueError(
+            f"expected an adapter that needs its own parameters alone (LoRA), got {kind}, which needs other tensors beside them. "
+            'Publish with adapters="merged", or write the files with save_pretrained.'
+        )
+    bias = getattr(config, "bias", "none")
     if bias != "none":
         raise ValueError(
             f'adapters="alone" publishes an adapter\'s own weights, but adapter {adapter!r} also trains biases of the base '

@@ -182,6 +182,10 @@ OTHERS = {
     "HRA": {"r": 4},
     "BOFT": {"boft_block_size": 4},
     "ADALORA": {"total_step": 10},
+    "RANDLORA": {"r": 4},
+    "DELORA": {"r": 4},
+    "SHIRA": {"r": 4},
+    "VBLORA": {"vector_length": 16, "num_vectors": 16},
 }
 
 
@@ -199,12 +203,23 @@ def with_another_adapter(peft_type: str, **settings) -> nn.Module:
 @pytest.mark.parametrize("peft_type", OTHERS)
 def test_other_adapters_are_merged_as_peft_merges_them_or_refused(peft_type):
     model = with_another_adapter(peft_type, target_modules=["q_proj"], **OTHERS[peft_type])
-    if peft_type in ("LOHA", "VERA"):
+    if peft_type not in ("OFT", "HRA", "BOFT", "ADALORA"):
         weights = {weight.name: weight.read() for weight in merged_weights(model)}
         torch.testing.assert_close(weights, dict(model.merge_and_unload().state_dict()), atol=1e-5, rtol=1e-5)
     else:
         with pytest.raises(ValueError, match=f"got {peft_type.lower()} in layer model.layers.0.self_attn.q_proj"):
             merged_weights(model)
+
+
+@pytest.mark.parametrize("peft_type", OTHERS)
+def test_other_adapters_alone_are_all_that_peft_s_files_hold_or_refused(peft_type):
+    model = with_another_adapter(peft_type, target_modules=["q_proj"], **OTHERS[peft_type])
+    if peft_type in ("VERA", "RANDLORA", "DELORA", "SHIRA", "VBLORA"):
+        with pytest.raises(ValueError, match=f'got {peft_type.lower()}.*Publish with adapters="merged"'):
+            adapter_weights(model)
+    else:
+        weights = {weight.name: weight.read() for weight in adapter_weights(model)}
+        torch.testing.assert_close(weights, get_peft_model_state_dict(model), atol=0, rtol=0)
 
 
 def test_prompts_are_no_part_of_merged_weights():
