@@ -132,6 +132,13 @@ HUGGING_FACE: tuple[Seam, ...] = (
     has("peft.tuners.tuners_utils:BaseTuner", "inject_adapter", "integrations.lora.peft_targets",
         "In it PEFT makes an adapter, and some initializations change the base. If it moved: merging such an adapter "
         "into a packed base puts back what it took out.", silent=True),
+    has("transformers.modeling_utils:PreTrainedModel", "_tied_weights_keys", "integrations.lora.peft_targets",
+        "Whether a model's class can tie weights. If it moved: as with the next.", silent=True),
+    has("peft.utils.other", "_get_module_names_tied_with_embedding", "integrations.lora.peft_targets",
+        "PEFT's search for modules that are tied to the embedding. Ours finds packed ones too. If it moved: single tokens "
+        "that are trained (trainable_token_indices) stay untrained in a packed head.", silent=True),
+    has("peft.tuners.tuners_utils", "_get_module_names_tied_with_embedding", "integrations.lora.peft_targets",
+        "The same function, as the tuners know it.", silent=True),
     has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save", "integrations.lora.export",
         "Copies of whole modules that PEFT trained. The base has their weights under names without this word."),
     has("peft:LoraConfig", "init_lora_weights", "integrations.lora.export",

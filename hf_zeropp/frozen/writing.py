@@ -57,10 +57,15 @@ class WriteHistory:
         rows = _rows_stored_here(value, weight.codes)
         if not rows.numel():  # with fewer rows than ranks, some ranks store none
             return
+        changed = (rows != _decoded(codes, scales, weight.form, weight.form.dtype)).any(-1, keepdim=True)
+        if not changed.any():  # single tokens that were trained are taken out of a tied weight twice
+            return
         if self._kept and _is_unmerge(rows, self._kept[-1], weight.form):
             new_codes, new_scales, _ = self._kept.pop()
         else:
             new_codes, new_scales = frozen_format.pack(rows, weight.form.format)
+            # Rows that stay as they are would be rounded once more.
+            new_codes, new_scales = torch.where(changed, new_codes, codes), torch.where(changed, new_scales, scales)
             rounding = (rows.float() - _decoded(new_codes, new_scales, weight.form)).abs().amax(-1, keepdim=True)
             self._kept.append(_Kept(codes.clone(), scales.clone(), rounding))
         with torch.no_grad():
@@ -77,8 +82,8 @@ def _is_unmerge(rows: Tensor, kept: _Kept, form: PackedForm) -> bool:
     return bool(((rows - before).abs() <= 2 * kept.rounding + slack).all())
 
 
-def _decoded(codes: Tensor, scales: Tensor, form: PackedForm) -> Tensor:
-    return frozen_format.unpack(codes, scales, form.columns, form.format, torch.float32)
+def _decoded(codes: Tensor, scales: Tensor, form: PackedForm, dtype: torch.dtype = torch.float32) -> Tensor:
+    return frozen_format.unpack(codes, scales, form.columns, form.format, dtype)
 
 
 def _rows_stored_here(value: Tensor, codes: Tensor) -> Tensor:

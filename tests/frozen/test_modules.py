@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, compat, quantize_frozen
 from hf_zeropp.frozen import modules
-from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear
+from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear, packed_modules
 from hf_zeropp.frozen.packing import pack_weight, packable_weights
 from hf_zeropp.frozen.weight import PackedWeight
 from hf_zeropp.integrations.accelerate_frozen import drop_frozen, pack_base
@@ -232,6 +232,27 @@ def test_a_merge_into_a_base_that_its_adapter_has_changed_is_no_unmerge(initial)
         assert torch.equal(layer.weight.decode(), expected.weight.decode())
         model.unmerge_adapter()
         assert [name for name, stored in model.state_dict().items() if not torch.equal(stored, before[name])] == []
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_single_tokens_are_trained_as_in_the_dense_model_where_the_head_is_tied(bits):
+    packed = quantize_frozen(tiny_llama(tie_word_embeddings=True).requires_grad_(False), bits)
+    dense = tiny_llama(tie_word_embeddings=True).requires_grad_(False)
+    for name, module in packed_modules(packed):
+        dense.get_submodule(name).weight.data.copy_(module.weight.decode())
+    models = [with_adapter(model, trainable_token_indices=[*range(40)]) for model in (packed, dense)]
+    found = []
+    for model in models:
+        (tokens_trained,) = (param for name, param in model.named_parameters() if "trainable_tokens_delta" in name)
+        tokens_trained.data.mul_(2)
+        model(input_ids=tokens(), labels=tokens()).loss.backward()
+        found.append((model(tokens()).logits, tokens_trained.grad))
+    torch.testing.assert_close(found[0], found[1])
+    before = copy.deepcopy(models[0].state_dict())
+    for _ in range(2):
+        models[0].merge_adapter()
+        models[0].unmerge_adapter()
+        assert [name for name, stored in models[0].state_dict().items() if not torch.equal(stored, before[name])] == []
 
 
 def test_operators_that_write_to_lists_are_refused():

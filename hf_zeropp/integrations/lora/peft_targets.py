@@ -6,6 +6,9 @@ adapter, with no more than a warning.
 
 Some initializations (PiSSA, OLoRA) take a part out of the base when the adapter is made. Taken for a merge, this write would make
 an unmerge of the first merge, which puts the part back.
+
+Single tokens (``trainable_token_indices``) are trained in the head too where it is tied to the embedding. PEFT finds the head by
+the name of its weight, and a packed one has codes there: it would go on with the tokens of the base.
 """
 
 from __future__ import annotations
@@ -17,7 +20,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hf_zeropp.compat.extend import extend
-from hf_zeropp.frozen.modules import adapters_made, packing_hooks, weights_shown
+from hf_zeropp.frozen.adapters import wrapped_model
+from hf_zeropp.frozen.modules import adapters_made, packed_modules, packing_hooks, weights_shown
 
 _Context = contextlib.AbstractContextManager[None]
 
@@ -27,15 +31,34 @@ def let_peft_make_adapters() -> None:
     """Show packed experts to PEFT under their own names, and tell what it writes first from a merge. Without PEFT do nothing."""
     if importlib.util.find_spec("peft") is None:
         return
-    from peft.tuners.tuners_utils import BaseTuner  # takes a while, and only packed models need it
+    from peft.tuners import tuners_utils  # takes a while, and only packed models need it
+    from peft.utils import other
 
-    extend(BaseTuner, "inject_adapter", functools.partial(_call_within, adapters_made))
-    extend(BaseTuner, "_inject_parameters", functools.partial(_call_within, weights_shown))
+    extend(tuners_utils.BaseTuner, "inject_adapter", functools.partial(_call_within, adapters_made))
+    extend(tuners_utils.BaseTuner, "_inject_parameters", functools.partial(_call_within, weights_shown))
+    for module in (other, tuners_utils):  # both look it up under a name of their own
+        extend(module, "_get_module_names_tied_with_embedding", _tied_with_embedding)
 
 
 def _call_within(context: Callable[[], _Context], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with context():
         return original(*args, **kwargs)
+
+
+def _tied_with_embedding(original: Callable[..., list[str]], model: Any) -> list[str]:
+    """Return the names of the modules that share the input embedding's weight, packed ones too."""
+    base: Any = wrapped_model(model)
+    base = base.model if hasattr(base, "tuner_layer_cls") else base
+    if not isinstance(
+        getattr(base, "_tied_weights_keys", None), dict
+    ):  # some models without them have no embedding either
+        return original(model)
+    within, packed = set(base.get_input_embeddings().modules()), dict(packed_modules(base))
+    codes = {param for module in packed.values() if module in within for param in module.stored_params().values()}
+    tied = {
+        name for name, module in packed.items() if module not in within and codes & {*module.stored_params().values()}
+    }
+    return sorted(tied.union(original(model)))
 
 
 packing_hooks.append(let_peft_make_adapters)
