@@ -84,16 +84,17 @@ struct SplitPair {
   uint32_t high, low;
 };
 
-__device__ __forceinline__ float rest_of(float value, float high) {
-  const float rest = value - high;
-  return rest == rest ? rest : 0.0f;  // an Inf is all in its high half
-}
+// The largest bf16. An input beyond it could round to Inf, which its low half cannot take back. What is beyond is in the low half
+// instead, so an Inf or NaN is there too.
+constexpr float kLargest = 3.38953139e38f;
+
+__device__ __forceinline__ float within_bf16(float value) { return fmaxf(fminf(value, kLargest), -kLargest); }
 
 __device__ __forceinline__ SplitPair split(float first, float second) {
-  const uint32_t high = round_pair(first, second, BFloat16{});
+  const uint32_t high = round_pair(within_bf16(first), within_bf16(second), BFloat16{});
   float high_first, high_second;
   widen_pair(high, high_first, high_second, BFloat16{});
-  return {high, round_pair(rest_of(first, high_first), rest_of(second, high_second), BFloat16{})};
+  return {high, round_pair(first - high_first, second - high_second, BFloat16{})};
 }
 
 template <class In>

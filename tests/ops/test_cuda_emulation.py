@@ -233,6 +233,22 @@ def test_matmul_keeps_infinities_and_nans(emulated, dtype):
 
 
 @pytest.mark.parametrize("bits", [8, 4])
+def test_matmul_of_the_largest_inputs_equals_the_cpu(emulated, bits):
+    """They are beyond the largest bf16, to whose infinity they would round. The CPU's product with a code above 1 is infinite."""
+    format, weight = FrozenFormat(bits, 128), torch.randint(-2, 3, (20, 256)).float()
+    weight[:, ::128] = 127 if bits == 8 else 7  # so that scales are 1
+    codes, scales = frozen_format.pack(weight, format)
+    x = torch.zeros(3, 256)
+    x[0, 9], x[1, 9], x[2, 9] = 3.4e38, -3.394e38, 3.38e38
+    product, expected = (
+        emulated_matmul(emulated, x, codes, scales, format),
+        frozen_format.matmul(x, codes, scales, 256, format),
+    )
+    assert expected.isfinite().any() and not expected.isnan().any()
+    torch.testing.assert_close(product, expected, rtol=2.0**-15, atol=0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize(("rows", "columns", "block"), [(5, 7, 32), (6, 100, 32), (9, 131, 160), (3, 192, 64)])
 def test_matmul_of_other_blocks_equals_the_cpu(emulated, bits, rows, columns, block):
     format = FrozenFormat(bits, block)
