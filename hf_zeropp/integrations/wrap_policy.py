@@ -7,6 +7,8 @@ output embedding, and the rest with the model. For some models this raises, unde
 - The input embedding lies within a block (``ViTEmbeddings``). It cannot be sharded once more.
 - An embedding shares its weight, or the head its bias, with a third module (T5, BERT). All users of a parameter have to be in one
   unit, so these embeddings are left to the model's.
+- Single tokens of tied embeddings are trained (PEFT's ``trainable_token_indices``). Both embeddings hold them, and Accelerate,
+  which compares weights alone, makes two units.
 - A model has no input embedding and says so by an exception.
 """
 
@@ -35,7 +37,8 @@ def block_names(model: nn.Module) -> list[str]:
 @contextlib.contextmanager
 def embeddings_found(model: nn.Module) -> Iterator[None]:
     """Keep Accelerate from making units of embeddings that share a parameter with a third module, while it shards."""
-    hidden = GETTERS if _shares_with_a_third(model) else [name for name in GETTERS if not _can_tell(model, name)]
+    is_shared = _shares_with_a_third(model) or _shares_tokens(model)
+    hidden = GETTERS if is_shared else [name for name in GETTERS if not _can_tell(model, name)]
     for name in hidden:
         vars(model)[name] = lambda: None
     try:
@@ -56,6 +59,15 @@ def _can_tell(model: nn.Module, getter: str) -> bool:
 def _embeddings(model: nn.Module) -> list[nn.Module]:
     found = (getattr(model, name)() for name in GETTERS if hasattr(model, name) and _can_tell(model, name))
     return [module for module in found if isinstance(module, nn.Module)]
+
+
+def _shares_tokens(model: nn.Module) -> bool:
+    """Whether the embeddings share parameters that are trained, and Accelerate does not see it."""
+    embeddings = _embeddings(model)
+    if len(embeddings) < 2 or getattr(embeddings[0], "weight", None) is getattr(embeddings[1], "weight", None):
+        return False
+    one, other = ({param for param in each.parameters() if param.requires_grad} for each in embeddings)
+    return not one.isdisjoint(other)
 
 
 def _shares_with_a_third(model: nn.Module) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from frozen_runs import UNQUANTIZED, packed_copy, prepare, reset_accelerate, tiny_llama, tokens, with_adapter
+from frozen_runs import UNQUANTIZED, packed_copy, prepare, reset_accelerate, tiny_llama, tokens, trainable, with_adapter
 from harness import expect_errors, run_ranks
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
@@ -76,6 +76,23 @@ def test_merging_switching_and_disabling_equal_the_unsharded_model(bits, use_dor
             assert gap < 1e-5, (name, gaps)
             if bits is not None:  # packing a sum rounds it, and unmerging restores the codes
                 assert (moved == 0) == (name in ("adapter", "unmerged", "back")), (name, gaps)
+
+
+def run_tokens(rank: int, bits: int | None) -> float:
+    base = packed_copy(tiny_llama(tie_word_embeddings=True).requires_grad_(False), bits)
+    model = with_adapter(base, trainable_token_indices=[*range(40)])
+    reference = packed_copy(model, None)
+    *_, model, optimizer = prepare(model, **UNQUANTIZED)
+    for each, step in ((model, optimizer), (reference, torch.optim.SGD(trainable(reference), lr=0.05))):
+        each(input_ids=tokens(), labels=tokens()).loss.backward()
+        step.step()
+    return (logits(model) - logits(reference)).abs().max().item()
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_single_tokens_of_tied_embeddings_train_as_in_the_unsharded_model(bits):
+    """Also where Accelerate takes the embedding and the head, which share them, for two units."""
+    assert max(run_ranks(run_tokens, 4, bits)) < 1e-5
 
 
 def run_merging_in_a_forward(rank: int, bits: int | None) -> None:
