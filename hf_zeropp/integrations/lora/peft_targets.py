@@ -49,9 +49,8 @@ def _tied_with_embedding(original: Callable[..., list[str]], model: Any) -> list
     """Return the names of the modules that share the input embedding's weight, packed ones too."""
     base: Any = wrapped_model(model)
     base = base.model if hasattr(base, "tuner_layer_cls") else base
-    if not isinstance(
-        getattr(base, "_tied_weights_keys", None), dict
-    ):  # some models without them have no embedding either
+    # Some models whose class ties no weights have no embedding either.
+    if not isinstance(getattr(base, "_tied_weights_keys", None), dict):
         return original(model)
     within, packed = set(base.get_input_embeddings().modules()), dict(packed_modules(base))
     codes = {param for module in packed.values() if module in within for param in module.stored_params().values()}
