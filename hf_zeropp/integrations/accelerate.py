@@ -38,6 +38,7 @@ import torch.nn as nn
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from hf_zeropp.apply import apply_zeropp, get_handle
 from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
@@ -88,6 +89,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
             # the whole model at once. It has to be replaced before ``super().__post_init__``, which fills it in.
             self.auto_wrap_policy = cast(Any, os.environ.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP"))
         super().__post_init__()
+        self._note_who_chooses_blocks()
 
     @classmethod
     def in_place_of(cls, stock: FullyShardedDataParallelPlugin, zeropp: Any = None) -> ZeroPPPlugin:
@@ -106,6 +108,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         plugin = cls.__new__(cls)
         vars(plugin).update(vars(stock), zeropp=zeropp)
         plugin._begin()
+        plugin._note_who_chooses_blocks()
         return plugin
 
     @property
@@ -178,10 +181,15 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         """
         return None if self.zeropp_config is None else get_handle(model) or self.apply(model)
 
+    def _note_who_chooses_blocks(self) -> None:
+        """Note whether the blocks are those of ``block_names``: of each model, where the user wraps by class and names none."""
+        # It is noted once, since Accelerate writes the first model's classes to this field, and would look for them in the next.
+        # The names may stand in the environment, which Accelerate's ``__post_init__`` has read by now.
+        wraps_by_class = self.auto_wrap_policy is transformer_auto_wrap_policy
+        self._finds_blocks = wraps_by_class and self.transformer_cls_names_to_wrap is None
+
     def _begin(self) -> None:
         """Check the surroundings and the settings, and extend Accelerate where the plugin needs it."""
-        # Accelerate notes the first model's classes in this field, and would look for them in the next model.
-        self._finds_blocks = self.transformer_cls_names_to_wrap is None
         check_seams()
         if not is_enabled():
             self.zeropp = False

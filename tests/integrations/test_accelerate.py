@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -23,6 +25,8 @@ from accelerate_runs import (
     weights,
 )
 from harness import Scenarios, run_ranks, scenarios_of
+from torch.distributed.fsdp import FSDPModule
+from toy import logged_messages
 from transformers import LlamaForCausalLM
 
 from hf_zeropp import get_handle
@@ -151,6 +155,21 @@ def scenario_tied_embeddings(rank: int) -> None:
         assert model.lm_head.weight is model.model.embed_tokens.weight
         found.append(gradients(accelerator, model, rank, (5,)))
     assert distance(*found) < 1e-4  # two AdamW steps in between amplify the rounding of sums
+
+
+def scenario_blocks_are_chosen_as_the_user_says(rank: int) -> None:
+    """By classes in the environment, where Accelerate's launcher puts those of its file, or by size."""
+    blocks = []
+    with mock.patch.dict(os.environ, FSDP_TRANSFORMER_CLS_TO_WRAP="LlamaMLP"):
+        for zeropp in (False, TWO_NODES):
+            model, _ = prepared(new_accelerator(zeropp))
+            blocks.append([name for name, module in model.named_modules() if isinstance(module, FSDPModule)])
+    assert blocks[0] == blocks[1] and "model.layers.0.mlp" in blocks[0]
+    model = tiny_llama()
+    model._no_split_modules = None
+    with logged_messages("hf_zeropp.integrations.accelerate") as logs:
+        prepared(new_accelerator(auto_wrap_policy="SIZE_BASED_WRAP", min_num_params=10**6), model)
+    assert logs == []
 
 
 def scenario_second_accelerator(rank: int) -> None:
