@@ -32,8 +32,10 @@ from typing import Any
 import torch.nn as nn
 from accelerate.state import PartialState
 from accelerate.utils import gather_object
+from accelerate.utils.constants import FSDP_MODEL_NAME
 from transformers import Trainer
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.files import read_json
@@ -114,6 +116,8 @@ def _resume_from_whole(
 ) -> Any:
     if is_ours(self):
         resume_from_checkpoint = _resolve(resume_from_checkpoint or None, self.args.output_dir or ".")
+        if resume_from_checkpoint is not None and self.is_fsdp_enabled:
+            _refuse_model_alone(resume_from_checkpoint)
     return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
@@ -151,6 +155,18 @@ def _resolve(wanted: str | bool | None, output_dir: str) -> str | None:
         f"{folder!r} is not a whole checkpoint: rank {rank} says that {reason}. Its save was interrupted, it is damaged, or that "
         f"rank does not see all of it. Make it whole on all ranks, or {remedy}."
     )
+
+
+def _refuse_model_alone(folder: str) -> None:
+    """Raise ``ValueError`` on all ranks for what ``save_only_model`` leaves. The first rank alone would raise in the Trainer."""
+    names = os.listdir(folder)
+    is_model = SAFE_WEIGHTS_NAME in names or WEIGHTS_NAME in names
+    if any(gather_object([is_model and not any(name.startswith(FSDP_MODEL_NAME) for name in names)])):
+        raise ValueError(
+            f"{folder!r} holds a model without the state of its training, as save_only_model=True saves it: nothing can be "
+            f"resumed from it. To train this model anew, load it by from_pretrained({folder!r}), and call train() without "
+            "resume_from_checkpoint."
+        )
 
 
 def _unmark_then_save(

@@ -49,6 +49,16 @@ def test_resuming_passes_over_an_interrupted_save_and_refuses_it_by_name(tmp_pat
     assert why_not_whole(tmp_path / "checkpoint-4") is None  # the resumed run wrote it again
 
 
+def resume_from_a_model_alone(rank: int, folder: str) -> str:
+    build_trainer(folder, save_strategy="steps", save_steps=2, max_steps=2, save_only_model=True).train()
+    return error_of(build_trainer(folder).train, True)
+
+
+def test_a_model_without_the_state_of_its_training_is_refused_on_all_ranks(tmp_path):
+    for error in run_ranks(resume_from_a_model_alone, 4, str(tmp_path)):
+        assert f"from_pretrained('{tmp_path}/checkpoint-2')" in error
+
+
 def look_from_two_sides(rank: int, folder: str) -> dict[str, object]:
     """Rank 1 alone sees a damaged file in the newest checkpoint, as on a network file system that is slow."""
     PartialState(cpu=True)  # a Trainer makes it
