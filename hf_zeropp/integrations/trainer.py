@@ -45,7 +45,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zeropp.compat import check_seams
-from hf_zeropp.config import check_misplaced, is_like_block
+from hf_zeropp.config import ZeroPPConfig, check_misplaced, is_like_block
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.handle import ZeroPPHandle
@@ -73,7 +73,7 @@ _callbacks: weakref.WeakSet[ZeroPPCallback] = weakref.WeakSet()
 class ZeroPPCallback(TrainerCallback):
     """Run a Trainer's model under ZeRO++.
 
-    The settings stand in ``fsdp_config["zeropp"]``: a mapping of ZeroPPConfig's fields, a preset's name, a YAML/JSON file,
+    The settings stand in ``fsdp_config["zeropp"]``: a ZeroPPConfig or a mapping of its fields, a preset's name, a YAML/JSON file,
     True (or nothing) for the environment (``ZEROPP_CONFIG_FILE``, ``ZEROPP_<FIELD>``), or False for stock FSDP2. Models
     that Transformers sharded at load (``DistributedConfig(fsdp_size=...)``) need no ``fsdp=True``.
 
@@ -159,6 +159,9 @@ class ZeroPPCallback(TrainerCallback):
         """
         _check_arguments(args, model)
         plugin = ZeroPPPlugin(**(args.fsdp_plugin_args or {}), zeropp=self._settings_for(args))
+        # Trackers write the arguments as JSON, on the first rank alone. An error there would leave the others waiting.
+        if isinstance(args.fsdp_config, dict) and isinstance(settings := args.fsdp_config.get(ENTRY), ZeroPPConfig):
+            args.fsdp_config[ENTRY] = settings.to_dict()
         self._take_part(args, plugin)
         # A model that Transformers sharded at load is not prepared by Accelerate. The plugin's own hook is never armed
         # for it, and there may be no FSDP plugin to replace.

@@ -22,7 +22,7 @@ from trainer_runs import (
 )
 from transformers import Trainer, TrainerCallback
 
-from hf_zeropp import get_handle, traffic
+from hf_zeropp import ZeroPPConfig, get_handle, traffic
 from hf_zeropp.integrations import trainer as integration
 from hf_zeropp.integrations.accelerate import let_stock_plugin_count_on_cpu
 from hf_zeropp.integrations.step_log import CROSS_NODE, INTRA_NODE, SAVING
@@ -79,7 +79,10 @@ def test_schedule_changes_the_bytes_at_half_the_steps(tmp_path):
 
 
 def train_with_tensorboard(rank: int, folder: str):
-    trainer = build_trainer(folder, report_to="tensorboard", logging_steps=2, eval_strategy="steps", eval_steps=3)
+    zeropp = ZeroPPConfig(**TWO_NODES)  # an object, which the tracker writes as JSON with the other arguments
+    trainer = build_trainer(
+        folder, zeropp, report_to="tensorboard", logging_steps=2, eval_strategy="steps", eval_steps=3
+    )
     trainer.train()
     return [entry for entry in trainer.state.log_history if CROSS_NODE in entry]
 
