@@ -34,7 +34,7 @@ import json
 import logging
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch.nn as nn
@@ -45,6 +45,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_zeropp.compat import check_seams
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ZeroPPConfig, check_misplaced, is_like_block
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.fsdp.weights.first_use import on_first_use
@@ -113,7 +114,8 @@ class ZeroPPCallback(TrainerCallback):
         _callbacks.add(self)
         let_stock_plugin_count_on_cpu()
         patch_checkpoints(transformers.trainer)
-        patch_trainer(lambda trainer: any(callback.serves(trainer.args) for callback in _callbacks))
+        patch_trainer(_is_served)
+        extend(Trainer, "evaluation_loop", _shard_before_evaluation)
 
     @property
     def _active_plugin(self) -> ZeroPPPlugin | None:
@@ -127,10 +129,9 @@ class ZeroPPCallback(TrainerCallback):
     def attach(self, trainer: Trainer) -> ZeroPPCallback:
         """Shard the trainer's model now, and run its further sharded models under ZeRO++ too. Call it on all ranks.
 
-        This is needed in two cases. One is ``evaluate`` or ``predict`` before ``train``: with FSDP2 the Trainer can shard a
-        model only together with an optimizer, and raises. The other is a trainer with further sharded models, such as TRL's
-        reference models: no event shows them, and they would run FSDP2's own collectives. Those in eval mode are frozen, so
-        that their weights cross the network once and not after every optimizer step.
+        A trainer with further sharded models, such as TRL's reference models, needs this: no event shows them, and they would
+        run FSDP2's own collectives. Those in eval mode are frozen, so that their weights cross the network once and not after
+        every optimizer step.
 
         Args:
             trainer: the Trainer that this callback was passed to.
@@ -423,6 +424,17 @@ def _model_of(trainer: Trainer) -> nn.Module:
 
 def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _is_served(trainer: Trainer) -> bool:
+    return any(callback.serves(trainer.args) for callback in _callbacks)
+
+
+def _shard_before_evaluation(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+    """Extend ``evaluate`` and ``predict``. Before ``train`` the Trainer would shard a model alone, which FSDP2 refuses."""
+    if self.is_fsdp_enabled and _is_served(self) and not _is_sharded(_model_of(self)):
+        _shard(self)
+    return original(self, *args, **kwargs)
 
 
 def _shard(trainer: Trainer) -> None:

@@ -122,7 +122,6 @@ def load_full_state_after_evaluation(rank: int, folder: str):
 
 def evaluate_from_pretrained(rank: int, folder: str, checkpoint: str):
     trainer = build_trainer(folder, model=AutoModelForCausalLM.from_pretrained(checkpoint))
-    callback_of(trainer).attach(trainer)
     return trainer.evaluate()["eval_loss"]
 
 

@@ -35,7 +35,6 @@ def train_only(rank: int, folder: str):
 def use_then_train(rank: int, folder: str, use: str):
     """Evaluate or predict, train, and do it once more. Return what ``train_only`` does, and both losses."""
     trainer = build_trainer(folder)
-    callback_of(trainer).attach(trainer)
 
     def loss() -> float:
         if use == "evaluate":
