@@ -61,21 +61,6 @@ def launch(flags: list[str]) -> None:
             raise SystemExit(f"hf-zeropp launch: {error}") from error
 
 
-def with_config_file(flags: list[str], path: str) -> list[str]:
-    """Return the flags with ``path`` as the value of ``--config_file``, whichever way it was given, or if it was not."""
-    names = ("--config_file", "--config-file")
-    # The first match is the launcher's flag. The script's arguments follow it, and may hold a flag of the same name.
-    # The launcher's own parser takes it for a flag only in front of the script.
-    launcher = launch_command_parser()
-    is_given = launcher.parse_args(flags).config_file is not None
-    for index, flag in enumerate(flags if is_given else ()):
-        if flag in names:
-            return [*flags[: index + 1], path, *flags[index + 2 :]]
-        if flag.startswith(tuple(f"{name}=" for name in names)):
-            return [*flags[:index], f"{names[0]}={path}", *flags[index + 1 :]]
-    return [names[0], path, *flags]
-
-
 def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
     """Return the arguments for Accelerate's launcher, with the environment of the ranks exported.
 
@@ -91,9 +76,8 @@ def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
         check_keys(path, file)
         _export_zeropp(path, file, folder)
         _export_cpu(file)
-        # Accelerate opens the file again in ``launch_command``, and rejects one with our block. So the flags are parsed a
-        # second time, with a copy of the file that lacks the block.
-        args = parser.parse_args(with_config_file(flags, _write_yaml(file, folder, "accelerate.yaml")))
+        # Accelerate opens the file again in ``launch_command``, and rejects one with our block. It gets a copy without it.
+        args.config_file = _write_yaml(file, folder, "accelerate.yaml")
     config = ZeroPPConfig.from_env()
     check_script(args)
     if is_enabled():
