@@ -316,7 +316,8 @@ class _DefaultCallback(ZeroPPCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         """Train as a ZeroPPCallback, unless the user passed one."""
-        if any(callback.serves(args) for callback in _callbacks if callback is not self):
+        # Earlier Trainers with the same arguments have callbacks like this one, and do not count.
+        if any(callback.serves(args) for callback in _callbacks if not isinstance(callback, _DefaultCallback)):
             self._args = self._plugin = None
         if self._plugin is not None:
             super().on_train_begin(args, state, control, model=model)

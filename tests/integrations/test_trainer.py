@@ -158,10 +158,13 @@ def test_settings_may_stand_in_a_file(tmp_path):
 
 
 def settings_without_callback(rank: int, folder: str, counts_on_cpu: bool):
-    """Losses, and the node's bytes per step as they are logged and as they are predicted."""
+    """Losses, and the node's bytes per step as logged and as predicted, of the second Trainer with the same arguments."""
     if counts_on_cpu:  # as on an accelerator
         let_stock_plugin_count_on_cpu()
-    trainer = Trainer(tiny_model(), training_arguments(folder, max_steps=2), train_dataset=token_data())
+    args = training_arguments(folder, max_steps=2)
+    first = Trainer(tiny_model(), args, train_dataset=token_data())
+    first.train()
+    trainer = Trainer(tiny_model(), args, train_dataset=token_data())
     trainer.train()
     predicted = traffic.total(get_handle(trainer.model).predict().values())
     return losses(trainer), [1e9 * each for each in logged(trainer, CROSS_NODE)], 2 * predicted.cross_node
