@@ -20,7 +20,6 @@ see. A checkpoint is whole if it is so for all of them, and all resume from the 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import re
@@ -52,9 +51,16 @@ def patch_trainer(is_ours: Callable[[Trainer], bool]) -> None:
     Args:
         is_ours: whether a Trainer is one of them.
     """
-    extend(Trainer, "train", functools.partial(_resume_from_whole, is_ours))
-    extend(Trainer, "_save_checkpoint", functools.partial(_unmark_then_save, is_ours))
-    extend(Trainer, "_save_rng_state", functools.partial(_save_then_wait, is_ours))
+
+    def extend_ours(name: str, extended: Callable[..., Any]) -> None:
+        def call(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+            return extended(original, self, *args, **kwargs) if is_ours(self) else original(self, *args, **kwargs)
+
+        extend(Trainer, name, call)
+
+    extend_ours("train", _resume_from_whole)
+    extend_ours("_save_checkpoint", _unmark_then_save)
+    extend_ours("_save_rng_state", _save_then_wait)
 
 
 def why_not_whole(folder: str | os.PathLike[str]) -> str | None:
@@ -107,18 +113,16 @@ def _steps_in(output_dir: str) -> dict[int, str | None]:
 
 
 def _resume_from_whole(
-    is_ours: Callable[[Trainer], bool],
     original: Callable[..., Any],
     self: Trainer,
     resume_from_checkpoint: str | bool | None = None,
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    if is_ours(self):
-        resume_from_checkpoint = _resolve(resume_from_checkpoint or None, self.args.output_dir or ".")
-        if resume_from_checkpoint is not None and self.is_fsdp_enabled:
-            _refuse_model_alone(resume_from_checkpoint)
-    return original(self, resume_from_checkpoint, *args, **kwargs)
+    folder = _resolve(resume_from_checkpoint or None, self.args.output_dir or ".")
+    if folder is not None and self.is_fsdp_enabled:
+        _refuse_model_alone(folder)
+    return original(self, folder, *args, **kwargs)
 
 
 def _resolve(wanted: str | bool | None, output_dir: str) -> str | None:
@@ -169,11 +173,7 @@ def _refuse_model_alone(folder: str) -> None:
         )
 
 
-def _unmark_then_save(
-    is_ours: Callable[[Trainer], bool], original: Callable[..., None], self: Trainer, model: nn.Module, trial: Any
-) -> None:
-    if not is_ours(self):
-        return original(self, model, trial)
+def _unmark_then_save(original: Callable[..., None], self: Trainer, model: nn.Module, trial: Any) -> None:
     folder = Path(self._get_output_dir(trial=trial), f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}")
     try:
         # The other ranks write nothing before the first has passed here: weights are saved together.
@@ -197,11 +197,8 @@ def _why_not_saved(trainer: Trainer, folder: Path, error: Exception) -> str:
     )
 
 
-def _save_then_wait(
-    is_ours: Callable[[Trainer], bool], original: Callable[..., None], self: Trainer, output_dir: str
-) -> None:
+def _save_then_wait(original: Callable[..., None], self: Trainer, output_dir: str) -> None:
     # ``_save_rng_state`` writes the last file of all ranks. The mark (``save_to_json``) and the deletion of older checkpoints
     # (``rotate_checkpoints``) follow, and are the first rank's alone.
     original(self, output_dir)
-    if is_ours(self):
-        self.accelerator.wait_for_everyone()
+    self.accelerator.wait_for_everyone()
