@@ -67,7 +67,7 @@ def hint(name: str, valid: Iterable[str], spell: Callable[[str], str] = str) -> 
 
 
 def nearest(name: str, valid: Iterable[str], *, spell: Callable[[str], str] = str, cutoff: float = 0.6) -> str:
-    """Return "Did you mean" with the valid name that ``name`` begins, or is most like; nothing if there is none."""
+    """Return a question, "Did you mean", with the valid name that begins with ``name`` or is most like it; "" without one."""
     folded = {each.lower(): each for each in valid}
     longer = [each for each in folded if len(name) > 2 and each.startswith(name.lower())]
     matches = longer or difflib.get_close_matches(name.lower(), folded, n=1, cutoff=cutoff)

@@ -103,8 +103,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
                 f"ZeRO++ takes the place of Accelerate's FullyShardedDataParallelPlugin, got a {type(stock).__name__}, whose "
                 "own methods would be lost. Derive it from ZeroPPPlugin."
             )
-        # The values are copied as they are. Passing them as arguments would take what ``stock`` has worked out for what a
-        # user wrote: its NO_WRAP is None by now, which would mean the default here.
+        # The values are copied, since they do not do as arguments: ``stock`` has turned NO_WRAP into None, which as an argument
+        # means our default.
         plugin = cls.__new__(cls)
         vars(plugin).update(vars(stock), zeropp=zeropp)
         plugin._begin()

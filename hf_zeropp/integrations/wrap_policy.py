@@ -6,7 +6,7 @@ output embedding, and the rest with the model. For some models this raises, unde
 - A model with parts (LLaVA, Gemma 3) lists classes for all of its parts. Those that it does not contain are errors.
 - The input embedding lies within a block (``ViTEmbeddings``). It cannot be sharded once more.
 - An embedding shares its weight, or the head its bias, with a third module (T5, BERT). All users of a parameter have to be in one
-  unit, so these embeddings are left to the model's.
+  unit, so these embeddings get no unit of their own, and belong to the unit of the whole model.
 - Single tokens of tied embeddings are trained (PEFT's ``trainable_token_indices``). Both embeddings hold them, and Accelerate,
   which compares weights alone, makes two units.
 - A model has no input embedding and says so by an exception.

@@ -9,7 +9,7 @@ from hf_zeropp.config import ZeroPPConfig
 
 _TRIED = ("balanced", "exact", "half_model", "min_traffic")
 _OF_PRESETS = ("qwz_mode", "qwz_bits", "hpz_bits", "qgz_bits")
-"""The settings in which the presets that are tried differ. The user's own values of all others stay."""
+"""The settings in which the presets that are tried differ. All other settings keep the user's values."""
 NODE_HOPS: dict[str, dict[str, Any]] = {
     "native node hops": {"qwz_intra_bits": None, "qgz_intra_bits": None},
     "quantized node hops": {"qwz_intra_bits": 8, "qgz_intra_bits": 8},

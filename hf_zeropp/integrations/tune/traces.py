@@ -104,7 +104,7 @@ class _Traces:
             self._inside.is_looking = False
 
     def _write(self, path: Any) -> None:
-        """A file or folder is about to be made, or a file to be written to."""
+        """Take note of a file or folder that is about to be made, or of a file that is about to be written to."""
         name = self._watched(path)
         if name is None or name in self._noted:
             return

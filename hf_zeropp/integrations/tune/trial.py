@@ -259,7 +259,7 @@ def _of_node(received: Bytes, factor: float) -> dict[str, float]:
 
 
 def _mark(device: torch.device) -> Mark:
-    """Return this moment, on a device in the order of its work: the host must not wait for it, or it would hide its own time."""
+    """Return this moment. On a device it is an event among the device's work, so that the host need not wait for that work."""
     if not devices.has_streams(device):
         return time.perf_counter()
     event = torch.Event(device, enable_timing=True)

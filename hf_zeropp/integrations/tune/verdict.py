@@ -1,10 +1,10 @@
 """Trials are put together from their ranks, compared with stock, and the best of them is found.
 
-A candidate counts as faster if three of four of its steps are shorter than three of four of stock's, in each trial of stock. Its
-losses must be stock's within ``TOLERANCE`` of the largest of them. Its weights must train at the learning rate: a few steps do
-not show what deltas of 2 bits lose. Of those that pass, the one with the lowest median is recommended. Stock is tried first and
-last, so a machine that becomes faster or slower meanwhile does not decide. Trials of stock must also have the same losses: else
-the script is another at each start, and nothing can be compared.
+A candidate counts as faster if three of four of its steps are shorter than three of four of stock's, in each trial of stock.
+Its losses must be stock's within ``TOLERANCE`` of the largest of them. Deltas of few bits are refused at low learning rates,
+because a few steps do not show what they lose. Of those that pass, the one with the lowest median is recommended. Stock is
+tried first and last, so a machine that becomes faster or slower meanwhile does not decide. Trials of stock must also have the
+same losses: else the script is another at each start, and nothing can be compared.
 """
 
 from __future__ import annotations
