@@ -44,8 +44,9 @@ PYTORCH: tuple[Seam, ...] = (
     has(f"{_GROUP}:FSDPParamGroup",
         "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded reduce_grads all_reduce_grads "
         "gradient_divide_factor force_sum_reduction_for_comms "
-        "_reshard_after_forward _use_post_forward_mesh _to_sharded _all_reduce_hook _all_gather_comm "
-        "_reduce_scatter_comm _reduce_scatter_process_group post_backward lazy_init _reset_sharded_params", "fsdp.units",
+        "_reshard_after_forward _use_post_forward_mesh _to_sharded _all_reduce_hook _all_gather_comm _all_gather_result "
+        "_reduce_scatter_comm _reduce_scatter_process_group post_backward lazy_init _reset_sharded_params device_handle",
+        "fsdp.units",
         "What a unit consists of, how it is gathered and reduced, and in which state it is."),
     # The relation is not HAS, because the method could stay and be bound earlier. FSDP2's autograd node looks it up
     # on the group when the backward pass arrives there. Only for this reason a replacement that is set on the group

@@ -302,8 +302,8 @@ class Unit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether the unit's parameters are gathered now."""
-        return self._group.is_unsharded
+        """Whether the unit's parameters are gathered now, also if nothing has used them yet (a prefetch)."""
+        return self._group.is_unsharded or self._group._all_gather_result is not None
 
     @property
     def is_in_backward(self) -> bool:
@@ -312,6 +312,13 @@ class Unit:
 
     def reshard(self) -> None:
         """Drop the unsharded parameters, so that the next use gathers anew."""
+        # FSDP2 would give what it prefetched for a unit that a pass skipped, or did not reach before it raised, to the next pass.
+        if (prefetched := self._group._all_gather_result) is not None:
+            if prefetched.all_gather_event is not None:
+                self._group.device_handle.current_stream().wait_event(prefetched.all_gather_event)
+            if isinstance(prefetched.all_gather_work, dist.Work):
+                prefetched.all_gather_work.wait()
+            self._group._all_gather_result = None
         self._group._to_sharded()
 
     @property

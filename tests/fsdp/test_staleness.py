@@ -30,7 +30,7 @@ from staleness import (
     without_versions,
 )
 from toy import EXACT, backward, full_weights, make_lm, shard
-from two_nodes import on_four_ranks
+from two_nodes import on_four_ranks, raise_out_of_memory
 
 from hf_zeropp import apply_zeropp, generation_mode
 from hf_zeropp.fsdp.weights.copy import State
@@ -266,6 +266,36 @@ def scenario_units_that_stay_unsharded(rank: int) -> None:
             assert torch.equal(logits, forward(reference, rank)), settings
         else:
             torch.testing.assert_close(logits, forward(reference, rank), rtol=0, atol=0.1)
+
+
+def scenario_edit_of_a_unit_that_was_prefetched_in_vain(rank: int) -> None:
+    """A pass skips the second block, whose weights the first one has prefetched: stock's next forward has the old ones."""
+
+    def change(model, handle) -> None:
+        model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]])
+        model.path = [0]
+        forward(model, rank)
+        with torch.no_grad():
+            model.blocks[1].up.weight.add_(1)
+        model.path = [0, 1]
+
+    check(rank, change, without_resharding)
+
+
+def scenario_step_behind_a_backward_pass_that_raised(rank: int) -> None:
+    """FSDP2 prefetches the first block while the second one, whose backward pass raises, has not ended."""
+
+    def change(model, handle) -> None:
+        model.reshard()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        backward(model, rank)
+        hook = model.blocks[1].norm.register_full_backward_pre_hook(raise_out_of_memory)
+        with contextlib.suppress(MemoryError):
+            backward(model, rank)
+        hook.remove()
+        optimizer.step()
+
+    check(rank, change, without_resharding)
 
 
 # A cross hop that was started ahead of its use.
