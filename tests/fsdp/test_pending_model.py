@@ -340,6 +340,21 @@ def test_every_order_of_events(overlap, has_node_hop, depth):
     assert num_runs > (1000 if depth > 3 else 100)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_zeroing_a_gradient_that_was_taken_keeps_its_successor(overlap):
+    """Two buffers of gradients in turn: the one that is put aside is zeroed while sums for the other one wait."""
+    run_ranks(zero_what_was_taken, 1, overlap)
+
+
+def zero_what_was_taken(rank: int, overlap: bool) -> None:
+    model = run(("micro-step",), init_device_mesh("cpu", (1,)), overlap)
+    taken = model.params["a"].grad
+    model.drop("a")
+    EVENTS["micro-step"](model)
+    taken.zero_()
+    model.check()
+
+
 def test_the_search_finds_a_lost_contribution():
     """Without delivery at a look, sequences with a pending gradient fail."""
     (_, failures), *_ = run_ranks(explore_without_delivery, 1)

@@ -43,16 +43,18 @@ class PendingGradient(torch.Tensor):
 
     Attributes:
         complete: delivers what is pending, for all parameters of the model.
-        drop: forgets what is pending for this parameter.
+        drop: forgets what is pending for it, which it is called with.
         is_orphan: whether the parameter has let go of it, so that nothing will complete it.
         is_zeros: whether ``plain`` is known to hold nothing but zeros.
     """
 
     complete: Callable[[], None]
-    drop: Callable[[], None]
+    drop: Callable[[PendingGradient], None]
 
     @staticmethod
-    def __new__(cls, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[], None]) -> PendingGradient:
+    def __new__(
+        cls, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[PendingGradient], None]
+    ) -> PendingGradient:
         """Make a tensor with the metadata of ``plain`` and no storage."""
         # Without storage, an operation that slips past the dispatch below cannot read zeros in place of the gradient.
         return torch.Tensor._make_wrapper_subclass(
@@ -65,7 +67,9 @@ class PendingGradient(torch.Tensor):
             device=plain.device,
         )
 
-    def __init__(self, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[], None]) -> None:
+    def __init__(
+        self, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[PendingGradient], None]
+    ) -> None:
         self._plain: torch.Tensor | None = plain
         self.complete = complete
         self.drop = drop
@@ -112,7 +116,7 @@ class PendingGradient(torch.Tensor):
         pending = [leaf for leaf in leaves if isinstance(leaf, PendingGradient)]
         for gradient in pending:
             if func in _ZEROING:
-                gradient.drop()
+                gradient.drop(gradient)
             else:
                 gradient.complete()
                 if gradient.is_orphan:
@@ -262,13 +266,15 @@ class PendingGradients:
     def _holds(param: DTensor, waiting: PendingGradient) -> bool:
         return isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting
 
-    def _dropper(self, param: DTensor) -> Callable[[], None]:
-        # The entry goes first: ``waits`` is False for the parameter from then on, and the reduction leaves its part
-        # out. FSDP2 needs the plain tensor back, which the operation that called this then zeroes.
-        def drop() -> None:
-            waiting = self._waiting.pop(param, None)
-            if waiting is not None and isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting:
-                set_local_tensor(param.grad, waiting.plain)
+    def _dropper(self, param: DTensor) -> Callable[[PendingGradient], None]:
+        # Another gradient may wait by now, in the place of one that was taken from the parameter and is zeroed here.
+        # ``waits`` is False for the parameter from then on, and the reduction leaves its part out. FSDP2 needs the plain tensor
+        # back, which the operation that called this then zeroes.
+        def drop(waiting: PendingGradient) -> None:
+            if self._waiting.get(param) is waiting:
+                del self._waiting[param]
+                if isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting:
+                    set_local_tensor(param.grad, waiting.plain)
 
         return drop
 
