@@ -134,15 +134,16 @@ def scenario_accumulated(rank: int, overlap: bool) -> None:
 
 
 def scenario_a_look_between_micro_steps(rank: int, overlap: bool) -> None:
-    """The last micro-step never comes, or comes behind a look."""
-    for last in (True, False):
+    """The last micro-step never comes, or comes behind a look, also in inference mode."""
+    for last, inference in ((True, False), (False, False), (True, True)):
         (model, handle), oracle = sharded(overlap), Oracle(rank)
         for step in range(3):
             handle.set_last_micro_step(last and step == 2)
             loss_of(model, rank, step, used_by(rank, step)).backward()
             oracle.backward(step, used_by(rank, step))
             if step == 1:
-                check_gradients(model, oracle)
+                with torch.inference_mode(inference):
+                    check_gradients(model, oracle)
         check_gradients(model, oracle)
 
 

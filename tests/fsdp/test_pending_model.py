@@ -355,6 +355,20 @@ def zero_what_was_taken(rank: int, overlap: bool) -> None:
     model.check()
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_look_in_inference_mode_leaves_gradients_that_training_adds_to(overlap):
+    """A logger of gradients, between two micro-steps."""
+    run_ranks(look_in_inference_mode, 1, overlap)
+
+
+def look_in_inference_mode(rank: int, overlap: bool) -> None:
+    model = run(("micro-step",), init_device_mesh("cpu", (1,)), overlap)
+    with torch.inference_mode():
+        model.check()
+    EVENTS["micro-step"](model)
+    model.check()
+
+
 def test_the_search_finds_a_lost_contribution():
     """Without delivery at a look, sequences with a pending gradient fail."""
     (_, failures), *_ = run_ranks(explore_without_delivery, 1)

@@ -84,8 +84,9 @@ class PendingGradient(torch.Tensor):
     def plain(self) -> torch.Tensor:
         """The tensor that FSDP2 adds to, without what is pending."""
         if self._plain is None:
-            empty = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
-            self._plain = empty.zero_()
+            with torch.inference_mode(False):  # a look may come in that mode, and training adds to the gradient
+                empty = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
+                self._plain = empty.zero_()
         return self._plain
 
     @plain.setter

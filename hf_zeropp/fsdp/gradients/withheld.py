@@ -75,7 +75,8 @@ class WithheldGradients:
         # pass. It stays None, as under stock FSDP2.
         for param, told, exists in zip(self._unit.params, self._told, self._exist, strict=False):
             if exists and not told and param.grad is None:
-                param.grad = torch.zeros_like(param, requires_grad=False)
+                with torch.inference_mode(False):  # as in pending.py
+                    param.grad = torch.zeros_like(param, requires_grad=False)
         for param, result in self._slices.items():
             if isinstance(param.grad, DTensor):
                 local = local_tensor_of(param.grad)
