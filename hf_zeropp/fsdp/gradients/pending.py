@@ -25,6 +25,7 @@ itself stays the same object, in which the wrapper then stands for the new tenso
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -48,13 +49,8 @@ class PendingGradient(torch.Tensor):
         is_zeros: whether ``plain`` is known to hold nothing but zeros.
     """
 
-    complete: Callable[[], None]
-    drop: Callable[[PendingGradient], None]
-
     @staticmethod
-    def __new__(
-        cls, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[PendingGradient], None]
-    ) -> PendingGradient:
+    def __new__(cls, plain: torch.Tensor, *_: Any) -> PendingGradient:
         """Make a tensor with the metadata of ``plain`` and no storage."""
         # Without storage, an operation that slips past the dispatch below cannot read zeros in place of the gradient.
         return torch.Tensor._make_wrapper_subclass(
@@ -192,7 +188,7 @@ class PendingGradients:
             # A wrapper is made once for each tensor that FSDP2 adds to, and put back after every micro-step. Its
             # identity is how a gradient that was replaced is told from one that stayed.
             if waiting is None or waiting.plain is not plain:
-                waiting = PendingGradient(plain, self._complete, self._dropper(param))
+                waiting = PendingGradient(plain, self._complete, functools.partial(self._drop, param))
                 self._waiting[param] = waiting
             waiting.is_zeros = waiting.is_zeros or param in self._new
             set_local_tensor(grad, waiting)
@@ -249,7 +245,7 @@ class PendingGradients:
         for param, waiting in list(self._waiting.items()):
             # User code may have zeroed, cleared or replaced the gradient since ``hold``. A contribution to the old one
             # must not reach the new one, so it is forgotten with its wrapper.
-            if not self._holds(param, waiting):
+            if not self.waits(param):
                 waiting.is_orphan = True
                 del self._waiting[param]
 
@@ -263,21 +259,13 @@ class PendingGradients:
             param.grad = grad
         self._aside.clear()
 
-    @staticmethod
-    def _holds(param: DTensor, waiting: PendingGradient) -> bool:
-        return isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting
-
-    def _dropper(self, param: DTensor) -> Callable[[PendingGradient], None]:
+    def _drop(self, param: DTensor, waiting: PendingGradient) -> None:
         # Another gradient may wait by now, in the place of one that was taken from the parameter and is zeroed here.
-        # ``waits`` is False for the parameter from then on, and the reduction leaves its part out. FSDP2 needs the plain tensor
-        # back, which the operation that called this then zeroes.
-        def drop(waiting: PendingGradient) -> None:
-            if self._waiting.get(param) is waiting:
-                del self._waiting[param]
-                if isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting:
-                    set_local_tensor(param.grad, waiting.plain)
-
-        return drop
+        if self._waiting.get(param) is waiting:
+            # ``waits`` is False for the parameter from here on, and the reduction leaves its part out.
+            del self._waiting[param]
+            if isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting:
+                set_local_tensor(param.grad, waiting.plain)  # which the operation that called this then zeroes
 
 
 def renew_gradients(params: Iterable[torch.Tensor]) -> None:

@@ -93,11 +93,12 @@ class Freshness:
     def before_step(self, *, has_closure: bool) -> None:
         """Note that an optimizer which holds a parameter of the unit begins a step. Changes up to now were not its own."""
         # Without deltas whole weights cross after an edit as after a step, so there is nothing to tell apart.
-        if self._checks_steps:
+        if self._checks_steps and self._stamp is not None and not self._is_in_closure_step:
             # The stamp alone is compared here, since a hash would read the shards once more in every step. An edit that
             # it shows must be noted now: after the step it could not be told from the step's own writes, and a delta
             # would be sent for it.
-            self.mark(self._change_by_stamp())
+            if not self._stamp.matches(self._unit.params):
+                self.mark(Change.EDITED)
         # Without a closure no forward pass runs inside of the step. One that runs before ``after_step`` then shows that the
         # step raised, and what it wrote until then counts as an edit.
         self._is_in_closure_step = has_closure
@@ -129,11 +130,6 @@ class Freshness:
             # there were changed by the optimizer.
             return max(marked, Change.STEPPED if self._is_in_closure_step else Change.EDITED)
         return marked
-
-    def _change_by_stamp(self) -> Change:
-        if self._stamp is None or self._is_in_closure_step or self._stamp.matches(self._unit.params):
-            return Change.NONE
-        return Change.EDITED
 
     def _is_as_remembered(self) -> bool:
         assert self._stamp is not None
