@@ -108,7 +108,7 @@ class Peers:
 
 @dataclasses.dataclass(frozen=True)
 class MeshBytes:
-    """The units that are sharded over one mesh, as far as they choose what ZeRO-3 sends.
+    """Sizes of the units that are sharded over one mesh, from which follows what ZeRO-3 would send for them.
 
     Attributes:
         weights: bytes of the parameters in the compute dtype. Where other parallelism cuts them, the parts that the node's ranks

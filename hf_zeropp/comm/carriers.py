@@ -22,10 +22,10 @@ all-gather of 8 bytes a unit. Each unit's wires are then padded to the largest.
 
 [Note: the host waits once] On a device with streams the host reads the sizes between the first stage and the last. It waits for
 the optimizer and for the encoding then, once a step (and for experts on a mesh of their own once more, for the network alone),
-and the device idles until the host has launched the next kernels. Without
-the wait, buffers would have to be chosen from sizes of earlier steps, with a margin. That margin is padding, which crosses the
-network in every step, and words that did not fit would arrive a step late: weights would not be exact any more. For 7 B weights
-at 1e-5 (0.03 of the 7 GB that enter a node) a margin of an eighth takes 4 ms at 50 Gbit/s, and longer on slower networks.
+and the device idles until the host has launched the next kernels. Without the wait, buffers would have to be chosen from sizes of
+earlier steps, with a margin. That margin is padding, which crosses the network in every step, and words that did not fit would
+arrive a step late: weights would not be exact any more. For 7 B weights at 1e-5 (0.03 of the 7 GB that enter a node) a margin of
+an eighth takes 4 ms at 50 Gbit/s, and longer on slower networks.
 
 [Note: segments where they lie] On CPU the masters of several parameters lie apart, and are encoded where they lie: joining them
 would copy the shard. What a segment is encoded to depends on no other segment, so the bytes are those of the joined shard.

@@ -58,7 +58,7 @@ class Entrance:
 
     Attributes:
         name: its name, which ranks compare.
-        modules: itself and what it contains, as far as they are units.
+        modules: those of itself and its submodules that are units.
     """
 
     name: str
@@ -394,7 +394,7 @@ class Decisions:
         flags: Sequence[int] = (),
         describe: Callable[[int], str] = lambda index: "",
     ) -> Answer:
-        """Ask all ranks whether they are about to do the same, behind the same.
+        """Ask all ranks whether they are about to do the same, and have run the same since the last question.
 
         Args:
             action: in words, which ranks compare.

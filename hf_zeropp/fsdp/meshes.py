@@ -45,7 +45,7 @@ def ranks_of(unit: Unit) -> tuple[int, ...]:
 
 
 def is_whole_copy(unit: Unit) -> bool:
-    """Return whether the ranks over which the unit is sharded keep frozen weights for themselves, without replicas elsewhere."""
+    """Return whether the unit is frozen, and its shard group holds a whole copy of it that FSDP2 knows no replica of."""
     return not unit.trains and unit.replica_group is None and not unit.has_other_parallelism
 
 

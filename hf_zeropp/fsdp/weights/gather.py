@@ -61,7 +61,7 @@ _DAMAGED = (
 
 
 class WeightGather(CountedAllGather):
-    """FSDP2's own gather of a unit over the world. It knows whether what it gathered last is still true.
+    """FSDP2's own gather of a unit over the world. It knows whether the weights have changed since it gathered them.
 
     Args:
         unit: the unit it serves.

@@ -1,4 +1,4 @@
-"""A warning for training whose steps are smaller than what deltas of few bits can say."""
+"""A warning for training whose steps are too small for deltas of few bits."""
 
 from __future__ import annotations
 

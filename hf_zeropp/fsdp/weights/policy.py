@@ -49,7 +49,7 @@ class Sent:
     measured_bytes: int = 0
 
     def note(self, kind: type[Carrier], layouts: GatherLayouts, due: Change, words: ChangedWords | None) -> None:
-        """Note that a cross hop started for the change ``due``, with the ``words`` that were encoded for it or not sent."""
+        """Note that a cross hop started for the change ``due``. ``words`` were encoded for it, also where it carries others."""
         if words is not None:
             self.num_measured += 1
             self.measured_bytes += words.size.nbytes + (words.row_bytes if kind is ChangedWords else 0)
