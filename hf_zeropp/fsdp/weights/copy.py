@@ -61,7 +61,8 @@ class Copy:
         (``handle.invalidate()`` on any rank).
 
     Two facts stand beside the state. *Changed here*: this rank sees that its own weights are others than those that were taken
-    last. It does nothing about it alone. *Outdated unsharded*: FSDP2 holds the unit unsharded, with weights of an older copy.
+    last. It does nothing about it alone. *Outdated unsharded*: FSDP2 holds the unit unsharded, or has prefetched it, with weights
+    of an older copy.
 
     Args:
         unit: the unit.
@@ -109,8 +110,9 @@ class Copy:
     def agree(self, change: Change) -> None:
         """Take note of the change that all ranks agreed on. With a check this is a collective.
 
-        FSDP2 leaves its root unit unsharded after a forward pass, and every unit that was told so. Such a unit would compute
-        with what it was gathered from, so it is resharded unless that is the newest copy.
+        FSDP2 leaves its root unit unsharded after a forward pass, every unit that was told so, and what it prefetched for a unit
+        that a pass did not use. Such a unit would compute with what it was gathered from, so it is resharded unless that is the
+        newest copy.
         """
         if self.state is State.FAILED and change == Change.INVALID:
             self.state = State.ABSENT
