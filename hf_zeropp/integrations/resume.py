@@ -45,8 +45,8 @@ MARK = "trainer_state.json"
 _CHECKPOINT = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)")
 
 
-def patch_trainer(is_ours: Callable[[Trainer], bool]) -> None:
-    """Make some Trainers mark whole checkpoints, and resume from them alone. Repeated calls change nothing.
+def patch_saves(is_ours: Callable[[Trainer], bool]) -> None:
+    """Make some Trainers mark whole checkpoints. Repeated calls change nothing.
 
     Args:
         is_ours: whether a Trainer is one of them.
@@ -58,9 +58,20 @@ def patch_trainer(is_ours: Callable[[Trainer], bool]) -> None:
 
         extend(Trainer, name, call)
 
-    extend_ours("train", _resume_from_whole)
     extend_ours("_save_checkpoint", _unmark_then_save)
     extend_ours("_save_rng_state", _save_then_wait)
+
+
+def folder_to_resume(trainer: Trainer, wanted: str | bool | None) -> str | None:
+    """Return the checkpoint that ``train(resume_from_checkpoint=wanted)`` goes on from, the same on all ranks; None for none.
+
+    Raises:
+        ValueError: on all ranks, if ranks want different ones, if there is none, or if nothing can be resumed from it.
+    """
+    folder = _resolve(wanted or None, trainer.args.output_dir or ".")
+    if folder is not None and trainer.is_fsdp_enabled:
+        _refuse_model_alone(folder)
+    return folder
 
 
 def why_not_whole(folder: str | os.PathLike[str]) -> str | None:
@@ -110,19 +121,6 @@ def _steps_in(output_dir: str) -> dict[int, str | None]:
             if match := _CHECKPOINT.fullmatch(name):
                 found[int(match[1])] = why_not_whole(os.path.join(output_dir, name))
     return found
-
-
-def _resume_from_whole(
-    original: Callable[..., Any],
-    self: Trainer,
-    resume_from_checkpoint: str | bool | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    folder = _resolve(resume_from_checkpoint or None, self.args.output_dir or ".")
-    if folder is not None and self.is_fsdp_enabled:
-        _refuse_model_alone(folder)
-    return original(self, folder, *args, **kwargs)
 
 
 def _resolve(wanted: str | bool | None, output_dir: str) -> str | None:

@@ -58,7 +58,7 @@ from hf_zeropp.integrations.accelerate import (
     use_plugin,
 )
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
-from hf_zeropp.integrations.resume import patch_trainer
+from hf_zeropp.integrations.resume import folder_to_resume, patch_saves
 from hf_zeropp.integrations.step_log import StepLog
 
 logger = logging.getLogger(__name__)
@@ -114,7 +114,8 @@ class ZeroPPCallback(TrainerCallback):
         _callbacks.add(self)
         let_stock_plugin_count_on_cpu()
         patch_checkpoints(transformers.trainer)
-        patch_trainer(_is_served)
+        patch_saves(_is_served)
+        extend(Trainer, "train", _train)
         extend(Trainer, "evaluation_loop", _shard_before_evaluation)
 
     @property
@@ -431,9 +432,29 @@ def _is_served(trainer: Trainer) -> bool:
     return any(callback.serves(trainer.args) for callback in _callbacks)
 
 
+def _use_own_plugin(trainer: Trainer) -> None:
+    """Put the trainer's plugin back. All Trainers share Accelerate's state, where one that was built later has put its own."""
+    state = AcceleratorState()
+    own = [callback._plugin for callback in _callbacks if callback.serves(trainer.args)]
+    active = getattr(state, "fsdp_plugin", None)
+    if active is not None and not any(active is plugin for plugin in own):
+        state.fsdp_plugin = next((plugin for plugin in own if plugin is not None), active)
+
+
+def _train(
+    original: Callable[..., Any], self: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Extend ``train``: with the settings of its own Trainer, and resuming from a checkpoint that all ranks see whole."""
+    if _is_served(self):
+        _use_own_plugin(self)
+        resume_from_checkpoint = folder_to_resume(self, resume_from_checkpoint)
+    return original(self, resume_from_checkpoint, *args, **kwargs)
+
+
 def _shard_before_evaluation(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Extend ``evaluate`` and ``predict``. Before ``train`` the Trainer would shard a model alone, which FSDP2 refuses."""
     if self.is_fsdp_enabled and _is_served(self) and not _is_sharded(_model_of(self)):
+        _use_own_plugin(self)
         _shard(self)
     return original(self, *args, **kwargs)
 

@@ -100,6 +100,26 @@ def test_train_evaluate_train(tmp_path):
     assert ours[1] < ours[0]
 
 
+def train_both_of_two(rank: int, folder: str) -> list[tuple[list[float], set[str]]]:
+    """Build two Trainers before either trains. Return the losses of each, and what classes it has sharded."""
+    others = {"fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaMLP"]}}
+    trainers = [build_trainer(folder), build_trainer(folder, False, **others)]
+    trained = []
+    for trainer in trainers:
+        trainer.train()
+        sharded = {type(module).__name__ for module in trainer.model.modules() if isinstance(module, FSDPModule)}
+        trained.append((losses(trainer), sharded))
+    return trained
+
+
+def test_a_trainer_keeps_its_settings_when_another_is_built(tmp_path):
+    (first, of_first), (second, of_second) = run_ranks(train_both_of_two, 4, str(tmp_path))[0]
+    assert "FSDPLlamaMLP" not in of_first and "FSDPLlamaDecoderLayer" in of_first
+    assert "FSDPLlamaMLP" in of_second and "FSDPLlamaDecoderLayer" not in of_second
+    assert first == run_ranks(train_only, 4, str(tmp_path))[0][0]
+    assert second == pytest.approx(first, rel=0.01) and second != first
+
+
 def train_sharded_at_load(rank: int, folder: str, saved: str, zeropp):
     model = AutoModelForCausalLM.from_pretrained(saved, distributed_config=DistributedConfig(fsdp_size=4))
     assert isinstance(model, FSDPModule)
