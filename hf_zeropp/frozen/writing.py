@@ -60,6 +60,9 @@ class WriteHistory:
         changed = (rows != _decoded(codes, scales, weight.form, weight.form.dtype)).any(-1, keepdim=True)
         if not changed.any():  # single tokens that were trained are taken out of a tied weight twice
             return
+        if self._kept and len(self._kept[-1].codes) > len(codes):  # merged before the weight was sharded
+            here = local_rows(weight.codes.shape, weight.codes.device_mesh, weight.codes.placements)  # type: ignore[attr-defined]
+            self._kept = deque((_Kept(*(part[here] for part in kept)) for kept in self._kept), MAX_KEPT)
         if self._kept and _is_unmerge(rows, self._kept[-1], weight.form):
             new_codes, new_scales, _ = self._kept.pop()
         else:

@@ -95,6 +95,22 @@ def test_single_tokens_of_tied_embeddings_train_as_in_the_unsharded_model(bits):
     assert max(run_ranks(run_tokens, 4, bits)) < 1e-5
 
 
+def unmerge_what_was_merged_before(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The logits of a packed model with an adapter, merged and sharded, and unmerged then."""
+    model = packed_copy(with_adapter(tiny_llama()), 4)
+    start = logits(model)
+    model.merge_adapter()
+    *_, model, _ = prepare(model, frozen_bits=4, **UNQUANTIZED)
+    merged = logits(model)
+    model.unmerge_adapter()
+    return start, merged, logits(model)
+
+
+def test_a_merge_before_sharding_is_taken_back_behind_it():
+    for start, merged, unmerged in run_ranks(unmerge_what_was_merged_before, 4):
+        assert torch.equal(start, unmerged) and not torch.equal(start, merged)
+
+
 def run_merging_in_a_forward(rank: int, bits: int | None) -> None:
     model = with_adapter(tiny_llama())
     *_, model, _ = prepare(model, frozen_bits=bits, **UNQUANTIZED)
