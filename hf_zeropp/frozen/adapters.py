@@ -19,8 +19,10 @@ def adapter_modules(model: nn.Module) -> set[nn.Module]:
     added: set[nn.Module] = set()
     for module in model.modules():
         names = getattr(module, "adapter_layer_names", ())
-        if hasattr(module, "original_module"):  # a module that PEFT trains a full copy of (modules_to_save)
-            names = [name for name, _ in module.named_children() if name != "original_module"]
+        children = dict(module.named_children())
+        # A module that PEFT trains a full copy of (modules_to_save). Where it trains single tokens, this is no child.
+        if "original_module" in children:
+            names = [name for name in children if name != "original_module"]
         for part in (getattr(module, name, None) for name in names):
             added |= set(part.modules()) if isinstance(part, nn.Module) else set()
     return added

@@ -7,8 +7,8 @@ output embedding, and the rest with the model. For some models this raises, unde
 - The input embedding lies within a block (``ViTEmbeddings``). It cannot be sharded once more.
 - An embedding shares its weight, or the head its bias, with a third module (T5, BERT). All users of a parameter have to be in one
   unit, so these embeddings get no unit of their own, and belong to the unit of the whole model.
-- Single tokens of tied embeddings are trained (PEFT's ``trainable_token_indices``). Both embeddings hold them, and Accelerate,
-  which compares weights alone, makes two units.
+- Single tokens are trained (PEFT's ``trainable_token_indices``). Accelerate compares the weights of the embeddings, which PEFT
+  then computes of the base, sharded over a node here, and of the tokens. Tied ones share the tokens, and would be two units.
 - A model has no input embedding and says so by an exception.
 """
 
@@ -36,9 +36,9 @@ def block_names(model: nn.Module) -> list[str]:
 
 @contextlib.contextmanager
 def embeddings_found(model: nn.Module) -> Iterator[None]:
-    """Keep Accelerate from making units of embeddings that share a parameter with a third module, while it shards."""
-    is_shared = _shares_with_a_third(model) or _shares_tokens(model)
-    hidden = GETTERS if is_shared else [name for name in GETTERS if not _can_tell(model, name)]
+    """Keep Accelerate from making units of embeddings that must have none, while it shards."""
+    has_none = _shares_with_a_third(model) or _trains_tokens(model)
+    hidden = GETTERS if has_none else [name for name in GETTERS if not _can_tell(model, name)]
     for name in hidden:
         vars(model)[name] = lambda: None
     try:
@@ -61,13 +61,9 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
     return [module for module in found if isinstance(module, nn.Module)]
 
 
-def _shares_tokens(model: nn.Module) -> bool:
-    """Whether the embeddings share parameters that are trained, and Accelerate does not see it."""
-    embeddings = _embeddings(model)
-    if len(embeddings) < 2 or getattr(embeddings[0], "weight", None) is getattr(embeddings[1], "weight", None):
-        return False
-    one, other = ({param for param in each.parameters() if param.requires_grad} for each in embeddings)
-    return not one.isdisjoint(other)
+def _trains_tokens(model: nn.Module) -> bool:
+    """Whether single tokens of the embeddings are trained."""
+    return any(hasattr(embedding, "token_adapter") for embedding in _embeddings(model))
 
 
 def _shares_with_a_third(model: nn.Module) -> bool:

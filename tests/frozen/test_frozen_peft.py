@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_zeropp.frozen.modules import packed_modules
 from hf_zeropp.frozen.storage import as_bytes
+from hf_zeropp.frozen.units import frozen_parameters
 
 
 @torch.no_grad()
@@ -78,21 +79,29 @@ def test_merging_switching_and_disabling_equal_the_unsharded_model(bits, use_dor
                 assert (moved == 0) == (name in ("adapter", "unmerged", "back")), (name, gaps)
 
 
-def run_tokens(rank: int, bits: int | None) -> float:
-    base = packed_copy(tiny_llama(tie_word_embeddings=True).requires_grad_(False), bits)
+def run_tokens(rank: int, tied: bool, bits: int | None, frozen_bits: int | None) -> float:
+    base = packed_copy(tiny_llama(tie_word_embeddings=tied).requires_grad_(False), bits)
     model = with_adapter(base, trainable_token_indices=[*range(40)])
-    reference = packed_copy(model, None)
-    *_, model, optimizer = prepare(model, **UNQUANTIZED)
+    reference = packed_copy(model, frozen_bits)
+    *_, model, optimizer = prepare(model, frozen_bits=frozen_bits, **UNQUANTIZED)
+    kept_in_node = set(frozen_parameters(model))
+    assert {param for param in model.parameters() if not param.requires_grad} == kept_in_node
+    # A packed weight is stored as codes and scales.
+    assert sum("token_adapter.base_layer" in name for name, _ in model.named_parameters()) == (
+        2 if bits or frozen_bits else 1
+    )
     for each, step in ((model, optimizer), (reference, torch.optim.SGD(trainable(reference), lr=0.05))):
         each(input_ids=tokens(), labels=tokens()).loss.backward()
         step.step()
     return (logits(model) - logits(reference)).abs().max().item()
 
 
-@pytest.mark.parametrize("bits", [None, 4])
-def test_single_tokens_of_tied_embeddings_train_as_in_the_unsharded_model(bits):
-    """Also where Accelerate takes the embedding and the head, which share them, for two units."""
-    assert max(run_ranks(run_tokens, 4, bits)) < 1e-5
+@pytest.mark.parametrize(
+    ("tied", "bits", "frozen_bits"), [(True, None, None), (True, 4, None), (True, None, 4), (False, None, 4)]
+)
+def test_single_tokens_train_as_in_the_unsharded_model(tied, bits, frozen_bits):
+    """Also where Accelerate would make two units of the embedding and the head, which share them. The base stays in the node."""
+    assert max(run_ranks(run_tokens, 4, tied, bits, frozen_bits)) < 1e-5
 
 
 def unmerge_what_was_merged_before(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
