@@ -220,7 +220,7 @@ def test_two_adapters_that_are_merged_and_unmerged_leave_every_bit(scale):
 
 @pytest.mark.parametrize("initial", ["pissa", "olora"])
 def test_a_merge_into_a_base_that_its_adapter_has_changed_is_no_unmerge(initial):
-    """Such an adapter takes a part out of the base when it is made. Merged, the base looks like the one before."""
+    """PiSSA and OLoRA subtract the adapter's first product from the base. So the first merge gives almost the base as it was."""
     model = quantize_frozen(tiny_llama().requires_grad_(False), 4)
     original = copy.deepcopy(model.model.layers[0].mlp.up_proj)
     model = with_adapter(model, init_lora_weights=initial)
