@@ -94,7 +94,7 @@ class ZeroPPHandle:
 
         Call it before PyTorch loads a full state dict: it would take the unsharded parameters for shards.
         """
-        for unit in self.units:
+        for unit in (*self.units, *self._by_fsdp2):
             if unit.is_unsharded:
                 unit.reshard()
 

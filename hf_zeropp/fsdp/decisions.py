@@ -343,8 +343,8 @@ class Decisions:
         raise RuntimeError(
             f"An optimizer steps while gradients wait on rank {dist.get_rank()} for the last micro-step "
             f'(qgz_accumulate="rank"), {among}. Let a last micro-step come before '
-            "the step (handle.set_last_micro_step(True)), or drop them with handle.discard_accumulated(). With "
-            'qgz_accumulate="node" a step uses what has accumulated so far.'
+            "the step (handle.set_last_micro_step(True), and set_requires_gradient_sync(True) where that is False), or drop them "
+            'with handle.discard_accumulated(). With qgz_accumulate="node" a step uses what has accumulated so far.'
         )
 
     def _complete_before_step(self) -> None:

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from toy import POLICIES, full_weights, logged_messages
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
+from hf_zeropp.fsdp.units import find_units
 from hf_zeropp.fsdp.weights import schedules
 from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
 from hf_zeropp.traffic import FSDP2_REDUCE, GATHER_CROSS, GATHER_RESYNC, Bytes
@@ -288,6 +289,12 @@ def replicas_of_nodes(rank: int) -> list[str]:
     handle.traffic.reset()
     train(model, handle, rank, steps=1)
     assert handle.traffic.counts[FSDP2_REDUCE].cross_node == 0
+    model.set_reshard_after_forward(False)
+    with torch.no_grad():
+        model(torch.randn(6, WIDTH), used_by(rank, 0))
+    assert all(unit.is_unsharded for unit in find_units(model))
+    handle.reshard()
+    assert not any(unit.is_unsharded for unit in find_units(model))
     return logs
 
 
