@@ -10,7 +10,7 @@ import dataclasses
 
 from differential.cases import LOUD_ROUTES, Case, Operation
 from differential.extension import EXTENSION_KINDS
-from differential.networks import blocks_that_are_units, parameters_of
+from differential.networks import all_ranks_train, blocks_that_are_units, parameters_of
 
 HAZARDS = {
     "pending at step": "an optimizer steps while micro-steps wait for a last one that did not come",
@@ -212,10 +212,11 @@ class Walk:
         units = blocks_that_are_units(self.case.models[which])
         if not units or not self.is_last or not self.case.has_nodes:
             return False
-        prefix = f"blocks.{units[args['block'] % len(units)]}."
-        params = enumerate(parameters_of(self.case))
-        of_block = {index for index, param in params if param.model == which and param.name.startswith(prefix)}
-        return bool(of_block & self.trainable)
+        block, other = units[args["block"] % len(units)], args["other"]
+        of_others = {units[other % len(units)]} - {block} if other is not None else set()
+        params = parameters_of(self.case)
+        trained = [f"{params[index].model}.{params[index].name}" for index in self.trainable]
+        return all_ranks_train(trained, which, block, of_others)
 
     def _gathers_wait(self, args: dict) -> bool:
         """Whether ranks meet in gathers within a pass. They wait there for a rank that runs another one, until the time-out."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -212,6 +212,26 @@ def _names_and_training(spec: ModelSpec) -> list[tuple[str, bool]]:
 
 def blocks_that_are_units(spec: ModelSpec) -> list[int]:
     return [index for index, block in enumerate(spec.blocks) if block.unit]
+
+
+def all_ranks_train(names: Iterable[str], which: int, block: int, of_others: Collection[int]) -> bool:
+    """Whether a block trains that one rank skips, and every rank trains something beside what it skips.
+
+    A rank without a backward pass steps without a word: the others meet its next forward pass.
+
+    Args:
+        names: the parameters that train, as ``"0.blocks.1.weight"``.
+        which: the model.
+        block: what one rank skips.
+        of_others: what the others skip.
+    """
+    used = [name for name in names if name.startswith(f"{which}.") and not name.endswith("idle")]
+
+    def are_in(blocks: Collection[int]) -> list[bool]:
+        prefixes = tuple(f"{which}.blocks.{index}." for index in blocks)
+        return [name.startswith(prefixes) for name in used]
+
+    return any(are_in({block})) and not all(are_in({block})) and not all(are_in(of_others))
 
 
 def shard(net: Net, spec: ModelSpec, case: Case, mesh: DeviceMesh, *, frozen_units: bool) -> Net:

@@ -26,6 +26,7 @@ from differential.meshes import cut_dim, place_of, rank_of
 from differential.networks import (
     Container,
     Net,
+    all_ranks_train,
     blocks_that_are_units,
     parameters_of,
     put,
@@ -121,17 +122,18 @@ class Side(ABC):
 
         The others skip the block ``other``, if that is another one, so that all ranks run as many.
 
-        It is a plain one where there is no such block, where gradients wait (they may not cross ranks), or on one node.
+        It is a plain one where there is no such block, where a rank would train nothing (``all_ranks_train``), where gradients
+        wait (they may not cross ranks), or on one node.
         """
         which = model % len(self.nets)
         units = blocks_that_are_units(self.case.models[which])
         path = list(range(len(self.nets[which].blocks)))
         if units and self._is_last and self.case.has_nodes:
             block = units[block % len(units)]
-            trains = (param.requires_grad for name, param in self.params.items() if is_used_in(name, which, block))
+            trained = [name for name, param in self.params.items() if param.requires_grad]
             of_others = {units[other % len(units)]} - {block} if other is not None else set()
             skipped = {block} if self.rank == rank % self.case.world else of_others
-            if any(trains):
+            if all_ranks_train(trained, which, block, of_others):
                 path = [index for index in path if index not in skipped]
         return self.train(data, which, path, 1, 1, False)
 
@@ -344,11 +346,6 @@ class Side(ABC):
     def _chosen(self, first: int, count: int) -> list[str]:
         names = list(self.params)
         return [names[(first + offset) % len(names)] for offset in range(min(count, len(names)))]
-
-
-def is_used_in(name: str, which: int, block: int) -> bool:
-    """Whether a parameter of this name belongs to that block, and every forward pass through the block uses it."""
-    return name.startswith(f"{which}.blocks.{block}.") and not name.endswith("idle")
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
