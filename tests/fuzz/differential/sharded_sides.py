@@ -138,7 +138,7 @@ class Ours(Stock):
 
     def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
         self.handles: list[ZeroPPHandle] = []
-        self._has_aborted = False  # since the last training pass
+        self._aborted: set[nn.Module] = set()  # the models whose last backward pass raised
         super().__init__(case, rank, folder, mesh)
         self._apply()  # behind the optimizers, as Accelerate does it
 
@@ -164,14 +164,15 @@ class Ours(Stock):
         seen = super().train(data, which, path, forwards, backwards, input_grad)
         crossings = _num_crossings(handle.traffic.counts for handle in self.handles) - before
         expected = _num_crossings(handle.predict() for handle in self.handles)
-        # Reductions that a backward pass left when it raised end in the next pass.
-        is_predictable, self._has_aborted = self._is_predictable and not self._has_aborted, False
+        # Reductions that a backward pass left when it raised end in the model's next pass.
+        is_predictable = self._is_predictable and self._aborted.isdisjoint(self._used(which))
+        self._aborted.difference_update(self._used(which))
         if is_predictable and path is None and forwards == backwards == 1 and crossings > expected:
             raise CrossedTwiceError(f"{crossings} reductions crossed nodes in one backward pass, expected {expected}")
         return seen
 
     def abort(self, data: int, which: int | None) -> Observation:
-        self._has_aborted = True
+        self._aborted.update(self._used(which))
         return super().abort(data, which)
 
     @property
