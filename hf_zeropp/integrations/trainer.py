@@ -24,8 +24,8 @@ the trackers.
 [Note: scripts that pass no callback]
 A script by others (run_clm.py, TRL's sft.py) passes no ZeroPPCallback. The callback among the defaults is one itself.
 It takes part in a Trainer whose arguments hold zeropp settings, and in one whose Accelerator got a ZeroPPPlugin from
-``hf_zeropp.run``. It stands back as soon as training shows that the user passed a ZeroPPCallback too. It cannot know this
-earlier: the defaults are called first, and a callback is not told of the others.
+``hf_zeropp.run``. It stands back where the user passed a ZeroPPCallback too. It is told so when training begins (``_train``):
+a callback does not know the others.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ from __future__ import annotations
 import json
 import logging
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch.nn as nn
 import transformers.trainer
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -65,10 +64,6 @@ logger = logging.getLogger(__name__)
 
 ENTRY = "zeropp"
 """The key of ``fsdp_config`` under which settings stand."""
-
-# _DefaultCallback finds the callback of its Trainer here. The references are weak, so that a Trainer that is gone does
-# not stay in memory, models included.
-_callbacks: weakref.WeakSet[ZeroPPCallback] = weakref.WeakSet()
 
 
 class ZeroPPCallback(TrainerCallback):
@@ -104,6 +99,8 @@ class ZeroPPCallback(TrainerCallback):
         self.handle: ZeroPPHandle | None = None
         self._args: TrainingArguments | None = None
         self._plugin: ZeroPPPlugin | None = None
+        # What the Trainer shards with where the callback takes no part.
+        self._stock_plugin: FullyShardedDataParallelPlugin | None = None
         self._auxiliary: list[ZeroPPHandle] = []
         self._log: StepLog | None = None
         self._begin()
@@ -111,7 +108,6 @@ class ZeroPPCallback(TrainerCallback):
     def _begin(self) -> None:
         """Check the surroundings, and extend Accelerate and Transformers where the callback needs it."""
         check_seams()
-        _callbacks.add(self)
         let_stock_plugin_count_on_cpu()
         patch_checkpoints(transformers.trainer)
         patch_saves(_is_served)
@@ -122,10 +118,6 @@ class ZeroPPCallback(TrainerCallback):
     def _active_plugin(self) -> ZeroPPPlugin | None:
         """The plugin, or None with ``zeropp: False`` and before the Trainer is built."""
         return None if self._plugin is None or self._plugin.zeropp_config is None else self._plugin
-
-    def serves(self, args: TrainingArguments) -> bool:
-        """Whether this callback was passed to the Trainer with these arguments."""
-        return self._args is args
 
     def attach(self, trainer: Trainer) -> ZeroPPCallback:
         """Shard the trainer's model now, and run its further sharded models under ZeRO++ too. Call it on all ranks.
@@ -143,7 +135,7 @@ class ZeroPPCallback(TrainerCallback):
         Raises:
             ValueError: the callback was passed to another Trainer.
         """
-        if not self.serves(trainer.args):
+        if self._args is not trainer.args:
             raise ValueError("attach: this callback was not passed to that trainer. Use Trainer(callbacks=[callback]).")
         if not _is_sharded(_model_of(trainer)):
             _shard(trainer)
@@ -281,6 +273,7 @@ class _DefaultCallback(ZeroPPCallback):
     """Part of every Trainer that is built after this module was imported: see the two notes above."""
 
     _of_scripts: tuple[Any] | None = None
+    _in_charge: ZeroPPCallback | None = None
 
     @classmethod
     def serve_scripts(cls, settings: Any) -> None:
@@ -298,7 +291,7 @@ class _DefaultCallback(ZeroPPCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         """Take part if the arguments, or ``hf_zeropp.run``, ask for ZeRO++."""
-        active = getattr(AcceleratorState(), "fsdp_plugin", None)
+        self._stock_plugin = active = getattr(AcceleratorState(), "fsdp_plugin", None)
         launched = active if isinstance(active, ZeroPPPlugin) else None
         wants = _wants_zeropp(args)
         # Accelerate has no plugin for a model that Transformers sharded at load, so none stands here under ``hf_zeropp.run``.
@@ -313,26 +306,28 @@ class _DefaultCallback(ZeroPPCallback):
         else:
             super().on_init_end(args, state, control, model=model)
 
+    def follow(self, callback: ZeroPPCallback | None) -> None:
+        """Log the figures of the callback that is in charge of this Trainer, and stand back if it is another one."""
+        self._in_charge = callback
+        if callback is not self:
+            self._args = self._plugin = None
+
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
-        """Train as a ZeroPPCallback, unless the user passed one."""
-        # Earlier Trainers with the same arguments have callbacks like this one, and do not count.
-        if any(callback.serves(args) for callback in _callbacks if not isinstance(callback, _DefaultCallback)):
-            self._args = self._plugin = None
+        """Train as a ZeroPPCallback where this one takes part."""
         if self._plugin is not None:
             super().on_train_begin(args, state, control, model=model)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
-        if not {"loss", "train_loss"} & logs.keys():  # an evaluation's figures: the steps wait for the next of training
+        is_evaluation = not {"loss", "train_loss"} & logs.keys()  # the steps wait for the next figures of training
+        if self._in_charge is None or is_evaluation:
             return
-        for callback in list(_callbacks):
-            if callback.serves(args):
-                entries = callback.log_entries()
-                logs.update(entries)  # for the trackers, which come later
-                state.log_history[-1].update(entries)  # a copy that the Trainer made of the figures before
+        entries = self._in_charge.log_entries()
+        logs.update(entries)  # for the trackers, which come later
+        state.log_history[-1].update(entries)  # a copy that the Trainer made of the figures before
 
 
 cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_DefaultCallback)
@@ -428,25 +423,35 @@ def _is_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
+def _in_charge(trainer: Trainer) -> ZeroPPCallback | None:
+    """Return the ZeroPPCallback that the user passed to a Trainer, else that of the defaults, which may take no part."""
+    own = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ZeroPPCallback)]
+    return min(own, key=lambda callback: isinstance(callback, _DefaultCallback), default=None)
+
+
 def _is_served(trainer: Trainer) -> bool:
-    return any(callback.serves(trainer.args) for callback in _callbacks)
+    callback = _in_charge(trainer)
+    return callback is not None and callback._plugin is not None
 
 
 def _use_own_plugin(trainer: Trainer) -> None:
     """Put the trainer's plugin back. All Trainers share Accelerate's state, where one that was built later has put its own."""
-    state = AcceleratorState()
-    own = [callback._plugin for callback in _callbacks if callback.serves(trainer.args)]
-    active = getattr(state, "fsdp_plugin", None)
-    if active is not None and not any(active is plugin for plugin in own):
-        state.fsdp_plugin = next((plugin for plugin in own if plugin is not None), active)
+    state, callback = trainer.accelerator.state, _in_charge(trainer)
+    if callback is None or getattr(state, "fsdp_plugin", None) is None:
+        return
+    if (own := callback._plugin or callback._stock_plugin) is not None:
+        state.fsdp_plugin = own
 
 
 def _train(
     original: Callable[..., Any], self: Trainer, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     """Extend ``train``: with the settings of its own Trainer, and resuming from a checkpoint that all ranks see whole."""
+    _use_own_plugin(self)
     if _is_served(self):
-        _use_own_plugin(self)
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, _DefaultCallback):
+                callback.follow(_in_charge(self))
         resume_from_checkpoint = folder_to_resume(self, resume_from_checkpoint)
     return original(self, resume_from_checkpoint, *args, **kwargs)
 
@@ -454,13 +459,13 @@ def _train(
 def _shard_before_evaluation(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Extend ``evaluate`` and ``predict``. Before ``train`` the Trainer would shard a model alone, which FSDP2 refuses."""
     if self.is_fsdp_enabled and _is_served(self) and not _is_sharded(_model_of(self)):
-        _use_own_plugin(self)
         _shard(self)
     return original(self, *args, **kwargs)
 
 
 def _shard(trainer: Trainer) -> None:
     """Do what ``train`` does first. ``train`` recognizes a model that is prepared, and keeps it."""
+    _use_own_plugin(trainer)
     trainer.create_optimizer()
     trainer.model, trainer.optimizer = trainer.accelerator.prepare(trainer.model, trainer.optimizer)
     trainer.model_wrapped = trainer.model

@@ -157,12 +157,13 @@ def test_settings_may_stand_in_a_file(tmp_path):
     assert (settings["qwz_bits"], settings["ranks_per_node"]) == (4, 2)
 
 
-def settings_without_callback(rank: int, folder: str, counts_on_cpu: bool):
+def settings_without_callback(rank: int, folder: str, counts_on_cpu: bool, first_has_one: bool = False):
     """Losses, and the node's bytes per step as logged and as predicted, of the second Trainer with the same arguments."""
     if counts_on_cpu:  # as on an accelerator
         let_stock_plugin_count_on_cpu()
     args = training_arguments(folder, max_steps=2)
-    first = Trainer(tiny_model(), args, train_dataset=token_data())
+    callbacks = [ZeroPPCallback()] if first_has_one else []
+    first = Trainer(tiny_model(), args, train_dataset=token_data(), callbacks=callbacks)
     first.train()
     trainer = Trainer(tiny_model(), args, train_dataset=token_data())
     trainer.train()
@@ -170,8 +171,9 @@ def settings_without_callback(rank: int, folder: str, counts_on_cpu: bool):
     return losses(trainer), [1e9 * each for each in logged(trainer, CROSS_NODE)], 2 * predicted.cross_node
 
 
-def test_settings_take_effect_without_a_callback(tmp_path):
-    ours, bytes_, predicted = run_ranks(settings_without_callback, 4, str(tmp_path), True)[0]
+@pytest.mark.parametrize("first_has_one", [False, True])
+def test_settings_take_effect_without_a_callback(tmp_path, first_has_one):
+    ours, bytes_, predicted = run_ranks(settings_without_callback, 4, str(tmp_path), True, first_has_one)[0]
     with_callback, _ = run_ranks(train, 4, str(tmp_path), TWO_NODES, {"max_steps": 2})[0]
     assert ours == with_callback and bytes_ == pytest.approx([predicted] * 2, rel=0.04)
 

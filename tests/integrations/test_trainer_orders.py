@@ -20,10 +20,14 @@ from trainer_runs import (
     same_weights,
     tiny_model,
     token_data,
+    training_arguments,
     weights,
 )
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Trainer
 from transformers.distributed import DistributedConfig
+
+from hf_zeropp import ZeroPPCallback
+from hf_zeropp.apply import get_handle
 
 
 def train_only(rank: int, folder: str):
@@ -100,24 +104,37 @@ def test_train_evaluate_train(tmp_path):
     assert ours[1] < ours[0]
 
 
-def train_both_of_two(rank: int, folder: str) -> list[tuple[list[float], set[str]]]:
-    """Build two Trainers before either trains. Return the losses of each, and what classes it has sharded."""
+def train_each_of_three(rank: int, folder: str, attach: bool) -> list[tuple[list[float], set[str], bool]]:
+    """Build three Trainers before any trains: without ZeRO++, with it, and with other settings.
+
+    Returns:
+        Of each the losses, what classes it has sharded, and whether it ran under ZeRO++.
+    """
+    ZeroPPCallback()  # which lets the first count on CPU
     others = {"fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaMLP"]}}
-    trainers = [build_trainer(folder), build_trainer(folder, False, **others)]
+    plain = Trainer(tiny_model(), training_arguments(folder, None), train_dataset=token_data())
+    ours = [build_trainer(folder), build_trainer(folder, False, **others)]
+    for trainer in ours if attach else ():
+        callback_of(trainer).attach(trainer)
     trained = []
-    for trainer in trainers:
+    for trainer in (plain, *ours):
         trainer.train()
         sharded = {type(module).__name__ for module in trainer.model.modules() if isinstance(module, FSDPModule)}
-        trained.append((losses(trainer), sharded))
+        handle = get_handle(trainer.model)
+        trained.append((losses(trainer), sharded, handle is not None and handle.is_active))
     return trained
 
 
-def test_a_trainer_keeps_its_settings_when_another_is_built(tmp_path):
-    (first, of_first), (second, of_second) = run_ranks(train_both_of_two, 4, str(tmp_path))[0]
-    assert "FSDPLlamaMLP" not in of_first and "FSDPLlamaDecoderLayer" in of_first
+@pytest.mark.parametrize("attach", [False, True])
+def test_a_trainer_keeps_its_settings_when_another_is_built(tmp_path, attach):
+    plain, (first, of_first, is_active), (second, of_second, _) = run_ranks(
+        train_each_of_three, 4, str(tmp_path), attach
+    )[0]
+    assert "FSDPLlamaMLP" not in of_first and "FSDPLlamaDecoderLayer" in of_first and is_active
     assert "FSDPLlamaMLP" in of_second and "FSDPLlamaDecoderLayer" not in of_second
     assert first == run_ranks(train_only, 4, str(tmp_path))[0][0]
     assert second == pytest.approx(first, rel=0.01) and second != first
+    assert plain[0] == pytest.approx(second, rel=1e-5) and plain[1:] == (of_first, False)
 
 
 def train_sharded_at_load(rank: int, folder: str, saved: str, zeropp):
