@@ -33,21 +33,27 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
         f"{setup.in_replicas(1).num_nodes} nodes x {setup.ranks_per_node} ranks, {layers}{setup.optimizer}, "
         f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
-    synced = f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n"
-    replicas = f"HSDP and the last column: {setup.replicas} replicas of {setup.num_nodes} nodes.\n"
-    notes = (synced if setup.micro_steps > 1 else "") + (replicas if setup.replicas > 1 else "")
+    synced = replicas = ""
+    if setup.micro_steps > 1:
+        synced = f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n"
+    if setup.replicas > 1:
+        replicas = f"HSDP and the last column: {setup.replicas} replicas of {setup.num_nodes} nodes.\n"
     caption = (
         "Memory is per rank. Gathered: full weights, held while layers compute.\n"
         "Traffic is what enters one node per optimizer step. Across nodes: the least for\n"
         "any algorithm; in rings: what NCCL's flat rings put on its link (gloo's: more).\n"
-        f"{notes}M, G and T are 10^6, 10^9 and 10^12 bytes."
+        f"{synced}{replicas}M, G and T are 10^6, 10^9 and 10^12 bytes."
     )
     result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     result.add_column(no_wrap=True)
-    for one in estimates:
+    headings = [one.method for one in estimates]
+    if synced and replicas:
+        # With both columns there is room for one word of seven letters a line. rich would break what is longer inside words.
+        headings = [heading.replace("replicas", "repl.").replace(" ", "\n") for heading in headings]
+    for one, heading in zip(estimates, headings, strict=True):
         style = "bold" if one is estimates[-1] or one.method == THIS_PACKAGE else None
         # A number that does not fit continues on the next line: no digit may be lost.
-        result.add_column(one.method, style=style, justify="right", overflow="fold")
+        result.add_column(heading, style=style, justify="right", overflow="fold")
 
     # A dash for zero: most methods lack most kinds of memory, and the numbers that are there should stand out.
     def add_row(label: str, values: Iterable[float]) -> None:

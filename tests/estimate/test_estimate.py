@@ -344,6 +344,10 @@ def test_command_shows_replicas_beside_one_group(
     cli.main(["estimate", "70B", "--world", "128", "--replicas", "4", "--accumulation", "8"])
     shown = capsys.readouterr().out
     assert "16 nodes x 8 ranks" in shown and "4 replicas of 4 nodes" in shown
+    assert [line.split()[-3:] for line in shown.splitlines()[2:4]] == [
+        ["FSDP2", "this", "4"],
+        ["synced", "package", "repl."],
+    ]
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown and max(map(len, shown.splitlines())) <= 80
 
 
