@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -30,8 +29,6 @@ from hf_zeropp.fsdp.meshes import UnitMesh, check_no_unknown_replicas, holders_o
 from hf_zeropp.fsdp.units import Unit, find_units
 from hf_zeropp.fsdp.weights.first_use import is_running
 from hf_zeropp.fsdp.weights.secondary_check import wants_check
-
-logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +103,7 @@ def require_process_group() -> None:
     Raises:
         RuntimeError: there is none.
     """
-    if not dist.is_available() or not dist.is_initialized():
+    if not dist.is_initialized():
         raise RuntimeError(
             "apply_zeropp needs a process group. Start with `accelerate launch` or `torchrun`, and call "
             "torch.distributed.init_process_group (Accelerate does) before sharding the model."
@@ -158,13 +155,11 @@ def agree(
     except Exception as exception:  # whatever it is, the other ranks must hear of it, or they would wait for ever
         error = f"{type(exception).__name__}: {exception}"
     # Plans are pickled. They hold words and numbers and no tensors, which would be copied to and from an accelerator.
-    outcomes = exchange((plan, error, this_host(), is_running()))
-    plans = []
-    for rank, (rank_plan, rank_error, *_) in enumerate(outcomes):
-        if rank_plan is None:
+    plans, errors, hosts, are_first_uses = zip(*exchange((plan, error, this_host(), is_running())), strict=True)
+    for rank, rank_error in enumerate(errors):
+        if rank_error is not None:
             raise ValueError(f"ZeRO++ cannot run: rank {rank} says: {rank_error}")
-        plans.append(rank_plan)
-    _check_same_place([is_first_use for *_, is_first_use in outcomes])
+    _check_same_place(are_first_uses)
     # Every rank has all plans and compares them in the same order, so every rank raises the same error or none.
     of_model = world_groups([plan.meshes[0] for plan in plans])
     # All ranks make the process groups of all shard groups, so what these depend on must be equal over the world. Models may
@@ -178,9 +173,7 @@ def agree(
     of_experts = range(1, len(plans[0].meshes))
     groups = [of_model, *(world_groups([plan.meshes[index] for plan in plans]) for index in of_experts)]
     if plans[0].is_enabled:
-        check_hosts(
-            [host for _, _, host, _ in outcomes], plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"]
-        )
+        check_hosts(hosts, plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"])
     return plans[dist.get_rank()], tuple(groups)
 
 
@@ -303,16 +296,14 @@ def _check_same_plan(plans: Mapping[int, Plan], fields: Sequence[str]) -> None:
 
 def _first_difference(ours: Any, theirs: Any) -> tuple[Any, Any]:
     """Return the first items of two plans' fields that differ, looking into tuples and into units."""
+    if isinstance(ours, tuple) and isinstance(theirs, tuple):
+        ours, theirs = _first_unequal(ours, theirs)
     if isinstance(ours, UnitPlan) and isinstance(theirs, UnitPlan):
         if ours.name != theirs.name:
             return f"unit {ours.name}", f"unit {theirs.name}"
         # Whole descriptions of two units would fill the screen. The first parameter that differs tells the cause.
         own, other = _first_unequal((*ours.params, ours.precision), (*theirs.params, theirs.precision))
         return f"unit {ours.name} with {own}", f"unit {theirs.name} with {other}"
-    if isinstance(ours, tuple) and isinstance(theirs, tuple):
-        own, other = _first_unequal(ours, theirs)
-        are_units = isinstance(own, UnitPlan) and isinstance(other, UnitPlan)
-        return _first_difference(own, other) if are_units else (own, other)
     return ours, theirs
 
 
