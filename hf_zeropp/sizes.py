@@ -32,6 +32,6 @@ def parse_bytes(size: int | str | None) -> int:
         if text.endswith(suffix):
             try:
                 return int(float(text.removesuffix(suffix)) * factor)
-            except ValueError:
+            except (ValueError, OverflowError):  # no number, and an infinite one
                 break
     raise ValueError(f'A size must be a number of bytes or a text such as "800MB" or "1.5GB", got {size!r}.')

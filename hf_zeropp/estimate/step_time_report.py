@@ -188,7 +188,7 @@ def _gpu_memory(text: str | None, cluster: Cluster) -> float:
     if text is None:
         return cluster.device.memory
     with contextlib.suppress(ValueError):
-        if 0 < (memory := parse_bytes(text)) < math.inf:
+        if (memory := parse_bytes(text)) > 0:
             return memory
     raise ValueError(f"expected a size with its unit for --gpu-memory, such as 80GB, got {text!r}")
 

@@ -143,6 +143,7 @@ def test_a_measured_cluster_is_read_back(capsys: pytest.CaptureFixture, tmp_path
         ([*CLUSTER, "--mfu", "50"], "expected an attainable MFU above 0 and at most 1, got 50.0"),
         ([*CLUSTER, "--batch-tokens", "0"], "expected at least one token per rank and micro-step, got 0"),
         ([*CLUSTER, "--gpu-memory", "much"], "expected a size with its unit for --gpu-memory, such as 80GB, got 'much'"),
+        ([*CLUSTER, "--gpu-memory", "infGB"], "expected a size with its unit for --gpu-memory, such as 80GB, got 'infGB'"),
         ([*CLUSTER, "--gpu-memory", "1MB", "--recommend"], "expected settings that fit the memory of a GPU, got"),
         ([*CLUSTER, "--learning-rate", "0"], "expected a learning rate above zero, such as 1e-5, got 0.0"),
         ([*CLUSTER, "--learning-rate", "nan"], "expected a learning rate above zero, such as 1e-5, got nan"),
