@@ -41,7 +41,6 @@ from hf_zeropp.fsdp.predictions import (
     changed_words_bytes,
     crossings_per_step,
     gather_bytes,
-    gather_node_size,
     gathers_per_step,
     leaves_gathers_to_fsdp2,
     reduce_bytes,
@@ -287,9 +286,7 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
 
 def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     """Return the estimate of a model without frozen parameters on more than one node."""
-    hpz_size = resolve_hpz_size(setup.config.hpz_size, setup.ranks_per_node, setup.world_size)
-    # The question is the one that ``apply_zeropp`` asks, so the estimate cannot disagree with a run about it.
-    stays_fsdp2 = leaves_gathers_to_fsdp2(setup.config, hpz_size, setup.world_size)
+    stays_fsdp2 = gathers_stay_fsdp2(setup, setup.ranks_per_node)
     reduces = [UnitReduce(unit.params, setup, setup.ranks_per_node) for unit in model.units]
     gathers = [] if stays_fsdp2 else [UnitGather(unit.params, setup, setup.ranks_per_node) for unit in model.units]
     memory = _sharded_memory(model, setup)
@@ -330,6 +327,13 @@ def two_hop_peers(node_size: int, setup: Setup) -> tuple[Peers, Peers]:
     return node_hop, Peers.among(range(0, setup.world_size, node_size), 0, setup.ranks_per_node)
 
 
+def gathers_stay_fsdp2(setup: Setup, node_size: int) -> bool:
+    """Return whether weight gathers stay FSDP2's own, where the settings take ``node_size`` ranks for a node."""
+    hpz_size = resolve_hpz_size(setup.config.hpz_size, node_size, setup.world_size)
+    # The question is the one that ``apply_zeropp`` asks, so the estimate cannot disagree with a run about it.
+    return leaves_gathers_to_fsdp2(setup.config, hpz_size, setup.world_size)
+
+
 class UnitGather:
     """The weight gathers of one unit: the cross hop, then the node hop over the ranks that share a secondary copy.
 
@@ -342,7 +346,8 @@ class UnitGather:
     def __init__(self, params: Iterable[ParamShape], setup: Setup, node_size: int) -> None:
         hpz_size = resolve_hpz_size(setup.config.hpz_size, node_size, setup.world_size)
         self.keeps_secondary = hpz_size is not None
-        self.node_hop, self.cross_hop = two_hop_peers(gather_node_size(hpz_size, node_size), setup)
+        # The ranks that share a copy take part in the node hop, or without copies those of a node.
+        self.node_hop, self.cross_hop = two_hop_peers(hpz_size or node_size, setup)
         # bf16 is the compute dtype that is assumed throughout.
         self.layouts = gather_layouts(setup.settings, flat_shards(params, setup), torch.bfloat16, trains=True)
         # The backend's own all-gathers move weights in 16 bits within the node.

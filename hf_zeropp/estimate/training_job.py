@@ -197,8 +197,3 @@ class Job:
         # The backward pass takes gradients of inputs for all weights, and gradients of weights for the trained ones.
         passes = FORWARD_FLOPS * (1 + recomputes) + BACKWARD_FLOPS / 2
         return self.model.active * self.tokens * (passes * unit.numel + BACKWARD_FLOPS / 2 * trained)
-
-
-def forward_order(units: tuple[UnitShape, ...]) -> tuple[UnitShape, ...]:
-    """Return units in the order in which a forward pass needs them: embeddings come first, whatever their place in the shape."""
-    return tuple(sorted(units, key=lambda unit: unit.name != "embeddings"))

@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from hf_zeropp.comm.topology import resolve_hpz_size
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster
 from hf_zeropp.estimate.memory_and_bytes import (
@@ -28,12 +27,12 @@ from hf_zeropp.estimate.memory_and_bytes import (
     FrozenGather,
     UnitGather,
     UnitReduce,
+    gathers_stay_fsdp2,
     two_hop_peers,
 )
 from hf_zeropp.estimate.model_shape import ParamShape, UnitShape, slice_numel
 from hf_zeropp.estimate.simulation import KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage
-from hf_zeropp.estimate.training_job import Job, Setup, forward_order
-from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
+from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.traffic import Bytes, Peers
 
 DEEPSPEED = "DeepSpeed ZeRO++"
@@ -146,7 +145,8 @@ def work_of_package(job: Job) -> list[UnitWork]:
 def _work_of_all(units: tuple[UnitShape, ...], make: Callable[[UnitShape], UnitWork]) -> list[UnitWork]:
     """Return the work of units, in the order of a forward pass. Equal units share it: a transformer's blocks are alike."""
     made = functools.cache(make)
-    ordered = forward_order(units)
+    # Embeddings come first in a forward pass, whatever their place in the shape.
+    ordered = sorted(units, key=lambda unit: unit.name != "embeddings")
     return [dataclasses.replace(made(dataclasses.replace(unit, name="")), name=unit.name) for unit in ordered]
 
 
@@ -210,8 +210,7 @@ class _Maker:
         # Settings may divide ranks in other groups than the true nodes. Bytes are fast or slow by the true ones.
         self._node_size = config.ranks_per_node if isinstance(config.ranks_per_node, int) else per_node
         self.num_nodes = world // self._node_size
-        hpz_size = resolve_hpz_size(config.hpz_size, self._node_size, world)
-        self._leaves_gathers = leaves_gathers_to_fsdp2(config, hpz_size, world)
+        self._gathers_stay_fsdp2 = gathers_stay_fsdp2(setup, self._node_size)
         self._is_gloo = job.cluster.backend == "gloo"
 
     def of_method(self, unit: UnitShape, method: Method) -> UnitWork:
@@ -237,7 +236,7 @@ class _Maker:
     def trained(self, unit: UnitShape) -> UnitWork:
         overlaps = self._setup.config.overlap
         ahead = 0
-        if self._leaves_gathers:
+        if self._gathers_stay_fsdp2:
             first = again = self._ring(unit.params, self._world)
         else:
             gather = self._gather(unit.params)

@@ -58,11 +58,6 @@ def leaves_gathers_to_fsdp2(config: ZeroPPConfig, hpz_size: int | None, world_si
     return config.qwz_bits is None and hpz_size in (None, world_size)
 
 
-def gather_node_size(hpz_size: int | None, ranks_per_node: int) -> int:
-    """Return how many ranks take part in the node hop of a gather: those that share a copy, else those of a node."""
-    return hpz_size or ranks_per_node
-
-
 def gathers_per_step(micro_steps: int, *, reshards_after_forward: bool) -> int:
     """Return how often FSDP2 gathers a unit in one optimizer step.
 
