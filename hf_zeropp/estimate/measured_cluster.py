@@ -261,7 +261,7 @@ class _Benchmark:
                 copy_rate,
                 wire_rate,
             ),
-            "gloo" if str(dist.get_backend(self._cross.group)) == "gloo" else "nccl",
+            "gloo" if is_gloo else "nccl",
         )
 
     def _hop(self, hop: Hop) -> tuple[float, float]:

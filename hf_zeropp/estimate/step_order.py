@@ -77,8 +77,7 @@ class _BlockingOrder:
         arrived = [self._start_ahead(unit) if is_first else None for unit in self._units]
         for unit, cross in zip(self._units, arrived, strict=True):
             stages = unit.gather_first[unit.ahead :] if is_first else unit.gather_forward
-            for stage in stages:
-                self.program.add(MAIN, stage, unit.name, after=[cross])
+            self.program.add_all(MAIN, stages, unit.name, after=[cross])
             self.program.compute(MAIN, "forward", unit.forward_s, unit.name, after=[cross])
 
     def backward(self, *, is_last: bool) -> None:
@@ -176,8 +175,8 @@ class _StreamOrder:
         done = 0
         for index, unit in enumerate(units):
             if index == 0 or not unit.prefetches:
-                gathered = self._gather_again(unit, None)
-            copied = self._copy_out(unit, gathered) if unit.gather_backward else None
+                gathered = self._gather_again(unit)
+            copied = self._copy_out(unit, gathered)
             own, gathered = gathered, None
             if index + 1 < len(units) and units[index + 1].prefetches:
                 gathered = self._gather_again(units[index + 1], copied)
@@ -189,13 +188,11 @@ class _StreamOrder:
     def _cross(self, unit: UnitWork, gathered: int | None) -> int | None:
         return self.program.add_all(CROSS, unit.gather_first[: unit.ahead], unit.name, after=[gathered])
 
-    def _gather_again(self, unit: UnitWork, copied: int | None) -> int | None:
+    def _gather_again(self, unit: UnitWork, copied: int | None = None) -> int | None:
         return self.program.add_all(_stream(unit), unit.gather_backward, unit.name, after=[copied])
 
     def _copy_out(self, unit: UnitWork, gathered: int | None) -> int | None:
-        if not unit.copies or gathered is None:
-            return None
-        return self.program.add_all(MAIN, unit.copies, unit.name, after=[gathered])
+        return None if gathered is None else self.program.add_all(MAIN, unit.copies, unit.name, after=[gathered])
 
     def _reduce(self, unit: UnitWork, stages: Sequence, done: int, last: int | None, is_last: bool) -> int | None:
         # The first stage copies gradients into the flat buffer. It waits for the last reduction on the compute stream,

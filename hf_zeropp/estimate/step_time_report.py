@@ -137,12 +137,18 @@ class TimeEstimate:
 
     def to_json(self) -> dict[str, Any]:
         """Return the cluster, the predictions, and what else was asked for."""
-        names = ("method", "step_s", "tokens_per_s", "mfu", "exposed", "memory", "fits")
-        times = []
-        for row in self._rows:
-            time = row.time
-            rates = (time.step_s, time.tokens_per_s(self._job), time.mfu(self._job), time.exposed)
-            times.append(dict(zip(names, (row.name, *rates, row.memory, row.fits), strict=True)))
+        times = [
+            {
+                "method": row.name,
+                "step_s": row.time.step_s,
+                "tokens_per_s": row.time.tokens_per_s(self._job),
+                "mfu": row.time.mfu(self._job),
+                "exposed": row.time.exposed,
+                "memory": row.memory,
+                "fits": row.fits,
+            }
+            for row in self._rows
+        ]
         cluster = dataclasses.asdict(self._job.cluster)
         answer = {"simulated": True, "cluster": cluster, "tokens": self._job.tokens, "times": times}
         if self._num_sequences:
@@ -239,12 +245,11 @@ class Row:
         return f"{self.method}, {self.replicas} replicas" if self.replicas > 1 else self.method
 
 
-def compare(job: Job, gpu_memory: float, methods: Iterable[str] | None = None) -> list[Row]:
-    """Return a row for each method, by default all, on GPUs of so many bytes. Settings count for ``SETTINGS`` alone."""
-    names = tuple(methods or method_names())
-    rows = [_row(job if method == "HSDP" else job.in_replicas(1), method, gpu_memory) for method in names]
+def compare(job: Job, gpu_memory: float, methods: Sequence[str]) -> list[Row]:
+    """Return a row for each method on GPUs of so many bytes. Settings count for ``SETTINGS`` alone."""
+    rows = [_row(job if method == "HSDP" else job.in_replicas(1), method, gpu_memory) for method in methods]
     if job.setup.replicas > 1:
-        rows += [_row(job, method, gpu_memory) for method in names if method not in METHODS]
+        rows += [_row(job, method, gpu_memory) for method in methods if method not in METHODS]
     return rows
 
 
@@ -388,13 +393,12 @@ def _name(settings: dict[str, Any]) -> str:
 
 def time_table(job: Job, rows: Sequence[Row], gpu_memory: float) -> Table:
     """Return a rich table with one row per method. It fits 80 columns."""
-    cluster = job.cluster
+    cluster, device = job.cluster, job.cluster.device
     title = (
-        f"{job.model.name}: {cluster.num_nodes} nodes x {cluster.ranks_per_node} {cluster.device.name}\n"
+        f"{job.model.name}: {cluster.num_nodes} nodes x {cluster.ranks_per_node} {device.name}\n"
         f"{format_rate(cluster.network.rate)} attainable per node, {cluster.within.rate / 1e9:.3g} GB/s within, "
         f"{job.tokens} tokens x {job.setup.micro_steps}"
     )
-    device = job.cluster.device
     share = f" ({device.flops / device.peak_flops:.0%} of the peak)" if device.flops != device.peak_flops else ""
     limit = "its memory is unknown" if math.isinf(gpu_memory) else f"it fits if at most {gpu_memory / 1e9:.3g} GB"
     caption = (

@@ -218,13 +218,13 @@ def test_gradients_on_the_rank_cost_memory_and_save_node_hops() -> None:
 
 def test_the_recommendation_follows_the_network_and_the_links_within_a_node() -> None:
     """On a slow network the fewest bytes win; where the links of a node are slow, codes within it."""
-    rows, own = (function(job(micro_steps=2, gbit=1), 80e9) for function in (compare, choices))
-    row = recommended(rows, own)
+    one = job(micro_steps=2, gbit=1)
+    row = recommended(compare(one, 80e9, STOCK), choices(one, 80e9))
     assert row is not None and row.settings is not None and row.settings["preset"] == "exact"
     cluster = gpu_cluster(GPUS["4090"], 16, 4, 10e9 / 8, within_rate=1e10)
     row = recommended((), choices(dataclasses.replace(job(), cluster=cluster), 80e9))
     assert row is not None and row.settings == {"preset": "exact", "qwz_intra_bits": 8, "qgz_intra_bits": 8}
-    assert recommended(compare(job(), 1e6), choices(job(), 1e6)) is None  # nothing fits a megabyte
+    assert recommended(compare(job(), 1e6, STOCK), choices(job(), 1e6)) is None  # nothing fits a megabyte
 
 
 @pytest.mark.parametrize("micro_steps", [1, 2])
