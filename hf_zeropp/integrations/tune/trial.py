@@ -8,7 +8,6 @@ process ends at once: nothing behind the step runs, no block that cleans up and 
 
 from __future__ import annotations
 
-import dataclasses
 import fcntl
 import itertools
 import json
@@ -119,7 +118,7 @@ class Trial:
         trace(folder)
         cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_StepsAlone)
         if candidate.settings is not None:
-            self._put_over_all_settings(candidate.settings)
+            self._put_over_all_settings(candidate)
         self._listen_to_backward()
         register_optimizer_step_pre_hook(self._step_begins)
         register_optimizer_step_post_hook(self._step_ends)
@@ -133,14 +132,14 @@ class Trial:
         fcntl.flock(self._messages, fcntl.LOCK_SH)
         os._exit(1)
 
-    def _put_over_all_settings(self, settings: dict[str, Any]) -> None:
-        """Let these settings go over those of the environment, of files and of the script."""
+    def _put_over_all_settings(self, candidate: Candidate) -> None:
+        """Let the candidate's settings go over those of the environment, of files and of the script."""
         original = ZeroPPConfig.resolve
         ours: list[ZeroPPConfig] = []
 
         def resolve(given: Any) -> ZeroPPConfig:
             self._in_python |= given is not None and not any(given is one for one in ours)
-            self._config = dataclasses.replace(original(given), **settings)
+            self._config = candidate.over(original(given))
             ours.append(self._config)
             return self._config
 
@@ -229,17 +228,16 @@ class Trial:
             "bytes": self._received and self._received.of_node(),
             "config": None,
         }
-        return report | self._of_zeropp() if self._config and self._handles else report
+        return report | self._of_zeropp(self._config) if self._config and self._handles else report
 
-    def _of_zeropp(self) -> dict[str, Any]:
+    def _of_zeropp(self, config: ZeroPPConfig) -> dict[str, Any]:
         """Return what ZeRO++ knows of the measured steps, from the handle of the largest model that is trained."""
-        assert self._config is not None
         largest = max(self._handles, key=lambda handle: handle.traffic.trainable_bytes)
         traffic = largest.traffic
         counts = [count for handle in self._handles for count in handle.traffic.counts.values()]
         measured = self._last_step - SKIPPED_STEPS
         return {
-            "config": self._config.to_dict(),
+            "config": config.to_dict(),
             "in_force": largest.config.to_dict(),
             "bytes": _of_node(total([*counts, *traffic.others.values()]), traffic.ranks_per_node / measured),
             "micro_steps": traffic.micro_steps / measured,
