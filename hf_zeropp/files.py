@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -154,10 +154,19 @@ def written_at_once(path: Path) -> Iterator[Path]:
     """
     # The folder is beside ``path``, so both are on one file system, and ``replace`` is one rename: no reader sees half
     # a file.
-    with tempfile.TemporaryDirectory(prefix=f"{PARTIAL}{path.name}-", dir=path.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{PARTIAL}{path.name}-", dir=path.parent) as folder, _spare_descriptors():
         place = Path(folder, path.name)
         yield place
         place.replace(path)
+
+
+@contextmanager
+def _spare_descriptors() -> Iterator[None]:
+    """Hold a few file descriptors and free them at the end: removing a folder takes some, and a writer may leave none."""
+    with ExitStack() as spare:
+        for _ in range(4):
+            spare.enter_context(open(os.devnull))
+        yield
 
 
 def make_readable(path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 
 import pytest
 
@@ -15,3 +16,21 @@ def test_an_error_leaves_the_old_file_and_nothing_else(tmp_path):
         place.write_text("half")
         raise LookupError
     assert os.listdir(tmp_path) == ["file"] and (tmp_path / "file").read_text() == "old"
+
+
+def test_a_writer_that_has_no_file_descriptor_left_leaves_nothing(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        with pytest.raises(OSError, match="Too many open files"), written_at_once(tmp_path / "folder") as place:
+            place.mkdir()
+            (place / "file").write_text("half")
+            while True:
+                files.append(open(os.devnull))
+        assert len(files) > 0
+        for file in files:
+            file.close()
+        assert os.listdir(tmp_path) == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
