@@ -27,6 +27,8 @@ _BASE_LAYER = re.compile(r"(^|\.)base_layer(?=\.|$)")
 # PEFT's packages of adapters whose ``get_delta_weight`` returns what is added to the weight. That of others (OFT, HRA, HiRA, ...)
 # returns a factor.
 _ADDING = "c3a deft delora fourierft gralora loha lokr lora osf psoft randlora shira vblora vera waveft".split()
+# Those of them that return what would be added to a Linear, for Conv1D too, which holds its weight transposed.
+_ADDING_TO_LINEAR = ("fourierft", "waveft")
 # PEFT's types of adapters whose files hold their parameters and nothing else. Those of others (VeRA, SHiRA, ...) hold projections
 # that layers share, or the places of single weights, without which an engine would compute with others.
 _ALONE = (
@@ -49,13 +51,21 @@ class Addend:
     layer: Any
     adapter: str
 
+    @property
+    def method(self) -> str:
+        """The name of PEFT's package that the layer is of; of the layer's class, where it is of none."""
+        # FSDP2 puts a class of its own in front of PEFT's.
+        modules = [cls.__module__ for cls in type(self.layer).__mro__ if cls.__module__.startswith("peft.tuners.")]
+        return modules[0].split(".")[2] if modules else type(self.layer).__name__
+
     def delta(self) -> Tensor:
-        """Return what the adapter adds to the weight, as PEFT's merging computes it. Its parameters must be gathered."""
+        """Return what the adapter adds to the weight, as the weight lies. The adapter's parameters must be gathered."""
         # On a CPU, PEFT before 0.20 casts 16-bit adapters to fp32 and back in place, which would detach them from the memory
         # that FSDP2 gathers into: training would go on with the adapters of now.
         parts, memory = dict(self._parts()), [(param, param.data) for param in self.params()]
         try:
-            return self.layer.get_delta_weight(self.adapter)
+            delta = self.layer.get_delta_weight(self.adapter)
+            return delta.T if self.method in _ADDING_TO_LINEAR and self.layer.fan_in_fan_out else delta
         finally:
             for name, part in parts.items():
                 if getattr(self.layer, name)[self.adapter] is not part:
@@ -239,12 +249,9 @@ def _check_merges(addend: Addend, name: str) -> None:
     layer, adapter = addend.layer, addend.adapter
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     has_bias = bool(getattr(layer, "lora_bias", {}).get(adapter, False))
-    # FSDP2 puts a class of its own in front of PEFT's.
-    modules = [cls.__module__ for cls in type(layer).__mro__ if cls.__module__.startswith("peft.tuners.")]
-    method = modules[0].split(".")[2] if modules else type(layer).__name__
-    if method in _ADDING and variant is None and not has_bias:
+    if addend.method in _ADDING and variant is None and not has_bias:
         return
-    kind = type(variant).__name__ if variant is not None else "a bias of its own" if has_bias else method
+    kind = type(variant).__name__ if variant is not None else "a bias of its own" if has_bias else addend.method
     raise ValueError(
         f"expected adapters that add to a weight (LoRA), got {kind} in layer {name}, adapter {adapter!r}. Publish with "
         'adapters="alone", or write merged weights with `hf-zeropp export`.'

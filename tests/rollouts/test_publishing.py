@@ -15,11 +15,13 @@ import torch.nn as nn
 from frozen_runs import (
     REPLICAS,
     UNQUANTIZED,
+    VOCAB,
     packed_copy,
     prepare,
     reset_accelerate,
     tiny_llama,
     tiny_mixtral,
+    tokens,
     trainable,
     with_adapter,
 )
@@ -29,7 +31,7 @@ from rollout_runs import seen_in_forward, train_step
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_zeropp import apply_zeropp, publish_weights
 from hf_zeropp.frozen.merging import Addend, adapter_weights, merged_weights
@@ -189,12 +191,12 @@ OTHERS = {
 }
 
 
-def with_another_adapter(peft_type: str, **settings) -> nn.Module:
+def with_another_adapter(peft_type: str, make=tiny_llama, **settings) -> nn.Module:
     torch.manual_seed(1)
     # For BOFT, PEFT builds an extension with CXX=gcc, and where the build fails it leaves CXX so: what this process builds later,
     # such as a wheel of this package, would be linked without C++'s library.
     with mock.patch.dict(os.environ):
-        model = get_peft_model(tiny_llama(), get_peft_config({"peft_type": peft_type, **settings})).eval()
+        model = get_peft_model(make(), get_peft_config({"peft_type": peft_type, **settings})).eval()
     for param in trainable(model):
         param.data.add_(torch.randn_like(param), alpha=0.1)
     return model
@@ -209,6 +211,28 @@ def test_other_adapters_are_merged_as_peft_merges_them_or_refused(peft_type):
     else:
         with pytest.raises(ValueError, match=f"got {peft_type.lower()} in layer model.layers.0.self_attn.q_proj"):
             merged_weights(model)
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """A model whose layers (Conv1D) hold their weights transposed."""
+    torch.manual_seed(0)
+    size = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=1, eos_token_id=2, **size)).eval()
+
+
+@pytest.mark.parametrize(
+    ("peft_type", "settings"),
+    [("LORA", {"r": 4}), ("FOURIERFT", {"n_frequency": 200}), ("WAVEFT", {"n_frequency": 192})],
+)
+@torch.no_grad()
+def test_adapters_on_weights_that_lie_transposed_are_merged_as_the_model_computes_with_them(peft_type, settings):
+    """Not as ``merge_and_unload``: that of PEFT 0.18 adds the delta of FourierFT and WaveFT as it would lie in a Linear."""
+    settings |= {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}
+    model, merged = with_another_adapter(peft_type, tiny_gpt2, **settings), tiny_gpt2()
+    start, expected = merged(tokens()).logits, model(tokens()).logits
+    merged.load_state_dict({weight.name: weight.read() for weight in merged_weights(model)}, strict=False)
+    assert (expected - start).abs().max() > 0.01
+    torch.testing.assert_close(merged(tokens()).logits, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("peft_type", OTHERS)
