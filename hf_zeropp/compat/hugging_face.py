@@ -143,8 +143,9 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "The same function, as the tuners know it.", silent=True),
     has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save", "integrations.lora.export",
         "Copies of whole modules that PEFT trained. The base has their weights under names without this word."),
-    has("peft:LoraConfig", "init_lora_weights", "integrations.lora.export",
-        "It is set, so that no initialization computes with a base that has no values. If it moved: adapters with "
-        "such an initialization are not exported: PEFT raises."),
+    has("peft:LoraConfig", "init_lora_weights", "frozen.adapters integrations.lora.export",
+        "It tells whether an adapter changed its base, and is set for an export, so that no initialization computes with a "
+        "base that has no values. If it moved: adapters that changed their base are exported, and published alone.",
+        silent=True),
 )
 # fmt: on

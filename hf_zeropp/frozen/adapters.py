@@ -7,7 +7,15 @@ as attributes, so that a model without PEFT needs no PEFT.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.nn as nn
+
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Methods of PEFT's ``init_lora_weights`` that also change the base: they move a part of its weights into the new adapter.
+
+The setting may have more behind the name, such as ``"pissa_niter_16"``.
+"""
 
 
 def adapter_modules(model: nn.Module) -> set[nn.Module]:
@@ -32,6 +40,12 @@ def wrapped_model(model: nn.Module) -> nn.Module:
     """Return the model that PEFT wraps; without PEFT ``model`` itself."""
     get_base_model = getattr(model, "get_base_model", None)
     return get_base_model() if callable(get_base_model) else model
+
+
+def initial_that_changed_base(config: Any) -> str | None:
+    """Return ``init_lora_weights`` of an adapter's config, in lower case, if it changed the base as well; None if not."""
+    initial = str(getattr(config, "init_lora_weights", "")).lower()
+    return initial if initial.startswith(_CHANGES_BASE) else None
 
 
 def entrances(model: nn.Module) -> set[nn.Module]:

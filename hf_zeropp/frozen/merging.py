@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from hf_zeropp.frozen.adapters import adapter_modules, wrapped_model
+from hf_zeropp.frozen.adapters import adapter_modules, initial_that_changed_base, wrapped_model
 from hf_zeropp.frozen.modules import CODES, SCALES, Packed
 from hf_zeropp.frozen.weight import PackedWeight
 
@@ -164,7 +164,7 @@ def adapter_weights(model: nn.Module) -> list[PublishedWeight]:
     """Return the weights of the active adapter under the names that PEFT's files give them.
 
     Raises:
-        ValueError: no adapter is active, or several are, or PEFT's files hold more than its parameters.
+        ValueError: no adapter is active, or several are, or an engine needs more than its parameters.
     """
     added, weights = adapter_modules(model), []
     adapters = {adapter for module in model.modules() for adapter in _active(module)}
@@ -268,7 +268,7 @@ def _check_tied(first: PublishedWeight, other: PublishedWeight) -> None:
 
 
 def _check_is_complete(model: Any, adapter: str) -> None:
-    """Raise ValueError where PEFT's files hold more than an adapter's own parameters: other tensors, or biases of the base."""
+    """Raise ValueError where an engine needs more than an adapter's own parameters: other tensors, or changes of the base."""
     config = getattr(model, "peft_config", {}).get(adapter)
     kind = getattr(config, "peft_type", "lora").lower()
     if kind not in _ALONE:
@@ -281,6 +281,12 @@ def _check_is_complete(model: Any, adapter: str) -> None:
         raise ValueError(
             f'adapters="alone" publishes an adapter\'s own weights, but adapter {adapter!r} also trains biases of the base '
             f'(bias={bias!r}). Publish with adapters="merged".'
+        )
+    if (initial := initial_that_changed_base(config)) is not None:
+        raise ValueError(
+            f'adapters="alone" publishes an adapter\'s own weights, but init_lora_weights={initial!r} has changed the base of '
+            f"adapter {adapter!r}: an engine would add to the one on disk what the adapter took out of its own. "
+            'Publish with adapters="merged".'
         )
 
 

@@ -45,8 +45,8 @@ def publish_weights(model: nn.Module, *, adapters: Literal["merged", "alone"] = 
     Raises:
         ValueError: the model is not under ZeRO++, or tensor parallelism cuts its weights; an adapter has no merged form (DoRA, a
             bias of its own, one place of a tied weight) or, alone, needs more than its own parameters (VeRA, biases of the
-            base); there is no active adapter; a tensor of the files is made of weights of several units; or ``adapters`` is
-            another word.
+            base, a base that PiSSA has changed); there is no active adapter; a tensor of the files is made of weights of
+            several units; or ``adapters`` is another word.
 
     Example:
         >>> for name, weight in publish_weights(model):

@@ -246,6 +246,18 @@ def test_other_adapters_alone_are_all_that_peft_s_files_hold_or_refused(peft_typ
         torch.testing.assert_close(weights, get_peft_model_state_dict(model), atol=0, rtol=0)
 
 
+@pytest.mark.parametrize("initial", ["pissa", "pissa_niter_2", "olora"])
+def test_an_adapter_that_changed_its_base_is_published_merged_and_not_alone(initial):
+    """An engine holds the base from disk, which still has what the adapter took out of its own."""
+    model = with_adapter(tiny_llama(), init_lora_weights=initial)
+    with pytest.raises(
+        ValueError, match=f"init_lora_weights='{initial}' has changed.*Publish with adapters=\"merged\""
+    ):
+        adapter_weights(model)
+    weights = {weight.name: weight.read() for weight in merged_weights(model)}
+    torch.testing.assert_close(weights, dict(tiny_llama().state_dict()), atol=1e-5, rtol=1e-5)
+
+
 def test_prompts_are_no_part_of_merged_weights():
     model = with_another_adapter("PROMPT_TUNING", num_virtual_tokens=3, task_type="CAUSAL_LM")
     with pytest.raises(ValueError, match="got PROMPT_TUNING, which adds inputs"):

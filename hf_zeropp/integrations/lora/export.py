@@ -27,6 +27,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from hf_zeropp.files import MAX_JSON_BYTES, file_in, make_readable, read_json, written_at_once
+from hf_zeropp.frozen.adapters import initial_that_changed_base
 from hf_zeropp.frozen.modules import CODES, SCALES
 from hf_zeropp.integrations.lora.base_checkpoint import BaseCheckpoint, tied_names
 from hf_zeropp.integrations.lora.stored_tensors import INDEX, WEIGHT_DTYPES, WEIGHTS, tensors_in_files
@@ -34,11 +35,6 @@ from hf_zeropp.sizes import parse_bytes
 
 ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
-"""Methods of PEFT's ``init_lora_weights`` that also change the base: they move a part of its weights into the new adapter.
-
-The setting may have more behind the name, such as ``"pissa_niter_16"``.
-"""
 
 
 def export(
@@ -220,9 +216,8 @@ def _mergeable_config(adapter: Path) -> Any:
     # These add inputs, layers or other adapters to a model, which PEFT would read from wherever the config says.
     if config.is_prompt_learning or config.is_adaption_prompt or config.peft_type == "XLORA":
         raise ValueError(f"{str(adapter)!r} holds an adapter of type {config.peft_type}, which has no merged form.")
-    initial = str(getattr(config, "init_lora_weights", "")).lower()
     # The adapter holds that part, and so does the base on disk, which was not changed. Merged, the part would count twice.
-    if initial.startswith(_CHANGES_BASE):
+    if (initial := initial_that_changed_base(config)) is not None:
         raise ValueError(
             f"{str(adapter)!r} was trained on a base that init_lora_weights={initial!r} had changed. Merged into the one on disk "
             "it would add a part of it again. Save the adapter with path_initial_model_for_weight_conversion (PEFT), or the "
