@@ -121,7 +121,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
     has("peft.utils.other:AuxiliaryTrainingWrapper", "original_module", "frozen.adapters",
         "The module of which PEFT trains a copy. The other children are the copies. If it moved: copies that are "
         "not active are packed as frozen weights.", silent=True),
-    has("peft.utils.other:TrainableTokensWrapper", "token_adapter", "integrations.wrap_policy",
+    has("peft.tuners.trainable_tokens:TrainableTokensLayer", "trainable_tokens_delta", "integrations.wrap_policy",
         "An embedding of which single tokens are trained. If it moved: sharding such a model raises."),
     has("peft:PeftModel", "get_base_model", "frozen.adapters",
         "The model that PEFT wraps. Its `generate` calls that model, past the wrapper. If it moved: frozen weights "

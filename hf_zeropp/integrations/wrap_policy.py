@@ -7,8 +7,9 @@ output embedding, and the rest with the model. For some models this raises, unde
 - The input embedding lies within a block (``ViTEmbeddings``). It cannot be sharded once more.
 - An embedding shares its weight, or the head its bias, with a third module (T5, BERT). All users of a parameter have to be in one
   unit, so these embeddings get no unit of their own, and belong to the unit of the whole model.
-- Single tokens are trained (PEFT's ``trainable_token_indices``). Accelerate compares the weights of the embeddings, which PEFT
-  then computes of the base, sharded over a node here, and of the tokens. Tied ones share the tokens, and would be two units.
+- Single tokens are trained (PEFT's ``trainable_token_indices``, ``TrainableTokensConfig``). Accelerate compares the weights of
+  the embeddings, which PEFT then computes of the base, sharded over a node here, and of the tokens. Tied ones share the tokens,
+  and would be two units.
 - A model has no input embedding and says so by an exception.
 """
 
@@ -63,7 +64,8 @@ def _embeddings(model: nn.Module) -> list[nn.Module]:
 
 def _trains_tokens(model: nn.Module) -> bool:
     """Whether single tokens of the embeddings are trained."""
-    return any(hasattr(embedding, "token_adapter") for embedding in _embeddings(model))
+    inside = (module for embedding in _embeddings(model) for module in embedding.modules())
+    return any(hasattr(module, "trainable_tokens_delta") for module in inside)
 
 
 def _shares_with_a_third(model: nn.Module) -> bool:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from frozen_runs import UNQUANTIZED, packed_copy, prepare, reset_accelerate, tiny_llama, tokens, trainable, with_adapter
 from harness import expect_errors, run_ranks
-from peft import PeftModel
+from peft import PeftModel, TrainableTokensConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
@@ -79,17 +79,21 @@ def test_merging_switching_and_disabling_equal_the_unsharded_model(bits, use_dor
                 assert (moved == 0) == (name in ("adapter", "unmerged", "back")), (name, gaps)
 
 
-def run_tokens(rank: int, tied: bool, bits: int | None, frozen_bits: int | None) -> float:
+def run_tokens(rank: int, tied: bool, bits: int | None, frozen_bits: int | None, with_lora: bool) -> float:
     base = packed_copy(tiny_llama(tie_word_embeddings=tied).requires_grad_(False), bits)
-    model = with_adapter(base, trainable_token_indices=[*range(40)])
+    if with_lora:
+        model = with_adapter(base, trainable_token_indices=[*range(40)])
+    else:
+        settings = {"token_indices": [*range(40)], "target_modules": ["embed_tokens"], "init_weights": False}
+        torch.manual_seed(1)
+        model = get_peft_model(base, TrainableTokensConfig(**settings))
     reference = packed_copy(model, frozen_bits)
     *_, model, optimizer = prepare(model, frozen_bits=frozen_bits, **UNQUANTIZED)
     kept_in_node = set(frozen_parameters(model))
     assert {param for param in model.parameters() if not param.requires_grad} == kept_in_node
     # A packed weight is stored as codes and scales.
-    assert sum("token_adapter.base_layer" in name for name, _ in model.named_parameters()) == (
-        2 if bits or frozen_bits else 1
-    )
+    of_tokens = "token_adapter.base_layer" if with_lora else "embed_tokens.base_layer"
+    assert sum(of_tokens in name for name, _ in model.named_parameters()) == (2 if bits or frozen_bits else 1)
     for each, step in ((model, optimizer), (reference, torch.optim.SGD(trainable(reference), lr=0.05))):
         each(input_ids=tokens(), labels=tokens()).loss.backward()
         step.step()
@@ -99,9 +103,10 @@ def run_tokens(rank: int, tied: bool, bits: int | None, frozen_bits: int | None)
 @pytest.mark.parametrize(
     ("tied", "bits", "frozen_bits"), [(True, None, None), (True, 4, None), (True, None, 4), (False, None, 4)]
 )
-def test_single_tokens_train_as_in_the_unsharded_model(tied, bits, frozen_bits):
+@pytest.mark.parametrize("with_lora", [True, False])
+def test_single_tokens_train_as_in_the_unsharded_model(tied, bits, frozen_bits, with_lora):
     """Also where Accelerate would make two units of the embedding and the head, which share them. The base stays in the node."""
-    assert max(run_ranks(run_tokens, 4, tied, bits, frozen_bits)) < 1e-5
+    assert max(run_ranks(run_tokens, 4, tied, bits, frozen_bits, with_lora)) < 1e-5
 
 
 def unmerge_what_was_merged_before(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
