@@ -70,12 +70,13 @@ class Muon(torch.optim.Optimizer):
     def of_model(cls, model: nn.Module, lr: float = 1e-3, weight_decay: float = 0.1, **settings: Any) -> Muon:
         """Return an optimizer of a model's trainable parameters: Muon for the matrices of its layers, AdamW for all others.
 
-        Embeddings, those of positions too, the output head that ``get_output_embeddings`` gives, convolutions, norms and biases
-        are AdamW's. A classification head is Muon's. The size of Muon's updates is matched to AdamW's, so that both take the
-        same learning rate and weight decay, unless ``adjust_lr_fn`` among ``settings`` says otherwise.
+        Embeddings, the output head that ``get_output_embeddings`` gives, convolutions, norms and biases are AdamW's. Positions
+        are, if they are an ``nn.Embedding`` or a parameter of shape [1, n, columns]; one of another shape is taken for a matrix.
+        A classification head is Muon's. The size of Muon's updates is matched to AdamW's, so that both take the same learning
+        rate and weight decay, unless ``adjust_lr_fn`` among ``settings`` says otherwise.
         """
-        others = (nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d)
-        no_layers = [module for module in model.modules() if isinstance(module, others)]
+        convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+        no_layers = [module for module in model.modules() if isinstance(module, (nn.Embedding, *convolutions))]
         heads = [get() for module in model.modules() if callable(get := getattr(module, "get_output_embeddings", None))]
         elsewhere = {id(param) for module in [*no_layers, *filter(None, heads)] for param in module.parameters()}
         trainable = [param for param in model.parameters() if param.requires_grad]

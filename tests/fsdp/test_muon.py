@@ -224,6 +224,15 @@ def test_positions_and_convolutions_are_no_matrices():
     assert {param.ndim for param in others} == {1, 3, 4}
 
 
+@pytest.mark.parametrize("dims", [1, 2, 3])
+def test_transposed_convolutions_are_no_matrices_either(dims):
+    make = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)[dims - 1]
+    model = nn.ModuleDict({"linear": nn.Linear(4, 4), "transposed": make(4, 6, 3)})
+    matrices, others = (group["params"] for group in Muon.of_model(model).param_groups)
+    assert [id(param) for param in matrices] == [id(model["linear"].weight)]
+    assert {id(param) for param in others} >= {id(param) for param in model["transposed"].parameters()}
+
+
 @pytest.mark.parametrize(
     "mistake", [{"adjust_lr_fn": "match_rms_adam"}, {"lr": -1.0}, {"weight_decay": -1.0}, {"momentum": -1.0}]
 )
