@@ -16,6 +16,7 @@ from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens, trainable
 from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, compat, quantize_frozen
+from hf_zeropp.compat.seam import numbers_of
 from hf_zeropp.frozen import modules
 from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear, packed_modules
 from hf_zeropp.frozen.packing import pack_weight, packable_weights
@@ -253,6 +254,20 @@ def test_single_tokens_are_trained_as_in_the_dense_model_where_the_head_is_tied(
         models[0].merge_adapter()
         models[0].unmerge_adapter()
         assert [name for name, stored in models[0].state_dict().items() if not torch.equal(stored, before[name])] == []
+
+
+@pytest.mark.skipif(numbers_of(compat.version_of("peft"), 2) < (0, 20), reason="PEFT itself asks for the embedding")
+@pytest.mark.parametrize("bits", [None, 4])
+def test_peft_adapts_a_model_that_ties_nothing_and_has_no_input_embedding(bits):
+    """Such as D-FINE, also where it is another model of the process that is packed."""
+    quantize_frozen(frozen_linear(), 4)
+    model = packed_copy(tiny_llama(tie_word_embeddings=False).requires_grad_(False), bits)
+
+    def no_embedding() -> nn.Module:
+        raise NotImplementedError
+
+    model.get_input_embeddings = no_embedding
+    assert isinstance(with_adapter(model, target_modules=["q_proj"]).get_base_model(), type(model))
 
 
 def test_operators_that_write_to_lists_are_refused():

@@ -49,10 +49,12 @@ def _tied_with_embedding(original: Callable[..., list[str]], model: Any) -> list
     """Return the names of the modules that share the input embedding's weight, packed ones too."""
     base: Any = wrapped_model(model)
     base = base.model if hasattr(base, "tuner_layer_cls") else base
-    # Some models whose class ties no weights have no embedding either.
-    if not isinstance(getattr(base, "_tied_weights_keys", None), dict):
+    packed, config = dict(packed_modules(base)), getattr(base, "config", None)
+    # Some models that tie no weights have no embedding either. PEFT calls this for all models, packed or not.
+    ties = isinstance(getattr(base, "_tied_weights_keys", None), dict)
+    if not packed or not ties or getattr(config, "tie_word_embeddings", None) is False:
         return original(model)
-    within, packed = set(base.get_input_embeddings().modules()), dict(packed_modules(base))
+    within = set(base.get_input_embeddings().modules())
     codes = {param for module in packed.values() if module in within for param in module.stored_params().values()}
     tied = {
         name for name, module in packed.items() if module not in within and codes & {*module.stored_params().values()}
