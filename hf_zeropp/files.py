@@ -152,21 +152,16 @@ def written_at_once(path: Path) -> Iterator[Path]:
     Yields:
         The path to write to, which does not exist yet.
     """
-    # The folder is beside ``path``, so both are on one file system, and ``replace`` is one rename: no reader sees half
-    # a file.
-    with tempfile.TemporaryDirectory(prefix=f"{PARTIAL}{path.name}-", dir=path.parent) as folder, _spare_descriptors():
-        place = Path(folder, path.name)
-        yield place
-        place.replace(path)
-
-
-@contextmanager
-def _spare_descriptors() -> Iterator[None]:
-    """Hold a few file descriptors and free them at the end: removing a folder takes some, and a writer may leave none."""
     with ExitStack() as spare:
+        # Removing a folder takes descriptors, and a writer may fail for want of them. These are freed first.
         for _ in range(4):
             spare.enter_context(open(os.devnull))
-        yield
+        # The folder is beside ``path``, so both are on one file system, and ``replace`` is one rename: no reader sees half
+        # a file.
+        with tempfile.TemporaryDirectory(prefix=f"{PARTIAL}{path.name}-", dir=path.parent) as folder, spare:
+            place = Path(folder, path.name)
+            yield place
+            place.replace(path)
 
 
 def make_readable(path: Path) -> None:

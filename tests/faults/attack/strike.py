@@ -139,10 +139,12 @@ class Blow:
         return subprocess.run(remount, capture_output=True, check=False).returncode == 0
 
     def _few_descriptors(self) -> bool:
-        # Descriptors are given out from the lowest free number on, and the limit is on numbers.
+        # The limit is on numbers. Those between the ones in use are taken, so that what is closed from here on counts, whatever
+        # its number is.
         used = {int(name) for name in os.listdir("/proc/self/fd")}
-        free = [number for number in range(4096) if number not in used][: self._fault.spare + 1]
-        _limit(resource.RLIMIT_NOFILE, free[-1])
+        _limit(resource.RLIMIT_NOFILE, max(used) + 1 + self._fault.spare)
+        for _ in set(range(max(used))) - used:
+            os.open(os.devnull, os.O_RDONLY)
         return True
 
     def _no_shared_memory(self) -> bool:
