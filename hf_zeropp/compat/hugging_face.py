@@ -131,9 +131,10 @@ HUGGING_FACE: tuple[Seam, ...] = (
     reads("peft.tuners.tuners_utils:BaseTuner", "_inject_parameters", "integrations.lora.peft_targets",
         "In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there. If "
         "it moved: adapters on packed experts are left out, with a warning of PEFT's.", silent=True),
-    has("peft.tuners.tuners_utils:BaseTuner", "inject_adapter", "integrations.lora.peft_targets",
-        "In it PEFT makes an adapter, and some initializations change the base. If it moved: merging such an adapter "
-        "into a packed base puts back what it took out.", silent=True),
+    has("peft.tuners.tuners_utils:BaseTunerLayer", "merge unmerge merged_adapters get_base_layer",
+        "frozen.writing integrations.lora.peft_targets",
+        "The layers' methods are extended, to restore a packed base to the bit. If it moved: unmerging leaves it as "
+        "packing rounds it.", silent=True),
     has("transformers.modeling_utils:PreTrainedModel", "_tied_weights_keys", "integrations.lora.peft_targets",
         "Whether a model's class can tie weights. If it moved: as with the next.", silent=True),
     has("peft.utils.other", "_get_module_names_tied_with_embedding", "integrations.lora.peft_targets",

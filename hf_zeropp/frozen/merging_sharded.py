@@ -24,6 +24,7 @@ from hf_zeropp.dtensors import local_part, with_local_part
 from hf_zeropp.frozen.adapters import adapter_modules
 from hf_zeropp.frozen.modules import Packed
 from hf_zeropp.frozen.weight import local_rows
+from hf_zeropp.frozen.writing import keep_shard
 
 _IS_WHOLE = "_zeropp_is_whole"
 
@@ -35,6 +36,7 @@ def merge_whole(model: nn.Module) -> None:
             if any(isinstance(param, DTensor) for param in _frozen_base(layer)):
                 # The class is changed and no new module made, so that hooks and references to the layer stay valid.
                 layer.__class__ = _merging_class(type(layer))  # type: ignore[arg-type]  # classes are hashable
+                keep_shard(layer)  # it may have merged before
 
 
 class _MergesWhole(nn.Module):

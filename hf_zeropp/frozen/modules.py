@@ -32,7 +32,7 @@ from torch.distributed.fsdp import FSDPModule
 from hf_zeropp import devices
 from hf_zeropp.frozen.storage import as_bytes, reinterpret
 from hf_zeropp.frozen.weight import NOT_TRAINED, Owner, PackedForm, PackedWeight
-from hf_zeropp.frozen.writing import WriteHistory
+from hf_zeropp.frozen.writing import write
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
@@ -46,7 +46,6 @@ packing_hooks: list[Callable[[], object]] = []
 """Functions that are called when a weight is packed. Integrations add them."""
 
 _shows_weights = False
-_makes_adapters = False
 
 Place = tuple[nn.Module, str]  # a module, and the name of one of its parameters
 
@@ -60,17 +59,6 @@ def weights_shown() -> Iterator[None]:
         yield
     finally:
         _shows_weights = before
-
-
-@contextlib.contextmanager
-def adapters_made() -> Iterator[None]:
-    """Within the context writes to packed weights are no merges: PiSSA and its like change the base, and never take that back."""
-    global _makes_adapters
-    before, _makes_adapters = _makes_adapters, True
-    try:
-        yield
-    finally:
-        _makes_adapters = before
 
 
 class Gatherer(Protocol):
@@ -111,7 +99,6 @@ class Packed(nn.Module):
 
     packed_forms: dict[str, PackedForm]
     scratch: Scratch
-    _write_histories: dict[str, WriteHistory]
     _units: dict[str, Gatherer]
 
     def packed_weight(self, name: str) -> PackedWeight:
@@ -126,19 +113,14 @@ class Packed(nn.Module):
 
     def write_packed(self, name: str, value: Tensor) -> None:
         """Pack ``value`` [..., columns] into the weight ``name``, in place. See [Note: merging and unmerging] in writing.py."""
-        history = self.__dict__.setdefault("_write_histories", {}).setdefault(name, WriteHistory())
         unit = vars(self).get("_units", {}).get(name + CODES)
-        if unit is not None and unit.is_running:
-            # Written in the middle of a forward pass (Gemma 3n clips weights): it counts until the pass ends, as a write to
-            # a gathered dense weight does.
-            history = WriteHistory()
-        elif unit is not None:
-            unit.reshard()  # what is written to gathered codes would be lost when they are freed
+        # What is written to gathered codes would be lost when they are freed. In the middle of a forward pass (Gemma 3n clips
+        # weights) it counts until the pass ends, as a write to a gathered dense weight does.
+        if unit is not None and not unit.is_running:
+            unit.reshard()
         if isinstance(self, FSDPModule):
             self.reshard()
-        if _makes_adapters:
-            history = WriteHistory()
-        history.write(self.packed_weight(name), value)
+        write(self.packed_weight(name), value)
 
     def set_unit(self, name: str, unit: Gatherer) -> None:
         """Note the unit that gathers the parameter ``name`` (codes or scales of a weight)."""

@@ -109,20 +109,33 @@ def test_single_tokens_train_as_in_the_unsharded_model(tied, bits, frozen_bits, 
     assert max(run_ranks(run_tokens, 4, tied, bits, frozen_bits, with_lora)) < 1e-5
 
 
-def unmerge_what_was_merged_before(rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The logits of a packed model with an adapter, merged and sharded, and unmerged then."""
-    model = packed_copy(with_adapter(tiny_llama()), 4)
-    start = logits(model)
+def unmerge_what_was_merged_before(rank: int) -> tuple[torch.Tensor, ...]:
+    """The logits of a packed model: at the start, with one adapter merged and sharded, with another one too, and unmerged."""
+    model = with_adapter(tiny_llama(), ("default", "other"))
+    for name, param in model.named_parameters():
+        if "lora_B" in name:  # both are smaller than what packing rounds
+            param.data.mul_(0.0003 if "other" in name else 0.003)
+    model = packed_copy(model, 4)
+    with model.disable_adapter():
+        found = [logits(model)]
     model.merge_adapter()
     *_, model, _ = prepare(model, frozen_bits=4, **UNQUANTIZED)
-    merged = logits(model)
+    for layer in (module for module in model.modules() if isinstance(module, LoraLayer)):
+        kept, stored = vars(layer)["_zeropp_kept"].codes, layer.get_base_layer().weight_codes.to_local()
+        assert kept.shape == stored.shape and kept.untyped_storage().nbytes() == kept.nbytes
+    found.append(logits(model))
+    model.merge_adapter(["other"])
+    found.append(logits(model))
     model.unmerge_adapter()
-    return start, merged, logits(model)
+    with model.disable_adapter():
+        found.append(logits(model))
+    return tuple(found)
 
 
 def test_a_merge_before_sharding_is_taken_back_behind_it():
-    for start, merged, unmerged in run_ranks(unmerge_what_was_merged_before, 4):
+    for start, merged, both, unmerged in run_ranks(unmerge_what_was_merged_before, 4):
         assert torch.equal(start, unmerged) and not torch.equal(start, merged)
+        assert (both - start).norm() > 0.5 * (merged - start).norm(), "the second does not take the first out"
 
 
 def run_merging_in_a_forward(rank: int, bits: int | None) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.nn as nn
 import torch.nn.utils.parametrize
 from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens, trainable, with_adapter
+from peft import HRAConfig, IA3Config, LoHaConfig, OFTConfig, get_peft_model
+from peft.tuners.lora import LoraLayer
 from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPQuantConfig, compat, quantize_frozen
@@ -191,32 +193,110 @@ def test_a_view_of_a_packed_weight_is_packed_anew():
         layer.weight = other.weight[:3]
 
 
-def test_an_unmerge_restores_the_codes_that_were_loaded_last():
-    layer = quantize_frozen(frozen_linear(), 4)
-    torch.manual_seed(1)
-    other, delta = quantize_frozen(nn.Linear(140, 60).requires_grad_(False), 4), torch.randn(60, 140) / 50
-    for loaded in (copy.deepcopy(layer.state_dict()), other.state_dict()):
-        layer.load_state_dict(loaded)
-        layer.weight.data += delta
-        assert not torch.equal(layer.weight_codes, loaded["weight_codes"])
-        layer.weight.data -= delta
-        assert torch.equal(layer.weight_codes, loaded["weight_codes"])
-        assert torch.equal(layer.weight_scales, loaded["weight_scales"])
-
-
-@pytest.mark.parametrize("scale", [0.01, 0.02, 0.05, 1.0])
-def test_two_adapters_that_are_merged_and_unmerged_leave_every_bit(scale):
-    """Also where the first is smaller than what packing rounds: without the second, the weight looks like the one before both."""
-    model = with_adapter(tiny_llama(), ("one", "two"))
+def scale_adapters(model: nn.Module, **scales: float) -> None:
     for name, param in model.named_parameters():
-        if "lora_B" in name:
-            param.data.mul_(scale)
+        for adapter, scale in scales.items():
+            if f"lora_B.{adapter}" in name:
+                param.data.mul_(scale)
+
+
+def changed_since(before: dict[str, torch.Tensor], model: nn.Module) -> list[str]:
+    return [name for name, stored in model.state_dict().items() if not torch.equal(stored, before[name])]
+
+
+def test_an_unmerge_restores_the_codes_that_were_loaded_last():
+    model = quantize_frozen(with_adapter(tiny_llama()), 4)
+    other = with_adapter(tiny_llama())
+    for param in other.parameters():
+        param.data.mul_(1.5)
+    for loaded in (copy.deepcopy(model.state_dict()), quantize_frozen(other, 4).state_dict()):
+        model.load_state_dict(loaded)
+        model.merge_adapter()
+        assert changed_since(loaded, model)
+        model.unmerge_adapter()
+        assert changed_since(loaded, model) == []
+
+
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.05, 0.05), (0.02, 0.02), (0.01, 0.01), (0.003, 0.0003)])
+def test_two_adapters_that_are_merged_and_unmerged_leave_every_bit(scales):
+    """Also where they are smaller than what packing rounds: with the second, the weight looks like the one before both."""
+    model = with_adapter(tiny_llama(), ("one", "two"))
+    scale_adapters(model, one=scales[0], two=scales[1])
     packed = packed_copy(model, 4)
     before = copy.deepcopy(packed.state_dict())
+    layers = [module for module in packed.modules() if isinstance(module, LoraLayer)]
     for _ in range(2):
-        packed.merge_adapter(["one", "two"])
+        packed.merge_adapter(["one"])
+        assert changed_since(before, packed)
+        expected = [copy.deepcopy(layer.base_layer) for layer in layers]
+        for layer, merged in zip(layers, expected, strict=True):
+            merged.weight.data += layer.get_delta_weight("two")
+        packed.merge_adapter(["two"])
+        for layer, merged in zip(layers, expected, strict=True):
+            assert torch.equal(layer.weight.decode(), merged.weight.decode()), "the first is still in it"
         packed.unmerge_adapter()
-        assert [name for name, stored in packed.state_dict().items() if not torch.equal(stored, before[name])] == []
+        assert changed_since(before, packed) == []
+        packed.merge_adapter(["one", "two"])
+        for layer, merged in zip(layers, expected, strict=True):
+            assert torch.equal(layer.weight.decode(), merged.weight.decode())
+        packed.unmerge_adapter()
+        assert changed_since(before, packed) == []
+
+
+@pytest.mark.parametrize("config", [IA3Config(), LoHaConfig(r=4), OFTConfig(r=8, oft_block_size=0), HRAConfig(r=4)])
+def test_adapters_of_other_kinds_are_unmerged_to_the_bit(config):
+    """Some multiply the base, and some write it once for all adapters."""
+    config.target_modules, config.task_type = ["up_proj", "down_proj"], "CAUSAL_LM"
+    config.init_weights = False
+    model = get_peft_model(quantize_frozen(tiny_llama().requires_grad_(False), 8), config)
+    torch.manual_seed(1)
+    for param in trainable(model):
+        param.data.add_(0.01 * torch.randn(param.shape))
+    before = copy.deepcopy(model.state_dict())
+    model.merge_adapter()
+    assert changed_since(before, model)
+    model.unmerge_adapter()
+    assert changed_since(before, model) == []
+
+
+def test_an_unmerge_keeps_what_the_adapter_does_not_take_out():
+    """ReLoRA sets an adapter to zero behind its merge, and a user may write to a merged weight: dense weights keep both."""
+    model = packed_copy(with_adapter(tiny_llama()), 8)
+    layers = model.model.model.layers
+    model.merge_adapter()
+    layers[1].mlp.up_proj.base_layer.weight.data += 1
+    expected = [layer.mlp.up_proj.base_layer.weight.decode() for layer in layers]
+    expected[1] -= layers[1].mlp.up_proj.get_delta_weight("default")
+    scale_adapters(layers[0], default=0)
+    model.unmerge_adapter()
+    assert torch.equal(layers[0].mlp.up_proj.weight.decode(), expected[0])
+    torch.testing.assert_close(layers[1].mlp.up_proj.weight.decode(), expected[1], atol=0.02, rtol=0)
+
+
+def bytes_of_codes() -> int:
+    gc.collect()
+    return sum(each.nbytes for each in gc.get_objects() if type(each) is torch.Tensor and each.dtype == torch.uint8)
+
+
+def test_merges_that_are_never_unmerged_keep_one_copy():
+    """ReLoRA merges an adapter, and begins a new one in the same layers."""
+    model = packed_copy(with_adapter(tiny_llama(tie_word_embeddings=True), ("one", "two")), 4)
+    adapted = [module for name, module in packed_modules(model) if name.endswith("base_layer")]
+    one_copy = sum(param.nbytes for module in adapted for param in module.stored_params().values())
+    before = bytes_of_codes()
+    for _ in range(3):
+        model.merge_adapter(["one"])
+        assert bytes_of_codes() - before == one_copy
+        model.merge_adapter(["two"])
+        assert bytes_of_codes() - before == one_copy
+        for module in model.modules():
+            if hasattr(module, "merged_adapters"):
+                module.merged_adapters.clear()
+    model.merge_adapter()
+    model.unmerge_adapter()
+    assert bytes_of_codes() == before
+    model = model.merge_and_unload()
+    assert bytes_of_codes() == before
 
 
 @pytest.mark.parametrize("initial", ["pissa", "olora"])
@@ -232,7 +312,7 @@ def test_a_merge_into_a_base_that_its_adapter_has_changed_is_no_unmerge(initial)
         model.merge_adapter()
         assert torch.equal(layer.weight.decode(), expected.weight.decode())
         model.unmerge_adapter()
-        assert [name for name, stored in model.state_dict().items() if not torch.equal(stored, before[name])] == []
+        assert changed_since(before, model) == []
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -253,7 +333,7 @@ def test_single_tokens_are_trained_as_in_the_dense_model_where_the_head_is_tied(
     for _ in range(2):
         models[0].merge_adapter()
         models[0].unmerge_adapter()
-        assert [name for name, stored in models[0].state_dict().items() if not torch.equal(stored, before[name])] == []
+        assert changed_since(before, models[0]) == []
 
 
 @pytest.mark.skipif(numbers_of(compat.version_of("peft"), 2) < (0, 20), reason="PEFT itself asks for the embedding")
@@ -391,6 +471,11 @@ def test_adapters_on_packed_experts_are_the_same_whether_packing_came_before_or_
     assert any("experts" in name for name in names)
     assert names == [name for name, param in packed_first.named_parameters() if param.requires_grad]
     torch.testing.assert_close(packed_first(tokens()).logits, packed_last(tokens()).logits)
+    before = copy.deepcopy(packed_last.state_dict())
+    packed_last.merge_adapter()
+    assert any("experts" in name for name in changed_since(before, packed_last))
+    packed_last.unmerge_adapter()
+    assert [name for name in changed_since(before, packed_last) if "_codes" in name or "_scales" in name] == []
 
 
 def test_a_parametrization_of_packed_experts_leaves_them_as_they_were():
