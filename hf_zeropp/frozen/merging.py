@@ -27,7 +27,8 @@ _BASE_LAYER = re.compile(r"(^|\.)base_layer(?=\.|$)")
 # PEFT's packages of adapters whose ``get_delta_weight`` returns what is added to the weight. That of others (OFT, HRA, HiRA, ...)
 # returns a factor.
 _ADDING = "c3a deft delora fourierft gralora loha lokr lora osf psoft randlora shira vblora vera waveft".split()
-# Those of them that return what would be added to a Linear, for Conv1D too, which holds its weight transposed.
+# The packages among them whose ``get_delta_weight`` has the layout of a Linear's weight, also for a layer of Conv1D, which stores
+# its weight transposed.
 _ADDING_TO_LINEAR = ("fourierft", "waveft")
 # PEFT's types of adapters whose files hold their parameters and nothing else. Those of others (VeRA, SHiRA, ...) hold projections
 # that layers share, or the places of single weights, without which an engine would compute with others.

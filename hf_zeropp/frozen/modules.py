@@ -114,8 +114,8 @@ class Packed(nn.Module):
     def write_packed(self, name: str, value: Tensor) -> None:
         """Pack ``value`` [..., columns] into the weight ``name``, in place. See [Note: merging and unmerging] in writing.py."""
         unit = vars(self).get("_units", {}).get(name + CODES)
-        # What is written to gathered codes would be lost when they are freed. In the middle of a forward pass (Gemma 3n clips
-        # weights) it counts until the pass ends, as a write to a gathered dense weight does.
+        # A write to gathered codes would be lost when they are freed, so the unit is resharded first. It is not in the middle of
+        # a forward pass (Gemma 3n clips weights): there the write counts until the pass ends, as it does with a dense weight.
         if unit is not None and not unit.is_running:
             unit.reshard()
         if isinstance(self, FSDPModule):

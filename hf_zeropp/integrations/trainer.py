@@ -99,7 +99,7 @@ class ZeroPPCallback(TrainerCallback):
         self.handle: ZeroPPHandle | None = None
         self._args: TrainingArguments | None = None
         self._plugin: ZeroPPPlugin | None = None
-        # What the Trainer shards with where the callback takes no part.
+        # Accelerate's own plugin, with which the Trainer shards its model if this callback takes no part.
         self._stock_plugin: FullyShardedDataParallelPlugin | None = None
         self._auxiliary: list[ZeroPPHandle] = []
         self._log: StepLog | None = None

@@ -339,7 +339,7 @@ def test_single_tokens_are_trained_as_in_the_dense_model_where_the_head_is_tied(
 @pytest.mark.skipif(numbers_of(compat.version_of("peft"), 2) < (0, 20), reason="PEFT itself asks for the embedding")
 @pytest.mark.parametrize("bits", [None, 4])
 def test_peft_adapts_a_model_that_ties_nothing_and_has_no_input_embedding(bits):
-    """Such as D-FINE, also where it is another model of the process that is packed."""
+    """D-FINE is such a model. PEFT's function is replaced as soon as any model of the process was packed."""
     quantize_frozen(frozen_linear(), 4)
     model = packed_copy(tiny_llama(tie_word_embeddings=False).requires_grad_(False), bits)
 
