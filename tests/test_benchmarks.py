@@ -8,6 +8,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import tarfile
 import time
 from pathlib import Path
 
@@ -19,6 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from library import network, sandbox  # noqa: E402
 from library.rounds import Measurement, busiest_link_bytes, largest_counted_bytes, step_seconds  # noqa: E402
+from library.stages import Stage, run_rounds  # noqa: E402
 from library.study import Study  # noqa: E402
 
 STUDIES = sorted(BENCHMARKS.glob("*.py"))
@@ -103,22 +105,67 @@ def run(body: str, tmp_path: Path) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-# --------------------------------------------------------------------------------------------------------- the cluster
+# ------------------------------------------------------------------------------------------------------------- stages
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here, and this would use it")
-def test_checks_that_need_a_gpu_say_what_was_skipped_and_why(tmp_path):
-    """Without a GPU nothing fails, and nothing claims to have passed."""
-    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), str(tmp_path), "--only", "tests", "nccl", "operators"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert done.returncode == 0, done.stderr
-    stages = json.loads((tmp_path / "summary.json").read_text())["stages"]
-    assert [(one["stage"], one["result"]) for one in stages] == [
-        (name, "skipped") for name in ("tests", "nccl", "operators")
-    ]
-    assert all("no CUDA device is visible" in one["detail"] for one in stages)
-    unknown = subprocess.run([*command, "kernels"], capture_output=True, text=True, timeout=LIMIT_S, check=False)
-    assert unknown.returncode == 2 and "unknown stages ['kernels']" in unknown.stderr
+def test_checks_that_need_a_gpu_say_so(tmp_path: Path) -> None:
+    command = [sys.executable, str(BENCHMARKS / "gpu_check.py"), str(tmp_path)]
+    for words, more in (("no CUDA device is visible", []), ("unknown stages ['speed']", ["--only", "speed"])):
+        done = subprocess.run([*command, *more], capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        assert done.returncode == 2 and words in done.stderr
+
+
+def test_the_limits_of_all_gpu_checks_fit_in_their_time() -> None:
+    from gpu_check import rounds
+
+    every = rounds(Path("folder"), "cuda")
+    assert sum(max(sum(stage.limit_s for stage in lane) for lane in lanes) for lanes in every) <= 530
+
+
+HANGING = """
+import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print("so far", flush=True)
+def waits_for_ever(): time.sleep(300)
+waits_for_ever()
+"""
+DYING = """
+import os, signal, subprocess, sys
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_stage_that_hangs_or_dies_costs_its_own_result_only(tmp_path: Path) -> None:
+    """Its stacks are in its log, nothing of it is left, and the other stages run, beside it and behind it."""
+    mark = f"stages-test-{os.getpid()}"
+
+    def stage(name: str, program: str, limit_s: float = 60.0) -> Stage:
+        return Stage(name, ["-c", program], limit_s, {"TEST_MARK": mark})
+
+    first = [stage("hangs", HANGING, 2.0), stage("dies", DYING), stage("raises", "raise ValueError('no')")]
+    rounds = [[first, [stage("beside", "print('here')")]], [[stage("behind", "print('there')")]]]
+    found = {one.stage: one for one in run_rounds(rounds, tmp_path, "title", 60.0)}
+    results = {name: one.result for name, one in found.items()}
+    assert results == {
+        **dict.fromkeys(("beside", "behind"), "passed"),
+        **dict.fromkeys(("dies", "raises"), "failed"),
+        "hangs": "timed out",
+    }
+    assert found["hangs"].detail == "so far" and "in waits_for_ever" in (tmp_path / "hangs.log").read_text()
+    assert "ValueError: no" in found["raises"].detail
+    assert ranks_alive(mark) == []
+    with tarfile.open(tmp_path / "all.tgz") as packed:
+        assert {"summary.md", "summary.json", *(f"{name}.log" for name in results)} <= set(packed.getnames())
+
+
+def test_stages_end_with_the_time_of_all(tmp_path: Path) -> None:
+    rounds = [[[Stage(name, ["-c", "import time; time.sleep(300)"], 100.0) for name in ("first", "second")]]]
+    assert [one.result for one in run_rounds(rounds, tmp_path, "title", 1.0)] == ["timed out", "timed out"]
+
+
+# --------------------------------------------------------------------------------------------------------- the cluster
 
 
 @needs_namespaces

@@ -136,8 +136,8 @@ PYTORCH: tuple[Seam, ...] = (
         silent=True),
     has("torch.optim:AdamW.step", "__wrapped__", "muon",
         "The step of an optimizer without the hooks around it."),
-    has("torch.distributed:ProcessGroup", "_get_backend _device_types", "comm.topology",
-        "The timeout of the world's collectives."),
+    has("torch.distributed:ProcessGroup", "_get_backend _device_types", "comm.topology comm.hop",
+        "The timeout of the world's collectives; whether gloo moves the tensors of a GPU."),
     # They are not private, and not documented either. The second name is asked for first.
     has("torch.distributed:ProcessGroup", "reduce_scatter_tensor_coalesced", "comm.hop",
         "Several reduce-scatters in one call, which NCCL runs as one kernel.", until=(2, 13)),

@@ -9,6 +9,8 @@ At every rate and accumulation the variants take turns in several rounds, and me
 machine then slow all variants alike, and ratios between them hold where seconds do not. Results go to a JSON file as they
 come; the same command continues where it was stopped. With ``--pretraining`` the model and its text are those of
 ``bench_losses.py``, behind so many steps: how many words ``exact`` sends depends on the model and on the learning rate.
+
+With ``--device cuda`` all ranks compute on the one GPU of a machine and talk over NCCL, through the same links (library/one_gpu.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from library import one_gpu
 from library.cluster import Cluster, Ranks
 from library.links import TRAINING, start_all
 from library.network import bits_per_second, rate_text, speed
@@ -87,6 +90,8 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--learning-rates", nargs="+", type=float, default=[LEARNING_RATE], help="of AdamW")
     parser.add_argument("--pretraining", type=int, default=0, help="steps on text before; 0: random weights and tokens")
     parser.add_argument("--title", default=TITLE, help="of the page")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, all ranks on one GPU")
+    parser.add_argument("--traces", type=Path, help="folder for a trace of one step of each variant, without a limit")
     parser.add_argument("--rival", default="stock", help="the plot's ratios are to this variant")
     return parse(parser, QUICK, argv)
 
@@ -107,7 +112,8 @@ def run_study(args: argparse.Namespace, study: Study) -> None:
         return
     recipe = Recipe(shape_of(args), args.pretraining, args.batch_size, args.seq_len, CHECKPOINT_RATE)
     with contextlib.ExitStack() as stack:
-        cluster = stack.enter_context(Cluster(args.nodes, args.ranks_per_node, rank_environment(threads=1)))
+        environment = rank_environment(threads=1, device=args.device)
+        cluster = stack.enter_context(Cluster(args.nodes, args.ranks_per_node, environment, args.device))
         text: tuple[str | None, str | None] = (None, None)
         if args.pretraining:
             files, checkpoint = stack.enter_context(checkpoint_of(cluster, recipe, args.pretraining))
@@ -126,6 +132,9 @@ def _measure_all(
         runs = start_all(stack, cluster, names, TRAINING, lambda name: (VARIANTS[name], *model))
         for name, ranks in runs.items():
             _measure_memory(name, ranks, args, study)
+            if args.traces:
+                args.traces.mkdir(parents=True, exist_ok=True)
+                ranks.call("trace", str(args.traces.resolve()), args.accumulation[0])
         for (rate, accumulation), group in itertools.groupby(keys, itemgetter("rate", "accumulation")):
             in_turns = {key["variant"]: key for key in group}
             print(rate, accumulation, *in_turns, sep=", ", flush=True)
@@ -246,7 +255,8 @@ def check_direction(study: Study, args: argparse.Namespace) -> None:
 def main() -> None:
     """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    study = study_of(args, __file__, FIXED, run_study)
+    gpu = {"gpu": one_gpu.name()} if args.device == "cuda" else {}
+    study = study_of(args, __file__, (*FIXED, *gpu), run_study, **gpu)
     intro = INTRO.format(millions=ModelShape(**study.conditions["model"]).num_parameters / 1e6)
     intro += CHECKPOINT if args.pretraining else ""
     report(study, args.title, intro, grids(study, args), lambda study, path: plot(study, args, path))

@@ -1,184 +1,169 @@
-"""Run every check that needs a GPU, within minutes, and write one folder: ``bash scripts/gpu_check.sh`` calls this.
+"""Run every check that needs a GPU, on one GPU and in nine minutes: ``bash scripts/gpu_check.sh`` calls this.
 
-Each stage is a process of its own with a time limit, so that one that hangs or dies costs its own result only. A stage that
-cannot run here is skipped, and the summary says why. The stages:
+Each stage has a limit of time, and costs its own result only if it fails (library/stages.py). The stages:
 
-- *environment*: versions, kernels, driver, GPUs and how they are connected;
-- *tests*: ``pytest -m gpu``: bits of the CUDA kernels against the CPU's, compute-sanitizer, host synchronization, memory growth;
-- *streams*: the training tests again under PyTorch's stream sanitizer (``TORCH_CUDA_SANITIZER=1``);
-- *operators*: each operator beside a copy of as many bytes, and beside PyTorch code;
-- *training*: four gloo ranks on one GPU for 50 steps, beside stock FSDP2;
-- *nccl*: the same with one rank per GPU over NCCL, with a trace of one step. It needs two GPUs.
+- *environment*: GPU, driver, versions, kernels, and which ways to several ranks there are;
+- *kernels*: bits of the CUDA kernels against the CPU's, offsets beyond 32 bits, streams, graphs, products with frozen weights;
+- *triton*: the same bits from the kernels that run where nvcc was not there;
+- *memory*: the kernels under compute-sanitizer;
+- *nccl*: training on 2 nodes x 2 ranks of NCCL beside stock FSDP2: losses, bits with and without overlap, waits of the host;
+- *gloo*: training over gloo with tensors of the GPU;
+- *streams*: PyTorch's stream sanitizer, and two threads with two communicators;
+- *integrations*: Accelerate, the Trainer, launchers, LoRA on 4 bits and generation;
+- *link*: bytes that really cross between the nodes, beside those predicted;
+- *10gbit*, *1gbit*: step times beside stock FSDP2 and HSDP where the link between the nodes is the bottleneck, and without a limit;
+- *operators*: each operator beside a copy of as many bytes, products with frozen weights beside dense ones.
+
+All ranks share one GPU (library/one_gpu.py), and nodes are network namespaces, so *link* and those behind it need root.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from library.pages import Grid, show
+from library import sandbox
+from library.pages import show
+from library.stages import Lane, Round, Stage, grid_of, run_rounds
+from library.study import ROOT
 
-ROOT = Path(__file__).parents[2]
 BENCHMARKS = Path(__file__).parent
-TAIL_LINES = 15
+KERNELS, NCCL = "tests/gpu/test_gpu_kernels.py", "tests/gpu/test_nccl_training.py"
 
 
-class Stage(NamedTuple):
-    """One check.
-
-    Attributes:
-        name: of its log, and for ``--only``.
-        command: arguments behind the interpreter.
-        limit_s: seconds after which it is killed.
-        gpus: that it needs.
-        environment: further variables.
-    """
-
-    name: str
-    command: Sequence[str]
-    limit_s: float
-    gpus: int = 1
-    environment: Mapping[str, str] = {}
-
-
-class Outcome(NamedTuple):
-    """The end of a stage.
+class Links(NamedTuple):
+    """A study of step times on nodes of two ranks.
 
     Attributes:
-        stage: its name.
-        result: "passed", "failed", "timed out" or "skipped".
-        seconds: it took.
-        detail: the reason of a skip, or the last lines of the log.
+        rates: of the links.
+        sizes: hidden size, layers and vocabulary of the model on a GPU, which holds the ranks of all variants side by side.
+        variants: of ``bench_cluster.py``.
+        is_traced: whether a step of each variant is recorded.
     """
 
-    stage: str
-    result: str
-    seconds: float
-    detail: str
+    rates: Sequence[str]
+    sizes: tuple[int, int, int]
+    variants: Sequence[str]
+    is_traced: bool = False
 
 
-def stages(output: Path, device: str) -> list[Stage]:
-    """Return the stages in order, those that find the most first."""
-    training = [str(BENCHMARKS / "bench_gpu_training.py"), "--output", str(output)]
-    operators = [str(BENCHMARKS / "bench_ops.py"), "--device", "cuda", "--output", str(output / "ops_cuda.md")]
-    tests = ["-m", "pytest", "-m", "gpu", "-q", "-rs"]
-    return [
-        Stage("environment", [str(BENCHMARKS / "gpu_check.py"), "--describe"], 60, gpus=0),
-        Stage("tests", [*tests, "--maxfail=20", "tests/gpu"], 200),
-        Stage("training", [*training, "--device", device], 90, gpus=1 if device == "cuda" else 0),
-        Stage("nccl", [*training, "--device", "cuda", "--backend", "nccl"], 90, gpus=2),
-        Stage("operators", operators, 120),
-        Stage("streams", [*tests, "tests/gpu/test_gpu_training.py"], 90, environment={"TORCH_CUDA_SANITIZER": "1"}),
+SMALL = (256, 4, 2048)
+"""Sizes of a model of 4 M parameters, for which no link is too slow, nor a CPU."""
+LINK = Links(["unlimited"], SMALL, ["compute", "stock", "hsdp", "balanced", "half_model", "exact"])
+TEN_GBIT = Links(["10gbit", "unlimited"], (1536, 12, 16384), ["stock", "hsdp", "balanced", "blocking"], is_traced=True)
+"""0.4 B parameters."""
+ONE_GBIT = Links(["1gbit"], (768, 8, 16384), ["stock", "hsdp", "balanced", "half_model", "exact"])
+"""0.09 B parameters."""
+
+
+def rounds(output: Path, device: str) -> list[Round]:
+    """Return all stages. What is timed has the machine for itself; tests run beside other tests. Limits add up to 530 s."""
+    environment = Stage("environment", [str(BENCHMARKS / "gpu_check.py"), "--describe"], 30)
+    one_rank = [
+        tests("kernels", 90, device, KERNELS, "-k", "not compute_sanitizer", "--maxfail=20"),
+        tests("triton", 40, device, "tests/gpu/test_gpu_triton.py"),
+        tests("memory", 60, device, KERNELS, "-k", "compute_sanitizer"),
     ]
+    over_nccl = [
+        tests("nccl", 90, device, NCCL, "-k", "not sanitizer and not threads"),
+        tests("gloo", 40, device, "tests/gpu/test_gpu_training.py"),
+        tests("streams", 60, device, NCCL, "-k", "sanitizer or threads"),
+    ]
+    users = [tests("integrations", 190, device, "tests/gpu/test_gpu_integrations.py")]
+    timed = [
+        training("link", 70, device, LINK, output),
+        training("10gbit", 100, device, TEN_GBIT, output),
+        training("1gbit", 90, device, ONE_GBIT, output),
+        operators(50, device, output),
+    ]
+    return [[[environment]], [one_rank, over_nccl, users], [timed]]
 
 
-def why_not(stage: Stage) -> str | None:
-    """Return why a stage cannot run here; None if it can."""
-    found = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if found >= stage.gpus:
-        return None
-    if found:
-        return "NCCL gives each rank a GPU of its own, and two nodes of one rank need two: there is one"
-    build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "has no CUDA"
-    return f"no CUDA device is visible (torch {torch.__version__} {build})"
+def tests(name: str, limit_s: float, device: str, *arguments: str) -> Stage:
+    """Return the stage of some tests."""
+    command = ["-m", "pytest", "-v", "-rsP", "--tb=short", "-p", "no:cacheprovider", *arguments]
+    return Stage(name, command, limit_s, {"GPU_TESTS_DEVICE": device})
+
+
+def training(name: str, limit_s: float, device: str, links: Links, output: Path) -> Stage:
+    """Return the stage of a study of step times."""
+    hidden, layers, vocabulary = links.sizes if device == "cuda" else SMALL
+    command = [str(BENCHMARKS / "bench_cluster.py"), "--device", device, "--output", str(output / f"{name}.json")]
+    command += ["--hidden-size", str(hidden), "--layers", str(layers), "--vocab-size", str(vocabulary), "--fresh"]
+    command += ["--variants", *links.variants, "--rates", *links.rates, "--accumulation", "1", "--seq-len", "256"]
+    command += ["--steps", "3", "--rounds", "1"]
+    return Stage(name, command + (["--traces", str(output / "traces")] if links.is_traced else []), limit_s)
+
+
+def operators(limit_s: float, device: str, output: Path) -> Stage:
+    """Return the stage that times the operators."""
+    command = [str(BENCHMARKS / "bench_ops.py"), "--device", device, "--alone", "--repeats", "7"]
+    sizes = ["--megabytes", "16", "128", "1024"] if device == "cuda" else ["--quick"]
+    return Stage("operators", [*command, *sizes, "--output", str(output / f"ops_{device}.md")], limit_s)
 
 
 def describe() -> None:
     """Print what is installed and connected here, as far as programs tell."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}")
+    print(f"{os.cpu_count()} processors, Linux {os.uname().release}, user {os.geteuid()}")
+    print(f"network namespaces: {sandbox.why_impossible() or 'work'}")
+    for program in ("ip", "tc", "unshare", "nvidia-cuda-mps-control", "compute-sanitizer", "nvcc", "c++"):
+        print(f"{program}: {shutil.which(program) or 'not found'}")
     for command in (
+        ["nvidia-smi"],
         [sys.executable, "-m", "hf_zeropp.cli", "env"],
-        ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,compute_cap", "--format=csv"],
-        ["nvidia-smi", "topo", "-m"],
-        ["nvcc", "--version"],
-        ["c++", "--version"],
+        [sys.executable, "-m", "pip", "list", "--format", "freeze"],
     ):
-        if shutil.which(command[0]) is None:
-            print(f"\n{command[0]}: not installed")
-            continue
         print(f"\n$ {' '.join(command)}", flush=True)
+        if shutil.which(command[0]) is None:
+            print("not installed")
+            continue
         subprocess.run(command, check=False)
 
 
-def run(stage: Stage, output: Path) -> Outcome:
-    """Run a stage, with its output in a log."""
-    if (reason := why_not(stage)) is not None:
-        return Outcome(stage.name, "skipped", 0.0, reason)
-    started = time.monotonic()
-    log = output / f"{stage.name}.log"
-    with log.open("w") as file:
-        # A session of its own, so that all ranks of a stage that hangs can be killed together.
-        process = subprocess.Popen(
-            [sys.executable, *stage.command],
-            cwd=ROOT,
-            env={**os.environ, **stage.environment},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            result = "passed" if process.wait(stage.limit_s) == 0 else "failed"
-        except subprocess.TimeoutExpired:
-            result = "timed out"
-            os.killpg(process.pid, 9)
-            process.wait()
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return Outcome(stage.name, result, time.monotonic() - started, "\n".join(lines[-TAIL_LINES:]))
-
-
-def report(outcomes: list[Outcome], output: Path) -> Grid:
-    """Write ``summary.md`` and ``summary.json``, and return the table."""
-    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    device = ", ".join(gpus) or "no GPU"
-    grid = Grid(f"{device}, torch {torch.__version__}", ("stage", "result", "seconds"))
-    grid.rows = [[outcome.stage, outcome.result, f"{outcome.seconds:.0f}"] for outcome in outcomes]
-    details = [f"## {outcome.stage}: {outcome.result}\n\n```\n{outcome.detail}\n```\n" for outcome in outcomes]
-    (output / "summary.md").write_text("\n".join(["# Checks on a GPU\n", grid.markdown(), "", *details]))
-    record = {"device": device, "torch": torch.__version__, "stages": [one._asdict() for one in outcomes]}
-    (output / "summary.json").write_text(json.dumps(record, indent=2))
-    return grid
-
-
 def main() -> int:
-    """Run the stages that the command line asks for; return 1 if one failed."""
+    """Run the stages that the command line asks for; return 1 if one did not pass."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("output", type=Path, nargs="?", default=ROOT / "runs/gpu_check", help="folder for all results")
     parser.add_argument("--only", nargs="+", default=None, metavar="STAGE", help="run these stages alone")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="of the stage `training`")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a rehearsal without a GPU")
+    parser.add_argument("--seconds", type=float, default=530, help="for all stages together")
     parser.add_argument("--describe", action="store_true", help="print the environment, and nothing else")
     args = parser.parse_args()
     if args.describe:
         describe()
         return 0
     output = args.output.resolve()
+    every = rounds(output, args.device)
+    names = [stage.name for lanes in every for lane in lanes for stage in lane]
+    if unknown := set(args.only or ()) - set(names):
+        parser.error(f"unknown stages {sorted(unknown)}: expected some of {names}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        build = f"is built for CUDA {torch.version.cuda}" if torch.version.cuda else "has no CUDA"
+        parser.error(f"no CUDA device is visible (torch {torch.__version__} {build}); --device cpu rehearses without one")
+
+    def chosen(lane: Lane) -> Lane:
+        return [stage for stage in lane if args.only is None or stage.name in args.only]
+
     output.mkdir(parents=True, exist_ok=True)
-    chosen = stages(output, args.device)
-    if unknown := set(args.only or ()) - {stage.name for stage in chosen}:
-        parser.error(f"unknown stages {sorted(unknown)}: expected some of {[stage.name for stage in chosen]}")
-    outcomes = []
-    for stage in chosen:
-        if args.only is None or stage.name in args.only:
-            print(f"{stage.name} (at most {stage.limit_s:.0f} s) ...", flush=True)
-            outcomes.append(run(stage, output))
-            print(f"{stage.name}: {outcomes[-1].result} in {outcomes[-1].seconds:.0f} s", flush=True)
-            grid = report(outcomes, output)  # after each stage: whatever ends this program leaves what it has
-    show([grid])
+    gpu = torch.cuda.get_device_name(0) if args.device == "cuda" else "no GPU"
+    title = f"{gpu}, torch {torch.__version__}"
+    outcomes = run_rounds([[chosen(lane) for lane in lanes] for lanes in every], output, title, args.seconds)
+    show([grid_of(outcomes, title)])
     for outcome in outcomes:
         if outcome.result != "passed":
             *_, last = ["no output", *outcome.detail.splitlines()]
-            print(f"{outcome.stage} {outcome.result}: {last}")
+            print(f"{outcome.stage} {outcome.result}: {last[:300]}")
     print(f"Results are in {output}")
-    return 1 if any(outcome.result in ("failed", "timed out") for outcome in outcomes) else 0
+    return 0 if all(outcome.result == "passed" for outcome in outcomes) else 1
 
 
 if __name__ == "__main__":

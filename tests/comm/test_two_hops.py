@@ -27,6 +27,7 @@ from two_hops import (
     world_of,
 )
 
+from hf_zeropp.comm import hop
 from hf_zeropp.comm.two_hops import (
     GatherLayouts,
     ReduceLayouts,
@@ -261,6 +262,23 @@ def run_native_sums(rank: int) -> None:
 @pytest.mark.parametrize("world_size", (4, 6))
 def test_without_bits_the_backend_sums_within_the_node(world_size):
     run_ranks(run_native_sums, world_size)
+
+
+def run_rows(rank: int) -> None:
+    """Gather rows one by one, as for a GPU's tensors over gloo, and all in one call."""
+    group = world_of(2).topology.node_group
+    rows = torch.randn(3, 5, generator=torch.Generator().manual_seed(rank))
+    expected, output = torch.empty(3, 10), torch.empty(3, 10)
+    hop._all_gather_rows(expected, rows, group, async_op=False)
+    hop._all_gather_row_by_row(output, rows, group, async_op=False)
+    assert torch.equal(output, expected)
+    output.zero_()
+    hop._all_gather_row_by_row(output, rows, group, async_op=True).wait()
+    assert torch.equal(output, expected)
+
+
+def test_rows_that_are_gathered_one_by_one_are_those_of_one_call():
+    run_ranks(run_rows, 4)
 
 
 def run_special_values(rank: int) -> dict[str, list]:

@@ -38,7 +38,7 @@ PRELOAD = [
     "torch",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    "transformers",
+    "transformers.models.llama.modeling_llama",  # the models of Transformers are imported when they are used
     "accelerate",
     "hf_zeropp",
     "hf_zeropp.integrations.trainer",

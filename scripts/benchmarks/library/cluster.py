@@ -11,7 +11,9 @@ Processes, from the outside in:
 - the *driver* is the study: it makes the cluster, calls methods on ranks, and writes results;
 - a *node server* (``cluster_node.py``) runs in each node's network namespace. It imports PyTorch once;
 - *ranks* are forked by their node's server, so that a new run starts in a second instead of ten. All ranks of a run form
-  one gloo group, and each holds one *served object*, whose methods the driver calls.
+  one group, and each holds one *served object*, whose methods the driver calls.
+
+Ranks compute on CPU and talk over gloo, or all compute on one GPU and talk over NCCL (``one_gpu.py``).
 
 Driver, servers and ranks talk over one Unix socket. Network namespaces do not separate Unix sockets, so these messages
 neither wait for the slow links nor appear in their counters.
@@ -30,8 +32,11 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
 
-from library import network
+from library import network, one_gpu
 from library.network import INTERFACE, UNLIMITED, ClusterError, address, namespace
+
+DEVICE_VARIABLE = "CLUSTER_DEVICE"
+"""The environment variable that tells nodes and ranks where to compute: ``cpu`` or ``cuda``."""
 
 START_LIMIT_S = 180.0
 CALL_LIMIT_S = 3600.0
@@ -46,12 +51,15 @@ class Cluster:
         num_nodes: nodes.
         ranks_per_node: ranks of each node, in every run.
         env: environment variables of the ranks, beside those of this process.
+        device: ``cpu``, or ``cuda`` for ranks that share one GPU.
     """
 
-    def __init__(self, num_nodes: int, ranks_per_node: int, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, num_nodes: int, ranks_per_node: int, env: dict[str, str] | None = None, device: str = "cpu"
+    ) -> None:
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
-        self._env = env or {}
+        self._env = (env or {}) | {DEVICE_VARIABLE: device} | (one_gpu.NCCL if device == "cuda" else {})
         self._servers: list[subprocess.Popen] = []
         self._connections: list[Connection] = []
         self._port = 29500
@@ -146,6 +154,7 @@ class Cluster:
             "MASTER_PORT": str(self._port),
             # Otherwise gloo takes the address to which the host's name resolves. All nodes have the same host name.
             "GLOO_SOCKET_IFNAME": INTERFACE,
+            "NCCL_SOCKET_IFNAME": INTERFACE,
         }
 
     def _tear_down(self) -> None:

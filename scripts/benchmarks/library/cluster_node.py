@@ -17,9 +17,12 @@ from multiprocessing import current_process, get_context
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
+from library import one_gpu
+from library.cluster import DEVICE_VARIABLE
+
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor", "transformers", "accelerate", "hf_zeropp")
-GROUP_TIMEOUT = timedelta(minutes=30)
-"""The time that one collective may take. On a slow link a single step of a large model takes minutes."""
+GROUP_TIMEOUT = {"gloo": timedelta(minutes=30), "nccl": timedelta(minutes=2)}
+"""The time that one collective may take. On a CPU with a slow link a single step of a large model takes minutes."""
 
 _fork = get_context("fork")
 
@@ -35,6 +38,7 @@ def main() -> None:
         verb, run, *details = message
         if verb == "start":
             *start, num_ranks = details
+            importlib.import_module(start[0].partition(":")[0])  # once here, and not in every rank
             runs[run] = [_start_rank(index, *start) for index in range(num_ranks)]
         else:
             _stop(runs.pop(run))
@@ -61,6 +65,8 @@ def _next(connection: Connection) -> Any:
 def _start_rank(local_rank: int, factory: str, args: tuple, environment: dict[str, str]) -> Any:
     rank = int(environment["FIRST_RANK"]) + local_rank
     variables = environment | {"RANK": str(rank), "LOCAL_RANK": str(local_rank)}
+    if os.environ[DEVICE_VARIABLE] == "cuda":
+        variables |= one_gpu.rank_variables(rank)
     process = _fork.Process(target=_serve_rank, args=(rank, factory, args, variables), daemon=True)
     process.start()
     return process
@@ -103,7 +109,11 @@ def _initialize(rank: int) -> None:
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
-    dist.init_process_group("gloo", rank=rank, timeout=GROUP_TIMEOUT)
+    backend = "gloo"
+    if os.environ[DEVICE_VARIABLE] == "cuda":
+        torch.cuda.set_device(0)
+        backend = "nccl"
+    dist.init_process_group(backend, rank=rank, timeout=GROUP_TIMEOUT[backend])
 
 
 if __name__ == "__main__":

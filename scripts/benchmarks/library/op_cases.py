@@ -24,6 +24,8 @@ BLOCKS = {bits: 256 if bits == 8 else 128 for bits in sorted({*WEIGHT_BITS, *GRA
 
 NUM_SOURCES = 4
 FEW_TOKENS = 4
+FEW_INPUTS = (1, 8, 32)
+"""Rows of activations in a product with a frozen weight."""
 DENSITIES = {0.005: 0.12, 0.01: 0.12, 0.05: 0.17, 0.1: 0.2, 0.28: 0.23}
 """Shares of words that change, and of those the share that moves by more than one unit."""
 
@@ -193,9 +195,21 @@ def frozen_cases(bits: int, rows: int, columns: int, device: str) -> Iterator[Ca
         return make
 
     yield Case(f"frozen unpack INT{bits} {rows} x {columns}", packed, packed + dense, unpack)
-    for num_inputs in (1, 8, 32):
+    for num_inputs in FEW_INPUTS:
         name = f"frozen matmul INT{bits} {rows} x {columns}, {num_inputs} rows of x"
         yield Case(name, packed, packed, matmul(num_inputs))
+
+
+def dense_case(rows: int, columns: int, num_inputs: int, device: str) -> Case:
+    """Return the product of a dense weight in bf16 with a few rows of activations."""
+
+    def make() -> Action:
+        weight = torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+        x = torch.randn(num_inputs, columns, device=device, dtype=torch.bfloat16)
+        return partial(nn.functional.linear, x, weight)
+
+    nbytes = 2 * rows * columns
+    return Case(f"dense matmul bf16 {rows} x {columns}, {num_inputs} rows of x", nbytes, nbytes, make)
 
 
 def linear_cases(bits: int, tokens: int, features: int, device: str) -> Iterator[Case]:

@@ -235,11 +235,11 @@ def kernels() -> str:
     return ops.kernel_info().cpu
 
 
-def rank_environment(threads: int) -> dict[str, str]:
-    """Return the environment variables with which ranks use the CPU, quietly, with so many threads each."""
+def rank_environment(threads: int, device: str = "cpu") -> dict[str, str]:
+    """Return the environment variables with which ranks compute on a device, quietly, with so many threads each."""
     return {
         "OMP_NUM_THREADS": str(threads),
-        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_USE_CPU": str(device == "cpu").lower(),
         "TOKENIZERS_PARALLELISM": "false",
         "TORCH_CPP_LOG_LEVEL": "FATAL",
         "PYTHONWARNINGS": "ignore",

@@ -1,7 +1,8 @@
 """One rank's training run in ``bench_cluster.py``: a Hugging Face model under one variant of communication.
 
 The driver makes one ``TrainingRun`` per rank and variant, and calls its methods. Everything goes through Accelerate, as
-in a user's script: the stock variants are Accelerate's own FSDP2, with its ``no_sync`` between micro-steps.
+in a user's script: the stock variants are Accelerate's own FSDP2, with its ``no_sync`` between micro-steps. The model computes on
+the device of the rank's process group: a CPU with gloo, a GPU with NCCL.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ from library.rounds import Measurement, timed_steps
 from library.variants import LEARNING_RATE, ModelShape, Variant
 
 
-def build_model(shape: ModelShape, seed: int = 0, checkpoint: str | None = None) -> torch.nn.Module:
+def build_model(
+    shape: ModelShape, seed: int = 0, checkpoint: str | None = None, device: str = "cpu"
+) -> torch.nn.Module:
     """Make a Llama in fp32, the same on every rank, with random weights or with those of a file."""
     torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**dataclasses.asdict(shape), max_position_embeddings=2048))
+    with torch.device(device):
+        model = LlamaForCausalLM(LlamaConfig(**dataclasses.asdict(shape), max_position_embeddings=2048))
     if checkpoint is not None:
         model.load_state_dict(torch.load(checkpoint, weights_only=True))
     return model
@@ -66,6 +70,7 @@ class TrainingRun:
         checkpoint: str | None = None,
     ) -> None:
         self.variant = variant
+        self.is_on_gpu = dist.get_backend() == "nccl"
         self.plugin = ZeroPPPlugin(
             zeropp=False if variant.zeropp is None else variant.zeropp,
             transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
@@ -77,17 +82,22 @@ class TrainingRun:
             ),
         )
         self.accelerator = Accelerator(
-            cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin, parallelism_config=_parallelism(variant)
+            cpu=not self.is_on_gpu,
+            mixed_precision="bf16",
+            fsdp_plugin=self.plugin,
+            parallelism_config=_parallelism(variant),
         )
-        model = build_model(shape, checkpoint=checkpoint)
+        model = build_model(shape, checkpoint=checkpoint, device="cuda" if self.is_on_gpu else "cpu")
         model = with_lora(model) if variant.lora else model
-        trainable = [param for param in model.parameters() if param.requires_grad]
+        trainable = (param for param in model.parameters() if param.requires_grad)
         optimizer = torch.optim.AdamW(trainable, lr=learning_rate, foreach=True)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        if self.is_on_gpu:
+            torch.cuda.empty_cache()  # the whole model was there, and ranks of other variants need the memory
         if variant.silent:
             _silence(self.model)
         torch.manual_seed(dist.get_rank())
-        self.tokens = torch.randint(shape.vocab_size, (batch_size, seq_len))
+        self.tokens = torch.randint(shape.vocab_size, (batch_size, seq_len)).to(self.accelerator.device)
         self._text = None if text is None else np.load(text, mmap_mode="r")
         self._random = np.random.default_rng(dist.get_rank())
         self.handle = self.plugin.handle_of(self.model)
@@ -106,20 +116,23 @@ class TrainingRun:
     def memory(self, micro_steps: int) -> dict[str, int]:
         """Run one step, and return the bytes that this rank holds by kind, as they are before the optimizer step.
 
-        ``peak`` is the most that all live tensors held at the end of a micro-step.
+        ``peak`` is the most that all live tensors held at the end of a micro-step; on a GPU it is the most that was allocated.
         """
         # PyTorch keeps no high-water mark of memory on CPU, so live tensors are summed up, between micro-steps.
         peak = partial = 0
+        if self.is_on_gpu:
+            torch.cuda.reset_peak_memory_stats()
 
         def look() -> None:
             nonlocal peak, partial
-            peak = max(peak, _live_tensor_bytes() - self._peers_bytes())
+            peak = max(peak, self._peak_bytes())
             partial = max(partial, self.handle.partial_bytes() if self.handle else 0)
             if self.accelerator.sync_gradients:  # to look at gradients of earlier micro-steps would complete them
                 kinds.update(self._memory_by_kind())
 
         kinds: dict[str, int] = {}
         self.take_step(micro_steps, look)
+        peak = max(peak, self._peak_bytes()) if self.is_on_gpu else peak
         return kinds | {"partial": partial, "peak": peak}
 
     def take_step(self, micro_steps: int, after_backward: Callable[[], None] = lambda: None) -> float:
@@ -128,7 +141,7 @@ class TrainingRun:
         self.accelerator.gradient_accumulation_steps = micro_steps
         for _ in range(micro_steps):
             if self._text is not None:
-                self.tokens = windows(self._text, self._random, *self.tokens.shape)
+                self.tokens = windows(self._text, self._random, *self.tokens.shape).to(self.accelerator.device)
             with self.accelerator.accumulate(self.model):
                 loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
                 self.accelerator.backward(loss)
@@ -136,7 +149,23 @@ class TrainingRun:
                 # Accelerate's ``step`` and ``zero_grad`` do nothing before the last micro-step.
                 self.optimizer.step()
                 self.optimizer.zero_grad()
+        if self.is_on_gpu:
+            torch.cuda.synchronize()  # the step is over when the GPU has made it
         return loss.item()
+
+    def trace(self, folder: str, micro_steps: int) -> None:
+        """Run one step on all ranks, which rank 0 records into ``folder``, for https://ui.perfetto.dev."""
+        if dist.get_rank() > 0:
+            self.take_step(micro_steps)
+            return
+        with torch.profiler.profile() as profiler:
+            self.take_step(micro_steps)
+        profiler.export_chrome_trace(os.path.join(folder, f"trace_{self.variant.name}.json.gz"))
+
+    def _peak_bytes(self) -> int:
+        if self.is_on_gpu:
+            return torch.cuda.max_memory_allocated()
+        return _live_tensor_bytes() - self._peers_bytes()
 
     def _peers_bytes(self) -> int:
         """Return the bytes of the other ranks' secondary shards, where they lie in memory that this rank maps too."""

@@ -33,7 +33,7 @@ if args.resume_from:
 losses = []
 for step in range(2 * args.steps):
     generator = torch.Generator().manual_seed(10 * step + accelerator.process_index)
-    tokens = torch.randint(97, (2, 16), generator=generator)
+    tokens = torch.randint(97, (2, 16), generator=generator).to(accelerator.device)
     with accelerator.accumulate(model):
         loss = model(input_ids=tokens, labels=tokens).loss
         accelerator.backward(loss)
