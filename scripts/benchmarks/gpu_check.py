@@ -109,24 +109,23 @@ def operators(limit_s: float, device: str, output: Path) -> Stage:
     return Stage("operators", [*command, *sizes, "--output", str(output / f"ops_{device}.md")], limit_s)
 
 
-def describe() -> None:
-    """Print what is installed and connected here, as far as programs tell."""
+def describe() -> int:
+    """Print what is installed and connected here, as far as programs tell. Return 1 if one of them failed."""
     nccl = ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "none"
     print(f"Python {sys.version.split()[0]}, torch {torch.__version__}, CUDA {torch.version.cuda}, NCCL {nccl}")
     print(f"{os.cpu_count()} processors, Linux {os.uname().release}, user {os.geteuid()}")
     print(f"network namespaces: {sandbox.why_impossible() or 'work'}")
     for program in ("ip", "tc", "unshare", "nvidia-cuda-mps-control", "compute-sanitizer", "nvcc", "c++"):
         print(f"{program}: {shutil.which(program) or 'not found'}")
-    for command in (
-        ["nvidia-smi"],
-        [sys.executable, "-m", "hf_zeropp.cli", "env"],
-        [sys.executable, "-m", "pip", "list", "--format", "freeze"],
-    ):
+    python = [sys.executable, "-m"]
+    commands = [[*python, "hf_zeropp.cli", "env"], [*python, "pip", "list", "--format", "freeze"]]
+    if torch.cuda.is_available():
+        commands.insert(0, ["nvidia-smi"])
+    statuses = []
+    for command in commands:
         print(f"\n$ {' '.join(command)}", flush=True)
-        if shutil.which(command[0]) is None:
-            print("not installed")
-            continue
-        subprocess.run(command, check=False)
+        statuses.append(subprocess.run(command, check=False).returncode)
+    return int(any(statuses))
 
 
 def main() -> int:
@@ -139,8 +138,7 @@ def main() -> int:
     parser.add_argument("--describe", action="store_true", help="print the environment, and nothing else")
     args = parser.parse_args()
     if args.describe:
-        describe()
-        return 0
+        return describe()
     output = args.output.resolve()
     every = rounds(output, args.device)
     names = [stage.name for lanes in every for lane in lanes for stage in lane]
