@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_zeropp import devices
 from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
-from hf_zeropp.comm.hosts import check_hosts, this_host
+from hf_zeropp.comm.hosts import check_gloo_connects, check_hosts, this_host
 from hf_zeropp.comm.topology import WorldGroups, detect_ranks_per_node
 from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig, is_enabled
@@ -144,8 +144,8 @@ def agree(
         This rank's plan, and how each of its meshes divides the world.
 
     Raises:
-        ValueError: on every rank, if any rank objects to its model or settings, if two ranks differ, or if a node has ranks on
-            two hosts.
+        ValueError: on every rank, if any rank objects to its model or settings, if two ranks differ, if a node has ranks on two
+            hosts, or if ranks of several hosts could not connect by gloo.
     """
     # Nothing before the exchange is collective, so a rank that objects early (its settings file is missing, its model
     # is not sharded) still meets the others in the exchange, which needs no more than the world's own group.
@@ -174,6 +174,8 @@ def agree(
     groups = [of_model, *(world_groups([plan.meshes[index] for plan in plans]) for index in of_experts)]
     if plans[0].is_enabled:
         check_hosts(hosts, plans[0].ranks_per_node, dict(plans[0].settings)["ranks_per_node"])
+        if any(mesh.has_units and mesh.ranks > mesh.ranks_per_node for mesh in plans[0].sizes):
+            check_gloo_connects(hosts, of_model.data_parallel)  # within one node nothing is agreed on
     return plans[dist.get_rank()], tuple(groups)
 
 

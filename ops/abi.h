@@ -80,8 +80,8 @@ ZEROPP_EXPORT int zeropp_supports(const char* name);
 // Returns the meaning of a status from kCudaError on.
 ZEROPP_EXPORT const char* zeropp_error_text(int status);
 
-// Counts the devices, and loads a kernel on the current one. Returns a ZeroppStatus: an error if there is no device, or the
-// library has no code that the current one and its driver take.
+// Counts the devices, without a context on any. Returns a ZeroppStatus: an error if there is none, or the library has no code
+// that any of them and the driver take.
 ZEROPP_EXPORT int zeropp_find_devices(int* count);
 
 // ---- Kernels, in both libraries.

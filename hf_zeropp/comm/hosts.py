@@ -3,19 +3,25 @@
 A node is N consecutive ranks. Launchers number ranks host by host, but a scheduler may deal them out in turns (SLURM's
 ``--distribution=cyclic``), and hosts may run different numbers of ranks. Exchanges "within the node" would then cross the
 network, at every gather, and nothing would show it but the time. So ranks compare N and their hosts before they make groups.
+
+They also compare where gloo would wait for them (``gloo_address.py``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import logging
+import os
 import socket
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
 
-from hf_zeropp.comm.exchange import exchange
+from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
+from hf_zeropp.comm.gloo_address import INTERFACES, Address, connects, gloo_address
 from hf_zeropp.comm.topology import detect_ranks_per_node
 
 logger = logging.getLogger(__name__)
@@ -28,19 +34,28 @@ class Host:
     Attributes:
         name: its name, for people. Containers on one machine have names of their own.
         kernel: the id that the running kernel was given at boot, which its containers share; the name where there is none.
+        network: the kernel, and the network namespace within it, which containers may have to themselves: ranks in one reach
+            each other's loopback addresses.
+        gloo: the address at which gloo would wait for other ranks; None where it finds none.
     """
 
     name: str
     kernel: str
+    network: tuple[str, str]
+    gloo: Address | None
 
 
 def this_host() -> Host:
     """Return the machine that this process runs on."""
-    name = socket.gethostname()
-    try:
-        return Host(name, Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-    except OSError:  # not Linux
-        return Host(name, name)
+    name = kernel = socket.gethostname()
+    namespace = ""
+    with contextlib.suppress(OSError):  # not Linux
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink("/proc/self/ns/net")
+    gloo = None
+    with contextlib.suppress(OSError):  # the other ranks wait for this one to say what it can
+        gloo = gloo_address()
+    return Host(name, kernel, (kernel, namespace), gloo)
 
 
 def agree_on_nodes(setting: int | str) -> int:
@@ -97,3 +112,35 @@ def check_hosts(hosts: Sequence[Host], ranks_per_node: int, setting: int | str) 
                 "With ranks_per_node=%s %s: what they exchange is counted as within the node.", setting, said
             )
         return
+
+
+def check_gloo_connects(hosts: Sequence[Host], groups: Sequence[Sequence[int]]) -> None:
+    """Raise where ranks of a group could not make it with gloo: they would wait for each other until its timeout.
+
+    Args:
+        hosts: of all ranks, in rank order. Every rank must pass the same, so that all of them raise or none does.
+        groups: the ranks of each group that gloo is to make.
+
+    Raises:
+        ValueError: a rank would wait at a loopback address for ranks in another network.
+    """
+    if not any(host.gloo and host.gloo.is_loopback for host in hosts):
+        return
+    for ranks in groups:
+        # Ranks in one network with one address fail or succeed together.
+        places = ranks_by((rank, (hosts[rank].network, hosts[rank].gloo)) for rank in ranks)
+        for (network, one), (other_network, other) in itertools.combinations(places, 2):
+            if network != other_network and one is not None and other is not None and not connects(one, other):
+                raise ValueError(_unreachable(hosts, ranks))
+
+
+def _unreachable(hosts: Sequence[Host], ranks: Sequence[int]) -> str:
+    at = ranks_by((rank, (hosts[rank].name, hosts[rank].gloo)) for rank in ranks)
+    places = [
+        f"{words_of(on)} ({name}) at {address}" for (name, address), on in at.items() if address and address.is_loopback
+    ]
+    return (
+        f"Ranks agree by gloo on what they run next, and no rank of another host or container could connect to "
+        f"{', '.join(places)}. Name the interface of their common network in {INTERFACES} (such as eth0) on every host, or let "
+        "each host's name resolve to its address there (Debian's /etc/hosts has 127.0.1.1 for it)."
+    )

@@ -17,6 +17,18 @@ which wait for each other's kernels can block each other then. From version 2.26
 a device start in the order of the calls, if it is asked to (``NCCL_LAUNCH_ORDER_IMPLICIT=1``). It reads the variable when the
 first communicator is made. The variable is therefore set when the package is imported, which most scripts do before they make a
 process group, with whatever launcher they are started.
+
+[Note: one thread launches]
+The order of calls is one thread's. So with the variable two host threads that launch operations of NCCL on one device at the same
+time, on any of its communicators, are a fatal error: "host threads racing to launch NCCL on same device", ncclInvalidUsage. (NCCL
+watches itself alone, and no other work on the device. Without the variable this holds for threads of one communicator, and of
+those that were split from it.) An inference engine within the process, or a thread that syncs weights, may come to that: let one
+thread launch, or let both hold a lock meanwhile. ``NCCL_LAUNCH_RACE_FATAL=0`` switches the check off: launches that race have no
+order in common then, as none has without the variable, and all others keep theirs. ``NCCL_LAUNCH_ORDER_IMPLICIT=0`` gives up the
+order as well.
+
+On ROCm the variable is left alone. RCCL reads it too; ranks are reported to crash by it (ROCm/aorta#512), and to hang with three
+communicators in spite of it (ROCm/rccl#2191).
 """
 
 from __future__ import annotations
@@ -39,9 +51,9 @@ _came_late = False
 
 
 def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Ask NCCL for one order, unless the variable is set already."""
+    """Ask NCCL for one order, unless the variable is set already, or NCCL is AMD's."""
     global _came_late
-    if VARIABLE in environ:
+    if VARIABLE in environ or torch.version.hip is not None:
         return
     environ[VARIABLE] = "1"
     # The group may have no communicator yet: PyTorch makes it with the first collective. So it is set all the same.
@@ -49,8 +61,8 @@ def order_launches(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def warn_of_any_order(device_type: str, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Log on rank 0 what is missing for one order, if ranks compute on GPUs."""
-    if device_type != "cuda" or not dist.is_nccl_available() or dist.get_rank() != 0:
+    """Log on rank 0 what is missing for one order, if ranks compute on NVIDIA's GPUs."""
+    if device_type != "cuda" or torch.version.hip is not None or not dist.is_nccl_available() or dist.get_rank() != 0:
         return
     version = torch.cuda.nccl.version()
     if version[:2] < FIRST_VERSION:

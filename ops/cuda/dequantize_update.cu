@@ -9,7 +9,14 @@ namespace zeropp {
 
 constexpr int kUpdateVector = 8;  // elements per access: 16 bytes of a 16-bit base
 
-__global__ void __launch_bounds__(kThreads, 6)
+// Six blocks on a multiprocessor leave 80 registers to a thread. From compute capability 10.0 on ptxas needs more.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+constexpr int kUpdateBlocks = 5;
+#else
+constexpr int kUpdateBlocks = 6;
+#endif
+
+__global__ void __launch_bounds__(kThreads, kUpdateBlocks)
 dequantize_update_rows(Tiling tiling, int64_t num_slices, Wires<const uint8_t> wire, Wires<const uint8_t> base,
                        Wires<uint8_t> output) {
   __shared__ Staging staging[kWarps];

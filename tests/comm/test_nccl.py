@@ -107,6 +107,21 @@ def test_the_order_is_asked_for_in_time(monkeypatch):
     assert late == {nccl.VARIABLE: "1"} and nccl._came_late
 
 
+def test_on_rocm_the_order_is_neither_asked_for_nor_missed(monkeypatch, caplog):
+    """There ranks crash by it: [Note: one thread launches]. A value that somebody has chosen stays."""
+    monkeypatch.setattr(torch.version, "hip", "7.1.52802")
+    monkeypatch.setattr(nccl, "_came_late", False)
+    monkeypatch.setattr(dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 25, 1))
+    environ, chosen = {}, {nccl.VARIABLE: "1"}
+    nccl.order_launches(environ)
+    nccl.order_launches(chosen)
+    assert environ == {} and chosen == {nccl.VARIABLE: "1"} and not nccl._came_late
+    nccl.warn_of_any_order("cuda", environ)
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize(
     ("version", "environ", "came_late", "words"),
     [

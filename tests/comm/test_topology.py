@@ -44,7 +44,7 @@ def nodes_of_hosts(
     messages: list[str] = []
     hosts_module.logger.warning = lambda message, *args: messages.append(message % args)
     # A host cannot be faked from outside of the process: its id is the kernel's.
-    hosts_module.this_host = lambda: Host(f"host-{hosts[rank]}", hosts[rank])
+    hosts_module.this_host = lambda: Host(f"host-{hosts[rank]}", hosts[rank], (hosts[rank], ""), None)
     try:
         return str(agree_on_nodes(setting[rank] if isinstance(setting, list) else setting)), messages
     except ValueError as error:

@@ -23,7 +23,7 @@ from op_cases import OTHER_BLOCKS, ROW_BLOCKS, SPECIALS, Call, Case, boundary_va
 from op_checks import Guarded, check_call, check_everything, same_bits
 
 from hf_zeropp import ops
-from hf_zeropp.ops import frozen_format
+from hf_zeropp.ops import frozen_format, native
 from hf_zeropp.ops.format import FLOAT_DTYPES, QMAX, Segment, WireLayout
 from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.ops.kernels import kernels_of
@@ -272,6 +272,30 @@ def test_changed_words(emulated, group):
         check_case(emulated, kernels_of("cpu"), case)
         noticed += check_damage(emulated, kernels_of("cpu"), case, seed)
     assert noticed
+
+
+# ---- Devices.
+
+
+@pytest.mark.parametrize(
+    ("devices", "driver", "error"),
+    [
+        ([80], 13000, 0),
+        ([100], 13000, 0),  # from PTX
+        ([100], 12080, 222),
+        ([75], 13000, 209),
+        ([75, 100, 86], 12080, 0),  # one that runs is enough
+        ([], 13000, 100),
+    ],
+)
+def test_devices_are_found_by_their_numbers_alone(devices, driver, error):
+    """The emulated library has machine code for 8.0 and 9.0, and PTX for 9.0. No function that needs a context is emulated."""
+    library = cuda_emulation.library()
+    (ctypes.c_int * 4).in_dll(library, "emulated_devices")[:] = [*devices, 0, 0, 0, 0][:4]
+    ctypes.c_int.in_dll(library, "emulated_driver").value = driver
+    count = ctypes.c_int()
+    assert library.zeropp_find_devices(ctypes.byref(count)) == (native._CUDA_ERROR + error if error else 0)
+    assert count.value == len(devices)
 
 
 # ---- The emulation itself.

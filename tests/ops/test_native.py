@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import shutil
+import subprocess
 import threading
 import warnings
 from pathlib import Path
@@ -64,6 +67,40 @@ def test_where_neither_the_library_nor_triton_runs_the_reference_does_with_one_w
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert ops.compiled_kernels("cuda") is None
+
+
+DECIDE = """
+#include "cuda/devices.h"
+extern "C" int fit_of(const int* architectures, int count, int ptx, int toolkit, int device, int driver) {
+  return static_cast<int>(zeropp::fit_of({architectures, count, ptx, toolkit}, device, driver));
+}
+"""
+RUNS, DRIVER_TOO_OLD, NO_CODE = range(3)
+
+
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler")
+def test_the_devices_that_run_the_code_of_a_library(tmp_path: Path):
+    """CUDA's rules for machine code, for PTX and for drivers, as ops/cuda/devices.h states them."""
+    source, library = tmp_path / "decide.cpp", tmp_path / "decide.so"
+    source.write_text(DECIDE)
+    include = f"-I{Path(__file__).parents[2] / 'ops'}"
+    subprocess.run(["c++", "-std=c++17", "-shared", "-fPIC", include, str(source), "-o", str(library)], check=True)
+    decide = ctypes.CDLL(str(library)).fit_of
+
+    def fit(device: int, driver: int = 13000, built: tuple[int, ...] = (800, 900, 1000, 1200), ptx: int = 1200) -> int:
+        return decide((ctypes.c_int * len(built))(*built), len(built), ptx, 13000, device, driver)
+
+    # Machine code runs on its own and on later minor versions of its major version, with any driver that starts at all.
+    assert [fit(device) for device in (800, 860, 890, 900, 1000, 1030, 1200, 1210)] == [RUNS] * 8
+    assert fit(860, built=(890,)) == NO_CODE
+    assert fit(900, driver=12020) == RUNS
+    # Older devices than all, and one between two major versions that has neither machine code nor PTX of an older one.
+    assert [fit(device) for device in (700, 750, 1100)] == [NO_CODE] * 3
+    # The driver makes machine code from PTX for newer devices, if it is not older than the toolkit.
+    assert [fit(1300), fit(1300, driver=14000), fit(1300, driver=12090)] == [RUNS, RUNS, DRIVER_TOO_OLD]
+    assert fit(1100, built=(800, 900), ptx=900) == RUNS
+    assert fit(1300, ptx=0) == NO_CODE
+    assert fit(860, driver=12090, built=(890,), ptx=800) == DRIVER_TOO_OLD
 
 
 @needs_library

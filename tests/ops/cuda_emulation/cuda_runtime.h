@@ -31,7 +31,12 @@ struct dim3 {
 extern dim3 threadIdx, blockIdx, blockDim, gridDim;
 
 using cudaStream_t = void*;
-enum cudaError_t { cudaSuccess };
+enum cudaError_t {
+  cudaSuccess,
+  cudaErrorNoDevice = 100,
+  cudaErrorNoKernelImageForDevice = 209,
+  cudaErrorUnsupportedPtxVersion = 222,
+};
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
   size_t dynamicSmemBytes;
@@ -122,17 +127,31 @@ inline unsigned long long atomicCAS(unsigned long long* to, unsigned long long e
 }
 
 inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
-inline cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
-  return cudaSuccess;
-}
-
-struct cudaFuncAttributes {};
-template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, Kernel*) {
-  return cudaSuccess;
-}
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+
+// ---- Devices. Tests set which there are, as 90 for compute capability 9.0, and what the driver knows.
+
+#define __CUDA_ARCH_LIST__ 800, 900
+#define ZEROPP_OLDEST_PTX 900
+#define CUDART_VERSION 13000
+
+extern "C" __attribute__((visibility("default"))) inline int emulated_devices[4] = {80}, emulated_driver = 13000;
+
+inline cudaError_t cudaGetDeviceCount(int* count) {
+  *count = 0;
+  for (int device : emulated_devices) *count += device != 0;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDriverGetVersion(int* version) {
+  *version = emulated_driver;
+  return cudaSuccess;
+}
+enum cudaDeviceAttr { cudaDevAttrComputeCapabilityMajor, cudaDevAttrComputeCapabilityMinor };
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  const int capability = emulated_devices[device];
+  *value = attribute == cudaDevAttrComputeCapabilityMajor ? capability / 10 : capability % 10;
+  return cudaSuccess;
+}
 
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
 template <class Kernel>
