@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from hf_zeropp import devices
 from hf_zeropp.announcement import log_active, log_inactive
 from hf_zeropp.comm.agreement import Agreement, Channel
+from hf_zeropp.comm.exchange import exchange
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.node_memory import can_share
@@ -179,7 +180,10 @@ def _install_two_hops(
 ) -> Decisions:
     # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
     channel = Channel(new_cpu_group(run.mesh.groups.data_parallel))
-    decisions = Decisions(run, Agreement(channel), frozen)
+    # The ranks that share copies gather together, and so do those of a node, which share what is frozen.
+    together = run.mesh.topology_of(max(run.mesh.topology.ranks_per_node, run.mesh.hpz_size or 1)).node_group
+    neighbours = exchange(dist.get_process_group_ranks(together)[0], channel.group)
+    decisions = Decisions(run, Agreement(channel, neighbours), frozen, together)
     # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
     weakref.finalize(decisions, channel.close).atexit = False
     # Hops are made mesh by mesh, in one order on all ranks, since some of them meet to share memory.

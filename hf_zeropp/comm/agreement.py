@@ -5,10 +5,11 @@ next (because *its* weights changed, or *it* believes that this is the last micr
 decision that chooses collectives is made in three steps:
 
 1. every rank states what it has run since the last question, what it is about to do, the facts it relies on, and one small
-   number per unit. All but the numbers become a digest of 8 bytes;
+   number per unit. All but the numbers become a digest of 8 bytes. What only the ranks of its node run with it has a digest of its
+   own;
 2. one all-to-all gives the statements of all ranks, some hundred bytes each, to all ranks. It takes one trip over the network.
    An all-reduce of as many bytes takes two for each rank there is, because gloo passes it around a ring;
-3. where digests differ, all ranks see it in the same result. They exchange words and raise the same error. Otherwise
+3. where digests differ, all ranks see it in the same result: the first one between any ranks, the second within a node. They exchange words and raise the same error. Otherwise
    all of them go on with the largest number of each unit.
 
 The group is one of its own, on the CPU: no other collective can come between, and no accelerator is waited for. Its timeout
@@ -21,7 +22,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import numpy as np
@@ -39,6 +40,12 @@ DIGEST_BYTES = 8
 PATIENCE = timedelta(seconds=60)
 """How long a rank waits for the others before it logs who has not answered. It goes on waiting until the group's timeout."""
 
+SKIP_IN_A_NODE = (
+    "Ranks of a node gather together, also what is frozen: a module may be skipped (a vision tower, by a batch without images) only "
+    "on all ranks of the node alike. Give such a batch a placeholder, and leave its output out of the loss."
+)
+"""The remedy where ranks of a node part."""
+
 NAMED_DIFFERENCES = 4
 """Units that an error names, where ranks ran different ones."""
 
@@ -55,11 +62,15 @@ class Statement:
         action: a phrase after "is about to", such as "run a forward pass of unit layers.0".
         facts: by subject (a unit), the fact that this rank relies on.
         ran: what this rank has run since the last question, in its order; in the plural, such as "reductions of unit layers.0".
+        ran_in_node: the same of what only the ranks of its node run with it.
+        remedy: a sentence about what to do where other ranks are about to do something else.
     """
 
     action: str
     facts: dict[str, str]
     ran: tuple[str, ...] = ()
+    ran_in_node: tuple[str, ...] = ()
+    remedy: str = "Every rank must run the same forward and backward passes, with the same last micro-step."
 
 
 class Channel:
@@ -91,20 +102,23 @@ class Agreement:
 
     Args:
         channel: the ranks.
+        nodes: the node of each rank, in the order of the group; by default all are on one.
     """
 
-    def __init__(self, channel: Channel) -> None:
+    def __init__(self, channel: Channel, nodes: Sequence[int] | None = None) -> None:
         self._channel = channel
         self._num_ranks = channel.group.size()
+        self._nodes = tuple(nodes or [0] * self._num_ranks)
         self._pending: Answer | None = None
 
-    def ask(self, common: bytes, flags: bytes, explain: Callable[[], Statement]) -> Answer:
+    def ask(self, common: bytes, flags: bytes, explain: Callable[[], Statement], of_node: bytes = b"") -> Answer:
         """Start one exchange. Collective: every rank of the group must ask, or the exchange waits until the timeout.
 
         Args:
             common: bytes that must be equal on all ranks.
             flags: bytes of which the largest over all ranks counts, as many on all ranks.
             explain: states this rank's part in words; called only where ranks differ.
+            of_node: bytes that must be equal on all ranks of a node.
         """
         # An exchange that is still under way is finished first. If its statements differ, ``confirm`` runs a second
         # collective. With a new exchange started before that on some ranks, the group's collectives would come in
@@ -112,14 +126,15 @@ class Agreement:
         self.settle()
         # A digest has the same length whatever is stated, so questions of different moments meet in one collective, and
         # are seen to differ.
-        message = xxhash.xxh3_64_digest(common) + flags
+        message = xxhash.xxh3_64_digest(common) + xxhash.xxh3_64_digest(of_node) + flags
         # Bytes are handled by Python and NumPy, whose calls cost less than those of PyTorch. This runs twice in a micro-step.
         sent = torch.frombuffer(bytearray(message * self._num_ranks), dtype=torch.uint8)
         received = torch.zeros_like(sent)  # and not ``empty_like``: ``_silent_ranks``
         work = self._channel.start(received, sent)
         # ``explain`` is kept and not called: words for every unit would cost more than the exchange, and are rarely
         # needed. The buffer that is sent must live until the exchange has ended.
-        self._pending = Answer(self._channel.group, work, sent, received.numpy().reshape(self._num_ranks, -1), explain)
+        rows = received.numpy().reshape(self._num_ranks, -1)
+        self._pending = Answer(self._channel.group, self._nodes, work, sent, rows, explain)
         return self._pending
 
     def settle(self) -> None:
@@ -138,6 +153,7 @@ class Answer:
     """One exchange under way."""
 
     _group: dist.ProcessGroup
+    _nodes: tuple[int, ...]
     _work: dist.Work | None
     _sent: torch.Tensor | None
     _received: np.ndarray
@@ -151,7 +167,7 @@ class Answer:
             RuntimeError: as ``confirm`` does.
         """
         self.confirm()
-        return self._received[:, DIGEST_BYTES:].max(axis=0).tobytes()
+        return self._received[:, 2 * DIGEST_BYTES :].max(axis=0).tobytes()
 
     def confirm(self) -> None:
         """Wait until it is known that all ranks made the same statement.
@@ -169,10 +185,12 @@ class Answer:
         self._sent = None
         # All ranks hold the same bytes here, so all of them take this branch, and the exchange of words inside is
         # a collective that all of them run.
-        digests = self._received[:, :DIGEST_BYTES]
-        if (digests != digests[0]).any():
+        common, of_node = self._received[:, :DIGEST_BYTES], self._received[:, DIGEST_BYTES : 2 * DIGEST_BYTES]
+        firsts = [self._nodes.index(node) for node in self._nodes]  # the first rank of each rank's node
+        if (common != common[0]).any() or (of_node != of_node[firsts]).any():
             ranks = dist.get_process_group_ranks(self._group)
-            raise DisagreementError(describe(dict(zip(ranks, exchange(self._explain(), self._group), strict=True))))
+            statements = dict(zip(ranks, exchange(self._explain(), self._group), strict=True))
+            raise DisagreementError(describe(statements, dict(zip(ranks, self._nodes, strict=True))))
 
     def _wait_for(self, work: dist.Work) -> None:
         try:
@@ -213,17 +231,15 @@ class Answer:
         return f"{_are(silent)} not there (its data ended before that of the others? it ended, hangs, or was stopped?)"
 
 
-def describe(statements: dict[int, Statement]) -> str:
-    """Return what ranks disagree about, in words. ``statements`` are by rank."""
+def describe(statements: dict[int, Statement], nodes: dict[int, int]) -> str:
+    """Return what ranks disagree about, in words. ``statements`` and ``nodes`` are by rank."""
     # The message names one difference. If the ranks' next actions differ, it names these. Otherwise it names what they ran, since
     # facts often differ only because ranks ran different units.
     by_action = ranks_by((rank, statement.action) for rank, statement in statements.items())
     if len(by_action) > 1:
         said = "; ".join(f"{_are(ranks)} about to {action}" for action, ranks in by_action.items())
-        return (
-            f"Ranks are about to run different collectives, which would wait for ever: {said}. Every rank must run the same "
-            "forward and backward passes, with the same last micro-step."
-        )
+        remedies = dict.fromkeys(statement.remedy for statement in statements.values())
+        return f"Ranks are about to run different collectives, which would wait for ever: {said}. {' '.join(remedies)}"
     action = next(iter(by_action))
     if ran := _describe_runs({rank: statement.ran for rank, statement in statements.items()}):
         return (
@@ -231,6 +247,12 @@ def describe(statements: dict[int, Statement]) -> str:
             "different layers may be mixed: drop these gradients, and call handle.invalidate(). A layer may be skipped "
             "(LayerDrop, early exit, an expert without tokens) only on all ranks alike."
         )
+    for ranks in ranks_by(nodes.items()).values():
+        if ran := _describe_runs({rank: statements[rank].ran_in_node for rank in ranks}):
+            return (
+                f"Ranks are about to {action}, and {words_of(ranks)}, which are one node, gathered different units there: {ran}. "
+                f"They may have computed with the weights of other layers. {SKIP_IN_A_NODE}"
+            )
     # The first subject that differs is named. A cause in one unit often makes later units differ as well.
     for subject in dict.fromkeys(subject for statement in statements.values() for subject in statement.facts):
         by_fact = ranks_by((rank, statement.facts.get(subject, "nothing")) for rank, statement in statements.items())

@@ -32,7 +32,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from hf_zeropp import devices
-from hf_zeropp.comm.agreement import Agreement, Answer, Statement
+from hf_zeropp.comm.agreement import SKIP_IN_A_NODE, Agreement, Answer, Statement
+from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.gradients.backward_passes import Backward, current_backward, require_backward
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.withheld import give_everywhere
@@ -49,7 +50,11 @@ from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
 # Therefore each rank notes what it runs: collectives of all ranks, and the modules that a forward pass with gradients enters. The
 # first question of a backward pass then tells of a skipped layer before any gradient is exchanged. What the backward pass itself
 # reduced is compared at its end, in time for the optimizer's step.
-# A gather that stays within a node is not noted. Ranks of other nodes may run others, in generation and without gradients.
+# A gather that stays within a node is noted apart, since only the ranks of the node have to run the same: ranks of other nodes may run
+# others, without gradients. In generation nothing is noted, because nothing is asked there.
+# Ranks that part within a node wait for each other in two collectives. On accelerators the host goes on, and tells at the next
+# question. On a CPU it waits, so there the ranks of a node compare what they are about to do (``_meet_in_node``): before they gather
+# in a forward pass with gradients, and before the first question behind it.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,6 +77,7 @@ class Decisions:
         run: what all units share.
         agreement: the questions that ranks ask each other.
         frozen: the gathers of all units over a node.
+        neighbours: the ranks that gather together while nothing crosses: those of a node, or more where more share copies.
 
     Attributes:
         gathers: the gathers of all units over the world, in module order.
@@ -79,19 +85,31 @@ class Decisions:
         backward: the model's backward passes.
     """
 
-    def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
+    def __init__(
+        self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather], neighbours: dist.ProcessGroup
+    ) -> None:
         self.gathers: list[WeightGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
         self._run = run
         self._frozen = list(frozen)
         self._others = StepTraffic(run.traffic)
         self._agreement = agreement
+        self._neighbours = neighbours
+        self._may_have_parted = False  # from the beginning of a forward pass with gradients to the next question
         self._micro_step_answer: Answer | None = None
         self.backward = Backward(self._end_backward)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
         self._is_generating = False
         self._has_stepped = False
         self._ran: list[str] = []  # what ran since the last question, in the plural: [Note: what ran]
+        self._ran_in_node: list[str] = []
+        for gather in self._frozen:
+            gather.before_gather = self.before_frozen_gather
+
+    @property
+    def modules_of_nodes(self) -> frozenset[nn.Module]:
+        """The modules of units over a node."""
+        return frozenset(module for gather in self._frozen for module in gather.unit.modules)
 
     def add_unit(self, gather: WeightGather, reduce: ZeroPPReduceScatter) -> None:
         """Decide on the next unit, in module order, as well."""
@@ -120,6 +138,7 @@ class Decisions:
         # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
         if torch.is_grad_enabled() and current_backward() == -1 and not self._is_generating:
             self._ran.append(f"forward passes of {entrance.name}")
+            self._may_have_parted = True
 
     def leave_forward(self, entrance: Entrance) -> None:
         """Note that a forward pass ended, or raised."""
@@ -167,9 +186,52 @@ class Decisions:
         """Let ranks agree where FSDP2 gathers outside of every pass, because ``unshard()`` was called, and note the gather."""
         if not self._has_answers([gather]):
             self._agree_on_weights(self.gathers, "unshard parameters")
+        # Generation asks nothing and gathers very often, so equal words are one object.
+        words = sys.intern(f"gathers of unit {gather.unit.name}")
         if gather.is_of_all_ranks:
-            # Generation asks nothing and gathers very often, so equal words are one object.
-            self._ran.append(sys.intern(f"gathers of unit {gather.unit.name}"))
+            self._ran.append(words)
+        elif gather.waits_for_node:
+            self._note_in_node(words)
+        else:
+            return
+        self._meet_before_gather(gather.unit.name)
+
+    def before_frozen_gather(self, gather: FrozenGather) -> None:
+        """Note a gather of frozen weights, which is a collective of a node."""
+        self._note_in_node(sys.intern(f"gathers of unit {gather.name}"))
+        self._meet_before_gather(gather.name)
+
+    def _note_in_node(self, words: str) -> None:
+        if not self._is_generating:  # it may go on for ever, and nothing would read them
+            self._ran_in_node.append(words)
+
+    def _meet_before_gather(self, name: str) -> None:
+        """Make sure that all ranks of the node are about to gather the same, in a forward pass with gradients.
+
+        What backward gathers follows from what forward did. A pass without gradients goes on unasked, since the question takes as
+        long as a gather of few weights.
+        """
+        if self._may_have_parted and current_backward() == -1:
+            action = f"gather unit {name} within the node"
+            if not self._meet_in_node(action):
+                # The other nodes learn of it by their next question, which is another one.
+                self._may_have_parted = False
+                self._ask(action, remedy=SKIP_IN_A_NODE).confirm()
+
+    def _meet_in_node(self, action: str) -> bool:
+        """Return whether all ranks of the node are about to do the same. It is asked where a rank would wait in that: on a CPU."""
+        if devices.has_streams(self._run.mesh.device_type) or self._neighbours.size() == 1:
+            return True
+        # Where gathers cross nodes, ranks of other nodes may be waiting in one for this rank, and no question reaches them.
+        if self._run.config.hpz_size is None or self._run.schedule.crosses_in_gathers:
+            return True
+        own = torch.tensor([zlib.crc32(action.encode())])
+        theirs = [torch.empty_like(own) for _ in range(self._neighbours.size())]
+        try:
+            dist.all_gather(theirs, own, group=self._neighbours)
+        except RuntimeError as error:
+            raise HopError("agreement, within node", self._neighbours, error) from error
+        return all(one == own for one in theirs)
 
     def _agree_on_weights(self, asked: Sequence[WeightGather], action: str, *, starts_now: bool = False) -> None:
         # FSDP2 would initialize these units later, but their cross hops start before.
@@ -393,6 +455,7 @@ class Decisions:
         facts: Sequence[int] = (),
         flags: Sequence[int] = (),
         describe: Callable[[int], str] = lambda index: "",
+        remedy: str | None = None,
     ) -> Answer:
         """Ask all ranks whether they are about to do the same, and have run the same since the last question.
 
@@ -401,25 +464,34 @@ class Decisions:
             facts: numbers that ranks compare as well, of each unit and others.
             flags: of each unit a number of which the largest counts; by default zeros.
             describe: gives the fact of the unit with an index, in words.
+            remedy: what to do if other ranks are about to do something else; None for that of most questions.
         """
-        statement, ran, self._ran = self._statement(action, describe), self._ran, []
+        if self._may_have_parted:
+            self._may_have_parted = False
+            self._meet_in_node("ask all ranks")  # where another rank of the node meets before a gather, both see it
+        statement, ran, self._ran = self._statement(action, describe, remedy), self._ran, []
+        ran_in_node, self._ran_in_node = self._ran_in_node, []
         # Ranks that left a backward pass at different units would finish different numbers of hops.
         numbers = array.array("q", (len(self._run.driver), *facts)).tobytes()
         common = "\n".join((action, *ran, "")).encode() + numbers
-        return self._agreement.ask(common, bytes(flags) or bytes(len(self.gathers)), statement)
+        of_node = "\n".join(ran_in_node).encode()
+        return self._agreement.ask(common, bytes(flags) or bytes(len(self.gathers)), statement, of_node)
 
     def _thawed(self) -> tuple[str, ...]:
         return tuple(name for gather in self._frozen for name in gather.thawed())
 
-    def _statement(self, action: str, describe: Callable[[int], str] = lambda index: "") -> Callable[[], Statement]:
+    def _statement(
+        self, action: str, describe: Callable[[int], str] = lambda index: "", remedy: str | None = None
+    ) -> Callable[[], Statement]:
         """Return a function that makes this rank's statement, with what it is now and with what it has run up to now."""
-        under_way, ran = len(self._run.driver), tuple(self._ran)
+        under_way, ran, ran_in_node = len(self._run.driver), tuple(self._ran), tuple(self._ran_in_node)
 
         def make() -> Statement:
             facts = {f"unit {gather.unit.name}": describe(index) for index, gather in enumerate(self.gathers)}
             facts["the number of reductions that a backward pass left unfinished"] = str(under_way)
             facts["what was frozen and trains now"] = ", ".join(self._thawed()) or "nothing"
-            return Statement(action, facts, ran)
+            statement = Statement(action, facts, ran, ran_in_node)
+            return statement if remedy is None else dataclasses.replace(statement, remedy=remedy)
 
         return make
 

@@ -68,8 +68,11 @@ def hook_passes(model: nn.Module, decisions: Decisions) -> None:
     """
     on_backward(model, decisions.backward.enter)
 
+    # Nodes may run different units of frozen weights: only the ranks of a node gather them together.
+    of_nodes = decisions.modules_of_nodes
+
     def is_hooked(module: nn.Module) -> bool:
-        return module is model or isinstance(module, FSDPModule)
+        return module is model or (isinstance(module, FSDPModule) and module not in of_nodes)
 
     units = {name: module for name, module in model.named_modules() if is_hooked(module)}
     for name, module in units.items():

@@ -8,7 +8,7 @@ Weights that were frozen and are sharded over the world may thaw (``decisions.py
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,16 @@ class FrozenGather(CountedAllGather):
 
     Attributes:
         names: as given.
+        name: that of its first parameter, since a frozen unit is no module of the model.
+        before_gather: called before each gather, where the model has trainable units.
     """
+
+    before_gather: Callable[[FrozenGather], None] | None = None
 
     def __init__(self, unit: Unit, names: Sequence[str], traffic: Traffic) -> None:
         super().__init__(unit, traffic, GATHER_FROZEN)
         self.names = names
+        self.name = names[0]
 
     def __call__(
         self,
@@ -48,6 +53,8 @@ class FrozenGather(CountedAllGather):
             ValueError: a weight of the unit was made trainable. Ranks agreed on which before (``decisions.py``).
         """
         self.refuse_thawed()
+        if self.before_gather is not None:
+            self.before_gather(self)
         return super().__call__(output_tensor, input_tensor, group, async_op)
 
     def refuse_thawed(self) -> None:
