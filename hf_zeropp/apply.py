@@ -180,10 +180,8 @@ def _install_two_hops(
 ) -> Decisions:
     # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
     channel = Channel(new_cpu_group(run.mesh.groups.data_parallel))
-    # The ranks that share copies gather together, and so do those of a node, which share what is frozen.
-    together = run.mesh.topology_of(max(run.mesh.topology.ranks_per_node, run.mesh.hpz_size or 1)).node_group
-    neighbours = exchange(dist.get_process_group_ranks(together)[0], channel.group)
-    decisions = Decisions(run, Agreement(channel, neighbours), frozen, together)
+    first_of_node = dist.get_process_group_ranks(run.mesh.topology.node_group)[0]
+    decisions = Decisions(run, Agreement(channel, nodes=exchange(first_of_node, channel.group)), frozen)
     # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
     weakref.finalize(decisions, channel.close).atexit = False
     # Hops are made mesh by mesh, in one order on all ranks, since some of them meet to share memory.

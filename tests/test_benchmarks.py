@@ -20,7 +20,7 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from library import network, sandbox  # noqa: E402
 from library.rounds import Measurement, busiest_link_bytes, largest_counted_bytes, step_seconds  # noqa: E402
-from library.stages import Stage, run_rounds  # noqa: E402
+from library.stages import Round, Stage, run_rounds  # noqa: E402
 from library.study import Study  # noqa: E402
 
 STUDIES = sorted(BENCHMARKS.glob("*.py"))
@@ -119,8 +119,7 @@ def test_checks_that_need_a_gpu_say_so(tmp_path: Path) -> None:
 def test_the_limits_of_all_gpu_checks_fit_in_their_time() -> None:
     from gpu_check import rounds
 
-    every = rounds(Path("folder"), "cuda")
-    assert sum(max(sum(stage.limit_s for stage in lane) for lane in lanes) for lanes in every) <= 530
+    assert sum(one.limit_s for one in rounds(Path("folder"), "cuda")) <= 530
 
 
 HANGING = """
@@ -145,8 +144,11 @@ def test_a_stage_that_hangs_or_dies_costs_its_own_result_only(tmp_path: Path) ->
         return Stage(name, ["-c", program], limit_s, {"TEST_MARK": mark})
 
     first = [stage("hangs", HANGING, 2.0), stage("dies", DYING), stage("raises", "raise ValueError('no')")]
-    rounds = [[first, [stage("beside", "print('here')")]], [[stage("behind", "print('there')")]]]
-    found = {one.stage: one for one in run_rounds(rounds, tmp_path, "title", 60.0)}
+    rounds = [
+        Round(60.0, [first, [stage("beside", "print('here')")]]),
+        Round(60.0, [[stage("behind", "print('there')")]]),
+    ]
+    found = {one.stage: one for one in run_rounds(rounds, tmp_path, "title")}
     results = {name: one.result for name, one in found.items()}
     assert results == {
         **dict.fromkeys(("beside", "behind"), "passed"),
@@ -160,9 +162,9 @@ def test_a_stage_that_hangs_or_dies_costs_its_own_result_only(tmp_path: Path) ->
         assert {"summary.md", "summary.json", *(f"{name}.log" for name in results)} <= set(packed.getnames())
 
 
-def test_stages_end_with_the_time_of_all(tmp_path: Path) -> None:
-    rounds = [[[Stage(name, ["-c", "import time; time.sleep(300)"], 100.0) for name in ("first", "second")]]]
-    assert [one.result for one in run_rounds(rounds, tmp_path, "title", 1.0)] == ["timed out", "timed out"]
+def test_stages_end_with_the_time_of_their_round(tmp_path: Path) -> None:
+    lane = [Stage(name, ["-c", "import time; time.sleep(300)"], 100.0) for name in ("first", "second")]
+    assert [one.result for one in run_rounds([Round(1.0, [lane])], tmp_path, "title")] == ["timed out", "timed out"]
 
 
 # --------------------------------------------------------------------------------------------------------- the cluster

@@ -5,12 +5,12 @@ next (because *its* weights changed, or *it* believes that this is the last micr
 decision that chooses collectives is made in three steps:
 
 1. every rank states what it has run since the last question, what it is about to do, the facts it relies on, and one small
-   number per unit. All but the numbers become a digest of 8 bytes. What only the ranks of its node run with it has a digest of its
-   own;
+   number per unit. All but the numbers become a digest of 8 bytes. What it ran with the ranks of its node alone becomes another;
 2. one all-to-all gives the statements of all ranks, some hundred bytes each, to all ranks. It takes one trip over the network.
    An all-reduce of as many bytes takes two for each rank there is, because gloo passes it around a ring;
-3. where digests differ, all ranks see it in the same result: the first one between any ranks, the second within a node. They exchange words and raise the same error. Otherwise
-   all of them go on with the largest number of each unit.
+3. the first digest is compared between all ranks, the second between the ranks of a node. Where either differs, all ranks see it
+   in the same result. They exchange words and raise the same error. Otherwise all of them go on with the largest number of each
+   unit.
 
 The group is one of its own, on the CPU: no other collective can come between, and no accelerator is waited for. Its timeout
 is the world's, so a rank that died or was stopped ends the wait of the others. Who did not answer can be read from the
@@ -41,8 +41,8 @@ PATIENCE = timedelta(seconds=60)
 """How long a rank waits for the others before it logs who has not answered. It goes on waiting until the group's timeout."""
 
 SKIP_IN_A_NODE = (
-    "Ranks of a node gather together, also what is frozen: a module may be skipped (a vision tower, by a batch without images) only "
-    "on all ranks of the node alike. Give such a batch a placeholder, and leave its output out of the loss."
+    "Ranks of a node gather together, also what is frozen: a module may be skipped (a vision tower, by a batch without images) "
+    "only on all ranks of the node alike. Give such a batch a placeholder, and leave its output out of the loss."
 )
 """The remedy where ranks of a node part."""
 

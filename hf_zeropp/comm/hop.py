@@ -29,33 +29,19 @@ def _reduce_scatter_rows(
 
 def _all_gather_rows(
     output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> dist.Work | _Works | None:
-    """Start the all-gathers of all rows: in one call, as above, where the backend can."""
+) -> dist.Work | None:
+    """Start the all-gathers of all rows in one call, as above; one by one, and to the end, over gloo on a GPU."""
     if rows.is_cuda and group._get_backend(rows.device).name() == "gloo":
-        return _all_gather_row_by_row(output, rows, group, async_op)
+        _all_gather_row_by_row(output, rows, group)
+        return None
     start = getattr(group, "all_gather_single_coalesced", None) or group.allgather_into_tensor_coalesced
     return _start_rows(start, output, rows, AllgatherOptions(), async_op)
 
 
-def _all_gather_row_by_row(
-    output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, async_op: bool
-) -> _Works | None:
-    """Start one all-gather for each row. Gloo's call for all rows ends the process where tensors are a GPU's (pytorch#152645)."""
-    pairs = zip(output.unbind(), rows.unbind(), strict=True)
-    works = _Works([_all_gather_buffers(into, row, group=group, async_op=True) for into, row in pairs])
-    if async_op:
-        return works
-    works.wait()
-    return None
-
-
-class _Works(list[dist.Work]):
-    """Collectives under way that are waited for as one."""
-
-    def wait(self) -> None:
-        """Wait for all of them."""
-        for work in self:
-            work.wait()
+def _all_gather_row_by_row(output: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup) -> None:
+    # Gloo's call for all rows ends the process where tensors are a GPU's (pytorch#152645).
+    for into, row in zip(output.unbind(), rows.unbind(), strict=True):
+        _all_gather_buffers(into, row, group=group)
 
 
 def _start_rows(
@@ -105,7 +91,7 @@ class HopError(RuntimeError):
 class HopWork:
     """A hop under way. Its ``wait`` names the hop where it fails."""
 
-    def __init__(self, work: dist.Work | _Works, hop: Hop) -> None:
+    def __init__(self, work: dist.Work, hop: Hop) -> None:
         self._work = work
         self._hop = hop
 
@@ -165,7 +151,7 @@ class Hop:
 
     def _run(
         self,
-        collective: Callable[..., dist.Work | _Works | None],
+        collective: Callable[..., dist.Work | None],
         output: torch.Tensor,
         sent: torch.Tensor,
         received: Bytes,

@@ -50,11 +50,15 @@ from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
 # Therefore each rank notes what it runs: collectives of all ranks, and the modules that a forward pass with gradients enters. The
 # first question of a backward pass then tells of a skipped layer before any gradient is exchanged. What the backward pass itself
 # reduced is compared at its end, in time for the optimizer's step.
-# A gather that stays within a node is noted apart, since only the ranks of the node have to run the same: ranks of other nodes may run
-# others, without gradients. In generation nothing is noted, because nothing is asked there.
-# Ranks that part within a node wait for each other in two collectives. On accelerators the host goes on, and tells at the next
-# question. On a CPU it waits, so there the ranks of a node compare what they are about to do (``_meet_in_node``): before they gather
-# in a forward pass with gradients, and before the first question behind it.
+#
+# [Note: what ran in a node]
+# A gather of the ranks of a node is noted apart, since only these have to run the same: other nodes may run others, without
+# gradients. In generation nothing is noted, because nothing is asked there.
+# If ranks of a node run different modules, one waits in a gather, and another one in another gather, or in the next question. On
+# accelerators no host waits in a gather, and all ask. On a CPU the question would not come about. So there the ranks of a node
+# tell each other what they are about to do, before a gather in which they would wait. They do so in forward passes with gradients
+# alone: it takes as long as a gather of few weights, and what backward gathers follows from the forward pass. A rank that comes
+# to a question tells that.
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +81,6 @@ class Decisions:
         run: what all units share.
         agreement: the questions that ranks ask each other.
         frozen: the gathers of all units over a node.
-        neighbours: the ranks that gather together while nothing crosses: those of a node, or more where more share copies.
 
     Attributes:
         gathers: the gathers of all units over the world, in module order.
@@ -85,17 +88,17 @@ class Decisions:
         backward: the model's backward passes.
     """
 
-    def __init__(
-        self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather], neighbours: dist.ProcessGroup
-    ) -> None:
+    def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
         self.gathers: list[WeightGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
         self._run = run
         self._frozen = list(frozen)
         self._others = StepTraffic(run.traffic)
         self._agreement = agreement
-        self._neighbours = neighbours
-        self._may_have_parted = False  # from the beginning of a forward pass with gradients to the next question
+        self._node_group = run.mesh.topology.node_group
+        self._tells_node = (
+            False  # from a forward pass with gradients until the next question: [Note: what ran in a node]
+        )
         self._micro_step_answer: Answer | None = None
         self.backward = Backward(self._end_backward)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
@@ -103,6 +106,7 @@ class Decisions:
         self._has_stepped = False
         self._ran: list[str] = []  # what ran since the last question, in the plural: [Note: what ran]
         self._ran_in_node: list[str] = []
+        self._are_of_node: dict[dist.ProcessGroup, bool] = {}
         for gather in self._frozen:
             gather.before_gather = self.before_frozen_gather
 
@@ -133,12 +137,23 @@ class Decisions:
             return not entrance.modules.isdisjoint(gather.unit.modules)
 
         if not self._has_answers(filter(is_inside, self.gathers)):
-            self._agree_on_weights(list(filter(is_inside, self.gathers)), f"run a forward pass of {entrance.name}")
+            # A pass without gradients leaves out what a rank that trains would wait for.
+            manner = "" if torch.is_grad_enabled() else " without gradients"
+            asked = list(filter(is_inside, self.gathers))
+            self._agree_on_weights(asked, f"run a forward pass of {entrance.name}{manner}")
+            self._tells_node = self._may_part()
         self._entered.append(entrance)
         # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
         if torch.is_grad_enabled() and current_backward() == -1 and not self._is_generating:
             self._ran.append(f"forward passes of {entrance.name}")
-            self._may_have_parted = True
+
+    def _may_part(self) -> bool:
+        """Return whether ranks of a node could wait for each other in this pass, which begins, and tell each other in time."""
+        waits = not devices.has_streams(self._run.mesh.device_type) and self._node_group.size() > 1
+        if not (waits and torch.is_grad_enabled()):
+            return False
+        # A rank of another node that waits for this one in a gather could not be asked.
+        return current_backward() == -1 and not any(gather.is_of_all_ranks for gather in self.gathers)
 
     def leave_forward(self, entrance: Entrance) -> None:
         """Note that a forward pass ended, or raised."""
@@ -187,51 +202,49 @@ class Decisions:
         if not self._has_answers([gather]):
             self._agree_on_weights(self.gathers, "unshard parameters")
         # Generation asks nothing and gathers very often, so equal words are one object.
-        words = sys.intern(f"gathers of unit {gather.unit.name}")
         if gather.is_of_all_ranks:
-            self._ran.append(words)
-        elif gather.waits_for_node:
-            self._note_in_node(words)
-        else:
-            return
-        self._meet_before_gather(gather.unit.name)
+            self._ran.append(sys.intern(f"gathers of unit {gather.unit.name}"))
+        elif isinstance(gather, ZeroPPAllGather) and gather.waits_in_node:
+            self._gather_in_node(gather.unit.name, gather.hops.node_hop.group)
 
     def before_frozen_gather(self, gather: FrozenGather) -> None:
-        """Note a gather of frozen weights, which is a collective of a node."""
-        self._note_in_node(sys.intern(f"gathers of unit {gather.name}"))
-        self._meet_before_gather(gather.name)
+        """Note a gather of frozen weights in a pass of the model."""
+        if self._entered:
+            self._gather_in_node(gather.first_param, gather.unit.shard_group)
 
-    def _note_in_node(self, words: str) -> None:
-        if not self._is_generating:  # it may go on for ever, and nothing would read them
-            self._ran_in_node.append(words)
+    def _gather_in_node(self, name: str, group: dist.ProcessGroup) -> None:
+        """Note a gather that is about to run among the ranks of the node. See [Note: what ran in a node].
 
-    def _meet_before_gather(self, name: str) -> None:
-        """Make sure that all ranks of the node are about to gather the same, in a forward pass with gradients.
-
-        What backward gathers follows from what forward did. A pass without gradients goes on unasked, since the question takes as
-        long as a gather of few weights.
+        Raises:
+            DisagreementError: on every rank of the model, if another rank of the node is about to do something else.
         """
-        if self._may_have_parted and current_backward() == -1:
-            action = f"gather unit {name} within the node"
-            if not self._meet_in_node(action):
-                # The other nodes learn of it by their next question, which is another one.
-                self._may_have_parted = False
-                self._ask(action, remedy=SKIP_IN_A_NODE).confirm()
-
-    def _meet_in_node(self, action: str) -> bool:
-        """Return whether all ranks of the node are about to do the same. It is asked where a rank would wait in that: on a CPU."""
-        if devices.has_streams(self._run.mesh.device_type) or self._neighbours.size() == 1:
-            return True
-        # Where gathers cross nodes, ranks of other nodes may be waiting in one for this rank, and no question reaches them.
-        if self._run.config.hpz_size is None or self._run.schedule.crosses_in_gathers:
-            return True
-        own = torch.tensor([zlib.crc32(action.encode())])
-        theirs = [torch.empty_like(own) for _ in range(self._neighbours.size())]
+        if self._is_generating or not self._is_of_node(group):
+            return
+        self._ran_in_node.append(sys.intern(f"gathers of unit {name}"))
+        if not self._tells_node or current_backward() != -1:
+            return
+        action = f"gather unit {name} within the node"
         try:
-            dist.all_gather(theirs, own, group=self._neighbours)
+            is_agreed = self._tell_node(action, waits=True)
         except RuntimeError as error:
-            raise HopError("agreement, within node", self._neighbours, error) from error
-        return all(one == own for one in theirs)
+            raise HopError("agreement, within node", self._node_group, error) from error
+        if not is_agreed:
+            self._tells_node = False
+            self._ask(action, remedy=SKIP_IN_A_NODE).confirm()  # the other nodes' next question is another one
+
+    def _is_of_node(self, group: dist.ProcessGroup) -> bool:
+        """Return whether a group has the ranks of the node, and several of them. Copies and experts may lie on other groups."""
+        if group not in self._are_of_node:
+            ranks = [dist.get_process_group_ranks(each) for each in (group, self._node_group)]
+            self._are_of_node[group] = ranks[0] == ranks[1] and len(ranks[0]) > 1
+        return self._are_of_node[group]
+
+    def _tell_node(self, action: str, *, waits: bool) -> bool:
+        """Tell the ranks of the node what this one is about to do. Where it waits, return whether all do the same."""
+        own = torch.tensor([zlib.crc32(action.encode())])
+        told = [torch.empty_like(own) for _ in range(self._node_group.size())]
+        dist.all_gather(told, own, group=self._node_group, async_op=not waits)
+        return all(one == own for one in told) if waits else True
 
     def _agree_on_weights(self, asked: Sequence[WeightGather], action: str, *, starts_now: bool = False) -> None:
         # FSDP2 would initialize these units later, but their cross hops start before.
@@ -466,9 +479,9 @@ class Decisions:
             describe: gives the fact of the unit with an index, in words.
             remedy: what to do if other ranks are about to do something else; None for that of most questions.
         """
-        if self._may_have_parted:
-            self._may_have_parted = False
-            self._meet_in_node("ask all ranks")  # where another rank of the node meets before a gather, both see it
+        if self._tells_node:
+            self._tells_node = False
+            self._tell_node("ask all ranks", waits=False)
         statement, ran, self._ran = self._statement(action, describe, remedy), self._ran, []
         ran_in_node, self._ran_in_node = self._ran_in_node, []
         # Ranks that left a backward pass at different units would finish different numbers of hops.

@@ -10,7 +10,8 @@ machine then slow all variants alike, and ratios between them hold where seconds
 come; the same command continues where it was stopped. With ``--pretraining`` the model and its text are those of
 ``bench_losses.py``, behind so many steps: how many words ``exact`` sends depends on the model and on the learning rate.
 
-With ``--device cuda`` all ranks compute on the one GPU of a machine and talk over NCCL, through the same links (library/one_gpu.py).
+With ``--device cuda`` all ranks compute on the one GPU of a machine and talk over NCCL, through the same links
+(library/one_gpu.py).
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pretraining", type=int, default=0, help="steps on text before; 0: random weights and tokens")
     parser.add_argument("--title", default=TITLE, help="of the page")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: NCCL, all ranks on one GPU")
-    parser.add_argument("--traces", type=Path, help="folder for a trace of one step of each variant, without a limit")
+    parser.add_argument("--traces", type=Path, help="folder for a trace of one step of each variant")
     parser.add_argument("--rival", default="stock", help="the plot's ratios are to this variant")
     return parse(parser, QUICK, argv)
 
@@ -132,19 +133,20 @@ def _measure_all(
         runs = start_all(stack, cluster, names, TRAINING, lambda name: (VARIANTS[name], *model))
         for name, ranks in runs.items():
             _measure_memory(name, ranks, args, study)
-            if args.traces:
-                args.traces.mkdir(parents=True, exist_ok=True)
-                ranks.call("trace", str(args.traces.resolve()), args.accumulation[0])
         for (rate, accumulation), group in itertools.groupby(keys, itemgetter("rate", "accumulation")):
             in_turns = {key["variant"]: key for key in group}
             print(rate, accumulation, *in_turns, sep=", ", flush=True)
             cluster.set_link(rate)
             chosen = {name: runs[name] for name in in_turns}
             limits = {"steps": args.steps, "seconds": args.seconds, "rounds": args.rounds}
-            for name, rounds in measure_in_turns(chosen, accumulation, **limits).items():
+            for name, rounds in measure_in_turns(chosen, accumulation, **limits):
                 cell = cell_of(rounds, args.ranks_per_node) | {"loss": rounds[-1][0].loss}
                 predicted = runs[name].call("predicted_bytes", accumulation)[0]
                 study.add("cells", in_turns[name] | cell | {"predicted_bytes": predicted})
+        if args.traces:
+            args.traces.mkdir(parents=True, exist_ok=True)
+            for ranks in runs.values():  # behind all that is timed
+                ranks.call("trace", str(args.traces.resolve()), args.accumulation[-1])
 
 
 def _measure_memory(name: str, ranks: Ranks, args: argparse.Namespace, study: Study) -> None:

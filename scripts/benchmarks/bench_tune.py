@@ -96,7 +96,7 @@ def measure(cluster: Cluster, micro_steps: int, found: dict[str, Any], args: arg
     with contextlib.ExitStack() as stack:
         settings = shape_of(args), 1, args.sequence_length, args.learning_rate
         runs = start_all(stack, cluster, variants, TRAINING, lambda name: (variants[name], *settings))
-        rounds = measure_in_turns(runs, micro_steps, steps=15, seconds=args.seconds, rounds=args.rounds)
+        rounds = dict(measure_in_turns(runs, micro_steps, steps=15, seconds=args.seconds, rounds=args.rounds))
     seconds = {name: cell_of(each, 2)["step_s"] for name, each in rounds.items()}
     return seconds if preset is None else seconds | {"recommended": seconds[preset]}
 

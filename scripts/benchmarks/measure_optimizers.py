@@ -133,7 +133,7 @@ def main() -> None:
         cells = start_all(stack, cluster, names, served, lambda name: (name, args.variant, shape))
         for ranks in cells.values():
             ranks.call("measure", 3, 1)  # the first steps compile, make states, and are watched
-        for name, rounds in measure_in_turns(cells, 1, steps=9, seconds=60, rounds=args.rounds).items():
+        for name, rounds in measure_in_turns(cells, 1, steps=9, seconds=60, rounds=args.rounds):
             cell = cell_of(rounds, RANKS_PER_NODE)
             # The error is measured against an update of the whole weights. muon-fsdp2 0.3.0 cannot compute that one: it calls a
             # function that does not exist.

@@ -117,7 +117,10 @@ DIFFERENCES = {
 
 
 PARTING = {
-    skips_another_layer_on_each_rank: ["rank 0 is about to gather unit blocks.1", "rank 3 is about to gather unit blocks.2"],
+    skips_another_layer_on_each_rank: [
+        "rank 0 is about to gather unit blocks.1",
+        "rank 3 is about to gather unit blocks.2",
+    ],
     another_order_of_layers: ["gather unit blocks.0", "rank 3 is about to gather unit blocks.1"],
 }
 """Words where the ranks of a node wait for each other in gathers of their first step."""

@@ -133,7 +133,11 @@ def test_launchers(tmp_path, launcher):
             environment["ACCELERATE_USE_CPU"] = "true"
         output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         ranks.append(subprocess.Popen([*words, "--out", str(tmp_path / "losses.json")], env=environment, **output))
-    said = [rank.communicate(timeout=100)[0] for rank in ranks]
+    try:
+        said = [rank.communicate(timeout=90)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(text[-3000:] for text in said)
     losses = json.loads((tmp_path / "losses.json").read_text())
     assert all(loss < 6.0 for loss in losses)
@@ -155,7 +159,7 @@ def adapt_and_generate(rank: int) -> tuple[list[float], bool, int]:
         same &= torch.equal(model.generate(**words), expected)
     crossed = traffic.counts[GATHER_CROSS].cross_node if GATHER_CROSS in traffic.counts else 0
     losses = []
-    for step in range(6):
+    for _ in range(6):
         batch = tokens(seed=rank).to(accelerator.device)
         loss = model(input_ids=batch, labels=batch).loss
         accelerator.backward(loss)

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from gpu_ranks import DEVICE, needs_ranks_on_gpus, run_on_gpus
 from harness import run_ranks
-from toy import loss_of, make_lm, shard, tokens_of
 from torch.distributed.device_mesh import init_device_mesh
+from toy import loss_of, make_lm, shard, tokens_of
 
 from hf_zeropp import apply_zeropp, ops
 from hf_zeropp.ops.format import Segment, WireLayout

@@ -32,7 +32,7 @@ def run_on_gpus(
     *args: Any,
     backend: str | None = "nccl",
     is_bound: bool = False,
-    limit_s: float = 120.0,
+    limit_s: float = 45.0,
 ) -> list[Any]:
     """Run ``function(rank, *args)`` on ranks that have a GPU as their current device. Results are in rank order.
 
@@ -44,9 +44,19 @@ def run_on_gpus(
         is_bound: whether the group is told its device. NCCL then makes every other group by splitting this one.
         limit_s: seconds after which ranks that have not ended are killed.
     """
-    environment = ON_ONE_GPU | {"ACCELERATE_USE_CPU": str(DEVICE == "cpu").lower()}
+    shared = ON_ONE_GPU if torch.cuda.device_count() < world_size else {}
+    environment = shared | {"ACCELERATE_USE_CPU": str(DEVICE == "cpu").lower()}
     return run_ranks(
-        _run_on_gpu, world_size, world_size, function, args, backend, is_bound, env=environment, init=False, limit_s=limit_s
+        _run_on_gpu,
+        world_size,
+        world_size,
+        function,
+        args,
+        backend,
+        is_bound,
+        env=environment,
+        init=False,
+        limit_s=limit_s,
     )
 
 
@@ -55,8 +65,9 @@ def _run_on_gpu(
 ) -> Any:
     device = None
     if DEVICE == "cuda":
-        os.environ |= one_gpu.rank_variables(rank)
         index = rank % torch.cuda.device_count()
+        if torch.cuda.device_count() < world_size:
+            os.environ |= one_gpu.rank_variables(rank)
         os.environ["LOCAL_RANK"] = str(index)
         # Before ``init_device_mesh``, which chooses a device by LOCAL_RANK unless CUDA is in use already.
         torch.cuda.set_device(index)

@@ -1,8 +1,8 @@
 """Random and adversarial cases for the operators of the wire, and what each operator is called with.
 
 Every comparison of kernels goes through ``make_case`` and ``calls``: instruction sets with the PyTorch reference
-(tests/ops/test_kernels.py), emulated CUDA kernels (tests/ops/test_cuda_emulation.py) and those on a GPU (tests/gpu/test_gpu_kernels.py)
-with the CPU's. A new operator needs one entry in ``calls``.
+(tests/ops/test_kernels.py), emulated CUDA kernels (tests/ops/test_cuda_emulation.py) and those on a GPU
+(tests/gpu/test_gpu_kernels.py) with the CPU's. A new operator needs one entry in ``calls``.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class FrozenGather(CountedAllGather):
 
     Attributes:
         names: as given.
-        name: that of its first parameter, since a frozen unit is no module of the model.
+        first_param: the name that tells the unit from others, since it is no module of the model.
         before_gather: called before each gather, where the model has trainable units.
     """
 
@@ -38,7 +38,7 @@ class FrozenGather(CountedAllGather):
     def __init__(self, unit: Unit, names: Sequence[str], traffic: Traffic) -> None:
         super().__init__(unit, traffic, GATHER_FROZEN)
         self.names = names
-        self.name = names[0]
+        self.first_param = names[0]
 
     def __call__(
         self,

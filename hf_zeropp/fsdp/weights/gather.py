@@ -99,11 +99,6 @@ class WeightGather(CountedAllGather):
         return True
 
     @property
-    def waits_for_node(self) -> bool:
-        """Whether a gather now is a collective that the ranks of a node are in together."""
-        return True
-
-    @property
     def is_fresh(self) -> bool:
         """Whether this rank believes that what was gathered last is still the unit's weights."""
         return self.copy.freshness.change() == Change.NONE
@@ -274,9 +269,9 @@ class ZeroPPAllGather(WeightGather):
         return not self.stays_in_group or (self.copy.due != Change.NONE and not starts_by_itself)
 
     @property
-    def waits_for_node(self) -> bool:
-        """Whether a gather now is a collective of the node."""
-        # Ranks that share memory read a copy that is there without asking, and meet where one lands.
+    def waits_in_node(self) -> bool:
+        """Whether a gather now is a collective of the ranks that share the copy."""
+        # Ranks that share memory read a copy that is there, and wait for each other where one lands.
         return not self.hops.shares_memory or self.copy.is_under_way
 
     def secondary_bytes(self) -> int:

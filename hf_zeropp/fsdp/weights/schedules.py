@@ -64,11 +64,6 @@ class GatherSchedule:
     def __init__(self, *, sends_changes: bool = False) -> None:
         self._sends_changes = sends_changes
 
-    @property
-    def crosses_in_gathers(self) -> bool:
-        """Whether a cross hop may start only when its unit is gathered, so that a rank waits there for other nodes."""
-        return not self._sends_changes
-
     @staticmethod
     def of(config: ZeroPPConfig, device_type: str) -> GatherSchedule:
         """Return the schedule for the settings on a device."""
@@ -102,8 +97,6 @@ class GatherSchedule:
 class GathersTogether(GatherSchedule):
     """gloo: all cross hops start together, and overlap with each other and with computing. Gathers land them."""
 
-    crosses_in_gathers = False
-
     def begin(self, due: Sequence[DueGather], *, starts_now: bool) -> None:
         """Start all cross hops."""
         encode(due)
@@ -122,7 +115,6 @@ class GathersAhead(GatherSchedule):
     """
 
     starts_all = True
-    crosses_in_gathers = False
 
     def __init__(self, device_type: str) -> None:
         super().__init__()

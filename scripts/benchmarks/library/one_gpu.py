@@ -1,11 +1,13 @@
 """Several ranks of NCCL on one GPU: real NCCL, real streams and both communicators of this package, where there is one GPU.
 
-NCCL refuses two ranks on one GPU if it takes them for processes of one host, and ``NCCL_HOSTID`` says what it takes for a host. With
-another id for every rank, and with sockets as the only transport, the ranks are hosts of one GPU each. NVIDIA does not support this.
+NCCL refuses two ranks on one GPU if it takes them for processes of one host, and ``NCCL_HOSTID`` says what it takes for a host.
+With another id for every rank, and with sockets as the only transport, the ranks are hosts of one GPU each. NVIDIA does not
+support this.
 
-Ranks on one GPU take turns: the GPU runs the kernels of one process for a time slice of some milliseconds, then those of the next. A
-kernel of NCCL that waits for its peer keeps its time slice meanwhile. So a collective takes milliseconds, whatever its size, and step
-times tell of the network only where bytes take longer than that. There is no NVLink either: within a node bytes go over loopback.
+Ranks on one GPU take turns: the GPU runs the kernels of one process for a time slice of some milliseconds, then those of
+another. A kernel of NCCL that waits for its peer keeps its time slice meanwhile. So a collective takes milliseconds, whatever its
+size, and step times tell of the network only where bytes take longer than that. There is no NVLink either: within a node bytes go
+over loopback.
 """
 
 from __future__ import annotations

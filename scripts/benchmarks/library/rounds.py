@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from library.cluster import Ranks
@@ -83,8 +83,10 @@ def timed_steps(step: Callable[[], float], steps: int, handle: ZeroPPHandle | No
 
 def measure_in_turns(
     runs: dict[str, Ranks], *arguments: Any, steps: int, seconds: float, rounds: int
-) -> dict[str, list[Round]]:
+) -> Iterator[tuple[str, list[Round]]]:
     """Time steps of variants in turns, behind one step of each that shows for how many steps there is time.
+
+    Each variant is given with its rounds when its last one has ended, so that a study that is stopped has what it measured.
 
     Args:
         runs: ranks by the variant's name. Their method ``measure`` takes the number of steps, and ``arguments``.
@@ -103,7 +105,8 @@ def measure_in_turns(
             if count := -(-left[name] // rounds_left):
                 found[name].append(ranks.call("measure", count, *arguments))
                 left[name] -= count
-    return found
+            if rounds_left == 1:
+                yield name, found[name]
 
 
 def cell_of(rounds: list[Round], ranks_per_node: int) -> dict[str, Any]:

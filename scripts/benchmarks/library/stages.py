@@ -1,7 +1,7 @@
 """Programs that run with limits of time, each for itself: one that hangs or dies costs its own result only.
 
-Whatever was found by then is in a folder: a log of each stage, ``summary.md``, and all of it packed in ``all.tgz``. A stage that takes
-too long is asked where it is (every Python process of it prints its stacks), and killed.
+Whatever was found by then is in a folder: a log of each stage, ``summary.md``, and all of it packed in ``all.tgz``. A stage that
+takes too long is asked where it is (every Python process of it prints its stacks), and killed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
+
 from library.pages import Grid
 from library.study import ROOT
 
 TAIL_LINES = 15
 ARCHIVE_BYTES = 15_000_000
 """What does not fit in the archive is left out of it, the largest files first."""
-GRACE_S = 4.0
-"""For the stacks of a stage that takes too long. It is killed behind them."""
+BETWEEN_STACKS_S = 0.03
+GRACE_S = 2.0
+"""Behind the stacks of a stage that takes too long. It is killed then."""
 
 
 class Stage(NamedTuple):
@@ -37,7 +40,7 @@ class Stage(NamedTuple):
     Attributes:
         name: of its log.
         command: arguments behind the interpreter.
-        limit_s: seconds after which it is ended.
+        limit_s: seconds after which it is ended, if those of its round are not over before.
         environment: further variables.
     """
 
@@ -65,28 +68,37 @@ class Outcome(NamedTuple):
 
 Lane = Sequence[Stage]
 """Stages that run one after the other."""
-Round = Sequence[Lane]
-"""Lanes that run side by side."""
 
 
-def run_rounds(rounds: Sequence[Round], output: Path, title: str, limit_s: float) -> list[Outcome]:
+class Round(NamedTuple):
+    """Lanes that run side by side.
+
+    Attributes:
+        limit_s: seconds after which all stages of the round are ended. What one of them leaves is there for those behind it.
+        lanes: of the round.
+    """
+
+    limit_s: float
+    lanes: Sequence[Lane]
+
+
+def run_rounds(rounds: Sequence[Round], output: Path, title: str) -> list[Outcome]:
     """Run rounds one after the other, and return how all stages ended.
 
     Args:
         rounds: the stages.
         output: folder for logs and results, which exists.
         title: of the table.
-        limit_s: for all of them together.
     """
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # stages that are ended would leave files of gigabytes
-    ends_at = time.monotonic() + limit_s
     report = _Report(output, title)
+    for limit_s, lanes in rounds:
+        ends_at = time.monotonic() + limit_s
 
-    def run_lane(lane: Lane) -> None:
-        for stage in lane:
-            report.add(_run(stage, output, ends_at))
+        def run_lane(lane: Lane, ends_at: float = ends_at) -> None:
+            for stage in lane:
+                report.add(_run(stage, output, ends_at))
 
-    for lanes in rounds:
         with ThreadPoolExecutor(len(lanes)) as threads:
             list(threads.map(run_lane, lanes))
     return report.outcomes
@@ -115,20 +127,27 @@ def _run(stage: Stage, output: Path, ends_at: float) -> Outcome:
             result = "passed" if process.wait(max(0.0, min(stage.limit_s, ends_at - started))) == 0 else "failed"
         except subprocess.TimeoutExpired:
             result = "timed out"
-            _signal(process, signal.SIGABRT)  # Python prints the stacks of all threads, and ends (PYTHONFAULTHANDLER)
+            _abort(process)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(GRACE_S)
-        _signal(process, signal.SIGKILL)  # whatever is left: of a stage that hangs, or behind one of which a rank died
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(
+                process.pid, signal.SIGKILL
+            )  # what is left: of a stage that hangs, or of one of which a rank died
         process.wait()
-    said = log.read_text(errors="replace").partition("Fatal Python error: Aborted")[0]
+    said = log.read_text(errors="replace").partition("Fatal Python error")[0]
     lines = [line for line in said.splitlines() if line.strip()]
     return Outcome(stage.name, result, time.monotonic() - started, "\n".join(lines[-TAIL_LINES:]))
 
 
-def _signal(process: subprocess.Popen, number: signal.Signals) -> None:
-    """Send a signal to all processes of a stage that are left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
+def _abort(process: subprocess.Popen) -> None:
+    """Let each process of a stage print the stacks of its threads (PYTHONFAULTHANDLER), and end."""
+    # One after the other, the youngest first: their lines would mix otherwise, and the end of the first ends the others.
+    for one in sorted(psutil.process_iter(), key=lambda one: -one.pid):
+        with contextlib.suppress(psutil.Error, ProcessLookupError, PermissionError):
+            if os.getsid(one.pid) == process.pid:
+                one.send_signal(signal.SIGABRT)
+                time.sleep(BETWEEN_STACKS_S)
 
 
 class _Report:
