@@ -146,7 +146,7 @@ def test_losses_are_those_of_the_unsharded_model(outcomes, case):
 def test_bytes_are_the_predicted_ones_and_the_base_stays_in_its_node(outcomes, case):
     for outcome in outcomes[case]:
         assert outcome.counts == outcome.predicted
-        assert (GATHER_FROZEN in outcome.counts) == (case.ranks_per_node > 1)
+        assert (GATHER_FROZEN in outcome.counts) == (1 < case.ranks_per_node < 4)  # one node has nothing to save
         assert outcome.counts.get(GATHER_FROZEN, (0, 0))[1] == 0
         across = sum(cross for _, cross in outcome.counts.values())
         if case.ranks_per_node == 4:
