@@ -99,6 +99,10 @@ class Holder:
         return global_that_is_read  # noqa: F821
 
 
+class Slotted:
+    __slots__ = ("open",)
+
+
 def planted(owner: str, *names: str, relation: Relation = Relation.HAS, user: str = "frozen.weight", **fields) -> Seam:
     return Seam(owner, names, (user,), "A test needs it. If it moved: weights are wrong.", relation, **fields)
 
@@ -112,6 +116,24 @@ def test_attributes_are_found_on_classes_and_on_what_their_methods_set():
     assert planted(here("Holder"), "declared", "gone").missing() == ["gone"]
     assert planted(here(), "Holder", "gone").missing() == ["gone"]
     assert planted(here("NoSuchClass"), "anything").missing() == ["anything"]
+
+
+def test_what_is_set_is_tried():
+    """``shown`` became a property without a setter: it is there, and cannot be set. So it was with a name of torch 2.15."""
+    assert planted(here("Holder"), "declared", "set_in_init", relation=Relation.SET).missing() == []
+    assert planted(here("Holder"), "declared", "shown", "gone", relation=Relation.SET).missing() == ["gone", "shown"]
+    assert planted(here("Slotted"), "open", "__doc__", relation=Relation.SET).missing() == ["__doc__"]
+    assert planted(here(), "Holder", relation=Relation.SET).missing() == []  # a module lets all be set
+    assert planted("torch.distributed:ReduceScatterOptions", "asyncOp", relation=Relation.SET).missing() == []
+
+
+def test_what_is_called_can_be_called():
+    names = ("method", "of_the_class")
+    assert planted(here("Holder"), *names, relation=Relation.CALLED).missing() == []
+    assert planted(here("Holder"), "method", "declared", "gone", relation=Relation.CALLED).missing() == [
+        "declared",
+        "gone",
+    ]
 
 
 def test_names_are_found_in_code():
@@ -177,11 +199,21 @@ def test_what_a_library_deprecates_warns_no_user_of_this_package(monkeypatch, li
     [
         planted("somelib.core", "_was_loaded", relation=Relation.READS, is_silent=True),
         planted("somelib.core", "gone", is_silent=True),
+        planted("somelib.core", "gone", relation=Relation.CALLED, is_silent=True),
+        planted("somelib.core", "gone", relation=Relation.SET, is_silent=True),
         planted("somelib.core:ask", "other", relation=Relation.TAKES, is_silent=True),
         planted("somelib.core:ask", "other", relation=Relation.ACCEPTS, is_silent=True),
         planted("somelib.moved", "anything", is_silent=True),
     ],
-    ids=["not read", "not there", "other parameters", "no such parameter", "no such module"],
+    ids=[
+        "not read",
+        "not there",
+        "not callable",
+        "not settable",
+        "other parameters",
+        "no such parameter",
+        "no such module",
+    ],
 )
 def test_a_silent_name_that_moved_is_an_error_that_says_everything(monkeypatch, library, seam):
     plant(monkeypatch, seam)

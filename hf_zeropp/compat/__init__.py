@@ -108,6 +108,8 @@ def _message(seam: Seam, missing: list[str]) -> str:
     names, owner = ", ".join(map(repr, missing)), seam.owner.replace(":", ".")
     what = {
         Relation.HAS: f"{owner} has no {names}",
+        Relation.CALLED: f"{owner} has no function {names}",
+        Relation.SET: f"objects of {owner} do not let {names} be set",
         Relation.READS: f"{owner} does not use {names}",
         Relation.TAKES: f"the parameters of {owner} are not {names}",
         Relation.ACCEPTS: f"{owner} has no parameter {names}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zeropp.compat.seam import Seam, accepts, has, reads, takes
+from hf_zeropp.compat.seam import Seam, accepts, called, has, reads, sets, takes
 
 # fmt: off
 HUGGING_FACE: tuple[Seam, ...] = (
@@ -26,11 +26,11 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "in full size between micro-steps.", silent=True),
     has("accelerate.state:GradientState", "plugin_kwargs sync_gradients", "integrations.accelerate",
         "Where `sync_each_batch` is set; and whether a micro-step is the last."),
-    has("accelerate.state:AcceleratorState",
+    sets("accelerate.state:AcceleratorState",
         "fsdp_plugin distributed_type", "integrations.accelerate integrations.trainer",
         "They are set to make the plugin active on CPU too, and in a Trainer. If it moved: Accelerate uses another "
         "plugin, and the model trains without ZeRO++.", silent=True),
-    has("accelerate.state:PartialState", "distributed_type", "integrations.accelerate",
+    sets("accelerate.state:PartialState", "distributed_type", "integrations.accelerate",
         "Each AcceleratorState copies this value over its own. If it moved: on CPU a model is replicated, and not "
         "sharded.", silent=True),
     has("accelerate.state:AcceleratorState", "_shared_state", "integrations.accelerate integrations.launch.unmodified",
@@ -63,7 +63,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "save_fsdp_optimizer load_fsdp_optimizer", "integrations.accelerate_checkpoints",
         "Ours stand in their places, and send whole weights after a checkpoint where deltas are the rule. If it "
         "moved: a run resumed with deltas differs from the unbroken one.", silent=True),
-    has("transformers.trainer:Trainer",
+    called("transformers.trainer:Trainer",
         "_save_checkpoint _save_rng_state _get_output_dir", "integrations.resume",
         "The mark of a whole checkpoint is removed before the first, and comes after the second on all ranks."),
     reads("transformers.trainer:Trainer._save_checkpoint",
@@ -91,7 +91,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "_no_split_modules", "integrations.accelerate integrations.wrap_policy",
         "The classes of a model's blocks. If it moved: an estimate counts the whole model as one unit; a model is "
         "sharded as one unit, with a warning.", silent=True),
-    has("transformers.modeling_utils:PreTrainedModel",
+    sets("transformers.modeling_utils:PreTrainedModel",
         "all_tied_weights_keys", "integrations.lora.quantizer integrations.lora.base_checkpoint",
         "Which weights are tied, by name. If it moved: an adapter on a tied weight is exported for one of its two "
         "places.", silent=True),
@@ -123,7 +123,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "not active are packed as frozen weights.", silent=True),
     has("peft.tuners.trainable_tokens:TrainableTokensLayer", "trainable_tokens_delta", "integrations.wrap_policy",
         "An embedding of which single tokens are trained. If it moved: sharding such a model raises."),
-    has("peft:PeftModel", "get_base_model", "frozen.adapters",
+    called("peft:PeftModel", "get_base_model", "frozen.adapters",
         "The model that PEFT wraps. Its `generate` calls that model, past the wrapper. If it moved: frozen weights "
         "outside of blocks are not gathered in `generate`, and DTensor raises."),
     has("peft.tuners.tuners_utils", "BaseTunerLayer", "integrations.lora.export",
@@ -131,7 +131,9 @@ HUGGING_FACE: tuple[Seam, ...] = (
     reads("peft.tuners.tuners_utils:BaseTuner", "_inject_parameters", "integrations.lora.peft_targets",
         "In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there. If "
         "it moved: adapters on packed experts are left out, with a warning of PEFT's.", silent=True),
-    has("peft.tuners.tuners_utils:BaseTunerLayer", "merge unmerge merged_adapters get_base_layer",
+    has("peft.tuners.tuners_utils:BaseTunerLayer", "merged_adapters", "frozen.writing",
+        "Whether a layer is merged."),
+    called("peft.tuners.tuners_utils:BaseTunerLayer", "merge unmerge get_base_layer",
         "frozen.writing integrations.lora.peft_targets",
         "The layers' methods are extended, to restore a packed base to the bit. If it moved: unmerging leaves it as "
         "packing rounds it.", silent=True),
@@ -144,7 +146,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "The same function, as the tuners know it.", silent=True),
     has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save", "integrations.lora.export",
         "Copies of whole modules that PEFT trained. The base has their weights under names without this word."),
-    has("peft:LoraConfig", "init_lora_weights", "frozen.adapters integrations.lora.export",
+    sets("peft:LoraConfig", "init_lora_weights", "frozen.adapters integrations.lora.export",
         "It tells whether an adapter changed its base, and is set for an export, so that no initialization computes with a "
         "base that has no values. If it moved: adapters that changed their base are exported, and published alone.",
         silent=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zeropp.compat.seam import Seam, has, reads
+from hf_zeropp.compat.seam import Seam, called, has, reads, sets
 
 # fmt: off
 INFERENCE: tuple[Seam, ...] = (
@@ -24,10 +24,13 @@ INFERENCE: tuple[Seam, ...] = (
         "What it calls of the client in a sync, and names and shapes that it looks for before the first. If it "
         "moved: weights do not reach a server with the backend hf_zeropp, or all are decoded twice before the first "
         "sync.", silent=True, since=(1, 16)),
-    has("trl.generation.vllm_client:VLLMClient",
-        "get_server_info init_communicator update_named_params reset_prefix_cache", "rollouts.trl_server",
-        "The client of a server. Ours sends versions in place of whole weights, to a server that takes them. If it "
-        "moved: as before 1.16, all servers are fed over NCCL.", since=(1, 16)),
+    called("trl.generation.vllm_client:VLLMClient", "get_server_info init_communicator", "rollouts.trl_server",
+        "The client of a server, which joins one that takes updates without NCCL. If it moved: as before 1.16, all servers are "
+        "fed over NCCL.", since=(1, 16)),
+    sets("trl.generation.vllm_client:VLLMClient", "update_named_params reset_prefix_cache", "rollouts.trl_server",
+        "Ours sends versions in place of whole weights, to a server that takes them.", since=(1, 16)),
+    sets("trl.generation.vllm_generation:VLLMGeneration", "_weight_metadata", "rollouts.trl_server",
+        "Names and shapes, which versions hold themselves.", since=(1, 16)),
     # As above: a method that is not called any more would pass.
     reads("trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer.__init__",
         "_sync_weight", "rollouts.trl_async",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_zeropp.compat.seam import Seam, has, reads, takes
+from hf_zeropp.compat.seam import Seam, called, has, reads, sets, takes
 
 _GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group"
 _PARAM = "torch.distributed.fsdp._fully_shard._fsdp_param"
@@ -31,23 +31,30 @@ PYTORCH: tuple[Seam, ...] = (
         "The parameters of a unit, where one `fully_shard` call may make several groups. If it moved: "
         "`_fsdp_param_group` is read in its place, which raises if there are several.", since=(2, 12)),
     has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-        "_is_root _auto_reshard_after_forward _lazy_init _state_ctx", "fsdp.units",
-        "Whether FSDP2 will keep its root unit gathered, before a first forward pass has told; where it takes over parameters "
-        "that were replaced, on which ranks must agree; and the state that the units of a model share."),
+        "_is_root _auto_reshard_after_forward _state_ctx", "fsdp.units",
+        "Whether FSDP2 will keep its root unit gathered, before a first forward pass has told; and the state that the units of a "
+        "model share."),
+    called("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "_lazy_init", "fsdp.units",
+        "Takes over parameters that were replaced, on which ranks must agree."),
     has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext",
         "post_backward_final_callback_queued", "fsdp.units",
         "Whether a backward pass of the model is under way, which uses the weights of the forward pass."),
-    has("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "fsdp.units",
+    called("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "fsdp.units",
         "The way from a module to its unit."),
     has("torch.distributed._composable_state", "_module_state_mapping", "fsdp.units",
         "All sharded modules of the process, to warn of those that run without ZeRO++."),
     has(f"{_GROUP}:FSDPParamGroup",
-        "modules fsdp_params mesh_info post_forward_mesh_info device is_unsharded reduce_grads all_reduce_grads "
-        "gradient_divide_factor force_sum_reduction_for_comms "
-        "_reshard_after_forward _use_post_forward_mesh _to_sharded _all_reduce_hook _all_gather_comm _all_gather_result "
-        "_reduce_scatter_comm _reduce_scatter_process_group post_backward lazy_init _reset_sharded_params device_handle",
+        "modules fsdp_params device is_unsharded all_reduce_grads gradient_divide_factor force_sum_reduction_for_comms "
+        "_reshard_after_forward _use_post_forward_mesh _all_reduce_hook _all_gather_comm _reduce_scatter_comm "
+        "_reduce_scatter_process_group _reset_sharded_params device_handle",
         "fsdp.units",
         "What a unit consists of, how it is gathered and reduced, and in which state it is."),
+    called(f"{_GROUP}:FSDPParamGroup", "_to_sharded lazy_init", "fsdp.units",
+        "Shows a unit's sharded parameters; and takes over those that were replaced."),
+    sets(f"{_GROUP}:FSDPParamGroup",
+        "reduce_grads mesh_info post_forward_mesh_info _all_gather_result post_backward", "fsdp.units",
+        "Whether a pass reduces; over which ranks; what was prefetched and is dropped; and ours in the place of the method. If "
+        "one cannot be set: training raises, or FSDP2 averages over replicas in every micro-step.", silent=True),
     # The relation is not HAS, because the method could stay and be bound earlier. FSDP2's autograd node looks it up
     # on the group when the backward pass arrives there. Only for this reason a replacement that is set on the group
     # is called.
@@ -65,9 +72,13 @@ PYTORCH: tuple[Seam, ...] = (
         "Whether FSDP2 reduces zeros for parameters without a gradient. If it moved: gradients are taken for those "
         "of other parameters where a parameter has none.", silent=True, since=(2, 13)),
     has(f"{_PARAM}:FSDPParam",
-        "sharded_param sharded_size padded_sharded_param_size offload_to_cpu mp_policy unsharded_accumulated_grad "
+        "sharded_param sharded_size padded_sharded_param_size offload_to_cpu mp_policy "
         "mesh_info _module_info _sharded_local_tensor _sharded_param_data", "fsdp.param_shard fsdp.units",
-        "Name, sizes and memory of a parameter's shard, and its gradient before the reduction."),
+        "Name, sizes and memory of a parameter's shard."),
+    # Later versions keep such a gradient on the gathered parameter, and show it by a property of this name.
+    sets(f"{_PARAM}:FSDPParam", "unsharded_accumulated_grad", "fsdp.param_shard",
+        "The gradient that a rank keeps at full size until it is reduced. If it moved: what `discard_accumulated` drops is "
+        "reduced all the same.", silent=True, until=(2, 15)),
     # It is read with a default, which is right for torch 2.14 and earlier.
     has(f"{_GROUP}:FSDPParamGroup", "_reduce_scatter_param_indices", "fsdp.units",
         "The order of parameters in a flat gradient. If it moved: gradients of a unit with several dtypes are taken "
@@ -95,25 +106,25 @@ PYTORCH: tuple[Seam, ...] = (
         "zeros in the place of gradients that are still under way.", silent=True),
     has("torch:Tensor", "_version _base", "fsdp.weights.freshness comm.hop",
         "The counter that moves when a tensor is written; the buffer behind a slice of it."),
-    has("torch:Tensor", "_make_wrapper_subclass", "frozen.weight fsdp.gradients.pending",
+    called("torch:Tensor", "_make_wrapper_subclass", "frozen.weight fsdp.gradients.pending",
         "The only way to make a tensor with shape and dtype but no memory."),
     has("torch:_C", "_disabled_torch_function_impl", "frozen.weight fsdp.gradients.pending",
         "Sends operations on a tensor subclass straight to `__torch_dispatch__`."),
-    has("torch:_C", "_current_graph_task_id", "fsdp.gradients.backward_passes",
+    called("torch:_C", "_current_graph_task_id", "fsdp.gradients.backward_passes",
         "Tells one backward pass from another."),
-    has("torch:_C", "_len_torch_dispatch_stack _is_torch_function_mode_enabled", "ops.direct_calls",
+    called("torch:_C", "_len_torch_dispatch_stack _is_torch_function_mode_enabled", "ops.direct_calls",
         "Whether a mode has to see the call of an operator."),
-    has("torch.autograd", "_profiler_enabled", "ops.direct_calls",
+    called("torch.autograd", "_profiler_enabled", "ops.direct_calls",
         "Whether the profiler has to see the call of an operator."),
     has("torch.autograd:Variable", "_execution_engine", "fsdp.gradients.backward_passes",
         "Runs a function at the end of a backward pass."),
-    has("torch", "_foreach_copy_", "fsdp.units",
+    called("torch", "_foreach_copy_", "fsdp.units",
         "Copies the shards of a unit with one kernel."),
     has("torch.ops:aten", "_unsafe_view _foreach_zero_", "frozen.weight fsdp.gradients.pending",
         "Operators that tensor subclasses treat in ways of their own."),
     has("torch.ops:aten.add.Tensor", "_schema", "frozen.weight",
         "Whether an operator writes to its argument."),
-    has("torch.utils._pytree", "tree_map tree_leaves tree_map_only",
+    called("torch.utils._pytree", "tree_map tree_leaves tree_map_only",
         "frozen.weight fsdp.gradients.pending fsdp.collective_watch",
         "Tensors and their subclasses among the nested arguments of an operator."),
     has("torch.ops:c10d",
@@ -121,35 +132,37 @@ PYTORCH: tuple[Seam, ...] = (
         "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ allreduce_ allreduce_coalesced_ broadcast_ "
         "reduce_ gather_ scatter_ recv_ recv_any_source_", "fsdp.collective_watch",
         "The operators that all collectives come down to. One that moved is not counted among what others send."),
-    has("torch:_C", "_dispatch_keyset_full_after DispatchKey", "fsdp.collective_watch",
+    called("torch:_C", "_dispatch_keyset_full_after DispatchKey", "fsdp.collective_watch",
         "Where operators go that a kernel of this package has looked at."),
-    has("torch:ScriptObject", "_type", "fsdp.collective_watch",
+    called("torch:ScriptObject", "_type", "fsdp.collective_watch",
         "Whether an argument of a collective is its group."),
-    has("torch.distributed.tensor:DTensor", "_local_tensor", "fsdp.units",
+    sets("torch.distributed.tensor:DTensor", "_local_tensor", "fsdp.units",
         "The local tensor itself, which `to_local` returns a view of, through autograd."),
     has("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "frozen.weight",
         "The rows of a sharded tensor that a rank holds."),
-    has("torch.optim._muon", "_adjust_lr _zeropower_via_newtonschulz", "muon",
+    called("torch.optim._muon", "_adjust_lr _zeropower_via_newtonschulz", "muon",
         "What `torch.optim.Muon` makes of one matrix: `Muon` gives its bits."),
     takes("torch.optim._muon:_zeropower_via_newtonschulz", "grad ns_coefficients ns_steps eps", "muon",
         "It is called with these arguments, by position. If they moved: it raises, or orthogonalizes something else.",
         silent=True),
-    has("torch.optim:AdamW.step", "__wrapped__", "muon",
+    called("torch.optim:AdamW.step", "__wrapped__", "muon",
         "The step of an optimizer without the hooks around it."),
-    has("torch.distributed:ProcessGroup", "_get_backend _device_types", "comm.topology comm.hop",
+    called("torch.distributed:ProcessGroup", "_get_backend", "comm.topology comm.hop",
         "The timeout of the world's collectives; whether gloo moves the tensors of a GPU."),
+    has("torch.distributed:ProcessGroup", "_device_types", "comm.topology",
+        "The timeout of the world's collectives."),
     # They are not private, and not documented either. The second name is asked for first.
-    has("torch.distributed:ProcessGroup", "reduce_scatter_tensor_coalesced", "comm.hop",
+    called("torch.distributed:ProcessGroup", "reduce_scatter_tensor_coalesced", "comm.hop",
         "Several reduce-scatters in one call, which NCCL runs as one kernel.", until=(2, 13)),
-    has("torch.distributed:ProcessGroup", "reduce_scatter_single_coalesced", "comm.hop",
+    called("torch.distributed:ProcessGroup", "reduce_scatter_single_coalesced", "comm.hop",
         "The same.", since=(2, 13)),
-    has("torch.distributed:ReduceScatterOptions", "asyncOp", "comm.hop",
+    sets("torch.distributed:ReduceScatterOptions", "asyncOp", "comm.hop",
         "Whether the caller waits for them.", silent=True),
-    has("torch.distributed:ProcessGroup", "allgather_into_tensor_coalesced", "comm.hop",
+    called("torch.distributed:ProcessGroup", "allgather_into_tensor_coalesced", "comm.hop",
         "Several all-gathers in one call, as above.", until=(2, 13)),
-    has("torch.distributed:ProcessGroup", "all_gather_single_coalesced", "comm.hop",
+    called("torch.distributed:ProcessGroup", "all_gather_single_coalesced", "comm.hop",
         "The same.", since=(2, 13)),
-    has("torch.distributed.distributed_c10d:AllgatherOptions", "asyncOp", "comm.hop",
+    sets("torch.distributed.distributed_c10d:AllgatherOptions", "asyncOp", "comm.hop",
         "Whether the caller waits for them.", silent=True),
     has("torch._C._distributed_c10d:Backend.Options", "_timeout", "comm.topology",
         "The timeout of the world's collectives."),

@@ -15,9 +15,11 @@ from typing import Any
 
 
 class Relation(enum.Enum):
-    """How the owner of a seam is related to its names."""
+    """How the owner of a seam is related to its names, or what this package does with them. ``Seam.missing`` tries it."""
 
-    HAS = "has"  # they are attributes of it: of the module, of the class, or set on ``self`` by the class's methods
+    HAS = "has"  # read as attributes of it: of the module, of the class, or set on ``self`` by the class's methods
+    CALLED = "called"  # attributes of it that can be called
+    SET = "set"  # attributes of its objects, or of the module, that can be set
     READS = "reads"  # its code uses them: as attributes, as globals, as strings, or as keyword arguments
     TAKES = "takes"  # they are all its parameters, in this order
     ACCEPTS = "accepts"  # they are parameters of it, among others
@@ -86,9 +88,14 @@ class Seam:
         used = _names_in_code(owner)
         if self.relation is Relation.READS:
             return [name for name in self.names if name not in used]
+        if self.relation is Relation.CALLED:
+            return [name for name in self.names if not callable(getattr(owner, name, None))]
         # Attributes that methods set on ``self`` are none of the class. A method that uses the name is taken as proof of one.
         is_set = used if isinstance(owner, type) else frozenset()
-        return [name for name in self.names if not hasattr(owner, name) and name not in is_set]
+        gone = [name for name in self.names if not hasattr(owner, name) and name not in is_set]
+        if self.relation is Relation.SET and isinstance(owner, type):
+            gone += [name for name in self.names if name not in gone and not _can_set(owner, name)]
+        return gone
 
 
 def _row(
@@ -99,7 +106,20 @@ def _row(
 
 # A table has a row for each seam: owner, names, modules that use them, note. Spaces separate names, and modules. The further
 # fields are those of ``Seam``, ``silent`` among them.
-has, reads, takes, accepts = (functools.partial(_row, relation) for relation in Relation)
+has, called, sets, reads, takes, accepts = (functools.partial(_row, relation) for relation in Relation)
+
+
+def _can_set(owner: type, name: str) -> bool:
+    """Return whether objects of a class let the attribute be set. It is tried, on one that was made without ``__init__``."""
+    if isinstance(member := inspect.getattr_static(owner, name, None), property):
+        return member.fset is not None  # a setter may need what ``__init__`` makes
+    try:
+        setattr(object.__new__(owner), name, None)
+    except AttributeError:  # it has slots, or is frozen
+        return False
+    except TypeError:  # a class of C++ cannot be made this way. What cannot be set there is a property
+        return True
+    return True
 
 
 def _parameters(function: Any) -> tuple[str, ...]:

@@ -102,11 +102,14 @@ def was_gathered(fsdp_param: FSDPParam) -> bool:
 def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
     """Return the gradients that a rank keeps of a parameter at full size, because FSDP2 was told not to reduce them."""
     own = fsdp_param._unsharded_param.grad if was_gathered(fsdp_param) else None
-    return [grad for grad in (fsdp_param.unsharded_accumulated_grad, own) if grad is not None]
+    # Up to torch 2.14 FSDP2 moves them to an attribute. Later it leaves them there, and a property of that name shows them again.
+    moved = vars(fsdp_param).get("unsharded_accumulated_grad")
+    return [grad for grad in (moved, own) if grad is not None]
 
 
 def drop_unreduced(fsdp_param: FSDPParam) -> None:
     """Drop the gradients that ``unreduced_of`` returns."""
-    fsdp_param.unsharded_accumulated_grad = None
+    if "unsharded_accumulated_grad" in vars(fsdp_param):
+        fsdp_param.unsharded_accumulated_grad = None
     if was_gathered(fsdp_param):
         fsdp_param._unsharded_param.grad = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 from pathlib import Path
@@ -36,6 +37,36 @@ def test_every_seam_is_used_where_the_table_says(seam):
     words = {module: set(re.findall(r"\w+", source_of(module))) for module in seam.used_by}
     assert names <= set.union(*words.values())
     assert [module for module in words if not names & words[module]] == []
+
+
+@pytest.mark.parametrize("module", sorted({module for seam in SEAMS for module in seam.used_by}))
+def test_what_is_done_with_a_name_stands_in_its_row(module):
+    """A name that a module sets or calls has a row that says so, and so its check tries it."""
+    relations: dict[str, set[Relation]] = {}
+    for seam in SEAMS:
+        for name in seam.names if module in seam.used_by else ():
+            relations.setdefault(name, set()).add(seam.relation)
+    # A function that another library's code reads may be replaced, or called as that code does.
+    settable = {Relation.SET, Relation.READS}
+    assert {name for name in names_set(module) & relations.keys() if not relations[name] & settable} == set()
+    assert {name for name in names_called(module) & relations.keys() if relations[name] == {Relation.HAS}} == set()
+
+
+def names_set(module: str) -> set[str]:
+    """Attributes that a module assigns to or deletes, but for those of ``self`` in its own classes."""
+    tree = ast.parse(source_of(module))
+    in_classes = {id(node) for each in ast.walk(tree) if isinstance(each, ast.ClassDef) for node in ast.walk(each)}
+    return {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
+        if not (id(node) in in_classes and ast.unparse(node.value) == "self")
+    }
+
+
+def names_called(module: str) -> set[str]:
+    calls = (node.func for node in ast.walk(ast.parse(source_of(module))) if isinstance(node, ast.Call))
+    return {function.attr for function in calls if isinstance(function, ast.Attribute)}
 
 
 def source_of(module: str) -> str:
