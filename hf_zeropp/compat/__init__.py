@@ -34,7 +34,7 @@ SEAMS: tuple[Seam, ...] = (*PYTORCH, *HUGGING_FACE, *INFERENCE)
 # The oldest versions that work. pyproject.toml says the same to pip, which does not ask when another version is installed later.
 OLDEST = {
     "torch": (2, 11),
-    "accelerate": (1, 13),
+    "accelerate": (1, 15),
     "transformers": (5, 16),
     "peft": (0, 18),
     "trl": (0, 29),
@@ -44,9 +44,9 @@ REQUIRED = ("torch", "accelerate", "transformers")
 
 # The versions that the tests of this package were run with (scripts/test_versions.sh).
 TESTED = {
-    "torch": "2.11, 2.12, 2.13 and 2.15",
-    "accelerate": "1.13 and 1.15",
-    "transformers": "5.16 and 5.23",
+    "torch": "2.11, 2.12, 2.13, 2.14 and 2.15",
+    "accelerate": "1.15",
+    "transformers": "5.16 and 5.24",
     "peft": "0.18 and 0.21",
     "trl": "0.29 and 1.16",
     "vllm": "0.30",  # its engine; 0.32 was only installed beside the other tests

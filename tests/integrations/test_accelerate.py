@@ -53,6 +53,12 @@ def scenario_gradients_equal_stock(rank: int) -> None:
         assert next(iter(model.parameters())).dtype == torch.float32
 
 
+def scenario_masters_of_a_model_in_bf16(rank: int) -> None:
+    """Transformers loads a checkpoint in its own dtype. Accelerate makes fp32 masters of it, which 1.13 does not."""
+    model, _ = prepared(new_accelerator(mixed_precision="bf16"), tiny_llama().to(torch.bfloat16))
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+
+
 def scenario_false_is_stock(rank: int) -> None:
     accelerator = new_accelerator(zeropp=False)
     model, optimizer = prepared(accelerator)

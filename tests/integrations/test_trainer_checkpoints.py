@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 from harness import run_ranks
+from peft import LoraConfig, get_peft_model
 from trainer_runs import TWO_NODES, build_trainer, callback_of, losses, same_weights, tiny_model, weights
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -31,6 +32,23 @@ def test_resume_is_exact_with_accumulation_and_across_the_schedule(tmp_path, kin
     for (losses_a, weights_a), (losses_b, weights_b) in zip(straight, resumed, strict=True):
         assert losses_b == losses_a
         assert same_weights(weights_a, weights_b)
+
+
+def train_adapters(rank: int, folder: str, resume_from: str | None):
+    model = get_peft_model(tiny_model(), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+    config = {"state_dict_type": "FULL_STATE_DICT"}
+    trainer = build_trainer(folder, model=model, fsdp_config=config, save_strategy="steps", save_steps=3)
+    trainer.train(resume_from_checkpoint=resume_from)
+    return losses(trainer), {name: weight for name, weight in weights(trainer).items() if "lora_" in name}
+
+
+def test_a_full_checkpoint_holds_the_adapters_of_all_ranks(tmp_path):
+    """Accelerate before 1.15 writes rank 0's slice of them, and reads nothing back on the other ranks."""
+    straight = run_ranks(train_adapters, 4, str(tmp_path), None)
+    resumed = run_ranks(train_adapters, 4, str(tmp_path / "resumed"), str(tmp_path / "checkpoint-3"))
+    for (losses_a, weights_a), (losses_b, weights_b) in zip(straight, resumed, strict=True):
+        assert losses_b == losses_a
+        assert weights_a and same_weights(weights_a, weights_b)
 
 
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (4, 1), (6, 3)])
