@@ -30,7 +30,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from hf_zeropp.apply import get_handle
-from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
+from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.sizes import parse_bytes
 
@@ -50,12 +50,13 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
     """Generate with ``model`` inside: nothing crosses nodes after the first token. Enter it on all ranks.
 
     Args:
-        model: prepared by Accelerate with a ZeroPPPlugin, or passed to ``apply_zeropp``.
+        model: prepared by Accelerate with a ZeroPPPlugin, or passed to ``apply_zeropp``. Where ZeRO++ is turned off, FSDP2's own
+            gathers cross nodes for every token.
         memory_budget: bytes (or "1.5GB", "800MB") of gathered weights to keep on each rank while this lasts. Packed
             frozen weights count as what they are stored in. None keeps none.
 
     Raises:
-        ValueError: the model is not under ZeRO++, or a budget is given inside another ``generation_mode`` of the model.
+        ValueError: the model is under no ZeroPPPlugin, or a budget is given inside another ``generation_mode`` of the model.
 
     Example:
         >>> with generation_mode(model, memory_budget="4GB"):
@@ -74,7 +75,8 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
     with ExitStack() as stack:
         _active.add(model)
         stack.callback(_active.discard, model)
-        stack.enter_context(handle.traffic.in_rollout())
+        if handle is not None:
+            stack.enter_context(handle.traffic.in_rollout())
         # FSDP2 decides which module is the root, and makes the streams that all units share, when the first forward
         # begins. Units cannot be gathered before. And the first must be the model's own: a block whose forward ran
         # first would be taken for a root, and the model's forward would raise from then on.
@@ -82,12 +84,13 @@ def generation_mode(model: nn.Module, memory_budget: int | str | None = None) ->
         # The order matters. First all ranks agree on stale weights and start their cross hops. With secondary shards
         # this is the last time that ranks of other nodes are needed. Units are kept gathered only after it, from
         # fresh weights.
-        stack.enter_context(handle.generating())
-        if (group := handle.lockstep_group()) is not None:
-            stack.enter_context(_stop_together(model, group))
+        if handle is not None:
+            stack.enter_context(handle.generating())
+            if (group := handle.lockstep_group()) is not None:
+                stack.enter_context(_stop_together(model, group))
         # These gathers are collective. All ranks choose the same units in the same order, because sizes are those of
         # whole units and the sort is stable. How much memory is free is not asked: ranks would get different answers.
-        for unit in _fitting(handle, parse_bytes(memory_budget)):
+        for unit in _fitting(units_of(model, handle), parse_bytes(memory_budget)):
             stack.enter_context(unit.kept_gathered())
         yield model
 
@@ -120,18 +123,25 @@ def install_generate(model: nn.Module, apply: Callable[[], ZeroPPHandle | None] 
     vars(model)["generate"] = generate
 
 
-def handle_of(model: nn.Module) -> ZeroPPHandle:
-    """Return the handle of a model that generates. ZeRO++ is applied now where the first forward pass would do it.
+def handle_of(model: nn.Module) -> ZeroPPHandle | None:
+    """Return the handle of a model that generates; None where a plugin of ours is turned off.
+
+    ZeRO++ is applied now where the first forward pass would do it.
 
     Raises:
-        ValueError: the model is not under ZeRO++.
+        ValueError: neither a plugin of ours nor ``apply_zeropp`` knows the model.
     """
-    if (handle := find_handle(model)) is None:
+    if (handle := find_handle(model)) is None and _APPLY not in vars(without_compile_wrapper(model)):
         raise ValueError(
-            "Generation and publishing need a model under ZeRO++: prepare it with Accelerate and a ZeroPPPlugin (not "
-            "zeropp=False), or call apply_zeropp(model, config) first."
+            "Generation and publishing need a model under ZeRO++: prepare it with Accelerate and a ZeroPPPlugin, or call "
+            "apply_zeropp(model, config) first."
         )
     return handle
+
+
+def units_of(model: nn.Module, handle: ZeroPPHandle | None) -> list[Unit]:
+    """Return the units of a model whose handle ``handle_of`` has returned, frozen ones first."""
+    return find_units(model) if handle is None else [*handle.frozen_units, *handle.units]
 
 
 def find_handle(model: nn.Module) -> ZeroPPHandle | None:
@@ -196,11 +206,11 @@ def _stop_together(model: nn.Module, group: dist.ProcessGroup) -> Iterator[None]
             del vars(module)["_has_unfinished_sequences"]
 
 
-def _fitting(handle: ZeroPPHandle, budget: int) -> list[Unit]:
+def _fitting(units: list[Unit], budget: int) -> list[Unit]:
     """The largest units first, as far as they fit: what is kept saves its gather, and large ones save most per unit."""
     kept = []
     # A unit that does not fit is passed over, and smaller ones after it may still fit.
-    for unit in sorted([*handle.frozen_units, *handle.units], key=Unit.gathered_bytes, reverse=True):
+    for unit in sorted(units, key=Unit.gathered_bytes, reverse=True):
         if unit.gathered_bytes() <= budget:
             budget -= unit.gathered_bytes()
             kept.append(unit)

@@ -66,7 +66,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
     Args:
         zeropp: a ZeroPPConfig, a mapping of its fields, a preset's name, a YAML/JSON file, or None (``ZEROPP_CONFIG_FILE``
             and ``ZEROPP_<FIELD>`` variables, else the defaults). False leaves FSDP2's communication as it is: the same
-            script then measures the difference. ``ZEROPP_ENABLED=0`` does the same from outside.
+            script then measures the difference. ``ZEROPP_ENABLED=0`` does the same from outside. Either changes collectives
+            alone: units, and what can be done with the model, stay as they are.
 
     Raises:
         ValueError: the settings are wrong, or FSDP1 or DeepSpeed is asked for beside it.
@@ -125,6 +126,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         # (``FSDPLlamaDecoderLayer``), and Accelerate's own method would not find them.
         if not isinstance(without_compile_wrapper(model), FSDPModule):
             self._choose_blocks(model)
+        install_generate(model, lambda: self.handle_of(model))
         if self.zeropp_config is None:
             return
         # Accelerate calls this twice per ``prepare``. All that follows may be repeated: frozen weights that are sharded
@@ -134,7 +136,6 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         prepare_frozen(self, self.zeropp_config, model, device.type)
         self._reduce_on_every_micro_step()
         on_first_use(model, lambda: self.handle_of(model))
-        install_generate(model, lambda: self.handle_of(model))
 
     def _reduce_on_every_micro_step(self) -> None:
         """Keep ``accumulate`` from turning FSDP2's reduction off, unless gradients are to accumulate on the rank.
@@ -147,7 +148,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
 
     def _choose_blocks(self, model: nn.Module) -> None:
         """Choose the modules that Accelerate is going to shard as units of their own."""
-        if self.zeropp_config is not None and self._finds_blocks:
+        if self._finds_blocks:
             self.transformer_cls_names_to_wrap = block_names(model)
             if not self.transformer_cls_names_to_wrap and PartialState().is_main_process:
                 logger.warning(
@@ -175,7 +176,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         return handle
 
     def handle_of(self, model: nn.Module) -> ZeroPPHandle | None:
-        """Return the handle of a prepared model, None with ``zeropp=False``.
+        """Return the handle of a prepared model, None with ``zeropp=False`` and with ``ZEROPP_ENABLED=0``.
 
         Where the model had no forward yet, this applies ZeRO++ first. So call it on all ranks.
         """

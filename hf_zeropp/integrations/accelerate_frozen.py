@@ -168,11 +168,11 @@ def patch_prepare() -> None:
 
 def _prepare(original: Callable[..., Any], self: Accelerator, *objects: Any) -> Any:
     plugin = self.state.fsdp_plugin
-    config = getattr(plugin, "zeropp_config", None)
-    if config is None:
+    if not hasattr(plugin, "zeropp_config"):  # Accelerate's own
         return original(self, *objects)
+    config = plugin.zeropp_config
     models = [obj for obj in objects if isinstance(obj, nn.Module)]
-    for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer)):
+    for optimizer in (obj for obj in objects if isinstance(obj, torch.optim.Optimizer) and config is not None):
         # The original replaces an optimizer's parameters by placeholders, which do not tell whether a parameter was frozen. So
         # frozen ones are taken out before.
         drop_frozen(optimizer, models, config.frozen_bits)

@@ -235,8 +235,14 @@ class ZeroPPCallback(TrainerCallback):
         Training or the loading of a full state dict (best model, checkpoint) comes next, and both take gathered parameters
         for shards.
         """
-        if (plugin := self._active_plugin) is not None and _is_sharded(model):
+        if self._plugin is None or not _is_sharded(model):
+            return
+        if (plugin := self._active_plugin) is not None:
             plugin.apply(model).reshard()
+        else:
+            for module in model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
 
     def on_predict(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any

@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from hf_zeropp.frozen.adapters import wrapped_model
 from hf_zeropp.frozen.merging import PublishedWeight, adapter_weights, merged_weights
 from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
-from hf_zeropp.generation import generation_mode, handle_of
+from hf_zeropp.generation import generation_mode, handle_of, units_of
 
 NamedWeights = Iterator[tuple[str, torch.Tensor]]
 
@@ -55,8 +55,8 @@ def publish_weights(model: nn.Module, *, adapters: Literal["merged", "alone"] = 
     if adapters not in ("merged", "alone"):
         raise ValueError(f"expected adapters 'merged' or 'alone', got {adapters!r}")
     model = without_compile_wrapper(model)
-    handle = handle_of(model)
-    for unit in handle.units:
+    units = units_of(model, handle_of(model))
+    for unit in units:
         if unit.has_other_parallelism:  # on all ranks, before anything is gathered
             raise ValueError(
                 f"publish_weights yields full weights, but other parallelism cuts those of unit {unit.name}. Read "
@@ -64,7 +64,6 @@ def publish_weights(model: nn.Module, *, adapters: Literal["merged", "alone"] = 
             )
     # Inside, weights must not change, and all cross hops that are due have been started for all units at once.
     with generation_mode(model), contextlib.ExitStack() as gathered:
-        units = [*handle.frozen_units, *handle.units]
         for unit in units:
             if unit.is_unsharded:  # the modules show the sharded parameters, by which units are told apart
                 unit.reshard()
