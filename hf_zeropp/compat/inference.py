@@ -42,6 +42,10 @@ INFERENCE: tuple[Seam, ...] = (
         "It merges adapters and iterates over the weights. Ours yield them merged, and the model stays as it is. If "
         "it moved: TRL gathers each weight over the whole world, or adapters are added to the weights "
         "twice.", silent=True, since=(1, 16)),
+    reads("trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer._sync_weight",
+        "_lora_sync", "integrations.trainer",
+        "Whether adapters alone go to the server. If it moved: a warning says that every weight is gathered over all nodes.",
+        since=(1, 16)),
     has("trl.experimental.async_grpo.async_grpo_trainer:AsyncGRPOTrainer",
         "model accelerator weight_transfer", "rollouts.trl_async",
         "The trained model, and the transfer, which rank 0 alone keeps.", since=(1, 16)),

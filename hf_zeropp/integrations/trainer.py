@@ -458,6 +458,10 @@ def _train(
         for callback in self.callback_handler.callbacks:
             if isinstance(callback, _DefaultCallback):
                 callback.follow(_in_charge(self))
+        if getattr(self, "_lora_sync", False):  # a server takes adapters, so TRL sends nothing else
+            from hf_zeropp.rollouts.trl_sync import count_as_published
+
+            count_as_published(_model_of(self))
         resume_from_checkpoint = folder_to_resume(self, resume_from_checkpoint)
     return original(self, resume_from_checkpoint, *args, **kwargs)
 

@@ -68,14 +68,15 @@ def warn_if_unused(args: TrainingArguments, model: nn.Module) -> None:
     if without_compile_wrapper(model) not in _published:
         logger.warning(
             "%s uses vLLM, and no weights went there through ZeRO++ in the first step. Trainers with a sync of their own (TRL's "
-            "AsyncGRPOTrainer and OnlineDPOTrainer) gather every weight over all nodes. AsyncGRPOTrainer can send a server the "
-            "weights that changed instead: weight_transfer=UpdateTransfer(...) from hf_zeropp.rollouts.trl_async.",
+            "AsyncGRPOTrainer and OnlineDPOTrainer) gather every weight over all nodes. AsyncGRPOTrainer sends adapters alone to "
+            "a server that was started with --enable-lora, and otherwise can send the weights that changed: "
+            "weight_transfer=UpdateTransfer(...) from hf_zeropp.rollouts.trl_async.",
             type(args).__name__,
         )
 
 
 def count_as_published(model: nn.Module) -> None:
-    """Note that a model's weights go to an engine through ZeRO++, so that ``warn_if_unused`` says nothing."""
+    """Note that what an engine needs of a model does not cross nodes as a whole, so that ``warn_if_unused`` says nothing."""
     _published.add(without_compile_wrapper(model))
 
 

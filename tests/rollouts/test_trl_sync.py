@@ -25,8 +25,9 @@ from rollout_runs import (
     seen_in_forward,
     train_step,
 )
-from trainer_runs import TWO_NODES, callback_of
-from transformers import AutoModelForCausalLM
+from toy import logged_messages
+from trainer_runs import TWO_NODES, callback_of, tiny_model, token_data, training_arguments
+from transformers import AutoModelForCausalLM, Trainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from hf_zeropp import ZeroPPCallback
@@ -210,6 +211,25 @@ def test_a_trainer_with_a_sync_of_its_own_is_warned_of(caplog):
     count_as_published(model)
     warn_if_unused(SimpleNamespace(**SERVER), model)
     assert caplog.text.count("gather every weight over all nodes") == 1
+
+
+def train_with_a_sync_of_its_own(rank: int, folder: str) -> list[list[str]]:
+    """A Trainer with the attribute by which TRL's asynchronous ones say that a server takes adapters."""
+    said = []
+    for sends_adapters in (True, False):
+        args = training_arguments(folder, max_steps=1)
+        args.vllm_server_base_url = ""
+        trainer = Trainer(tiny_model(), args, train_dataset=token_data(16), callbacks=[ZeroPPCallback()])
+        trainer._lora_sync = sends_adapters
+        with logged_messages("hf_zeropp.rollouts.trl_sync") as warnings:
+            trainer.train()
+        said.append(warnings)
+    return said
+
+
+def test_a_trainer_that_sends_adapters_alone_is_not_warned_of(tmp_path):
+    adapters, whole = run_ranks(train_with_a_sync_of_its_own, 4, str(tmp_path))[0]
+    assert adapters == [] and "gather every weight over all nodes" in whole[0]
 
 
 def test_nothing_is_imported_without_use_vllm():
