@@ -181,7 +181,7 @@ def _install_two_hops(
     # Agreements have a group of their own, so that no hop can come between, and on the CPU, so that no stream waits.
     channel = Channel(new_cpu_group(run.mesh.groups.data_parallel))
     first_of_node = dist.get_process_group_ranks(run.mesh.topology.node_group)[0]
-    decisions = Decisions(run, Agreement(channel, nodes=exchange(first_of_node, channel.group)), frozen)
+    decisions = Decisions(run, Agreement(channel, nodes=exchange(first_of_node, channel.group)), frozen, model)
     # Programs that make many models, such as hyperparameter searches, would collect threads otherwise.
     weakref.finalize(decisions, channel.close).atexit = False
     # Hops are made mesh by mesh, in one order on all ranks, since some of them meet to share memory.

@@ -24,6 +24,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -34,6 +35,8 @@ from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.comm.topology import destroy_group
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 DIGEST_BYTES = 8
 
@@ -143,7 +146,7 @@ class Agreement:
         if pending is not None:
             pending.confirm()
 
-    def tell(self, words: str) -> list[str]:
+    def tell(self, words: T) -> list[T]:
         """Return what all ranks tell, in rank order. Collective: ranks must have agreed that they tell something."""
         return exchange(words, self._channel.group)
 

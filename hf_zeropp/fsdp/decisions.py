@@ -35,6 +35,7 @@ from hf_zeropp import devices
 from hf_zeropp.comm.agreement import SKIP_IN_A_NODE, Agreement, Answer, Statement
 from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.gradients.backward_passes import Backward, current_backward, require_backward
+from hf_zeropp.fsdp.gradients.plain import PlainParameters
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.withheld import give_everywhere
 from hf_zeropp.fsdp.run import Run
@@ -81,6 +82,7 @@ class Decisions:
         run: what all units share.
         agreement: the questions that ranks ask each other.
         frozen: the gathers of all units over a node.
+        model: the model, which is not kept alive.
 
     Attributes:
         gathers: the gathers of all units over the world, in module order.
@@ -88,7 +90,7 @@ class Decisions:
         backward: the model's backward passes.
     """
 
-    def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
+    def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather], model: nn.Module) -> None:
         self.gathers: list[WeightGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
         self._run = run
@@ -96,9 +98,9 @@ class Decisions:
         self._others = StepTraffic(run.traffic)
         self._agreement = agreement
         self._node_group = run.mesh.topology.node_group
-        self._tells_node = (
-            False  # from a forward pass with gradients until the next question: [Note: what ran in a node]
-        )
+        # From a forward pass with gradients until the next question: [Note: what ran in a node]
+        self._tells_node = False
+        self._plain = PlainParameters(model, self._is_any, agreement.tell)
         self._micro_step_answer: Answer | None = None
         self.backward = Backward(self._end_backward)
         self._entered: list[Entrance] = []  # the forward passes under way, one inside the other
@@ -363,9 +365,11 @@ class Decisions:
 
         Raises:
             RuntimeError: weights must not change now, or gradients of micro-steps wait for one that was not there.
+            ValueError: on every rank, if it trains parameters that are not sharded, and nobody averages their gradients.
             DisagreementError: on every rank, if ranks did not reduce the same gradients.
         """
         held = _params_of(optimizer)
+        self._plain.check(optimizer)
         reduces = self._reduces_for(held)
         if reduces:
             if self._is_generating:
@@ -489,6 +493,10 @@ class Decisions:
         common = "\n".join((action, *ran, "")).encode() + numbers
         of_node = "\n".join(ran_in_node).encode()
         return self._agreement.ask(common, bytes(flags) or bytes(len(self.gathers)), statement, of_node)
+
+    def _is_any(self, action: str, flag: bool) -> bool:
+        """Return whether a flag is set on any rank. Collective: ranks must be about to do the same."""
+        return any(self._ask(action, flags=[flag] * len(self.gathers)).largest())
 
     def _thawed(self) -> tuple[str, ...]:
         return tuple(name for gather in self._frozen for name in gather.thawed())

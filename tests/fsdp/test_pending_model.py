@@ -137,7 +137,7 @@ class Model:
         mesh_of_shards = ShardMesh(get_topology(1, "cpu"), groups, hpz_size=None, replicas=None)
         run = Run(config, mesh_of_shards, Traffic(1, 1))
         self.micro_steps, self.driver = run.micro_steps, run.driver
-        self.decisions = CountedDecisions(run, Agreement(Channel(world)), [])
+        self.decisions = CountedDecisions(run, Agreement(Channel(world)), [], torch.nn.Module())
         hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())
         for unit in self.units:
             reduce = ZeroPPReduceScatter(unit, run, self.decisions, hops)
