@@ -320,6 +320,9 @@ class Decisions:
         self._enter_micro_step()
         # On an accelerator the host waits for the answer in the second reduction, or at the end of a pass that has one reduction.
         self.confirm_micro_step()
+        # Each loss of a step may have units of its own. What they share is accumulated, whatever the script calls it.
+        if self._run.micro_steps.is_untold and any(param.grad is not None for param in reduce.unit.trainable):
+            self._run.micro_steps.warn_of_untold(reduce.unit.name)
         self._ran.append(f"reductions of unit {reduce.unit.name}")
         if self.backward.begins_to_reduce():
             self._run.traffic.begin_backward()

@@ -35,6 +35,8 @@ class MicroSteps:
         self.ask_is_last: Callable[[], bool] = lambda: True
         self.is_last_now = True
         self._num_steps_without_progress: int | None = 0  # None once progress was told, or asked for
+        self._num_crossings = 0  # backward passes since an optimizer's step that were taken for a last micro-step
+        self._has_warned = False
 
     def set_quantizes(self, quantizes: bool, *, is_accumulating: bool) -> None:
         """Quantize gradients from the next step on, or no longer; at once if nothing is accumulated."""
@@ -50,6 +52,7 @@ class MicroSteps:
 
     def end_step(self, quantizes_until: float) -> None:
         """Note an optimizer's step. A loop that should tell its progress and does not is reminded once, on rank 0."""
+        self._num_crossings = 0
         if self._num_steps_without_progress is None:
             return
         self._num_steps_without_progress += 1
@@ -72,3 +75,21 @@ class MicroSteps:
         """
         # Asked once and kept: all units of a pass must take the same way, even if the answer changes while it runs.
         self.is_last_now = self.ask_is_last() and not puts_off_replicas
+        self._num_crossings += self.is_last_now
+
+    @property
+    def is_untold(self) -> bool:
+        """Whether gradients that exist now are accumulated, and nobody has told it; False once the user knows."""
+        return self._num_crossings > 1 and not self._has_warned
+
+    def warn_of_untold(self, unit: str) -> None:
+        """Say that passes cross nodes one by one though their gradients are added up, as seen in ``unit``. Rank 0 alone."""
+        self._has_warned = True
+        if dist.get_rank() == 0:
+            logger.warning(
+                "Several backward passes came without an optimizer's step between them, and the gradients of each crossed nodes "
+                "(seen in unit %s). If they accumulate, let the last pass of a step alone cross: call "
+                "handle.set_last_micro_step(False) before the others, and handle.set_last_micro_step(True) before the last. "
+                "Accelerate's `accumulate` and the Trainer do it by themselves.",
+                unit,
+            )

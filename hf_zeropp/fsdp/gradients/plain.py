@@ -91,9 +91,9 @@ class PlainParameters:
         if drifting:
             raise ValueError(
                 f"{type(optimizer).__name__} is about to train parameters that are not sharded: {_in_words(drifting)}. Each rank "
-                "has gradients of its own for them, which nobody averages, so each rank would train another model. Add "
-                "adapters and other modules before the model is sharded (before accelerator.prepare or the Trainer, before fully_shard), "
-                "or average these gradients over the ranks before the step."
+                "has gradients of its own for them, which nobody averages, so each rank would train another model. Add adapters "
+                "and other modules before the model is sharded (before accelerator.prepare or the Trainer, before "
+                "fully_shard), or average these gradients over the ranks before the step."
             )
 
 
