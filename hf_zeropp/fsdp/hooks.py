@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hf_zeropp.compat.extend import extend
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
 from hf_zeropp.fsdp.gradients.pending import renew_gradients
 from hf_zeropp.fsdp.units import initialize_root, on_backward
@@ -59,6 +61,24 @@ def _install_optimizer_hooks() -> None:
 
     register_optimizer_step_pre_hook(before_step)
     register_optimizer_step_post_hook(after_step)
+    extend(torch.optim.Muon, "step", _step_of_torchs_muon)
+
+
+def _step_of_torchs_muon(original: Callable[..., Any], self: torch.optim.Muon, *args: Any, **kwargs: Any) -> Any:
+    """Let ``torch.optim.Muon`` step, and name this package's where it fails on sharded matrices."""
+    try:
+        return original(self, *args, **kwargs)
+    except RuntimeError as error:
+        held = (param for group in self.param_groups for param in group["params"] if isinstance(param, DTensor))
+        few = min(held, key=lambda param: param.shape[0], default=None)
+        if few is None:
+            raise
+        # It raises alike on all ranks: what fails is known by shapes and placements.
+        raise RuntimeError(
+            "torch.optim.Muon failed on sharded matrices. It cannot train a matrix of fewer rows than ranks share (here "
+            f"{list(few.shape)} over {list(few.device_mesh.shape)} ranks), such as a head. hf_zeropp.Muon trains all shapes, "
+            f"with the same numbers: Muon.of_model(model, lr=...). The error was: {error}"
+        ) from error
 
 
 def hook_passes(model: nn.Module, decisions: Decisions) -> None:

@@ -122,6 +122,23 @@ def scenario_torchs_muon_is_named_with_the_remedy(rank: int) -> None:
         assert logs == []
 
 
+def scenario_torchs_muon_fails_on_a_head_of_one_row_and_ours_is_named(rank: int) -> None:
+    """Stock raises "aten.add_.Tensor: in-place operations that require placement changes are not supported"."""
+    model = nn.Sequential(nn.Linear(6, 8, bias=False), nn.Linear(8, 1, bias=False))
+    apply_zeropp(fully_shard(model), CONFIG)
+
+    def step_with(optimizer: torch.optim.Optimizer) -> None:
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with pytest.raises(RuntimeError, match=r"\[1, 8\] over \[4\] ranks.*hf_zeropp\.Muon.*Muon\.of_model.*aten\.add_"):
+        step_with(torch.optim.Muon(model.parameters()))
+    optimizer = Muon.of_model(model)
+    for _ in range(4):  # beyond those that are watched
+        step_with(optimizer)
+
+
 def scenario_adamw_sends_nothing_and_the_models_own_bytes_are_left_out(rank: int) -> None:
     handle, optimizer, logs = train(rank, torch.optim.AdamW)
     assert OPTIMIZER not in handle.traffic.counts
