@@ -140,10 +140,16 @@ def refuse_foreign_quantizer(model: nn.Module) -> None:
         origin = type(param.data).__module__.partition(".")[0]
         kind = type(param).__name__
         if kind in ("Params4bit", "Int8Params") or origin == "torchao":
+            library = "torchao" if origin == "torchao" else "bitsandbytes"
+            stock = (
+                " Accelerate by itself trains it as it is, and gathers it over all nodes (ZEROPP_ENABLED=0, or zeropp=False)."
+                if kind == "Params4bit"
+                else ""
+            )
             raise ValueError(
-                f"{name} was quantized by {'torchao' if origin == 'torchao' else 'bitsandbytes'} ({kind}); frozen weights "
-                "must be in 16 or 32 bits to be packed. Load the model without that quantization_config, or with "
-                "hf_zeropp's own: quantization_config=ZeroPPQuantConfig(bits=4)."
+                f"{name} was quantized by {library} ({kind}), and ZeRO++ does not serve FSDP2 units of {library}'s weights. Load "
+                "the model with quantization_config=ZeroPPQuantConfig(bits=4) in place of that: this package's own packing of "
+                f"frozen weights in 4 or 8 bits, which each node then holds once. Or load it in 16 bits.{stock}"
             )
 
 
