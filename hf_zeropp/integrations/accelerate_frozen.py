@@ -2,7 +2,7 @@
 
 When this happens is told in [Note: Accelerate's order of calls] (accelerate.py). Two habits of Accelerate need attention:
 
-- *Memory-efficient loading.* Rank 0 alone holds the weights. Accelerate moves the model to ``meta``, shards it, and sends full
+- *Memory-efficient loading.* Only rank 0's weights count. Accelerate moves the model to ``meta``, shards it, and sends full
   tensors afterwards, which does not work for parameters that are sharded already. So all parameters are sent here, frozen ones
   unit by unit before they are sharded, and Accelerate is told that nothing is left to send.
 - *Optimizers.* Accelerate finds an optimizer's parameters again by the address of their data, and packing and sharding change

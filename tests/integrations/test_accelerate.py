@@ -226,11 +226,13 @@ def test_training_resumes_bit_for_bit(tmp_path, kind):
 # Loading on rank 0 alone.
 
 
-def run_efficient_loading(rank: int, folder: str, zeropp) -> dict[str, torch.Tensor]:
+def run_efficient_loading(rank: int, folder: str, zeropp) -> tuple[dict[str, torch.Tensor], bool]:
+    """Return gradients, and whether this rank has loaded the weights."""
     accelerator = new_accelerator(zeropp, cpu_ram_efficient_loading=True)
     model = LlamaForCausalLM.from_pretrained(folder)
+    has_weights = torch.equal(model.lm_head.weight, tiny_llama(seed=3).lm_head.weight)
     model, _ = prepared(accelerator, model)
-    return gradients(accelerator, model, rank)
+    return gradients(accelerator, model, rank), has_weights
 
 
 def test_loading_on_rank_0_alone(tmp_path):
@@ -238,4 +240,6 @@ def test_loading_on_rank_0_alone(tmp_path):
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}
     stock = run_ranks(run_efficient_loading, 4, str(tmp_path), False, init=False, env=env)
     ours = run_ranks(run_efficient_loading, 4, str(tmp_path), UNQUANTIZED, init=False, env=env)
-    assert distance(ours[0], stock[0]) < 1e-5
+    assert distance(ours[0][0], stock[0][0]) < 1e-5
+    # transformers#43749: all ranks load them, and no memory is saved. The guide says so, and is to change when this does.
+    assert [has_weights for _, has_weights in ours] == [True] * 4
