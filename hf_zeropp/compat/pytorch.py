@@ -51,6 +51,12 @@ PYTORCH: tuple[Seam, ...] = (
         "What a unit consists of, how it is gathered and reduced, and in which state it is."),
     called(f"{_GROUP}:FSDPParamGroup", "_to_sharded lazy_init", "fsdp.units",
         "Shows a unit's sharded parameters; and takes over those that were replaced."),
+    # It is read with a default, which is right from torch 2.15 on.
+    has(f"{_GROUP}:FSDPParamGroup", "_orig_dtype", "fsdp.units",
+        "The dtype of gradients; None for a unit that was frozen when FSDP2 chose. If it moved: training raises when such a unit "
+        "thaws.", until=(2, 15)),
+    called(f"{_GROUP}:FSDPParamGroup", "_init_mp_dtypes", "fsdp.units",
+        "Chooses that dtype anew.", until=(2, 15)),
     sets(f"{_GROUP}:FSDPParamGroup",
         "reduce_grads mesh_info post_forward_mesh_info _all_gather_result post_backward", "fsdp.units",
         "Whether a pass reduces; over which ranks; what was prefetched and is dropped; and ours in the place of the method. If "

@@ -299,6 +299,10 @@ class Unit:
         """
         if not self._group._reset_sharded_params:
             self._group.lazy_init()
+        # There FSDP2 chooses the dtype of gradients, and up to torch 2.14 none for a unit that is frozen at that time: when it
+        # thaws, stock FSDP2 raises where it reduces a micro-step by itself (pytorch#186998).
+        elif getattr(self._group, "_orig_dtype", self) is None and self.trains:
+            self._group._init_mp_dtypes()
 
     @property
     def is_unsharded(self) -> bool:

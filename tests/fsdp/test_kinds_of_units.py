@@ -15,20 +15,37 @@ from harness import Scenarios, scenarios_of
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from toy import (
+    POLICIES,
     Reduction,
     backward,
     check_gradients,
     full_weights,
     gathered_weights,
     logged_messages,
+    loss_of,
     make_lm,
     shard,
     tokens_of,
 )
-from two_nodes import REDUCTION, apply
+from two_nodes import REDUCTION, accumulate, apply, reduction_in
 
 from hf_zeropp import generation_mode
 from hf_zeropp.traffic import FSDP2_REDUCE
+
+
+def scenario_units_that_thaw_behind_their_first_forward_pass(rank: int, overlap: bool) -> None:
+    """FSDP2 chose the dtype of gradients in that pass, and none for a frozen unit (pytorch#186998)."""
+    for frozen in (lambda model: model.blocks[0], lambda model: model):
+        for num_micro_steps in (1, 2):
+            model = make_lm()
+            frozen(model).requires_grad_(False)
+            handle = apply(shard(model, POLICIES["bf16"]), overlap)
+            with torch.no_grad():
+                loss_of(model, tokens_of(rank))
+            model.reshard()  # FSDP2 leaves the root gathered, and forgets later what is said of its gathered parameters
+            model.requires_grad_(True)
+            accumulate(model, handle, rank, range(num_micro_steps))
+            check_gradients(model, make_lm(), rank, reduction_in("bf16"), steps=tuple(range(num_micro_steps)))
 
 
 def scenario_other_ways_to_shard(rank: int, overlap: bool) -> None:
@@ -100,6 +117,7 @@ def units_that_stay_fsdp2s_are_named_once(rank: int, overlap: bool) -> None:
             apply(shard(model), overlap)
             for step in range(2):
                 backward(model, rank, step)
+                model.zero_grad()
         assert len(messages) == (1 if rank == 0 else 0), messages
         assert all("mix dtypes" in message and "blocks.1, blocks.3" in message for message in messages)
 
