@@ -139,16 +139,11 @@ def merged_weights(model: nn.Module) -> list[PublishedWeight]:
             raise ValueError(
                 f"expected adapters that add to a weight (LoRA), got {config.peft_type.value}, which adds inputs."
             )
-    root = wrapped_model(model)
-    modules = dict(root.named_modules())
-    copies = {
-        name: _active_copy(name, module) for name, module in modules.items() if hasattr(module, "original_module")
-    }
+    modules = dict(wrapped_model(model).named_modules())
     weights: dict[int, PublishedWeight] = {}
-    for name, module in _base_modules(root, modules, copies):
+    for name, module in _base_modules(model):
         for leaf, param in _stored(module):
-            full_name = _published_name(_BASE_LAYER.sub("", f"{name}.{leaf}" if name else leaf))
-            weight = PublishedWeight(full_name, module, leaf, param, _addends(modules, name, leaf))
+            weight = PublishedWeight(_base_name(name, leaf), module, leaf, param, _addends(modules, name, leaf))
             if (first := weights.setdefault(id(param), weight)) is not weight:
                 _check_tied(first, weight)
     added = {addend.layer for weight in weights.values() for addend in weight.addends}
@@ -159,6 +154,13 @@ def merged_weights(model: nn.Module) -> list[PublishedWeight]:
                 'target_modules, or publish with adapters="alone".'
             )
     return list(weights.values())
+
+
+def base_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the buffers of the base model, with the names that they have in its files."""
+    for name, module in _base_modules(model):
+        for leaf, buffer in module.named_buffers(recurse=False):
+            yield _base_name(name, leaf), buffer
 
 
 def adapter_weights(model: nn.Module) -> list[PublishedWeight]:
@@ -188,11 +190,13 @@ def adapter_weights(model: nn.Module) -> list[PublishedWeight]:
     return weights
 
 
-def _base_modules(
-    root: nn.Module, modules: dict[str, nn.Module], copies: dict[str, nn.Module | None]
-) -> Iterator[tuple[str, nn.Module]]:
+def _base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Iterate over the modules whose own parameters are weights of the merged model."""
-    added = adapter_modules(root)
+    root = wrapped_model(model)
+    modules, added = dict(root.named_modules()), adapter_modules(root)
+    copies = {
+        name: _active_copy(name, module) for name, module in modules.items() if hasattr(module, "original_module")
+    }
     for name, module in modules.items():
         wrapper = next((each for each in copies if name == each or name.startswith(f"{each}.")), None)
         if wrapper is None:
@@ -289,6 +293,10 @@ def _check_is_complete(model: Any, adapter: str) -> None:
             f"adapter {adapter!r}: an engine would add to the one on disk what the adapter took out of its own. "
             'Publish with adapters="merged".'
         )
+
+
+def _base_name(module: str, leaf: str) -> str:
+    return _published_name(_BASE_LAYER.sub("", f"{module}.{leaf}" if module else leaf))
 
 
 def _published_name(name: str) -> str:

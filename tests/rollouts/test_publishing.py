@@ -31,7 +31,7 @@ from rollout_runs import seen_in_forward, train_step
 from safetensors.torch import load_file
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_zeropp import apply_zeropp, publish_weights
 from hf_zeropp.frozen.merging import Addend, adapter_weights, merged_weights
@@ -119,6 +119,47 @@ def test_full_weights_are_those_of_the_next_forward_and_cross_once():
                 assert second == first > 0
             else:
                 assert (first, second) == (forward_alone, 0) and first > 0, name
+
+
+def tiny_router(**overrides) -> DeepseekV3ForCausalLM:
+    """A model whose experts are chosen by a buffer."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16}
+    experts = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+    }
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    dims = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "max_position_embeddings": 64}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(num_hidden_layers=2, **sizes, **heads, **experts, **dims))
+
+
+BIAS = "model.layers.1.mlp.gate.e_score_correction_bias"
+
+
+def publish_buffers(rank: int) -> dict[str, list]:
+    found = {}
+    for name, adapt in (("full", lambda model: model), ("adapters", with_adapter)):
+        accelerator, _, model, optimizer = prepare(adapt(tiny_router()))
+        train_step(accelerator, model, optimizer, rank)
+        before = published(model)
+        (bias,) = [buffer for key, buffer in model.named_buffers() if key.endswith("e_score_correction_bias")]
+        if rank == 0:  # as where others happen to be balanced
+            bias += 0.25
+        after = published(model)
+        found[name] = [BIAS in before, sorted(after.keys() - before.keys()), after[BIAS].tolist()]
+        if name == "adapters":
+            assert BIAS not in published(model, adapters="alone")
+        reset_accelerate()
+    return found
+
+
+def test_buffers_that_training_changes_are_published_on_all_ranks():
+    for rank, found in enumerate(run_ranks(publish_buffers, 4)):
+        assert found["full"] == found["adapters"] == [False, [BIAS], [0.25 * (rank == 0)] * 4]
 
 
 def dense_merged(model: nn.Module, bits: int | None) -> dict[str, torch.Tensor]:
