@@ -24,7 +24,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -89,8 +89,9 @@ class Channel:
 
     def start(self, received: torch.Tensor, sent: torch.Tensor) -> dist.Work:
         """Start ``received`` [W * S] <- from each rank the part of its ``sent`` [W * S] for this rank."""
-        self._last = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
-        return self._last
+        work: Any = dist.all_to_all_single(received, sent, group=self.group, async_op=True)
+        self._last = work
+        return work
 
     def close(self) -> None:
         """Destroy the group, and with it its threads and sockets. No other rank has to do so at the same time."""

@@ -317,8 +317,10 @@ def _new_group(groups: Sequence[Sequence[int]], backend: str | None = None) -> d
     # While gloo makes a group, it waits for a rank that has died for five times the timeout. A collective of a group that
     # exists ends as soon as the connection does. So all ranks meet in one right before they make a group.
     exchange(None)
-    groups = [list(ranks) for ranks in groups]
-    group, _ = dist.new_subgroups_by_enumeration(groups, timeout=world_timeout(), backend=backend)
+    ranks_of_all = [list(ranks) for ranks in groups]
+    # Since torch 2.15 its type includes what ranks of no group get. Each rank is in one of these.
+    made: Any = dist.new_subgroups_by_enumeration(ranks_of_all, timeout=world_timeout(), backend=backend)
+    group: dist.ProcessGroup = made[0]
     _own_groups.add((dist.group.WORLD, group.group_name))
     return group
 

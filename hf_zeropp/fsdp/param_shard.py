@@ -110,6 +110,6 @@ def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
 def drop_unreduced(fsdp_param: FSDPParam) -> None:
     """Drop the gradients that ``unreduced_of`` returns."""
     if "unsharded_accumulated_grad" in vars(fsdp_param):
-        fsdp_param.unsharded_accumulated_grad = None
+        vars(fsdp_param)["unsharded_accumulated_grad"] = None
     if was_gathered(fsdp_param):
         fsdp_param._unsharded_param.grad = None

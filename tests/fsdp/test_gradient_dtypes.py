@@ -40,7 +40,7 @@ def scenario_parameters_used_on_some_ranks_only(rank: int) -> None:
         backward(model, rank, 0, loss)
         found.append(gradients(model))
     plain, mixed = found
-    assert plain.keys() == mixed.keys() and ("head.weight" in plain) == bool(rank % 2)
+    assert plain.keys() == mixed.keys() and "head.weight" in plain  # a gradient on any rank is one on all
     for name, gradient in mixed.items():
         assert gradient.dtype == (torch.bfloat16 if name in HALF else torch.float32)
         # A gradient in bf16 is rounded on each rank, and once more behind the reduction.
