@@ -323,7 +323,8 @@ def _estimate_config(args: argparse.Namespace, model: ModelShape) -> ZeroPPConfi
             f"--frozen-bits {args.frozen_bits} is for frozen weights, and all weights are trained here. Say what is trained "
             "instead: --lora 16 or --trainable 20M."
         )
-    return dataclasses.replace(config, frozen_bits=args.frozen_bits if args.frozen_bits in FROZEN_BITS else None)
+    bits = args.frozen_bits if args.frozen_bits in FROZEN_BITS else None
+    return dataclasses.replace(config, frozen_bits=bits, pack_embeddings=config.pack_embeddings and bits is not None)
 
 
 def _count(text: str) -> int:

@@ -92,6 +92,8 @@ class ZeroPPConfig:
             under FSDP2's ``set_requires_gradient_sync(False)``.
         frozen_bits: bits in which frozen weights (LoRA's base) are stored: 8, 4 or None (the dtype they were loaded in).
             Frozen weights are sharded within the node in every case and do not cross nodes.
+        pack_embeddings: whether ``frozen_bits`` packs embeddings and heads too. By default they stay as they were loaded, as
+            with other quantizers, so that tokens can be added and heads trained.
         overlap: start collectives early and finish them late on backends without streams (gloo); run cross hops beside node
             hops on those with streams. Results are the same bit for bit; False shows what each collective costs.
         shared_memory: let the CPU ranks of one machine read each other's secondary shards instead of gathering them, unless
@@ -114,6 +116,7 @@ class ZeroPPConfig:
     qgz_accumulator: Literal["float32", "bfloat16"] = "float32"
     qgz_accumulate: Literal["node", "rank"] = "node"
     frozen_bits: int | None = None
+    pack_embeddings: bool = False
     overlap: bool = True
     shared_memory: bool = True
     ranks_per_node: int | Literal["auto"] = "auto"
@@ -127,6 +130,11 @@ class ZeroPPConfig:
         one_of(*BITS_OF_MODE[self.qwz_mode])(f"qwz_bits (with qwz_mode {self.qwz_mode!r})", self.qwz_bits)
         self._check_weights()
         self._check_gradients()
+        if self.pack_embeddings and self.frozen_bits is None:
+            raise ValueError(
+                "pack_embeddings=True says what frozen_bits packs, but frozen_bits=None packs nothing. Set frozen_bits to 4 or "
+                "8. A base that is packed while it loads takes ZeroPPQuantConfig(pack_embeddings=True)."
+            )
 
     def _check_weights(self) -> None:
         """Raise ``ValueError`` where settings of the weights contradict each other."""
@@ -164,6 +172,11 @@ class ZeroPPConfig:
     def accumulates_on_rank(self) -> bool:
         """Whether gradients stay on the rank, at full size, until the last micro-step."""
         return self.qgz_accumulate == "rank"
+
+    @property
+    def of_frozen(self) -> dict[str, Any]:
+        """The settings that say how frozen weights are stored."""
+        return {"frozen_bits": self.frozen_bits, "pack_embeddings": self.pack_embeddings}
 
     @property
     def quantizes_gradients(self) -> bool:
@@ -424,6 +437,7 @@ _CHECKS: dict[str, Check] = {
     "qgz_accumulator": one_of("float32", "bfloat16"),
     "qgz_accumulate": one_of("node", "rank"),
     "frozen_bits": one_of(8, 4, None),
+    "pack_embeddings": flag,
     "overlap": flag,
     "shared_memory": flag,
     "ranks_per_node": positive_int_or("auto"),

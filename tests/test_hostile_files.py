@@ -94,7 +94,8 @@ def made(tmp_path_factory) -> Path:
     """A folder with a packed base and an adapter on it."""
     folder = tmp_path_factory.mktemp("made")
     tiny_llama(num_hidden_layers=1).save_pretrained(folder / "dense")
-    model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=ZeroPPQuantConfig(bits=4))
+    packed = ZeroPPQuantConfig(bits=4, pack_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(folder / "dense", quantization_config=packed)
     model.save_pretrained(folder / "packed")
     config = LoraConfig(r=4, target_modules=["up_proj", "q_proj"], init_lora_weights=False)
     get_peft_model(AutoModelForCausalLM.from_pretrained(folder / "packed"), config).save_pretrained(folder / "adapter")
@@ -249,12 +250,17 @@ def test_transformers_is_kept_from_pickles_of_packed_weights(folder):
 
 
 @pytest.mark.parametrize(
-    ("skip", "match"),
-    [(["lm_head"], "holds lm_head.weight_codes, but config.json says skip"), ("lm_head", "skip must be")],
+    ("settings", "match"),
+    [
+        ({"skip": ["lm_head"]}, r"holds lm_head.weight_codes, but by config.json .* says skip=\['lm_head'\]"),
+        ({"pack_embeddings": False}, r"weight_codes, but by config.json .* says skip=\[\] and pack_embeddings=False"),
+        ({"skip": "lm_head"}, "skip must be"),
+        ({"pack_embeddings": "no"}, "pack_embeddings must be true or false"),
+    ],
 )
-def test_a_config_that_hides_packed_weights_is_refused(folder, skip, match):
+def test_a_config_that_hides_packed_weights_is_refused(folder, settings, match):
     """Transformers would fill the dense weight that is not there with random values."""
-    say(skip=skip)(folder / "packed")
+    say(**settings)(folder / "packed")
     with pytest.raises(ValueError, match=match):
         read_by_transformers(folder / "packed")
 

@@ -144,6 +144,8 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "that are trained (trainable_token_indices) stay untrained in a packed head.", silent=True),
     has("peft.tuners.tuners_utils", "_get_module_names_tied_with_embedding", "integrations.lora.peft_targets",
         "The same function, as the tuners know it.", silent=True),
+    reads("peft.utils.other:AuxiliaryTrainingWrapper.__init__", "update", "integrations.lora.peft_targets",
+        "It copies a module that is to be trained. Ours refuses packed ones. If it moved: PyTorch's error about dtypes."),
     has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save", "integrations.lora.export",
         "Copies of whole modules that PEFT trained. The base has their weights under names without this word."),
     sets("peft:LoraConfig", "init_lora_weights", "frozen.adapters integrations.lora.export",

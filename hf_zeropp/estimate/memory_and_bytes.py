@@ -32,7 +32,7 @@ from collections.abc import Iterable
 import torch
 
 from hf_zeropp.comm.topology import prime_factors, resolve_hpz_size
-from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape, slice_numel
+from hf_zeropp.estimate.model_shape import ModelShape, Packing, ParamShape, UnitShape, slice_numel
 from hf_zeropp.estimate.training_job import Setup
 from hf_zeropp.fsdp.layouts import gather_layouts, reduce_layouts
 from hf_zeropp.fsdp.param_shard import ParamShard
@@ -46,7 +46,6 @@ from hf_zeropp.fsdp.predictions import (
     reduce_bytes,
     reductions_per_step,
 )
-from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.traffic import Bytes, Peers, total
 
 KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "frozen", "wire buffers")
@@ -272,8 +271,8 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
         line = dataclasses.replace(stock(trained, setup), method=THIS_PACKAGE)
     else:
         line = _with_muon(_two_hops(trained, setup), trained, setup)
-    format = model.frozen_format(setup.config.frozen_bits)
-    gathers = [FrozenGather(unit, setup.ranks_per_node, format) for unit in model.frozen_units]
+    packing = model.packing(setup.config)
+    gathers = [FrozenGather(unit, setup.ranks_per_node, packing) for unit in model.frozen_units]
     traffic = total(gather.step_bytes(setup.micro_steps) for gather in gathers).times(setup.ranks_per_node)
     gathered = _largest_at_once((gather.unit, gather.gathered_bytes()) for gather in gathers)
     decoded = max((gather.decoded_bytes() for gather in gathers), default=0)
@@ -282,6 +281,18 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
         memory=line.memory | {"frozen": sum(gather.shard_bytes() for gather in gathers)},
         gathered=line.gathered + gathered + decoded,
     )
+
+
+def saved_by_packing_embeddings(model: ModelShape, setup: Setup) -> int:
+    """Return the bytes per rank that ``pack_embeddings`` would take less; 0 where nothing is packed, or they are."""
+    packing = model.packing(setup.config)
+    if packing is None:
+        return 0
+    dense, packed = (
+        sum(FrozenGather(unit, setup.ranks_per_node, each).shard_bytes() for unit in model.frozen_units)
+        for each in (packing, packing._replace(embeddings=True))
+    )
+    return dense - packed
 
 
 def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
@@ -468,13 +479,14 @@ class FrozenGather:
     Args:
         unit: its parameters are all frozen.
         ranks_per_node: the number of ranks over which the unit is sharded, N.
-        format: the format of packed weights; None where they stay in 16 bits.
+        packing: which of its weights are packed, and how; None where they stay in 16 bits.
     """
 
-    def __init__(self, unit: UnitShape, ranks_per_node: int, format: FrozenFormat | None) -> None:
+    def __init__(self, unit: UnitShape, ranks_per_node: int, packing: Packing | None) -> None:
         self.unit = unit
         self._num_ranks = ranks_per_node
-        self._format = format
+        self._packing = packing
+        self._packed = [param for param in unit.params if packing is not None and packing.packs(param)]
 
     def shard_bytes(self) -> int:
         """Return the bytes that each rank holds: the largest shard of the node, to which FSDP2 pads the others."""
@@ -486,10 +498,12 @@ class FrozenGather:
 
     def decoded_bytes(self) -> int:
         """Return the bytes of the largest weight that a layer decodes. Layers compute one after the other."""
-        if self._format is None:
-            return 0
         # A layer decodes its weight into new memory and frees it when it has computed, so one weight at a time counts.
-        return HALF_BYTES * max((param.numel for param in self.unit.params if param.packable), default=0)
+        return HALF_BYTES * max((param.numel for param in self._packed), default=0)
+
+    def decoding_bytes(self) -> int:
+        """Return the bytes that decoding all packed weights reads and writes."""
+        return sum(self._num_ranks * self._shard_bytes(param) + HALF_BYTES * param.numel for param in self._packed)
 
     def step_bytes(self, micro_steps: int) -> Bytes:
         """Return what one rank receives in a step."""
@@ -500,9 +514,9 @@ class FrozenGather:
 
     def _shard_bytes(self, param: ParamShape) -> int:
         # Norms, biases and small matrices stay in 16 bits beside packed weights, in the same unit.
-        if self._format is None or not param.packable:
+        if self._packing is None or not self._packing.packs(param):
             return HALF_BYTES * param.padded_shard_numel(self._num_ranks)
-        return self._format.nbytes(param.padded_shard(self._num_ranks))
+        return self._packing.format.nbytes(param.padded_shard(self._num_ranks))
 
 
 def flat_shards(params: Iterable[ParamShape], setup: Setup) -> list[ParamShard]:

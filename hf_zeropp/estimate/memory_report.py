@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from hf_zeropp.estimate.memory_and_bytes import KINDS, SYNCED, THIS_PACKAGE, Estimate
+from hf_zeropp.estimate.memory_and_bytes import KINDS, SYNCED, THIS_PACKAGE, Estimate, saved_by_packing_embeddings
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import Setup
 
@@ -24,8 +24,8 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     its own for the same reason: a shard may be a millionth of the model.
     """
     # The papers' methods and FSDP2 do not pack frozen weights.
-    format = model.frozen_format(setup.config.frozen_bits)
-    base = f", base in {16 if format is None else format.bits} bits" if model.frozen_units else ""
+    packing = model.packing(setup.config)
+    base = f", base in {16 if packing is None else packing.format.bits} bits" if model.frozen_units else ""
     layers = f"layers cut over {setup.tensor_parallel} ranks, " if setup.tensor_parallel > 1 else ""
     title = (
         f"{model.name}: {shorten(model.num_params, COUNT_UNITS)} parameters, "
@@ -33,7 +33,9 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
         f"{setup.in_replicas(1).num_nodes} nodes x {setup.ranks_per_node} ranks, {layers}{setup.optimizer}, "
         f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
-    synced = replicas = ""
+    synced = replicas = dense = ""
+    if saved := saved_by_packing_embeddings(model, setup):
+        dense = f"Embeddings and heads stay in 16 bits. pack_embeddings: {shorten(saved, BYTE_UNITS)} less per rank.\n"
     if setup.micro_steps > 1:
         synced = f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n"
     if setup.replicas > 1:
@@ -42,7 +44,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
         "Memory is per rank. Gathered: full weights, held while layers compute.\n"
         "Traffic is what enters one node per optimizer step. Across nodes: the least for\n"
         "any algorithm; in rings: what NCCL's flat rings put on its link (gloo's: more).\n"
-        f"{synced}{replicas}M, G and T are 10^6, 10^9 and 10^12 bytes."
+        f"{synced}{replicas}{dense}M, G and T are 10^6, 10^9 and 10^12 bytes."
     )
     result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     result.add_column(no_wrap=True)
@@ -79,6 +81,7 @@ def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[
     return {
         "model": {"name": model.name, "parameters": model.num_params, "trainable": model.num_trainable},
         "setup": dataclasses.asdict(setup),
+        "saved_by_packing_embeddings": saved_by_packing_embeddings(model, setup),
         "estimates": [{**dataclasses.asdict(one), "total": one.total} for one in estimates],
     }
 

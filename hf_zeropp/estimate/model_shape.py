@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
+from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.sizes import parse_count
 
@@ -21,12 +23,14 @@ class ParamShape:
     Args:
         shape: the sizes of its dimensions.
         trainable: whether the optimizer updates it.
-        packable: whether ``frozen_bits`` packs it where it is frozen: matrices and embeddings, but no norms and biases.
+        packable: whether it can be packed where it is frozen: matrices and embeddings, but no norms and biases.
+        is_embedding: whether that takes ``pack_embeddings``: embeddings and heads.
     """
 
     shape: tuple[int, ...]
     trainable: bool = True
     packable: bool = False
+    is_embedding: bool = False
 
     @property
     def numel(self) -> int:
@@ -41,6 +45,22 @@ class ParamShape:
     def padded_shard_numel(self, num_ranks: int) -> int:
         """Return the elements of each rank's shard, padding included."""
         return math.prod(self.padded_shard(num_ranks))
+
+
+class Packing(NamedTuple):
+    """How frozen weights are packed.
+
+    Args:
+        format: bits and block.
+        embeddings: whether embeddings and heads are packed too.
+    """
+
+    format: FrozenFormat
+    embeddings: bool = False
+
+    def packs(self, param: ParamShape) -> bool:
+        """Whether a frozen parameter is packed."""
+        return param.packable and (self.embeddings or not param.is_embedding)
 
 
 def slice_numel(params: Iterable[ParamShape], num_ranks: int) -> int:
@@ -103,14 +123,14 @@ class ModelShape:
         name: what a report shows.
         units: all parameters, as FSDP2 gathers them by itself.
         frozen_units: the frozen ones among them, as this package's Accelerate plugin groups them (``frozen/units.py``).
-        packed_format: the format of a checkpoint that was saved packed. Its weights stay as they are, whatever ``frozen_bits``.
+        packed: how a checkpoint was packed that was saved so. Its weights stay as they are, whatever ``frozen_bits``.
         active: share of the parameters that one token meets; under 1 for mixtures of experts.
     """
 
     name: str
     units: tuple[UnitShape, ...]
     frozen_units: tuple[UnitShape, ...] = ()
-    packed_format: FrozenFormat | None = None
+    packed: Packing | None = None
     active: float = 1.0
 
     @classmethod
@@ -161,9 +181,11 @@ class ModelShape:
         )
         return dataclasses.replace(self, units=units, frozen_units=frozen_units)
 
-    def frozen_format(self, frozen_bits: int | None) -> FrozenFormat | None:
-        """Return the format of packed frozen weights under this setting; None where they stay in 16 bits."""
-        return self.packed_format or (None if frozen_bits is None else FrozenFormat(frozen_bits))
+    def packing(self, config: ZeroPPConfig) -> Packing | None:
+        """Return how frozen weights are packed under these settings; None where they stay in 16 bits."""
+        if self.packed is not None:
+            return self.packed._replace(embeddings=self.packed.embeddings or config.pack_embeddings)
+        return None if config.frozen_bits is None else Packing(FrozenFormat(config.frozen_bits), config.pack_embeddings)
 
     @property
     def trained_units(self) -> tuple[UnitShape, ...]:

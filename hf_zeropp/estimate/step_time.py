@@ -123,7 +123,7 @@ def resolved(job: Job, method: str | Method) -> tuple[Job, Method | None]:
 
 def with_settings(job: Job, settings: Mapping[str, Any]) -> Job:
     """Return the job under other settings. How the frozen base is stored stays as it is."""
-    config = ZeroPPConfig.from_dict({**settings, "frozen_bits": job.setup.config.frozen_bits})
+    config = ZeroPPConfig.from_dict({**settings, **job.setup.config.of_frozen})
     return dataclasses.replace(job, setup=dataclasses.replace(job.setup, config=config))
 
 

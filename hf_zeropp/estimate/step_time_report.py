@@ -211,7 +211,7 @@ def _active_share(text: str, model: ModelShape) -> float:
 def _methods(setup: Setup) -> tuple[str, ...]:
     """Return the methods to compare, the settings of the job among them where no preset has them."""
     names = tuple(name for name in method_names() if setup.micro_steps > 1 or name != SYNCED)
-    plain = dataclasses.replace(setup.config, frozen_bits=None)
+    plain = dataclasses.replace(setup.config, frozen_bits=None, pack_embeddings=False)
     known = [ZeroPPConfig.preset(preset) for preset in PRESETS]
     return names if plain in known else (*names, SETTINGS)
 
@@ -339,8 +339,7 @@ def recommendation(job: Job, rows: list[Row], own: list[Row]) -> str:
         text = _off(row, job.setup)
     else:
         block = dict(row.settings)
-        if job.setup.config.frozen_bits is not None:
-            block["frozen_bits"] = job.setup.config.frozen_bits
+        block |= {name: value for name, value in job.setup.config.of_frozen.items() if value}
         text = yaml.safe_dump({BLOCK: block}, sort_keys=False)
         text += _replicated(job.setup, row.replicas) if row.replicas > 1 else ""
     assumed = f"# A learning rate of {job.setup.rate:g} is assumed. Say yours: --learning-rate 1e-6, for example.\n"

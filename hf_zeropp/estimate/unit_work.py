@@ -264,15 +264,14 @@ class _Maker:
         )
 
     def frozen(self, unit: UnitShape) -> UnitWork:
-        format = self._job.model.frozen_format(self._setup.config.frozen_bits)
-        gather = FrozenGather(unit, self._node_size, format)
+        gather = FrozenGather(unit, self._node_size, self._job.model.packing(self._setup.config))
         stages: tuple[Stage, ...] = ()
         if self._node_size > 1:
             node_hop, _ = two_hop_peers(self._node_size, self._setup)
             stages = (self._stages.ring("gather frozen", gather.shard_bytes(), node_hop),)
         copies: tuple[Stage, ...] = (self._stages.copy("copy weights", gather.gathered_bytes()),)
-        if format is not None:
-            copies += (self._stages.kernel("decode frozen", gather.gathered_bytes() + HALF_BYTES * unit.numel),)
+        if decoding := gather.decoding_bytes():
+            copies += (self._stages.kernel("decode frozen", decoding),)
         return self._work(unit, (stages, stages, stages), copies=copies)
 
     def _work(self, unit: UnitShape, gathers: tuple[tuple[Stage, ...], ...], **others: Any) -> UnitWork:

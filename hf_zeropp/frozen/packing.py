@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch.nn as nn
 
 from hf_zeropp.frozen.adapters import adapter_modules
 from hf_zeropp.frozen.modules import Packed, Place, convert_module, set_packed, tie
+from hf_zeropp.heads import embeddings_and_heads
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
 
 
 def quantize_frozen(
-    model: nn.Module, bits: int = 4, *, block: int = DEFAULT_BLOCK, skip: Iterable[str] = ()
+    model: nn.Module,
+    bits: int = 4,
+    *,
+    block: int = DEFAULT_BLOCK,
+    skip: Iterable[str] = (),
+    pack_embeddings: bool = False,
 ) -> nn.Module:
-    """Pack the frozen weights of ``model`` in place: linear layers, embeddings, fused experts (3-D), tied ones once.
+    """Pack the frozen weights of ``model`` in place: linear layers and fused experts (3-D), tied ones once.
 
     Args:
         model: its frozen parameters (``requires_grad=False``) are packed, trainable ones stay. Call it after
@@ -25,6 +31,7 @@ def quantize_frozen(
         bits: 8 or 4.
         block: weights of a row that share one scale.
         skip: modules to leave as they are, with all inside: names, or parts of names ("lm_head", "layers.0.mlp").
+        pack_embeddings: whether to pack embeddings and heads too (``heads.py``).
 
     Returns:
         The model.
@@ -40,26 +47,27 @@ def quantize_frozen(
             "(peft.get_peft_model), or freeze the model: model.requires_grad_(False)."
         )
     # A weight is packed where it is used first. The other places are tied to it, as they were tied before.
-    for (module, name), *tied in packable_weights(model, skip, frozen_only=True):
+    dense = dense_modules(model, skip, pack_embeddings=pack_embeddings)
+    for (module, name), *tied in packable_weights(model, dense, frozen_only=True):
         _tie_all(pack_weight(module, name, format), name, tied, format)
     return model
 
 
 def convert_frozen(
-    model: nn.Module, format: FrozenFormat, skip: Iterable[str] = (), *, frozen_only: bool = True
+    model: nn.Module, format: FrozenFormat, dense: Collection[nn.Module], *, frozen_only: bool = True
 ) -> nn.Module:
     """Do what ``quantize_frozen`` does, but without values: codes and scales are on ``meta``, for a loader to fill in.
 
     Args:
         model: the model, which may be on ``meta`` itself.
         format: bits and block.
-        skip: modules to leave as they are.
+        dense: modules whose own weights are left as they are.
         frozen_only: whether trainable weights stay; if not, they are packed too.
 
     Returns:
         The model.
     """
-    for (module, name), *tied in packable_weights(model, skip, frozen_only=frozen_only):
+    for (module, name), *tied in packable_weights(model, dense, frozen_only=frozen_only):
         _tie_all(convert_module(module, name, format), name, tied, format)
     return model
 
@@ -85,21 +93,31 @@ def pack_weight(module: nn.Module, name: str, format: FrozenFormat) -> Packed:
     return packed
 
 
-def packable_weights(model: nn.Module, skip: Iterable[str] = (), *, frozen_only: bool) -> list[list[Place]]:
+def dense_modules(model: nn.Module, skip: Iterable[str] = (), *, pack_embeddings: bool = False) -> set[nn.Module]:
+    """Return the modules of ``model`` whose own weights stay as they are.
+
+    Args:
+        model: with or without adapters. These are small, and PEFT trains them in turn: they stay, active or not.
+        skip: names of others, or parts of names.
+        pack_embeddings: whether embeddings and heads are packed too.
+    """
+    names = tuple(skip)
+    skipped = {module for name, module in model.named_modules() if is_skipped(name, names)}
+    return skipped | adapter_modules(model) | (set() if pack_embeddings else embeddings_and_heads(model))
+
+
+def packable_weights(model: nn.Module, dense: Collection[nn.Module], *, frozen_only: bool) -> list[list[Place]]:
     """Find the weights of ``model`` that can be packed.
 
     Returns:
-        For each weight the places where it is used: one, or several if it is tied. A weight that is used in a skipped module
+        For each weight the places where it is used: one, or several if it is tied. A weight that is used in one of ``dense``
         is left out altogether, because tied weights are either all packed or all dense.
     """
     places: dict[nn.Parameter, list[Place]] = defaultdict(list)
     left_out: set[nn.Parameter] = set()
-    skip, adapters = tuple(skip), adapter_modules(model)
-    for module_name, module in model.named_modules():
-        # Adapters are small, and PEFT trains them in turn: they stay dense, active or not.
-        stays = module in adapters or is_skipped(module_name, skip)
+    for module in model.modules():
         for name, param in module.named_parameters(recurse=False):
-            if stays:
+            if module in dense:
                 left_out.add(param)
             elif not (frozen_only and param.requires_grad) and is_packable(module, name, param):
                 places[param].append((module, name))

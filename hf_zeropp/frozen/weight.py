@@ -41,8 +41,8 @@ from hf_zeropp.ops.frozen_format import FrozenFormat
 aten = torch.ops.aten
 
 NOT_TRAINED = (
-    "cannot be trained. Exclude its module from packing (skip=[...] of quantize_frozen or ZeroPPQuantConfig), or train an "
-    "adapter on it."
+    "cannot be trained. Exclude its module from packing (skip=[...] of quantize_frozen or ZeroPPQuantConfig; embeddings and "
+    "heads: pack_embeddings=False), or train an adapter on it."
 )
 
 # Views that stay packed. All of them can be replayed on the dense tensor, with the arguments they came with.

@@ -62,7 +62,10 @@ def write(weight: PackedWeight, value: Tensor) -> None:
         ValueError: the shapes differ.
     """
     if value.shape != weight.shape:
-        raise ValueError(f"Cannot assign a weight of shape {tuple(value.shape)} to one of {tuple(weight.shape)}.")
+        raise ValueError(
+            f"Cannot assign a weight of shape {tuple(value.shape)} to a packed one of {tuple(weight.shape)}. To add tokens, load "
+            "or pack the 16-bit model with pack_embeddings=False."
+        )
     codes, scales = _stored_here(weight)
     rows = _rows_stored_here(value, weight.codes)
     if not rows.numel():  # with fewer rows than ranks, some ranks store none

@@ -32,7 +32,7 @@ from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.adapters import adapter_modules
-from hf_zeropp.frozen.packing import convert_frozen, quantize_frozen, refuse_foreign_quantizer
+from hf_zeropp.frozen.packing import convert_frozen, dense_modules, quantize_frozen, refuse_foreign_quantizer
 from hf_zeropp.frozen.units import broadcast_rest, frozen_parameters, is_sharded, shard_frozen
 from hf_zeropp.integrations.lora import peft_targets  # noqa: F401 - lets PEFT make adapters on packed weights
 from hf_zeropp.integrations.wrap_policy import embeddings_found
@@ -72,7 +72,8 @@ def prepare_frozen(
     if config.frozen_bits is not None:
         # Packing comes before sharding, so that FSDP2 shards codes and scales and gathers them as they are. Ranks other
         # than 0 hold no values under memory-efficient loading, but need the same shapes to receive them.
-        pack_base(model, config.frozen_bits, has_values=not from_rank_0 or dist.get_rank() == 0)
+        has_values = not from_rank_0 or dist.get_rank() == 0
+        pack_base(model, config.frozen_bits, pack_embeddings=config.pack_embeddings, has_values=has_values)
     # By now Accelerate has turned both settings into FSDP2's own objects; the field types name FSDP1's as well.
     policy = cast(MixedPrecisionPolicy | None, plugin.mixed_precision_policy)
     offload = cast(OffloadPolicy | None, plugin.cpu_offload or None)
@@ -130,7 +131,7 @@ def _agree_on_frozen(has_frozen: bool) -> bool:
     return has_frozen
 
 
-def pack_base(model: nn.Module, bits: int, *, has_values: bool = True) -> None:
+def pack_base(model: nn.Module, bits: int, *, pack_embeddings: bool = False, has_values: bool = True) -> None:
     """Pack the frozen weights of ``model`` that are not packed yet.
 
     Modules that ``ZeroPPQuantConfig(skip=...)`` left in 16 bits at loading stay so.
@@ -138,15 +139,16 @@ def pack_base(model: nn.Module, bits: int, *, has_values: bool = True) -> None:
     Args:
         model: a Transformers model, with or without adapters.
         bits: 8 or 4.
+        pack_embeddings: whether embeddings and heads are packed too.
         has_values: whether this rank holds the weights. If not, codes get their shapes alone, and rank 0 sends the values.
     """
     # PEFT may have wrapped the model, and the settings stand on the wrapped one. So all modules are asked.
     configs = (getattr(getattr(module, "config", None), "quantization_config", None) for module in model.modules())
     skip = {part for config in configs for part in getattr(config, "skip", ())}
     if has_values:
-        quantize_frozen(model, bits, skip=skip)
+        quantize_frozen(model, bits, skip=skip, pack_embeddings=pack_embeddings)
     else:
-        convert_frozen(model, FrozenFormat(bits), skip)
+        convert_frozen(model, FrozenFormat(bits), dense_modules(model, skip, pack_embeddings=pack_embeddings))
 
 
 def _blocks(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> list[nn.Module]:

@@ -10,12 +10,13 @@ import torch
 import torch.nn as nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
-from hf_zeropp.frozen.packing import packable_weights
+from hf_zeropp.estimate.model_shape import ModelShape, Packing, ParamShape, UnitShape
+from hf_zeropp.frozen.packing import dense_modules, packable_weights
 from hf_zeropp.frozen.units import Place, find_frozen_units
+from hf_zeropp.heads import GETTERS, embeddings_and_heads
 from hf_zeropp.integrations.lora.quantizer import ZeroPPQuantConfig
 from hf_zeropp.integrations.lora.stored_tensors import METHOD
-from hf_zeropp.integrations.wrap_policy import GETTERS, block_names, embeddings_found
+from hf_zeropp.integrations.wrap_policy import block_names, embeddings_found
 
 CHOSEN_EXPERTS = (
     "num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "moe_k"
@@ -50,7 +51,9 @@ def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool
     packing, active = _packing(config), active_share(model, config)
     if packing is None:
         return ModelShape(source, units_of(model), frozen_units_of(model), active=active)
-    return ModelShape(source, units_of(model), frozen_units_of(model, packing.skip), packing.format, active)
+    # Of a checkpoint that does not say it, embeddings are packed.
+    packed = Packing(packing.format, packing.pack_embeddings is not False)
+    return ModelShape(source, units_of(model), frozen_units_of(model, packing.skip), packed, active)
 
 
 def build_model(config: PretrainedConfig) -> PreTrainedModel:
@@ -108,12 +111,16 @@ def frozen_units_of(model: nn.Module, skip: Iterable[str] = ()) -> tuple[UnitSha
         model: not sharded, with or without adapters.
         skip: modules that stay in 16 bits where others are packed.
     """
-    packable = {id(_param(places)) for places in packable_weights(model, skip, frozen_only=True)}
+    dense = dense_modules(model, skip, pack_embeddings=True)
+    packable = {id(_param(places)) for places in packable_weights(model, dense, frozen_only=True)}
+    of_embeddings = {id(param) for module in embeddings_and_heads(model) for param in module.parameters(recurse=False)}
     embedding, _ = _embedding_and_head(model)
     units = []
     for unit in find_frozen_units(model, [*_blocks(model).values(), *([] if embedding is None else [embedding])]):
         params = map(_param, unit.params)
-        shapes = tuple(ParamShape(tuple(param.shape), False, id(param) in packable) for param in params)
+        shapes = tuple(
+            ParamShape(tuple(param.shape), False, id(param) in packable, id(param) in of_embeddings) for param in params
+        )
         units.append(UnitShape(type(unit.owner).__name__, shapes, spans_model=unit.owner is model))
     return tuple(units)
 

@@ -20,18 +20,18 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
-GETTERS = ("get_input_embeddings", "get_output_embeddings")
+from hf_zeropp.heads import GETTERS, can_tell, embeddings
 
 
 def block_names(model: nn.Module) -> list[str]:
     """Return the names of ``_no_split_modules`` that name modules of ``model``, none of which contains an embedding."""
     listed = set(getattr(model, "_no_split_modules", None) or ())
-    embeddings = set(_embeddings(model))
+    of_model = set(embeddings(model))
     found: dict[str, bool] = {}  # whether one of the class contains an embedding
     for module in model.modules():
         if (name := type(module).__name__) in listed:
             inside = set(module.modules()) - {module}
-            found[name] = found.get(name, False) or bool(inside & embeddings)
+            found[name] = found.get(name, False) or bool(inside & of_model)
     return sorted(name for name, contains in found.items() if not contains)
 
 
@@ -39,7 +39,7 @@ def block_names(model: nn.Module) -> list[str]:
 def embeddings_found(model: nn.Module) -> Iterator[None]:
     """Keep Accelerate from making units of embeddings that must have none, while it shards."""
     has_none = _shares_with_a_third(model) or _trains_tokens(model)
-    hidden = GETTERS if has_none else [name for name in GETTERS if not _can_tell(model, name)]
+    hidden = GETTERS if has_none else [name for name in GETTERS if not can_tell(model, name)]
     for name in hidden:
         vars(model)[name] = lambda: None
     try:
@@ -49,28 +49,15 @@ def embeddings_found(model: nn.Module) -> Iterator[None]:
             vars(model).pop(name, None)
 
 
-def _can_tell(model: nn.Module, getter: str) -> bool:
-    try:
-        getattr(model, getter, lambda: None)()
-    except (NotImplementedError, AttributeError):
-        return False
-    return True
-
-
-def _embeddings(model: nn.Module) -> list[nn.Module]:
-    found = (getattr(model, name)() for name in GETTERS if hasattr(model, name) and _can_tell(model, name))
-    return [module for module in found if isinstance(module, nn.Module)]
-
-
 def _trains_tokens(model: nn.Module) -> bool:
     """Whether single tokens of the embeddings are trained."""
-    inside = (module for embedding in _embeddings(model) for module in embedding.modules())
+    inside = (module for embedding in embeddings(model) for module in embedding.modules())
     return any(hasattr(module, "trainable_tokens_delta") for module in inside)
 
 
 def _shares_with_a_third(model: nn.Module) -> bool:
     """Whether a parameter of the embeddings is also used by a module outside of them."""
-    own = {module for embedding in _embeddings(model) for module in embedding.modules()}
+    own = {module for embedding in embeddings(model) for module in embedding.modules()}
     params = {param for module in own for param in module.parameters(recurse=False)}
     others = (param for module in model.modules() if module not in own for param in module.parameters(recurse=False))
     return any(param in params for param in others)

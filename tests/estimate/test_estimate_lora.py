@@ -25,8 +25,9 @@ from hf_zeropp.ops.frozen_format import FrozenFormat
 
 RANK = 4
 MICRO_STEPS = 2
-# Bits of the base, and whether the embedding is tied to the head: then both belong to the model's frozen unit.
-CASES = [(None, False), (8, True), (4, False)]
+# Bits of the base, whether the embedding is tied to the head (then both belong to the model's frozen unit), and whether they are
+# packed too.
+CASES = [(None, False, False), (8, True, True), (4, False, True), (4, False, False)]
 # Nothing divides these sizes evenly: ranks pad their shards, and the last block of a row is shorter than the others.
 SIZES = {"hidden_size": 72, "num_attention_heads": 4, "intermediate_size": 142, "num_hidden_layers": 3}
 
@@ -41,13 +42,15 @@ def llama(tied: bool) -> nn.Module:
 def hold_and_send(rank: int, as_floats: bool) -> list[dict[str, float]]:
     """Return, for each of ``CASES``, the bytes that a rank holds after a step, and the bytes per node and step."""
     storage.force_floats = as_floats
-    return [hold_and_send_one(bits, tied) for bits, tied in CASES]
+    return [hold_and_send_one(*case) for case in CASES]
 
 
-def hold_and_send_one(bits: int | None, tied: bool) -> dict[str, float]:
+def hold_and_send_one(bits: int | None, tied: bool, packs: bool) -> dict[str, float]:
     config = LoraConfig(r=RANK, target_modules="all-linear", task_type="CAUSAL_LM")
     model = get_peft_model(llama(tied).to(torch.bfloat16), config)
-    accelerator, plugin, model, optimizer = prepare(model, mixed_precision="bf16", frozen_bits=bits)
+    accelerator, plugin, model, optimizer = prepare(
+        model, mixed_precision="bf16", frozen_bits=bits, pack_embeddings=packs
+    )
     handle = plugin.handle_of(model)
     peak = Peak(model, handle)
     for micro_step in range(MICRO_STEPS):
@@ -110,9 +113,9 @@ def largest_block(units: list[Unit]) -> int:
 @pytest.mark.parametrize("as_floats", [False, True], ids=["codes as integers", "codes as floats"])
 def test_a_run_holds_and_sends_what_is_estimated(tmp_path: Path, as_floats: bool) -> None:
     ranks = run_ranks(hold_and_send, 4, as_floats, init=False)
-    for case, (bits, tied) in enumerate(CASES):
+    for case, (bits, tied, packs) in enumerate(CASES):
         llama(tied).config.save_pretrained(tmp_path)
-        line = estimate_of(str(tmp_path), bits)
+        line = estimate_of(str(tmp_path), bits, packs)
         held = ranks[0][case]  # rank 0 holds no padding of its own
         for kind in ("parameters", "frozen", "secondary"):
             assert held[kind] == line.memory[kind], (bits, kind)
@@ -122,8 +125,9 @@ def test_a_run_holds_and_sends_what_is_estimated(tmp_path: Path, as_floats: bool
             assert held[name] == getattr(line, name), (bits, name)
 
 
-def estimate_of(source: str, bits: int | None) -> Estimate:
-    setup = Setup(4, 2, MICRO_STEPS, config=ZeroPPConfig(frozen_bits=bits), on_cpu=True)
+def estimate_of(source: str, bits: int | None, packs: bool) -> Estimate:
+    config = ZeroPPConfig(frozen_bits=bits, pack_embeddings=packs)
+    setup = Setup(4, 2, MICRO_STEPS, config=config, on_cpu=True)
     return ours(pretrained_shape(source, lora_rank=RANK), setup)
 
 
@@ -179,17 +183,40 @@ def test_bits_come_from_the_flag_else_from_the_settings(capsys, tmp_path: Path, 
 def test_a_packed_checkpoint_stays_packed(capsys, tmp_path: Path) -> None:
     config = llama(tied=False).config
     config.save_pretrained(tmp_path / "dense")
-    config.quantization_config = ZeroPPQuantConfig(bits=4)
-    config.save_pretrained(tmp_path / "packed")
-    config.quantization_config = ZeroPPQuantConfig(bits=4, skip=["lm_head"])
-    config.save_pretrained(tmp_path / "in part")
+    whole = {"bits": 4, "pack_embeddings": True}
+    for name, settings in (("packed", {"bits": 4}), ("whole", whole), ("in part", whole | {"skip": ["lm_head"]})):
+        config.quantization_config = ZeroPPQuantConfig(**settings)
+        config.save_pretrained(tmp_path / name)
+    config.quantization_config = {"bits": 4, "block": 128, "quant_method": "zeropp", "skip": []}
+    config.save_pretrained(tmp_path / "of an earlier version")
     packed = base_of(capsys, str(tmp_path / "packed"), "--lora", "4")
     assert packed == base_of(capsys, str(tmp_path / "dense"), "--lora", "4", "--frozen-bits", "4")
     # The adapters are other ones, and the base is the same.
     assert packed == base_of(capsys, str(tmp_path / "packed"), "--trainable", "20K", "--frozen-bits", "16")
-    shard = (-(-VOCAB // 2), SIZES["hidden_size"])  # of the head, which stays in 16 bits
+    shard = (-(-VOCAB // 2), SIZES["hidden_size"])  # of the embedding, and of the head
     more = 2 * math.prod(shard) - FrozenFormat(4).nbytes(shard)
-    assert base_of(capsys, str(tmp_path / "in part"), "--lora", "4") == packed + more
+    for name, dense in (("whole", 0), ("in part", 1), ("of an earlier version", 0)):
+        assert base_of(capsys, str(tmp_path / name), "--lora", "4") == packed - (2 - dense) * more
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_estimate_says_what_packed_embeddings_save(capsys, tmp_path: Path, monkeypatch, tied: bool) -> None:
+    llama(tied).config.save_pretrained(tmp_path)
+    job = ("estimate", str(tmp_path), "--world", "4", "--ranks-per-node", "2", "--lora", "4")
+    cli.main([*job, "--frozen-bits", "4", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    assert (
+        said["saved_by_packing_embeddings"]
+        == estimate_of(str(tmp_path), 4, False).memory["frozen"]
+        - (estimate_of(str(tmp_path), 4, True).memory["frozen"])
+    )
+    cli.main([*job, "--frozen-bits", "4"])
+    assert "Embeddings and heads stay in 16 bits. pack_embeddings: " in capsys.readouterr().out
+    for name, value in (("FROZEN_BITS", "4"), ("PACK_EMBEDDINGS", "true")):
+        monkeypatch.setenv(f"ZEROPP_{name}", value)
+    for flags in ([], ["--frozen-bits", "16"]):  # packed already, and nothing is packed
+        cli.main([*job, *flags, "--json"])
+        assert json.loads(capsys.readouterr().out)["saved_by_packing_embeddings"] == 0
 
 
 def test_frozen_bits_without_frozen_weights_are_a_mistake() -> None:

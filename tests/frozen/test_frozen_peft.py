@@ -80,15 +80,16 @@ def test_merging_switching_and_disabling_equal_the_unsharded_model(bits, use_dor
 
 
 def run_tokens(rank: int, tied: bool, bits: int | None, frozen_bits: int | None, with_lora: bool) -> float:
-    base = packed_copy(tiny_llama(tie_word_embeddings=tied).requires_grad_(False), bits)
+    base = packed_copy(tiny_llama(tie_word_embeddings=tied).requires_grad_(False), bits, pack_embeddings=True)
     if with_lora:
         model = with_adapter(base, trainable_token_indices=[*range(40)])
     else:
         settings = {"token_indices": [*range(40)], "target_modules": ["embed_tokens"], "init_weights": False}
         torch.manual_seed(1)
         model = get_peft_model(base, TrainableTokensConfig(**settings))
-    reference = packed_copy(model, frozen_bits)
-    *_, model, optimizer = prepare(model, frozen_bits=frozen_bits, **UNQUANTIZED)
+    reference = packed_copy(model, frozen_bits, pack_embeddings=True)
+    settings = {"frozen_bits": frozen_bits, "pack_embeddings": frozen_bits is not None, **UNQUANTIZED}
+    *_, model, optimizer = prepare(model, **settings)
     kept_in_node = set(frozen_parameters(model))
     assert {param for param in model.parameters() if not param.requires_grad} == kept_in_node
     # A packed weight is stored as codes and scales.
@@ -176,5 +177,5 @@ def test_merge_and_unload_leaves_packed_layers():
     model = packed_copy(with_adapter(tiny_llama()), 8)
     before = logits(model)
     merged = model.merge_and_unload()
-    assert len(list(packed_modules(merged))) == 16  # 7 linear layers in each block, embedding, head
+    assert len(list(packed_modules(merged))) == 14  # 7 linear layers in each block
     assert (logits(merged) - before).abs().max() < 0.1 * before.abs().max()

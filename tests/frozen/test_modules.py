@@ -21,7 +21,7 @@ from hf_zeropp import ZeroPPQuantConfig, compat, quantize_frozen
 from hf_zeropp.compat.seam import numbers_of
 from hf_zeropp.frozen import modules
 from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear, packed_modules
-from hf_zeropp.frozen.packing import pack_weight, packable_weights
+from hf_zeropp.frozen.packing import dense_modules, pack_weight, packable_weights
 from hf_zeropp.frozen.weight import PackedWeight
 from hf_zeropp.integrations.accelerate_frozen import drop_frozen, pack_base
 from hf_zeropp.ops.frozen_format import FrozenFormat
@@ -160,7 +160,7 @@ def test_packed_layers_copy_cast_and_save():
 
 def test_embeddings_decode_only_what_is_looked_up():
     torch.manual_seed(0)
-    embedding = quantize_frozen(nn.Embedding(50, 64).requires_grad_(False), 8)
+    embedding = quantize_frozen(nn.Embedding(50, 64).requires_grad_(False), 8, pack_embeddings=True)
     assert type(embedding) is PackedEmbedding
     index = torch.tensor([[3, 3, 49], [0, 1, 2]])
     assert torch.equal(embedding(index), embedding.weight.decode()[index])
@@ -168,7 +168,7 @@ def test_embeddings_decode_only_what_is_looked_up():
 
 def test_tied_weights_are_packed_once():
     model = tiny_llama(tie_word_embeddings=True).requires_grad_(False)
-    quantize_frozen(model, 4)
+    quantize_frozen(model, 4, pack_embeddings=True)
     assert model.lm_head.weight_codes is model.model.embed_tokens.weight_codes
     model.tie_weights()
     assert model.lm_head.weight_codes is model.model.embed_tokens.weight_codes
@@ -317,7 +317,7 @@ def test_a_merge_into_a_base_that_its_adapter_has_changed_is_no_unmerge(initial)
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_single_tokens_are_trained_as_in_the_dense_model_where_the_head_is_tied(bits):
-    packed = quantize_frozen(tiny_llama(tie_word_embeddings=True).requires_grad_(False), bits)
+    packed = quantize_frozen(tiny_llama(tie_word_embeddings=True).requires_grad_(False), bits, pack_embeddings=True)
     dense = tiny_llama(tie_word_embeddings=True).requires_grad_(False)
     for name, module in packed_modules(packed):
         dense.get_submodule(name).weight.data.copy_(module.weight.decode())
@@ -444,7 +444,9 @@ def test_optimizers_lose_frozen_parameters_or_are_refused(caplog):
 
 
 def test_skipped_modules_stay_dense():
-    model = quantize_frozen(tiny_llama().requires_grad_(False), 4, skip=["lm_head", "model.layers.0.mlp"])
+    skip = ["lm_head", "model.layers.0.mlp"]
+    model = quantize_frozen(tiny_llama().requires_grad_(False), 4, skip=skip, pack_embeddings=True)
+    assert type(model.model.embed_tokens) is PackedEmbedding
     assert type(model.lm_head) is nn.Linear
     assert type(model.model.layers[0].mlp.up_proj) is nn.Linear, "a skipped module is left with all inside"
     assert type(model.model.layers[1].mlp.up_proj) is PackedLinear
@@ -459,18 +461,19 @@ def test_skipped_modules_stay_dense_under_an_adapter():
 
 
 def test_a_weight_tied_to_a_skipped_one_stays_tied():
-    model = quantize_frozen(tiny_llama(tie_word_embeddings=True).requires_grad_(False), 4, skip=["lm_head"])
+    model = tiny_llama(tie_word_embeddings=True).requires_grad_(False)
+    quantize_frozen(model, 4, skip=["lm_head"], pack_embeddings=True)
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert isinstance(model.lm_head.weight, nn.Parameter) and model.lm_head.weight.dtype == torch.float32
 
 
 def test_what_loading_skipped_is_not_packed_later(tmp_path):
     tiny_llama().save_pretrained(tmp_path)
-    config = ZeroPPQuantConfig(bits=4, skip=["lm_head"])
+    config = ZeroPPQuantConfig(bits=4, skip=["lm_head"], pack_embeddings=True)
     model = with_adapter(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
-    pack_base(model, bits=8)
+    pack_base(model, bits=8, pack_embeddings=True)
     assert type(model.base_model.model.lm_head) is nn.Linear
-    pack_base(dense := tiny_llama().requires_grad_(False), bits=8)
+    pack_base(dense := tiny_llama().requires_grad_(False), bits=8, pack_embeddings=True)
     assert type(dense.lm_head) is PackedLinear
 
 
@@ -510,4 +513,4 @@ def test_small_and_short_rows_stay_dense():
     model.positions = nn.Parameter(torch.zeros(1, 16, 32), requires_grad=False)
     model.conv = nn.Conv1d(32, 32, 4).requires_grad_(False)
     model.experts = nn.Parameter(torch.zeros(2, 16, 32), requires_grad=False)
-    assert [name for ((_, name),) in packable_weights(model, frozen_only=True)] == ["experts"]
+    assert [name for ((_, name),) in packable_weights(model, dense_modules(model), frozen_only=True)] == ["experts"]

@@ -66,10 +66,10 @@ def with_adapter(model: nn.Module, adapters: tuple[str, ...] = ("default",), **s
     return model
 
 
-def packed_copy(model: nn.Module, bits: int | None) -> nn.Module:
+def packed_copy(model: nn.Module, bits: int | None, **settings) -> nn.Module:
     """A copy of ``model``, packed in ``bits`` and not sharded."""
     model = copy.deepcopy(model)
-    return model if bits is None else quantize_frozen(model, bits)
+    return model if bits is None else quantize_frozen(model, bits, **settings)
 
 
 def trainable(model: nn.Module) -> list[nn.Parameter]:

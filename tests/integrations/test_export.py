@@ -23,13 +23,12 @@ ADAPTERS = {
     "norms in full": {"modules_to_save": ["norm"]},
     "biases": {"bias": "all", "target_modules": ["q_proj"]},
     "biases of its own": {"lora_bias": True, "target_modules": ["q_proj"]},
-    "ia3": {"peft_type": "IA3", "target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
-}
-OF_DENSE_WEIGHTS = {  # PEFT trains no packed weight in full, and does not see that packed ones are tied
-    "modules in full": {"modules_to_save": ["mlp"], "target_modules": ["q_proj"]},
     "a tied head in full": {"modules_to_save": ["lm_head"], "target_modules": ["q_proj"]},
     "tokens": {"trainable_token_indices": [3, 5, 7]},
+    "ia3": {"peft_type": "IA3", "target_modules": ["q_proj", "down_proj"], "feedforward_modules": ["down_proj"]},
 }
+OF_DENSE_WEIGHTS = {"modules in full": {"modules_to_save": ["mlp"], "target_modules": ["q_proj"]}}
+"""PEFT trains no packed weight in full."""
 CASES = [
     *((name, settings, packed) for name, settings in ADAPTERS.items() for packed in (False, True)),
     *((name, settings, False) for name, settings in OF_DENSE_WEIGHTS.items()),

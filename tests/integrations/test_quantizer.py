@@ -9,11 +9,11 @@ import textwrap
 
 import pytest
 import torch
-from frozen_runs import packed_copy, tiny_llama, tiny_mixtral, tokens
-from transformers import AutoModelForCausalLM
+from frozen_runs import VOCAB, packed_copy, tiny_llama, tiny_mixtral, tokens
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_zeropp import ZeroPPQuantConfig
-from hf_zeropp.frozen.modules import PackedLinear
+from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear
 
 
 def logits(model) -> torch.Tensor:
@@ -22,26 +22,32 @@ def logits(model) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("tied", (False, True))
-def test_loading_equals_packing_and_round_trips(tmp_path, tied):
+@pytest.mark.parametrize("packs", (False, True), ids=("dense embeddings", "packed embeddings"))
+def test_loading_equals_packing_and_round_trips(tmp_path, tied, packs):
     tiny_llama(tie_word_embeddings=tied).to(torch.bfloat16).save_pretrained(tmp_path / "dense")
     dense = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16).requires_grad_(False)
-    config = ZeroPPQuantConfig(bits=4)
+    config = ZeroPPQuantConfig(bits=4, pack_embeddings=packs)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.bfloat16, quantization_config=config)
-    assert torch.equal(logits(loaded), logits(packed_copy(dense, 4)))
-    assert type(loaded.lm_head) is PackedLinear
+    assert torch.equal(logits(loaded), logits(packed_copy(dense, 4, pack_embeddings=packs)))
+    assert type(loaded.lm_head) is (PackedLinear if packs else torch.nn.Linear)
+    assert type(loaded.model.layers[0].mlp.up_proj) is PackedLinear
     loaded.save_pretrained(tmp_path / "packed")
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
     assert torch.equal(logits(reloaded), logits(loaded))
-    assert (reloaded.lm_head.weight_codes is reloaded.model.embed_tokens.weight_codes) == tied
+    head, embedding = (
+        module.weight_codes if packs else module.weight for module in (reloaded.lm_head, reloaded.model.embed_tokens)
+    )
+    assert (head is embedding) == tied
     sizes = [(tmp_path / name / "model.safetensors").stat().st_size for name in ("dense", "packed")]
-    assert sizes[1] < 0.32 * sizes[0]  # of which most are scales of rows shorter than a block, and headers
+    more = 0 if packs else (2 - tied) * 2 * VOCAB * 64  # the embeddings in 16 bits
+    assert sizes[1] < 0.32 * sizes[0] + more  # of which most are scales of rows shorter than a block, and headers
     saved = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-    assert saved == {"bits": 4, "block": 128, "quant_method": "zeropp", "skip": []}
+    assert saved == {"bits": 4, "block": 128, "pack_embeddings": packs, "quant_method": "zeropp", "skip": []}
 
 
 def test_a_weight_tied_to_a_skipped_one_stays_dense(tmp_path):
     tiny_llama(tie_word_embeddings=True).save_pretrained(tmp_path / "dense")
-    config = ZeroPPQuantConfig(bits=8, skip=["lm_head"])
+    config = ZeroPPQuantConfig(bits=8, skip=["lm_head"], pack_embeddings=True)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
     assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
     assert type(loaded.lm_head.weight) is torch.nn.Parameter
@@ -101,3 +107,40 @@ def test_the_16_bit_model_is_never_in_memory(tmp_path):
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     peak = int(output.split("PEAK ")[1].split()[0])
     assert peak < 0.6 * dense_bytes, f"{peak / dense_bytes:.2f} of the 16-bit model's size"
+
+
+@pytest.mark.parametrize("tied", (False, True))
+def test_a_packed_checkpoint_of_an_earlier_version_has_packed_embeddings(tmp_path, tied):
+    """Its config.json does not say it."""
+    tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "dense")
+    config = ZeroPPQuantConfig(bits=4, pack_embeddings=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
+    model.save_pretrained(tmp_path / "packed")
+    file = tmp_path / "packed" / "config.json"
+    saved = json.loads(file.read_text())
+    del saved["quantization_config"]["pack_embeddings"]
+    file.write_text(json.dumps(saved))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert isinstance(loaded.model.embed_tokens, PackedEmbedding)
+    assert torch.equal(logits(loaded), logits(model))
+    loaded.save_pretrained(tmp_path / "again")
+    assert (
+        json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["pack_embeddings"] is True
+    )
+
+
+def test_a_dictionary_of_settings_has_the_default_of_the_config(tmp_path):
+    tiny_llama().save_pretrained(tmp_path)
+    settings = {"quant_method": "zeropp", "bits": 4}
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=settings)
+    assert type(model.lm_head) is torch.nn.Linear and type(model.model.layers[0].mlp.up_proj) is PackedLinear
+
+
+def test_a_packed_language_model_gets_a_new_head(tmp_path):
+    """A head that the checkpoint does not have is initialized, as over a base in 16 bits, and is a layer that trains."""
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    packed = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=ZeroPPQuantConfig(bits=4))
+    packed.save_pretrained(tmp_path / "packed")
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "packed", num_labels=3)
+    assert type(model.score) is torch.nn.Linear and model.score.weight.std() > 0
+    assert torch.equal(model.model(tokens()).last_hidden_state, packed.model(tokens()).last_hidden_state)

@@ -24,6 +24,7 @@ LAYERS = [
     "sizes",
     "devices",
     "dtensors",
+    "heads",
     "compat",
     "muon",
     "ops",

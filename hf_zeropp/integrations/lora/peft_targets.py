@@ -8,6 +8,9 @@ Merging is a write like others. The layers' methods say what is merged and what 
 
 Single tokens (``trainable_token_indices``) are trained in the head too where it is tied to the embedding. PEFT finds the head by
 the name of its weight, and a packed one has codes there: it would go on with the tokens of the base.
+
+Copies of whole modules (``modules_to_save``) are trained, which a packed weight cannot be. PyTorch would say of the codes that
+they are no floating-point tensors.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from typing import Any
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.frozen.adapters import wrapped_model
 from hf_zeropp.frozen.modules import packed_modules, packing_hooks, weights_shown
+from hf_zeropp.frozen.weight import NOT_TRAINED
 from hf_zeropp.frozen.writing import merge, unmerge
 
 
@@ -36,6 +40,7 @@ def let_peft_make_adapters() -> None:
             if name in vars(layer):
                 extend(layer, name, extended)
     extend(tuners_utils.BaseTuner, "_inject_parameters", _show_weights)
+    extend(other.ModulesToSaveWrapper, "update", _copy_of_dense)
     for module in (other, tuners_utils):  # both look it up under a name of their own
         extend(module, "_get_module_names_tied_with_embedding", _tied_with_embedding)
 
@@ -49,6 +54,13 @@ def _subclasses(cls: type[object]) -> Iterator[type[object]]:
 def _show_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with weights_shown():
         return original(*args, **kwargs)
+
+
+def _copy_of_dense(original: Callable[..., None], self: Any, *args: Any, **kwargs: Any) -> None:
+    for name, module in packed_modules(self.original_module):
+        what = f"{type(self.original_module).__name__} of modules_to_save" + (f" ({name})" if name else "")
+        raise ValueError(f"{what} holds packed weights ({module.extra_repr()}). Such a weight {NOT_TRAINED}")
+    original(self, *args, **kwargs)
 
 
 def _tied_with_embedding(original: Callable[..., list[str]], model: Any) -> list[str]:

@@ -28,11 +28,12 @@ also take a pickle where there are none.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn as nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -41,32 +42,38 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_zeropp.files import check_file
 from hf_zeropp.frozen.modules import CODES, SCALES, Packed, convert_module, packed_modules, set_packed
-from hf_zeropp.frozen.packing import convert_frozen, is_packable, is_skipped
+from hf_zeropp.frozen.packing import convert_frozen, dense_modules, is_packable
 from hf_zeropp.frozen.weight import PackedWeight
 from hf_zeropp.integrations.lora.stored_tensors import METHOD, check_packed, tensors_in_files
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
+from hf_zeropp.setting_checks import flag
 
 
 @register_quantization_config(METHOD)
 @dataclasses.dataclass
 class ZeroPPQuantConfig(QuantizationConfigMixin):
-    """Settings for loading frozen weights in INT8 or INT4: linear layers, embeddings, fused experts.
+    """Settings for loading frozen weights in INT8 or INT4: linear layers and fused experts.
 
     Args:
         bits: 8 or 4.
         block: weights of a row that share one scale.
-        skip: modules to leave in 16 bits, with all inside: names, or parts of names ("lm_head"), for instance because an
+        skip: modules to leave in 16 bits, with all inside: names, or parts of names ("down_proj"), for instance because an
             adapter config trains them (``modules_to_save``). A weight tied to one of theirs stays too.
+        pack_embeddings: whether to pack embeddings and heads too (``heads.py``). By default they stay, as with
+            bitsandbytes, so that tokens can be added and heads trained. None stands for a config.json that does not say it:
+            earlier versions packed them.
         quant_method: the name under which Transformers finds this class; not to be set.
 
     Raises:
-        ValueError: ``bits`` or ``block`` is none of those supported, or ``skip`` is not a list of names.
+        ValueError: ``bits`` or ``block`` is none of those supported, ``skip`` is not a list of names, or ``pack_embeddings`` is
+            no bool.
     """
 
     bits: int = 4
     block: int = DEFAULT_BLOCK
     skip: list[str] = dataclasses.field(default_factory=list)
+    pack_embeddings: bool | None = False
     quant_method: Any = METHOD  # by its type one of Transformers' own methods
 
     def __post_init__(self) -> None:
@@ -77,7 +84,14 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
         if not isinstance(self.skip, (list, tuple, set)) or not all(isinstance(name, str) for name in self.skip):
             raise ValueError(f'skip must be a list of module names, such as ["lm_head"], got {self.skip!r}.')
         self.skip = list(self.skip)
+        if self.pack_embeddings is not None:
+            flag("pack_embeddings", self.pack_embeddings)
         self.format  # noqa: B018 - checks bits and block
+
+    @classmethod
+    def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the config that a checkpoint's config.json holds, or a dictionary of the user's."""
+        return super().from_dict({"pack_embeddings": None, **config_dict}, *args, **kwargs)
 
     @property
     def format(self) -> FrozenFormat:
@@ -92,24 +106,19 @@ class ZeroPPQuantizer(HfQuantizer):
     quantization_config: ZeroPPQuantConfig
     requires_calibration = False
 
+    def __init__(self, quantization_config: ZeroPPQuantConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        if quantization_config.pack_embeddings is None:
+            quantization_config.pack_embeddings = self.pre_quantized
+        self._dense: set[nn.Module] = set()
+
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         """Whether a tensor of the checkpoint is to be packed when it is read."""
         module, name = get_module_from_name(model, param_name)
         # Transformers asks again when it assigns a tensor, and accepts any shape if the answer is yes. For modules that
         # are packed the answer is no, so codes of another shape are left out, and ``_check_loaded`` finds them missing.
-        if isinstance(module, Packed) or is_skipped(param_name.rpartition(".")[0], self._skip(model)):
-            return False
-        return is_packable(module, name, getattr(module, name))
-
-    def _skip(self, model: PreTrainedModel) -> set[str]:
-        """Return the modules to leave in 16 bits: those asked for, and those that share a weight with one of them."""
-        # Tied modules share one tensor. It cannot be packed for one of them and dense for the other.
-        skip = set(self.quantization_config.skip)
-        for pair in model.all_tied_weights_keys.items():
-            owners = {name.rpartition(".")[0] for name in pair}
-            if any(is_skipped(owner, self.quantization_config.skip) for owner in owners):
-                skip |= owners
-        return skip
+        stays = isinstance(module, Packed) or module in self._dense
+        return not stays and is_packable(module, name, getattr(module, name))
 
     def get_quantize_ops(self) -> ConversionOps:
         """Return the operation that packs a tensor as it is read."""
@@ -123,13 +132,14 @@ class ZeroPPQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: Sequence[str] | None = None, **kwargs: Any
     ) -> None:
-        """Check a packed checkpoint, and make modules packed ones, whose parameters it names."""
+        """Note what stays dense. Check a packed checkpoint, and make modules packed ones, whose parameters it names."""
+        self._dense = _dense_modules(model, self.quantization_config)
         if self.pre_quantized:
             if checkpoint_files is not None:  # None: the caller passed a state dict
-                _check_files([Path(file) for file in checkpoint_files], model, self.quantization_config)
+                _check_files([Path(file) for file in checkpoint_files], model, self.quantization_config, self._dense)
             # ``frozen_only`` is False, because all parameters of a model that is being loaded are trainable. The user
             # freezes them later.
-            convert_frozen(model, self.quantization_config.format, self._skip(model), frozen_only=False)
+            convert_frozen(model, self.quantization_config.format, self._dense, frozen_only=False)
             model.all_tied_weights_keys = _tied_keys(model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -196,16 +206,32 @@ class PackOnLoad(ConversionOps):
         return {}
 
 
-def _check_files(files: list[Path], model: PreTrainedModel, config: ZeroPPQuantConfig) -> None:
+def _dense_modules(model: PreTrainedModel, config: ZeroPPQuantConfig) -> set[nn.Module]:
+    """Return the modules to leave in 16 bits, and those that share a weight with one of them."""
+    dense = dense_modules(model, config.skip, pack_embeddings=bool(config.pack_embeddings))
+    # Tied modules share one tensor, once they are loaded. It cannot be packed for one of them and dense for the other.
+    ties = [[get_module_from_name(model, name)[0] for name in pair] for pair in model.all_tied_weights_keys.items()]
+    sources = {source for target, source in ties if target in dense or source in dense}
+    return dense | sources | {target for target, source in ties if source in sources}
+
+
+def _check_files(
+    files: list[Path], model: PreTrainedModel, config: ZeroPPQuantConfig, dense: Collection[nn.Module]
+) -> None:
     """Raise ``ValueError`` unless the files are whole and what ``config`` says. See [Note: damaged packed checkpoints]."""
     source = Path(str(model.config.name_or_path))
     for file in files:  # an index can name files anywhere on this machine
         check_file(file, source if source.is_dir() else file.parent)
     stored = tensors_in_files(files)
     check_packed(stored, config.format)
+    prefix = f"{model.base_model_prefix}."  # a model with a head may be loaded from a checkpoint without one, and the reverse
+    names = {name.removeprefix(prefix) for name, module in model.named_modules() if module in dense}
     for name, tensor in stored.items():
-        if name.endswith(CODES) and is_skipped(name.removesuffix(CODES).rpartition(".")[0], config.skip):
-            raise ValueError(f"{str(tensor.file)!r} holds {name}, but config.json says skip={config.skip}.")
+        if name.endswith(CODES) and name.removesuffix(CODES).rpartition(".")[0].removeprefix(prefix) in names:
+            raise ValueError(
+                f"{str(tensor.file)!r} holds {name}, but by config.json that weight is not packed: its quantization_config says "
+                f"skip={config.skip} and pack_embeddings={config.pack_embeddings}."
+            )
 
 
 def _check_loaded(model: PreTrainedModel) -> None:
