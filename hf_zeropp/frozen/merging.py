@@ -1,8 +1,9 @@
 """The weights of a model with adapters, as an inference engine knows them: merged into the base's, or alone.
 
 PEFT's layers are read by their attributes, as in ``adapters.py``. A layer's base weight is found under the layer's own name, a
-module that is trained as a full copy (``modules_to_save``) stands for the original, and the other adapters' parameters have no
-place of their own in the merged model.
+module that is trained as a full copy (``modules_to_save``) stands for the original, rows that are trained
+(``trainable_token_indices``) stand for the original's, and the other adapters' parameters have no place of their own in the
+merged model.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_zeropp.frozen.weight import PackedWeight
 # Modules that torch.compile and activation checkpointing put around a module, whose names no checkpoint has.
 _WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module)(?=\.|$)")
 # PEFT's, whose name the files of a base do not have. Those of an adapter do: one of two on the same fused experts lies behind it.
-_BASE_LAYER = re.compile(r"(^|\.)base_layer(?=\.|$)")
+_BASE_LAYER = re.compile(r"(^|\.)(token_adapter\.)?base_layer(?=\.|$)")
 # PEFT's packages of adapters whose ``get_delta_weight`` returns what is added to the weight. That of others (OFT, HRA, HiRA, ...)
 # returns a factor.
 _ADDING = "c3a deft delora fourierft gralora loha lokr lora osf psoft randlora shira vblora vera waveft".split()
@@ -36,13 +37,15 @@ _ALONE = (
     "adalora beft boft c3a deft fourierft gralora hira hra ia3 ln_tuning loha lokr lora miss oft osf peanut psoft road "
     "trainable_tokens waveft"
 ).split()
+_TOKENS = "trainable_tokens"
+"""The package of PEFT's that trains single rows. An adapter holds the rows themselves, not what is added to them."""
 _MAGNITUDES = "lora_magnitude_vector"
 """DoRA's, which PEFT's files name as the parameter that it was before it became a module."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Addend:
-    """An adapter that adds to a weight.
+    """An adapter that adds to a weight, or takes the place of some of its rows.
 
     Attributes:
         layer: PEFT's layer.
@@ -58,6 +61,13 @@ class Addend:
         # FSDP2 puts a class of its own in front of PEFT's.
         modules = [cls.__module__ for cls in type(self.layer).__mro__ if cls.__module__.startswith("peft.tuners.")]
         return modules[0].split(".")[2] if modules else type(self.layer).__name__
+
+    def add_to(self, weight: Tensor) -> Tensor:
+        """Return a weight, in fp32, with the adapter merged into it. The adapter's parameters must be gathered."""
+        if self.method != _TOKENS:
+            return weight + self.delta().float()
+        index = torch.tensor(self.layer.token_indices[self.adapter], device=weight.device)
+        return weight.index_copy(0, index, self.layer.trainable_tokens_delta[self.adapter].to(weight))
 
     def delta(self) -> Tensor:
         """Return what the adapter adds to the weight, as the weight lies. The adapter's parameters must be gathered."""
@@ -124,7 +134,7 @@ class PublishedWeight:
         weight = weight.decode() if isinstance(weight, PackedWeight) else weight.detach()
         total = weight
         for addend in self.addends:
-            total = total.float() + addend.delta().float()  # rounded to the weight's dtype once, at the end
+            total = addend.add_to(total.float())  # rounded to the weight's dtype once, at the end
         return total.to(weight.dtype)
 
 
@@ -141,12 +151,13 @@ def merged_weights(model: nn.Module) -> list[PublishedWeight]:
             )
     modules = dict(wrapped_model(model).named_modules())
     weights: dict[int, PublishedWeight] = {}
+    added = set()
     for name, module in _base_modules(model):
         for leaf, param in _stored(module):
             weight = PublishedWeight(_base_name(name, leaf), module, leaf, param, _addends(modules, name, leaf))
+            added |= {addend.layer for addend in weight.addends}
             if (first := weights.setdefault(id(param), weight)) is not weight:
                 _check_tied(first, weight)
-    added = {addend.layer for weight in weights.values() for addend in weight.addends}
     for name, module in modules.items():
         if hasattr(module, "base_layer") and _active(module) and module not in added:
             raise ValueError(
@@ -195,7 +206,9 @@ def _base_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     root = wrapped_model(model)
     modules, added = dict(root.named_modules()), adapter_modules(root)
     copies = {
-        name: _active_copy(name, module) for name, module in modules.items() if hasattr(module, "original_module")
+        name: _active_copy(module)
+        for name, module in modules.items()
+        if "original_module" in dict(module.named_children())  # where PEFT trains single tokens, it is no child
     }
     for name, module in modules.items():
         wrapper = next((each for each in copies if name == each or name.startswith(f"{each}.")), None)
@@ -216,13 +229,8 @@ def _active(module: Any) -> list[str]:
     return [name for name in module.active_adapters if name in held]
 
 
-def _active_copy(name: str, wrapper: Any) -> nn.Module | None:
+def _active_copy(wrapper: Any) -> nn.Module | None:
     """Return the copy of a module that is trained in full and active; None where the original counts."""
-    if not hasattr(wrapper, "modules_to_save"):
-        raise ValueError(
-            f"expected adapters that add to a weight (LoRA), got {type(wrapper).__name__} around {name} "
-            "(trainable_token_indices), which has no merged form here. Write merged weights with `hf-zeropp export`."
-        )
     active = _active(wrapper)
     return wrapper.modules_to_save[active[0]] if active else None
 
@@ -254,7 +262,7 @@ def _check_merges(addend: Addend, name: str) -> None:
     layer, adapter = addend.layer, addend.adapter
     variant = getattr(layer, "lora_variant", {}).get(adapter)
     has_bias = bool(getattr(layer, "lora_bias", {}).get(adapter, False))
-    if addend.method in _ADDING and variant is None and not has_bias:
+    if addend.method in (*_ADDING, _TOKENS) and variant is None and not has_bias:
         return
     kind = type(variant).__name__ if variant is not None else "a bias of its own" if has_bias else addend.method
     raise ValueError(
@@ -265,7 +273,8 @@ def _check_merges(addend: Addend, name: str) -> None:
 
 def _check_tied(first: PublishedWeight, other: PublishedWeight) -> None:
     """Raise ValueError where adapters add to one place of a tied weight and not to the other: merged, the two differ."""
-    if first.addends or other.addends:
+    # Trained rows are the same ones in both places, if PEFT has found both.
+    if set(map(id, first.added_params())) != set(map(id, other.added_params())):
         raise ValueError(
             f"expected no adapters on tied weights, got some on {first.name} or {other.name}, which are one parameter: merged, "
             'they would be two. Leave both out of target_modules, or publish with adapters="alone".'

@@ -318,7 +318,6 @@ REFUSED = {
     # Merged, the one parameter would be two: PEFT itself warns of it.
     "tied head": ({"target_modules": ["lm_head"]}, {"tie_word_embeddings": True}, {}),
     "tied embedding": ({"target_modules": ["embed_tokens"]}, {"tie_word_embeddings": True}, {}),
-    "single tokens": ({"trainable_token_indices": {"embed_tokens": [1, 2]}}, {}, {}),
     "biases": ({"bias": "lora_only"}, {"attention_bias": True}, {"adapters": "alone"}),
 }
 
@@ -344,10 +343,9 @@ def refuse(rank: int) -> list[str]:
 
 
 def test_what_cannot_be_published_is_refused():
-    for no_zeropp, dora, tied_head, tied_embedding, tokens_alone, biases, no_adapter, unknown in run_ranks(refuse, 4):
+    for no_zeropp, dora, tied_head, tied_embedding, biases, no_adapter, unknown in run_ranks(refuse, 4):
         assert "need a model under ZeRO++" in no_zeropp
         assert "lm_head.weight, which are one parameter" in tied_head and "which are one parameter" in tied_embedding
-        assert "trainable_token_indices" in tokens_alone
         assert "also trains biases of the base (bias='lora_only')" in biases and 'adapters="merged"' in biases
         assert "DoraLinearVariant in layer" in dora and "hf-zeropp export" in dora
         assert "expected one active adapter to publish alone, got none" in no_adapter

@@ -1,0 +1,121 @@
+"""QLoRA that trains a head or adds tokens, on 4 ranks (2 nodes), against the same model unsharded.
+
+The base is packed while it loads, or while it is sharded. Then it trains, is saved, loaded, generates, and is published.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import frozen_runs
+import pytest
+import torch
+import torch.nn as nn
+from frozen_runs import UNQUANTIZED, VOCAB, packed_copy, reset_accelerate, tiny_llama, tokens, trainable
+from harness import run_ranks
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaForSequenceClassification
+
+from hf_zeropp import ZeroPPQuantConfig, publish_weights
+from hf_zeropp.frozen.modules import packed_modules
+
+NEW = [VOCAB, VOCAB + 1, VOCAB + 2]  # tokens that are added
+CASES = {
+    "classifier": {"task_type": "SEQ_CLS"},
+    "head and embedding": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "tied head and embedding": {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    "new tokens and head": {"trainable_token_indices": {"embed_tokens": NEW}, "modules_to_save": ["lm_head"]},
+    "tied new tokens": {"trainable_token_indices": {"embed_tokens": NEW}},
+}
+
+
+def save_base(name: str, folder: Path) -> None:
+    """Write the 16-bit checkpoint. That of the classifier has ``score.weight``."""
+    model = tiny_llama(tie_word_embeddings="tied" in name)
+    if name == "classifier":
+        model = LlamaForSequenceClassification(model.config)
+    model.save_pretrained(folder)
+
+
+def load(name: str, folder: str, packs: bool) -> nn.Module:
+    """Load the base, in 4 bits or as it is, and add tokens if the case asks for it."""
+    loader = AutoModelForSequenceClassification if name == "classifier" else AutoModelForCausalLM
+    model = loader.from_pretrained(folder, quantization_config=ZeroPPQuantConfig(bits=4) if packs else None)
+    if "new tokens" in name:
+        torch.manual_seed(3)
+        model.resize_token_embeddings(VOCAB + len(NEW))
+    return model
+
+
+def with_adapter(name: str, model: nn.Module) -> PeftModel:
+    torch.manual_seed(1)
+    settings = {"task_type": "CAUSAL_LM", "target_modules": ["q_proj", "up_proj"]} | CASES[name]
+    return get_peft_model(model, LoraConfig(r=4, init_lora_weights=False, **settings))
+
+
+def inputs(name: str) -> dict[str, torch.Tensor]:
+    ids = tokens()
+    if "new tokens" in name:
+        ids[:, 2:5] = torch.tensor(NEW)
+    return {"input_ids": ids, "labels": torch.tensor([0, 1, 1, 0]) if name == "classifier" else ids}
+
+
+@torch.no_grad()
+def logits(model: nn.Module, name: str) -> torch.Tensor:
+    return model(input_ids=inputs(name)["input_ids"]).logits
+
+
+def generated(model: nn.Module) -> torch.Tensor:
+    return model.generate(tokens(num_sequences=2), max_new_tokens=4, min_new_tokens=4, do_sample=False)
+
+
+def run(rank: int, name: str, packs_on_load: bool, folder: str) -> dict:
+    model = with_adapter(name, load(name, folder, packs_on_load))
+    reference = packed_copy(model, None if packs_on_load else 4)
+    packed = [module for module, _ in packed_modules(reference)]
+    assert len(packed) == 14 and all("layers." in module for module in packed), (
+        "all linear layers of the blocks, and no others"
+    )
+    settings = UNQUANTIZED | ({} if packs_on_load else {"frozen_bits": 4})
+    accelerator, plugin, model, optimizer = frozen_runs.prepare(model, **settings)
+    before = {key: value.clone() for key, value in reference.state_dict().items()}
+    for each, step in ((model, optimizer), (reference, torch.optim.SGD(trainable(reference), lr=0.05))):
+        for _ in range(2):
+            each(**inputs(name)).loss.backward()
+            step.step()
+            step.zero_grad()
+    gaps = {"trained": (logits(model, name) - logits(reference, name)).abs().max().item()}
+    learned = {key for key, value in reference.state_dict().items() if not torch.equal(value, before[key])}
+    assert len(learned) >= 8 + 1 and all(
+        "lora_" in key or "token" in key or "modules_to_save" in key for key in learned
+    )
+
+    merged = {}
+    for key, weight in publish_weights(model):
+        merged[key] = weight.clone()
+    if name != "classifier":
+        assert torch.equal(generated(model), generated(reference))
+    state = accelerator.get_state_dict(model)
+    if rank == 0:
+        accelerator.unwrap_model(model).save_pretrained(f"{folder}/adapter", state_dict=state)
+    accelerator.wait_for_everyone()
+    reset_accelerate()
+    loaded = PeftModel.from_pretrained(load(name, folder, packs_on_load), f"{folder}/adapter")
+    loaded = packed_copy(loaded, None if packs_on_load else 4)
+    gaps["loaded"] = (logits(loaded, name) - logits(reference, name)).abs().max().item()
+
+    engine = copy.deepcopy(load(name, folder, packs=False))
+    engine.load_state_dict(merged, strict=False)
+    missing = set(engine.state_dict()) - set(merged)
+    assert missing <= ({"lm_head.weight"} if "tied" in name else set()), missing
+    gaps["published"] = (logits(engine, name) - logits(reference, name)).abs().max().item()
+    return gaps
+
+
+@pytest.mark.parametrize("packs_on_load", [True, False], ids=["while loading", "while sharding"])
+@pytest.mark.parametrize("name", CASES)
+def test_heads_and_tokens_train_on_a_base_in_4_bits(tmp_path, name, packs_on_load):
+    save_base(name, tmp_path)
+    for gaps in run_ranks(run, 4, name, packs_on_load, str(tmp_path)):
+        assert max(gaps.values()) < 1e-5, gaps
