@@ -36,7 +36,7 @@ from hf_zeropp.frozen.modules import dense_numel
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.replicas_of_nodes import count_replicas_of_nodes
-from hf_zeropp.fsdp.hooks import hook_loading, hook_passes, listen_to_optimizers
+from hf_zeropp.fsdp.hooks import hook_heads, hook_loading, hook_passes, listen_to_optimizers
 from hf_zeropp.fsdp.meshes import is_whole_copy, ranks_of
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.run import Run
@@ -125,6 +125,7 @@ def has_handles() -> bool:
 
 def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> ZeroPPHandle:
     units = find_units(model)
+    hook_heads(model, units)
     meshes = {mesh.topology.ranks: mesh for mesh in _shard_meshes(plan, groups, units)}
     mesh = next(iter(meshes.values()))
     # Units over the whole shard group get the two hops, and experts whose own group spans nodes. The plan allows two other

@@ -37,8 +37,9 @@ PYTORCH: tuple[Seam, ...] = (
     called("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "_lazy_init", "fsdp.units",
         "Takes over parameters that were replaced, on which ranks must agree."),
     has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPStateContext",
-        "post_backward_final_callback_queued", "fsdp.units",
-        "Whether a backward pass of the model is under way, which uses the weights of the forward pass."),
+        "post_backward_final_callback_queued iter_forward_root", "fsdp.units",
+        "Whether a backward pass of the model is under way, which uses the weights of the forward pass; whether a forward pass "
+        "is. If it moved: AttributeError in a pass."),
     called("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "fsdp.units",
         "The way from a module to its unit."),
     has("torch.distributed._composable_state", "_module_state_mapping", "fsdp.units",

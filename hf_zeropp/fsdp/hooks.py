@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
 from hf_zeropp.fsdp.gradients.pending import renew_gradients
-from hf_zeropp.fsdp.units import initialize_root, on_backward
+from hf_zeropp.fsdp.units import Unit, initialize_root, on_backward
+from hf_zeropp.heads import base_models, embeddings
 
 # The hooks below stay for the life of the process. Strong references would keep every model that was ever prepared. The
 # order must be that of preparation, which all ranks have in common: a listener may run collectives before a step. A weak
@@ -112,6 +113,40 @@ def hook_loading(model: nn.Module, invalidate: Callable[[], None]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.register_load_state_dict_post_hook(after_load)
+
+
+def hook_heads(model: nn.Module, units: Sequence[Unit]) -> None:
+    """Gather a head that is a unit of its own as soon as the base model has computed.
+
+    Losses of TRL's and Liger's multiply by the head's weight themselves. The head's forward does not run, so FSDP2 gathers
+    nothing. TRL then takes ``full_tensor()`` of the shards, whose backward pass gives each rank its rows of its own gradient and
+    loses those of the other ranks. FSDP2 reduces the gradient of a weight that is gathered, whoever gathered it.
+    """
+    for whole, base in base_models(model):
+        inside = {module for each in embeddings(whole) for module in each.modules()} - set(base.modules())
+        if own := [unit for unit in units if inside.issuperset(unit.modules)]:
+            _hook_head(model, base, own)
+
+
+def _hook_head(model: nn.Module, base: nn.Module, units: Sequence[Unit]) -> None:
+    gathered: list[Unit] = []
+
+    @torch.compiler.disable
+    def gather(module: nn.Module, args: Any, output: Any) -> None:
+        for unit in units:
+            if unit.is_in_forward and not unit.is_unsharded:  # the base model may be called by itself
+                unit.gather()
+                gathered.append(unit)
+
+    @torch.compiler.disable
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():  # otherwise the backward pass reshards
+            for unit in gathered:
+                unit.reshard()
+        gathered.clear()
+
+    base.register_forward_hook(gather)
+    model.register_forward_hook(end, always_call=True)
 
 
 def _hook_forward(module: nn.Module, decisions: Decisions, entrance: Entrance) -> None:

@@ -195,11 +195,15 @@ class Unit:
         """Bytes of the unit while it is unsharded."""
         return self.shard_bytes() * self.shard_group.size()
 
+    def gather(self) -> None:
+        """Gather the unit now. A backward pass reshards it, or ``reshard``."""
+        self._module.unshard()
+
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:
         """Gather the unit now and keep it so, whatever runs inside."""
         reshards = self.reshards_after_forward
-        self._module.unshard()
+        self.gather()
         # A forward pass inside would reshard the unit at its end. Units within this one keep their own setting.
         self._module.set_reshard_after_forward(False, recurse=False)
         try:
@@ -308,6 +312,11 @@ class Unit:
     def is_unsharded(self) -> bool:
         """Whether the unit's parameters are gathered now, also if nothing has used them yet (a prefetch)."""
         return self._group.is_unsharded or self._group._all_gather_result is not None
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a forward pass of the model that the unit belongs to is under way, or of a sharded part of it."""
+        return self._module._get_fsdp_state()._state_ctx.iter_forward_root is not None
 
     @property
     def is_in_backward(self) -> bool:

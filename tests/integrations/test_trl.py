@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import frozen_runs
 import pytest
 import torch
 from datasets import Dataset
 from harness import run_ranks
-from peft import LoraConfig
-from rollout_runs import ONLINE, WORDS, arguments_of_trl, distinct_tokens, tokenizer
-from toy import logged_messages
+from peft import LoraConfig, PeftModel
+from rollout_runs import ONLINE, WORDS, arguments_of_trl, distinct_tokens, save_model, tokenizer
+from safetensors.torch import load_file
+from torch.distributed.fsdp import FSDPModule
+from toy import full_weights, logged_messages
 from trainer_runs import TWO_NODES, UNQUANTIZED, callback_of, losses, num_fsdp2_gathers, tiny_model
-from transformers import LlamaForCausalLM, LlamaForSequenceClassification, set_seed
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    set_seed,
+)
 
-from hf_zeropp import ZeroPPCallback, traffic
+from hf_zeropp import ZeroPPCallback, ZeroPPQuantConfig, compat, traffic
 
 STEPS = 4
 
@@ -34,13 +48,18 @@ def new_model(cls=LlamaForCausalLM, **overrides) -> torch.nn.Module:
 
 
 def new_trainer(kind: str, folder: str, zeropp, data: dict[str, list], *models, options=None, **how):
-    """Return TRL's trainer of a kind. A quarter of its data is for evaluation; ``options`` are further ones of its config."""
+    """Return TRL's trainer of a kind. A quarter of its data is for evaluation; ``options`` are further ones of its config.
+
+    ``zeropp`` is None for a process without others, and without FSDP2.
+    """
     import trl
 
     parts = Dataset.from_dict(data).train_test_split(16, shuffle=False)
     how |= {"train_dataset": parts["train"], "eval_dataset": parts["test"], "processing_class": tokenizer()}
-    args = getattr(trl, f"{kind}Config")(**arguments(folder, zeropp), **(options or {}))
-    return getattr(trl, f"{kind}Trainer")(*models, args=args, callbacks=[ZeroPPCallback()], **how)
+    settings = arguments(folder, zeropp) | ({"fsdp": False, "fsdp_config": None} if zeropp is None else {})
+    args = getattr(trl, f"{kind}Config")(**(settings | (options or {})))
+    callbacks = [] if zeropp is None else [ZeroPPCallback()]
+    return getattr(trl, f"{kind}Trainer")(*models, args=args, callbacks=callbacks, **how)
 
 
 def sft(folder: str, zeropp):
@@ -150,3 +169,130 @@ def train_without_attach(rank: int, folder: str) -> list[str]:
 def test_reference_model_left_to_fsdp2_is_reported(tmp_path):
     messages = run_ranks(train_without_attach, 4, str(tmp_path))[0]
     assert any("call ZeroPPCallback.attach(trainer) before train()" in message for message in messages)
+
+
+# ---- Tokens that a chat template adds, on a base in 4 bits.
+
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }} {{ m['content'] }} <|im_end|>{% endfor %}"
+
+
+def save_template(folder: Path) -> str:
+    """Write a tokenizer with a chat template and two tokens that the base does not have."""
+    chat = tokenizer()
+    chat.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    chat.eos_token, chat.chat_template = "<|im_end|>", TEMPLATE
+    chat.save_pretrained(folder)
+    return str(folder)
+
+
+def sft_with_template(
+    rank: int, base: str, template: str, folder: str, zeropp
+) -> tuple[list[float], float, torch.Tensor]:
+    """Returns the losses, and how far the saved adapter on the base, loaded again, is from the trained model."""
+    turns = zip(phrases(64, 5, 1), phrases(64, 5, 2), strict=True)
+    roles = ("user", "assistant")
+    data = {
+        "messages": [
+            [{"role": role, "content": text} for role, text in zip(roles, turn, strict=True)] for turn in turns
+        ]
+    }
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=ZeroPPQuantConfig(bits=4))
+    options = {"chat_template_path": template, "max_length": 32, "bf16": True, "learning_rate": 1e-2}
+    options["per_device_train_batch_size"] = 4 if zeropp is None else 1
+    lora = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = new_trainer("SFT", folder, zeropp, data, model, options=options, peft_config=lora)
+    trainer.train()
+    trainer.save_model(folder)
+    ids = torch.tensor([[5, 6, 124, 125, 7]])
+    with torch.no_grad():
+        expected = trainer.model(input_ids=ids).logits.float()
+        again = AutoModelForCausalLM.from_pretrained(base, quantization_config=ZeroPPQuantConfig(bits=4))
+        again.resize_token_embeddings(128)
+        found = PeftModel.from_pretrained(again, folder)(input_ids=ids).logits.float()
+    return losses(trainer), (found - expected).abs().max().item(), expected
+
+
+def test_a_chat_template_adds_tokens_to_a_base_in_4_bits(tmp_path):
+    base, template = save_model(tmp_path / "base"), save_template(tmp_path / "chat")
+    run = (sft_with_template, base, template)
+    alone, *_ = run_ranks(run[0], 1, *run[1:], str(tmp_path / "one"), None)[0]
+    losses_here, gap, logits = run_ranks(run[0], 4, *run[1:], str(tmp_path / "four"), TWO_NODES | UNQUANTIZED)[0]
+    assert losses_here == pytest.approx(alone, rel=0.01)
+    assert gap < 0.05 * logits.abs().max()  # bf16 beside fp32
+    saved = load_file(tmp_path / "four" / "adapter_model.safetensors")
+    assert saved["base_model.model.lm_head.weight"].shape == (128, 128)
+    assert any("trainable_tokens_delta" in name for name in saved)
+
+
+# ---- Losses that multiply by the head's weight themselves, and never call the head.
+
+HEAD_ALONE = {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer", "Linear"]}
+"""A plan by which the head is a unit of its own."""
+FUSED = [TWO_NODES | UNQUANTIZED, TWO_NODES | UNQUANTIZED | {"qwz_mode": "exact"}, {"ranks_per_node": 4}]
+
+
+def sft_changes(rank: int, folder: str, *settings) -> list[dict[str, torch.Tensor]]:
+    """How far each weight moves in two steps of two micro-steps, with an evaluation between them, under each of ``settings``."""
+    found = []
+    for zeropp in settings:
+        options = {"max_steps": 2, "gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+        options |= {"per_device_train_batch_size": 4, "optim": "sgd", "learning_rate": 0.5, "max_length": 16}
+        options |= {"max_grad_norm": 0.0}
+        if zeropp is not None:
+            options |= {"per_device_train_batch_size": 1, "fsdp_config": {"zeropp": zeropp, **HEAD_ALONE}}
+        model = new_model()
+        before = {name: param.detach().clone() for name, param in model.named_parameters()}
+        trainer = new_trainer("SFT", folder, zeropp, {"text": phrases(64, 12, 1)}, model, options=options)
+        trainer.train()
+        found.append({name: weight - before[name] for name, weight in full_weights(trainer.model).items()})
+    return found
+
+
+@pytest.mark.skipif(not compat.is_at_least("trl", (1, 16)), reason="older TRL has no fused head by default")
+def test_a_fused_loss_trains_a_head_that_is_a_unit_of_its_own(tmp_path):
+    """``full_tensor()`` of its weight would leave each rank with rows of its own gradient."""
+    (expected,) = run_ranks(sft_changes, 1, str(tmp_path), None)[0]
+    for changes in run_ranks(sft_changes, 4, str(tmp_path), *FUSED)[0]:
+        for name, change in changes.items():
+            assert (change - expected[name]).norm() < 1e-3 * expected[name].norm(), name
+
+
+def vision_gradients(rank: int) -> dict[str, float]:
+    """How far the gradients of a vision-language model are from those of the unsharded model, under Accelerate's own plan."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    text = {
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+    }
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    images = {"image_size": 8, "patch_size": 4, "projection_dim": 32}
+    parts = {"vision_config": CLIPVisionConfig(**vision, **images), "text_config": LlamaConfig(**text)}
+    config = LlavaConfig(**parts, image_token_index=96)
+    models = []
+    for _ in range(2):
+        set_seed(0)
+        models.append(LlavaForConditionalGeneration(config))
+        add_fused_lm_head(models[-1])
+    ids = frozen_runs.tokens().clamp(max=95)
+    ids[:, :4] = 96
+    pixels = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+    *_, model, _ = frozen_runs.prepare(models[0], **UNQUANTIZED)
+    assert isinstance(model.lm_head, FSDPModule), "the head has a unit of its own"
+    for each, part in ((model, slice(rank, rank + 1)), (models[1], slice(None))):
+        inputs = {"input_ids": ids[part], "labels": ids[part], "pixel_values": pixels[part]}
+        each(**inputs, fused_lm_head=True).loss.backward()
+    expected = {name: param.grad for name, param in models[1].named_parameters() if param.grad is not None}
+    found = {name: param.grad.full_tensor() for name, param in model.named_parameters() if param.grad is not None}
+    return {name: (found[name] - grad).abs().max().item() for name, grad in expected.items()}
+
+
+@pytest.mark.skipif(not compat.is_at_least("trl", (1, 16)), reason="older TRL has no fused head by default")
+def test_a_fused_loss_trains_the_head_of_a_vision_language_model():
+    """Accelerate finds no final norm in it, and shards the head alone."""
+    for gaps in run_ranks(vision_gradients, 4):
+        assert gaps.keys() >= {"lm_head.weight", "model.language_model.embed_tokens.weight"}
+        assert max(gaps.values()) < 1e-6
