@@ -35,7 +35,7 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     )
     synced = replicas = dense = ""
     if saved := saved_by_packing_embeddings(model, setup):
-        dense = f"Embeddings and heads stay in 16 bits. pack_embeddings: {shorten(saved, BYTE_UNITS)} less per rank.\n"
+        dense = f"Embeddings and heads: 16 bits. pack_embeddings: {shorten(saved, BYTE_UNITS)} less per rank.\n"
     if setup.micro_steps > 1:
         synced = f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n"
     if setup.replicas > 1:

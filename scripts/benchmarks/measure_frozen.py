@@ -29,7 +29,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_zeropp import ZeroPPConfig, ZeroPPPlugin
 from hf_zeropp.estimate.memory_and_bytes import Estimate, ours
 from hf_zeropp.estimate.training_job import Setup
-from hf_zeropp.frozen.packing import pack_weight, packable_weights
+from hf_zeropp.frozen.modules import packed_modules
+from hf_zeropp.frozen.packing import dense_modules, pack_weight, packable_weights
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.pretrained_shape import pretrained_shape
 from hf_zeropp.ops.frozen_format import FrozenFormat
@@ -68,31 +69,32 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def packed_model(config: LlamaConfig, rank: int, bits: int) -> nn.Module:
+def packed_model(config: LlamaConfig, rank: int, zeropp: ZeroPPConfig) -> nn.Module:
     """Make a Llama with random weights, each packed before the next is made, and adapters on all of its linear layers."""
     torch.manual_seed(0)
     with init_empty_weights(include_buffers=False):
         model = LlamaForCausalLM(config).to(torch.bfloat16).requires_grad_(False)
-    for (module, name), *_ in packable_weights(model, frozen_only=True):
-        weight = torch.empty(getattr(module, name).shape, dtype=torch.bfloat16).uniform_(-0.03, 0.03)
-        setattr(module, name, nn.Parameter(weight, requires_grad=False))
-        pack_weight(module, name, FrozenFormat(bits))
-    for module in model.modules():
-        for name, param in module.named_parameters(recurse=False):
-            if param.is_meta:  # norms
-                setattr(module, name, nn.Parameter(torch.ones(param.shape, dtype=param.dtype), requires_grad=False))
+    dense = dense_modules(model, pack_embeddings=zeropp.pack_embeddings)
+    packable = {module for (module, _), *_ in packable_weights(model, dense, frozen_only=True)}
+    for module in list(model.modules()):
+        for name, param in list(module.named_parameters(recurse=False)):
+            weight = torch.empty(param.shape, dtype=param.dtype).uniform_(-0.03, 0.03)
+            weight = weight if param.dim() > 1 else torch.ones_like(weight)  # norms
+            setattr(module, name, nn.Parameter(weight, requires_grad=False))
+            if module in packable:
+                pack_weight(module, name, FrozenFormat(zeropp.frozen_bits or 4))
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM"))
 
 
 class MostGathered:
-    """The most bytes of whole weights that this rank held when a linear layer had computed."""
+    """The most bytes of whole weights that this rank held when a linear layer or an embedding was about to compute."""
 
     def __init__(self, model: nn.Module) -> None:
         self.num_bytes = 0
         self._model = model
         for module in model.modules():
-            if isinstance(module, nn.Linear):
-                module.register_forward_hook(self._look)
+            if isinstance(module, nn.Linear | nn.Embedding):
+                module.register_forward_pre_hook(self._look)
 
     def _look(self, *call: object) -> None:
         whole = (param for param in self._model.parameters() if not isinstance(param, DTensor))
@@ -116,7 +118,7 @@ def measure(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfig)
     """Train for ``STEPS`` steps, and return this rank's bytes."""
     plugin = ZeroPPPlugin(zeropp=zeropp)
     accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=plugin)
-    model = packed_model(config, args.rank, zeropp.frozen_bits or 4)
+    model = packed_model(config, args.rank, zeropp)
     optimizer = torch.optim.AdamW(trainable(model), lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     gathered, handle = MostGathered(model), plugin.handle_of(model)
@@ -130,9 +132,9 @@ def measure(args: argparse.Namespace, config: LlamaConfig, zeropp: ZeroPPConfig)
     # On gloo a block is freed before the next one is gathered. The estimate has what accelerators hold: two.
     # A block's size is the one that most units have.
     next_block = sum(mode(unit.gathered_bytes() for unit in units) for units in (handle.frozen_units, handle.units))
-    largest = args.vocab_size * args.hidden_size * torch.bfloat16.itemsize  # decoded: the head
+    sizes = (module.packed_weight(name).numel() for _, module in packed_modules(model) for name in module.packed_forms)
     return found | {
-        "gathered": gathered.num_bytes + next_block + largest,
+        "gathered": gathered.num_bytes + next_block + torch.bfloat16.itemsize * max(sizes),  # the largest, decoded
         "cross_node": handle.traffic.cross_node_bytes_per_step,
         "intra_node": handle.traffic.intra_node_bytes_per_step,
     }

@@ -211,7 +211,7 @@ def test_the_estimate_says_what_packed_embeddings_save(capsys, tmp_path: Path, m
         - (estimate_of(str(tmp_path), 4, True).memory["frozen"])
     )
     cli.main([*job, "--frozen-bits", "4"])
-    assert "Embeddings and heads stay in 16 bits. pack_embeddings: " in capsys.readouterr().out
+    assert "Embeddings and heads: 16 bits. pack_embeddings: " in capsys.readouterr().out
     for name, value in (("FROZEN_BITS", "4"), ("PACK_EMBEDDINGS", "true")):
         monkeypatch.setenv(f"ZEROPP_{name}", value)
     for flags in ([], ["--frozen-bits", "16"]):  # packed already, and nothing is packed

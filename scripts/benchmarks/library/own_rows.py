@@ -130,7 +130,10 @@ class OwnStudy:
         kernel_rate = KERNEL_RATE * min(1.0, cores)
         device = Device("core", flops, flops, kernel_rate=kernel_rate, wire_rate=wire_rate, step_overhead=overhead_s)
         cluster = Cluster(nodes * per_node, per_node, Link(link_rate), Link(math.inf), device, "gloo")
-        config = ZeroPPConfig.resolve(variant.zeropp or {})
+        settings = dict(variant.zeropp or {})
+        if "frozen_bits" in settings:  # generation.json was measured when embeddings were packed by default
+            settings["pack_embeddings"] = True
+        config = ZeroPPConfig.resolve(settings)
         setup = Setup(cluster.world_size, per_node, max(1, micro_steps), config=config, fp32_reduce=variant.fp32_reduce)
         job = Job(model, setup, cluster, tokens)
         method = "HSDP" if variant.replicas == "nodes" else "FSDP2" if variant.zeropp is None else SETTINGS
