@@ -28,10 +28,9 @@ def with_new_rows(seed: int) -> nn.Module:
 
 
 def scenario_new_rows_from_a_seed_per_rank_are_refused(rank: int) -> None:
-    for bits in (None, 4):
+    for name, settings in ((EMBEDDING, {}), (f"{EMBEDDING}_codes", {"frozen_bits": 4, "pack_embeddings": True})):
         reset_accelerate()
-        *_, model, _ = prepare(with_new_rows(rank), frozen_bits=bits, **UNQUANTIZED)
-        name = EMBEDDING if bits is None else f"{EMBEDDING}_codes"
+        *_, model, _ = prepare(with_new_rows(rank), **settings, **UNQUANTIZED)
         # The first node's ranks hold the first rows, and its second rank (1) holds the new ones, as rank 3 does.
         with pytest.raises(ValueError, match=f"{name} differs between rank 1 and rank 3.*cpu_ram_efficient_loading"):
             model(tokens())

@@ -162,7 +162,7 @@ def test_bytes_are_the_predicted_ones_and_the_base_stays_in_its_node(outcomes, c
 def run_wide(rank: int, bits: int) -> tuple[int, int]:
     """Bytes of the frozen weights that this rank holds, and their number, for a model whose norms are negligible."""
     model = with_adapter(tiny_llama(hidden_size=256, intermediate_size=512, vocab_size=512))
-    _, plugin, model, _ = prepare(model, frozen_bits=bits, **UNQUANTIZED)
+    _, plugin, model, _ = prepare(model, frozen_bits=bits, pack_embeddings=True, **UNQUANTIZED)
     params = [param for unit in plugin.handle_of(model).frozen_units for param in unit.params]
     storages = [param.to_local().untyped_storage() for param in params]
     sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}

@@ -210,6 +210,7 @@ def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
     others = StepTraffic(Traffic(1, 1))
     vars(decisions).update(_entered=[], gathers=[], _ran=[], _is_generating=False, _run=run, _others=others)
     decisions._agree_on_weights = lambda *args, **kwargs: asked.append(args[1])  # type: ignore[method-assign]
+    decisions._may_part = lambda: False  # type: ignore[method-assign]
     places = entrances(model)
     for name in left:
         decisions.enter_forward(places[name])
