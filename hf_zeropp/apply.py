@@ -41,7 +41,6 @@ from hf_zeropp.fsdp.meshes import is_whole_copy, ranks_of
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
-from hf_zeropp.fsdp.weights.buffers import remember_buffers
 from hf_zeropp.fsdp.weights.frozen_copies import compare_frozen
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
 from hf_zeropp.fsdp.weights.gather import MIXED_DTYPES, WeightGather, ZeroPPAllGather
@@ -107,7 +106,6 @@ def apply_zeropp(
     if plan.is_enabled and dist.get_rank() == 0:
         _warn_of_unread(handle)
     setattr(model, _HANDLE, handle)
-    remember_buffers(model)
     _handles.add(handle)
     give_gloo_time_at_exit()
     return handle

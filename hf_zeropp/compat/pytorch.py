@@ -180,7 +180,7 @@ PYTORCH: tuple[Seam, ...] = (
     reads("torch.nn.parameter:_ParameterMeta", "_is_param", "frozen.weight",
         "The mark makes a packed weight count as a parameter. If it moved: Transformers and PEFT pass over packed "
         "weights, or replace them.", silent=True),
-    has("torch.nn:Module", "_non_persistent_buffers_set", "fsdp.weights.buffers",
+    has("torch.nn:Module", "_non_persistent_buffers_set", "frozen.merging",
         "Which buffers checkpoints do not hold."),
     has("torch.nn:Module", "_parameters", "frozen.modules frozen.merging_sharded",
         "A packed weight's name stands there as None, which `torch.nn.utils.parametrize` asks for."),

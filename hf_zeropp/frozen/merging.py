@@ -168,10 +168,14 @@ def merged_weights(model: nn.Module) -> list[PublishedWeight]:
 
 
 def base_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the buffers of the base model, with the names that they have in its files."""
+    """Iterate over the floating-point buffers that the base model's files hold, with their names there, each once."""
+    seen: set[int] = set()
     for name, module in _base_modules(model):
         for leaf, buffer in module.named_buffers(recurse=False):
-            yield _base_name(name, leaf), buffer
+            is_stored = buffer.is_floating_point() and leaf not in module._non_persistent_buffers_set
+            if is_stored and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield _base_name(name, leaf), buffer
 
 
 def adapter_weights(model: nn.Module) -> list[PublishedWeight]:

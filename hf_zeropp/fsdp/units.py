@@ -199,6 +199,10 @@ class Unit:
         """Gather the unit now. A backward pass reshards it, or ``reshard``."""
         self._module.unshard()
 
+    def stay_gathered_after_forward(self) -> None:
+        """Let forward passes leave the unit gathered until the backward pass, as FSDP2 leaves its root unit by default."""
+        self._module.set_reshard_after_forward(False, recurse=False)
+
     @contextmanager
     def kept_gathered(self) -> Iterator[None]:
         """Gather the unit now and keep it so, whatever runs inside."""

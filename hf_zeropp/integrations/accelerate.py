@@ -77,7 +77,8 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         >>> accelerator = Accelerator(mixed_precision="bf16", fsdp_plugin=ZeroPPPlugin(zeropp={"qwz_bits": 8}))
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         >>> ...
-        >>> accelerator.state.fsdp_plugin.handle_of(model).traffic.print()
+        >>> if handle := accelerator.state.fsdp_plugin.handle_of(model):
+        ...     handle.traffic.print()
     """
 
     zeropp: ZeroPPConfig | Mapping[str, Any] | str | os.PathLike[str] | Literal[False] | None = None

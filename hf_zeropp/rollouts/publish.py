@@ -21,11 +21,9 @@ import torch.nn as nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_zeropp.comm.exchange import exchange
 from hf_zeropp.frozen.adapters import wrapped_model
 from hf_zeropp.frozen.merging import PublishedWeight, adapter_weights, base_buffers, merged_weights
 from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
-from hf_zeropp.fsdp.weights.buffers import changed_buffers, persistent_buffers
 from hf_zeropp.generation import generation_mode, handle_of, units_of
 
 NamedWeights = Iterator[tuple[str, torch.Tensor]]
@@ -42,8 +40,8 @@ def publish_weights(model: nn.Module, *, adapters: Literal["merged", "alone"] = 
     Yields:
         The name of a weight as ``save_pretrained`` writes it, and the weight in the dtype in which it is gathered; packed
         weights are decoded. It is valid until the next one is asked for: clone it to keep it. Tied weights come once, under
-        their first name. Behind the merged weights come the persistent buffers whose values have changed on any rank since
-        ZeRO++ was applied, such as ``e_score_correction_bias``: each rank's own, in their dtype. An engine has the others.
+        their first name. Behind the merged weights come the floating-point buffers of these files, which some trainings change
+        (``e_score_correction_bias``): each rank's own, in their dtype.
 
     Raises:
         ValueError: the model is not under ZeRO++, or tensor parallelism cuts its weights; an adapter has no merged form (DoRA, a
@@ -87,21 +85,14 @@ def publish_weights(model: nn.Module, *, adapters: Literal["merged", "alone"] = 
             with contextlib.nullcontext() if owner is None or owner in kept else owner.kept_gathered():
                 yield from _read(members, converted)
         if not is_alone:
-            yield from _changed_buffers(model, units, converted)
+            yield from _buffers(model, converted)
 
 
-def _changed_buffers(model: nn.Module, units: list[Unit], converted: PreTrainedModel | None) -> NamedWeights:
-    # Ranks yield the same names, though on some of them a value may have come back to what it was.
-    if not any(True for _ in persistent_buffers(model)):
-        return
-    groups = (unit.shard_group for unit in units)  # frozen units lie within a node
-    told = exchange(list(changed_buffers(model)), max(groups, key=lambda group: group.size()))
-    changed = {name for names in told for name in names}
-    ids = {id(buffer) for name, buffer in persistent_buffers(model) if name in changed}
+def _buffers(model: nn.Module, converted: PreTrainedModel | None) -> NamedWeights:
+    """Yield the buffers of ``converted``'s files, or of the model's. FSDP2 leaves them whole on every rank."""
     for name, buffer in base_buffers(model):
-        if id(buffer) in ids:
-            named = {name: buffer.detach()}
-            yield from (named if converted is None else revert_weight_conversion(converted, named)).items()
+        named = {name: buffer.detach()}
+        yield from (named if converted is None else revert_weight_conversion(converted, named)).items()
 
 
 Groups = dict[Unit | None, list[PublishedWeight]]

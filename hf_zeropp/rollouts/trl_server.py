@@ -21,7 +21,6 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_zeropp.compat.extend import extend
-from hf_zeropp.fsdp.weights.buffers import persistent_buffers
 from hf_zeropp.rollouts.server_updates import ServerUpdates, from_rank_0
 from hf_zeropp.rollouts.vllm_plugin import BACKEND
 
@@ -95,9 +94,6 @@ def _sync_weights(original: Callable[[Any], None], self: Any) -> None:
         return original(self)
     updates: ServerUpdates | None = getattr(getattr(self, "vllm_client", None), _UPDATES, None)
     if not from_rank_0(updates is not None):
-        # TRL notes names and shapes once. A buffer that has begun to change since is one more, so they are noted anew.
-        if any(True for _ in persistent_buffers(self.model)):
-            self._weight_metadata = None
         return original(self)
     # TRL goes through all weights before the first sync, for names and shapes that updates hold themselves.
     self._weight_metadata = []

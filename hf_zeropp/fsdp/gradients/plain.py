@@ -4,8 +4,8 @@ An adapter that is added to a sharded model consists of plain tensors, whole on 
 rank would train its own on its own batches, in silence. Transformers averages their gradients for models that it shards at load,
 and a script may do it too. So ranks compare what an optimizer is about to use: before its first step with gradients, and no more.
 
-Parameters that differ between ranks already are not copies of each other, such as experts that a script gives to single ranks.
-They are let be.
+A parameter that differs between ranks already is not a copy, such as a weight of an expert that a script gives to a single rank,
+and is let be. One that begins with the same values on all ranks is taken for a copy, whatever it belongs to.
 """
 
 from __future__ import annotations
