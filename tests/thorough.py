@@ -229,6 +229,7 @@ THOROUGH = (
     # Tests that take seconds. A shorter test holds the same promise, or few users meet it.
     "faults/test_faults.py::*",
     "comm/test_agreement.py::test_a_channel_takes_its_threads_along",
+    "comm/test_gloo_address.py::test_two_hosts_in_network_namespaces",
     "comm/test_gloo_exit.py::*",
     "fsdp/test_beside.py::test_streams_change_no_bit",
     "fsdp/test_decisions.py::test_a_stopped_rank_ends_all_others_within_the_timeout{*",
@@ -241,6 +242,8 @@ THOROUGH = (
     "integrations/test_trainer.py::test_schedule_changes_the_bytes_at_half_the_steps",
     "integrations/test_trainer.py::test_tensorboard_receives_the_figures",
     "integrations/test_trainer_checkpoints.py::test_load_best_model_at_end{*",
+    "integrations/test_trl.py::test_a_fused_loss_trains_a_head_that_is_a_unit_of_its_own",  # fsdp/test_fused_heads.py
+    "integrations/test_trl.py::test_a_chat_template_adds_tokens_to_a_base_in_4_bits",  # integrations/test_qlora_heads.py
     "integrations/test_trl.py::test_reference_model_sync_is_seen",
     "integrations/test_unmodified.py::test_a_plain_accelerate_script",
     "rollouts/test_trl_sync.py::test_nothing_is_imported_without_use_vllm",

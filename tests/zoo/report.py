@@ -105,10 +105,10 @@ def _columns_explained() -> list[str]:
         "must be that of the unsharded model too, so that no model passes that learned nothing, or something else. What must "
         "hold:",
         "",
-        f"- `stock` (`zeropp=False`: the same units on FSDP2's own collectives), `unquantized` (ZeRO++ with exact exchanges), "
-        f"`stock LoRA`, and `LoRA` over a base in 16 bits or packed in 4: losses within {exact.tolerance}, and the change of the parameters "
-        f"within {exact.update_tolerance} of its length. LoRA adapts all linear layers and fused experts, and exchanges its "
-        "adapters exactly.",
+        "- `stock` (`zeropp=False`: the same units on FSDP2's own collectives), `unquantized` (ZeRO++ with exact exchanges), "
+        f"`stock LoRA`, and `LoRA` over a base in 16 bits or packed in 4: losses within {exact.tolerance}, and the change of the "
+        f"parameters within {exact.update_tolerance} of its length. LoRA adapts all linear layers and fused experts, and "
+        "exchanges its adapters exactly.",
         f"- `default` quantizes weights and gradients: losses within {default.tolerance}, and the change within "
         f"{default.update_tolerance} of its length, which is the noise of INT4 gradients.",
         "",
