@@ -12,7 +12,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 if [ -e hf_zeropp/_libs/libzeropp_cuda.so ] && python3 -c 'import torch' 2>/dev/null; then
     PYTHON=python3
-    [ -z "$(find ops -newer hf_zeropp/_libs/libzeropp_cuda.so -type f | head -n 1)" ] ||
+    [ -z "$(find ops -newer hf_zeropp/_libs/libzeropp_cuda.so -type f ! -name '*.md' | head -n 1)" ] ||
         echo "gpu_check: hf_zeropp/_libs is older than a file in ops/. Was it built before the last change?" >&2
     export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 else
