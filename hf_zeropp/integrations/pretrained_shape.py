@@ -51,7 +51,7 @@ def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool
     packing, active = _packing(config), active_share(model, config)
     if packing is None:
         return ModelShape(source, units_of(model), frozen_units_of(model), active=active)
-    # Of a checkpoint that does not say it, embeddings are packed.
+    # Earlier versions packed embeddings and heads, and wrote nothing of it into config.json: the setting is None there.
     packed = Packing(packing.format, packing.pack_embeddings is not False)
     return ModelShape(source, units_of(model), frozen_units_of(model, packing.skip), packed, active)
 

@@ -1,4 +1,4 @@
-"""What stays dense beside a packed base: embeddings, heads, and what PEFT trains in full."""
+"""Packing a base leaves some modules in 16 bits: embeddings, heads, and modules that PEFT trains a copy of."""
 
 from __future__ import annotations
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from accelerate_runs import new_accelerator, prepared, train
 from harness import Scenarios, run_ranks, scenarios_of
@@ -20,25 +22,26 @@ def warnings_in(loop) -> list[str]:
     return [message for message in messages if SAID in message]
 
 
-def trained():
+def trained(**settings):
     model = shard(make_lm())
-    return model, apply_zeropp(model, SETTINGS), torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, apply_zeropp(model, SETTINGS | settings), torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def accumulate(model, optimizer, rank: int, tell=lambda is_last: None) -> None:
+    """Train two steps of three micro-steps. ``tell`` is called before each micro-step."""
+    for step in range(6):
+        is_last = step % 3 == 2
+        tell(is_last)
+        loss_of(model, tokens_of(rank, step)).backward()
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 def scenario_a_loop_that_tells_nobody_is_told_once(rank: int) -> None:
     for settings in ({}, {"qgz_accumulate": "rank"}):
-        model = shard(make_lm())
-        apply_zeropp(model, SETTINGS | settings)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-        def loop(model=model, optimizer=optimizer) -> None:
-            for step in range(6):
-                loss_of(model, tokens_of(rank, step)).backward()
-                if step % 3 == 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-
-        said = warnings_in(loop)
+        model, _, optimizer = trained(**settings)
+        said = warnings_in(functools.partial(accumulate, model, optimizer, rank))
         assert len(said) == (rank == 0)
         lines = "handle.set_last_micro_step(False)", "handle.set_last_micro_step(True)"
         assert all(line in message for message in said for line in lines)
@@ -48,12 +51,7 @@ def scenario_loops_that_tell_or_do_not_accumulate(rank: int) -> None:
     model, handle, optimizer = trained()
 
     def tells() -> None:
-        for step in range(6):
-            handle.set_last_micro_step(step % 3 == 2)
-            loss_of(model, tokens_of(rank, step)).backward()
-            if step % 3 == 2:
-                optimizer.step()
-                optimizer.zero_grad()
+        accumulate(model, optimizer, rank, handle.set_last_micro_step)
 
     def drops() -> None:
         """As where a step is skipped because its gradients overflowed."""
@@ -62,11 +60,7 @@ def scenario_loops_that_tell_or_do_not_accumulate(rank: int) -> None:
             optimizer.zero_grad()
 
     def tells_fsdp2() -> None:
-        for last in (False, True):
-            model.set_requires_gradient_sync(last)
-            loss_of(model, tokens_of(rank)).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        accumulate(model, optimizer, rank, model.set_requires_gradient_sync)
 
     def steps_without_clearing() -> None:
         for step in range(2):

@@ -149,7 +149,10 @@ def synchronizations() -> Iterator[list[list[str]]]:
 
 
 def synchronizations_in_a_step(rank: int, settings: dict[str, Any]) -> tuple[list[list[str]], list[list[str]]]:
-    """What synchronizes in a step, and in a line that does, to see that it is noticed."""
+    """Return the stacks of the places where the host waits for the GPU: in a training step, and in a line that surely waits.
+
+    The second list shows that waits are noticed at all.
+    """
     model, handle = prepare(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, foreach=True)
     tokens = torch.randint(VOCAB, (4, 32), device="cuda")

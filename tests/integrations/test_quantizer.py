@@ -111,7 +111,7 @@ def test_the_16_bit_model_is_never_in_memory(tmp_path):
 
 @pytest.mark.parametrize("tied", (False, True))
 def test_a_packed_checkpoint_of_an_earlier_version_has_packed_embeddings(tmp_path, tied):
-    """Its config.json does not say it."""
+    """Such a version wrote no ``pack_embeddings`` into config.json."""
     tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "dense")
     config = ZeroPPQuantConfig(bits=4, pack_embeddings=True)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)

@@ -29,7 +29,7 @@ Figures = tuple[float, float]
 """Sum and norm of a tensor."""
 
 Pair = tuple[Figures, Figures]
-"""Those of a parameter, and of its gradient."""
+"""The sum and the norm of a parameter, then the sum and the norm of its gradient."""
 
 
 class PlainParameters:
