@@ -1,8 +1,9 @@
 // The storage format of frozen weights: one definition, for C++ and CUDA. hf_zeropp/ops/frozen_reference.py states it
 // in PyTorch, bit for bit.
 //
-// A row of a weight is cut into blocks. Each block has a bf16 scale and codes of 8 or 4 bits, and decodes to code *
-// scale as on the wire (format.h). INT8 scales are those of the wire. INT4 scales are searched for: see below.
+// A row of a weight is cut into blocks. Each block has 16 bits for scales, and codes of 8 or 4 bits. INT8 codes and scales
+// are those of the wire (format.h). INT4 codes stand for one of 16 levels, and a block has two scales: runs of 16 columns
+// take the first and the second in turn. An element decodes to level * scale.
 #pragma once
 
 #include "format.h"
@@ -26,49 +27,97 @@ struct FrozenRows {
   ZEROPP_HD int64_t block_size(int64_t b) const { return min(columns - b * block, block); }
 };
 
-// All 16 codes are used. Scales have either sign, so the largest magnitude may get the code -8 whatever its own sign
-// is.
-constexpr int kFrozenMin4 = -8, kFrozenMax4 = 7;
+// ---- INT4. frozen_reference.py has the reasons: [Note: the levels of 4 bits] and [Note: the scales of 4 bits].
 
-// [Note: the scale of a frozen INT4 block] is in hf_zeropp/ops/frozen_reference.py. In short: 14 trials put the block's
-// largest magnitude at +-6.5 .. 10 of the codes, round all elements to codes q, and fit the scale sum(x q) / sum(q q)
-// to them. The trial with the largest sum(x q)^2 / sum(q q) has the least squared error. The sums are over x in fixed
-// point: sums of integers are exact in any order of addition, so every instruction set finds the same scale.
-constexpr int kNumTrials = 14;
-constexpr int32_t kFixedOne = 32768;  // the block's largest magnitude
+constexpr int kRun = 16;   // columns that take the same scale
+constexpr int kFine = 16;  // steps from one level to the next integer
+constexpr int kNumLevels = 16;
 
-// The code at which trial t puts the largest magnitude, over kFixedOne. (A function, since device code cannot see
-// arrays of the host.)
-ZEROPP_HD constexpr float trial(int t) {
-  constexpr float kLandings[kNumTrials / 2] = {6.5f, 7.0f, 7.5f, 8.0f, 8.5f, 9.0f, 10.0f};
-  return (t < kNumTrials / 2 ? kLandings[t] : -kLandings[t - kNumTrials / 2]) / kFixedOne;
+// The level of code 0, 1 .. 15. (A macro, since device code cannot see arrays of the host.)
+#define ZEROPP_LEVELS 0, 10, 20, 31, 43, 56, 72, 93, 127, -127, -89, -67, -50, -36, -23, -11
+
+// The level of rank `k`, from the lowest to the highest.
+ZEROPP_HD constexpr int ordered_level(int k) {
+  constexpr int kLevels[kNumLevels] = {ZEROPP_LEVELS};
+  return kLevels[(k + 9) % kNumLevels];
 }
 
-ZEROPP_HD float clamp4(float code) {
-  const float low = code < kFrozenMin4 ? static_cast<float>(kFrozenMin4) : code;
-  return low > kFrozenMax4 ? static_cast<float>(kFrozenMax4) : low;
+constexpr int kMaxLevel = 127;
+constexpr int kZeroRank = 7;  // of the level 0, whose code is 0: codes are in the order of levels, in two's complement
+
+ZEROPP_HD int level_of(int code) {
+  constexpr int8_t kLevels[kNumLevels] = {ZEROPP_LEVELS};
+  return kLevels[code & 0x0F];
+}
+
+// Elements above it are nearer to level k + 1 than to level k, in steps of 1 / kFine. One that is on it takes the lower level.
+ZEROPP_HD constexpr int level_bound(int k) { return (ordered_level(k) + ordered_level(k + 1)) * kFine / 2; }
+
+// Both scales of a block, for the runs of 16 columns in turn. (With INT8 they are equal.)
+struct RunScales {
+  float at[2];
+};
+
+constexpr int kFirstExponent = 79;   // biased exponent of a first scale whose exponent bits are 0
+constexpr int kRatioExponent = 125;  // and of a ratio
+constexpr int kFirstMin = 16, kFirstMax = 1007, kRatioMax = 63;
+constexpr int kSafeRatio = 3;
+constexpr uint16_t kScalesNaN = 0xFFFF;
+
+// fp32 -> the nearest float of 4 bits of mantissa, in the bits above them its exponent, which counts from `exponent` on.
+ZEROPP_HD int small_float(float value, int exponent) {
+  return static_cast<int>((bits_of(value) + (1u << 18)) >> 19) - (exponent << 4);
+}
+
+ZEROPP_HD float small_float_value(int bits, int exponent) {
+  return float_of(static_cast<uint32_t>(bits + (exponent << 4)) << 19);
+}
+
+ZEROPP_HD RunScales run_scales_of(uint16_t stored) {
+  const int field = stored >> 6;
+  const uint32_t exact = static_cast<uint32_t>(field + (kFirstExponent << 4)) << 19;
+  const float first = float_of(field > kFirstMax ? uint32_t{kBFloat16NaN} << 16 : field < kFirstMin ? 0 : exact);
+  return {{first, first * small_float_value(stored & kRatioMax, kRatioExponent)}};
+}
+
+// The scales of a block of `bits`, from the 16 bits that store them.
+ZEROPP_HD RunScales run_scales(BFloat16 stored, int64_t bits) {
+  if (bits == 4) return run_scales_of(stored.bits);
+  return {{to_float(stored), to_float(stored)}};
 }
 
 // rint(value), for magnitudes under 2^22.
 ZEROPP_HD float round_even(float value) { return (value + kRoundToInteger) - kRoundToInteger; }
 
-// value / amax in fixed point. The division and the product round as they do in PyTorch.
-ZEROPP_HD int32_t to_fixed(float value, float amax) {
-  return static_cast<int32_t>(round_even(value / amax * static_cast<float>(kFixedOne)));
+// value / scale in steps of 1 / kFine. A scale is at most 1.5 of 16 steps under the largest magnitude's, so this is 127 * 16 and a
+// tenth of it at most: 16 bits hold it.
+ZEROPP_HD int16_t to_fine(float value, float scale) {
+  return static_cast<int16_t>(round_even(value / scale * static_cast<float>(kFine)));
 }
 
-ZEROPP_HD int32_t trial_code(int32_t fixed, int t) {
-  return static_cast<int32_t>(clamp4(round_even(static_cast<float>(fixed) * trial(t))));
+// The search for a scale: `trial` says which of the steps from the nearest small float is taken.
+constexpr int kNumTrials = 3;
+ZEROPP_HD constexpr int trial(int t) { return t == 0 ? 0 : t == 1 ? -1 : 1; }
+
+ZEROPP_HD int clamp(int value, int low, int high) { return value < low ? low : value > high ? high : value; }
+
+// Where the search for the first scale begins, from the largest magnitudes of its runs and of the others. What it finds out
+// of [kFirstMin, kFirstMax] has no codes: scales that are 0, or NaN.
+ZEROPP_HD int nearest_first(uint32_t first_amax, uint32_t second_amax) {
+  const float first = float_of(first_amax) / static_cast<float>(kMaxLevel);
+  const float second = float_of(second_amax) / static_cast<float>(kMaxLevel) / static_cast<float>(kSafeRatio);
+  return small_float(first < second ? second : first, kFirstExponent);
 }
 
-// The scale sum(x q) / sum(q q), of either sign. Below 2^-100 in magnitude it is stored as zero, as on the wire.
-ZEROPP_HD BFloat16 frozen_scale(int64_t xq, int64_t qq, float amax) {
-  const double scale = static_cast<double>(xq) / static_cast<double>(qq) * (static_cast<double>(amax) / kFixedOne);
-  const uint16_t bits = round_to_bfloat16(static_cast<float>(scale));
-  return {static_cast<uint16_t>((bits & 0x7FFF) < kScaleMin ? 0 : bits)};
+ZEROPP_HD int nearest_ratio(uint32_t second_amax, float first_scale) {
+  const float aim = float_of(second_amax) / static_cast<float>(kMaxLevel);
+  return clamp(small_float(aim / first_scale, kRatioExponent), 0, kRatioMax);
 }
 
-ZEROPP_HD int8_t encode4(float value, float scale) { return static_cast<int8_t>(round_even(clamp4(value / scale))); }
+// The squared error of a scale, from its sum over elements in steps of 1 / kFine. Exact in fp64.
+ZEROPP_HD double squared_error(int64_t sum, float scale) {
+  return static_cast<double>(sum) * (static_cast<double>(scale) * static_cast<double>(scale));
+}
 
 }  // namespace zeropp
 }  // namespace

@@ -3,16 +3,21 @@
 A weight [..., columns] (a matrix, or 3-D for fused experts) becomes, row by row,
 
     codes   uint8 [..., ceil(columns * bits / 8)]     INT8, or two INT4 codes in a byte, the low nibble first
-    scales  uint8 [..., 2 * ceil(columns / block)]    the bytes of a bf16 for each block of consecutive columns
+    scales  uint8 [..., 2 * ceil(columns / block)]    16 bits for each block of consecutive columns
 
 Both are uint8 because ``model.to(dtype)`` and its like cast floats, and because gloo and NCCL move no int16.
 
 Rows stay rows: FSDP2 shards both tensors along dim 0, and the part that a rank holds is the packed form of its rows. A block
-never straddles rows. Elements decode to code * scale in fp32, rounded to the dtype asked for. NaN, Inf, zero and tiny blocks
-are treated as on the wire (``blocks.py``).
+never straddles rows.
 
-INT8 scales are those of the wire as well. INT4 scales are searched for: [Note: the scale of a frozen INT4 block] in
-``frozen_reference.py``. The compiled kernels (ops/cpu/frozen_*.cpp) and the PyTorch code agree bit for bit.
+In 8 bits codes and scales are those of the wire (``blocks.py``): an element decodes to code * scale. In 4 bits a code stands for
+one of 16 integers of 8 bits, its level, and a block has two scales, for runs of 16 columns in turn: an element decodes to
+level * scale. ``frozen_reference.py`` says why, and how both are chosen. Products are fp32, rounded to the dtype asked for.
+A block with a NaN or an Inf decodes to NaNs, and so does one in 4 bits with a magnitude that its scales cannot reach (from 4.1
+million on, or 12.3 million in the runs of the second scale). A block of magnitudes near zero (under 1e-12 in 4 bits, 2^-100 in 8)
+decodes to zeros.
+
+The compiled kernels (ops/cpu/frozen_*.cpp) and the PyTorch code agree bit for bit.
 """
 
 from __future__ import annotations
@@ -42,7 +47,7 @@ class FrozenFormat:
 
     Args:
         bits: bits of a code: 8 or 4.
-        block: columns that share one scale: a multiple of 32 from 32 to 4096.
+        block: columns that share 16 bits of scales, which are one scale in 8 bits and two in 4: a multiple of 32 from 32 to 4096.
 
     Raises:
         ValueError: any other value.

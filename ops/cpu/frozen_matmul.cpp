@@ -4,14 +4,14 @@
 // A group of weight rows passes a run of the inputs' columns together, so that the inputs come from the first-level
 // cache. Of each row and input 32 partial sums ("lanes") are kept, as the operator is defined (frozen_reference.py).
 //
-// [Note: exact products] An input of 16 bits has a significand of at most 11 bits, a code one of at most 7: their product
+// [Note: exact products] An input of 16 bits has a significand of at most 11 bits, a level one of at most 7: their product
 // is exact in fp32. A fused multiply-add then has the bits of a product and a sum that round apart, which the definition
 // asks for, at half the instructions. Two things are left to the others: inputs of 32 bits, and inputs so large that a
 // product could be an Inf (an Inf itself, and NaN, are such inputs too).
 //
 // [Note: codes in registers] With AVX-512, 16 INT4 codes become floats by three instructions: eight bytes are copied to all
 // eight words of 64 bits, each word is shifted by another number of bits, and the low nibbles of its halves look up their
-// floats in a table of 16. Element k of 16 comes to lie at 2k, and element k + 8 at 2k + 1. The inputs are brought into
+// levels in a table of 16. Element k of 16 comes to lie at 2k, and element k + 8 at 2k + 1. The inputs are brought into
 // the same order once, before the loop, and the lanes back into theirs at the end.
 #include "frozen.h"
 
@@ -24,7 +24,7 @@ namespace zeropp {
 constexpr int64_t kGroupRows = 16;   // rows of the weight that pass a run of columns together
 constexpr int64_t kRunNumel = 4096;  // elements of all inputs in a run: half of the first-level cache
 constexpr int kInputsAtOnce = 8;     // whose sums registers hold
-constexpr uint32_t kLargestExact = (127 + 120) << 23;  // 2^120: its products with codes are finite
+constexpr uint32_t kLargestExact = (127 + 120) << 23;  // 2^120: its products with levels are finite
 
 // Does the loop over blocks want 16 elements in another order?
 #if defined(__AVX512F__)
@@ -68,14 +68,14 @@ struct Inputs {
   }
 };
 
-// A run of `numel` codes of a row, in blocks of `block` with a scale each.
+// A run of `numel` codes of a row, in blocks of `block` with 16 bits of scales each.
 struct CodeRun {
   const uint8_t* codes;
   const uint8_t* scales;
   int64_t numel, block;
 };
 
-// lanes[m][l] += scale * (x[m][l] w[l] + x[m][l + 32] w[l + 32] + ...) for each block, and for M inputs. The order of the
+// lanes[m][l] += scale * (x[m][l] w[l] + x[m][l + 32] w[l + 32] + ...) for each block, with the scale of the lane's half,, and for M inputs. The order of the
 // additions is part of the operator's definition, so all instruction sets keep it and give the same bits.
 #if defined(__AVX512F__)
 template <int kBits>
@@ -88,8 +88,7 @@ void load_floats(const uint8_t* codes, __m512 (&floats)[2]) {
       int64_t nibbles;
       memcpy(&nibbles, codes + 8 * half, sizeof nibbles);
       const __m512i shifted = _mm512_srlv_epi64(_mm512_set1_epi64(nibbles), _mm512_setr_epi64(0, 4, 8, 12, 16, 20, 24, 28));
-      const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-      floats[half] = _mm512_permutexvar_ps(shifted, integers);
+      floats[half] = _mm512_permutexvar_ps(shifted, level_floats());
     }
   }
 }
@@ -120,9 +119,10 @@ void add_run(const Lanes* x, const CodeRun& run, Lanes* lanes) {
       memcpy(padded, codes + i * kBits / 8, ceil_div((n - i) * kBits, 8));
       add_codes(padded);
     }
-    const __m512 scale = _mm512_set1_ps(to_float(load_scale(run.scales, b)));
+    const RunScales scales = run_scales(load_scale(run.scales, b), kBits);
     for (int m = 0; m < M; ++m) {
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {  // a half of the lanes meets one scale
+        const __m512 scale = _mm512_set1_ps(scales.at[half]);
         totals[m][half] = _mm512_add_ps(totals[m][half], _mm512_mul_ps(sums[m][half], scale));
       }
     }
@@ -133,27 +133,28 @@ void add_run(const Lanes* x, const CodeRun& run, Lanes* lanes) {
 // The same for one input and one block, whose codes are floats. Not inlined: beside the loop over inputs compilers find no
 // vectors.
 __attribute__((noinline)) void add_block(const Lanes* __restrict x, int64_t stride, const float* __restrict weights,
-                                         int64_t numel, float scale, float* __restrict lanes) {
+                                         int64_t numel, const RunScales& scales, float* __restrict lanes) {
   float sums[kMatmulLanes] = {};
   for (int64_t i = 0; i < numel; i += kMatmulLanes, x += stride) {
     for (int64_t l = 0; l < kMatmulLanes; ++l) sums[l] += x->at[l] * weights[i + l];
   }
-  for (int64_t l = 0; l < kMatmulLanes; ++l) lanes[l] += sums[l] * scale;
+  for (int64_t l = 0; l < kRun; ++l) lanes[l] += sums[l] * scales.at[0];
+  for (int64_t l = kRun; l < kMatmulLanes; ++l) lanes[l] += sums[l] * scales.at[1];
 }
 
 template <int kBits, bool kExact, int M>
 void add_run(const Lanes* x, const CodeRun& run, Lanes* lanes) {
-  alignas(64) int8_t unpacked[kMaxBlock];
+  alignas(64) int8_t levels[kMaxBlock];
   alignas(64) float weights[kMaxBlock];
   for (int64_t b = 0; b * run.block < run.numel; ++b) {
     const int64_t n = min(run.numel - b * run.block, run.block), padded = ceil_div(n, kMatmulLanes) * kMatmulLanes;
     const uint8_t* packed = run.codes + b * run.block * kBits / 8;
-    const int8_t* codes = kBits == 4 ? unpacked : reinterpret_cast<const int8_t*>(packed);
-    if (kBits == 4) unpack_nibbles(packed, n, unpacked);
+    const int8_t* codes = kBits == 4 ? levels : reinterpret_cast<const int8_t*>(packed);
+    if (kBits == 4) look_up_levels(packed, n, levels);
     for (int64_t i = 0; i < n; ++i) weights[i] = codes[i];
     for (int64_t i = n; i < padded; ++i) weights[i] = 0;
-    const float scale = to_float(load_scale(run.scales, b));
-    for (int m = 0; m < M; ++m) add_block(x + m, M, weights, padded, scale, lanes[m].at);
+    const RunScales scales = run_scales(load_scale(run.scales, b), kBits);
+    for (int m = 0; m < M; ++m) add_block(x + m, M, weights, padded, scales, lanes[m].at);
     x += padded / kMatmulLanes * M;
   }
 }

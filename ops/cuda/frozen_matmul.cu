@@ -3,8 +3,9 @@
 //
 // [Note: tensor cores for a few rows] The goal is the time that reading the codes takes. At INT4 that leaves a lane
 // three instructions per weight, too few to decode it and multiply it with several inputs in fp32. So tensor cores
-// multiply. Codes are integers of at most 8 bits, exact in bf16, and sums are scaled after a block is summed. Inputs in
-// bf16 are factors as they are: a product of tensor cores has eight columns, one for each of eight inputs. Others are
+// multiply. Codes and levels are integers of at most 8 bits, exact in bf16. Products are summed over those columns of a
+// step that share a scale, then scaled. Inputs in bf16 are factors as they are: a product of tensor cores has eight
+// columns, one for each of eight inputs. Others are
 // split into two bf16, x = high + low up to 2^-17 of x, which take two columns, and make four inputs.
 //
 // A thread block computes 32 rows of the weight with up to four products side by side, for which a code is decoded once.
@@ -16,6 +17,7 @@
 #include "../frozen_format.h"
 #include "elements.cuh"
 #include "launch.cuh"
+#include "levels.cuh"
 
 namespace {
 namespace zeropp {
@@ -43,14 +45,13 @@ struct CodeRun {
   static constexpr int kWords = kBits / 4;  // of 16 bytes
   Words<4> at[kWords];
 
-  // Codes 8 u + p and 8 u + p + 4 as bf16, with p < 4. They lie 16 bits apart (INT4) or a word apart (INT8), so that
-  // one instruction takes out both.
-  __device__ uint32_t pair(int u, int p) const {
+  // Codes 4 i .. 4 i + 3 as bf16, in two pairs. INT4: their levels.
+  __device__ void pairs(int i, uint32_t& first, uint32_t& second) const {
     if constexpr (kBits == 4) {
-      // Inverting a code's sign bit adds 8 to it: these are the bf16 128 + 8 + code, less 136.
-      return subtract_pair(and_xor(at[0].at[u] >> 4 * p, 0x000F000F, 0x43084308), 0x43084308);
+      level_pairs(at[0].at[i / 2] >> i % 2 * 16, first, second);
     } else {
-      return round_pair(code(2 * u, p), code(2 * u + 1, p), BFloat16{});
+      first = round_pair(code(i, 0), code(i, 1), BFloat16{});
+      second = round_pair(code(i, 2), code(i, 3), BFloat16{});
     }
   }
 
@@ -105,7 +106,7 @@ constexpr int kTileInputs = kIsSplit<In> ? 4 : 8;  // of one product of tensor c
 
 // A lane's share of a step's inputs: 32 elements of one column of the product.
 struct InputRun {
-  uint32_t pairs[16];  // pair 4 u + p: elements 8 u + p and 8 u + p + 4
+  uint32_t pairs[16];  // pair i: elements 2 i and 2 i + 1
 };
 
 // The lanes of group g (lane / 4) hold column g. Split inputs: the high halves of input g / 2 if g is even, its low halves
@@ -125,38 +126,41 @@ __device__ __forceinline__ InputRun load_inputs(const In* from, bool exists) {
     for (int i = 0; i < kWords; ++i) widen<In>(words[i], values + i * kVector<In>);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const SplitPair mine = split(values[i / 4 * 8 + i % 4], values[i / 4 * 8 + i % 4 + 4]);
+      const SplitPair mine = split(values[2 * i], values[2 * i + 1]);
       const uint32_t theirs = __shfl_xor_sync(kAllLanes, odd ? mine.high : mine.low, 4);
       run.pairs[i] = odd ? theirs : mine.high;
       run.pairs[8 + i] = odd ? mine.low : theirs;
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      const int word = i % 4 / 2;
-      run.pairs[i] = __byte_perm(words[i / 4].at[word], words[i / 4].at[word + 2], i % 2 ? 0x7632 : 0x5410);
-    }
+    for (int i = 0; i < 16; ++i) run.pairs[i] = words[i / 4].at[i % 4];
   }
   return run;
 }
 
-// sums += scale * products of a step, for one tile of 16 rows and kTiles of columns; a lane has rows g and g + 8.
+// sums += scale * products of a step, for one tile of 16 rows and kTiles of columns; a lane has rows g and g + 8. In
+// INT4 the first half of the products, of pairs 0 .. 7, takes the first scale.
 template <int kBits, int kTiles>
-__device__ __forceinline__ void add_step(const CodeRun<kBits> (&codes)[2], const float (&scales)[2],
+__device__ __forceinline__ void add_step(const CodeRun<kBits> (&codes)[2], const RunScales (&scales)[2],
                                          const InputRun (&inputs)[kTiles], float (&sums)[kTiles][4]) {
-  float products[kTiles][4] = {};
+  constexpr int kNumScales = kBits == 4 ? 2 : 1, kProducts = 8 / kNumScales;
 #pragma unroll
-  for (int s = 0; s < 8; ++s) {
-    const int u = s / 2, p = s % 2 * 2;
-    const uint32_t a[4] = {codes[0].pair(u, p), codes[1].pair(u, p), codes[0].pair(u, p + 1), codes[1].pair(u, p + 1)};
+  for (int half = 0; half < kNumScales; ++half) {
+    float products[kTiles][4] = {};
 #pragma unroll
-    for (int n = 0; n < kTiles; ++n) {
-      const uint32_t b[2] = {inputs[n].pairs[2 * s], inputs[n].pairs[2 * s + 1]};
-      multiply_tile(a, b, products[n]);
+    for (int s = half * kProducts; s < (half + 1) * kProducts; ++s) {
+      uint32_t a[4];
+      codes[0].pairs(s, a[0], a[2]);
+      codes[1].pairs(s, a[1], a[3]);
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n) {
+        const uint32_t b[2] = {inputs[n].pairs[2 * s], inputs[n].pairs[2 * s + 1]};
+        multiply_tile(a, b, products[n]);
+      }
     }
-  }
 #pragma unroll
-  for (int i = 0; i < 4 * kTiles; ++i) sums[i / 4][i % 4] += products[i / 4][i % 4] * scales[i % 4 / 2];
+    for (int i = 0; i < 4 * kTiles; ++i) sums[i / 4][i % 4] += products[i / 4][i % 4] * scales[i % 4 / 2].at[half];
+  }
 }
 
 // Inputs, the weight, and where the results go.
@@ -233,9 +237,9 @@ __global__ void __launch_bounds__(kMatmulWarps * kLanes, kTiles == 1 ? 2 : 1) mu
   for (int step = warp; step < codes.num_steps(); step += kMatmulWarps) {
     codes.begin_step(step + Codes::kAhead * kMatmulWarps, free_stage);
     free_stage = stage;
-    float run_scales[kRowTiles][2];
+    RunScales step_scales[kRowTiles][2];
 #pragma unroll
-    for (int i = 0; i < Codes::kRuns; ++i) run_scales[i / 2][i % 2] = to_float(scales[i]);
+    for (int i = 0; i < Codes::kRuns; ++i) step_scales[i / 2][i % 2] = run_scales(scales[i], kBits);
     codes.load_scales(step + kMatmulWarps, scales);
     InputRun inputs[kTiles];
 #pragma unroll
@@ -248,7 +252,7 @@ __global__ void __launch_bounds__(kMatmulWarps * kLanes, kTiles == 1 ? 2 : 1) mu
 #pragma unroll
     for (int t = 0; t < kRowTiles; ++t) {
       const CodeRun<kBits> runs[2] = {codes.stages[stage].get(2 * t), codes.stages[stage].get(2 * t + 1)};
-      add_step<kBits, kTiles>(runs, run_scales[t], inputs, sums[t]);
+      add_step<kBits, kTiles>(runs, step_scales[t], inputs, sums[t]);
     }
     stage = stage + 1 == kStages<kBits> ? 0 : stage + 1;
   }
@@ -287,10 +291,11 @@ __global__ void __launch_bounds__(kThreads) multiply_elements(Product product) {
         const int64_t column = b * shape.block + i;
         if (column >= shape.columns) continue;  // a product of zeros
         const int code = code_of(product.codes + row * shape.code_bytes(), static_cast<int>(shape.bits), column);
-        sum += load_element(product.x, product.dtype, input * shape.columns + column) * static_cast<float>(code);
+        const float level = static_cast<float>(shape.bits == 4 ? level_of(code) : code);
+        sum += load_element(product.x, product.dtype, input * shape.columns + column) * level;
       }
       const uint8_t* scale = product.scales + (row * shape.num_blocks() + b) * sizeof(BFloat16);
-      lane += sum * to_float(read_unaligned<BFloat16>(scale));
+      lane += sum * run_scales(read_unaligned<BFloat16>(scale), shape.bits).at[lane_index() / kRun];
     }
     for (int half = kLanes / 2; half; half /= 2) lane += __shfl_down_sync(kAllLanes, lane, half);
     if (lane_index() == 0) product.store(input, row, lane);

@@ -2,9 +2,32 @@
 #include "../frozen_format.h"
 #include "elements.cuh"
 #include "launch.cuh"
+#include "levels.cuh"
 
 namespace {
 namespace zeropp {
+
+// add_blocks of codes.cuh for INT4: levels in place of codes, and two scales in a block. A lane's V elements are part of one
+// run of 16.
+template <int V>
+__device__ __forceinline__ void add_level_blocks(const FetchedBlocks<4>& fetched, int log2_block, Staging& staging,
+                                                 float (&values)[kPerLane]) {
+  reinterpret_cast<Words<4>*>(staging.codes)[lane_index()] = fetched.codes[0];
+  __syncwarp();
+#pragma unroll
+  for (int j = 0; j < kPerLane / V; ++j) {
+    const int element = element_of<V>(j);
+    const uint32_t stored = __shfl_sync(kAllLanes, static_cast<uint32_t>(fetched.scale.bits), element >> log2_block);
+    const float scale = run_scales_of(static_cast<uint16_t>(stored)).at[element / kRun % 2];
+    const uint32_t codes = take_fields<4, V>(staging.codes, element);
+#pragma unroll
+    for (int i = 0; i < V; ++i) {
+      const uint32_t biased = __byte_perm(biased_levels(codes >> i / 4 * 16), kIntegerBits, 0x7540 + i % 4);
+      values[j * V + i] += (float_of(biased) - code_offset<8>()) * scale;
+    }
+  }
+  __syncwarp();
+}
 
 // Rows of whole blocks follow each other without a gap, so the weight is one run of `numel` elements in tiles.
 template <class Out, int kBits>
@@ -17,7 +40,10 @@ unpack_rows(const uint8_t* codes, const uint8_t* scales, int64_t numel, int log2
                                         static_cast<int>(min(kTileNumel, numel - first)), log2_block};
   float values[kPerLane];
   clear(values);
-  add_blocks<kBits, kVector<Out>>(fetch_blocks<kBits>(from), log2_block, staging[threadIdx.x / kLanes], values);
+  const FetchedBlocks<kBits> fetched = fetch_blocks<kBits>(from);
+  Staging& mine = staging[threadIdx.x / kLanes];
+  if constexpr (kBits == 4) add_level_blocks<kVector<Out>>(fetched, log2_block, mine, values);
+  else add_blocks<kBits, kVector<Out>>(fetched, log2_block, mine, values);
   store_rows<kVector<Out>>(values, from.numel, output + first);
 }
 
@@ -27,11 +53,10 @@ unpack_elements(const uint8_t* codes, const uint8_t* scales, FrozenRows shape, v
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= shape.rows * shape.columns) return;
   const int64_t row = index / shape.columns, column = index % shape.columns;
-  const Part part{0, shape.columns, shape.bits, 0, 0, 0, 0};
-  const uint8_t* row_scales = scales + row * shape.num_blocks() * sizeof(BFloat16);
-  const BFloat16 scale = scale_of(row_scales, part, static_cast<int>(shape.block), column);
-  const int8_t code = code_of(codes + row * shape.code_bytes(), static_cast<int>(shape.bits), column);
-  store_element(output, dtype, index, decode(code, to_float(scale)));
+  const uint8_t* from = scales + (row * shape.num_blocks() + column / shape.block) * sizeof(BFloat16);
+  const float scale = run_scales(read_unaligned<BFloat16>(from), shape.bits).at[column / kRun % 2];
+  const int code = code_of(codes + row * shape.code_bytes(), static_cast<int>(shape.bits), column);
+  store_element(output, dtype, index, static_cast<float>(shape.bits == 4 ? level_of(code) : code) * scale);
 }
 
 template <class Out>

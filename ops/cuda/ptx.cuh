@@ -39,22 +39,6 @@ __device__ __forceinline__ void multiply_tile(const uint32_t (&a)[4], const uint
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// (a & b) ^ c. Compilers make two instructions of it where b and c are constants.
-__device__ __forceinline__ uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t result;
-  asm("lop3.b32 %0, %1, %2, %3, 0x6A;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-  return result;
-}
-
-// The difference of two pairs of bf16.
-__device__ __forceinline__ uint32_t subtract_pair(uint32_t a, uint32_t b) {
-  uint32_t difference;
-  asm("{.reg .b32 one; mov.b32 one, 0x3F803F80; fma.rn.bf16x2 %0, %1, one, %2;}"
-      : "=r"(difference)
-      : "r"(a), "r"(b ^ 0x80008000));
-  return difference;
-}
-
 // Begins to copy 16 bytes to shared memory, past the L1 cache. Copies form groups: those up to a call of `end_copies`. The
 // lane that began a copy may read it behind `wait_for_copies<n>`, which waits for all groups but the last n.
 __device__ __forceinline__ void begin_copy(void* shared, const void* global) {

@@ -96,7 +96,7 @@ def test_packing_barely_moves_perplexity(model, code, bits, limit):
     assert math.exp(loss_of(packed(model, bits), code[:HELD_OUT])) < (1 + limit) * dense
 
 
-@pytest.mark.parametrize(("bits", "limit"), [(8, 0.007), (4, 0.1)])
+@pytest.mark.parametrize(("bits", "limit"), [(8, 0.007), (4, 0.09)])
 def test_weights_are_close(model, bits, limit):
     assert frozen_error(model, bits) < limit
     assert 8 * FrozenFormat(bits).nbytes((128, 384)) / (128 * 384) == bits + 16 / 128
@@ -104,7 +104,7 @@ def test_weights_are_close(model, bits, limit):
 
 @pytest.mark.parametrize("block", [64, 128])
 def test_int4_is_closer_than_nf4_of_the_same_size(model, block):
-    """NF4 keeps fp32 scales: at block b it has the bits of ours at b / 2."""
+    """NF4 keeps fp32 scales: at block b it has the bits of ours at b / 2. At 2 b ours has a scale for as many elements."""
     functional = pytest.importorskip("bitsandbytes").functional
 
     def nf4(weight: torch.Tensor) -> torch.Tensor:
@@ -112,6 +112,7 @@ def test_int4_is_closer_than_nf4_of_the_same_size(model, block):
         return functional.dequantize_4bit(codes, state).view_as(weight)
 
     assert frozen_error(model, 4, block // 2) < error(model, nf4)
+    assert frozen_error(model, 4, 2 * block) < error(model, nf4), "at 0.375 bits less"
 
 
 @pytest.mark.parametrize(("bits", "limit"), [(8, 0.01), (4, 0.02)])

@@ -101,10 +101,18 @@ def constant(file: str, name: str) -> float:
         ("format.h", "kScaleMax", format.SCALE_MAX),
         ("frozen_format.h", "kMaxInputs", frozen_reference.MAX_INPUTS),
         ("frozen_format.h", "kMatmulLanes", frozen_reference.LANES),
-        ("frozen_format.h", "kFrozenMin4", frozen_reference.MIN_CODE_4),
-        ("frozen_format.h", "kFrozenMax4", format.QMAX[4]),
+        ("frozen_format.h", "kRun", frozen_reference.RUN),
+        ("frozen_format.h", "kFine", frozen_reference.FINE),
+        ("frozen_format.h", "kMaxLevel", max(frozen_reference.LEVELS)),
+        ("frozen_format.h", "kZeroRank", sorted(frozen_reference.LEVELS).index(0)),
         ("frozen_format.h", "kNumTrials", len(frozen_reference.TRIALS)),
-        ("frozen_format.h", "kFixedOne", frozen_reference.FIXED_ONE),
+        ("frozen_format.h", "kFirstExponent", frozen_reference.FIRST_EXPONENT),
+        ("frozen_format.h", "kRatioExponent", frozen_reference.RATIO_EXPONENT),
+        ("frozen_format.h", "kFirstMin", frozen_reference.FIRST_MIN),
+        ("frozen_format.h", "kFirstMax", frozen_reference.FIRST_MAX),
+        ("frozen_format.h", "kRatioMax", frozen_reference.RATIO_MAX),
+        ("frozen_format.h", "kSafeRatio", frozen_reference.SAFE_RATIO),
+        ("frozen_format.h", "kScalesNaN", frozen_reference.SCALES_NAN),
         ("cuda/rows.cuh", "kLanes", format.MIN_BLOCK),  # the least block of the kernels on rows is a warp of elements
     ],
 )
@@ -112,10 +120,12 @@ def test_constants_are_the_same(file, name, expected):
     assert constant(file, name) == pytest.approx(expected, rel=1e-7)
 
 
-def test_trials_are_the_same():
-    landings = re.search(r"kLandings\[.*?\] = {(.*?)}", (SOURCES / "frozen_format.h").read_text())[1]
-    positive = tuple(float(text.strip(" f")) for text in landings.split(","))
-    assert (*positive, *(-landing for landing in positive)) == frozen_reference.TRIALS
+def test_levels_are_the_same():
+    text = (SOURCES / "frozen_format.h").read_text()
+    levels = re.search(r"#define ZEROPP_LEVELS (.*)", text)[1]
+    assert tuple(map(int, levels.split(","))) == frozen_reference.LEVELS
+    first, second, third = re.search(r"return t == 0 \? (\S+) : t == 1 \? (\S+) : (\S+);", text).groups()
+    assert tuple(map(int, (first, second, third))) == frozen_reference.TRIALS
 
 
 def test_dtype_codes_are_positions():

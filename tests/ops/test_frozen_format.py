@@ -138,23 +138,89 @@ def relative_error(value: torch.Tensor, format: FrozenFormat) -> float:
     return ((decoded - value).norm() / value.norm()).item()
 
 
-def test_searched_int4_scales_lower_the_error():
-    """Against scales of the largest magnitude (the wire's): 0.117 on normal weights, and worse with outliers."""
+def test_the_error_on_normal_weights():
+    """NF4 with fp32 scales of 64 elements has 0.0906, and 0.375 bits more; searching a scale per 128 and code had 0.0973."""
     value = torch.randn(256, 1024, generator=torch.Generator().manual_seed(0))
-    assert relative_error(value, FrozenFormat(4)) < 0.098
-    assert relative_error(value, FrozenFormat(4, 64)) < 0.091
+    assert relative_error(value, FrozenFormat(4)) < 0.088
+    assert relative_error(value, FrozenFormat(4, 64)) < 0.082
     assert relative_error(value, FrozenFormat(8)) < 0.0067
 
 
-def test_no_scale_of_a_fine_grid_is_much_better():
-    value = torch.randn(64, 128, generator=torch.Generator().manual_seed(3))
-    scales = value.abs().amax(1, keepdim=True) / torch.linspace(5, 12, 300)  # [rows, candidates]
-    best = torch.full((64, 1), torch.inf)
-    for scale in torch.cat((scales, -scales), dim=1).T:
-        error = ((value / scale[:, None]).round().clamp(-8, 7) * scale[:, None] - value).square().sum(1, keepdim=True)
-        best = torch.minimum(best, error)
-    ours = frozen_format.unpack(*frozen_format.pack(value, FrozenFormat(4)), 128, FrozenFormat(4), torch.float32)
-    assert (ours - value).square().sum() < 1.02 * best.sum()
+def test_levels_are_those_of_af4():
+    """They have the least mean absolute error over blocks of 64 normal numbers, of all levels with -1, 0 and 1."""
+    blocks = torch.randn(20_000, 64, generator=torch.Generator().manual_seed(0))
+    largest = blocks.abs().amax(1, keepdim=True)
+    values, order = (blocks / largest).flatten().sort()
+    weights = largest.expand_as(blocks).flatten()[order].cumsum(0).double()
+    levels = torch.tensor(sorted(frozen_reference.LEVELS)) / max(frozen_reference.LEVELS)
+    # Each level is the weighted median of the elements that are nearest to it, to the rounding of levels to 1/127.
+    edges = torch.searchsorted(values, (levels[1:] + levels[:-1]) / 2)
+    ends = torch.cat([torch.zeros(1), weights[edges - 1], weights[-1:]]).double()
+    medians = values[torch.searchsorted(weights, (ends[1:] + ends[:-1]) / 2)]
+    assert (medians - levels)[1:-1].abs().max() < 1 / 127
+
+
+def small_floats(exponent: int, count: int) -> torch.Tensor:
+    """All floats of 4 bits of mantissa from 2^exponent on, fp64."""
+    bits = torch.arange(count)
+    return (1 + bits % 16 / 16).double() * 2.0 ** (bits // 16 + exponent)
+
+
+def test_each_scale_is_the_best_of_three():
+    """The nearest small float, and those before and behind it, are tried by brute force in fp64."""
+    value = torch.randn(64, 32, generator=torch.Generator().manual_seed(3)).double() * 0.03
+    _, scales = frozen_format.pack(value.float(), FrozenFormat(4, 32))
+    words = scales.view(torch.int16).long()[:, 0] & 0xFFFF
+    levels = torch.tensor(frozen_reference.LEVELS).double()
+    firsts, ratios = small_floats(-48, 1008), small_floats(-2, 64)
+
+    def check(half: torch.Tensor, floats: torch.Tensor, chosen: int, aim: float, unit: float) -> None:
+        tried = ((floats * unit - aim).abs().argmin() + torch.tensor((-1, 0, 1))).clamp(0, len(floats) - 1)
+        steps = levels * (floats[tried] * unit)[:, None]
+        errors = (half[:, None] - steps[:, None]).abs().amin(-1).square().sum(-1)
+        assert chosen in tried
+        # Kernels compare errors in 16 steps from a level to the next integer.
+        assert errors[tried == chosen].min() <= 1.01 * errors.min()
+
+    for row, first, ratio in zip(value, words >> 6, words & 63, strict=True):
+        one, other = row[:16], row[16:]
+        aims = one.abs().amax() / 127, other.abs().amax() / 127
+        check(one, firsts, first, max(aims[0], aims[1] / 3), 1.0)
+        check(other, ratios, ratio, aims[1], firsts[first])
+
+
+def test_the_largest_element_is_clipped_by_a_step_and_a_half_at_most(kernels):
+    """By rounding of the scale (1/32) and the step that the search may take (1/16), whatever the other half of a block is."""
+    generator = torch.Generator().manual_seed(5)
+    format = FrozenFormat(4, 128)
+    for factor in (1e-3, 0.1, 0.3, 1.0, 3.0, 10.0, 1e3):
+        value = torch.randn(500, 128, generator=generator)
+        value[:, torch.arange(128) // 16 % 2 == 1] *= factor
+        decoded = frozen_format.unpack(*frozen_format.pack(value, format), 128, format, torch.float32)
+        largest, place = value.abs().max(1)
+        clipped = largest - decoded.gather(1, place[:, None])[:, 0].abs()
+        assert (clipped / largest).max() <= 3 / 32, factor
+
+
+def test_the_ends_of_the_range_of_scales(kernels):
+    """In 4 bits scales reach from 2^-47 to 31744, and the ratio of the second to the first from 1/4 to 31/8."""
+    format = FrozenFormat(4, 32)
+
+    def decoded(value: torch.Tensor) -> torch.Tensor:
+        packed = frozen_format.pack(value, format)
+        assert all(map(torch.equal, packed, frozen_reference.pack(value, 4, 32)))
+        return frozen_format.unpack(*packed, value.shape[1], format, torch.float32)
+
+    ones = torch.ones(1, 32)
+    for size in (1e-12, 1e-6, 1.0, 1e6, 4.0e6):
+        assert torch.allclose(decoded(ones * size), ones * size, rtol=0.04), size
+    assert torch.equal(decoded(ones * 8e-13), torch.zeros(1, 32))
+    assert decoded(ones * 4.2e6).isnan().all()
+    for factor in (1e-9, 0.01, 0.25, 1.0, 3.9, 100.0, 1e9):  # of the second run's elements to the first's
+        value = ones.clone()
+        value[:, 16:] *= factor
+        ours = decoded(value)
+        assert (ours - value).abs().max() < 0.05 * value.max() if factor < 1e6 else ours.isnan().all(), factor
 
 
 @pytest.mark.parametrize("bits", (2, 16, True, "4"))

@@ -65,12 +65,6 @@ inline void multiply_tile(const uint32_t (&a)[4], const uint32_t (&b)[2], float 
   }
 }
 
-inline uint32_t and_xor(uint32_t a, uint32_t b, uint32_t c) { return (a & b) ^ c; }
-
-inline uint32_t subtract_pair(uint32_t a, uint32_t b) {
-  return round_pair(half_of(a, 0) - half_of(b, 0), half_of(a, 1) - half_of(b, 1), BFloat16{});
-}
-
 // Copies that a lane has begun, in groups. They land as late as they may: when they are waited for. Until then the shared memory
 // holds a pattern, so a lane that reads too early reads garbage.
 struct Copy {
