@@ -15,7 +15,7 @@ from hf_zeropp.frozen.packing import dense_modules, packable_weights
 from hf_zeropp.frozen.units import Place, find_frozen_units
 from hf_zeropp.heads import GETTERS, embeddings_and_heads
 from hf_zeropp.integrations.lora.quantizer import ZeroPPQuantConfig
-from hf_zeropp.integrations.lora.stored_tensors import METHOD
+from hf_zeropp.integrations.lora.stored_tensors import METHOD, check_version
 from hf_zeropp.integrations.wrap_policy import block_names, embeddings_found
 
 CHOSEN_EXPERTS = (
@@ -51,8 +51,8 @@ def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool
     packing, active = _packing(config), active_share(model, config)
     if packing is None:
         return ModelShape(source, units_of(model), frozen_units_of(model), active=active)
-    # Earlier versions packed embeddings and heads, and wrote nothing of it into config.json: the setting is None there.
-    packed = Packing(packing.format, packing.pack_embeddings is not False)
+    check_version(packing.version, source)
+    packed = Packing(packing.format, packing.pack_embeddings)
     return ModelShape(source, units_of(model), frozen_units_of(model, packing.skip), packed, active)
 
 

@@ -187,15 +187,13 @@ def test_a_packed_checkpoint_stays_packed(capsys, tmp_path: Path) -> None:
     for name, settings in (("packed", {"bits": 4}), ("whole", whole), ("in part", whole | {"skip": ["lm_head"]})):
         config.quantization_config = ZeroPPQuantConfig(**settings)
         config.save_pretrained(tmp_path / name)
-    config.quantization_config = {"bits": 4, "block": 128, "quant_method": "zeropp", "skip": []}
-    config.save_pretrained(tmp_path / "of an earlier version")
     packed = base_of(capsys, str(tmp_path / "packed"), "--lora", "4")
     assert packed == base_of(capsys, str(tmp_path / "dense"), "--lora", "4", "--frozen-bits", "4")
     # The adapters are other ones, and the base is the same.
     assert packed == base_of(capsys, str(tmp_path / "packed"), "--trainable", "20K", "--frozen-bits", "16")
     shard = (-(-VOCAB // 2), SIZES["hidden_size"])  # of the embedding, and of the head
     more = 2 * math.prod(shard) - FrozenFormat(4).nbytes(shard)
-    for name, dense in (("whole", 0), ("in part", 1), ("of an earlier version", 0)):
+    for name, dense in (("whole", 0), ("in part", 1)):
         assert base_of(capsys, str(tmp_path / name), "--lora", "4") == packed - (2 - dense) * more
 
 

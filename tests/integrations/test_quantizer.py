@@ -13,7 +13,9 @@ from frozen_runs import VOCAB, packed_copy, tiny_llama, tiny_mixtral, tokens
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hf_zeropp import ZeroPPQuantConfig
-from hf_zeropp.frozen.modules import PackedEmbedding, PackedLinear
+from hf_zeropp.frozen.modules import PackedLinear
+from hf_zeropp.integrations.lora.export import export
+from hf_zeropp.integrations.pretrained_shape import pretrained_shape
 
 
 def logits(model) -> torch.Tensor:
@@ -42,7 +44,8 @@ def test_loading_equals_packing_and_round_trips(tmp_path, tied, packs):
     more = 0 if packs else (2 - tied) * 2 * VOCAB * 64  # the embeddings in 16 bits
     assert sizes[1] < 0.32 * sizes[0] + more  # of which most are scales of rows shorter than a block, and headers
     saved = json.loads((tmp_path / "packed" / "config.json").read_text())["quantization_config"]
-    assert saved == {"bits": 4, "block": 128, "pack_embeddings": packs, "quant_method": "zeropp", "skip": []}
+    settings = {"bits": 4, "block": 128, "pack_embeddings": packs, "quant_method": "zeropp", "skip": [], "version": 2}
+    assert saved == settings
 
 
 def test_a_weight_tied_to_a_skipped_one_stays_dense(tmp_path):
@@ -109,24 +112,29 @@ def test_the_16_bit_model_is_never_in_memory(tmp_path):
     assert peak < 0.6 * dense_bytes, f"{peak / dense_bytes:.2f} of the 16-bit model's size"
 
 
-@pytest.mark.parametrize("tied", (False, True))
-def test_a_packed_checkpoint_of_an_earlier_version_has_packed_embeddings(tmp_path, tied):
-    """Such a version wrote no ``pack_embeddings`` into config.json."""
-    tiny_llama(tie_word_embeddings=tied).save_pretrained(tmp_path / "dense")
-    config = ZeroPPQuantConfig(bits=4, pack_embeddings=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
-    model.save_pretrained(tmp_path / "packed")
-    file = tmp_path / "packed" / "config.json"
-    saved = json.loads(file.read_text())
-    del saved["quantization_config"]["pack_embeddings"]
-    file.write_text(json.dumps(saved))
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
-    assert isinstance(loaded.model.embed_tokens, PackedEmbedding)
-    assert torch.equal(logits(loaded), logits(model))
-    loaded.save_pretrained(tmp_path / "again")
-    assert (
-        json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]["pack_embeddings"] is True
-    )
+@pytest.mark.parametrize(
+    ("version", "words"), [(None, "an earlier version of hf_zeropp"), (3, "version 3 of hf_zeropp's format")]
+)
+def test_a_packed_checkpoint_of_another_version_is_refused(tmp_path, version, words):
+    """By all that reads one. Earlier versions had other codes in 4 bits, and wrote no version into config.json."""
+    tiny_llama().save_pretrained(tmp_path / "dense")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=ZeroPPQuantConfig(bits=4))
+    packed = tmp_path / "packed"
+    model.save_pretrained(packed)
+    config = json.loads((packed / "config.json").read_text())
+    settings = config["quantization_config"]
+    assert settings["version"] == 2
+    settings |= {"version": version}
+    if version is None:
+        del settings["version"]
+    (packed / "config.json").write_text(json.dumps(config))
+    for read in (
+        lambda: AutoModelForCausalLM.from_pretrained(packed),
+        lambda: export(tmp_path / "exported", packed),
+        lambda: pretrained_shape(str(packed)),
+    ):
+        with pytest.raises(ValueError, match=f"packed' was packed by {words}.* Pack the 16-bit checkpoint anew"):
+            read()
 
 
 def test_a_dictionary_of_settings_has_the_default_of_the_config(tmp_path):

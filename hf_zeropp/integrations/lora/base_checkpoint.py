@@ -14,7 +14,13 @@ from transformers import PreTrainedModel
 
 from hf_zeropp.files import read_json
 from hf_zeropp.frozen.modules import CODES, SCALES
-from hf_zeropp.integrations.lora.stored_tensors import METHOD, WEIGHT_DTYPES, check_packed, tensors_in_folder
+from hf_zeropp.integrations.lora.stored_tensors import (
+    METHOD,
+    WEIGHT_DTYPES,
+    check_packed,
+    check_version,
+    tensors_in_folder,
+)
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
@@ -111,6 +117,7 @@ def _packed_format(base: Path) -> FrozenFormat | None:
             f"The base was quantized by {method!r}; export reads 16-bit bases and those packed with ZeroPPQuantConfig. Give "
             "the 16-bit base as --model."
         )
+    check_version(quantization.get("version"), str(base))
     try:
         return FrozenFormat(quantization["bits"], quantization["block"])
     except (KeyError, ValueError) as error:

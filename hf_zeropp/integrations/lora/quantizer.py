@@ -44,7 +44,7 @@ from hf_zeropp.files import check_file
 from hf_zeropp.frozen.modules import CODES, SCALES, Packed, convert_module, packed_modules, set_packed
 from hf_zeropp.frozen.packing import convert_frozen, dense_modules, is_packable
 from hf_zeropp.frozen.weight import PackedWeight
-from hf_zeropp.integrations.lora.stored_tensors import METHOD, check_packed, tensors_in_files
+from hf_zeropp.integrations.lora.stored_tensors import METHOD, VERSION, check_packed, check_version, tensors_in_files
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
 from hf_zeropp.setting_checks import flag
@@ -57,12 +57,12 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
 
     Args:
         bits: 8 or 4.
-        block: weights of a row that share one scale.
+        block: weights of a row that share 16 bits of scales: one scale in 8 bits, two in 4.
         skip: modules to leave in 16 bits, with all inside: names, or parts of names ("down_proj"), for instance because an
             adapter config trains them (``modules_to_save``). A weight tied to one of theirs stays too.
         pack_embeddings: whether to pack embeddings and heads too (``heads.py``). By default they stay, as with
-            bitsandbytes, so that tokens can be added and heads trained. None stands for a config.json that does not say it:
-            earlier versions packed them.
+            bitsandbytes, so that tokens can be added and heads trained.
+        version: of the format in which a checkpoint is packed; not to be set.
         quant_method: the name under which Transformers finds this class; not to be set.
 
     Raises:
@@ -73,7 +73,8 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
     bits: int = 4
     block: int = DEFAULT_BLOCK
     skip: list[str] = dataclasses.field(default_factory=list)
-    pack_embeddings: bool | None = False
+    pack_embeddings: bool = False
+    version: int | None = VERSION
     quant_method: Any = METHOD  # by its type one of Transformers' own methods
 
     def __post_init__(self) -> None:
@@ -84,14 +85,13 @@ class ZeroPPQuantConfig(QuantizationConfigMixin):
         if not isinstance(self.skip, (list, tuple, set)) or not all(isinstance(name, str) for name in self.skip):
             raise ValueError(f'skip must be a list of module names, such as ["lm_head"], got {self.skip!r}.')
         self.skip = list(self.skip)
-        if self.pack_embeddings is not None:
-            flag("pack_embeddings", self.pack_embeddings)
+        flag("pack_embeddings", self.pack_embeddings)
         self.format  # noqa: B018 - checks bits and block
 
     @classmethod
     def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the config that a checkpoint's config.json holds, or a dictionary of the user's."""
-        return super().from_dict({"pack_embeddings": None, **config_dict}, *args, **kwargs)
+        return super().from_dict({"version": None, **config_dict}, *args, **kwargs)
 
     @property
     def format(self) -> FrozenFormat:
@@ -108,8 +108,8 @@ class ZeroPPQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: ZeroPPQuantConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
-        if quantization_config.pack_embeddings is None:
-            quantization_config.pack_embeddings = self.pre_quantized
+        if not self.pre_quantized:
+            quantization_config.version = VERSION
         self._dense: set[nn.Module] = set()
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
@@ -135,6 +135,7 @@ class ZeroPPQuantizer(HfQuantizer):
         """Note what stays dense. Check a packed checkpoint, and make modules packed ones, whose parameters it names."""
         self._dense = _dense_modules(model, self.quantization_config)
         if self.pre_quantized:
+            check_version(self.quantization_config.version, str(model.config.name_or_path))
             if checkpoint_files is not None:  # None: the caller passed a state dict
                 _check_files([Path(file) for file in checkpoint_files], model, self.quantization_config, self._dense)
             # ``frozen_only`` is False, because all parameters of a model that is being loaded are trainable. The user
@@ -208,7 +209,7 @@ class PackOnLoad(ConversionOps):
 
 def _dense_modules(model: PreTrainedModel, config: ZeroPPQuantConfig) -> set[nn.Module]:
     """Return the modules to leave in 16 bits, and those that share a weight with one of them."""
-    dense = dense_modules(model, config.skip, pack_embeddings=bool(config.pack_embeddings))
+    dense = dense_modules(model, config.skip, pack_embeddings=config.pack_embeddings)
     # Tied modules share one tensor, once they are loaded. It cannot be packed for one of them and dense for the other.
     ties = [[get_module_from_name(model, name)[0] for name in pair] for pair in model.all_tied_weights_keys.items()]
     sources = {source for target, source in ties if target in dense or source in dense}

@@ -16,10 +16,13 @@ from torch import Tensor
 
 from hf_zeropp.files import file_in, open_tensors, read_json
 from hf_zeropp.frozen.modules import CODES, SCALES
+from hf_zeropp.ops import frozen_reference
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
 METHOD = "zeropp"
 """The name of the quantization in a checkpoint's config."""
+VERSION = 2
+"""The version of the format, which a checkpoint's config says. The first one had other codes in 4 bits and said none."""
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 # Names that safetensors gives to dtypes.
@@ -79,6 +82,25 @@ def tensors_in_files(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return stored
 
 
+def check_version(version: object, source: str) -> None:
+    """Check that this package can decode a packed checkpoint.
+
+    Args:
+        version: what the checkpoint's config says of it; None where it says nothing.
+        source: the checkpoint's folder or hub name.
+
+    Raises:
+        ValueError: another version packed it.
+    """
+    # Those in 8 bits have not changed, but an earlier version said nowhere whether embeddings were packed.
+    if type(version) is not int or version != VERSION:
+        stored = "an earlier version of hf_zeropp" if version is None else f"version {version!r} of hf_zeropp's format"
+        raise ValueError(
+            f"{source!r} was packed by {stored}, and this one decodes version {VERSION}. Pack the 16-bit checkpoint anew: "
+            "from_pretrained(path, quantization_config=ZeroPPQuantConfig(bits=...)), then save_pretrained."
+        )
+
+
 def check_packed(stored: Mapping[str, StoredTensor], format: FrozenFormat) -> None:
     """Check every packed weight of a checkpoint: both its tensors are there, fit the format and decode to finite values.
 
@@ -99,13 +121,20 @@ def check_packed(stored: Mapping[str, StoredTensor], format: FrozenFormat) -> No
         if name.endswith(SCALES) and (codes := stored.get(name.removesuffix(SCALES) + CODES)):
             _check_pair(name, codes, tensor, format)
             scales_in[tensor.file].append(name)
-    # Every byte is a valid code. Scales are the bytes of bf16 values, and can be NaN or infinite, which would spread to
-    # a whole block. They are the small part of a packed weight, so reading all of them is cheap.
+    # Every byte is a valid code. Scales can be NaN or infinite, which would spread to a whole block. They are the small part
+    # of a packed weight, so reading all of them is cheap.
     for file, names in scales_in.items():
         with open_tensors(file) as tensors:
             for name in names:
-                if not tensors.get_tensor(name).view(torch.bfloat16).isfinite().all():
+                if not _are_finite(tensors.get_tensor(name), format.bits):
                     raise ValueError(f"{str(file)!r} is damaged: {name} holds scales that are NaN or infinite.")
+
+
+def _are_finite(scales: Tensor, bits: int) -> bool:
+    if bits == 8:
+        return bool(scales.view(torch.bfloat16).isfinite().all())
+    # In 4 bits the upper 10 bits are the first scale, and all that is above the largest is NaN. The second depends on it.
+    return bool(((scales.view(torch.int16) >> 6 & 0x3FF) <= frozen_reference.FIRST_MAX).all())
 
 
 def _check_pair(name: str, codes: StoredTensor, scales: StoredTensor, format: FrozenFormat) -> None:
