@@ -35,6 +35,8 @@ THOROUGH = (
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{*unquantized}",
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{*no copies}",
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{replicas-exact}",
+    # Minutes on a trained model, which a package holds that the test extra does not bring.
+    "frozen/test_real_model.py::*",
     # Each promise below is held by another shape, mesh, mode or launcher of the same test, or by another test, in the default.
     "comm/test_agreement.py::test_closing_does_not_wait*",
     "comm/test_node_memory.py::test_no_rank_reads*{sender-values}",
