@@ -6,14 +6,15 @@
 namespace {
 namespace zeropp {
 
-// out <- level * scale, with the two scales in turn.
+// out <- level * scale. The scales come from memory, one for each of 32 columns, so that compilers find one loop of vectors.
 inline void decode_runs(const int8_t* __restrict levels, int64_t n, const RunScales& scales, float* __restrict out) {
+  alignas(64) float of_column[2 * kRun];
+  for (int k = 0; k < 2 * kRun; ++k) of_column[k] = scales.at[k / kRun];
   int64_t i = 0;
   for (; i + 2 * kRun <= n; i += 2 * kRun) {
-    for (int k = 0; k < kRun; ++k) out[i + k] = decode(levels[i + k], scales.at[0]);
-    for (int k = kRun; k < 2 * kRun; ++k) out[i + k] = decode(levels[i + k], scales.at[1]);
+    for (int k = 0; k < 2 * kRun; ++k) out[i + k] = decode(levels[i + k], of_column[k]);
   }
-  for (; i < n; ++i) out[i] = decode(levels[i], scales.at[i / kRun % 2]);
+  for (; i < n; ++i) out[i] = decode(levels[i], of_column[i % (2 * kRun)]);
 }
 
 #if defined(__AVX512BW__)
@@ -23,10 +24,12 @@ inline __m512i level_table(const RunScales& scales) {
   const auto rounded = [&](float scale) {
     const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(levels, _mm512_set1_ps(scale)));
     const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    const __m512i up = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
-    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(up, 16));
+    return _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
   };
-  return _mm512_inserti64x4(_mm512_castsi256_si512(rounded(scales.at[0])), rounded(scales.at[1]), 1);
+  // The upper halves, of the words of the one and then of the other: words 1, 3 .. 63.
+  const __m512i pairs = _mm512_setr_epi32(0x30001, 0x70005, 0xB0009, 0xF000D, 0x130011, 0x170015, 0x1B0019, 0x1F001D, 0x230021,
+                                          0x270025, 0x2B0029, 0x2F002D, 0x330031, 0x370035, 0x3B0039, 0x3F003D);
+  return _mm512_permutex2var_epi16(rounded(scales.at[0]), pairs, rounded(scales.at[1]));
 }
 
 // 32 codes at a time. An index has the code in its low four bits, and above them a bit that says which scale it takes.
