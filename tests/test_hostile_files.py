@@ -325,7 +325,8 @@ BASES = {
     "a config with code": Attack(bring_code, "config.json' describes no model that can be built"),
     "a quantization that is text": Attack(set_config(quantization_config="zeropp"), "was quantized by 'zeropp'"),
     "a quantization without bits": Attack(
-        set_config(quantization_config={"quant_method": "zeropp"}), "quantization_config of .*config.json' is wrong"
+        set_config(quantization_config={"quant_method": "zeropp", "version": 2}),
+        "quantization_config of .*config.json' is wrong",
     ),
     "packed weights without a quantization": Attack(
         set_config(quantization_config=None), "no format for packed weights"
