@@ -136,6 +136,12 @@ ZEROPP_HD void assign(Float16& to, float value) {
 
 ZEROPP_HD constexpr int qmax_of(int64_t bits) { return (1 << (bits - 1)) - 1; }
 
+// Codes of 4 and 3 bits are square roots: [Note: roots] in hf_zeropp/ops/blocks.py. A code c stands for c |c| scales there, and
+// for c scales in all other widths: its level.
+ZEROPP_HD constexpr bool has_roots(int64_t bits) { return bits == 4 || bits == 3; }
+ZEROPP_HD constexpr int level_of(int code, int64_t bits) { return has_roots(bits) ? code * (code < 0 ? -code : code) : code; }
+ZEROPP_HD constexpr int largest_level_of(int64_t bits) { return level_of(qmax_of(bits), bits); }
+
 // An element's share in its block's amax. As integers, magnitudes are ordered as floats are, with Inf and NaN above
 // all. The magnitudes of bf16 are the upper halves of those of fp32, so 16 bits are enough to compare them.
 ZEROPP_HD int32_t magnitude(float value) { return static_cast<int32_t>(bits_of(value) & 0x7FFFFFFF); }
@@ -144,16 +150,19 @@ ZEROPP_HD int16_t magnitude(BFloat16 value) { return static_cast<int16_t>(value.
 ZEROPP_HD uint32_t amax_bits(int32_t amax) { return static_cast<uint32_t>(amax); }
 ZEROPP_HD uint32_t amax_bits(int16_t amax) { return static_cast<uint32_t>(amax) << 16; }
 
-// The bf16 scale of a block: the quotient amax / qmax, rounded up, so that its largest element is never clipped.
+// The bf16 scale of a block: the quotient amax / largest level, rounded up, so that its largest element is never clipped.
 ZEROPP_HD BFloat16 round_scale(uint32_t amax, float quotient) {
   const uint32_t up = (bits_of(quotient) + 0xFFFF) >> 16;
   const uint32_t finite = up > kScaleMax ? kScaleMax : up;  // an Inf would make NaNs of all codes 0
   return {static_cast<uint16_t>(amax >= kInfBits ? kScaleNaN : finite < kScaleMin ? 0 : finite)};
 }
 
-ZEROPP_HD BFloat16 encode_scale(uint32_t amax, int qmax) {
-  return round_scale(amax, float_of(amax) / static_cast<float>(qmax));
+ZEROPP_HD BFloat16 encode_scale(uint32_t amax, int64_t bits) {
+  return round_scale(amax, float_of(amax) / static_cast<float>(largest_level_of(bits)));
 }
+
+// What an element is divided by, to be rounded: half a scale where codes are roots.
+ZEROPP_HD float step_of(BFloat16 scale, int64_t bits) { return has_roots(bits) ? 0.5f * to_float(scale) : to_float(scale); }
 
 // Do a block's elements have codes? Under the scales 0 and NaN all codes are 0.
 ZEROPP_HD bool has_codes(BFloat16 scale) { return scale.bits != 0 && scale.bits != kScaleNaN; }
@@ -163,16 +172,15 @@ ZEROPP_HD bool has_codes(BFloat16 scale) { return scale.bits != 0 && scale.bits 
 // Adding this to a small float rounds it half to even and leaves the integer in the low bits, in two's complement.
 constexpr float kRoundToInteger = 12582912.0f;  // 1.5 * 2^23
 
-// rint(value / scale), for a scale that has codes. The definition clamps the result to qmax. No clamp is needed here:
-// the scale was rounded up from amax / qmax, so the quotient exceeds qmax by a rounding error at most, and rounds to
-// qmax.
-ZEROPP_HD int8_t encode(float value, float scale) {
-  return static_cast<int8_t>(bits_of(value / scale + kRoundToInteger));
+// rint(value / step), for a scale that has codes. The definition clamps the result. No clamp is needed here: the scale was
+// rounded up from amax / largest level, so the quotient exceeds that of amax by a rounding error at most, and rounds to it.
+ZEROPP_HD int8_t encode(float value, float step) {
+  return static_cast<int8_t>(bits_of(value / step + kRoundToInteger));
 }
 
 // [Note: quotients of bf16] For bf16 values, multiplying by the reciprocal finds the same code without a division.
 //
-// The significands of value and scale are integers X and S of 8 bits, and value / scale is 2^c X / S. It is enough to
+// The significands of value and step are integers X and S of 8 bits, and value / step is 2^c X / S. It is enough to
 // look at c >= -2, since smaller quotients plainly have the code 0. The code changes where the quotient is a
 // half-integer, and any other quotient is at least 2^-3 / 255 > 2^-11 away from one. The product with the reciprocal is
 // off by less than 2^-16. Adding kSnap rounds it to a multiple of 2^-12: half-integers become exact again, and no other
@@ -185,10 +193,18 @@ ZEROPP_HD int8_t encode(BFloat16 value, float reciprocal) {
 }
 
 // The second argument of `encode` for values of this type.
-ZEROPP_HD float divisor_for(float, float scale) { return scale; }
-ZEROPP_HD float divisor_for(BFloat16, float scale) { return 1.0f / scale; }
+ZEROPP_HD float divisor_for(float, float step) { return step; }
+ZEROPP_HD float divisor_for(BFloat16, float step) { return 1.0f / step; }
 
-ZEROPP_HD float decode(int8_t code, float scale) { return static_cast<float>(code) * scale; }
+// steps, up to 98 -> sign * rint(sqrt(|steps| / 2)). The root k begins at 2 k^2 - 2 k + 1.
+ZEROPP_HD int8_t root_of(int8_t steps) {
+  const auto size = static_cast<int8_t>(steps < 0 ? -steps : steps);
+  const auto root = static_cast<int8_t>((size > 0) + (size > 4) + (size > 12) + (size > 24) + (size > 40) + (size > 60) +
+                                        (size > 84));
+  return static_cast<int8_t>(steps < 0 ? -root : root);
+}
+
+ZEROPP_HD float decode(int8_t level, float scale) { return static_cast<float>(level) * scale; }
 
 }  // namespace zeropp
 }  // namespace

@@ -47,7 +47,7 @@ ZEROPP_HD constexpr int ordered_level(int k) {
 
 constexpr int kMaxLevel = 127;
 
-ZEROPP_HD int level_of(int code) {
+ZEROPP_HD int frozen_level_of(int code) {
   constexpr int8_t kLevels[kNumLevels] = {ZEROPP_LEVELS};
   return kLevels[code & 0x0F];
 }

@@ -30,6 +30,12 @@ QMAX = {bits: (1 << bits - 1) - 1 for bits in range(8, 1, -1)}
 """Largest code of every width of codes, in bits. Codes are symmetric, so -128 does not occur in 8 bits. All operators take
 all of these widths; ``config.py`` lists those that settings offer."""
 
+ROOT_WIDTHS = (4, 3)
+"""Widths whose codes are square roots: a code c stands for c |c| scales. Codes of all other widths stand for c scales."""
+
+LARGEST_LEVEL = {bits: qmax**2 if bits in ROOT_WIDTHS else qmax for bits, qmax in QMAX.items()}
+"""The scales that the largest code of every width stands for."""
+
 WEIGHT_BLOCK = 256
 """Weights that share one scale."""
 

@@ -59,7 +59,7 @@ def pack(weight: Tensor, bits: int, block: int) -> tuple[Tensor, Tensor]:
 
 def _pack_rows_8(rows: Tensor, block: int) -> tuple[Tensor, Tensor]:
     blocks = to_blocks(rows.float(), block)
-    stored = scale_bits(blocks, QMAX[8])
+    stored = scale_bits(blocks, 8)
     has_codes = ((stored != 0) & (stored != SCALE_NAN)).unsqueeze(-1)
     scale = torch.where(has_codes, scale_value(stored).unsqueeze(-1), 1.0)
     codes = torch.where(has_codes, (blocks / scale).clamp(-QMAX[8], QMAX[8]).round(), 0.0)

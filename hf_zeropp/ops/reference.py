@@ -14,8 +14,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_zeropp.ops.blocks import pack_codes, round_to, scale_bits, scale_value, to_blocks, unpack_codes
-from hf_zeropp.ops.format import QMAX, Part, WireLayout, num_blocks
+from hf_zeropp.ops.blocks import (
+    codes_of,
+    levels_of,
+    pack_codes,
+    round_to,
+    scale_bits,
+    scale_value,
+    to_blocks,
+    unpack_codes,
+)
+from hf_zeropp.ops.format import Part, WireLayout, num_blocks
 
 
 def quantize(input: Tensor, layout: WireLayout, slice_rows: int = 1) -> Tensor:
@@ -115,14 +124,9 @@ def _parts(layout: WireLayout) -> list[Part]:
 
 def _encode(values: Tensor, part: Part, block: int, wire: Tensor) -> None:
     """Write fp32 values [K, part.numel] as scales and codes into ``wire`` [K, nbytes]."""
-    qmax = QMAX[part.bits]
     blocks = to_blocks(values, block)
-    stored = scale_bits(blocks, qmax)
-    scale = scale_value(stored).unsqueeze(-1)
-    codes = (blocks / scale).round().clamp(-qmax, qmax)
-    # Blocks under the scales 0 and NaN have divided by them. Their codes are replaced before the conversion to int8,
-    # which turns NaNs into different numbers on different processors. (Comparisons with NaN are false.)
-    codes = torch.where(scale > 0, codes, 0.0).to(torch.int8).flatten(1)[:, : part.numel]
+    stored = scale_bits(blocks, part.bits)
+    codes = codes_of(blocks, scale_value(stored), part.bits).flatten(1)[:, : part.numel]
     _write(wire, part.scales, stored.to(torch.int16))
     _write(wire, part.codes, codes.contiguous() if part.bits == 8 else pack_codes(codes, part.bits))
 
@@ -136,7 +140,7 @@ def _decode(slots: Tensor, part: Part, block: int) -> Tensor:
     else:
         packed = _read(slots, part.codes, -(-part.numel * part.bits // 8), torch.uint8)
         codes = unpack_codes(packed, part.bits)[:, : part.numel]
-    scaled = to_blocks(codes.float(), block) * scale_value(stored.int()).unsqueeze(-1)
+    scaled = to_blocks(levels_of(codes, part.bits), block) * scale_value(stored.int()).unsqueeze(-1)
     return scaled.flatten(1)[:, : part.numel]
 
 

@@ -27,8 +27,14 @@ _ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2^23: sums with it have no bits beh
 
 
 @triton.jit
-def _qmax(BITS: tl.constexpr):
-    return tl.constexpr(1.0 * ((1 << (BITS - 1)) - 1))
+def _has_roots(BITS: tl.constexpr):
+    return tl.constexpr((BITS == 4) | (BITS == 3))  # ``ROOT_WIDTHS``
+
+
+@triton.jit
+def _largest_level(BITS: tl.constexpr):
+    QMAX: tl.constexpr = 1.0 * ((1 << (BITS - 1)) - 1)
+    return tl.constexpr(QMAX * QMAX if _has_roots(BITS) else QMAX)
 
 
 @triton.jit
@@ -42,7 +48,7 @@ def _scale_bits(values, BITS: tl.constexpr):
     amax = tl.max(values.to(tl.int32, bitcast=True) & _MAGNITUDE, axis=1)
     # A NaN's payload could overflow below, and its scale is replaced in any case.
     finite = tl.minimum(amax, _INF_BITS)
-    scale = tl.math.div_rn(finite.to(tl.float32, bitcast=True), tl.full(finite.shape, _qmax(BITS), tl.float32))
+    scale = tl.math.div_rn(finite.to(tl.float32, bitcast=True), tl.full(finite.shape, _largest_level(BITS), tl.float32))
     bits = tl.minimum((scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16, _SCALE_MAX)
     bits = tl.where(bits < _SCALE_MIN, 0, bits)
     return tl.where(amax >= _INF_BITS, _SCALE_NAN, bits)
@@ -52,9 +58,15 @@ def _scale_bits(values, BITS: tl.constexpr):
 def _codes(values, scale, BITS: tl.constexpr):
     """fp32 [rows, block] and the scales of the rows, fp32 [rows, 1] -> integers in fp32."""
     # Comparisons with NaN are false, so blocks under the scales 0 and NaN get zeros.
-    quotient = tl.where(scale > 0, tl.math.div_rn(values, tl.where(scale > 0, scale, 1.0) + tl.zeros_like(values)), 0.0)
-    clamped = tl.minimum(tl.maximum(quotient, -_qmax(BITS)), _qmax(BITS))
-    return (clamped + _ROUNDER) - _ROUNDER
+    STEPS: tl.constexpr = 2.0 if _has_roots(BITS) else 1.0  # of a scale
+    step = tl.where(scale > 0, scale / STEPS, 1.0)
+    quotient = tl.where(scale > 0, tl.math.div_rn(values, step + tl.zeros_like(values)), 0.0)
+    LARGEST: tl.constexpr = STEPS * _largest_level(BITS)
+    codes = (tl.minimum(tl.maximum(quotient, -LARGEST), LARGEST) + _ROUNDER) - _ROUNDER
+    if _has_roots(BITS):
+        root = (tl.sqrt(tl.abs(codes) / STEPS) + _ROUNDER) - _ROUNDER
+        codes = tl.where(codes < 0, -root, root)
+    return codes
 
 
 # ---- Memory. ``index`` counts the elements of the part, int64; ``inside`` masks those that the part has.
@@ -115,7 +127,10 @@ def _decode_codes(scales, codes, index, inside, BITS: tl.constexpr, BLOCK: tl.co
         word = word | (tl.load(codes + bit // 8 + 1, mask=inside & (shift > 8 - BITS), other=0).to(tl.int32) << 8)
     code = (word >> shift) & ((1 << BITS) - 1)
     SIGN: tl.constexpr = 1 << (BITS - 1)
-    return ((code ^ SIGN) - SIGN).to(tl.float32) * _scale_value(_load_word(scales + index // BLOCK * 2, inside, 2))
+    level = ((code ^ SIGN) - SIGN).to(tl.float32)
+    if _has_roots(BITS):
+        level = level * tl.abs(level)
+    return level * _scale_value(_load_word(scales + index // BLOCK * 2, inside, 2))
 
 
 @triton.jit

@@ -8,6 +8,12 @@
 
 #include <type_traits>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
 namespace {
 namespace zeropp {
 
@@ -22,14 +28,45 @@ inline void pack_nibbles(const int8_t* __restrict codes, int64_t n, uint8_t* __r
   if (n % 2) out[n / 2] = static_cast<uint8_t>(codes[n - 1] & 0x0F);
 }
 
-// Writes an even number of codes: one more than n if n is odd.
-inline void unpack_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __restrict codes) {
-  for (int64_t i = 0; i < (n + 1) / 2; ++i) {
-    const uint32_t pair = (in[i] & 0x0Fu) | (in[i] & 0xF0u) << 4;
-    const uint16_t extended = static_cast<uint16_t>(pair | (pair & 0x0808) * 0x1E);  // copy each sign bit upwards
-    memcpy(codes + 2 * i, &extended, sizeof extended);
+// The levels of the two codes in a byte, as they lie in memory. (For processors that cannot look up bytes in a register.)
+template <class Levels>
+struct LevelPairs {
+  int8_t at[256][2];
+
+  constexpr LevelPairs() : at{} {
+    for (int byte = 0; byte < 256; ++byte) at[byte][0] = Levels::at[byte % 16], at[byte][1] = Levels::at[byte / 16];
   }
+};
+
+// n codes -> their levels, of which `Levels::at` has 16. Writes an even number of them: one more than n if n is odd.
+template <class Levels>
+void look_up_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __restrict levels) {
+  int64_t i = 0;
+#if defined(__AVX2__)
+  const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(Levels::at)), low = _mm_set1_epi8(0x0F);
+  for (; i + 32 <= n; i += 32) {
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(in + i / 2));
+    const __m128i even = _mm_shuffle_epi8(table, _mm_and_si128(bytes, low));
+    const __m128i odd = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(bytes, 4), low));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(levels + i), _mm_unpacklo_epi8(even, odd));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(levels + i + 16), _mm_unpackhi_epi8(even, odd));
+  }
+#elif defined(__aarch64__)
+  const int8x16_t table = vld1q_s8(Levels::at);
+  for (; i + 32 <= n; i += 32) {
+    const uint8x16_t bytes = vld1q_u8(in + i / 2);
+    const int8x16_t even = vqtbl1q_s8(table, vandq_u8(bytes, vdupq_n_u8(0x0F)));
+    vst2q_s8(levels + i, int8x16x2_t{{even, vqtbl1q_s8(table, vshrq_n_u8(bytes, 4))}});
+  }
+#endif
+  static constexpr LevelPairs<Levels> kPairs;
+  for (; i < n; i += 2) memcpy(levels + i, kPairs.at[in[i / 2]], 2);
 }
+
+// Of the wire.
+struct SquareLevels {
+  static constexpr int8_t at[16] = {0, 1, 4, 9, 16, 25, 36, 49, -64, -49, -36, -25, -16, -9, -4, -1};
+};
 
 // ---- All other widths: eight codes at a time, in a word of 64 bits that holds them a byte each.
 
@@ -150,14 +187,15 @@ inline void pack_codes(const int8_t* codes, int64_t n, int64_t bits, uint8_t* ou
   if (bits == 7) pack<7>(codes, n, out);
 }
 
-// May write one code more than n.
-inline void unpack_codes(const uint8_t* in, int64_t n, int64_t bits, int8_t* codes) {
-  if (bits == 4) unpack_nibbles(in, n, codes);
-  if (bits == 2) unpack<2>(in, n, codes);
-  if (bits == 3) unpack<3>(in, n, codes);
-  if (bits == 5) unpack<5>(in, n, codes);
-  if (bits == 6) unpack<6>(in, n, codes);
-  if (bits == 7) unpack<7>(in, n, codes);
+// Codes -> their levels. May write one more than n.
+inline void unpack_levels(const uint8_t* in, int64_t n, int64_t bits, int8_t* levels) {
+  if (bits == 4) look_up_nibbles<SquareLevels>(in, n, levels);
+  if (bits == 2) unpack<2>(in, n, levels);
+  if (bits == 3) unpack<3>(in, n, levels);
+  if (bits == 5) unpack<5>(in, n, levels);
+  if (bits == 6) unpack<6>(in, n, levels);
+  if (bits == 7) unpack<7>(in, n, levels);
+  for (int64_t i = 0; bits == 3 && i < n; ++i) levels[i] = static_cast<int8_t>(level_of(levels[i], 3));
 }
 
 }  // namespace zeropp

@@ -111,8 +111,8 @@ inline BFloat16 pack_levels(const float* values, int64_t n, int8_t* codes) {
 
 inline BFloat16 pack_block(const float* values, int64_t n, int64_t bits, int8_t* codes) {
   if (bits == 4) return pack_levels(values, n, codes);
-  const BFloat16 scale = encode_scale(block_amax(values, n), qmax_of(bits));
-  encode_block(values, n, scale, codes);
+  const BFloat16 scale = encode_scale(block_amax(values, n), 8);
+  encode_block(values, n, scale, 8, codes);
   return scale;
 }
 

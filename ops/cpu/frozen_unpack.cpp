@@ -43,7 +43,7 @@ inline void decode_levels(const uint8_t* __restrict in, int64_t n, const RunScal
     const __m512i indices = _mm512_ternarylogic_epi32(codes, is_code, second, 0xEA);  // (codes & is_code) | second
     _mm512_storeu_si512(out + i, _mm512_permutexvar_epi16(indices, table));
   }
-  for (; i < n; ++i) Set::apply(out[i], level_of(in[i / 2] >> i % 2 * 4) * scales.at[i / kRun % 2]);
+  for (; i < n; ++i) Set::apply(out[i], frozen_level_of(in[i / 2] >> i % 2 * 4) * scales.at[i / kRun % 2]);
 }
 #endif
 

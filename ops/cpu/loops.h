@@ -61,13 +61,15 @@ uint32_t block_amax(const In* in, int64_t n) {
 }
 
 template <class In>
-void encode_block(const In* __restrict in, int64_t n, BFloat16 stored_scale, int8_t* __restrict codes) {
-  if (!has_codes(stored_scale)) {
+void encode_block(const In* __restrict in, int64_t n, BFloat16 scale, int64_t bits, int8_t* __restrict codes) {
+  if (!has_codes(scale)) {
     memset(codes, 0, n);
     return;
   }
-  const float scale = divisor_for(*in, to_float(stored_scale));
-  for (int64_t i = 0; i < n; ++i) codes[i] = encode(in[i], scale);
+  const float divisor = divisor_for(*in, step_of(scale, bits));
+  for (int64_t i = 0; i < n; ++i) codes[i] = encode(in[i], divisor);
+  if (!has_roots(bits)) return;
+  for (int64_t i = 0; i < n; ++i) codes[i] = root_of(codes[i]);  // bytes: more of them fill a vector
 }
 
 // A decoded element replaces the one in memory, or is added to it. Rounding to bf16 needs no test
@@ -81,9 +83,9 @@ struct Add {
 };
 
 template <class Update, class Out>
-void decode_block(const int8_t* __restrict codes, int64_t n, BFloat16 stored_scale, Out* __restrict out) {
+void decode_block(const int8_t* __restrict levels, int64_t n, BFloat16 stored_scale, Out* __restrict out) {
   const float scale = to_float(stored_scale);
-  for (int64_t i = 0; i < n; ++i) Update::apply(out[i], decode(codes[i], scale));
+  for (int64_t i = 0; i < n; ++i) Update::apply(out[i], decode(levels[i], scale));
 }
 
 // Raw elements replace, or are added to, those in `out`. They may be any NaN, so bf16 is rounded by `convert`, which
@@ -103,25 +105,39 @@ void update(const From* __restrict values, int64_t n, BFloat16* __restrict out) 
 // elements at a time, without a buffer of unpacked codes in between. Each lane of 32 bits holds the two elements whose
 // codes share a byte: as bf16 the first one in the low half, as codes the first one in the low nibble.
 
+// `root_of` for 32 words. The root changes at odd sizes only, so that halves of them, rounded up, are enough to look it up.
+inline __m512i roots_of(__m512i steps) {
+  alignas(64) static constexpr int16_t kRoots[64] = {
+      0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 4, 4, 4, 4, 4, 4, 4, 4, 5, 5, 5, 5,
+      5, 5, 5, 5, 5, 5, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 6, 7, 7, 7, 7, 7, 7, 7};
+  const __m512i halves = _mm512_avg_epu16(_mm512_abs_epi16(steps), _mm512_setzero_si512());
+  const __m512i roots = _mm512_permutex2var_epi16(_mm512_load_si512(kRoots), halves, _mm512_load_si512(kRoots + 32));
+  return _mm512_mask_sub_epi16(roots, _mm512_movepi16_mask(steps), _mm512_setzero_si512(), roots);
+}
+
 // 32 bf16 values -> 16 bytes of codes. bf16 is the upper half of fp32, so shifting or masking makes fp32 of either
 // half. The multiplication is fused with an addition here and still gives the bits of `encode`: [Note: quotients of
 // bf16] in format.h allows for the rounding of the product, and without it the product is only nearer to the quotient.
 inline __m128i encode_pairs(__m512i pairs, __m512 reciprocal) {
-  const auto code = [&](__m512i bits) {
+  const auto steps = [&](__m512i bits) {
     const __m512 snapped = _mm512_fmadd_ps(_mm512_castsi512_ps(bits), reciprocal, _mm512_set1_ps(kSnap));
     return _mm512_castps_si512(_mm512_add_ps(snapped, _mm512_set1_ps(kRoundToInteger - kSnap)));
   };
-  const __m512i low = code(_mm512_slli_epi32(pairs, 16));
-  const __m512i high = _mm512_slli_epi32(code(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF0000))), 4);
-  return _mm512_cvtepi32_epi8(_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x0F), low, high, 0xCA));  // mask ? low : high
+  const auto choose = [](uint32_t mask, __m512i set, __m512i clear) {
+    return _mm512_ternarylogic_epi32(_mm512_set1_epi32(static_cast<int>(mask)), set, clear, 0xCA);
+  };
+  const __m512i low = steps(_mm512_slli_epi32(pairs, 16));
+  const __m512i high = steps(_mm512_and_si512(pairs, _mm512_set1_epi32(0xFFFF0000)));
+  const __m512i roots = roots_of(choose(0xFFFF, low, _mm512_slli_epi32(high, 16)));
+  return _mm512_cvtepi32_epi8(choose(0x0F, roots, _mm512_srli_epi32(roots, 12)));
 }
 
 // The 16 values of an INT4 block, as bf16. Rounding each once and looking them up costs less than rounding every
-// element. The table of 0..7, -8..-1 is there twice, since a lookup takes five bits of an index. It is made in
+// element. The table is there twice, since a lookup takes five bits of an index. It is made in
 // registers, because a load would wait for the stores that made it in memory.
 inline __m512i lookup_table(BFloat16 stored_scale) {
-  const __m512 integers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
-  const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(integers, _mm512_set1_ps(to_float(stored_scale))));
+  const __m512 levels = _mm512_setr_ps(0, 1, 4, 9, 16, 25, 36, 49, -64, -49, -36, -25, -16, -9, -4, -1);
+  const __m512i bits = _mm512_castps_si512(_mm512_mul_ps(levels, _mm512_set1_ps(to_float(stored_scale))));
   const __m512i even = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
   const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(even, _mm512_set1_epi32(0x7FFF)));
   return _mm512_broadcast_i64x4(_mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)));
@@ -134,7 +150,7 @@ inline __m512i look_up_pairs(const uint8_t* codes, __m512i table) {
 
 // Encodes a block whose codes start at a byte.
 inline void encode_nibbles(const BFloat16* __restrict in, int64_t n, BFloat16 stored_scale, uint8_t* __restrict out) {
-  const float reciprocal = 1.0f / to_float(stored_scale);
+  const float reciprocal = 1.0f / step_of(stored_scale, 4);
   if (!has_codes(stored_scale)) {
     memset(out, 0, (n + 1) / 2);
     return;
@@ -145,8 +161,8 @@ inline void encode_nibbles(const BFloat16* __restrict in, int64_t n, BFloat16 st
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out + i / 2), codes);
   }
   for (; i < n; i += 2) {
-    const int8_t second = i + 1 < n ? encode(in[i + 1], reciprocal) : 0;
-    out[i / 2] = static_cast<uint8_t>((encode(in[i], reciprocal) & 0x0F) | second << 4);
+    const int8_t second = i + 1 < n ? root_of(encode(in[i + 1], reciprocal)) : 0;
+    out[i / 2] = static_cast<uint8_t>((root_of(encode(in[i], reciprocal)) & 0x0F) | second << 4);
   }
 }
 
@@ -157,7 +173,7 @@ inline void decode_nibbles(const uint8_t* __restrict in, int64_t n, BFloat16 sto
   for (; i + 32 <= n; i += 32) _mm512_storeu_si512(out + i, look_up_pairs(in + i / 2, table));
   for (; i < n; ++i) {
     const int nibble = in[i / 2] >> i % 2 * 4 & 0x0F;
-    Set::apply(out[i], decode(static_cast<int8_t>((nibble ^ 8) - 8), to_float(stored_scale)));
+    Set::apply(out[i], decode(static_cast<int8_t>(level_of((nibble ^ 8) - 8, 4)), to_float(stored_scale)));
   }
 }
 #endif

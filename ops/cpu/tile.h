@@ -72,7 +72,7 @@ class Worker {
     const bool in_registers = has_nibble_loops<Out>(part, layout.block);
     const uint8_t* packed = wire + part.codes + tile.first * part.bits / 8;
     prefetch(packed + kDecodeAhead * tile.numel * part.bits / 8, tile.numel * part.bits / 8);
-    const int8_t* codes = in_registers ? nullptr : load_codes(wire, tile);
+    const int8_t* levels = in_registers ? nullptr : load_levels(wire, tile);
     const uint8_t* scales = wire + part.scales + tile.first / layout.block * sizeof(BFloat16);
     int64_t size = layout.block - tile.first % layout.block;
     for (int64_t at = 0; at < tile.numel; at += size, size = layout.block, scales += sizeof(BFloat16)) {
@@ -86,7 +86,7 @@ class Worker {
         }
       }
 #endif
-      decode_block<Update>(codes + at, n, scale, out + at);
+      decode_block<Update>(levels + at, n, scale, out + at);
     }
   }
 
@@ -121,11 +121,11 @@ class Worker {
   template <class In>
   void encode_quantized(const In* values, const Tile& tile, int64_t block, uint8_t* wire) {
     const Part& part = *tile.part;
-    const int64_t num_blocks = encode_scales(values, tile.numel, block, qmax_of(part.bits));
+    const int64_t num_blocks = encode_scales(values, tile.numel, block, part.bits);
     const int64_t nbytes = ceil_div(tile.numel * part.bits, 8);
     uint8_t* scales = wire + part.scales + tile.first / block * 2;
     uint8_t* codes = wire + part.codes + tile.first * part.bits / 8;
-    encode_codes(values, tile.numel, block, has_nibble_loops<In>(part, block));
+    encode_codes(values, tile.numel, block, part.bits, has_nibble_loops<In>(part, block));
     if (!has_nibble_loops<In>(part, block)) pack_codes(codes_, tile.numel, part.bits, packed_);
     write(scales, scales_, 2 * num_blocks);
     write(codes, part.bits < 8 ? static_cast<const void*>(packed_) : codes_, nbytes);
@@ -136,16 +136,16 @@ class Worker {
 
   // The scale of every block, into scales_. Returns how many. A loop of its own, so that the divisions are vectorized.
   template <class In>
-  int64_t encode_scales(const In* values, int64_t n, int64_t block, int qmax) {
+  int64_t encode_scales(const In* values, int64_t n, int64_t block, int64_t bits) {
     int64_t count = 0;
     for (int64_t i = 0; i < n; i += block) amax_[count++] = block_amax(values + i, min(block, n - i));
-    for (int64_t b = 0; b < count; ++b) scales_[b] = encode_scale(amax_[b], qmax);
+    for (int64_t b = 0; b < count; ++b) scales_[b] = encode_scale(amax_[b], bits);
     return count;
   }
 
   // The codes of every block, into codes_ (or packed_), while memory for a later tile is on its way.
   template <class In>
-  void encode_codes(const In* values, int64_t n, int64_t block, [[maybe_unused]] bool in_registers) {
+  void encode_codes(const In* values, int64_t n, int64_t block, int64_t bits, [[maybe_unused]] bool in_registers) {
     for (int64_t i = 0, b = 0; i < n; i += block, ++b) {
       const int64_t size = min(block, n - i);
       prefetch(source_ + (kEncodeAhead * n + i) * sizeof *values, size * sizeof *values);
@@ -157,7 +157,7 @@ class Worker {
         }
       }
 #endif
-      encode_block(values + i, size, scales_[b], codes_ + i);
+      encode_block(values + i, size, scales_[b], bits, codes_ + i);
     }
   }
 
@@ -171,13 +171,13 @@ class Worker {
 #endif
   }
 
-  // The tile's codes as bytes. They are unpacked from an element whose code begins at a byte: a tile that was moved
-  // from another layout may begin in between.
-  const int8_t* load_codes(const uint8_t* wire, const Tile& tile) {
+  // The levels of the tile's codes, as bytes. Codes are unpacked from an element whose code begins at a byte: a tile that was
+  // moved from another layout may begin in between.
+  const int8_t* load_levels(const uint8_t* wire, const Tile& tile) {
     const Part& part = *tile.part;
     if (part.bits == 8) return reinterpret_cast<const int8_t*>(wire + part.codes) + tile.first;
     const int64_t lead = tile.first % kCodesAtAByte;
-    unpack_codes(wire + part.codes + (tile.first - lead) * part.bits / 8, lead + tile.numel, part.bits, codes_);
+    unpack_levels(wire + part.codes + (tile.first - lead) * part.bits / 8, lead + tile.numel, part.bits, codes_);
     return codes_ + lead;
   }
 

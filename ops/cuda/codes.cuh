@@ -9,7 +9,7 @@
 namespace {
 namespace zeropp {
 
-// [Note: division by reciprocal] Let b be a block's scale and r = 1 / b, correctly rounded. Then
+// [Note: division by reciprocal] Let b be a block's step and r = 1 / b, correctly rounded. Then
 //
 //     q = a r,   e = a - q b,   q' = q + e r,       the last two by one fused multiply-add each,
 //
@@ -17,16 +17,16 @@ namespace zeropp {
 // division. The theorem has two exceptions. It fails if b's significand is all ones: a bf16 scale has only 8 bits, so
 // it never is. It also fails if something underflows:
 //
-// - Scales are at least 2^-100, so e underflows only if |a / b| < 2^-10, and then both quotients round to the code 0.
-// - Scales above 2^126, which codes of 3 and 2 bits have, make r a denormal that is off by up to 2^-22. Then q' is off
+// - Steps are at least 2^-101, so e underflows only if |a / b| < 2^-9, and then both quotients round to the code 0.
+// - Steps above 2^126, which codes of 2 bits have, make r a denormal that is off by up to 2^-22. Then q' is off
 //   by 2^-44 before it is rounded, and a / b with the 8 bits of b is never that near to where roundings change.
 struct Divisor {
-  float scale;
+  float step;
   float reciprocal;  // 0: a block without codes
 
   __device__ float quotient(float value) const {
     const float estimate = value * reciprocal;
-    return __fmaf_rn(__fmaf_rn(-estimate, scale, value), reciprocal, estimate);
+    return __fmaf_rn(__fmaf_rn(-estimate, step, value), reciprocal, estimate);
   }
 };
 
@@ -35,8 +35,18 @@ struct Divisor {
 // 2^31 magnitudes was found to have the same scale in every width, Inf and NaN included.)
 template <int kBits>
 __device__ __forceinline__ BFloat16 encode_scale_of(uint32_t amax) {
-  constexpr int kMax = qmax_of(kBits);
+  constexpr int kMax = largest_level_of(kBits);
   return round_scale(amax, Divisor{kMax, 1.0f / kMax}.quotient(float_of(amax)));
+}
+
+// A quotient -> the code, in the low bits of a float. The root of an integer is never near to where its rounding changes, so an
+// approximate one will do.
+template <int kBits>
+__device__ __forceinline__ uint32_t round_quotient(float quotient) {
+  const float rounded = quotient + kRoundToInteger;
+  if constexpr (!has_roots(kBits)) return bits_of(rounded);
+  const float steps = rounded - kRoundToInteger;
+  return bits_of(copysignf(approximate_root(0.5f * fabsf(steps)), steps) + kRoundToInteger);
 }
 
 // Shared memory of one warp.
@@ -90,7 +100,7 @@ template <int kBits, int V>
 __device__ __forceinline__ void stage_codes(const float* values, const Divisor& divisor, uint8_t* codes, int element) {
   uint32_t rounded[V];
 #pragma unroll
-  for (int i = 0; i < V; ++i) rounded[i] = bits_of(divisor.quotient(values[i]) + kRoundToInteger);
+  for (int i = 0; i < V; ++i) rounded[i] = round_quotient<kBits>(divisor.quotient(values[i]));
   const int mask = divisor.reciprocal != 0.0f ? -1 : 0;  // for words of any size
   if constexpr (kBits == 8) {
     Words<V / 4> words;
@@ -114,8 +124,8 @@ __device__ __forceinline__ void encode_blocks(const float (&values)[kPerLane], c
   __syncwarp();
   const BFloat16 stored = encode_scale_of<kBits>(lane < to.num_blocks() ? staging.amax[lane] : 0);
   if (lane < num_scales) reinterpret_cast<BFloat16*>(to.scales)[lane] = stored;
-  const float scale = to_float(stored);
-  staging.divisors[lane] = {scale, has_codes(stored) ? 1.0f / scale : 0.0f};
+  const float step = step_of(stored, kBits);
+  staging.divisors[lane] = {step, has_codes(stored) ? 1.0f / step : 0.0f};
   __syncwarp();
 #pragma unroll
   for (int j = 0; j < kPerLane / V; ++j) {

@@ -36,7 +36,7 @@ __device__ inline int8_t code_of(const uint8_t* codes, int bits, int64_t index) 
 __device__ inline float decode_element(const uint8_t* wire, const Part& part, const Layout& layout, int64_t index) {
   if (part.bits == 0) return load_element(wire + part.codes, layout.raw_dtype, index);
   const int8_t code = code_of(wire + part.codes, static_cast<int>(part.bits), index);
-  return decode(code, to_float(scale_of(wire, part, static_cast<int>(layout.block), index)));
+  return decode(static_cast<int8_t>(level_of(code, part.bits)), to_float(scale_of(wire, part, static_cast<int>(layout.block), index)));
 }
 
 // The largest magnitude among value_of(begin) .. value_of(end - 1). Every lane gets it.
@@ -57,7 +57,7 @@ template <class Value>
 __device__ void find_scales(const Value& value_of, const Tile& tile, const Part& part, int block, BFloat16* scales) {
   const int64_t end = tile.first + tile.numel;
   for (int64_t begin = tile.first; begin < end; begin += block) {
-    const BFloat16 scale = encode_scale(warp_amax(value_of, begin, min(begin + block, end)), qmax_of(part.bits));
+    const BFloat16 scale = encode_scale(warp_amax(value_of, begin, min(begin + block, end)), part.bits);
     if (lane_index() == 0) scales[(begin - tile.first) / block] = scale;
   }
   __syncwarp();
@@ -70,7 +70,9 @@ __device__ void encode_codes(const Value& value_of, const Tile& tile, const Part
                              const BFloat16* scales, uint8_t* codes) {
   const auto code_at = [&](int64_t i) -> uint32_t {
     const BFloat16 scale = scales[(i - tile.first) / block];
-    return has_codes(scale) ? encode(value_of(i), to_float(scale)) : 0;
+    if (!has_codes(scale)) return 0;
+    const int8_t steps = encode(value_of(i), step_of(scale, part.bits));
+    return has_roots(part.bits) ? root_of(steps) : steps;
   };
   const int bits = static_cast<int>(part.bits), run = 8 % bits ? 8 : 8 / bits;
   const int64_t end = tile.first + tile.numel;

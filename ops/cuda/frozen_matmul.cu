@@ -291,7 +291,7 @@ __global__ void __launch_bounds__(kThreads) multiply_elements(Product product) {
         const int64_t column = b * shape.block + i;
         if (column >= shape.columns) continue;  // a product of zeros
         const int code = code_of(product.codes + row * shape.code_bytes(), static_cast<int>(shape.bits), column);
-        const float level = static_cast<float>(shape.bits == 4 ? level_of(code) : code);
+        const float level = static_cast<float>(shape.bits == 4 ? frozen_level_of(code) : code);
         sum += load_element(product.x, product.dtype, input * shape.columns + column) * level;
       }
       const uint8_t* scale = product.scales + (row * shape.num_blocks() + b) * sizeof(BFloat16);

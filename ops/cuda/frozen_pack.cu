@@ -40,7 +40,7 @@ __device__ Chosen search_scale(const Value& value_of, int n, int nearest, int lo
     int sum = 0;  // at most 2048 * 2^18: no element is 2^9 steps from its level
     for (int i = lane_index(); i < n; i += kLanes) {
       const int fine = to_fine(value_of(i), scale);
-      const int error = fine - level_of(level_rank(fine) - kZeroRank) * kFine;
+      const int error = fine - frozen_level_of(level_rank(fine) - kZeroRank) * kFine;
       sum += error * error;
     }
     const double error = squared_error(__reduce_add_sync(kAllLanes, sum), scale);
@@ -80,7 +80,7 @@ __device__ BFloat16 pack_levels(const Value& value_of, int n, uint8_t* codes) {
 template <class Value>
 __device__ BFloat16 pack_block(const Value& value_of, int n, int bits, uint8_t* codes) {
   if (bits == 4) return pack_levels(value_of, n, codes);
-  const BFloat16 stored = encode_scale(warp_amax(value_of, 0, n), qmax_of(bits));
+  const BFloat16 stored = encode_scale(warp_amax(value_of, 0, n), 8);
   const float scale = to_float(stored);
   for (int i = lane_index(); i < n; i += kLanes) {
     codes[i] = static_cast<uint8_t>(has_codes(stored) ? encode(value_of(i), scale) : 0);

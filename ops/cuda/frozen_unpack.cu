@@ -56,7 +56,7 @@ unpack_elements(const uint8_t* codes, const uint8_t* scales, FrozenRows shape, v
   const uint8_t* from = scales + (row * shape.num_blocks() + column / shape.block) * sizeof(BFloat16);
   const float scale = run_scales(read_unaligned<BFloat16>(from), shape.bits).at[column / kRun % 2];
   const int code = code_of(codes + row * shape.code_bytes(), static_cast<int>(shape.bits), column);
-  store_element(output, dtype, index, static_cast<float>(shape.bits == 4 ? level_of(code) : code) * scale);
+  store_element(output, dtype, index, static_cast<float>(shape.bits == 4 ? frozen_level_of(code) : code) * scale);
 }
 
 template <class Out>

@@ -96,17 +96,20 @@ constexpr uint32_t kIntegerBits = 0x4B000000;  // the bits of the float 2^23
 template <int kBits>
 ZEROPP_HD constexpr float code_offset() { return 8388608.0f + (1 << (kBits - 1)); }
 
-// [Note: fused sums] A code has at most 8 bits and a scale has 8, so their product is exact, and a fused multiply-add gives
+// [Note: fused sums] A level has at most 8 bits and a scale has 8, so their product is exact, and a fused multiply-add gives
 // the bits of a product and a sum in one instruction. The exception is a product that overflows: the sum must then be
 // infinite, and a fused one need not be. So tiles with scales from 2^120 on are added without fusing.
 __device__ __forceinline__ bool may_overflow(BFloat16 scale) { return (scale.bits & 0x7FFF) >= 0x7B80; }
 
 template <bool kFused>
-__device__ __forceinline__ float plus_product(float value, float code, float scale) {
-  return kFused ? __fmaf_rn(code, scale, value) : value + code * scale;
+__device__ __forceinline__ float plus_product(float value, float level, float scale) {
+  return kFused ? __fmaf_rn(level, scale, value) : value + level * scale;
 }
 
-// values += V codes * scale.
+template <int kBits>
+__device__ __forceinline__ float level_of_code(float code) { return has_roots(kBits) ? code * fabsf(code) : code; }
+
+// values += V levels * scale.
 template <int kBits, int V, bool kFused>
 __device__ __forceinline__ void add_codes(const uint8_t* codes, int element, float scale, float* values) {
   if constexpr (kBits == 8 || kBits == 4) {
@@ -124,7 +127,7 @@ __device__ __forceinline__ void add_codes(const uint8_t* codes, int element, flo
     for (int i = 0; i < V; ++i) {
       const int word = kBits == 8 ? i / 4 : i % 2, byte = kBits == 8 ? i % 4 : i / 2;
       const uint32_t biased = __byte_perm(bytes[word], kIntegerBits, 0x7540 + byte);
-      values[i] = plus_product<kFused>(values[i], float_of(biased) - code_offset<kBits>(), scale);
+      values[i] = plus_product<kFused>(values[i], level_of_code<kBits>(float_of(biased) - code_offset<kBits>()), scale);
     }
   } else {
     constexpr int kFields = kBits * V > 32 ? V / 2 : V;  // that a word of 32 bits holds
@@ -136,7 +139,7 @@ __device__ __forceinline__ void add_codes(const uint8_t* codes, int element, flo
       for (int i = 0; i < kFields; ++i) {
         const uint32_t biased = (fields >> kBits * i & ((1 << kBits) - 1)) | kIntegerBits;
         float& value = values[first + i];
-        value = plus_product<kFused>(value, float_of(biased) - code_offset<kBits>(), scale);
+        value = plus_product<kFused>(value, level_of_code<kBits>(float_of(biased) - code_offset<kBits>()), scale);
       }
     }
   }

@@ -21,6 +21,13 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high, Float16) {
   return pair;
 }
 
+// The square root, off by a few units in the last place.
+__device__ __forceinline__ float approximate_root(float value) {
+  float root;
+  asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(root) : "f"(value));
+  return root;
+}
+
 // Two fp16 as floats.
 __device__ __forceinline__ void widen_pair(uint32_t pair, float& low, float& high, Float16) {
   asm("{.reg .b16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"

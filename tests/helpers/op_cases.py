@@ -20,8 +20,10 @@ from hf_zeropp import ops
 from hf_zeropp.ops.format import (
     CODES_AT_A_BYTE,
     FLOAT_DTYPES,
+    LARGEST_LEVEL,
     MAX_BLOCK,
     QMAX,
+    ROOT_WIDTHS,
     Segment,
     WireLayout,
     needs_whole_bytes,
@@ -169,10 +171,24 @@ def make_values(numel: int, choose: random.Random, generator: torch.Generator) -
 
 def boundary_values(bits: int) -> torch.Tensor:
     """fp32 [128, values]: for every significand of a scale, all boundaries between codes and the floats beside them."""
-    ties = torch.arange(QMAX[bits]) + 0.5
+    steps = 2 if bits in ROOT_WIDTHS else 1  # of a scale
+    ties = (torch.arange(steps * LARGEST_LEVEL[bits]) + 0.5) / steps
     ulps = torch.arange(-3, 4, dtype=torch.int32)
     values = ((scale_significands()[:, None] * ties).view(torch.int32)[..., None] + ulps).view(torch.float32)
     return torch.cat([values.flatten(1), -values.flatten(1)], dim=1)
+
+
+def error_in_scales(bits: int) -> float:
+    """The largest error of codes of this width, in scales.
+
+    It is half the distance between levels, or with roots what lies between (qmax - 1/2)^2 and the level above it.
+    """
+    return QMAX[bits] - 0.25 if bits in ROOT_WIDTHS else 0.5
+
+
+def largest_error(bits: int) -> float:
+    """The same over the largest magnitude of a block, whose scale was rounded up to bf16, by a factor of 1 + 2^-7 at most."""
+    return error_in_scales(bits) / LARGEST_LEVEL[bits] * (1 + 2.0**-7) * (1 + 1e-5)
 
 
 def scale_significands() -> torch.Tensor:

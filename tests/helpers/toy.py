@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from op_cases import largest_error
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from hf_zeropp import ZeroPPHandle
-from hf_zeropp.ops.format import QMAX
+from hf_zeropp.ops.format import LARGEST_LEVEL
 
 VOCAB, HIDDEN, INNER = 29, 12, 27
 EXACT = {"qwz_bits": None, "hpz_size": None, "qgz_bits": None, "qgz_intra_bits": None}
@@ -370,13 +371,12 @@ def _share_of_bound(reduced: torch.Tensor, gradients: torch.Tensor, reduction: R
 def encode_error(amax: torch.Tensor, bits: int | None, dtype: torch.dtype) -> torch.Tensor:
     """Return the largest error of encoding values up to ``amax``.
 
-    Codes round to half a scale. The scale is amax / qmax, rounded up to bf16, whose 7 stored bits make it at most 1 + 2^-7
-    times as large; a scale under 2^-100 is stored as zero, and the values decode to zero. Values that travel in ``dtype``
+    A scale under 2^-100 is stored as zero, and the values decode to zero. Values that travel in ``dtype``
     (``bits`` is None) round to half a unit in the last place of it, or of its least number.
     """
     if bits is None:
         return amax * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps
-    return 0.5 * (amax / QMAX[bits]) * (1 + 2.0**-7) * (1 + 1e-5) + QMAX[bits] * 2.0**-100
+    return amax * largest_error(bits) + LARGEST_LEVEL[bits] * 2.0**-100
 
 
 def premultiplied_sum(factor: float) -> dist.ReduceOp:

@@ -10,13 +10,14 @@ import hashlib
 
 import pytest
 import torch
+from op_cases import largest_error
 
 from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.node_memory import can_share
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.comm.two_hops import Carrier, ReduceLayouts, TwoHopGather, TwoHopReduce
 from hf_zeropp.config import WEIGHT_BITS
-from hf_zeropp.ops.format import QMAX, Segment, WireLayout
+from hf_zeropp.ops.format import Segment, WireLayout
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic
 
 WORLDS = (1, 2, 3, 4, 6, pytest.param(8, marks=pytest.mark.long))
@@ -75,8 +76,8 @@ def node_sizes(world: int) -> list[int]:
 def block_errors(values: torch.Tensor, layout: WireLayout, slack: torch.Tensor | float = 0.0) -> torch.Tensor:
     """Return the largest error per element of encoding values [..., S], known up to slack, in the layout.
 
-    In a quantized block it is half a step, where a step is amax / qmax rounded up to bf16, by a factor of 1 + 2^-7 at most.
-    In a raw one it is half a unit in the last place of the raw dtype (or of its least normal number).
+    In a quantized block it is ``largest_error``. In a raw one it is half a unit in the last place of the raw dtype, or of its
+    least normal number.
     """
     errors = torch.zeros_like(values)
     size = values.abs() + slack
@@ -88,7 +89,7 @@ def block_errors(values: torch.Tensor, layout: WireLayout, slack: torch.Tensor |
         for start in range(part.element, part.element + part.numel, layout.block):
             block = slice(start, min(start + layout.block, part.element + part.numel))
             amax = size[..., block].amax(-1, keepdim=True)
-            errors[..., block] = 0.5 * amax / QMAX[part.bits] * (1 + 2.0**-7) * (1 + 1e-5)
+            errors[..., block] = amax * largest_error(part.bits)
     return errors
 
 

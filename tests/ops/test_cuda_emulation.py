@@ -24,7 +24,7 @@ from op_checks import Guarded, check_call, check_everything, same_bits
 
 from hf_zeropp import ops
 from hf_zeropp.ops import frozen_format, native
-from hf_zeropp.ops.format import FLOAT_DTYPES, QMAX, Segment, WireLayout
+from hf_zeropp.ops.format import FLOAT_DTYPES, LARGEST_LEVEL, QMAX, Segment, WireLayout
 from hf_zeropp.ops.frozen_format import FrozenFormat
 from hf_zeropp.ops.kernels import kernels_of
 from hf_zeropp.ops.register import OPERATORS
@@ -67,11 +67,11 @@ def test_every_scale_and_every_boundary(emulated, bits):
     values = boundary_values(bits)
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % 31))
     # In each block of 32 first the value that gives the block its scale.
-    largest = (scale_significands() * QMAX[bits])[:, None, None]
+    largest = (scale_significands() * LARGEST_LEVEL[bits])[:, None, None]
     blocks = values.view(128, -1, 31)
     blocks = torch.cat([largest.expand(-1, blocks.shape[1], -1), blocks], dim=2).flatten()
     # Up to blocks with infinities, and scales whose reciprocal is a denormal.
-    for exponent in (0, -90, 100, 125, 126, 127):
+    for exponent in (0, -90, 100, 121, 122, 125, 126, 127):
         check_quantize(emulated, blocks * 2.0**exponent, WireLayout([Segment(blocks.numel(), bits)], 32))
 
 

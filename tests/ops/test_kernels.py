@@ -13,7 +13,7 @@ from op_checks import check_everything, placed, same_bits
 
 from hf_zeropp import ops
 from hf_zeropp.ops import native
-from hf_zeropp.ops.format import CODES_AT_A_BYTE, FLOAT_DTYPES, QMAX, Segment, WireLayout
+from hf_zeropp.ops.format import CODES_AT_A_BYTE, FLOAT_DTYPES, LARGEST_LEVEL, QMAX, Segment, WireLayout
 from hf_zeropp.ops.reference_kernels import ReferenceKernels
 from hf_zeropp.ops.register import OPERATORS
 
@@ -49,7 +49,7 @@ def test_every_operator_equals_the_reference(seed, max_numel):
 def test_every_quotient_of_bf16(bits):
     """Every largest value of a block, and below it every value that does not plainly encode to zero."""
     below = torch.arange(0x3C80, 0x4300, dtype=torch.int16).view(torch.bfloat16)  # 2^-6 to 2^7
-    first = 0x3F80 + 0x80 * (bits - 2)  # 2^(bits - 2), the power of two below the largest code
+    first = 0x3F80 + 0x80 * (LARGEST_LEVEL[bits].bit_length() - 1)  # the power of two below the largest level
     largest = torch.arange(first, first + 128, dtype=torch.int16).view(torch.bfloat16)  # every significand
     rows = [torch.cat([below[below <= top], -below[below <= top]]) for top in largest]
     block = max(map(len, rows))
@@ -67,7 +67,7 @@ def test_every_quotient_of_bf16(bits):
 def test_every_boundary_between_codes(bits):
     """Every significand of a scale, every boundary, and the floats beside it: a wrong division would show there."""
     scales = scale_significands()
-    values = torch.cat([scales[:, None] * QMAX[bits], boundary_values(bits)], dim=1)
+    values = torch.cat([scales[:, None] * LARGEST_LEVEL[bits], boundary_values(bits)], dim=1)
     values = torch.nn.functional.pad(values, (0, -values.shape[1] % CODES_AT_A_BYTE))
     layout = WireLayout([Segment(values.numel(), bits)], values.shape[1])
     ops.set_kernels("reference")

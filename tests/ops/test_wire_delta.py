@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from op_cases import largest_error
 
 from hf_zeropp import ops
 from hf_zeropp.ops.format import QMAX, Segment, WireLayout
@@ -18,15 +19,15 @@ def kernels(request, restore_kernels):
 def test_repeated_updates_converge(bits):
     """A base of bf16 that follows a fixed target by quantized differences: half an ulp, and what coarse codes add to that.
 
-    Of a block whose largest value has the ulp u, an update leaves half a step of its codes and half an ulp of the rounding:
-    e <- e / (2 qmax) + u / 2, a contraction; and scales are rounded up by at most one part in 128.
+    Of a block whose largest value has the ulp u, an update leaves the error of its codes and half an ulp of the rounding:
+    e <- r e + u / 2, a contraction with the largest relative error r of codes.
     """
     torch.manual_seed(0)
     target = torch.randn(40, 128)
     base_layout = WireLayout([Segment(target.numel(), None)], 128)
     layout = WireLayout([Segment(target.numel(), bits)], 128)
     ulp = torch.exp2(target.abs().amax(1, keepdim=True).log2().floor() - 7)
-    bound = ulp / 2 / (1 - (1 + 2.0**-7) / (2 * QMAX[bits]))
+    bound = ulp / 2 / (1 - largest_error(bits))
     base = torch.zeros(base_layout.nbytes, dtype=torch.uint8)
     for _ in range(50):
         wire = ops.quantize_difference(target, base, base_layout, layout)

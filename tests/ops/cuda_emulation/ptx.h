@@ -27,6 +27,12 @@ inline uint32_t round_pair(float low, float high, Float16) {
   return round_bits<Float16>(low) | round_bits<Float16>(high) << 16;
 }
 
+// A few units in the last place off, as the hardware's may be.
+inline float approximate_root(float value) {
+  const float root = std::sqrt(value);
+  return root == 0.0f ? root : float_of(bits_of(root) + 3);
+}
+
 inline void widen_pair(uint32_t pair, float& low, float& high, Float16) {
   low = to_float(Float16{static_cast<uint16_t>(pair)});
   high = to_float(Float16{static_cast<uint16_t>(pair >> 16)});
