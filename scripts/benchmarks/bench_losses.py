@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/bench_losses.py
     python scripts/benchmarks/bench_losses.py --tasks fine-tuning --seeds 0 --rates 1e-5
+    python scripts/benchmarks/bench_losses.py --model runs/smollm2 --tasks fine-tuning --output runs/real_model.json
 
 A model is trained from scratch, or goes on from a checkpoint that was trained on source code: to English documentation, to LoRA
 adapters for it, or to a preference for it. A seed sets the order of the text, and from scratch the weights, the same for every
@@ -109,6 +110,9 @@ def parse_args(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", choices=list(LOSS_VARIANTS), help="only these of each task's")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2, 3, 4])
     parser.add_argument("--steps", type=int, default=60, help="of a run; one from scratch has twice as many")
+    parser.add_argument(
+        "--model", help="fine-tune this pretrained model, such as runs/smollm2, to docstrings of PyTorch"
+    )
     parser.add_argument("--pretraining", type=int, default=400, help="steps before the checkpoint")
     return parse(parser, QUICK, argv)
 
@@ -150,7 +154,7 @@ def run_study(args: argparse.Namespace, study: Study) -> None:
 
 def recipe_of(args: argparse.Namespace) -> Recipe:
     """Return the settings of the checkpoint, over which those of a task go."""
-    return Recipe(shape_of(args), args.steps, batch_size=1, learning_rate=1e-3)
+    return Recipe(shape_of(args), args.steps, batch_size=1, learning_rate=1e-3, model=args.model)
 
 
 def train(ranks: Ranks, steps: int) -> dict[str, Any]:

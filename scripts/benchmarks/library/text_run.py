@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import set_seed
+from transformers import AutoModelForCausalLM
 
 from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, REDUCE_CROSS
-from library.text import TokenFiles
+from library.text import TokenFiles, place_of
 from library.training_run import build_model, windows, with_lora
 from library.variants import LOSS_VARIANTS, Recipe
 
@@ -50,8 +51,8 @@ class TextRun:
         )
         self.accelerator = Accelerator(cpu=True, mixed_precision="bf16", fsdp_plugin=self.plugin)
         set_seed(seed)
-        model = build_model(recipe.shape, seed, checkpoint)
-        self._objective = Preference(build_model(recipe.shape, seed, checkpoint)) if recipe.preferences else NextToken()
+        model = self._build_model(seed, checkpoint)
+        self._objective = Preference(self._build_model(seed, checkpoint)) if recipe.preferences else NextToken()
         if recipe.adapters:
             model = with_lora(model)
         optimizer = torch.optim.AdamW(
@@ -99,6 +100,11 @@ class TextRun:
             torch.save(state, path + ".partial")
             os.replace(path + ".partial", path)
         dist.barrier()
+
+    def _build_model(self, seed: int, checkpoint: str | None) -> torch.nn.Module:
+        if self.recipe.model is not None:
+            return pretrained(self.recipe.model)
+        return build_model(self.recipe.shape, seed, checkpoint)
 
     def _train_step(self) -> None:
         batch = windows(self.tokens, self.random, self.recipe.batch_size, self.recipe.seq_len)
@@ -171,6 +177,11 @@ class Preference:
 
     def _of_continuations(self, model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return _log_probs(model, tokens)[:, PROMPT - 1 :].sum(dim=1)
+
+
+def pretrained(model: str) -> torch.nn.Module:
+    """Load a pretrained model in fp32, by its folder in the clone or its name."""
+    return AutoModelForCausalLM.from_pretrained(place_of(model), dtype=torch.float32)
 
 
 def _log_probs(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:

@@ -141,6 +141,8 @@ class Recipe:
         text: what is trained on, a field of ``TokenFiles``.
         adapters: train LoRA adapters on a frozen base, instead of the whole model.
         preferences: learn by DPO to prefer the text's own continuations to those of other places.
+        model: a pretrained model, which is trained in place of one of ``shape``: a folder in the clone, or a name that
+            ``from_pretrained`` takes. The text is then the docstrings of PyTorch.
     """
 
     shape: ModelShape
@@ -153,6 +155,7 @@ class Recipe:
     text: Literal["code", "documentation"] = "code"
     adapters: bool = False
     preferences: bool = False
+    model: str | None = None
 
     def rate_at(self, step: int) -> float:
         """Return the learning rate of a step over the highest: it rises linearly, then falls to a tenth as a cosine."""
