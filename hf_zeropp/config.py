@@ -78,7 +78,7 @@ class ZeroPPConfig:
         hpz_bits: bits per weight of the secondary shard that deltas are added to: None (the compute dtype) or 8. Without
             deltas a secondary shard is kept in the form in which it crossed the nodes.
         qgz_bits: bits per gradient across nodes: one of ``GRADIENT_BITS``, or None (the reduce dtype, unquantized). 3 bits send a
-            quarter less than 4, at twice the error; see ``scripts/results/real_model.md`` before you choose them.
+            quarter less than 4, at 2.4 times the error; see ``scripts/results/real_model.md`` before you choose them.
         qgz_intra_bits: bits per gradient within a node: one of ``NODE_GRADIENT_BITS``, None (the reduce dtype, unquantized), or
             ``"auto"``: None on accelerators, 8 on CPU.
         qgz_until: fraction of training, 0 to 1, during which gradients are quantized (the paper trains the

@@ -161,7 +161,8 @@ ZEROPP_HD BFloat16 encode_scale(uint32_t amax, int64_t bits) {
   return round_scale(amax, float_of(amax) / static_cast<float>(largest_level_of(bits)));
 }
 
-// What an element is divided by, to be rounded: half a scale where codes are roots.
+// Encoding divides each element by this step and rounds the quotient. The step is half a scale where codes are roots, and the
+// scale in all other widths.
 ZEROPP_HD float step_of(BFloat16 scale, int64_t bits) { return has_roots(bits) ? 0.5f * to_float(scale) : to_float(scale); }
 
 // Do a block's elements have codes? Under the scales 0 and NaN all codes are 0.

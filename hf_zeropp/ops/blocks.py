@@ -34,7 +34,7 @@ from hf_zeropp.ops.format import CODES_AT_A_BYTE, LARGEST_LEVEL, ROOT_WIDTHS, SC
 # With 15 evenly spaced levels all that is under a fourteenth of a block's largest element becomes zero: a quarter of the
 # gradients of a trained language model. Adam divides each gradient by its own size, so the small ones move their weights as far
 # as the large ones do, and those weights would stay where they are. Squares lie densely near zero: with 15 of them one gradient
-# in a hundred becomes zero. The error is halved as well, since few gradients are near the largest of their block.
+# in a hundred becomes zero. The error falls by two fifths as well, since few gradients are near the largest of their block.
 #
 # A code changes where sqrt(|x| / scale) passes k + 1/2, that is where x / (scale / 2) passes 2 k^2 + 2 k + 1/2. This is a
 # half-integer, so nothing is lost by rounding to an integer first, and then no root is ever near to where its rounding changes.

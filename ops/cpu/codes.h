@@ -63,7 +63,7 @@ void look_up_nibbles(const uint8_t* __restrict in, int64_t n, int8_t* __restrict
   for (; i < n; i += 2) memcpy(levels + i, kPairs.at[in[i / 2]], 2);
 }
 
-// Of the wire.
+// The levels of INT4 codes of the wire: a code c stands for c |c| scales.
 struct SquareLevels {
   static constexpr int8_t at[16] = {0, 1, 4, 9, 16, 25, 36, 49, -64, -49, -36, -25, -16, -9, -4, -1};
 };

@@ -36,7 +36,8 @@ __device__ inline int8_t code_of(const uint8_t* codes, int bits, int64_t index) 
 __device__ inline float decode_element(const uint8_t* wire, const Part& part, const Layout& layout, int64_t index) {
   if (part.bits == 0) return load_element(wire + part.codes, layout.raw_dtype, index);
   const int8_t code = code_of(wire + part.codes, static_cast<int>(part.bits), index);
-  return decode(static_cast<int8_t>(level_of(code, part.bits)), to_float(scale_of(wire, part, static_cast<int>(layout.block), index)));
+  const BFloat16 scale = scale_of(wire, part, static_cast<int>(layout.block), index);
+  return decode(static_cast<int8_t>(level_of(code, part.bits)), to_float(scale));
 }
 
 // The largest magnitude among value_of(begin) .. value_of(end - 1). Every lane gets it.

@@ -1,4 +1,4 @@
-"""What do few bits for gradients cost the first steps of Adam, on a trained model, by the levels that codes stand for?
+"""How much of Adam's progress is lost if gradients are rounded to few bits? Compares sets of levels on a trained model.
 
     bash scripts/real_model.sh
     python scripts/benchmarks/measure_gradients.py
@@ -14,9 +14,9 @@ Some blocks of the model are followed, and every 16th run of 16 rows of its embe
 from __future__ import annotations
 
 import argparse
-import functools
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -58,7 +58,7 @@ class Form(NamedTuple):
     """How gradients are rounded in the two hops of a reduction; None rounds nothing."""
 
     cross: Rounding | None
-    node: Rounding | None = functools.partial(own_codes, bits=8)
+    node: Rounding | None = partial(own_codes, bits=8)
 
     def reduce(self, gradients: list[Tensor]) -> Tensor:
         """Return the sum over ranks, in rank order, rounded as in two hops."""
@@ -72,29 +72,28 @@ def forms() -> dict[str, Form]:
     even = torch.linspace(0, 1, 8)
     e2m1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6]) / 6
     powers = torch.tensor([0, *(2.0**-k for k in range(6, -1, -1))])
-    root = functools.partial(own_codes, bits=4)
-    other = functools.partial
+    root = partial(own_codes, bits=4)
     return {
         "exact": Form(None, None),
-        "8 bits": Form(other(own_codes, bits=8)),
+        "8 bits": Form(partial(own_codes, bits=8)),
         "**4 bits, roots: the package's**": Form(root),
         "the same, 16 bits within nodes": Form(root, None),
         "the same in both hops, as `paper`": Form(root, root),
-        "4 bits, roots, block 64": Form(other(own_codes, bits=4, block=64)),
-        "4 bits, evenly spaced": Form(other(other_levels, levels=even)),
-        "4 bits, evenly spaced, block 32": Form(other(other_levels, levels=even, block=32)),
-        "5 bits, evenly spaced": Form(other(other_levels, levels=torch.linspace(0, 1, 16))),
-        "4 bits, E2M1 (as MXFP4 and NVFP4)": Form(other(other_levels, levels=e2m1)),
-        "4 bits, E2M1, block 32": Form(other(other_levels, levels=e2m1, block=32)),
-        "4 bits, nearest square": Form(other(other_levels, levels=even**2)),
-        "4 bits, powers of two": Form(other(other_levels, levels=powers)),
-        "3 bits, roots": Form(other(own_codes, bits=3)),
-        "3 bits, evenly spaced": Form(other(other_levels, levels=torch.linspace(0, 1, 4))),
+        "4 bits, roots, block 64": Form(partial(own_codes, bits=4, block=64)),
+        "4 bits, evenly spaced": Form(partial(other_levels, levels=even)),
+        "4 bits, evenly spaced, block 32": Form(partial(other_levels, levels=even, block=32)),
+        "5 bits, evenly spaced": Form(partial(other_levels, levels=torch.linspace(0, 1, 16))),
+        "4 bits, E2M1 (as MXFP4 and NVFP4)": Form(partial(other_levels, levels=e2m1)),
+        "4 bits, E2M1, block 32": Form(partial(other_levels, levels=e2m1, block=32)),
+        "4 bits, nearest square": Form(partial(other_levels, levels=even**2)),
+        "4 bits, powers of two": Form(partial(other_levels, levels=powers)),
+        "3 bits, roots": Form(partial(own_codes, bits=3)),
+        "3 bits, evenly spaced": Form(partial(other_levels, levels=torch.linspace(0, 1, 4))),
     }
 
 
 class Followed:
-    """What Adam makes of one form's gradients, and what that is worth."""
+    """The moments of Adam under one form, and the progress that its updates make."""
 
     def __init__(self, form: Form) -> None:
         self.form = form
