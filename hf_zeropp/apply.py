@@ -48,6 +48,7 @@ from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.plan import Plan, agree, check_all_served, require_process_group
+from hf_zeropp.step_record import record_steps
 from hf_zeropp.traffic import (
     GATHER_CROSS,
     GATHER_NODE,
@@ -107,6 +108,7 @@ def apply_zeropp(
         _warn_of_unread(handle)
     setattr(model, _HANDLE, handle)
     _handles.add(handle)
+    record_steps(handle)
     give_gloo_time_at_exit()
     return handle
 

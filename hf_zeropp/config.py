@@ -28,7 +28,9 @@ ENV_ENABLED = "ZEROPP_ENABLED"
 """The switch that goes over all settings: see ``is_enabled``."""
 BLOCK = "zeropp_config"
 """The key under which a file of another program (Accelerate's) holds our settings."""
-ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, "ZEROPP_KERNELS"})
+ENV_RECORD = "ZEROPP_RECORD"
+"""The folder for records of steps: see ``step_record.py``."""
+ENV_OTHER = frozenset({ENV_CONFIG_FILE, ENV_CHECK, ENV_ENABLED, ENV_RECORD, "ZEROPP_KERNELS"})
 """Variables with our prefix that are not fields of the config."""
 
 _SWITCH_WORDS = {**dict.fromkeys(("1", "true", "yes", "on"), True), **dict.fromkeys(("0", "false", "no", "off"), False)}

@@ -22,7 +22,6 @@ import runpy
 import sys
 
 from hf_zeropp.integrations.launch.unmodified import check_use, put_in_force
-from hf_zeropp.integrations.tune import ENV_TRIAL
 
 USAGE = "usage: python -m hf_zeropp.run [-m] SCRIPT [ARGUMENTS]"
 
@@ -35,15 +34,6 @@ def main(arguments: list[str] | None = None) -> None:
         ValueError: the script has trained, and never under ZeRO++.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if ENV_TRIAL in os.environ:  # ``hf-zeropp tune`` has started this job
-        from hf_zeropp.integrations.tune.trial import try_out
-
-        try_out(lambda: _main(arguments))
-    else:
-        _main(arguments)
-
-
-def _main(arguments: list[str]) -> None:
     is_module = arguments[:1] == ["-m"]
     target, *rest = arguments[is_module:] or [""]
     if not target:

@@ -18,7 +18,6 @@ SUBSET=(
     tests/fsdp/test_happens_before.py
     tests/integrations/test_accelerate.py tests/integrations/test_quantizer.py tests/integrations/test_trainer.py
     tests/integrations/test_trainer_checkpoints.py tests/test_generation.py tests/rollouts/test_publishing.py
-    tests/integrations/test_tune_traces.py
 )
 
 python_of() {

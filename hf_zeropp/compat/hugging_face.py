@@ -52,7 +52,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "such a script trains without ZeRO++, and the first optimizer step raises."),
     # Transformers: the Trainer
     # The list could stay importable while the Trainer takes its defaults from elsewhere, so its code is searched.
-    reads("transformers.trainer:Trainer", "DEFAULT_CALLBACKS", "integrations.trainer integrations.tune.trial",
+    reads("transformers.trainer:Trainer", "DEFAULT_CALLBACKS", "integrations.trainer",
         "A callback in this list logs ZeRO++'s figures ahead of the trackers, and serves scripts that pass no "
         "callback. If it moved: trackers receive no figures, and a Trainer without a ZeroPPCallback trains without "
         "ZeRO++.", silent=True),

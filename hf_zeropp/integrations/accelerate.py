@@ -52,6 +52,7 @@ from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.accelerate_checkpoints import patch_checkpoints
 from hf_zeropp.integrations.accelerate_frozen import patch_prepare, prepare_frozen
 from hf_zeropp.integrations.wrap_policy import block_names
+from hf_zeropp.step_record import record_steps
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +196,7 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         check_seams()
         if not is_enabled():
             self.zeropp = False
+            record_steps()
         if self.zeropp is not False:
             self.zeropp = ZeroPPConfig.resolve(self.zeropp)
         self._require_fsdp2()

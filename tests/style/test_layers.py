@@ -36,6 +36,7 @@ LAYERS = [
     "plan",
     "announcement",
     "handle",
+    "step_record",
     "apply",
     "generation",
     "integrations",

@@ -31,6 +31,7 @@ from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_ranks_meet, launcher_says
+from hf_zeropp.step_record import record_steps
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,8 @@ def put_in_force(settings: Settings = None) -> None:
     if is_enabled():
         ZeroPPConfig.resolve(settings)  # a mistake shows before the script has loaded anything
         _watch_first_steps()
+    else:
+        record_steps()
     # Importing the module puts the callback among the Trainer's defaults. It is imported here and not above, because that
     # takes a second, and wrong settings should be refused before.
     from hf_zeropp.integrations.trainer import serve_scripts

@@ -1,9 +1,5 @@
-"""``hf-zeropp tune``: try a user's own job under several settings for a few steps each, and say which is fastest.
+"""``hf-zeropp tune``: start a user's own command under several settings, and say which is fastest.
 
-``command.py`` is the command and ``search.py`` the order of its trials. ``launches.py`` starts one trial and ends it. In
-the ranks ``trial.py`` counts and measures steps, and ``traces.py`` notes what a script writes, so that nothing of
-it stays. ``verdict.py`` compares what was measured, and ``report.py`` prints it.
+``command.py`` is the command, and the order of its trials. ``trial.py`` starts the job once and reads what its ranks recorded
+(``hf_zeropp/step_record.py``). ``report.py`` compares trials and prints them.
 """
-
-ENV_TRIAL = "HF_ZEROPP_TRIAL"
-"""The variable that orders a trial from the ranks. It lacks the prefix of settings, since it is none."""

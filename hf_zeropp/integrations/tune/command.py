@@ -6,25 +6,24 @@ import argparse
 import json
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from hf_zeropp.integrations.tune import report
-from hf_zeropp.integrations.tune.candidates import Candidate
-from hf_zeropp.integrations.tune.launches import command_of, has_config_file, launch
-from hf_zeropp.integrations.tune.search import Search
-from hf_zeropp.integrations.tune.trial import MIN_STEPS
-from hf_zeropp.integrations.tune.verdict import Measured
+from hf_zeropp.config import ZeroPPConfig
+from hf_zeropp.fsdp.weights.low_rates import lowest_rate
+from hf_zeropp.integrations.tune.report import Search, show, to_json
+from hf_zeropp.integrations.tune.trial import SKIPPED_STEPS, STOCK, TRIED, TrialError, start
 
 DESCRIPTION = (
-    "Run your own job for a few steps on stock FSDP2 and under the presets balanced, exact, half_model and min_traffic, with "
-    "other node hops and accumulation, and say which is fastest, or that none is faster than stock. The job is started as "
-    "`hf-zeropp launch` would start it, with the same flags, or by torchrun. No process and no checkpoint of a trial stays, and "
-    "no file that the script writes from Python, by safetensors, datasets or tokenizers. Caches stay, and so do files of "
-    "programs that the script starts. On several nodes run the same command on each, with its own rank, as for the job "
-    "itself: all try the same candidates in the same order."
+    "Start your own command on stock FSDP2 and under the presets balanced, exact, half_model and min_traffic, in turns, and say "
+    "which is fastest, or that none is faster than stock. The command stays as it is, with its launcher. Say in the script's own "
+    "words that it ends soon, without evaluation and checkpoints, and give it a seed. {folder} in the command stands for a "
+    "temporary folder of the trial: "
+    "hf-zeropp tune hf-zeropp launch --config_file FILE train.py --max_steps 12 --output_dir {folder}. "
+    f"The first {SKIPPED_STEPS} steps are not measured. On several nodes run the same on each, as for the job itself."
 )
 
 
@@ -38,54 +37,70 @@ def tune(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # it ends the command as Ctrl-C does
     try:
         with tempfile.TemporaryDirectory(prefix="hf-zeropp-tune-") as folder:
-            search = _search(args.job, args.steps, Path(folder))
-    except ValueError as error:
+            search = _search(args, Path(folder))
+    except TrialError as error:
         raise SystemExit(f"hf-zeropp tune: {error}") from error
     except KeyboardInterrupt:
-        raise SystemExit("hf-zeropp tune: interrupted. Nothing is left of the trials.") from None
-    has_file = has_config_file(args.job)
+        raise SystemExit("hf-zeropp tune: interrupted.") from None
     if args.json:
-        print(json.dumps(report.to_json(search, has_file=has_file), indent=1))
+        print(json.dumps(to_json(search), indent=1))
     else:
-        report.show(search, Console(), has_file=has_file)
+        show(search, Console())
 
 
-def _search(job: list[str], steps: int, folder: Path) -> Search:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+def _search(args: argparse.Namespace, folder: Path) -> Search:
+    """Start the job under each candidate, ``--rounds`` times in turns. What fails once is not tried again."""
+    search = Search()
+    columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-
-        def trial(candidate: Candidate) -> Measured:
-            task = progress.add_task(candidate.name, total=steps)
-            number = len(list(folder.iterdir()))
-
-            def on_step(done: int) -> None:
-                progress.update(task, completed=done)
-
-            ranks = launch(command_of(job, number), folder / str(number), candidate, steps, on_step)
-            return Measured.of(candidate, ranks)
-
-        search = Search(trial)
-        search.run()
+        line = progress.add_task("")
+        for number, name in enumerate((STOCK, *TRIED) * args.rounds):
+            if name in search.failed or _is_refused(search, name):
+                continue
+            time.sleep(args.pause if number else 0)
+            progress.reset(line, description=name)
+            try:
+                trial = start(
+                    args.job, name, folder / str(number), lambda text: progress.update(line, description=text)
+                )
+            except TrialError as error:
+                if name == STOCK:
+                    raise TrialError(f"on stock FSDP2 {error}") from error
+                search.failed[name] = str(error)
+            else:
+                search.add(name, trial)
+    if not search.others:
+        name, why = next(iter(search.failed.items()))
+        raise TrialError(f"stock FSDP2 runs, but under {name} {why}")
     return search
+
+
+def _is_refused(search: Search, name: str) -> bool:
+    """Return whether a preset sends changes that are too coarse for the job's learning rate, and note it."""
+    lowest = 0.0 if name == STOCK else lowest_rate(ZeroPPConfig.preset(name))
+    if lowest and search.trials[STOCK][0].rate < lowest:
+        search.failed[name] = f"not tried, since it loses too much at learning rates under {lowest:g}"
+    return name in search.failed
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="hf-zeropp tune",
-        usage="hf-zeropp tune [--steps N] [--json] [launcher options] SCRIPT [script arguments]\n"
-        "       hf-zeropp tune [--steps N] [--json] torchrun [its options] SCRIPT [script arguments]",
+        usage="hf-zeropp tune [--rounds N] [--pause S] [--json] COMMAND ...",
         description=DESCRIPTION,
     )
-    parser.add_argument("--steps", type=int, default=10, help="The optimizer steps of each trial. The default is 10.")
+    parser.add_argument("--rounds", type=int, default=2, help="How often each candidate runs. The default is 2.")
+    parser.add_argument(
+        "--pause",
+        type=float,
+        default=5,
+        help="Seconds between two runs, for other nodes to end the first. The default is 5.",
+    )
     parser.add_argument("--json", action="store_true", help="Print JSON instead of the table.")
-    # Only flags in front are this command's: the launcher and the script may have some of the same names.
-    own = 0
-    while own < len(argv) and argv[own].partition("=")[0] in ("--steps", "--json", "-h", "--help"):
-        own += 2 if argv[own] == "--steps" else 1
-    args = parser.parse_args(argv[:own])
-    args.job = argv[own:]
+    parser.add_argument("job", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
     if not args.job:
-        parser.error("expected a script, as for `hf-zeropp launch`")
-    if args.steps < MIN_STEPS:
-        parser.error(f"--steps must be at least {MIN_STEPS}, since the first three are not measured, got {args.steps}")
+        parser.error("expected the command that starts the job")
+    if args.rounds < 1:
+        parser.error(f"--rounds must be at least 1, got {args.rounds}")
     return args

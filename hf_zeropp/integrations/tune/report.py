@@ -1,138 +1,160 @@
-"""The table of a search, its verdict in a sentence, and the lines to paste."""
+"""Trials are compared with stock: a table, a verdict in a sentence, and the lines to paste.
+
+A candidate counts as faster if three of four of its steps are shorter than three of four of stock's. Its losses must be stock's
+within ``TOLERANCE`` of the largest of them. Of those that pass, the one with the lowest median is recommended.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+import math
+import statistics
 from typing import Any
 
-import yaml
 from rich.console import Console
+from rich.table import Table
 
-from hf_zeropp.config import BLOCK, ENV_ENABLED, ENV_PREFIX, PRESETS, ZeroPPConfig
-from hf_zeropp.integrations.tune.search import Search
-from hf_zeropp.integrations.tune.verdict import TOLERANCE, Measured, best_of, difference, is_faster, refusal
+from hf_zeropp.config import BLOCK, ENV_ENABLED
+from hf_zeropp.integrations.tune.trial import DIFFERENT, STOCK, Trial, TrialError
 
-COLUMNS = {"s": 10, "middle half": 17, "x stock": 9, "across": 12, "within": 12, "peak": 9, "off by": 8}
-"""The figures of a candidate, and how wide they are printed. They stand below its name, so that 80 columns are enough."""
-NOTE = (
-    "s: median seconds of a step; between the next two lies the middle half of the steps. across, within: MB that a node "
-    "receives per step from other nodes, and its ranks from each other; of stock as rings carry them. peak: MB of the rank that "
-    f"holds most. off by: the largest difference of the loss to stock, which must be at most {TOLERANCE:.0%} of the largest. "
-    "faster: three of four steps are shorter than three of four of stock's."
-)
+TOLERANCE = 0.02
+"""The largest difference of losses, as a share of stock's largest. Default settings are off by 0.001 to 0.01 in a few steps."""
+SAME_SCRIPT = 0.002
+"""The largest mean difference, in the same share, of two trials of stock."""
 
 
-def show(search: Search, console: Console, *, has_file: bool) -> None:
-    """Print everything. ``has_file`` says that the job is launched with a config file, into which settings can be pasted."""
-    best = best_of(search.others, search.stocks)
+@dataclasses.dataclass
+class Search:
+    """The trials of all candidates.
 
-    def write(text: str, style: str = "", *, wraps: bool = True) -> None:
-        # ``soft_wrap`` leaves long lines whole, so that they can be pasted. Names may look like markup.
-        console.print(text, style=style, soft_wrap=not wraps, highlight=False, markup=False)
+    Attributes:
+        trials: by candidate, one of each round.
+        failed: why a candidate gave no measurement.
+    """
 
-    steps = len(search.stocks[0].seconds)
-    write(f"hf-zeropp tune: {steps} steps of each, and as many again of the fastest", "italic")
-    write(_in_columns(COLUMNS), "bold", wraps=False)
-    for one in (*search.stocks, *sorted(search.others, key=lambda other: other.median)):
-        style = "bold" if one is best else ""
-        verdict = _verdict(one, best, search)
-        write(f"{one.candidate.name}: {verdict}" if verdict else one.candidate.name, style)
-        write(_in_columns(_figures(one, search.stocks[0])), style, wraps=False)
-    for name, why in search.failed.items():
-        write(f"{name}: failed: {why}")
-    write(f"\n{NOTE}")
-    write(f"\n{sentence(search, best)}\n", "bold")
-    write(block(best, has_file=has_file), wraps=False)
+    trials: dict[str, list[Trial]] = dataclasses.field(default_factory=dict)
+    failed: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def add(self, name: str, trial: Trial) -> None:
+        """Add a trial.
+
+        Raises:
+            TrialError: it is one of stock, and nothing can be compared with it.
+        """
+        self.trials.setdefault(name, []).append(trial)
+        if name != STOCK:
+            return
+        first = self.trials[STOCK][0].losses
+        if not all(map(math.isfinite, trial.losses)):
+            raise TrialError("on stock FSDP2 a loss is not finite: nothing can be compared")
+        if not statistics.fmean(self._gaps(trial) or [0]) <= SAME_SCRIPT:
+            raise TrialError(
+                f"two starts on stock FSDP2 have different losses ({first[0]:.5g} and {trial.losses[0]:.5g} in the first step): "
+                "the script must train the same at each start, so give it a seed for model and data"
+            )
+
+    @property
+    def others(self) -> list[str]:
+        """The candidates that were measured, the fastest first."""
+        return sorted(self.trials.keys() - {STOCK} - self.failed.keys(), key=self.median)
+
+    @property
+    def best(self) -> str | None:
+        """The fastest candidate that is faster than stock and trains alike."""
+        return next((name for name in self.others if self.is_faster(name) and self.trains_alike(name)), None)
+
+    def median(self, name: str) -> float:
+        """Return the seconds of a step."""
+        return self.quartiles(name)[1]
+
+    def quartiles(self, name: str) -> list[float]:
+        """Return the seconds that a quarter, half and three quarters of the measured steps take at most."""
+        seconds = [second for trial in self.trials[name] for second in trial.seconds]
+        return statistics.quantiles(seconds, n=4, method="inclusive")
+
+    def is_faster(self, name: str) -> bool:
+        """Return whether three of four steps are shorter than three of four of stock's."""
+        return self.quartiles(name)[2] < self.quartiles(STOCK)[0]
+
+    def trains_alike(self, name: str) -> bool:
+        """Return whether the losses are stock's; True where the model returned none."""
+        return self.difference(name) <= TOLERANCE  # not so for NaN
+
+    def difference(self, name: str) -> float:
+        """Return the largest difference of losses to stock's, as a share of the largest of them; NaN where a loss is none."""
+        gaps = [gap for trial in self.trials[name] for gap in self._gaps(trial)]
+        # ``max`` would pass over a NaN that does not stand first.
+        return math.nan if any(map(math.isnan, gaps)) else max(gaps, default=0.0)
+
+    def _gaps(self, trial: Trial) -> list[float]:
+        stock = self.trials[STOCK][0].losses
+        largest = max(map(abs, stock), default=0.0) or 1.0
+        return [abs(ours - its) / largest for ours, its in zip(trial.losses, stock, strict=False)]
 
 
-def to_json(search: Search, *, has_file: bool) -> dict[str, Any]:
-    """Return what ``show`` prints, and the figures of all ranks behind it."""
-    best = best_of(search.others, search.stocks)
-    trials = [
-        {
-            "name": one.candidate.name,
-            "median": one.median,
-            "difference": difference(one, search.stocks[0]),
-            "verdict": _verdict(one, best, search),
-            **dataclasses.asdict(one),
+def show(search: Search, console: Console) -> None:
+    """Print the table, the verdict and the lines to paste."""
+    zero3 = max(trial.zero3 for trial in search.trials[search.others[0]]) / 1e6
+    title = f"Seconds per step, MB that enter this node per step (16-bit ZeRO-3: {zero3:.2f}), and loss beside stock's"
+    table = Table(box=None, title=title)
+    for column in ("", "s", "middle half", "x stock", "MB", "loss off", ""):
+        table.add_column(column, no_wrap=True)
+    for name in (STOCK, *search.others):
+        low, median, high = search.quartiles(name)
+        off_by = f"{search.difference(name):.2%}" if name != STOCK and search.trials[STOCK][0].losses else ""
+        times = f"{median:.3f}", f"{low:.3f}-{high:.3f}", f"{search.median(STOCK) / median:.2f}"
+        table.add_row(name, *times, _megabytes(search, name), off_by, _verdict(search, name))
+    console.print(table)
+    why_not = "\n".join(f"{name}: {why}" for name, why in search.failed.items())
+    for text in (why_not, f"{sentence(search)}\n", block(search)):
+        console.print(text, soft_wrap=True, markup=False, highlight=False)
+
+
+def to_json(search: Search) -> dict[str, Any]:
+    """Return what ``show`` prints, and the figures behind it."""
+    figures = {
+        name: {
+            "median": search.median(name),
+            "difference": search.difference(name),
+            "verdict": _verdict(search, name),
+            "trials": [dataclasses.asdict(trial) for trial in search.trials[name]],
         }
-        for one in (*search.stocks, *search.others)
-    ]
-    return {
-        "recommended": best and best.candidate.name,
-        "settings": best and best.config and settings_of(best.config),
-        "why": sentence(search, best),
-        "paste": block(best, has_file=has_file),
-        "trials": trials + [{"name": name, "failed": why} for name, why in search.failed.items()],
+        for name in (STOCK, *search.others)
     }
+    said = {"recommended": search.best, "why": sentence(search), "paste": block(search)}
+    return {**said, "candidates": figures, "failed": search.failed}
 
 
-def sentence(search: Search, best: Measured | None) -> str:
+def sentence(search: Search) -> str:
     """Return the verdict, and why."""
-    stock = min(search.stocks, key=lambda one: one.median)
-    if best is not None:
-        times = f"{best.median:.3g} s per step where stock FSDP2 takes {stock.median:.3g} s"
-        return f"{best.candidate.name}: {times} ({stock.median / best.median:.2f} x){_moved(best, stock)}."
-    if not search.passing:
-        return "Leave it off: every candidate is refused."
-    nearest = min(search.passing, key=lambda one: one.median)
+    stock_s = search.median(STOCK)
+    if best := search.best:
+        unseen = (
+            "" if search.trials[STOCK][0].losses else " The model returned no loss, so compare the losses yourself."
+        )
+        times = f"{search.median(best):.3g} s per step where stock FSDP2 takes {stock_s:.3g} s"
+        return f"{best}: {times} ({stock_s / search.median(best):.2f} x).{unseen}"
+    nearest = search.others[0]
     return (
-        f"Leave it off: no candidate that is not refused is faster than stock FSDP2 beyond the spread of the steps "
-        f"({stock.median:.3g} s; {nearest.candidate.name}: {nearest.median:.3g} s)."
+        "Leave it off: no candidate that trains alike is faster than stock FSDP2 beyond the spread of the steps "
+        f"({stock_s:.3g} s; {nearest}: {search.median(nearest):.3g} s)."
     )
 
 
-def _moved(best: Measured, stock: Measured) -> str:
-    """Return the bytes as a part of the sentence. They are the reason only where they are fewer."""
-    word = "since" if best.cross_node < stock.cross_node else "while"
-    return f", {word} {best.cross_node / 1e6:.2f} MB enter a node per step in place of {stock.cross_node / 1e6:.2f}"
-
-
-def block(best: Measured | None, *, has_file: bool) -> str:
-    """Return what to paste, in the form in which the job gets its settings."""
-    if best is None or best.config is None:
+def block(search: Search) -> str:
+    """Return what to paste into the job's config file, or its shell. All other settings stay the user's."""
+    if search.best is None:
         return f"export {ENV_ENABLED}=0"
-    settings = settings_of(best.config)
-    if best.about["in_python"]:  # settings of the script are used alone
-        return f"zeropp={settings!r}"
-    if has_file:
-        return yaml.safe_dump({BLOCK: settings}, sort_keys=False).rstrip()
-    values = {name: "none" if value is None else value for name, value in settings.items()}
-    return "\n".join(f"export {ENV_PREFIX}{name.upper()}={value}" for name, value in values.items())
+    return f"{BLOCK}:\n  preset: {search.best}  # in place of {' and '.join(DIFFERENT)}"
 
 
-def settings_of(config: ZeroPPConfig) -> dict[str, Any]:
-    """Return the shortest settings that give this config: the nearest preset, and what goes over it."""
-
-    def beside(preset: str) -> dict[str, Any]:
-        base = ZeroPPConfig.preset(preset).to_dict()
-        return {name: value for name, value in config.to_dict().items() if value != base[name]}
-
-    preset = min(PRESETS, key=lambda name: (len(beside(name)), name != "balanced"))
-    return {"preset": preset, **beside(preset)}
-
-
-def _figures(one: Measured, stock: Measured) -> Sequence[str]:
-    low, high = one.quartiles
-    return (
-        f"{one.median:.3f}",
-        f"{low:.3f}-{high:.3f}",
-        f"{stock.median / one.median:.2f}",
-        f"{one.cross_node / 1e6:.2f}",
-        f"{one.intra_node / 1e6:.2f}",
-        f"{one.memory / 1e6:.0f}",
-        f"{difference(one, stock):.2%}" if one is not stock else "",
-    )
-
-
-def _in_columns(texts: Iterable[str]) -> str:
-    return "".join(text.rjust(width) for text, width in zip(texts, COLUMNS.values(), strict=True))
-
-
-def _verdict(one: Measured, best: Measured | None, search: Search) -> str:
-    if one in search.stocks:
+def _verdict(search: Search, name: str) -> str:
+    if name == STOCK:
         return ""
-    if why := refusal(one, search.stocks[0]):
-        return f"refused, since {why}"
-    return "recommended" if one is best else "faster" if is_faster(one, search.stocks) else "not faster"
+    if not search.trains_alike(name):
+        return "refused: the loss differs"
+    return "recommended" if name == search.best else "faster" if search.is_faster(name) else "not faster"
+
+
+def _megabytes(search: Search, name: str) -> str:
+    return "" if name == STOCK else f"{statistics.fmean(trial.received for trial in search.trials[name]) / 1e6:.2f}"

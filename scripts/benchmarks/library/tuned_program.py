@@ -1,11 +1,13 @@
-"""The program that ``bench_tune.py`` lets ``hf-zeropp tune`` try: the model and the steps of ``TrainingRun``, without an end."""
+"""The program that ``bench_tune.py`` lets ``hf-zeropp tune`` try: the model and the steps of ``TrainingRun``."""
 
 import sys
 
+from hf_zeropp import ZeroPPConfig
 from library.training_run import TrainingRun
 from library.variants import ModelShape, Variant
 
-micro_steps, learning_rate, sequence_length, *sizes = map(float, sys.argv[1:])
-run = TrainingRun(Variant("own", zeropp={}), ModelShape(*map(int, sizes)), 1, int(sequence_length), learning_rate)
-while True:
+steps, micro_steps, learning_rate, sequence_length, *sizes = map(float, sys.argv[1:])
+variant = Variant("of the environment", zeropp=ZeroPPConfig.from_env().to_dict())
+run = TrainingRun(variant, ModelShape(*map(int, sizes)), 1, int(sequence_length), learning_rate)
+for _ in range(int(steps)):
     run.take_step(int(micro_steps))
