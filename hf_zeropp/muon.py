@@ -11,7 +11,8 @@ With Y nodes and matrices of M bytes in bf16, a node sends 2 M (Y-1)/Y² in a st
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+import logging
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,7 +24,11 @@ from torch.optim._muon import _adjust_lr, _zeropower_via_newtonschulz
 
 from hf_zeropp.dtensors import local_part, with_local_part
 
+logger = logging.getLogger(__name__)
+
 Orthogonalize = Callable[[torch.Tensor], torch.Tensor]
+_OF_WHOLE_MATRICES = ("muon", "shampoo", "soap", "dion")
+"""Parts of the names of optimizers that need all of a matrix to update a part of it."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -37,6 +42,9 @@ class Muon(torch.optim.Optimizer):
         params: matrices, or groups of parameters.
         lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as in ``torch.optim.Muon``. AdamW's
             groups without a value of their own take ``lr`` and ``weight_decay`` as well.
+
+    Attributes:
+        received: bytes that this rank received in the last step, by the rank of the world that sent them.
 
     Raises:
         ValueError: a group without AdamW has a parameter that is no matrix, one that several dimensions of a mesh shard, or a
@@ -64,6 +72,7 @@ class Muon(torch.optim.Optimizer):
         self._muon_defaults = {"algorithm": "muon", **settings, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn}
         # In each step it is given this optimizer's groups and states anew: loading a state, and Accelerate, replace those.
         self._adamw = torch.optim.AdamW([torch.zeros(1)])
+        self.received: Counter[int] = Counter()
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})
 
     @classmethod
@@ -93,7 +102,11 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # PyTorch's optimizers name what a copy and a pickle take with them, and leave out attributes of a subclass.
-        return super().__getstate__() | {"_muon_defaults": self._muon_defaults, "_adamw": self._adamw}
+        return super().__getstate__() | {
+            "_muon_defaults": self._muon_defaults,
+            "_adamw": self._adamw,
+            "received": self.received,
+        }
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, with the defaults of its algorithm."""
@@ -117,6 +130,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.received.clear()
         for group in self.param_groups:
             if group["algorithm"] == "muon":
                 self._step_matrices(group)
@@ -146,7 +160,7 @@ class Muon(torch.optim.Optimizer):
                 by_group[sharded.group].append(sharded)
         lr = float(group["lr"])
         for process_group, sharded_params in by_group.items():
-            for (param, *_), update in _orthogonalized(sharded_params, process_group, orthogonalize):
+            for (param, *_), update in _orthogonalized(sharded_params, process_group, orthogonalize, self.received):
                 adjusted = _adjust_lr(lr, group["adjust_lr_fn"], param.shape[-2:])
                 # The weight is written as the tensor that FSDP2 knows: writes to its local part would move another counter.
                 param.mul_(1 - lr * group["weight_decay"])
@@ -166,6 +180,20 @@ class Muon(torch.optim.Optimizer):
         )
 
 
+def warn_of_gathers(optimizer: torch.optim.Optimizer) -> None:
+    """Tell a user, on rank 0, of an optimizer whose class is known to gather sharded matrices in each step."""
+    name, module = type(optimizer).__name__, type(optimizer).__module__.partition(".")[0]
+    is_known = any(word in name.casefold() for word in _OF_WHOLE_MATRICES) and not isinstance(optimizer, Muon)
+    if is_known and dist.get_rank() == 0:
+        logger.warning(
+            "%s of %s computes with whole matrices, which are sharded here: it gathers them over all ranks in each step, by "
+            "collectives of its own. torch.optim.Muon sends 24 times the bytes of a step with AdamW "
+            "(scripts/results/optimizers.md). For Muon use hf_zeropp.Muon, which computes the same and sends 2.2 times.",
+            name,
+            module,
+        )
+
+
 class _Sharded(NamedTuple):
     """A parameter, the dimension that is sharded and the ranks over which, None for whole matrices, and the rank's update."""
 
@@ -176,7 +204,7 @@ class _Sharded(NamedTuple):
 
 
 def _orthogonalized(
-    params: Sequence[_Sharded], group: dist.ProcessGroup | None, orthogonalize: Orthogonalize
+    params: Sequence[_Sharded], group: dist.ProcessGroup | None, orthogonalize: Orthogonalize, received: Counter[int]
 ) -> Iterator[tuple[_Sharded, torch.Tensor]]:
     """Yield each parameter with this rank's part of its orthogonalized update.
 
@@ -192,12 +220,12 @@ def _orthogonalized(
     # largest of all rounds. All ranks find the same order: sizes are those of whole matrices, and equals stay as they stood.
     in_order = sorted(params, key=lambda sharded: -sharded.param.numel())
     rounds = [in_order[start : start + group.size()] for start in range(0, len(in_order), group.size())]
-    travelling = [_Round(matrices, group, number % 2 == 1) for number, matrices in enumerate(rounds[:1])]
+    travelling = [_Round(matrices, group, received, from_behind=False) for matrices in rounds[:1]]
     returning: list[_Round] = []
     for number in range(len(rounds)):
         here = travelling.pop()
         if number + 1 < len(rounds):
-            travelling.append(_Round(rounds[number + 1], group, number % 2 == 0))
+            travelling.append(_Round(rounds[number + 1], group, received, from_behind=number % 2 == 0))
         here.send_back(orthogonalize)
         for done in returning:
             yield from done.received()
@@ -211,11 +239,15 @@ class _Round:
     Args:
         params: the matrices. The first belongs to rank 0, or to the last rank where ``from_behind``.
         group: the ranks.
+        received: to which the bytes are added, by the rank of the world that sent them.
         from_behind: as above.
     """
 
-    def __init__(self, params: Sequence[_Sharded], group: dist.ProcessGroup, from_behind: bool) -> None:
+    def __init__(
+        self, params: Sequence[_Sharded], group: dist.ProcessGroup, received: Counter[int], *, from_behind: bool
+    ) -> None:
         self._group = group
+        self._received = received
         owners = [group.size() - 1 - place if from_behind else place for place in range(len(params))]
         self._by_owner = [sharded for _, sharded in sorted(zip(owners, params, strict=True), key=lambda pair: pair[0])]
         self._to_owners = [0] * group.size()
@@ -254,6 +286,8 @@ class _Round:
     ) -> dist.Work:
         work = dist.all_to_all_single(output, wire, output_sizes, sizes, group=self._group, async_op=True)
         assert work is not None  # every rank is a member of the group over which its parameters are sharded
+        for rank, size in zip(dist.get_process_group_ranks(self._group), output_sizes, strict=True):
+            self._received[rank] += size * output.element_size()
         return work
 
 

@@ -151,9 +151,6 @@ class Traffic:
         micro_steps: backward passes since the last ``reset``.
         rollouts: what this rank received since the last ``reset`` while it generated, or fed an inference engine. The counts
             by collective include it.
-        others: what this rank received since the last ``reset`` in collectives that this package neither runs nor replaces, by
-            kind: of expert and tensor parallelism, of clipping, of trackers. They are counted in two early steps, and are no
-            part of the other counts.
     """
 
     def __init__(
@@ -179,18 +176,15 @@ class Traffic:
         self._has_stepped = False  # since the last backward pass began
         self._counts: dict[str, Bytes] = defaultdict(Bytes)
         self.rollouts = Bytes()
-        self.others: dict[str, Bytes] = {}
 
     def begin_backward(self) -> None:
         """Note that a backward pass begins, whose gradients make another step."""
         self._has_stepped = False
 
-    def end_optimizer_step(self) -> bool:
-        """Count a step, unless another optimizer's was counted for the same gradients. Return whether it was."""
-        is_first = not self._has_stepped
-        self.steps += is_first
+    def end_optimizer_step(self) -> None:
+        """Count a step, unless another optimizer's was counted for the same gradients."""
+        self.steps += not self._has_stepped
         self._has_stepped = True
-        return is_first
 
     def record(self, collective: str, received: Bytes) -> None:
         """Add what this rank received in a collective of that name."""
@@ -198,9 +192,12 @@ class Traffic:
         if self._is_in_rollout:
             self.rollouts.add(received)
 
-    def record_other(self, collective: str, received: Bytes) -> None:
-        """Add what this rank received in a collective that this package neither runs nor replaces."""
-        self.others.setdefault(collective, Bytes()).add(received)
+    def record_senders(self, collective: str, received: Mapping[int, int]) -> None:
+        """Add the bytes that this rank received in a collective, by the rank of the world that sent them."""
+        rank, num_ranks = dist.get_rank(), self.ranks_per_node
+        from_node = {other: count for other, count in received.items() if other // num_ranks == rank // num_ranks}
+        intra_node = sum(from_node.values()) - from_node.get(rank, 0)
+        self.record(collective, Bytes(1, intra_node, sum(received.values()) - sum(from_node.values())))
 
     @contextmanager
     def in_rollout(self) -> Iterator[None]:
@@ -274,14 +271,6 @@ class Traffic:
         if self.cross_node_bytes:
             saving = self.zero3_bytes_per_step() / self.cross_node_bytes_per_step
             table.add_row("saving", "", "", f"{saving:.2f}x", "")
-        if self.others:
-            table.add_section()
-            table.caption = (
-                "In the last section: collectives of the model (expert and tensor parallelism), of clipping and of the script. "
-                "They were counted in two steps, and are not in the total."
-            )
-        for name, count in sorted(self.others.items()):
-            self._add_row(table, name, count)
         return table
 
     def _add_row(self, table: Table, name: str, count: Bytes, predicted: str = "", *, shows_calls: bool = True) -> None:

@@ -132,17 +132,8 @@ PYTORCH: tuple[Seam, ...] = (
     has("torch.ops:aten.add.Tensor", "_schema", "frozen.weight",
         "Whether an operator writes to its argument."),
     called("torch.utils._pytree", "tree_map tree_leaves tree_map_only",
-        "frozen.weight fsdp.gradients.pending fsdp.collective_watch",
+        "frozen.weight fsdp.gradients.pending",
         "Tensors and their subclasses among the nested arguments of an operator."),
-    has("torch.ops:c10d",
-        "alltoall_ alltoall_base_ allgather_ _allgather_base_ allgather_coalesced_ allgather_into_tensor_coalesced_ "
-        "reduce_scatter_ _reduce_scatter_base_ reduce_scatter_tensor_coalesced_ allreduce_ allreduce_coalesced_ broadcast_ "
-        "reduce_ gather_ scatter_ recv_ recv_any_source_", "fsdp.collective_watch",
-        "The operators that all collectives come down to. One that moved is not counted among what others send."),
-    called("torch:_C", "_dispatch_keyset_full_after DispatchKey", "fsdp.collective_watch",
-        "Where operators go that a kernel of this package has looked at."),
-    called("torch:ScriptObject", "_type", "fsdp.collective_watch",
-        "Whether an argument of a collective is its group."),
     sets("torch.distributed.tensor:DTensor", "_local_tensor", "fsdp.units",
         "The local tensor itself, which `to_local` returns a view of, through autograd."),
     has("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "frozen.weight",

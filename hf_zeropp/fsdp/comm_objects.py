@@ -41,29 +41,10 @@ def names_unit(method: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(method)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        with of_this_package(), naming(args[0].unit):  # type: ignore[attr-defined]  # ``self``
+        with naming(args[0].unit):  # type: ignore[attr-defined]  # ``self``
             return method(*args, **kwargs)
 
     return run
-
-
-_depth = 0  # of calls of comm objects, and of blocks that count as such
-
-
-@contextmanager
-def of_this_package() -> Iterator[None]:
-    """Mark the collectives that run inside as this package's own, so that they are not counted as those of others."""
-    global _depth
-    _depth += 1
-    try:
-        yield
-    finally:
-        _depth -= 1
-
-
-def is_of_this_package() -> bool:
-    """Return whether a comm object is at work, which counts its bytes itself, or ``of_this_package`` is in force."""
-    return _depth > 0
 
 
 class CommObject(ABC):

@@ -39,11 +39,12 @@ from hf_zeropp.fsdp.gradients.plain import PlainParameters
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.withheld import give_everywhere
 from hf_zeropp.fsdp.run import Run
-from hf_zeropp.fsdp.step_traffic import StepTraffic
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import WeightGather, ZeroPPAllGather
 from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
+from hf_zeropp.muon import Muon, warn_of_gathers
+from hf_zeropp.traffic import OPTIMIZER
 
 # [Note: what ran]
 # Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
@@ -95,7 +96,6 @@ class Decisions:
         self.reduces: list[ZeroPPReduceScatter] = []
         self._run = run
         self._frozen = list(frozen)
-        self._others = StepTraffic(run.traffic)
         self._agreement = agreement
         self._node_group = run.mesh.topology.node_group
         # From a forward pass with gradients until the next question: [Note: what ran in a node]
@@ -130,8 +130,6 @@ class Decisions:
         # KeyboardInterrupt.
         while self._entered and not entrance.modules < self._entered[-1].modules:
             self._entered.pop()
-        if not self._entered and current_backward() == -1:
-            self._others.enter_pass(trains=torch.is_grad_enabled())
 
         # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
         # model of a container) would be in vain.
@@ -162,7 +160,6 @@ class Decisions:
         if entrance in self._entered:  # a pass may raise before it has entered, and a step ends what it runs in
             del self._entered[self._entered.index(entrance) :]
         if not self._entered:
-            self._others.leave_pass()
             self._run.schedule.finish()
 
     def invalidate(self) -> None:
@@ -387,17 +384,18 @@ class Decisions:
                 # The step begins now. If the weights have changed already, something else has written to them. With deltas
                 # that matters: after a step a delta is enough, and after any other write whole weights must cross.
                 gather.copy.freshness.before_step(has_closure=has_closure)
-        if reduces:
-            self._others.begin_step(optimizer)
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Count the step, and note that the optimizer changed the weights of the units whose parameters it holds."""
         held = _params_of(optimizer)
         if self._reduces_for(held):
-            self._others.end_step(optimizer)
+            self._run.traffic.end_optimizer_step()
+            if isinstance(optimizer, Muon):
+                self._run.traffic.record_senders(OPTIMIZER, optimizer.received)
             if not self._has_stepped:
                 self._has_stepped = True
                 warn_of_low_rate(self._run.config, optimizer)
+                warn_of_gathers(optimizer)
             self._run.micro_steps.end_step(self._run.config.qgz_until)
         for gather in self.gathers:
             if gather.unit.has_param_of(held):

@@ -14,9 +14,6 @@ ROLLOUT_CROSS_NODE = "zeropp/rollout_cross_node_gb_per_step"
 ROLLOUT_INTRA_NODE = "zeropp/rollout_intra_node_gb_per_step"
 """The part of these gigabytes that was received while the trained model generated, or fed an inference engine. Where copies are
 kept (hpZ), the next forward pass does not send them again."""
-OTHERS_CROSS_NODE = "zeropp/others_cross_node_gb_per_step"
-"""The gigabytes that a node received from other nodes in collectives of the model itself and of the script. They are counted in
-two early steps only, and are no part of ``CROSS_NODE``."""
 SAVING = "zeropp/saving_vs_zero3"
 
 _STEPS, _ZERO3 = "optimizer steps", "what a node would have received from other nodes under ZeRO-3"
@@ -54,8 +51,6 @@ class StepLog:
         names = [CROSS_NODE, INTRA_NODE]
         if grown[ROLLOUT_CROSS_NODE] or grown[ROLLOUT_INTRA_NODE]:
             names += [ROLLOUT_CROSS_NODE, ROLLOUT_INTRA_NODE]
-        if grown[OTHERS_CROSS_NODE]:
-            names.append(OTHERS_CROSS_NODE)
         entries = {name: grown[name] / grown[_STEPS] / 1e9 for name in names}
         # A ratio would divide by zero if no byte crossed nodes.
         if grown[CROSS_NODE]:
@@ -85,7 +80,6 @@ class StepLog:
             INTRA_NODE: sum(handle.traffic.intra_node_bytes for handle in self.handles),
             ROLLOUT_CROSS_NODE: trained.ranks_per_node * trained.rollouts.cross_node,
             ROLLOUT_INTRA_NODE: trained.ranks_per_node * trained.rollouts.intra_node,
-            OTHERS_CROSS_NODE: trained.ranks_per_node * sum(count.cross_node for count in trained.others.values()),
             # The function divides by ``max(steps, 1)``. The same factor gives the total, also before the first step.
             _ZERO3: trained.zero3_bytes_per_step() * max(trained.steps, 1),
         }

@@ -18,9 +18,7 @@ from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.fsdp.decisions import Decisions, Entrance
-from hf_zeropp.fsdp.step_traffic import StepTraffic
 from hf_zeropp.fsdp.weights.schedules import GathersTogether
-from hf_zeropp.traffic import Traffic
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 
@@ -207,8 +205,7 @@ def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
     model = nn.Sequential(nn.Sequential(nn.Identity(), nn.Identity()), nn.Sequential(nn.Identity()))
     asked, decisions = [], Decisions.__new__(Decisions)
     run = SimpleNamespace(schedule=GathersTogether())
-    others = StepTraffic(Traffic(1, 1))
-    vars(decisions).update(_entered=[], gathers=[], _ran=[], _is_generating=False, _run=run, _others=others)
+    vars(decisions).update(_entered=[], gathers=[], _ran=[], _is_generating=False, _run=run)
     decisions._agree_on_weights = lambda *args, **kwargs: asked.append(args[1])  # type: ignore[method-assign]
     decisions._may_part = lambda: False  # type: ignore[method-assign]
     places = entrances(model)

@@ -284,7 +284,6 @@ def replicas_of_nodes(rank: int) -> list[str]:
     # An all-reduce between two ranks receives as many bytes as it sums: half of the experts, in fp32.
     assert predicted.cross_node == 2 * DEPTH * 4 * NUM_EXPERTS // 2 * WIDTH**2
     assert (counted.calls, counted.cross_node) == (STEPS * predicted.calls, STEPS * predicted.cross_node)
-    assert not any("in passes" in name for name in handle.traffic.others), handle.traffic.others
     model.set_requires_all_reduce(False)
     handle.traffic.reset()
     train(model, handle, rank, steps=1)

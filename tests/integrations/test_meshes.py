@@ -12,7 +12,6 @@ from accelerate import ParallelismConfig
 from harness import RankError, announce, expect_errors, run_ranks, started_ranks
 from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from toy import full
 from trainer_runs import UNQUANTIZED, VOCAB, build_trainer, callback_of, losses, num_fsdp2_gathers, tiny_model
 from transformers import (
@@ -90,13 +89,12 @@ def train_each(rank: int, folder: str, saved: str, mesh: dict, ways: dict) -> di
             assert any(isinstance(module, FSDPModule) for module in model.modules())
             trainer = trained(folder, zeropp, model)
         handle = callback_of(trainer).handle
-        counted = predicted = others = None
+        counted = predicted = None
         if handle is not None and handle.is_active:
             counted, predicted = counted_and_predicted(trainer)
-            others = {name for name in handle.traffic.others if name.endswith("in passes")}
             # Experts that are whole on one rank are not sharded: there is nothing to gather.
             assert num_fsdp2_gathers(model) == (2 if mesh.get("ep_size") == WORLD else 0)
-        found[name] = losses(trainer), counted, predicted, others
+        found[name] = losses(trainer), counted, predicted
     return found
 
 
@@ -124,49 +122,6 @@ def tiny_experts(family: str = "qwen3_moe"):
         layers = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8}
         return GptOssForCausalLM(GptOssConfig(**sizes, **layers))
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, moe_intermediate_size=32, num_experts=8))
-
-
-def count_tokens(rank: int, folder: str, saved: str) -> tuple[dict, list[int]]:
-    """Train with experts across nodes. Return what was counted, and what the tokens of each step took that crossed nodes."""
-    allow_parallelism_on_cpu()
-    model = loaded(saved, EXPERT_MESHES["ep across nodes"] | {"ep_implementation": "all_to_all"})
-    arguments = {"fsdp": None, "max_grad_norm": 1.0, "max_steps": 5, "gradient_accumulation_steps": 2}
-    trainer = build_trainer(folder, FOUR_NODES, model=model, **arguments)
-    known = [0] * arguments["max_steps"]
-
-    def crossing(sizes: list[int], group: dist.ProcessGroup) -> int:
-        ranks = dist.get_process_group_ranks(group)
-        return sum(size for other, size in zip(ranks, sizes, strict=True) if other // 2 != rank // 2)
-
-    def exchange(tokens, received, sent, group, original=expert_parallel.all_to_all_single_autograd):
-        # The backward pass sends gradients the other way.
-        rows = crossing(received, group) + crossing(sent, group)
-        known[trainer.state.global_step] += rows * tokens.shape[-1] * tokens.element_size()
-        return original(tokens, received, sent, group)
-
-    def tell_sizes(received, sent, group, original=expert_parallel.all_to_all_single):
-        known[trainer.state.global_step] += crossing([sent.nbytes // group.size()] * group.size(), group)
-        return original(received, sent, group=group)
-
-    with (
-        mock.patch.object(expert_parallel, "all_to_all_single_autograd", exchange),
-        mock.patch.object(expert_parallel, "all_to_all_single", tell_sizes),
-    ):
-        trainer.train()
-    assert not _get_current_dispatch_mode_stack()
-    return callback_of(trainer).handle.traffic.others, known
-
-
-def test_tokens_on_their_way_to_experts_and_clipping_are_counted(tmp_path):
-    """The second step stands for the first, and the smaller of the second and third for those that follow."""
-    saved = str(tmp_path / "model")
-    tiny_experts().save_pretrained(saved)
-    for others, known in run_ranks(count_tokens, WORLD, str(tmp_path), saved, limit_s=300):
-        assert min(known) > 0
-        later = [known[1] + known[2] + known[1] + 2 * known[index] for index in (1, 2)]
-        assert others["all-to-all, in passes"].cross_node in later
-        # Norms of dense weights and of experts: Transformers adds up both by all-reduces of a few bytes.
-        assert 0 < others["all-reduce, between passes"].cross_node < 10_000
 
 
 def train_adapters(rank: int, folder: str, saved: str) -> dict[str, tuple]:
@@ -261,16 +216,13 @@ def test_model_sharded_at_load(tmp_path, mesh):
         assert found["unquantized"][0] == pytest.approx(stock, rel=1e-6)
         assert found["defaults"][0] == pytest.approx(stock, rel=0.01) and found["defaults"][0] != stock
         for way in ("unquantized", "defaults"):
-            _, counted, predicted, others = found[way]
+            _, counted, predicted = found[way]
             assert counted == predicted
             across, within = (sum(each) for each in zip(*counted.values(), strict=True))
             # Where tensor parallelism takes a node, none of the ranks that hold the same part is beside another.
             assert across > 0 and (within > 0) == ("tp" not in mesh)
             assert ("reduce, replicas" in counted) == ("dp_replicate" in mesh)
             # Of what runs in passes only other parallelism, and units that stay FSDP2's, are not this package's.
-            assert ("all-reduce, in passes" in others) == ("tp" in mesh)
-            assert ("all-to-all, in passes" in others) == ("ep_size" in settings)
-            assert not others or "tp" in mesh or "ep_size" in settings
 
 
 KINDS = MESHES | {"fsdp x ep": EXPERT_MESHES["ep across nodes"]}
@@ -362,9 +314,9 @@ def test_other_families_of_experts(tmp_path, family, implementation):
     ways = {name: WAYS[name] for name in ("stock", "unquantized", "defaults")}
     for found in run_ranks(train_each, WORLD, str(tmp_path), saved, mesh, ways, limit_s=300):
         for way, bound in (("unquantized", 1e-6), ("defaults", 0.01)):
-            own, counted, predicted, others = found[way]
+            own, counted, predicted = found[way]
             assert own == pytest.approx(found["stock"][0], rel=bound)
-            assert counted == predicted and "all-to-all, in passes" in others
+            assert counted == predicted
 
 
 def train_with_idle_experts(rank: int, saved: str) -> dict[str, tuple]:

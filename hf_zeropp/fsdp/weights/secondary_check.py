@@ -27,7 +27,6 @@ import torch.distributed as dist
 from hf_zeropp.comm.exchange import words_of
 from hf_zeropp.comm.two_hops import Carrier, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
-from hf_zeropp.fsdp.comm_objects import of_this_package
 from hf_zeropp.fsdp.units import Unit
 
 TellFaults = Callable[[str, str], Sequence[str]]
@@ -157,8 +156,7 @@ class SecondaryCheck:
 
 def _all_of(own: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:
     values = [torch.empty_like(own) for _ in range(group.size())]
-    with of_this_package():
-        dist.all_gather(values, own, group=group)
+    dist.all_gather(values, own, group=group)
     return torch.stack(values).tolist()
 
 
