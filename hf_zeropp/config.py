@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
-from hf_zeropp.other_names import DEEPSPEED_BLOCK, REMOVED, hint, nearest, translate_deepspeed
+from hf_zeropp.other_names import DEEPSPEED_BLOCK, hint, nearest, translate_deepspeed
 from hf_zeropp.setting_checks import Check, flag, fraction, one_of, positive_int_or
 
 ENV_PREFIX = "ZEROPP_"
@@ -205,7 +205,6 @@ class ZeroPPConfig:
             raise TypeError(f"ZeRO++ settings must be a mapping, got {type(settings).__name__}: {settings!r}")
         valid = ("preset", *field_names())
         for key in settings:
-            _refuse_removed(key)
             if key not in valid:
                 raise ValueError(f"Unknown ZeRO++ setting {key!r}.{hint(str(key), valid)} Valid: {', '.join(valid)}.")
         settings = dict(settings)
@@ -394,7 +393,6 @@ def _env_settings(environ: Mapping[str, str]) -> dict[str, Any]:
         if not key.startswith(ENV_PREFIX) or key in ENV_OTHER:
             continue
         name = key.removeprefix(ENV_PREFIX).lower()
-        _refuse_removed(name, named=key)
         # A misspelt variable would otherwise leave its setting at the default, without a word.
         if name not in valid or key != key.upper():
             raise ValueError(f"Unknown environment variable {key}.{hint(name, valid, _variable_of)}")
@@ -413,23 +411,8 @@ def _parse_env_value(text: str) -> Any:
     return None if text.strip().lower() in ("none", "null", "") else parse_settings(text)
 
 
-def _refuse_removed(key: object, *, named: str = "") -> None:
-    """Raise ``ValueError`` for a setting that earlier versions had. ``named`` is how the source names it."""
-    if isinstance(key, str) and key in REMOVED:
-        raise ValueError(f"{named or key} was removed: {REMOVED[key]} Remove it.")
-
-
-def _weight_mode(name: str, value: Any) -> None:
-    if value == "auto":
-        raise ValueError(
-            f'{name}="auto" was removed: it trained as "exact" does where few weights change, and no step was faster with it. '
-            'Set "exact" for learning rates under 1e-4, and "delta" above.'
-        )
-    one_of(*BITS_OF_MODE)(name, value)
-
-
 _CHECKS: dict[str, Check] = {
-    "qwz_mode": _weight_mode,  # first: the bits of weights depend on it
+    "qwz_mode": one_of(*BITS_OF_MODE),  # first: the bits of weights depend on it
     "qwz_intra_bits": one_of(AUTO, *NODE_WEIGHT_BITS, None),
     "hpz_size": positive_int_or("node", None),
     "hpz_bits": one_of(8, None),

@@ -11,21 +11,6 @@ from hf_zeropp.setting_checks import flag, positive_int_or
 
 DEEPSPEED_BLOCK = "zero_optimization"
 """The key by which a file is known to be DeepSpeed's."""
-REMOVED: dict[str, str] = {
-    "qwz_resync_steps": (
-        "deltas need no resync, because each one includes what the last one rounded away. "
-        "handle.invalidate() sends whole weights at the next forward pass."
-    ),
-    "qgz_chunks": "reductions of different units overlap, and cutting one of them gained nothing more.",
-    "qgz_hadamard": "rotating gradients left their error as it was. qgz_bits=8 is more exact.",
-    "qgz_error_feedback": "it made AdamW's loss no better. qgz_bits=8, or qgz_intra_bits=8 with 4 across nodes, is more exact.",
-    "qgz_reset_steps": "it belonged to qgz_error_feedback, which was removed too.",
-    "weight_block": "256 weights share one scale, always. frozen_bits keeps a block of its own in each packed checkpoint.",
-    "grad_block": "128 gradients share one scale, always. qgz_bits=8 is more exact.",
-    "delta_block": "128 differences share one scale, always. qwz_bits=8 is more exact.",
-}
-"""Settings of earlier versions, each with a sentence that says what takes its place. What was learned of most of them stands in
-``scripts/results/what_did_not_pay.md``."""
 
 _DEEPSPEED_KEYS = ("zero_quantized_weights", "zero_hpz_partition_size", "zero_quantized_gradients")
 _DEEPSPEED_REMEDIES = {
@@ -33,7 +18,10 @@ _DEEPSPEED_REMEDIES = {
         "Frozen weights are stored in 8 or 4 bits by another setting: remove the key and set frozen_bits=8 "
         "(ZEROPP_FROZEN_BITS=8 goes over a DeepSpeed file)."
     ),
-    "zeropp_loco_param": f"LoCo's error feedback was removed: {REMOVED['qgz_error_feedback']} Remove the key.",
+    "zeropp_loco_param": (
+        "LoCo's error feedback made AdamW's loss no better here. qgz_bits=8, or qgz_intra_bits=8 with 4 across nodes, is more "
+        "exact. Remove the key."
+    ),
 }
 _DEEPSPEED_MARKS = ("zeropp", "quanti", "hpz")
 """A key of ``zero_optimization`` that contains one of these is about ZeRO++. It is translated or refused, never dropped."""

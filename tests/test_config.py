@@ -25,7 +25,6 @@ from hf_zeropp.config import (
     field_names,
 )
 from hf_zeropp.ops.format import QMAX
-from hf_zeropp.other_names import REMOVED
 
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "hf_zeropp" / "README.md"
@@ -109,29 +108,6 @@ def test_bad_values_name_the_setting_what_came_and_what_is_valid(settings: dict,
         ZeroPPConfig(**settings)
     for words in named:
         assert words in str(error.value)
-
-
-@pytest.mark.parametrize("name", REMOVED)
-def test_a_removed_setting_says_so_and_what_to_do_from_every_source(name: str, tmp_path: Path) -> None:
-    assert name not in field_names()
-    path = tmp_path / "z.yaml"
-    path.write_text(f"{name}: 1\n")
-    sources = {
-        name: [lambda: ZeroPPConfig.from_dict({name: 1}), lambda: ZeroPPConfig.from_file(path)],
-        f"ZEROPP_{name.upper()}": [lambda: ZeroPPConfig.from_env({f"ZEROPP_{name.upper()}": "1"})],
-    }
-    for said, makers in sources.items():
-        for make in makers:
-            with pytest.raises(ValueError) as error:
-                make()
-            assert str(error.value) == f"{said} was removed: {REMOVED[name]} Remove it."
-
-
-def test_a_removed_mode_says_so_and_what_to_set() -> None:
-    with pytest.raises(
-        ValueError, match='^qwz_mode="auto" was removed: .* Set "exact" for .* under 1e-4, and "delta" above.$'
-    ):
-        ZeroPPConfig(qwz_mode="auto")
 
 
 @pytest.mark.parametrize(
