@@ -97,7 +97,7 @@ JOBS = [
         "a script that shards nothing",
         ALONE,
         "no model runs under ZeRO++",
-        "a model in DistributedDataParallel",
+        "no Accelerator and no sharded model",
         "ZEROPP_ENABLED=0",
     ),
     job(

@@ -12,7 +12,6 @@ type.
 from __future__ import annotations
 
 import functools
-import gc
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -22,8 +21,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.nn.parallel import DistributedDataParallel
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zeropp.apply import has_handles
@@ -100,11 +98,8 @@ class FirstSteps:
     """Watches the optimizer steps of the process until a model that runs under ZeRO++ makes one.
 
     A script may train a small model on each rank by itself first: a probe, a classifier of its data. So a step without ZeRO++ is
-    an error at once only where ranks train together by other means. Otherwise there is a warning, and an error at the end of the
-    script if it never came to ZeRO++ (``check_use``).
-
-    Every rank looks at its own process alone. Ranks run the same script, so all of them raise; a rank that raised alone would end
-    the job as well.
+    a warning, and an error at the end of the script if it never came to ZeRO++ (``check_use``). Every rank looks at its own
+    process alone, and ranks run the same script.
     """
 
     def __init__(self) -> None:
@@ -113,15 +108,10 @@ class FirstSteps:
         """The optimizer of the first step without ZeRO++."""
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Take note of a step. A hook of all optimizers.
-
-        Raises:
-            ValueError: ranks train together, and not under ZeRO++.
-        """
+        """Take note of a step. A hook of all optimizers."""
         # PyTorch makes an optimizer's states by a step with a rate of 0 before it loads them, when nothing has run yet.
         if self._is_over or all(group.get("lr") == 0 for group in optimizer.param_groups):
             return
-        name = type(optimizer).__name__
         if _world_size() == 1:
             self._is_over = True
             logger.warning(
@@ -130,23 +120,19 @@ class FirstSteps:
             )
         elif _is_in_use():
             self._is_over = True
-        elif (others := _other_means()) is not None:
-            self._is_over = True
-            raise ValueError(f"The first optimizer step ({name}) has ended, and {_remedy(others)}")
         elif self._without is None:
-            self._without = name
+            self._without = type(optimizer).__name__
             logger.warning(
-                "An optimizer step (%s) has ended before any model came under ZeRO++. That is right for a model that each rank "
-                "trains by itself, such as a probe. If none comes under ZeRO++ later, the script will end with an error.",
-                name,
+                "The first optimizer step (%s) has ended, and %s For a model that each rank trains by itself, such as a probe, "
+                "this is right. If no other one comes under ZeRO++ later, the script will end with an error.",
+                self._without,
+                _remedy(),
             )
 
     def check_use(self) -> None:
         """Raise a ValueError if this process made optimizer steps and none of them under ZeRO++."""
         if self._without and not self._is_over:
-            raise ValueError(
-                f"The script has ended after optimizer steps ({self._without}), and {_remedy(_description())}"
-            )
+            raise ValueError(f"The script has ended after optimizer steps ({self._without}), and {_remedy()}")
 
 
 _first_steps = FirstSteps()
@@ -157,7 +143,10 @@ def check_use() -> None:
     _first_steps.check_use()
 
 
-def _remedy(found: str) -> str:
+def _remedy() -> str:
+    state = AcceleratorState._shared_state
+    kind = f"distributed_type {state['distributed_type'].value}" if "distributed_type" in state else "no Accelerator"
+    modules = "sharded models without a handle" if find_sharded_modules() else "no sharded model"
     # Accelerate's launcher exports this variable in any case. Behind another launcher nothing reads a file of Accelerate's.
     if "ACCELERATE_MIXED_PRECISION" in os.environ:
         shard = "Set `distributed_type: FSDP` and `fsdp_version: 2` in the Accelerate config"
@@ -168,7 +157,7 @@ def _remedy(found: str) -> str:
         )
     return (
         "no model runs under ZeRO++, though this job was started with it: expected a model that Accelerate or a Trainer shards "
-        f"with FSDP2, got {found}. {shard} (or pass --fsdp full_shard to a script of the Trainer's), or call "
+        f"with FSDP2, got {kind} and {modules}. {shard} (or pass --fsdp full_shard to a script of the Trainer's), or call "
         f"apply_zeropp(model). {ENV_ENABLED}=0 trains without ZeRO++."
     )
 
@@ -183,19 +172,3 @@ def _is_in_use() -> bool:
     active = AcceleratorState._shared_state.get("fsdp_plugin")
     is_turned_off = isinstance(active, ZeroPPPlugin) and active.zeropp is False
     return is_turned_off or has_handles()
-
-
-def _other_means() -> str | None:
-    """Return by what means, other than ZeRO++, ranks train together here; None if there is no sign of any."""
-    kind = AcceleratorState._shared_state.get("distributed_type", DistributedType.FSDP)
-    has_replicas = any(isinstance(one, DistributedDataParallel) for one in gc.get_objects())
-    if find_sharded_modules() or kind not in (DistributedType.FSDP, DistributedType.NO):
-        return _description()
-    return "a model in DistributedDataParallel" if has_replicas else None
-
-
-def _description() -> str:
-    state = AcceleratorState._shared_state
-    kind = f"distributed_type {state['distributed_type'].value}" if "distributed_type" in state else "no Accelerator"
-    modules: list[Any] = find_sharded_modules()
-    return f"{kind} and {'sharded models without a handle' if modules else 'no sharded model'}"
