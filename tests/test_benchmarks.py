@@ -310,9 +310,19 @@ def test_losses_benchmark(tmp_path: Path, untouched_network: None) -> None:
     assert "losses.png" in output.with_suffix(".md").read_text()
 
 
+@pytest.mark.long
+@needs_namespaces
+@pytest.mark.skipif(
+    not (BENCHMARKS.parents[1] / "runs/smollm2").exists(), reason="no model in runs/smollm2: bash scripts/real_model.sh"
+)
+def test_losses_of_a_trained_model(untouched_network: None) -> None:
+    """Its own checks: both variants learn, and end near each other."""
+    assert "balanced" in run_quick("bench_real_model.py")
+
+
 def test_intervals_over_seeds() -> None:
     """Student's interval of a textbook example, and none for one seed."""
-    from bench_losses import Interval
+    from library.losses import Interval
 
     interval = Interval.of([1.0, 2.0, 3.0, 4.0, 5.0])  # 3 -/+ 2.776 * sqrt(2.5 / 5)
     assert interval.mean == 3.0 and interval.low == pytest.approx(1.0370, abs=1e-3)

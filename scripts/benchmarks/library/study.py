@@ -27,9 +27,15 @@ PACKAGES = ("torch", "accelerate", "transformers")
 
 def make_parser(description: str, default_output: str) -> argparse.ArgumentParser:
     """Make a parser of ``make_page_parser`` for studies that make a Llama of given sizes and continue rows on file."""
+    parser = make_continued_parser(description, default_output)
+    add_model_flags(parser)
+    return parser
+
+
+def make_continued_parser(description: str, default_output: str) -> argparse.ArgumentParser:
+    """Make a parser of ``make_page_parser`` for studies that continue rows on file."""
     parser = make_page_parser(description, default_output)
     parser.add_argument("--fresh", action="store_true", help="measure everything again")
-    add_model_flags(parser)
     return parser
 
 
@@ -177,7 +183,8 @@ def study_of(
     Args:
         args: the command line.
         script: ``__file__`` of the study.
-        fixed: conditions that must be the same when a file is continued: flags, and ``model`` for the sizes of the Llama.
+        fixed: conditions that must be the same when a file is continued: flags, and ``model`` for the sizes of the Llama
+            where the command line has them.
         measure: adds the rows that the study lacks.
         others: values of those that are neither.
     """
@@ -185,7 +192,8 @@ def study_of(
     if args.from_file:
         return Study.from_file(args.output, command)
     enter_sandbox()
-    known = vars(args) | {"model": dataclasses.asdict(shape_of(args))} | others
+    sizes = {"model": dataclasses.asdict(shape_of(args))} if hasattr(args, "hidden_size") else {}
+    known = vars(args) | sizes | others
     conditions = {"command": command} | {key: known[key] for key in fixed}
     study = Study(args.output, conditions, fixed, fresh=args.fresh)
     measure(args, study)

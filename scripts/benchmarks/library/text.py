@@ -119,7 +119,7 @@ def checkpoint_of(cluster: Cluster, recipe: Recipe, steps: int) -> Iterator[tupl
     Args:
         cluster: on which it is trained.
         recipe: settings, but for the number of steps.
-        steps: of the training; 0 trains nothing. A pretrained model is not trained here.
+        steps: of the training; 0 trains nothing.
 
     Yields:
         The token files, which exist while the context lasts, and the path of the weights, None where nothing was trained.
@@ -127,9 +127,6 @@ def checkpoint_of(cluster: Cluster, recipe: Recipe, steps: int) -> Iterator[tupl
     recipe = dataclasses.replace(recipe, steps=steps)
     weights = ROOT / "runs" / f"checkpoint_{hashlib.sha256(repr(recipe).encode()).hexdigest()[:12]}.pt"
     with tempfile.TemporaryDirectory(dir="/run") as folder:  # the sandbox's own
-        if recipe.model is not None:
-            yield write_tokens_of(Path(folder), recipe.model), None
-            return
         token_files = write_tokens(Path(folder), recipe.shape.vocab_size)
         cluster.set_link()
         if steps and not weights.exists():

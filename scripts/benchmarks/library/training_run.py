@@ -235,11 +235,12 @@ class _SilentReduceScatter(ReduceScatter):
         output_tensor.copy_(input_tensor.view(group.size(), -1)[0])
 
 
-def with_lora(base: torch.nn.Module) -> torch.nn.Module:
-    """Freeze a base in bf16 under LoRA adapters on all linear layers."""
+def with_lora(base: torch.nn.Module, rank: int = 8) -> torch.nn.Module:
+    """Freeze a base under LoRA adapters on all linear layers. It gets bf16 weights, unless it is quantized."""
     from peft import LoraConfig, get_peft_model
 
-    return get_peft_model(base.to(torch.bfloat16), LoraConfig(r=8, target_modules="all-linear"))
+    base = base if hasattr(base, "hf_quantizer") else base.to(torch.bfloat16)
+    return get_peft_model(base, LoraConfig(r=rank, target_modules="all-linear"))
 
 
 def _silence(model: torch.nn.Module) -> None:

@@ -37,6 +37,7 @@ SHOWN = {
     "lora-16": "LoRA, 16-bit base",
     "lora-8": "LoRA, 8-bit base",
     "lora-4": "LoRA, 4-bit base",
+    "lora-nf4": "LoRA, NF4 base, DDP",
 }
 """Names in tables and plots, where they differ from those on the command line."""
 
@@ -89,6 +90,9 @@ VARIANTS = {
     )
 }
 
+NF4 = "lora-nf4"
+"""LoRA on a base in bitsandbytes' NF4 with nested scales, which FSDP2 cannot shard here: each rank holds all of it, under DDP."""
+
 LOSS_VARIANTS: dict[str, dict[str, Any] | None] = {
     "stock": None,
     **PRESETS,
@@ -96,7 +100,9 @@ LOSS_VARIANTS: dict[str, dict[str, Any] | None] = {
     "balanced, native node hops": {"qwz_intra_bits": None, "qgz_intra_bits": None},
     "unblocked": {},  # ``text_run.py`` changes the blocks
     "lora-stock": None,
+    "lora-8": {"frozen_bits": 8},
     "lora-4": {"frozen_bits": 4},
+    NF4: None,
     **{f"lora-4, {name}": {"preset": name, "frozen_bits": 4} for name in ("half_model", "min_traffic", "exact")},
 }
 """Settings in the study of losses by the variant's name; None is FSDP2's own communication."""
@@ -139,7 +145,7 @@ class Recipe:
         warmup: fraction of the steps in which the learning rate rises; None keeps it constant.
         num_validation: sequences on which the loss is measured, over all ranks.
         text: what is trained on, a field of ``TokenFiles``.
-        adapters: train LoRA adapters on a frozen base, instead of the whole model.
+        adapters: the rank of LoRA adapters that are trained on a frozen base; None trains the whole model.
         preferences: learn by DPO to prefer the text's own continuations to those of other places.
         model: a pretrained model, which is trained in place of one of ``shape``: a folder in the clone, or a name that
             ``from_pretrained`` takes. The text is then the docstrings of PyTorch.
@@ -153,7 +159,7 @@ class Recipe:
     warmup: float | None = 0.05
     num_validation: int = 64
     text: Literal["code", "documentation"] = "code"
-    adapters: bool = False
+    adapters: int | None = None
     preferences: bool = False
     model: str | None = None
 
