@@ -261,9 +261,19 @@ def test_every_way_into_the_package_checks_at_start_up(monkeypatch, library, sta
 
 
 def test_a_function_is_extended_once_also_under_another_wrapper():
+    def one_more(original, number):
+        return original(number) + 1
+
+    def ten_times(original, number):
+        return 10 * original(number)
+
     module = types.SimpleNamespace(double=lambda number: 2 * number)
-    extend(module, "double", lambda original, number: original(number) + 1)
+    extend(module, "double", one_more)
     ours = module.double
     module.double = functools.wraps(ours)(lambda number: ours(number))  # another library's, such as a profiler's
-    extend(module, "double", lambda original, number: original(number) + 1)
+    extend(module, "double", one_more)
     assert module.double(3) == 7
+    for _ in range(2):
+        extend(module, "double", ten_times)
+        extend(module, "double", one_more)
+        assert module.double(3) == 70
