@@ -48,7 +48,9 @@ class Arguments(GRPOConfig):
     """GRPOConfig with defaults for a run of a few minutes."""
 
     output_dir: str = "runs/grpo_lora"
-    base: str = dataclasses.field(default="runs/python_lines", metadata={"help": "made there if it does not exist"})
+    model: str | None = dataclasses.field(
+        default=None, metadata={"help": "hub name or path; default: runs/python_lines"}
+    )
     frozen_bits: int = dataclasses.field(default=4, metadata={"help": "of the base: 8 or 4"})
     max_steps: int = 40
     per_device_train_batch_size: int = 24
@@ -85,7 +87,7 @@ def main() -> None:
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():
-        base = make_base(args.base)
+        base = args.model or make_base()
     callback = ZeroPPCallback()
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(
@@ -94,7 +96,7 @@ def main() -> None:
         reward_funcs=rewards,
         args=args,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS] * 200),
-        processing_class=AutoTokenizer.from_pretrained(base),
+        processing_class=AutoTokenizer.from_pretrained(base, padding_side="left"),
         peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         callbacks=[callback],
     )

@@ -26,7 +26,7 @@ from hf_zeropp import ZeroPPPlugin, ZeroPPQuantConfig, generation_mode
 def parse_args() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--base", default="runs/python_lines", help="folder of the base; made if it does not exist")
+    parser.add_argument("--model", help="hub name or path of the base; default: a small one, made in runs/python_lines")
     parser.add_argument("--frozen-bits", type=int, default=4, choices=(4, 8))
     parser.add_argument("--iterations", type=int, default=40)
     parser.add_argument("--reward-iterations", type=int, default=8, help="first iterations without the actor's steps")
@@ -83,8 +83,8 @@ def main() -> None:
     accelerator = Accelerator(fsdp_plugin=plugin)
     set_seed(args.seed)
     with accelerator.main_process_first():
-        base = make_base(args.base)
-    tokenizer = AutoTokenizer.from_pretrained(base)
+        base = args.model or make_base()
+    tokenizer = AutoTokenizer.from_pretrained(base, padding_side="left")
     quantization = ZeroPPQuantConfig(bits=args.frozen_bits)
     model = Roles(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, quantization_config=quantization))
     optimizers = [torch.optim.AdamW(model.parameters_of(role), lr=args.learning_rate, weight_decay=0) for role in ROLES]

@@ -32,6 +32,10 @@ class Roles(nn.Module):
         adapter = [param for name, param in self.lm.named_parameters() if f".{role}." in name]
         return adapter + list(self.heads[role].parameters() if role in self.heads else [])
 
+    def get_base_model(self) -> nn.Module:
+        """Return the model that PEFT wraps. ZeRO++ asks for it: ``generate`` calls it, and not the forward pass below."""
+        return self.lm.get_base_model()
+
     @contextmanager
     def play(self, role: str):
         """Compute as ``role``, or as "reference", inside. Only the role's own parameters take gradients."""
@@ -94,7 +98,7 @@ def roll_out(model: Roles, tokenizer: PreTrainedTokenizerBase, batch_size: int) 
     written = torch.zeros_like(tokens, dtype=torch.bool)
     written[:, start:] = ended.cumsum(1) - ended.long() == 0  # up to the first end, which counts
     mask = F.pad(inputs["attention_mask"], (0, tokens.shape[1] - start)) | written
-    texts = tokenizer.batch_decode(tokens[:, start:] * written[:, start:], skip_special_tokens=True)
+    texts = tokenizer.batch_decode(tokens.where(written, tokenizer.eos_token_id)[:, start:], skip_special_tokens=True)
     compiles = torch.tensor([reward(*pair) for pair in zip(prompts, texts, strict=True)], device=tokens.device)
     return Rollout(tokens, mask.long(), written, compiles)
 

@@ -62,7 +62,7 @@ def lines_of_the_standard_library() -> list[str]:
     return sorted(line for line in lines if line.isascii() and line[0] not in "#\"'")
 
 
-def make_base(folder: str, seed: int = 0, steps: int = 500) -> str:
+def make_base(folder: str = "runs/python_lines", seed: int = 0, steps: int = 500) -> str:
     """Train tokenizer and model, unless ``folder`` holds them already, and return the folder."""
     if os.path.exists(os.path.join(folder, "config.json")):
         return folder
