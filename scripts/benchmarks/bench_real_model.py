@@ -66,6 +66,8 @@ the bf16 weights that the last step changed, *zero blocks* the blocks of 128 gra
 counted by the package (scales, sizes and padding included), as means over all steps but the first, in M, the model in bf16
 times (Y-1)/Y for Y nodes."""
 FIXED = ("model", "recipe")
+SHARED = ("steps", "batch_size", "seq_len", "num_validation")
+"""The fields of the recipe that all runs share."""
 
 
 def parse_args(argv: list[str]) -> argparse.Namespace:
@@ -186,7 +188,8 @@ def plot(study: Study, path: Path) -> None:
         f"A trained model under each preset beside stock FSDP2: mean over seeds, and its 95 % interval\n{conditions}"
     )
     figure, (trains, saved, sent) = panels(3, title)
-    cells = [cell for cell in cells_of(study, "fine-tuning", TASKS["fine-tuning"]) if cell.variant != "stock"]
+    name = "fine-tuning" if study.rows("runs", task="fine-tuning") else "longer"
+    cells = [cell for cell in cells_of(study, name, TASKS[name]) if cell.variant != "stock"]
     progress_over_rates(trains, cells, "final")
     progress_over_rates(saved, cells, "saved")
     bytes_over_rates(sent, cells)
@@ -208,7 +211,8 @@ def check_direction(study: Study) -> None:
 def main() -> None:
     """Run the study, and report it."""
     args = parse_args(sys.argv[1:])
-    study = study_of(args, __file__, FIXED, run_study, recipe=dataclasses.asdict(recipe_of(args)))
+    recipe = {name: value for name, value in dataclasses.asdict(recipe_of(args)).items() if name in SHARED}
+    study = study_of(args, __file__, FIXED, run_study, recipe=recipe)
     recipe = study.conditions["recipe"]
     intro = INTRO.format(tokens=4 * recipe["batch_size"] * recipe["seq_len"])
     grids = [tuning_grid(study, "fine-tuning"), tuning_grid(study, "longer"), lora_grid(study), answers_grid(study)]
