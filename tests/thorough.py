@@ -37,7 +37,6 @@ THOROUGH = (
     "fsdp/test_extensions.py::test_trains_as_stock_and_names_the_units{replicas-exact}",
     # Minutes on a trained model, which a package holds that the test extra does not bring.
     "frozen/test_real_model.py::*",
-    "integrations/test_rlhf_examples.py::*on_a_trained_model*",
     # Each promise below is held by another shape, mesh, mode or launcher of the same test, or by another test, in the default.
     "comm/test_agreement.py::test_closing_does_not_wait*",
     "comm/test_node_memory.py::test_no_rank_reads*{sender-values}",
@@ -238,7 +237,6 @@ THOROUGH = (
     "integrations/test_trl.py::test_a_fused_loss_trains_a_head_that_is_a_unit_of_its_own",  # fsdp/test_fused_heads.py
     "integrations/test_trl.py::test_a_chat_template_adds_tokens_to_a_base_in_4_bits",  # integrations/test_qlora_heads.py
     "integrations/test_trl.py::test_reference_model_sync_is_seen",
-    "integrations/test_rlhf_examples.py::test_dpo_goes_on_from_an_adapter*",
     "integrations/test_unmodified.py::test_a_plain_accelerate_script",
     "rollouts/test_trl_sync.py::test_nothing_is_imported_without_use_vllm",
     "test_cli.py::test_the_stock_launcher_with_a_config_file_variable",
