@@ -244,13 +244,14 @@ def test_the_table_fits_in_80_columns(capsys: Any) -> None:
 
 def test_ranks_are_put_together() -> None:
     lines = [
-        [{"seconds": 1 + rank + step, "received": 10 * rank, "zero3": 8, "loss": rank, "rate": 1, "settings": None}
+        [{"seconds": 1 + rank + step, "received": 10 * rank, "zero3": 8, "loss": rank, "rate": 1 / (1 + step), "settings": None}
          for step in range(7 + rank)]
         for rank in range(2)
     ]  # fmt: skip
     found = Trial.of(lines)
     # Steps that one rank has not recorded are left out, and so are the first three of the rest.
     assert found.seconds == (5, 6, 7, 8) and found.losses == (0.5,) * 7 and found.received == 5
+    assert found.rate == 1 / 4  # the highest of the measured steps: schedules fall to nearly 0
     lines[0][2]["loss"] = None
     assert Trial.of(lines).losses == ()
     with pytest.raises(TrialError, match="no optimizer step"):

@@ -40,7 +40,7 @@ class Trial:
         losses: of each step from the first on, the mean of the ranks; empty where the model returned none.
         received: bytes that this node received per measured step from other nodes; 0 where nothing was counted.
         zero3: bytes that it would have received under ZeRO-3 by its definition; 0 as above.
-        rate: the lowest learning rate.
+        rate: the learning rate of the optimizer's slowest group, at its peak. A short job ends its schedule near 0.
         settings: in force; None with stock.
     """
 
@@ -76,7 +76,7 @@ class Trial:
             losses=() if any(None in step for step in losses) else tuple(map(statistics.fmean, losses)),
             received=statistics.fmean(line["received"] for line in measured),
             zero3=statistics.fmean(line["zero3"] for line in measured),
-            rate=min(line["rate"] for line in measured),
+            rate=max(line["rate"] for line in measured),
             settings=measured[-1]["settings"],
         )
 
