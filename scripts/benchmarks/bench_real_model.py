@@ -1,4 +1,4 @@
-"""What do ZeRO++ and its presets cost a trained language model, beside stock FSDP2: in fine-tuning, and in LoRA beside NF4?
+"""How much less does a trained language model learn under each preset than with stock FSDP2, and on a LoRA base of few bits?
 
     bash scripts/real_model.sh
     python scripts/benchmarks/bench_real_model.py
@@ -53,8 +53,8 @@ QUICK = {
     "num_validation": 16,
 }
 TITLE = "The loss of a trained language model under each preset, beside stock FSDP2"
-INTRO = """SmolLM2-135M-Instruct is trained on docstrings of PyTorch 2.13, which is newer than the model (`torch.distributed`,
-`torch.nn`, `torch.optim`, `torch.utils`); those of every tenth module are validation text. 2 nodes x 2 ranks, fp32 masters, bf16
+INTRO = """The model in {model} is trained on docstrings of the installed PyTorch (`torch.distributed`, `torch.nn`, `torch.optim`,
+`torch.utils`); those of every tenth module are validation text. 2 nodes x 2 ranks, fp32 masters, bf16
 compute, AdamW (betas 0.9 and 0.95, weight decay 0.1) at a constant rate without warm-up, steps of {tokens} tokens. LoRA trains
 all linear layers, on a base in 16 (stock FSDP2), 8 or 4 bits, or in bitsandbytes' NF4 under DDP.
 
@@ -214,7 +214,7 @@ def main() -> None:
     recipe = {name: value for name, value in dataclasses.asdict(recipe_of(args)).items() if name in SHARED}
     study = study_of(args, __file__, FIXED, run_study, recipe=recipe)
     recipe = study.conditions["recipe"]
-    intro = INTRO.format(tokens=4 * recipe["batch_size"] * recipe["seq_len"])
+    intro = INTRO.format(model=study.conditions["model"], tokens=4 * recipe["batch_size"] * recipe["seq_len"])
     grids = [tuning_grid(study, "fine-tuning"), tuning_grid(study, "longer"), lora_grid(study), answers_grid(study)]
     report(study, TITLE, intro, grids, plot)
     if args.quick:
