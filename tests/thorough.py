@@ -133,8 +133,6 @@ THOROUGH = (
     "fsdp/test_accumulator.py::test_accumulator{every_dtype*",
     "fsdp/test_apply.py::test_threads_go_with_their_model",
     "fsdp/test_native_gathers.py::*give_the_weights_of_wires*",
-    "fsdp/test_muon.py::*collectives_count*",
-    "fsdp/test_muon.py::*a_step_that_raises*",
     "fsdp/test_failed_hops.py::test_a_rank_without_data_is_named{goes on}",
     "comm/*{6}",
     "comm/*{3}",
