@@ -1,4 +1,4 @@
-"""The command ``hf-zeropp``: launch, tune, show what runs here, estimate a job, measure a cluster, export a merged model."""
+"""The command ``hf-zeropp``: launch, tune, show what runs here, estimate a job, measure a cluster."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ def main(argv: list[str] | None = None) -> None:
         "bench-network": measured_cluster.run_network,
         "env": run_env,
         "estimate": run_estimate,
-        "export": run_export,
     }
     commands[args.command](args)
 
@@ -104,28 +103,6 @@ def run_estimate(args: argparse.Namespace) -> None:
         times.show(Console())
     else:
         Console().print(memory_report.table(estimates, model, setup))
-
-
-def run_export(args: argparse.Namespace) -> None:
-    """Write the model that the arguments name, and print where it is.
-
-    Raises:
-        SystemExit: there is nothing to export, or it cannot be written there.
-    """
-    from hf_zeropp.integrations.lora.export import export
-
-    try:
-        folder = export(
-            args.output,
-            args.model,
-            args.adapter,
-            dtype=getattr(torch, args.dtype),
-            max_shard_size=args.max_shard_size,
-        )
-    except ValueError as error:
-        raise SystemExit(f"hf-zeropp export: {error}") from error
-    # ``soft_wrap`` leaves a long path in one line, from which it can be copied.
-    Console().print(f"Wrote {folder}", soft_wrap=True)
 
 
 def environment_table() -> Table:
@@ -197,13 +174,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     network = commands.add_parser("bench-network", help=measured_cluster.HELP, description=measured_cluster.DESCRIPTION)
     measured_cluster.add_network_flags(network)
-    _add_export(
-        commands.add_parser(
-            "export",
-            help="Merge an adapter into its base and write 16-bit safetensors.",
-            description="Merge an adapter into its base and write safetensors that open without this package.",
-        )
-    )
     return parser
 
 
@@ -280,23 +250,6 @@ def _add_frozen_base(parser: argparse.ArgumentParser) -> None:
         type=int,
         choices=(16, *FROZEN_BITS),
         help="The bits in which this package stores frozen weights. The default is frozen_bits of the settings, or 16.",
-    )
-
-
-def _add_export(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", help="The base, in 16 bits or packed. The default is the model that the adapter's config names."
-    )
-    parser.add_argument("--adapter", help="The folder of a PEFT adapter. Without it, a packed base is decoded.")
-    parser.add_argument("--output", required=True, help="The folder to write, which must be empty or not exist.")
-    parser.add_argument(
-        "--dtype",
-        choices=("bfloat16", "float16", "float32"),
-        default="bfloat16",
-        help="The dtype of the weights that are written. The default is bfloat16.",
-    )
-    parser.add_argument(
-        "--max-shard-size", default="2GB", help="The largest size of a safetensors file. The default is 2GB."
     )
 
 

@@ -206,7 +206,7 @@ def test_help_of_launch_tells_of_settings(capsys) -> None:
         assert word in shown
 
 
-@pytest.mark.parametrize("command", [[], ["estimate"], ["env"], ["export"]], ids=lambda command: " ".join(command))
+@pytest.mark.parametrize("command", [[], ["estimate"], ["env"]], ids=lambda command: " ".join(command))
 def test_help_is_in_sentences(capsys, monkeypatch, command: list[str]) -> None:
     monkeypatch.setenv("COLUMNS", "1000")  # one line per option
     with pytest.raises(SystemExit, match="0"):

@@ -189,7 +189,6 @@ THOROUGH = (
     "integrations/test_trainer_checkpoints.py::test_sharded_checkpoint_resumes_on_another_shape*",
     "integrations/test_trainer_checkpoints.py::test_accelerate_merges*",
     "integrations/test_quantizer.py::test_the_16_bit_model_is_never_in_memory*",
-    "integrations/test_export.py::*",
     "rollouts/test_trl_async.py::*",
     "rollouts/test_trl_server.py::*",
     # Models that Transformers shards at load. Meshes of each kind stand in fsdp/test_two_meshes.py, test_replicas.py and

@@ -92,9 +92,9 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "The classes of a model's blocks. If it moved: an estimate counts the whole model as one unit; a model is "
         "sharded as one unit, with a warning.", silent=True),
     sets("transformers.modeling_utils:PreTrainedModel",
-        "all_tied_weights_keys", "integrations.lora.quantizer integrations.lora.base_checkpoint",
-        "Which weights are tied, by name. If it moved: an adapter on a tied weight is exported for one of its two "
-        "places.", silent=True),
+        "all_tied_weights_keys", "integrations.lora.quantizer",
+        "Which weights are tied, by name. If it moved: a tied weight is packed in one place and dense in the other.",
+        silent=True),
     reads("transformers.initialization", "_is_hf_initialized", "frozen.weight integrations.lora.quantizer",
         "The mark keeps Transformers from initializing weights that were loaded. If it moved: random values are "
         "written into packed weights.", silent=True),
@@ -126,17 +126,11 @@ HUGGING_FACE: tuple[Seam, ...] = (
     called("peft:PeftModel", "get_base_model", "frozen.adapters",
         "The model that PEFT wraps. Its `generate` calls that model, past the wrapper. If it moved: frozen weights "
         "outside of blocks are not gathered in `generate`, and DTensor raises."),
-    has("peft.tuners.tuners_utils", "BaseTunerLayer", "integrations.lora.export",
-        "The layers that can be merged."),
     reads("peft.tuners.tuners_utils:BaseTuner", "_inject_parameters", "integrations.lora.peft_targets",
         "In it PEFT looks for `target_parameters` among a module's parameters. Ours lists packed weights there. If "
         "it moved: adapters on packed experts are left out, with a warning of PEFT's.", silent=True),
-    has("peft.tuners.tuners_utils:BaseTunerLayer", "merged_adapters", "frozen.writing",
-        "Whether a layer is merged."),
-    called("peft.tuners.tuners_utils:BaseTunerLayer", "merge unmerge get_base_layer",
-        "frozen.writing integrations.lora.peft_targets",
-        "The layers' methods are extended, to restore a packed base to the bit. If it moved: unmerging leaves it as "
-        "packing rounds it.", silent=True),
+    sets("peft.tuners.tuners_utils:BaseTunerLayer", "merge unmerge", "frozen.units",
+        "The layers' methods that a sharded base refuses. If it moved: PyTorch's error about tensors on two meshes."),
     has("transformers.modeling_utils:PreTrainedModel", "_tied_weights_keys", "integrations.lora.peft_targets",
         "Whether a model's class can tie weights. If it moved: as with the next.", silent=True),
     has("peft.utils.other", "_get_module_names_tied_with_embedding", "integrations.lora.peft_targets",
@@ -146,11 +140,9 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "The same function, as the tuners know it.", silent=True),
     reads("peft.utils.other:AuxiliaryTrainingWrapper.__init__", "update", "integrations.lora.peft_targets",
         "It copies a module that is to be trained. Ours refuses packed ones. If it moved: PyTorch's error about dtypes."),
-    has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save", "integrations.lora.export",
-        "Copies of whole modules that PEFT trained. The base has their weights under names without this word."),
-    sets("peft:LoraConfig", "init_lora_weights", "frozen.adapters integrations.lora.export",
-        "It tells whether an adapter changed its base, and is set for an export, so that no initialization computes with a "
-        "base that has no values. If it moved: adapters that changed their base are exported, and published alone.",
-        silent=True),
+    has("peft.utils.other:ModulesToSaveWrapper", "modules_to_save", "frozen.published",
+        "Copies of whole modules that PEFT trained. An engine gets them in the place of the originals."),
+    has("peft:LoraConfig", "init_lora_weights", "frozen.adapters",
+        "It tells whether an adapter changed its base. If it moved: adapters that did are published alone.", silent=True),
 )
 # fmt: on

@@ -136,8 +136,6 @@ PYTORCH: tuple[Seam, ...] = (
         "Tensors and their subclasses among the nested arguments of an operator."),
     sets("torch.distributed.tensor:DTensor", "_local_tensor", "fsdp.units",
         "The local tensor itself, which `to_local` returns a view of, through autograd."),
-    has("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", "frozen.weight",
-        "The rows of a sharded tensor that a rank holds."),
     called("torch.optim._muon", "_adjust_lr _zeropower_via_newtonschulz", "muon",
         "What `torch.optim.Muon` makes of one matrix: `Muon` gives its bits."),
     takes("torch.optim._muon:_zeropower_via_newtonschulz", "grad ns_coefficients ns_steps eps", "muon",
@@ -171,9 +169,9 @@ PYTORCH: tuple[Seam, ...] = (
     reads("torch.nn.parameter:_ParameterMeta", "_is_param", "frozen.weight",
         "The mark makes a packed weight count as a parameter. If it moved: Transformers and PEFT pass over packed "
         "weights, or replace them.", silent=True),
-    has("torch.nn:Module", "_non_persistent_buffers_set", "frozen.merging",
+    has("torch.nn:Module", "_non_persistent_buffers_set", "frozen.published",
         "Which buffers checkpoints do not hold."),
-    has("torch.nn:Module", "_parameters", "frozen.modules frozen.merging_sharded",
+    has("torch.nn:Module", "_parameters", "frozen.modules frozen.units",
         "A packed weight's name stands there as None, which `torch.nn.utils.parametrize` asks for."),
     reads("torch.nn:Module.to", "_apply", "frozen.modules",
         "Ours notes the dtype to which packed weights decode from then on. If it moved: packed weights decode to "

@@ -11,6 +11,14 @@ from typing import Any
 
 import torch.nn as nn
 
+MERGE_DENSE = (
+    "To merge an adapter, merge it into the dense model, in one process: "
+    'base = AutoModelForCausalLM.from_pretrained(BASE, dtype="bfloat16"), or of a packed folder base = base.dequantize(); '
+    "PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(FOLDER). hf_zeropp.publish_weights gives merged "
+    "weights without changing the model."
+)
+"""What to do in place of merging into frozen weights that are packed or sharded."""
+
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Methods of PEFT's ``init_lora_weights`` that also change the base: they move a part of its weights into the new adapter.
 

@@ -3,8 +3,8 @@
 With LoRA nearly all weights are frozen. Nothing updates them, so it is enough to store INT8 or INT4 codes
 (ops/frozen_format.py). Packing turns each frozen ``weight`` of a module into two parameters, ``weight_codes`` and
 ``weight_scales``, and the module's class into a subclass of itself. ``module.weight`` remains, as a ``PackedWeight``: a tensor
-that knows its shape and dtype, and decodes when it is computed with. So PEFT wraps, merges and unmerges packed layers,
-DoRA takes norms of their weights, and ``tie_weights`` ties them, without code for packed layers in any of these.
+that knows its shape and dtype, and decodes when it is computed with. So PEFT wraps packed layers, DoRA takes norms of their
+weights, and ``tie_weights`` ties them, without code for packed layers in any of these. A packed weight cannot be written.
 
 The codes and scales are the parameters, rather than one tensor subclass that holds both, because plain tensors of bytes need
 no support from others: FSDP2 shards them along dim 0 (storage.py says under which dtype), and safetensors and sharded
@@ -21,18 +21,16 @@ import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 from hf_zeropp import devices
 from hf_zeropp.frozen.storage import as_bytes, reinterpret
-from hf_zeropp.frozen.weight import NOT_TRAINED, Owner, PackedForm, PackedWeight
-from hf_zeropp.frozen.writing import write
+from hf_zeropp.frozen.weight import NOT_TRAINED, Owner, PackedForm, PackedWeight, refuse_write
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
@@ -61,16 +59,6 @@ def weights_shown() -> Iterator[None]:
         _shows_weights = before
 
 
-class Gatherer(Protocol):
-    """The unit of a packed weight (``units.py``)."""
-
-    is_running: bool
-    """Whether the forward pass that uses the weight is under way."""
-
-    def reshard(self) -> Any:
-        """Free the gathered parameters."""
-
-
 def packed_property(name: str) -> property:
     """Return the property of a class through which the packed weight ``name`` is read."""
 
@@ -85,8 +73,8 @@ def packed_property(name: str) -> property:
 class Packed(nn.Module):
     """Mixin of modules with packed weights.
 
-    A packed weight can be read (``module.weight``), assigned to (it is packed again: PEFT merges this way) and tied (by
-    assigning another module's packed weight), but not trained.
+    A packed weight can be read (``module.weight``) and tied (by assigning another module's packed weight), but not written or
+    trained.
 
     Its name stays among the module's parameters, registered as None, which is how ``nn.Module`` writes that a parameter has no
     tensor of its own: nothing iterates over it or saves it. ``torch.nn.utils.parametrize`` asks whether a module has a parameter,
@@ -99,7 +87,6 @@ class Packed(nn.Module):
 
     packed_forms: dict[str, PackedForm]
     scratch: Scratch
-    _units: dict[str, Gatherer]
 
     def packed_weight(self, name: str) -> PackedWeight:
         """Return the weight ``name`` in the form of its codes, as they are at this moment: gathered, or a shard of them."""
@@ -110,21 +97,6 @@ class Packed(nn.Module):
         """Return the parameters that hold codes and scales, by their names."""
         names = (name + suffix for name in self.packed_forms for suffix in (CODES, SCALES))
         return {name: cast(nn.Parameter, self._parameters[name]) for name in names}
-
-    def write_packed(self, name: str, value: Tensor) -> None:
-        """Pack ``value`` [..., columns] into the weight ``name``, in place. See [Note: merging and unmerging] in writing.py."""
-        unit = vars(self).get("_units", {}).get(name + CODES)
-        # A write to gathered codes would be lost when they are freed, so the unit is resharded first. It is not in the middle of
-        # a forward pass (Gemma 3n clips weights): there the write counts until the pass ends, as it does with a dense weight.
-        if unit is not None and not unit.is_running:
-            unit.reshard()
-        if isinstance(self, FSDPModule):
-            self.reshard()
-        write(self.packed_weight(name), value)
-
-    def set_unit(self, name: str, unit: Gatherer) -> None:
-        """Note the unit that gathers the parameter ``name`` (codes or scales of a weight)."""
-        self.__dict__.setdefault("_units", {})[name] = unit
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -151,10 +123,8 @@ class Packed(nn.Module):
         # nn.Module assigns attributes while it is constructed, before there are packed weights.
         if name not in self.__dict__.get("packed_forms", ()):
             super().__setattr__(name, value)
-        elif not isinstance(value, PackedWeight):
-            self.write_packed(name, value)
-        elif value.owner is None:  # a view, whose codes are those of the whole weight
-            self.write_packed(name, value.decode())
+        elif not isinstance(value, PackedWeight) or value.owner is None:  # a view has no codes of its own
+            refuse_write()
         elif value.owner != (self, name):  # ``module.weight = module.weight`` changes nothing
             tie(self, name, value)
 
@@ -364,6 +334,22 @@ def convert_module(module: nn.Module, name: str, format: FrozenFormat, dtype: to
     scales = torch.empty(*shape[:-1], format.scale_columns(shape[-1]), dtype=torch.uint8, device="meta")
     set_packed(packed, name, codes, scales)
     return packed
+
+
+def unconvert_module(module: Packed, weights: dict[str, nn.Parameter]) -> None:
+    """Make a packed module one of its own class again, in place.
+
+    Args:
+        module: its codes and scales go.
+        weights: the dense parameters that take their places, by name.
+    """
+    for name in module.stored_params():
+        del module._parameters[name]
+    del module.packed_forms, module.scratch
+    module.__class__ = next(cls for cls in type(module).__mro__ if not issubclass(cls, Packed))  # type: ignore[assignment]
+    for name, weight in weights.items():
+        del module._parameters[name]
+        module.register_parameter(name, weight)
 
 
 def set_packed(module: nn.Module, name: str, codes: Tensor, scales: Tensor) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterable
 
+import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp.frozen.adapters import adapter_modules
-from hf_zeropp.frozen.modules import Packed, Place, convert_module, set_packed, tie
+from hf_zeropp.frozen.modules import Packed, Place, convert_module, packed_modules, set_packed, tie, unconvert_module
 from hf_zeropp.heads import embeddings_and_heads
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.format import FLOAT_DTYPES
-from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
+from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, MIN_BLOCK, FrozenFormat
 
 
 def quantize_frozen(
@@ -69,6 +71,33 @@ def convert_frozen(
     """
     for (module, name), *tied in packable_weights(model, dense, frozen_only=frozen_only):
         _tie_all(convert_module(module, name, format), name, tied, format)
+    return model
+
+
+def unpack_frozen(model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make packed weights dense ones of the values that they decode to, in place, tied ones once. They stay frozen.
+
+    Args:
+        model: not sharded.
+        dtype: the dtype of these weights; default: the one to which each decodes.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model is sharded.
+    """
+    dense: dict[int, nn.Parameter] = {}
+    for _, module in list(packed_modules(model)):
+        weights = {name: module.packed_weight(name) for name in module.packed_forms}
+        for weight in weights.values():
+            if isinstance(weight.codes, DTensor):
+                raise ValueError(
+                    "expected a model that is not sharded, got packed weights that are. Load it in one process."
+                )
+            if id(weight.codes) not in dense:
+                dense[id(weight.codes)] = nn.Parameter(weight.decode().to(dtype or weight.dtype), requires_grad=False)
+        unconvert_module(module, {name: dense[id(weight.codes)] for name, weight in weights.items()})
     return model
 
 
@@ -134,7 +163,8 @@ def is_skipped(module_name: str, skip: Iterable[str]) -> bool:
 
 def is_packable(module: nn.Module, name: str, param: nn.Parameter) -> bool:
     """Whether the parameter is a matrix that layers multiply by, an embedding, or the fused experts of a layer (3-D)."""
-    if param.dtype not in FLOAT_DTYPES:
+    # A row that is shorter than a block would be scales for the most part, and some models write to such weights.
+    if param.dtype not in FLOAT_DTYPES or param.ndim < 2 or param.shape[-1] < MIN_BLOCK:
         return False
     if isinstance(module, nn.Embedding):
         # With ``max_norm`` a lookup writes to the weight; sparse gradients exist for dense weights only.

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.nn as nn
@@ -35,8 +35,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_sh
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.topology import broadcast_from_rank_0
-from hf_zeropp.frozen.adapters import adapter_modules, entrances
-from hf_zeropp.frozen.merging_sharded import merge_whole
+from hf_zeropp.frozen.adapters import MERGE_DENSE, adapter_modules, entrances
 from hf_zeropp.frozen.modules import CODES, Packed, Place
 from hf_zeropp.frozen.storage import as_floats, fsdp2_needs_floats
 
@@ -91,7 +90,7 @@ def shard_frozen(
             openings.append(_shard(part, node_mesh, policy, offload_policy or OffloadPolicy()))
     # The model holds them and not their owners, because a module may go through its children in its forward.
     model.add_module(_OPENINGS, openings)
-    merge_whole(model)
+    _refuse_merges(model)
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -126,6 +125,21 @@ def find_frozen_units(
     for param, owner in owners.items():
         units.setdefault(owner, FrozenUnit(owner, [])).params.append(places[param])
     return list(units.values())
+
+
+def _refuse_merges(model: nn.Module) -> None:
+    """Let adapters' layers whose frozen base is sharded raise where they would merge: PEFT computes with tensors of one mesh."""
+    for layer in model.modules():
+        added = adapter_modules(layer) if callable(getattr(layer, "merge", None)) else set()
+        base = (param for module in layer.modules() if module not in added for param in module._parameters.values())
+        if added and any(isinstance(param, DTensor) and not param.requires_grad for param in base):
+            cast(Any, layer).merge = cast(Any, layer).unmerge = _refuse_merge
+
+
+def _refuse_merge(*args: Any, **kwargs: Any) -> NoReturn:
+    raise RuntimeError(
+        f"An adapter cannot be merged into frozen weights that are sharded within nodes, or taken out of them. {MERGE_DENSE}"
+    )
 
 
 def _frozen_candidates(model: nn.Module) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
@@ -172,13 +186,11 @@ class _Edge(nn.Module):
 
     Attributes:
         places: of an opening, one place of each parameter of the unit.
-        is_running: of an opening, whether the owner's forward is under way.
     """
 
     def __init__(self, places: Collection[Place] = ()) -> None:
         super().__init__()
         self.places = list(places)
-        self.is_running = False
 
     def forward(self, value: Any) -> Any:
         """Return what came. FSDP2's hooks run before and after."""
@@ -199,9 +211,6 @@ def _shard(unit: FrozenUnit, mesh: DeviceMesh, policy: MixedPrecisionPolicy, off
         ignored_params={param for param in unit.owner.parameters() if param not in chosen},
     )
     del opening.owner
-    for module, name in (place for places in unit.params for place in places):
-        if isinstance(module, Packed):
-            module.set_unit(name, cast(Any, opening))  # an FSDPModule by now
     _run_around(unit.owner, opening, closing)
     return opening
 
@@ -225,14 +234,12 @@ def _run_around(owner: nn.Module, opening: _Edge, closing: _Edge) -> None:
         if running and not is_over(running[0], module):
             return None
         running[:] = [module]
-        opening.is_running = True
         return opening((args, kwargs))
 
     def end(module: nn.Module, args: Any, output: Any) -> Any:
         if running != [module]:
             return None
         running.clear()
-        opening.is_running = False
         return closing(output)
 
     for module in modules:

@@ -6,8 +6,8 @@ on it arrive in ``__torch_dispatch__`` and are of three kinds:
 - A *view* (``weight.t()``, ``weight[expert]``) stays packed. It is noted, and replayed on the dense tensor after decoding.
   This saves memory in training: autograd keeps the operands of a multiplication for backward, and ``F.linear`` multiplies by
   the view ``weight.t()``. So autograd keeps codes and not the dense weight.
-- A *write* (``weight.data += delta``, as PEFT merges an adapter) decodes, computes, and packs the result into the module.
-  Writes to several at once (``torch._foreach_*``) are refused.
+- A *write* (``weight.data += delta``, as PEFT merges an adapter) is refused. It would round all weights anew, and the ranks of a
+  node hold parts of the codes.
 - *Any other* operation decodes, and computes with the dense tensor.
 
 A packed weight is made anew at every access of ``module.weight``, because the module's codes are other tensors at other times:
@@ -17,23 +17,21 @@ into the same tensors again before backward needs them.
 
 [Note: packed weights under FSDP2]
 In a forward pass the codes are gathered, and decode like any plain tensor. Outside of it they are DTensors, each rank holding
-rows of its node's copy. They are gathered within the node then, and decode to the whole weight on every rank. When a result is
-written back, each rank packs the rows whose codes it stores. So PEFT merges as in a model that is not sharded, where the
-adapter's parameters are whole as well (``merging_sharded.py``).
+rows of its node's copy. They are gathered within the node then, and decode to the whole weight on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from collections.abc import Iterable
+from typing import Any, NamedTuple, NoReturn, SupportsIndex
 
 import torch
+import torch.nn as nn
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from hf_zeropp.frozen.adapters import MERGE_DENSE
 from hf_zeropp.frozen.storage import as_bytes
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
@@ -59,7 +57,7 @@ _VIEWS = {
     aten.squeeze.dim,
     aten.expand.default,
 }
-# These return the weight itself. It stays writable: a write to ``weight.detach()`` changes a dense weight as well.
+# These return the weight itself.
 _IDENTITIES = {aten.detach.default, aten.alias.default}
 
 Views = tuple[tuple[Any, tuple[Any, ...]], ...]
@@ -79,17 +77,10 @@ class PackedForm(NamedTuple):
     dtype: torch.dtype
 
 
-class WritableModule(Protocol):
-    """A module whose packed weights can be written (``Packed`` in modules.py)."""
-
-    def write_packed(self, name: str, value: Tensor) -> None:
-        """Pack ``value`` into the weight ``name``."""
-
-
 class Owner(NamedTuple):
-    """The place that a packed weight was read from, and to which a write goes."""
+    """The place that a packed weight was read from."""
 
-    module: WritableModule
+    module: nn.Module
     name: str
 
 
@@ -101,7 +92,7 @@ class PackedWeight(Tensor):
             where FSDP2 asks for one (storage.py).
         scales: bytes [..., bytes of a row's scales], like ``codes``.
         form: what they decode to.
-        owner: the module and the name to write to. None for views, which cannot be written.
+        owner: the module and the name that it was read from. None for views.
         views: operations to replay on the dense tensor: (operator, arguments) each.
     """
 
@@ -141,11 +132,8 @@ class PackedWeight(Tensor):
 
     @data.setter
     def data(self, value: Tensor) -> None:
-        # ``weight.data += delta`` is two operations: an addition in place, which has written already when it returns, and
-        # then this assignment of its result.
-        is_own = isinstance(value, PackedWeight) and value.owner == self.owner
-        if not is_own:
-            self._write(value)
+        if not _is_same_weight(self, value):
+            refuse_write()
 
     def requires_grad_(self, requires_grad: bool = True) -> PackedWeight:
         """Do nothing to freeze it. To thaw it raises ValueError: the next access of ``module.weight`` would make a frozen one."""
@@ -175,13 +163,6 @@ class PackedWeight(Tensor):
             return PackedWeight(self.codes[args[1]], self.scales[args[1]], self.form)
         return PackedWeight(self.codes, self.scales, self.form, views=(*self._views, (func, args)))
 
-    def _write(self, value: Tensor) -> None:
-        if self.owner is None:
-            raise RuntimeError(
-                "Only a module's packed weight can be written, not a view of it. Assign to module.weight."
-            )
-        self.owner.module.write_packed(self.owner.name, value)
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -193,15 +174,9 @@ class PackedWeight(Tensor):
             return first._view(func, args[1:])
         if func is aten.set_.source_Tensor and _is_same_weight(first, args[1]):
             return first  # a parametrization sets a weight to itself, in the middle of a forward pass
-        is_list = isinstance(first, list | tuple) and any(isinstance(each, cls) for each in first)
-        if func._schema.is_mutable and is_list:  # torch._foreach_*
-            raise RuntimeError(f"{func} cannot write a list with packed weights. Write them one by one.")
-        dense_args = tree_map(lambda arg: arg.decode() if isinstance(arg, cls) else arg, args)
-        result = func(*dense_args, **kwargs)
-        if func._schema.is_mutable and isinstance(first, cls):
-            first._write(dense_args[0])  # the operation changed the decoded copy in place
-            return first
-        return result
+        if any(isinstance(each, cls) for each in _written(func, args, kwargs)):
+            refuse_write()
+        return func(*tree_map(lambda arg: arg.decode() if isinstance(arg, cls) else arg, args), **kwargs)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, bits={self.form.format.bits})"
@@ -221,15 +196,34 @@ def _is_same_weight(one: object, other: object) -> bool:
     return one.owner is not None and one.owner == other.owner
 
 
+def refuse_write() -> NoReturn:
+    """Raise the error of a write to a packed weight.
+
+    Raises:
+        RuntimeError: always.
+    """
+    raise RuntimeError(
+        "A packed weight cannot be written: its codes would be rounded anew, and ranks of a node hold parts of them. "
+        f"{MERGE_DENSE} To add tokens, or to let an adapter change its base when it is made (PiSSA, OLoRA, LoftQ), do so while "
+        "the model is dense, and pack it behind that (the setting frozen_bits, or quantize_frozen)."
+    )
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the tensors that an operator writes to, also those in lists (``torch._foreach_*``) and ``out``."""
+    if not func._schema.is_mutable:
+        return []
+    parameters = func._schema.arguments
+    given = [*zip(parameters, args, strict=False), *((each, kwargs.get(each.name)) for each in parameters[len(args) :])]
+    written = [
+        value for parameter, value in given if parameter.alias_info is not None and parameter.alias_info.is_write
+    ]
+    return [each for value in written for each in (value if isinstance(value, list | tuple) else [value])]
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return ``tensor``, gathered if it is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def local_rows(shape: torch.Size, mesh: DeviceMesh, placements: Sequence[Placement]) -> slice:
-    """Return the rows that this rank holds of a tensor of this shape, sharded over ``mesh`` along dim 0."""
-    local_shape, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
-    return slice(offset[0], offset[0] + local_shape[0])
 
 
 def _replay(dense: Tensor, views: Views) -> Tensor:

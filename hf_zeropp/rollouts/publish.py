@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from hf_zeropp.frozen.adapters import wrapped_model
-from hf_zeropp.frozen.merging import PublishedWeight, adapter_weights, base_buffers, merged_weights
+from hf_zeropp.frozen.published import PublishedWeight, adapter_weights, base_buffers, merged_weights
 from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
 from hf_zeropp.generation import generation_mode, handle_of, units_of
 

@@ -113,7 +113,6 @@ def run_training(rank: int, is_forced: bool, mixed_precision: str):
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    model.merge_adapter()
     state = {name: tensor for name, tensor in accelerator.get_state_dict(model).items() if "weight_" in name}
     handle = plugin.handle_of(model)
     counts = {name: (count.intra_node, count.cross_node) for name, count in handle.traffic.counts.items()}
@@ -124,7 +123,7 @@ def run_training(rank: int, is_forced: bool, mixed_precision: str):
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_training_is_the_same_under_both_dtypes(mixed_precision):
-    """Losses, merged codes and bytes of gathers, bit for bit; where FSDP2 shards no integers, both are floats."""
+    """Losses, codes and bytes of gathers, bit for bit; where FSDP2 shards no integers, both are floats."""
     forced, free = (run_ranks(run_training, 4, is_forced, mixed_precision) for is_forced in (True, False))
     for (losses, state, counts, stored), (losses_free, state_free, counts_free, stored_free) in zip(
         forced, free, strict=True

@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from hf_zeropp import ZeroPPQuantConfig
 from hf_zeropp.frozen.modules import PackedLinear
-from hf_zeropp.integrations.lora.export import export
 from hf_zeropp.integrations.pretrained_shape import pretrained_shape
 
 
@@ -130,7 +129,6 @@ def test_a_packed_checkpoint_of_another_version_is_refused(tmp_path, version, wo
     (packed / "config.json").write_text(json.dumps(config))
     for read in (
         lambda: AutoModelForCausalLM.from_pretrained(packed),
-        lambda: export(tmp_path / "exported", packed),
         lambda: pretrained_shape(str(packed)),
     ):
         with pytest.raises(ValueError, match=f"packed' was packed by {words}.* Pack the 16-bit checkpoint anew"):

@@ -66,8 +66,6 @@ COMMANDS = [
     command("unknown optimizer", "estimate 7B --world 8 --optimizer adam", "invalid choice: 'adam'", "adamw"),
     command("settings that are not there", "estimate 7B --world 8 --zeropp z.yaml", "'z.yaml'", "Check the path"),
     command("wrong settings in force", "env", "hf-zeropp env: ", "got 'four'", env={"ZEROPP_QGZ_BITS": "four"}),
-    command("nothing to export", "export --output out", "Nothing to export", "--model", "--adapter"),
-    command("no adapter's folder", "export --adapter gone --output out", "'gone'", "adapter_config.json"),
     launch("a script that is not there", {}, "expected a Python script", "'gone.py'", line="gone.py"),
     launch("a module that is not there", {}, "no module 'gone.module'", line="-m gone.module"),
     launch("a misspelt command of trl", {}, "no module 'trl.scripts.stf'", line="trl stf"),

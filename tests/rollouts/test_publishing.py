@@ -34,8 +34,8 @@ from torch.distributed.tensor import DTensor
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
 from hf_zeropp import apply_zeropp, publish_weights
-from hf_zeropp.frozen.merging import Addend, adapter_weights, merged_weights
 from hf_zeropp.frozen.modules import Packed
+from hf_zeropp.frozen.published import Addend, adapter_weights, merged_weights
 
 FULL = {
     "default": (tiny_llama, {}, {}),
@@ -345,7 +345,7 @@ def test_what_cannot_be_published_is_refused():
         assert "need a model under ZeRO++" in no_zeropp
         assert "lm_head.weight, which are one parameter" in tied_head and "which are one parameter" in tied_embedding
         assert "also trains biases of the base (bias='lora_only')" in biases and 'adapters="merged"' in biases
-        assert "DoraLinearVariant in layer" in dora and "hf-zeropp export" in dora
+        assert "DoraLinearVariant in layer" in dora and "merge it into the dense model" in dora
         assert "expected one active adapter to publish alone, got none" in no_adapter
         assert "expected adapters 'merged' or 'alone', got 'both'" in unknown
 

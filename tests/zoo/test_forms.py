@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
-from hf_zeropp.frozen.merging import PublishedWeight, merged_weights
+from hf_zeropp.frozen.published import PublishedWeight, merged_weights
 from hf_zeropp.integrations.wrap_policy import block_names
 from hf_zeropp.rollouts.publish import _converted_model, _read
 

@@ -1,10 +1,8 @@
-"""PEFT makes adapters on packed weights, and merges them.
+"""PEFT makes adapters on packed weights.
 
 PEFT adapts fused experts through ``target_parameters``, which it adds by itself for "all-linear" on many models. It looks for
 these names among a module's parameters. A packed module has codes and scales there, and PEFT would leave its experts without an
 adapter, with no more than a warning.
-
-Merging is a write like others. The layers' methods say what is merged and what is taken out (``frozen/writing.py``).
 
 Single tokens (``trainable_token_indices``) are trained in the head too where it is tied to the embedding. PEFT finds the head by
 the name of its weight, and a packed one has codes there: it would go on with the tokens of the base.
@@ -17,38 +15,27 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.frozen.adapters import wrapped_model
 from hf_zeropp.frozen.modules import packed_modules, packing_hooks, weights_shown
 from hf_zeropp.frozen.weight import NOT_TRAINED
-from hf_zeropp.frozen.writing import merge, unmerge
 
 
 @functools.cache
 def let_peft_make_adapters() -> None:
-    """Show packed experts to PEFT under their own names, and note its merges. Without PEFT do nothing."""
+    """Show packed experts to PEFT under their own names. Without PEFT do nothing."""
     if importlib.util.find_spec("peft") is None:
         return
     from peft.tuners import tuners_utils  # takes a while, and only packed models need it
     from peft.utils import other
 
-    for layer in _subclasses(tuners_utils.BaseTunerLayer):
-        for name, extended in (("merge", merge), ("unmerge", unmerge)):
-            if name in vars(layer):
-                extend(layer, name, extended)
     extend(tuners_utils.BaseTuner, "_inject_parameters", _show_weights)
     extend(other.ModulesToSaveWrapper, "update", _copy_of_dense)
     for module in (other, tuners_utils):  # both look it up under a name of their own
         extend(module, "_get_module_names_tied_with_embedding", _tied_with_embedding)
-
-
-def _subclasses(cls: type[object]) -> Iterator[type[object]]:
-    for each in cls.__subclasses__():
-        yield each
-        yield from _subclasses(each)
 
 
 def _show_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

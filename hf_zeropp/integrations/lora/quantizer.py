@@ -42,11 +42,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_zeropp.files import check_file
 from hf_zeropp.frozen.modules import CODES, SCALES, Packed, convert_module, packed_modules, set_packed
-from hf_zeropp.frozen.packing import convert_frozen, dense_modules, is_packable
+from hf_zeropp.frozen.packing import convert_frozen, dense_modules, is_packable, unpack_frozen
 from hf_zeropp.frozen.weight import PackedWeight
 from hf_zeropp.integrations.lora.stored_tensors import METHOD, VERSION, check_packed, check_version, tensors_in_files
 from hf_zeropp.ops import frozen_format
-from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, FrozenFormat
+from hf_zeropp.ops.frozen_format import DEFAULT_BLOCK, MIN_BLOCK, FrozenFormat
 from hf_zeropp.setting_checks import flag
 
 
@@ -157,9 +157,11 @@ class ZeroPPQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | None = None) -> PreTrainedModel:
-        raise NotImplementedError(
-            "To get a model in 16 bits, load the 16-bit checkpoint, or write one: hf-zeropp export --model <packed path>."
-        )
+        """Make the packed weights dense: ``model.dequantize()``."""
+        unpack_frozen(model, dtype)
+        tied = model.all_tied_weights_keys.items()
+        model.all_tied_weights_keys = {_dense_name(target): _dense_name(source) for target, source in tied}
+        return model
 
     def is_serializable(self, **kwargs: Any) -> bool:
         """Whether ``save_pretrained`` may save the model packed."""
@@ -226,12 +228,18 @@ def _check_files(
     stored = tensors_in_files(files)
     check_packed(stored, config.format)
     prefix = f"{model.base_model_prefix}."  # a model with a head may be loaded from a checkpoint without one, and the reverse
-    names = {name.removeprefix(prefix) for name, module in model.named_modules() if module in dense}
+    dense_weights = {
+        f"{name}.{leaf}".removeprefix(prefix)
+        for name, module in model.named_modules()
+        for leaf, param in module.named_parameters(recurse=False)
+        if module in dense or not is_packable(module, leaf, param)
+    }
     for name, tensor in stored.items():
-        if name.endswith(CODES) and name.removesuffix(CODES).rpartition(".")[0].removeprefix(prefix) in names:
+        if name.endswith(CODES) and name.removesuffix(CODES).removeprefix(prefix) in dense_weights:
             raise ValueError(
                 f"{str(tensor.file)!r} holds {name}, but by config.json that weight is not packed: its quantization_config says "
-                f"skip={config.skip} and pack_embeddings={config.pack_embeddings}."
+                f"skip={config.skip} and pack_embeddings={config.pack_embeddings}, and rows of fewer than {MIN_BLOCK} weights "
+                "are never packed."
             )
 
 
@@ -245,6 +253,10 @@ def _check_loaded(model: PreTrainedModel) -> None:
                     f"The packed checkpoint {str(model.config.name_or_path)!r} does not fit {type(model).__name__}: it holds "
                     f"no {module_name}.{name} of the right shape. If that is a new layer, load a checkpoint in 16 bits."
                 )
+
+
+def _dense_name(name: str) -> str:
+    return name.removesuffix(CODES).removesuffix(SCALES)
 
 
 def _tied_keys(model: PreTrainedModel) -> dict[str, str]:

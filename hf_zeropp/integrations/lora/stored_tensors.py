@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_zeropp.files import file_in, open_tensors, read_json
+from hf_zeropp.files import open_tensors
 from hf_zeropp.frozen.modules import CODES, SCALES
 from hf_zeropp.ops import frozen_reference
 from hf_zeropp.ops.frozen_format import FrozenFormat
@@ -23,10 +23,6 @@ METHOD = "zeropp"
 """The name of the quantization in a checkpoint's config."""
 VERSION = 2
 """The version of the format, which a checkpoint's config says. The first one had other codes in 4 bits and said none."""
-INDEX = "model.safetensors.index.json"
-WEIGHTS = "model.safetensors"
-# Names that safetensors gives to dtypes.
-WEIGHT_DTYPES = ("F64", "F32", "BF16", "F16")
 _UINT8 = "U8"
 
 
@@ -36,32 +32,6 @@ class StoredTensor(NamedTuple):
     file: Path
     dtype: str
     shape: tuple[int, ...]
-
-    def read(self, name: str) -> Tensor:
-        """Return the tensor, which the file holds under ``name``."""
-        with open_tensors(self.file) as tensors:
-            return tensors.get_tensor(name)
-
-
-def tensors_in_folder(folder: Path) -> dict[str, StoredTensor]:
-    """Find the tensors of a folder as Transformers does: in ``model.safetensors``, or in the files that its index names.
-
-    Raises:
-        ValueError: there are no such files, a file or the index is damaged, or the index names what is not there.
-    """
-    if (folder / WEIGHTS).exists():
-        return tensors_in_files([file_in(folder, WEIGHTS)])
-    if not (folder / INDEX).exists():
-        raise ValueError(f"{str(folder)!r} holds no safetensors weights: expected {WEIGHTS} or {INDEX}.")
-    weight_map = read_json(folder, INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
-        raise ValueError(f"{str(folder / INDEX)!r} has no weight_map of names to files.")
-    # The index comes with the checkpoint and is not trusted: ``file_in`` refuses paths that lead out of the folder.
-    stored = tensors_in_files(file_in(folder, file) for file in sorted(set(weight_map.values())))
-    for name, file in weight_map.items():
-        if name not in stored or stored[name].file.name != file:
-            raise ValueError(f"{str(folder / INDEX)!r} says that {file!r} holds {name}, but it does not.")
-    return stored
 
 
 def tensors_in_files(files: Iterable[Path]) -> dict[str, StoredTensor]:

@@ -37,7 +37,7 @@ def run_campaign(seeds: Sequence[int], workers: int, show: Callable[[list[Verdic
         workers: how many faults happen at a time.
         show: called with all verdicts so far after each, the newest last.
     """
-    preload("attack.jobs", "transformers.models.llama.modeling_llama", "hf_zeropp.integrations.lora.export")
+    preload("attack.jobs", "transformers.models.llama.modeling_llama")
     models = "/tmp/models"
     run_ranks(jobs.prepare, 1, models, init=False)
     verdicts: list[Verdict] = []

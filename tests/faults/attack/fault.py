@@ -8,13 +8,13 @@ import random
 WORLD_SIZE, RANKS_PER_NODE = 4, 2
 FULL, SHARDED = "FULL_STATE_DICT", "SHARDED_STATE_DICT"
 TRAINING = ("values", "deltas", "packed")
-"""Jobs of four ranks; ``jobs.py`` says what each trains. The fourth job, "export", is one process."""
+"""Jobs of four ranks; ``jobs.py`` says what each trains."""
 
 BLOWS = {
     "kill": "SIGKILL",
     "stop": "SIGSTOP, for ever",
     "pause": "SIGSTOP, and SIGCONT after two seconds",
-    "full disk": "no space is left on the disk of the checkpoints, or of the export",
+    "full disk": "no space is left on the disk of the checkpoints",
     "read-only disk": "that disk is mounted read-only",
     "few descriptors": "the rank may open 0 to 5 more files (RLIMIT_NOFILE)",
     "no shared memory": "the rank may write files of 0 to 4095 bytes (RLIMIT_FSIZE), memfds among them",
@@ -34,16 +34,14 @@ POINTS = {
     "sharded save": "a checkpoint with SHARDED_STATE_DICT",
     "rotation": "the deletion of an older checkpoint, on the first rank",
     "packed loading": "from_pretrained into packed weights",
-    "export": "the export of a packed base with an adapter",
 }
 _ANYWHERE = ("installing", "sharing memory", HOP_1, HOP_2, "full save", "sharded save", "rotation", "packed loading")
 _SAVES = ("full save", "sharded save")
 CELLS = (
     *((blow, point) for blow in ("kill", "stop") for point in _ANYWHERE),
-    ("kill", "export"),
-    *(("pause", point) for point in (HOP_1, HOP_2, *_SAVES, "export")),
-    *((blow, point) for blow in NEEDS_MOUNT for point in (*_SAVES, "export")),
-    *(("few descriptors", point) for point in ("sharing memory", HOP_2, *_SAVES, "packed loading", "export")),
+    *(("pause", point) for point in (HOP_1, HOP_2, *_SAVES)),
+    *((blow, point) for blow in NEEDS_MOUNT for point in _SAVES),
+    *(("few descriptors", point) for point in ("sharing memory", HOP_2, *_SAVES, "packed loading")),
     ("no shared memory", "sharing memory"),
     ("full /dev/shm", "installing"),
 )
@@ -58,7 +56,7 @@ class Fault:
         seed: which everything is drawn from.
         blow: a key of ``BLOWS``.
         point: a key of ``POINTS``.
-        job: what is struck: one of ``TRAINING``, or "export".
+        job: what is struck: one of ``TRAINING``.
         kind: of the checkpoints.
         keep: how many checkpoints are kept (``save_total_limit``).
         rank: the struck rank.
@@ -76,24 +74,19 @@ class Fault:
     fraction: float
     spare: int
 
-    @property
-    def world_size(self) -> int:
-        """The processes of the job."""
-        return 1 if self.job == "export" else WORLD_SIZE
-
     def __str__(self) -> str:
-        kind = "" if self.job == "export" else f", {self.kind}, keeps {self.keep}"
-        return f"seed {self.seed}: {self.blow} at {self.fraction:.0%} of {self.point}, rank {self.rank} of {self.job}{kind}"
+        struck = f"rank {self.rank} of {self.job}, {self.kind}, keeps {self.keep}"
+        return f"seed {self.seed}: {self.blow} at {self.fraction:.0%} of {self.point}, {struck}"
 
 
 def draw(seed: int) -> Fault:
     """Draw a fault. Consecutive seeds go through all of ``CELLS``."""
     chance = random.Random(seed)
     blow, point = CELLS[seed % len(CELLS)]
-    job = {"export": "export", "packed loading": "packed"}.get(point) or chance.choice(TRAINING)
+    job = "packed" if point == "packed loading" else chance.choice(TRAINING)
     kind = {"full save": FULL, "sharded save": SHARDED}.get(point) or chance.choice((FULL, SHARDED))
     keep = 1 if point == "rotation" else chance.choice((1, 2))
-    rank = 0 if point in ("rotation", "export") else chance.randrange(WORLD_SIZE)
+    rank = 0 if point == "rotation" else chance.randrange(WORLD_SIZE)
     if blow == "no shared memory":
         rank -= rank % RANKS_PER_NODE  # the first rank of a node makes the memory
     return Fault(

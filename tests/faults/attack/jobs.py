@@ -1,6 +1,4 @@
-"""The jobs that faults happen to: six steps of a tiny model under the Trainer, and an export.
-
-The Trainer runs on two nodes of two ranks, the export in one process.
+"""The jobs that faults happen to: six steps of a tiny model under the Trainer, on two nodes of two ranks.
 
 A job depends on its arguments alone. It draws random numbers (dropout), so that resuming exactly needs the states of the
 generators too.
@@ -25,7 +23,6 @@ from transformers import AutoModelForCausalLM, Trainer
 from attack.fault import Fault
 from attack.strike import Blow, Watch, watch_training
 from hf_zeropp import ZeroPPQuantConfig
-from hf_zeropp.integrations.lora.export import export
 
 SETTINGS = {
     "values": TWO_NODES,
@@ -33,7 +30,7 @@ SETTINGS = {
     "packed": TWO_NODES,
 }
 STEPS, SAVE_STEPS = 6, 2
-BASE, ADAPTER, OUTPUT = "base", "adapter", "exported"
+BASE = "base"
 
 
 class Order(NamedTuple):
@@ -42,7 +39,7 @@ class Order(NamedTuple):
     Attributes:
         fault: which job, with which checkpoints, and the fault.
         folder: of this run, outside of the disk that may be struck.
-        models: where ``prepare`` put the base and the adapter.
+        models: where ``prepare`` put the base.
         strikes_at: number of the call to strike at; None for no fault.
         resumes: whether to resume from the last whole checkpoint.
     """
@@ -55,7 +52,7 @@ class Order(NamedTuple):
 
     @property
     def disk(self) -> Path:
-        """The folder of checkpoints and exports, on a small file system of its own."""
+        """The folder of checkpoints, on a small file system of its own."""
         return Path(self.folder, "disk")
 
 
@@ -79,8 +76,6 @@ def run(rank: int, order: Order) -> End:
     strikes = order.strikes_at is not None and rank == order.fault.rank
     blow = Blow(order.fault, Path(order.folder), order.disk)
     watch = Watch(order.fault.point, order.strikes_at, blow) if strikes else Watch()
-    if order.fault.job == "export":
-        return _export(order, watch)
     trainer = _trainer(order, watch)
     watch_training(watch, order.fault.kind)
     trainer.train(resume_from_checkpoint=True if order.resumes else None)
@@ -131,20 +126,6 @@ def _digest(trainer: Trainer) -> str:
     return digest.hexdigest()
 
 
-def _export(order: Order, watch: Watch) -> End:
-    base, adapter = (os.path.join(order.models, name) for name in (BASE, ADAPTER))
-    with watch.window("export"):
-        # A folder that is there is whole. A process that is killed after that leaves nothing to do.
-        if not (order.disk / OUTPUT).exists():
-            export(order.disk / OUTPUT, base, adapter, max_shard_size="100kB", show_progress=False)
-    digest = hashlib.sha256()
-    for file in sorted((order.disk / OUTPUT).iterdir()):
-        digest.update(file.name.encode() + file.read_bytes())
-    return End([], digest.hexdigest(), dict(watch.counts))
-
-
 def prepare(rank: int, models: str) -> None:
-    """Write the base of the packed jobs, and an adapter on it."""
-    model = tiny_model(attention_dropout=0.1)
-    model.save_pretrained(os.path.join(models, BASE))
-    get_peft_model(model, _lora()).save_pretrained(os.path.join(models, ADAPTER))
+    """Write the base of the packed jobs."""
+    tiny_model(attention_dropout=0.1).save_pretrained(os.path.join(models, BASE))

@@ -18,7 +18,7 @@ from pathlib import Path
 from harness import RankError, StartedRanks, started_ranks
 
 from attack import jobs
-from attack.fault import HARMLESS, Fault
+from attack.fault import HARMLESS, WORLD_SIZE, Fault
 from attack.jobs import End, Order
 from attack.place import heal, processes_left, shared_memory_files, small_disk, temporary_files
 from attack.strike import STRUCK
@@ -94,8 +94,7 @@ def judge(fault: Fault, models: str) -> Verdict:
                 _resume(order, verdict)
             elif fault.point in ("sharded save", "full save"):
                 verdict.resumed = _lack_of_last_checkpoint(order)
-            if fault.blow != "kill" or fault.point != "export":  # a killed export leaves its folder
-                verdict.left += temporary_files(Path(name))
+            verdict.left += temporary_files(Path(name))
         verdict.left += sorted(shared_memory_files() - before)
     return verdict
 
@@ -141,10 +140,9 @@ def _run(order: Order) -> list[End]:
 
 @contextlib.contextmanager
 def _started(order: Order, timeout_s: float) -> Iterator[StartedRanks]:
-    world_size = order.fault.world_size
     with contextlib.ExitStack() as stack:
         with _starting:
-            job = started_ranks(jobs.run, world_size, order, init=world_size > 1, timeout_s=timeout_s)
+            job = started_ranks(jobs.run, WORLD_SIZE, order, timeout_s=timeout_s)
             ranks = stack.enter_context(job)
         yield ranks
 

@@ -271,7 +271,7 @@ def _check_merges(addend: Addend, name: str) -> None:
     kind = type(variant).__name__ if variant is not None else "a bias of its own" if has_bias else addend.method
     raise ValueError(
         f"expected adapters that add to a weight (LoRA), got {kind} in layer {name}, adapter {adapter!r}. Publish with "
-        'adapters="alone", or write merged weights with `hf-zeropp export`.'
+        'adapters="alone", or merge it into the dense model with PEFT.'
     )
 
 
