@@ -124,6 +124,18 @@ class ZeroPPHandle:
         for gather in self.gathers:
             gather.resync()
 
+    def deliver(self) -> None:
+        """Complete gradients whose last micro-step did not come. Call it on all ranks, outside of a backward pass.
+
+        An optimizer's step does so by itself. Code that reads, clips or scales gradients before it needs this, unless the last
+        backward pass was told to be the last micro-step.
+
+        Raises:
+            DisagreementError: on every rank, if ranks did not reduce the same gradients.
+        """
+        if self._decisions is not None:
+            self._decisions.deliver()
+
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too, but with ``qgz_accumulate="rank"``)."""
         for reduce in self.reduces:

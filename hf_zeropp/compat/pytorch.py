@@ -131,7 +131,7 @@ PYTORCH: tuple[Seam, ...] = (
         "Operators that tensor subclasses treat in ways of their own."),
     has("torch.ops:aten.add.Tensor", "_schema", "frozen.weight",
         "Whether an operator writes to its argument."),
-    called("torch.utils._pytree", "tree_map tree_leaves tree_map_only",
+    called("torch.utils._pytree", "tree_map tree_map_only",
         "frozen.weight fsdp.gradients.pending",
         "Tensors and their subclasses among the nested arguments of an operator."),
     sets("torch.distributed.tensor:DTensor", "_local_tensor", "fsdp.units",

@@ -7,8 +7,8 @@ Ranks agree (comm/agreement.py) on these occasions, among others:
   activation recomputation; but no longer than until an optimizer steps, should it step inside a forward pass.
 - *A backward pass reduces its first unit.* Every rank states whether this is the last micro-step. On a CPU the answer is waited
   for before the first hop starts. On an accelerator the exchange runs while the model computes.
-- *Pending gradients are needed* (gradients/pending.py): by an optimizer's step, gradient clipping, a look at ``.grad``. Every
-  rank states for which units.
+- *Pending gradients are needed* (gradients/pending.py): by an optimizer's step, or in ``handle.deliver()``. Every rank states for
+  which units.
 - *The backward pass of the last micro-step ends.* Every rank states in which units other gradients are missing than before. A
   gradient that exists on any rank then exists on all (gradients/withheld.py).
 
@@ -346,11 +346,11 @@ class Decisions:
 
     def deliver(self) -> None:
         """Complete all gradients of the model. Collective if any is pending."""
-        # A rank that owes nothing asks nothing: most looks at gradients find them complete. Where ranks differ in
+        # A rank that owes nothing asks nothing: before most steps gradients are complete. Where ranks differ in
         # what they owe, the question of one meets another question of the others, and all of them raise.
         changed = None
         if any(reduce.owes for reduce in self.reduces):
-            action = "complete accumulated gradients for a look at them or for an optimizer's step"
+            action = "complete accumulated gradients, for an optimizer's step or in handle.deliver()"
             changed = self._ask_debts(action, self._changed_gradients()).largest()
             self._run.driver.drain()
         for reduce in self.reduces:

@@ -43,13 +43,33 @@ def frozen_on_one_rank(rank: int, overlap: bool) -> None:
     backward(model, rank)
 
 
-def gradient_read_on_one_rank(rank: int, overlap: bool) -> None:
+def delivered_on_one_rank(rank: int, overlap: bool) -> None:
     model, handle = new_model(overlap)
     handle.set_last_micro_step(False)
     backward(model, rank)
     if rank == 0:
-        model.head.weight.grad.to_local().sum()
+        handle.deliver()
     model(tokens_of(rank))
+
+
+def gradient_read_on_one_rank(rank: int, overlap: bool) -> torch.Tensor:
+    model, handle = new_model(overlap)
+    handle.set_last_micro_step(False)
+    backward(model, rank)
+    if rank == 0:
+        with pytest.raises(
+            RuntimeError, match=r"not complete \(rank 0\).*set_last_micro_step\(True\).*handle.deliver\(\)"
+        ):
+            model.head.weight.grad.to_local().sum()
+    handle.set_last_micro_step(True)
+    backward(model, rank)
+    return model.head.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
+def test_a_look_on_one_rank_raises_there_and_hangs_nobody(overlap):
+    first, *others = run_ranks(gradient_read_on_one_rank, 4, overlap)
+    assert first.any() and all(torch.equal(first, other) for other in others)
 
 
 def raised_in_backward_on_some_ranks(rank: int, overlap: bool) -> None:
@@ -70,7 +90,7 @@ DIFFERENCES = {
         "of the last",
     ],
     frozen_on_one_rank: ["unit blocks.1 differs", "rank 3: torch.float32, frozen: weight, bias", "ranks [0, 1, 2]: "],
-    gradient_read_on_one_rank: [
+    delivered_on_one_rank: [
         "rank 0 is about to complete accumulated gradients",
         "[1, 2, 3] are about to run a forward",
     ],

@@ -19,7 +19,7 @@ from op_cases import largest_error
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from hf_zeropp import ZeroPPHandle
+from hf_zeropp import ZeroPPHandle, get_handle
 from hf_zeropp.ops.format import LARGEST_LEVEL
 
 VOCAB, HIDDEN, INNER = 29, 12, 27
@@ -204,11 +204,10 @@ def _gather_shards(tensors: dict[str, DTensor], group: dist.ProcessGroup) -> dic
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the gradients by the parameter's name. Parameters without one are left out."""
-    # An operation on a pending gradient completes all of them, and then those exist as well to which other ranks alone have
-    # contributed. So one operation runs on each before they are collected.
-    for param in model.parameters():
-        if param.grad is not None:
-            param.grad.neg()
+    # Where micro-steps wait for a last one, gradients are completed first. Then those exist too to which other ranks alone have
+    # contributed.
+    if (handle := get_handle(model)) is not None:
+        handle.deliver()
     return full_of_all({name: param.grad for name, param in model.named_parameters() if param.grad is not None})
 
 

@@ -1,26 +1,21 @@
-"""Gradients that are not complete yet, and that complete themselves when they are looked at.
+"""Gradients that are not complete yet, and say so when they are used.
 
 FSDP2 adds what a reduction returns to ``param.grad`` at once. Ours has nothing to return yet in two cases: on a micro-step that
 is not the last, whose sums wait within the node for the others, and while a reduction overlaps with the rest of the backward
-pass. FSDP2 then receives zeros. Zeros look like gradients: code that reads, clips, scales or zeroes them before the true value
-arrives would work with wrong numbers, and nothing would tell.
+pass. FSDP2 then receives zeros, and zeros look like gradients: code that reads, clips or scales them would work with wrong
+numbers, and nothing would tell.
 
-So ``param.grad`` says what it is. Its local tensor is replaced by a `PendingGradient`, a tensor that holds no numbers:
+So ``param.grad`` says what it is. Its local tensor is a `PendingGradient`, a tensor without memory:
 
-- an operation on it first delivers all pending gradients of the model (the hop across nodes, on all ranks, like any collective
-  that a DTensor runs), and then runs on the true values;
+- an operation on it raises, and names the two ways to a complete gradient. No collective runs, because one rank may look alone;
 - zeroing it drops what is pending, since that is what zeroing a gradient means;
 - a gradient that is set to None, or replaced, takes its pending part with it: a contribution belongs to the tensor object
   that it was added to, and to nothing else.
 
-PyTorch's AsyncCollectiveTensor, which waits for its collective when it is first used, is the same idea.
+An optimizer's step completes gradients before it reads them, on all ranks together (decisions.py).
 
-FSDP2 must see plain tensors while it adds to them, so `PendingGradients` takes the wrappers off before FSDP2's
-``post_backward`` and puts them back after it.
-
-Between micro-steps the zeros themselves are worth nothing, and would take 4 bytes for each element of the shard. So a wrapper
-lets go of a tensor that holds nothing but zeros, and FSDP2 finds None in ``.grad`` and puts its next output there. The gradient
-itself stays the same object, in which the wrapper then stands for the new tensor.
+While FSDP2 adds zeros it finds None in ``.grad``, and what it makes of the zeros is dropped. So a gradient that waits takes no
+memory, and a complete one from before keeps its own.
 """
 
 from __future__ import annotations
@@ -30,6 +25,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
@@ -43,88 +39,47 @@ class PendingGradient(torch.Tensor):
     """Stands for the local tensor of a gradient that is not complete.
 
     Attributes:
-        complete: delivers what is pending, for all parameters of the model.
-        drop: forgets what is pending for it, which it is called with.
-        is_orphan: whether the parameter has let go of it, so that nothing will complete it.
-        is_zeros: whether ``plain`` is known to hold nothing but zeros.
+        plain: what is complete of it; None for nothing.
+        drop: forgets what is pending for it, which it is called with, and returns the tensor that takes its place.
     """
 
     @staticmethod
-    def __new__(cls, plain: torch.Tensor, *_: Any) -> PendingGradient:
-        """Make a tensor with the metadata of ``plain`` and no storage."""
-        # Without storage, an operation that slips past the dispatch below cannot read zeros in place of the gradient.
+    def __new__(cls, like: torch.Tensor, *_: Any) -> PendingGradient:
+        """Make a tensor with the metadata of ``like`` and no storage, so that nothing can read numbers from it."""
         return torch.Tensor._make_wrapper_subclass(
-            cls,
-            plain.size(),
-            strides=plain.stride(),
-            storage_offset=plain.storage_offset(),
-            dtype=plain.dtype,
-            layout=plain.layout,
-            device=plain.device,
+            cls, like.size(), strides=like.stride(), dtype=like.dtype, layout=like.layout, device=like.device
         )
 
     def __init__(
-        self, plain: torch.Tensor, complete: Callable[[], None], drop: Callable[[PendingGradient], None]
+        self, like: torch.Tensor, plain: torch.Tensor | None, drop: Callable[[PendingGradient], torch.Tensor]
     ) -> None:
-        self._plain: torch.Tensor | None = plain
-        self.complete = complete
+        self.plain = plain
         self.drop = drop
-        self.is_orphan = False
-        self.is_zeros = False
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Describe it without completing it: a debugger must not start collectives."""
         return f"PendingGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    @property
-    def plain(self) -> torch.Tensor:
-        """The tensor that FSDP2 adds to, without what is pending."""
-        if self._plain is None:
-            with torch.inference_mode(False):  # a look may come in that mode, and training adds to the gradient
-                empty = torch.empty_strided(self.size(), self.stride(), dtype=self.dtype, device=self.device)
-                self._plain = empty.zero_()
-        return self._plain
-
-    @plain.setter
-    def plain(self, plain: torch.Tensor) -> None:
-        self._plain = plain
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no memory is held. ``plain`` makes zeros when it is asked for."""
-        return self._plain is None
-
-    def empty(self) -> None:
-        """Let go of zeros."""
-        if self.is_zeros:
-            self._plain = None
-
-    # The work is done in ``__torch_dispatch__``, which also sees what DTensor and the optimizers' foreach loops run
-    # inside. The default ``__torch_function__`` would turn results into pending gradients again.
+    # The work is done in ``__torch_dispatch__``, which also sees what DTensor and the optimizers' foreach loops run inside.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it for callers, without defaults
         cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Complete every pending gradient among the arguments, or drop it if it is zeroed; then run on plain tensors."""
-        # ``torch._foreach_*`` operations take lists of gradients, so arguments are looked through as trees.
-        leaves = pytree.tree_leaves((args, kwargs or {}))
-        pending = [leaf for leaf in leaves if isinstance(leaf, PendingGradient)]
-        for gradient in pending:
-            if func in _ZEROING:
-                gradient.drop(gradient)
-            else:
-                gradient.complete()
-                if gradient.is_orphan:
-                    raise RuntimeError(
-                        "A gradient is used that was taken from a parameter while it was pending: setting `param.grad` to None, "
-                        "or replacing it, has dropped what was still to be added. Use gradients before they are cleared."
-                    )
-        # Results were added to ``plain`` in place, so it holds the true values by now. The wrapper itself may be off
-        # ``.grad`` already, while the caller still holds it.
-        plain_args, plain_kwargs = pytree.tree_map_only(PendingGradient, lambda one: one.plain, (args, kwargs or {}))
-        return func(*plain_args, **plain_kwargs)
+        """Drop what is pending if the gradient is zeroed.
+
+        Raises:
+            RuntimeError: it is used in any other way.
+        """
+        if func not in _ZEROING:
+            raise RuntimeError(
+                f"{func} uses a gradient that is not complete (rank {dist.get_rank()}): its sums wait within the node for the "
+                "last micro-step, or are still being reduced. Call handle.set_last_micro_step(True) before the last backward "
+                "pass of a step, or handle.deliver() on all ranks before gradients are read, clipped or scaled. An optimizer's step "
+                "does so by itself. A gradient that was taken while it was not complete stays so: read param.grad anew."
+            )
+        # ``torch._foreach_zero_`` takes a list of gradients, so arguments are looked through as trees.
+        return func(*pytree.tree_map_only(PendingGradient, lambda one: one.drop(one), args), **(kwargs or {}))
 
 
 class PendingGradients:
@@ -132,140 +87,108 @@ class PendingGradients:
 
     Args:
         unit: the unit.
-        complete: delivers everything that is pending in the model.
     """
 
-    def __init__(self, unit: Unit, complete: Callable[[], None]) -> None:
+    def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._complete = complete
         # A tensor's hash is its identity, and no operator is run on parameters to find them here.
         self._waiting: dict[DTensor, PendingGradient] = {}
-        self._is_held = False
-        self._aside: dict[DTensor, DTensor] = {}  # gradients without memory, while FSDP2 finds None in their place
-        self._new: set[DTensor] = set()  # the parameters for which FSDP2 finds None, and puts zeros there
+        self._aside: dict[DTensor, torch.Tensor | None] = {}  # while FSDP2 finds None in their places
+        self._gets_zeros = False
 
-    def make_way(self, reduced: Callable[[], Iterable[DTensor]]) -> None:
-        """Let FSDP2 find plain tensors, or None, in ``.grad``.
+    def make_way(self, params: Iterable[DTensor], *, for_zeros: bool) -> None:
+        """FSDP2 is about to add its output to the gradients of these parameters. ``close`` comes behind that.
 
         Args:
-            reduced: returns the parameters to whose gradients it is about to add its output.
+            params: the parameters.
+            for_zeros: whether the output is zeros, for which something else will come.
         """
-        self._new.clear()
-        if not self._is_held:  # nearly always on accelerators, and nothing is asked
-            return
-        self._forget_orphans()
-        with_output = frozenset(reduced())
-        for param, waiting in self._waiting.items():
-            grad = param.grad
-            assert isinstance(grad, DTensor)
-            if waiting.is_empty and param in with_output:
-                self._aside[param] = grad
-                param.grad = None
-            else:
-                set_local_tensor(grad, waiting.plain)
-        self._is_held = False
-
-    def expect_zeros(self, reduced: Iterable[DTensor]) -> None:
-        """FSDP2 is about to add zeros to the gradients of these parameters."""
-        self._new = {param for param in reduced if param.grad is None}
-
-    def expect_values(self) -> None:
-        """FSDP2 is about to add more than zeros."""
-        for waiting in self._waiting.values():
-            waiting.is_zeros = False
-
-    def hold(self) -> None:
-        """Put a `PendingGradient` in the place of every gradient of the unit. Something is pending for each of them."""
-        self._take_back()
-        for param in self._unit.params:
-            grad = param.grad
-            if not isinstance(grad, DTensor):
-                continue
-            plain = local_tensor_of(grad)
-            if isinstance(plain, PendingGradient):
-                continue
-            waiting = self._waiting.get(param)
-            # A wrapper is made once for each tensor that FSDP2 adds to, and put back after every micro-step. Its
-            # identity is how a gradient that was replaced is told from one that stayed.
-            if waiting is None or waiting.plain is not plain:
-                waiting = PendingGradient(plain, self._complete, functools.partial(self._drop, param))
-                self._waiting[param] = waiting
-            waiting.is_zeros = waiting.is_zeros or param in self._new
-            set_local_tensor(grad, waiting)
-        self._is_held = True
-        self._new.clear()
-
-    def empty(self) -> None:
-        """Let go of the memory of gradients that hold nothing but zeros. The sums they wait for are in a partial."""
-        if self._is_held:
-            for waiting in self._waiting.values():
-                waiting.empty()
-
-    def release(self) -> None:
-        """Take the wrappers off, and forget the parameters whose gradients were zeroed, set to None or replaced."""
-        self._take_back()
-        self._new.clear()  # results are about to be added
-        self._forget_orphans()
-        if self._is_held:
-            for param, waiting in self._waiting.items():
-                assert isinstance(param.grad, DTensor)
+        self._gets_zeros = for_zeros
+        for param in params:
+            waiting = self._waiting.get(param) if self.waits(param) else None
+            if for_zeros or (waiting is not None and waiting.plain is None):
+                self._aside[param], param.grad = param.grad, None
+            elif waiting is not None:
+                assert isinstance(param.grad, DTensor) and waiting.plain is not None
                 set_local_tensor(param.grad, waiting.plain)
-                waiting.is_zeros = False  # user code may write to it now
-        self._is_held = False
+
+    def close(self) -> None:
+        """Put placeholders into the gradients for which FSDP2 was given zeros, and back into those that wait still."""
+        for param, before in self._aside.items():
+            made, param.grad = param.grad, before
+            if not isinstance(made, DTensor):  # FSDP2 raised before it added
+                continue
+            if not self._gets_zeros:
+                self.add(param, local_tensor_of(made))
+            elif not isinstance(before, DTensor):
+                param.grad = made
+                self._hold(param, made, None)
+            elif not isinstance(plain := local_tensor_of(before), PendingGradient):
+                self._hold(param, before, plain)
+        self._aside.clear()
+        for param, waiting in self._waiting.items():
+            if self.waits(param):
+                assert isinstance(param.grad, DTensor)
+                set_local_tensor(param.grad, waiting)
+
+    def add(self, param: DTensor, result: torch.Tensor) -> None:
+        """Add a result to what is complete of a gradient. Only where ``waits(param)``."""
+        waiting = self._waiting[param]
+        result = result.view(waiting.shape)
+        if waiting.plain is None:
+            waiting.plain = result.to(waiting.device, waiting.dtype)
+            return
+        if waiting.device != result.device:
+            _wait_for_offloaded_gradients()
+        waiting.plain += result.to(waiting.plain)
 
     def clear(self) -> None:
-        """Nothing is pending any more: leave plain tensors in ``.grad``."""
-        if not self.is_clear:
-            self.release()
-            self._waiting.clear()
+        """Nothing is pending any more: leave plain tensors in ``.grad``, and None where there is nothing."""
+        for param, waiting in self._waiting.items():
+            if not self.waits(param):
+                continue
+            assert isinstance(param.grad, DTensor)
+            if waiting.plain is None:
+                param.grad = None
+            else:
+                set_local_tensor(param.grad, waiting.plain)
+        self._waiting.clear()
 
     @property
     def is_clear(self) -> bool:
-        """Whether no gradient waits, or waited and is to be given back."""
-        return not (self._waiting or self._is_held or self._aside)
-
-    def plain_of(self, param: DTensor) -> torch.Tensor:
-        """Return the tensor to which the result for ``param`` is added. Only where ``waits(param)``."""
-        waiting = self._waiting[param]
-        waiting.is_zeros = False
-        return waiting.plain
+        """Whether no gradient waits."""
+        return not self._waiting
 
     def waits(self, param: DTensor) -> bool:
-        """Return whether what is pending for ``param`` is still wanted."""
-        if param in self._aside:
-            return True
+        """Return whether something is pending for ``param`` and still wanted: its gradient is the one that was noted."""
         waiting = self._waiting.get(param)
         if waiting is None or not isinstance(param.grad, DTensor):
             return False
-        return local_tensor_of(param.grad) is (waiting if self._is_held else waiting.plain)
+        local = local_tensor_of(param.grad)
+        return local is waiting or (local is waiting.plain and waiting.plain is not None)
 
-    def _forget_orphans(self) -> None:
-        if not self._is_held:
-            return
-        for param, waiting in list(self._waiting.items()):
-            # User code may have zeroed, cleared or replaced the gradient since ``hold``. A contribution to the old one
-            # must not reach the new one, so it is forgotten with its wrapper.
-            if not self.waits(param):
-                waiting.is_orphan = True
-                del self._waiting[param]
+    def _hold(self, param: DTensor, grad: DTensor, plain: torch.Tensor | None) -> None:
+        waiting = PendingGradient(local_tensor_of(grad), plain, functools.partial(self._drop, param))
+        self._waiting[param] = waiting
+        set_local_tensor(grad, waiting)
 
-    def _take_back(self) -> None:
-        """Put the gradients that were set aside back, with what FSDP2 put in their place."""
-        for param, grad in self._aside.items():
-            waiting = self._waiting[param]
-            if isinstance(param.grad, DTensor):
-                waiting.plain = local_tensor_of(param.grad)
-            set_local_tensor(grad, waiting.plain)
-            param.grad = grad
-        self._aside.clear()
-
-    def _drop(self, param: DTensor, waiting: PendingGradient) -> None:
+    def _drop(self, param: DTensor, waiting: PendingGradient) -> torch.Tensor:
+        plain = waiting.plain
+        if plain is None:
+            plain = torch.empty_strided(waiting.size(), waiting.stride(), dtype=waiting.dtype, device=waiting.device)
         # Another gradient may wait by now, in the place of one that was taken from the parameter and is zeroed here.
         if self._waiting.get(param) is waiting:
-            # ``waits`` is False for the parameter from here on, and the reduction leaves its part out.
+            if self.waits(param):
+                assert isinstance(param.grad, DTensor)
+                set_local_tensor(param.grad, plain)
             del self._waiting[param]
-            if isinstance(param.grad, DTensor) and local_tensor_of(param.grad) is waiting:
-                set_local_tensor(param.grad, waiting.plain)  # which the operation that called this then zeroes
+        return plain
+
+
+def _wait_for_offloaded_gradients() -> None:
+    # FSDP2 copies gradients to the CPU without waiting, and waits for them at the end of the backward pass itself. This
+    # happens only with CPU offload, for units that took no part in the last micro-step.
+    torch.accelerator.synchronize()
 
 
 def renew_gradients(params: Iterable[torch.Tensor]) -> None:

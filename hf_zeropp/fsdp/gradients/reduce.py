@@ -7,7 +7,7 @@ long. See also [Note: gradient accumulation] below.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -38,8 +38,9 @@ from hf_zeropp.traffic import FSDP2_REDUCE, REDUCE_REPLICAS, Bytes, Peers
 # full size until the last micro-step, as under ``no_sync``, and calls no reduction before.
 #
 # A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes
-# first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and a look at a
-# gradient or an optimizer's step (pending.py, decisions.py), should the last micro-step never come.
+# first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and an optimizer's
+# step or ``handle.deliver()`` (decisions.py), should the last micro-step never come. Until then ``.grad`` is pending
+# (pending.py).
 
 
 NO_WIRE_FORM = (
@@ -61,9 +62,6 @@ class AsksAboutReductions(Protocol):
     def confirm_micro_step(self) -> None:
         """Make sure that all ranks run this backward pass, and take it for the same micro-step."""
 
-    def deliver(self) -> None:
-        """Complete all gradients of the model."""
-
 
 class ZeroPPReduceScatter(CommObject, ReduceScatter):
     """Reduces a unit's gradients in two hops, across nodes once per optimizer step.
@@ -82,7 +80,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def __init__(self, unit: Unit, run: Run, decisions: AsksAboutReductions, hops: TwoHopReduce) -> None:
         self.unit = unit
         self.hops = hops
-        self.pending = PendingGradients(unit, decisions.deliver)
+        self.pending = PendingGradients(unit)
         self.withheld = WithheldGradients(unit)
         self._run = run
         self._decisions = decisions
@@ -136,11 +134,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._shown_output = output_tensor if shows_output else None
         output = None if driver.is_late or not crosses else output_tensor
         if output is None:
-            self.pending.expect_zeros(one.param for one in parts if one.has_gradient)
             output_tensor.zero_()
-        else:
-            self.pending.expect_values()
         driver.run(self._reduce(input_tensor, form, crosses, output))
+        self.pending.make_way(_with_gradient(parts), for_zeros=output is None)
         return None
 
     def _form_of(self, parts: tuple[ReducedShard, ...], dtype: torch.dtype, scale: float, divisor: float) -> Form:
@@ -221,7 +217,10 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if output is not None and output.numel() == layout.numel and output.dtype == layout.raw_dtype:
             self.hops.finish(flight, form.layouts, output, form.scale)
             return
-        reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flight.received.device)
+        with torch.inference_mode(
+            False
+        ):  # ``handle.deliver`` may be called in that mode, and training adds to the gradient
+            reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flight.received.device)
         self.hops.finish(flight, form.layouts, reduced, form.scale)
         if output is not None:
             form.narrow(reduced, output)
@@ -232,11 +231,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
                 continue
             # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
             result = part.of(reduced)[: part.shard.numel]
-            if isinstance(param.grad, DTensor) and self.pending.waits(param):
-                target = self.pending.plain_of(param)
-                if target.device != result.device:
-                    _wait_for_offloaded_gradients()
-                target += result.view(target.shape).to(target)
+            if self.pending.waits(param):
+                self.pending.add(param, result)
             elif param in others:
                 self.withheld.keep(param, result)
             # Otherwise the gradient was cleared since, and must not come back.
@@ -250,7 +246,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
                 yield
         finally:
             self._num_late -= is_late
-            self._empty_pending()
 
     def _reduce_by_fsdp2(
         self,
@@ -260,7 +255,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool,
     ) -> dist.Work | None:
-        self.pending.expect_values()
+        self.pending.make_way(_with_gradient(self.unit.reduced_shards()), for_zeros=False)
         self._run.warn(NO_WIRE_FORM, [self.unit])
         peers = Peers.of(group, self._run.traffic.ranks_per_node)
         self._run.traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
@@ -279,24 +274,15 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     # Around FSDP2's post_backward.
 
     def before_post_backward(self) -> None:
-        """FSDP2 is about to add to ``.grad``: give it plain tensors, and forget contributions to gradients that are gone."""
-        self.pending.make_way(lambda: [one.param for one in self.unit.reduced_shards() if one.has_gradient])
+        """FSDP2 is about to reduce: forget contributions to gradients that are gone."""
         self._drop_unwanted()
         self.withheld.forget_unwanted()
 
     def after_post_backward(self) -> None:
         """FSDP2 has added its output to ``.grad``: where something is missing in it, let ``.grad`` say so."""
-        if self._has_unfinished:
-            self.pending.hold()
-            self._empty_pending()
-        else:
+        self.pending.close()
+        if not self._has_unfinished:
             self.pending.clear()
-
-    def _empty_pending(self) -> None:
-        # A result under way is about to be added to the zeros, which are kept for it. A partial is added later, and new zeros
-        # are made then.
-        if self._num_late == 0 and self._partial is not None:
-            self.pending.empty()
 
     @property
     def owes(self) -> bool:
@@ -319,7 +305,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     @names_unit
     def deliver(self) -> None:
         """Run the cross hop for the partial, and complete the gradients. Collective over the cross group."""
-        self.pending.release()
         self._drop_unwanted()
         partial, self._partial = self._partial, None
         if partial is not None:
@@ -394,7 +379,5 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
 
 
-def _wait_for_offloaded_gradients() -> None:
-    # FSDP2 copies gradients to the CPU without waiting, and waits for them at the end of the backward pass itself. This
-    # happens only with CPU offload, for units that took no part in the last micro-step.
-    torch.accelerator.synchronize()
+def _with_gradient(parts: Sequence[ReducedShard]) -> list[DTensor]:
+    return [part.param for part in parts if part.has_gradient]

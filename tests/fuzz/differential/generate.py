@@ -31,10 +31,10 @@ from differential.hazards import FOR_NODE, MAY_RAISE, MUST_RAISE, Walk
 WORLDS = (2, 4, 2, 3, 2, 4, 2, 6, 2, 4, 3, 2, 4, 2, 3, 8)
 """The world of seed n is ``WORLDS[n % len(WORLDS)]``. Small ones are quick, and most of what goes wrong shows in them."""
 
-NEVER = ("pending at read", "skipped where gathers wait", "waits on the rank")
-"""Hazards that are generated on request only. A gradient that waits is documented to read as zero. Ranks that wait in a gather
-for one that runs another pass are documented to end after the time-out, as in stock FSDP2, which takes long. Gradients that wait
-on the rank are dropped by the handle alone, and an optimizer's step before they are reduced is refused."""
+NEVER = ("skipped where gathers wait", "waits on the rank")
+"""Hazards that are generated on request only. Ranks that wait in a gather for one that runs another pass are documented to end
+after the time-out, as in stock FSDP2, which takes long. Gradients that wait on the rank are dropped by the handle alone, and an
+optimizer's step before they are reduced is refused."""
 
 _OTHER_PARALLELISM = ("tp", "ep", "pp")
 """Meshes whose groups wait for each other within a pass, or for nobody: an error of one rank does not end all of them."""

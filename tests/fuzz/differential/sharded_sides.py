@@ -22,6 +22,8 @@ from differential.meshes import rows_of
 from differential.networks import Net, build, leave_meta, run_models, shard, starts_on_meta
 from differential.sides import Observation, Side, step_and_drop
 from hf_zeropp import apply_zeropp, generation_mode
+from hf_zeropp.fsdp.gradients.pending import PendingGradient
+from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.traffic import REDUCE_CROSS, REDUCE_REPLICAS, Bytes
 
@@ -196,6 +198,32 @@ class Ours(Stock):
         for handle in self.handles:
             handle.discard_accumulated()
         super().discard()
+
+    def clip(self, norm: float, foreach: bool | None) -> Observation:
+        self._complete_gradients()
+        return super().clip(norm, foreach)
+
+    def scale_grads(self, factor: float) -> None:
+        self._complete_gradients()
+        super().scale_grads(factor)
+
+    def gradients(self) -> Observation:
+        self._complete_gradients()
+        return super().gradients()
+
+    def _complete_gradients(self) -> None:
+        """Do what a user does before gradients are looked at while micro-steps wait. Until then a look must raise."""
+        for name, param in self.params.items():
+            if param.grad is not None and isinstance(local_tensor_of(param.grad), PendingGradient):
+                try:
+                    param.grad + param.grad
+                except RuntimeError as error:
+                    if "a gradient that is not complete" in str(error):
+                        continue
+                    raise
+                raise AssertionError(f"a look at the gradient of {name}, which is not complete, raised nothing")
+        for handle in self.handles:
+            handle.deliver()
 
     def invalidate(self) -> None:
         for handle in self.handles:
