@@ -32,10 +32,6 @@ class Roles(nn.Module):
         adapter = [param for name, param in self.lm.named_parameters() if f".{role}." in name]
         return adapter + list(self.heads[role].parameters() if role in self.heads else [])
 
-    def get_base_model(self) -> nn.Module:
-        """Return the model that PEFT wraps. ZeRO++ asks for it: ``generate`` calls it, and not the forward pass below."""
-        return self.lm.get_base_model()
-
     @contextmanager
     def play(self, role: str):
         """Compute as ``role``, or as "reference", inside. Only the role's own parameters take gradients."""

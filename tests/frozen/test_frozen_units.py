@@ -210,6 +210,31 @@ def scenario_an_interrupted_forward_pass_leaves_nothing_behind(rank: int) -> Non
             assert isinstance(inner.lm_head.weight, DTensor), "the unit is freed"
 
 
+class Holder(nn.Module):
+    """A module of a user's that holds PEFT's wrapper, as PPO's roles do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm = with_adapter(tiny_llama())
+        self.head = nn.Linear(64, 1)
+        self._no_split_modules = self.lm._no_split_modules
+
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.lm(input_ids=input_ids, output_hidden_states=True).hidden_states[-1])
+
+    def generate(self, **kwargs) -> torch.Tensor:
+        return self.lm.generate(**kwargs)
+
+
+def scenario_generation_enters_at_a_model_that_a_module_holds(rank: int) -> None:
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
+    reference = packed_copy(Holder(), 4)
+    *_, model, _ = prepare(Holder(), frozen_bits=4, **UNQUANTIZED)
+    batch = tokens()[:1]
+    assert torch.equal(model.generate(input_ids=batch, **settings), reference.generate(input_ids=batch, **settings))
+    torch.testing.assert_close(model(batch), reference(batch), atol=1e-5, rtol=1e-5)
+
+
 # Older PEFT puts no adapters on fused experts for "all-linear", and older TRL has no fused head.
 SINCE = [adapters_on_packed_experts_learn_as_unsharded] if compat.is_at_least("peft", (0, 20)) else []
 SINCE += [a_fused_loss_reads_the_frozen_head] if hasattr(trl.trainer.utils, "add_fused_lm_head") else []
