@@ -19,15 +19,15 @@ SOURCES = [
 MODULES = sorted(PACKAGE.rglob("*.py"))
 GUIDES = [ROOT / "README.md", *sorted(ROOT.glob(".github/*.md"))]
 GUIDES += [
-    path for folder in ("hf_zeropp", "ops", "tests", "scripts") for path in sorted((ROOT / folder).rglob("*.md"))
+    path
+    for folder in ("hf_zeropp", "ops", "tests", "scripts", "examples")
+    for path in sorted((ROOT / folder).rglob("*.md"))
 ]
 MAX_README_LINES = 200
 MAX_README_WIDTH = 100  # what a terminal and a narrow window show
 # CONTRIBUTING.md advises 450 and 40. A function that reads from top to bottom is better long than cut.
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-# A docstring that begins so is half a sentence: "Of a unit's weights, gathered in dtype."
-HALF_SENTENCES = re.compile(r"(Of|What|Where|Whatever|That|Those|Such|Nobody|Whoever)\b")
 
 
 def name_of(path: Path) -> str:
@@ -55,12 +55,6 @@ def test_functions_stay_short(path: Path) -> None:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
     }
     assert {name: length for name, length in lengths.items() if length > MAX_FUNCTION_LINES} == {}
-
-
-@pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_docstrings_are_whole_sentences(path: Path) -> None:
-    openings = {name: docstring.partition("\n")[0] for name, _, docstring in documented_nodes(path)}
-    assert {name: text for name, text in openings.items() if HALF_SENTENCES.match(text)} == {}
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=name_of)
