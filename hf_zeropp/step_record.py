@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from hf_zeropp import devices
 from hf_zeropp.config import ENV_RECORD
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class _StepRecord:
             self._stepping = weakref.ref(optimizer)
         elif stepping is not optimizer:
             return
-        if params[0].device.type != "cpu":
+        if devices.has_streams(params[0].device):
             torch.get_device_module(params[0].device.type).synchronize()
         self._write(min(float(group["lr"]) for group in optimizer.param_groups))
 
