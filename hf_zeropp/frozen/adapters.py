@@ -59,8 +59,8 @@ def initial_that_changed_base(config: Any) -> str | None:
 def entrances(model: nn.Module) -> set[nn.Module]:
     """Return the modules through which a computation may enter ``model``, itself among them.
 
-    These are the model that PEFT wraps, also where a module of the user's holds PEFT's wrapper, and what ``generate`` calls by itself before the forward pass: the encoder of an
-    encoder-decoder, and the parts that make features of images and sounds.
+    These are the model that PEFT wraps, also where a module of the user's holds PEFT's wrapper, and what ``generate`` calls by
+    itself before the forward pass: the encoder of an encoder-decoder, and the parts that make features of images and sounds.
     """
     wrappers = (each for each in model.modules() if callable(getattr(each, "get_base_model", None)))
     found = {model, *(part for wrapper in wrappers for part in (wrapper, wrapped_model(wrapper)))}
