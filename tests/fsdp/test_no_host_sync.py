@@ -38,7 +38,7 @@ NUMBERS = {("fsdp.gradients.form", "scale_of")}
 
 MEANT = {
     # With CPU offload FSDP2 waits for the same copies.
-    ("fsdp.gradients.reduce", "_wait_for_offloaded_gradients"),
+    ("fsdp.gradients.pending", "_wait_for_offloaded_gradients"),
     # With qwz_mode="exact" the host has to know how much to send: once per step, for all units.
     ("comm.carriers", "exchange_sizes"),
     # It waits only where there are no streams.

@@ -288,6 +288,7 @@ def looks_at_gradients(**settings: Any) -> None:
     for _ in range(2):
         train.handle.set_last_micro_step(False)
         loss_of(train.model, tokens_of(0)).backward()
+        train.handle.deliver()
         nn.utils.clip_grad_norm_(train.model.parameters(), 1.0)
         train.step()
 

@@ -267,7 +267,14 @@ def start_tune(folder: Path, *words: str) -> subprocess.Popen[str]:
     del environment["ZEROPP_RANKS_PER_NODE"]
     line = [sys.executable, "-m", "hf_zeropp.cli", "tune", *words]
     return subprocess.Popen(
-        line, env=environment, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        line,
+        env=environment,
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell starts what runs in the background with SIGINT ignored, and tests that it runs would hand this on.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 

@@ -116,16 +116,13 @@ class PendingGradients:
     def close(self) -> None:
         """Put placeholders into the gradients for which FSDP2 was given zeros, and back into those that wait still."""
         for param, before in self._aside.items():
-            made, param.grad = param.grad, before
-            if not isinstance(made, DTensor):  # FSDP2 raised before it added
-                continue
-            if not self._gets_zeros:
+            made = param.grad
+            if self._gets_zeros:
+                self._take_zeros(param, before, made)
+            # A hook may have used the gradient already, and dropped it. Or it has stepped, and that completed all that waited.
+            elif isinstance(made, DTensor) and param in self._waiting:
+                param.grad = before
                 self.add(param, local_tensor_of(made))
-            elif not isinstance(before, DTensor):
-                param.grad = made
-                self._hold(param, made, None)
-            elif not isinstance(plain := local_tensor_of(before), PendingGradient):
-                self._hold(param, before, plain)
         self._aside.clear()
         for param, waiting in self._waiting.items():
             if self.waits(param):
@@ -167,6 +164,16 @@ class PendingGradients:
             return False
         local = local_tensor_of(param.grad)
         return local is waiting or (local is waiting.plain and waiting.plain is not None)
+
+    def _take_zeros(self, param: DTensor, before: torch.Tensor | None, made: torch.Tensor | None) -> None:
+        """Drop what FSDP2 made of zeros, but for the DTensor where there was none, and let the gradient wait."""
+        if isinstance(made, DTensor) and not isinstance(before, DTensor):
+            self._hold(param, made, None)
+            return
+        param.grad = before
+        if isinstance(made, DTensor) and isinstance(before, DTensor):
+            if not isinstance(plain := local_tensor_of(before), PendingGradient):
+                self._hold(param, before, plain)
 
     def _hold(self, param: DTensor, grad: DTensor, plain: torch.Tensor | None) -> None:
         waiting = PendingGradient(local_tensor_of(grad), plain, functools.partial(self._drop, param))
