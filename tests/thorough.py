@@ -119,7 +119,6 @@ THOROUGH = (
     "fsdp/test_sharded_checkpoints.py::*{replicas}",
     "integrations/test_trainer_orders.py::test_model_sharded_at_load",
     "comm/test_changed_words.py::test_copies_equal_those_sent_whole{2}",
-    "estimate/test_tensor_parallel.py::test_what_a_run_holds_and_sends",
     # Other worlds, dtypes and lengths of what one case shows.
     "fsdp/test_*::test_any_number_of_nodes{8}",
     "fsdp/test_*::test_any_number_of_nodes{2}",

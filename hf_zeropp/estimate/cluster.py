@@ -24,10 +24,9 @@ NETWORK_LATENCY = 10e-6
 WITHIN_LATENCY = 3e-6
 """Seconds that one message within a node takes beside its bytes. An assumption, for NVLink."""
 
-_PREFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-# "100Gb" and "100Gbps" are read as bits by some and as bytes by others, a factor of 8. Only "bit" and "B" are clear.
-_RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(bit|(?-i:B)(?:ps)?)(?:/s)?", re.IGNORECASE)
-_BITS_PER_BYTE = 8
+# Only "bit" is clear: "100Gb" and "100Gbps" are read as bits by some and as bytes by others, a factor of 8.
+_RATE = re.compile(r"(\d+(?:\.\d+)?)([mgt])bit", re.IGNORECASE)
+_BYTES_PER_S = {"m": 1e6 / 8, "g": 1e9 / 8, "t": 1e12 / 8}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,20 +59,6 @@ GPUS = {
 """GPUs by the name that ``--gpu`` takes, each with the vendor's sheet behind it."""
 
 
-def find_gpu(name: str) -> Gpu:
-    """Return the GPU of a name, in any case.
-
-    Raises:
-        ValueError: no GPU has the name.
-    """
-    if (gpu := GPUS.get(name.lower())) is None:
-        raise ValueError(
-            f"expected a GPU of {', '.join(GPUS)}, got {name!r}. For another one, measure it: run hf-zeropp bench-network there "
-            "and give its file to --cluster."
-        )
-    return gpu
-
-
 @dataclasses.dataclass(frozen=True)
 class Link:
     """A link between ranks.
@@ -99,8 +84,6 @@ class Device:
         kernel_rate: bytes per second, read and written together, at which it quantizes.
         copy_rate: the same for FSDP2's copies of units; infinite where ``flops`` already includes them.
         wire_rate: bytes per second that a rank's processor sends and receives; infinite where other hardware does it.
-        step_overhead: seconds per optimizer step beside the forward and backward passes; None to derive the optimizer's from
-            ``copy_rate``.
     """
 
     name: str
@@ -110,7 +93,6 @@ class Device:
     kernel_rate: float = math.inf
     copy_rate: float = math.inf
     wire_rate: float = math.inf
-    step_overhead: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,26 +124,8 @@ class Cluster:
         return self.world_size // self.ranks_per_node
 
 
-def gpu_device(gpu: Gpu, mfu: float = ATTAINABLE_MFU) -> Device:
-    """Return the device of a GPU, of which training attains the share ``mfu``.
-
-    Raises:
-        ValueError: the share is not between 0 and 1.
-    """
-    if not 0 < mfu <= 1:
-        raise ValueError(f"expected an attainable MFU above 0 and at most 1, got {mfu}. 0.5 is half of the peak.")
-    rate = gpu.memory_rate * ATTAINABLE_MEMORY
-    return Device(gpu.name, gpu.flops, gpu.flops * mfu, gpu.memory, kernel_rate=rate, copy_rate=rate)
-
-
 def gpu_cluster(
-    gpu: Gpu,
-    world_size: int,
-    ranks_per_node: int,
-    network_rate: float,
-    *,
-    within_rate: float | None = None,
-    mfu: float = ATTAINABLE_MFU,
+    gpu: Gpu, world_size: int, ranks_per_node: int, network_rate: float, *, mfu: float = ATTAINABLE_MFU
 ) -> Cluster:
     """Return a cluster of a known GPU, with the assumptions of this module.
 
@@ -170,45 +134,33 @@ def gpu_cluster(
         world_size: W.
         ranks_per_node: N.
         network_rate: bytes per second of a node's network in each direction, by its vendor.
-        within_rate: bytes per second of a GPU's links, both directions together, by its vendor; None for the GPU's own.
         mfu: share of the peak that training attains.
+
+    Raises:
+        ValueError: that share is not between 0 and 1.
     """
-    # Vendors of networks quote one direction, vendors of GPUs the sum of both.
-    within = (within_rate or gpu.within_rate) / 2
+    if not 0 < mfu <= 1:
+        raise ValueError(f"expected an attainable MFU above 0 and at most 1, got {mfu}. 0.5 is half of the peak.")
+    rate = gpu.memory_rate * ATTAINABLE_MEMORY
     return Cluster(
         world_size,
         ranks_per_node,
         Link(network_rate * ATTAINABLE_LINK, NETWORK_LATENCY),
-        Link(within * ATTAINABLE_LINK, WITHIN_LATENCY),
-        gpu_device(gpu, mfu),
+        # Vendors of networks quote one direction, vendors of GPUs the sum of both.
+        Link(gpu.within_rate / 2 * ATTAINABLE_LINK, WITHIN_LATENCY),
+        Device(gpu.name, gpu.flops, gpu.flops * mfu, gpu.memory, kernel_rate=rate, copy_rate=rate),
     )
 
 
 def parse_rate(text: str) -> float:
-    """Return a rate in bytes per second: "100gbit" is 1.25e10, "600GBps" is 6e11.
-
-    Args:
-        text: a number with one of the units kbit, Mbit, Gbit, Tbit (case does not matter) or kBps, MBps, GBps, TBps.
+    """Return a rate in bytes per second: "100gbit" is 1.25e10. Units are mbit, gbit and tbit, in any case.
 
     Raises:
         ValueError: the text is no rate, has no unit, or is zero.
     """
     match = _RATE.fullmatch(text.strip())
-    if match is None:
+    if match is None or not float(match[1]):
         raise ValueError(
-            f"expected a rate with its unit, such as 100gbit or 600GBps, got {text!r}. Write gbit for 10^9 bits per second and "
-            "GBps for 10^9 bytes per second."
+            f"expected a rate above zero with its unit, such as 100gbit for 10^11 bits per second, got {text!r}"
         )
-    rate = float(match[1]) * _PREFIXES[match[2].lower()] / (_BITS_PER_BYTE if match[3].lower() == "bit" else 1)
-    if rate == 0:
-        raise ValueError(f"expected a rate above zero, got {text!r}. A link that moves no bytes cannot be estimated.")
-    return rate
-
-
-def format_rate(bytes_per_s: float) -> str:
-    """Return a rate of a network in bits: 1.25e10 is "100 Gbit/s"."""
-    bits = bytes_per_s * _BITS_PER_BYTE
-    for unit, factor in (("Tbit/s", 1e12), ("Gbit/s", 1e9), ("Mbit/s", 1e6)):
-        if bits >= factor:
-            return f"{bits / factor:.3g} {unit}"
-    return f"{bits / 1e3:.3g} kbit/s"
+    return float(match[1]) * _BYTES_PER_S[match[2].lower()]

@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from hf_zeropp.estimate.memory_and_bytes import KINDS, SYNCED, THIS_PACKAGE, Estimate, saved_by_packing_embeddings
+from hf_zeropp.estimate.memory_and_bytes import KINDS, SYNCED, THIS_PACKAGE, Estimate
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import Setup
 
@@ -26,36 +26,27 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     # The papers' methods and FSDP2 do not pack frozen weights.
     packing = model.packing(setup.config)
     base = f", base in {16 if packing is None else packing.format.bits} bits" if model.frozen_units else ""
-    layers = f"layers cut over {setup.tensor_parallel} ranks, " if setup.tensor_parallel > 1 else ""
     title = (
         f"{model.name}: {shorten(model.num_params, COUNT_UNITS)} parameters, "
         f"{shorten(model.num_trainable, COUNT_UNITS)} trained{base}\n"
-        f"{setup.in_replicas(1).num_nodes} nodes x {setup.ranks_per_node} ranks, {layers}{setup.optimizer}, "
+        f"{setup.num_nodes} nodes x {setup.ranks_per_node} ranks, {setup.optimizer}, "
         f"{setup.micro_steps} micro-step{'s' if setup.micro_steps > 1 else ''}"
     )
-    synced = replicas = dense = ""
-    if saved := saved_by_packing_embeddings(model, setup):
-        dense = f"Embeddings and heads: 16 bits. pack_embeddings: {shorten(saved, BYTE_UNITS)} less per rank.\n"
-    if setup.micro_steps > 1:
-        synced = f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n"
-    if setup.replicas > 1:
-        replicas = f"HSDP and the last column: {setup.replicas} replicas of {setup.num_nodes} nodes.\n"
+    synced = (
+        f"{SYNCED}: gradients are reduced in every micro-step (sync_each_batch).\n" if setup.micro_steps > 1 else ""
+    )
     caption = (
         "Memory is per rank. Gathered: full weights, held while layers compute.\n"
         "Traffic is what enters one node per optimizer step. Across nodes: the least for\n"
         "any algorithm; in rings: what NCCL's flat rings put on its link (gloo's: more).\n"
-        f"{synced}{replicas}{dense}M, G and T are 10^6, 10^9 and 10^12 bytes."
+        f"{synced}M, G and T are 10^6, 10^9 and 10^12 bytes."
     )
     result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     result.add_column(no_wrap=True)
-    headings = [one.method for one in estimates]
-    if synced and replicas:
-        # With both columns there is room for one word of seven letters a line. rich would break what is longer inside words.
-        headings = [heading.replace("replicas", "repl.").replace(" ", "\n") for heading in headings]
-    for one, heading in zip(estimates, headings, strict=True):
-        style = "bold" if one is estimates[-1] or one.method == THIS_PACKAGE else None
+    for one in estimates:
         # A number that does not fit continues on the next line: no digit may be lost.
-        result.add_column(heading, style=style, justify="right", overflow="fold")
+        style = "bold" if one.method == THIS_PACKAGE else None
+        result.add_column(one.method, style=style, justify="right", overflow="fold")
 
     # A dash for zero: most methods lack most kinds of memory, and the numbers that are there should stand out.
     def add_row(label: str, values: Iterable[float]) -> None:
@@ -81,7 +72,6 @@ def to_json(estimates: list[Estimate], model: ModelShape, setup: Setup) -> dict[
     return {
         "model": {"name": model.name, "parameters": model.num_params, "trainable": model.num_trainable},
         "setup": dataclasses.asdict(setup),
-        "saved_by_packing_embeddings": saved_by_packing_embeddings(model, setup),
         "estimates": [{**dataclasses.asdict(one), "total": one.total} for one in estimates],
     }
 

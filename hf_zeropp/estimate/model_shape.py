@@ -99,15 +99,6 @@ class UnitShape:
         params = tuple(dataclasses.replace(param, trainable=False) for param in self.params)
         return dataclasses.replace(self, params=params)
 
-    def cut(self, num_ranks: int) -> UnitShape:
-        """Return what one rank of ``num_ranks`` holds under tensor parallelism."""
-        # A plan cuts a layer's first matrix by rows and its second by columns. For the bytes of a shard it is all the same.
-        params = [
-            dataclasses.replace(param, shape=param.padded_shard(num_ranks)) if param.packable else param
-            for param in self.params
-        ]
-        return dataclasses.replace(self, params=tuple(params))
-
     def with_lora(self, rank: int) -> UnitShape:
         """Return the unit frozen, with the two matrices of a LoRA adapter beside each of its own matrices."""
         matrices = (param.shape for param in self.params if param.packable)
@@ -158,28 +149,11 @@ class ModelShape:
         sizes = [count // num_blocks + (index < count % num_blocks) for index in range(num_blocks)]
         return cls(text, tuple(_block(f"block {index}", size) for index, size in enumerate(sizes)))
 
-    def with_adapters(self, num_trainable: int) -> ModelShape:
-        """Return the model with its own parameters frozen, and ``num_trainable`` trained beside them."""
-        frozen = tuple(unit.frozen() for unit in self.units)
-        # A unit of one parameter with two dimensions, since one of 1-D would travel unquantized.
-        adapters = UnitShape("adapters", (ParamShape((num_trainable, 1)),))
-        return dataclasses.replace(self, units=(*frozen, adapters), frozen_units=self.frozen_units or frozen)
-
     def with_lora(self, rank: int) -> ModelShape:
         """Return the model frozen, with LoRA adapters of this rank on all matrices of its blocks."""
         frozen = tuple(unit.frozen() for unit in self.units)
         units = tuple(unit.with_lora(rank) for unit in self.units)
         return dataclasses.replace(self, units=units, frozen_units=frozen)
-
-    def cut(self, num_ranks: int) -> ModelShape:
-        """Return what one rank of ``num_ranks`` holds under tensor parallelism, which cuts matrices and embeddings alike.
-
-        Norms and biases stay whole. Real plans may also leave some matrices whole.
-        """
-        units, frozen_units = (
-            tuple(unit.cut(num_ranks) for unit in units) for units in (self.units, self.frozen_units)
-        )
-        return dataclasses.replace(self, units=units, frozen_units=frozen_units)
 
     def packing(self, config: ZeroPPConfig) -> Packing | None:
         """Return how frozen weights are packed under these settings; None where they stay in 16 bits."""
@@ -188,9 +162,10 @@ class ModelShape:
         return None if config.frozen_bits is None else Packing(FrozenFormat(config.frozen_bits), config.pack_embeddings)
 
     @property
-    def trained_units(self) -> tuple[UnitShape, ...]:
-        """The units without their frozen parameters, and without those units that train nothing."""
-        return tuple(dataclasses.replace(unit, params=unit.trainable) for unit in self.units if unit.trainable)
+    def without_frozen(self) -> ModelShape:
+        """The model without its frozen parameters, and without those units that train nothing."""
+        units = (dataclasses.replace(unit, params=unit.trainable) for unit in self.units if unit.trainable)
+        return dataclasses.replace(self, units=tuple(units), frozen_units=())
 
     @property
     def num_params(self) -> int:

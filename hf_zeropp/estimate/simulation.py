@@ -16,6 +16,7 @@ from __future__ import annotations
 import dataclasses
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from hf_zeropp.traffic import Bytes
 
@@ -28,12 +29,10 @@ COMPUTE, KERNEL, WIRE = "compute", "kernel", "wire"
 _DONE = 1e-12
 """Seconds of work left that count as none: what rounding leaves over."""
 
-Waits = Iterable["int | None"]
-
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One hop or one kernel of a gather or a reduction. Its stages run one after the other.
+    """One piece of work: a part of the model, or one hop or kernel of a gather or a reduction.
 
     Attributes:
         name: for people.
@@ -49,86 +48,42 @@ class Stage:
     latency: float = 0.0
     traffic: Bytes = dataclasses.field(default_factory=Bytes)
 
+    @property
+    def work_s(self) -> float:
+        """Seconds of its work where nothing else runs, without the latency."""
+        return max((seconds for _, seconds in self.demands), default=0.0)
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Task:
-    """One piece of work: a stage of a unit, on a stream.
+
+class Task(NamedTuple):
+    """A stage of a unit on a stream.
 
     Attributes:
-        name: for people, such as "forward block 3".
+        stage: what runs.
         stream: the name of its stream.
         after: indices of earlier tasks that it waits for.
+        unit: the unit's name, for people.
     """
 
-    name: str
-    kind: str
+    stage: Stage
     stream: str
-    demands: tuple[tuple[str, float], ...]
-    latency: float = 0.0
     after: tuple[int, ...] = ()
-
-    @property
-    def seconds_alone(self) -> float:
-        """Seconds that the task takes where nothing else runs."""
-        return self.latency + max((seconds for _, seconds in self.demands), default=0.0)
+    unit: str = ""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """When a task ran, in seconds from the start."""
 
     start: float
     end: float
 
 
-class Program:
-    """Tasks in the order in which a rank issues them.
-
-    Attributes:
-        tasks: for ``simulate``.
-        traffic: bytes that one rank receives in all of them.
-        micro_step_ends: for each micro-step, the index of the last computation of its backward pass.
-    """
-
-    def __init__(self) -> None:
-        self.tasks: list[Task] = []
-        self.traffic = Bytes()
-        self.micro_step_ends: list[int] = []
-
-    def add(self, stream: str, stage: Stage, unit: str, after: Waits = ()) -> int:
-        """Add a stage of a unit to a stream, and return its index.
-
-        Args:
-            stream: where it runs, behind everything that the stream holds already.
-            stage: what runs.
-            unit: the unit's name.
-            after: indices of tasks that it waits for; None stands for none.
-        """
-        waits = tuple({index for index in after if index is not None})
-        self.tasks.append(Task(f"{stage.name} {unit}".strip(), stage.kind, stream, stage.demands, stage.latency, waits))
-        self.traffic.add(stage.traffic)
-        return len(self.tasks) - 1
-
-    def add_all(self, stream: str, stages: Iterable[Stage], unit: str, after: Waits = ()) -> int | None:
-        """Add the stages of one gather or reduction, and return the index of the last; None where there is none."""
-        # The first waits; the others follow it in the stream.
-        last = None
-        for stage in stages:
-            last = self.add(stream, stage, unit, after if last is None else ())
-        return last
-
-    def compute(self, stream: str, name: str, seconds: float, unit: str, after: Waits = ()) -> int:
-        """Add a part of the model to a stream, and return its index."""
-        return self.add(stream, Stage(name, COMPUTE, ((PROCESSOR, seconds),)), unit, after)
-
-
 class _Running:
     """A task that runs: what is left of it, and its share of each resource."""
 
     def __init__(self, index: int, task: Task) -> None:
-        self.index, self.stream, self.latency, self.speed = index, task.stream, task.latency, 1.0
-        self.left = max((seconds for _, seconds in task.demands), default=0.0)
-        self.shares = [(resource, seconds / self.left) for resource, seconds in task.demands if seconds]
+        self.index, self.stream, self.latency, self.speed = index, task.stream, task.stage.latency, 1.0
+        self.left = task.stage.work_s
+        self.shares = [(resource, seconds / self.left) for resource, seconds in task.stage.demands if seconds]
 
     @property
     def uses_resources(self) -> bool:
@@ -150,21 +105,13 @@ class _Running:
 
 
 def simulate(tasks: Sequence[Task]) -> list[Span]:
-    """Return when each task runs.
-
-    Args:
-        tasks: in an order in which every task follows those that it waits for.
-
-    Raises:
-        ValueError: a task waits for one that comes after it.
-    """
+    """Return when each task runs. Every task follows those that it waits for."""
     num_waits = [len(task.after) for task in tasks]
     followers: list[list[int]] = [[] for _ in tasks]
     queues: dict[str, deque[int]] = {}
     for index, task in enumerate(tasks):
+        assert all(other < index for other in task.after), f"{task} waits for a later task than number {index}"
         for other in task.after:
-            if other >= index:
-                raise ValueError(f"expected {task.name} to wait for an earlier task, got number {other} of {index}")
             followers[other].append(index)
         queues.setdefault(task.stream, deque()).append(index)
     starts, ends = [0.0] * len(tasks), [0.0] * len(tasks)
@@ -182,7 +129,7 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
                 starts[index] = now
                 running.append(_Running(index, tasks[index]))
         if not running:
-            return [Span(start, end) for start, end in zip(starts, ends, strict=True)]
+            return [Span(*times) for times in zip(starts, ends, strict=True)]
         _share_resources(running)
         passed = min(task.until_event for task in running)
         now += passed
@@ -199,11 +146,10 @@ def simulate(tasks: Sequence[Task]) -> list[Span]:
 
 def _share_resources(running: Sequence[_Running]) -> None:
     """Set the speed of each running task from the shares of all."""
+    working = [task for task in running if task.uses_resources]
     used: dict[str, float] = {}
-    for task in running:
-        if task.uses_resources:
-            for resource, share in task.shares:
-                used[resource] = used.get(resource, 0.0) + share
-    for task in running:
-        if task.uses_resources:
-            task.speed = 1.0 / max(1.0, max((used[resource] for resource, _ in task.shares), default=1.0))
+    for task in working:
+        for resource, share in task.shares:
+            used[resource] = used.get(resource, 0.0) + share
+    for task in working:
+        task.speed = 1.0 / max(1.0, max((used[resource] for resource, _ in task.shares), default=1.0))

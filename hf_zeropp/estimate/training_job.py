@@ -36,25 +36,20 @@ BACKWARD_FLOPS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """The job that is estimated: the ranks over which the model is sharded, their nodes, and how the model is trained.
+    """The ranks over which the model is sharded, their nodes, and how the model is trained.
 
     Args:
-        world_size: W, the ranks of the job, or with replicas those of one.
+        world_size: W.
         ranks_per_node: N.
         micro_steps: forward and backward passes per optimizer step.
         optimizer: a key of ``OPTIMIZER_STATE_BYTES``.
-        config: settings of this package, as a user writes them. Their own ``ranks_per_node`` is not read.
+        config: settings of this package, as a user writes them.
         fp32_reduce: whether FSDP2 and this package reduce gradients in fp32 instead of bf16.
-        tensor_parallel: neighbouring ranks of a node that cut every layer between them. Each of them shards its part over the
-            ranks of the same place among their neighbours.
-        replicas: of the model (HSDP), each over nodes of its own. Their gradients are averaged.
-        learning_rate: of AdamW. How many weights change in a step depends on it (``qwz_mode="exact"``). None where it is unknown;
-            ``ASSUMED_LEARNING_RATE`` is taken then.
+        learning_rate: of AdamW. How many weights change in a step depends on it (``qwz_mode="exact"``).
         on_cpu: whether ranks compute on CPUs. Settings that say ``"auto"`` depend on it.
 
     Raises:
-        ValueError: the nodes do not divide the world, the tensor-parallel ranks do not divide the node, the optimizer is
-            unknown, there is no micro-step, or the learning rate is not above zero.
+        ValueError: the nodes do not divide the world, or the learning rate is not above zero.
     """
 
     world_size: int
@@ -63,73 +58,42 @@ class Setup:
     optimizer: str = "adamw"
     config: ZeroPPConfig = dataclasses.field(default_factory=ZeroPPConfig)
     fp32_reduce: bool = False
-    tensor_parallel: int = 1
-    replicas: int = 1
-    learning_rate: float | None = None
+    learning_rate: float = ASSUMED_LEARNING_RATE
     on_cpu: bool = False
 
     def __post_init__(self) -> None:
-        check_divides(f"{self.ranks_per_node} ranks per node", self.ranks_per_node, self.world_size)
-        if self.tensor_parallel < 1 or self.ranks_per_node % self.tensor_parallel:
-            raise ValueError(
-                f"expected tensor-parallel ranks that divide the {self.ranks_per_node} ranks of a node, got "
-                f"{self.tensor_parallel}. Across nodes tensor parallelism would send activations in every layer."
-            )
-        if self.optimizer not in OPTIMIZER_STATE_BYTES:
-            raise ValueError(f"expected an optimizer of {', '.join(OPTIMIZER_STATE_BYTES)}, got {self.optimizer!r}")
-        if self.micro_steps < 1:
-            raise ValueError(f"expected at least one micro-step per step, got {self.micro_steps}")
-        if self.learning_rate is not None and not 0 < self.learning_rate < math.inf:
+        for size in (self.ranks_per_node, self.group_size):
+            check_divides(f"{size} ranks per node", size, self.world_size)
+        if not 0 < self.learning_rate < math.inf:
             raise ValueError(f"expected a learning rate above zero, such as 1e-5, got {self.learning_rate}")
-
-    def in_replicas(self, replicas: int) -> Setup:
-        """Return the same ranks as so many replicas of the model.
-
-        Raises:
-            ValueError: they do not divide the nodes.
-        """
-        nodes = self.num_nodes * self.replicas
-        if replicas < 1 or nodes % replicas:
-            raise ValueError(
-                f"expected replicas that divide the {nodes} nodes, got {replicas}. Divisors: "
-                f"{[number for number in range(1, nodes + 1) if nodes % number == 0]}."
-            )
-        world_size = nodes * self.ranks_per_node // replicas
-        return dataclasses.replace(self, world_size=world_size, replicas=replicas)
-
-    @property
-    def numbers_of_replicas(self) -> list[int]:
-        """How many replicas of several nodes each the ranks can be divided in, 1 among them."""
-        nodes = self.num_nodes * self.replicas
-        return [number for number in range(1, nodes) if nodes % number == 0] or [1]
-
-    @property
-    def of_hsdp(self) -> Setup:
-        """The replicas of stock HSDP: as many as here, or where there is one, a replica on each node."""
-        return self if self.replicas > 1 else self.in_replicas(self.num_nodes)
 
     @functools.cached_property
     def settings(self) -> ZeroPPConfig:
         """The settings as they are in force on these ranks."""
         size = self.config.hpz_size
-        spans_nodes = isinstance(size, int) and size > self.ranks_per_node
+        spans_nodes = isinstance(size, int) and size > self.group_size
         return self.config.resolve_node_bits(on_cpu=self.on_cpu, copies_span_nodes=spans_nodes)
 
     @property
-    def rate(self) -> float:
-        """The learning rate, or what is assumed for it."""
-        return ASSUMED_LEARNING_RATE if self.learning_rate is None else self.learning_rate
+    def group_size(self) -> int:
+        """How many ranks this package takes for a node: N, unless the settings say otherwise (preset ``pcie``)."""
+        return self.config.ranks_per_node if isinstance(self.config.ranks_per_node, int) else self.ranks_per_node
 
     @property
     def share_of_changes(self) -> float:
         """The share of bf16 weights whose value changes in a step of AdamW at the learning rate."""
         # Fitted to the six rates from 1e-6 to 1e-3 of scripts/results/exact.md, each within 5 %: 0.07 at 1e-5.
-        return 1 / (1 + (2.2e-4 / self.rate) ** 0.838)
+        return 1 / (1 + (2.2e-4 / self.learning_rate) ** 0.838)
 
     @property
     def num_nodes(self) -> int:
-        """Number of nodes, Y, or with replicas those of one."""
+        """Number of nodes, Y."""
         return self.world_size // self.ranks_per_node
+
+    @property
+    def of_one_node(self) -> Setup:
+        """The ranks of one node, which hold a whole model under HSDP."""
+        return dataclasses.replace(self, world_size=self.ranks_per_node)
 
     @property
     def state_bytes(self) -> int:
@@ -148,13 +112,10 @@ class Job:
 
     Args:
         model: its units.
-        setup: world, nodes, micro-steps and settings.
+        setup: micro-steps and settings. Its ranks are those of the cluster, which says on what they compute.
         cluster: of the same world and nodes.
         tokens: tokens per rank and micro-step.
         checkpointing: whether activations are recomputed in the backward pass, which costs one forward pass more.
-
-    Raises:
-        ValueError: the cluster is another one than the setup's, or there are no tokens.
     """
 
     model: ModelShape
@@ -164,19 +125,9 @@ class Job:
     checkpointing: bool = False
 
     def __post_init__(self) -> None:
-        ours, theirs = ((one.world_size, one.ranks_per_node) for one in (self.setup.in_replicas(1), self.cluster))
-        if ours != theirs:
-            raise ValueError(
-                f"expected a cluster of {ours[0]} ranks, {ours[1]} per node, got one of {theirs[0]} ranks, {theirs[1]} per node"
-            )
-        # The cluster says on what ranks compute.
+        ours, theirs = ((one.world_size, one.ranks_per_node) for one in (self.setup, self.cluster))
+        assert ours == theirs, f"a setup of {ours} ranks in all and per node, and a cluster of {theirs}"
         object.__setattr__(self, "setup", dataclasses.replace(self.setup, on_cpu=self.cluster.backend == "gloo"))
-        if self.tokens < 1:
-            raise ValueError(f"expected at least one token per rank and micro-step, got {self.tokens}")
-
-    def in_replicas(self, replicas: int) -> Job:
-        """Return the same job with so many replicas of the model."""
-        return dataclasses.replace(self, setup=self.setup.in_replicas(replicas))
 
     @property
     def model_flops(self) -> float:

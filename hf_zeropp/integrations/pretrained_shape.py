@@ -27,13 +27,12 @@ EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_expe
 """Names under which they say how many there are."""
 
 
-def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool = False) -> ModelShape:
+def pretrained_shape(source: str, *, lora_rank: int | None = None) -> ModelShape:
     """Return the shape of the model that a Hugging Face config describes.
 
     Args:
         source: a hub name, or the path of a folder with a ``config.json``.
         lora_rank: freezes the model, and has PEFT put LoRA adapters of this rank on its linear layers ("all-linear").
-        freezes: whether all parameters are frozen.
 
     Raises:
         ValueError: Transformers finds no config there, or PEFT makes no adapters for the model.
@@ -45,7 +44,7 @@ def pretrained_shape(source: str, *, lora_rank: int | None = None, freezes: bool
             f"{source!r} is neither a parameter count (7B, 350M) nor a model Transformers finds: {error}"
         ) from error
     with torch.device("meta"):
-        model: nn.Module = build_model(config).requires_grad_(not freezes)
+        model: nn.Module = build_model(config)
         if lora_rank is not None:
             model = _with_lora(model, lora_rank)
     packing, active = _packing(config), active_share(model, config)
@@ -66,7 +65,7 @@ def build_model(config: PretrainedConfig) -> PreTrainedModel:
 
 def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     if importlib.util.find_spec("peft") is None:
-        raise ValueError("--lora needs peft for a model with a config: pip install peft, or use --trainable.")
+        raise ValueError("--lora needs peft for a model with a config: pip install peft.")
     from peft import LoraConfig, get_peft_model  # an optional dependency
 
     return get_peft_model(model, LoraConfig(r=rank, target_modules="all-linear"))

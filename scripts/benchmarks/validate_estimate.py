@@ -27,7 +27,6 @@ from library.paper_rows import (
     PaperRow,
     Parameters,
     fit_model,
-    generation_speedup,
     predict_rows,
     technique_speedups,
     tflops,
@@ -36,13 +35,13 @@ from library.study import RESULTS, command_line, make_page_parser, versions
 from library.variants import Variant
 
 from hf_zeropp.config import PRESETS
+from hf_zeropp.estimate.comparison import EXACTNESS, recommended
+from hf_zeropp.estimate.comparison import Row as ComparisonRow
 from hf_zeropp.estimate.step_time import StepTime
-from hf_zeropp.estimate.step_time_report import EXACTNESS, recommended
-from hf_zeropp.estimate.step_time_report import Row as ComparisonRow
 from hf_zeropp.estimate.unit_work import DEEPSPEED
 
 MEDIAN_LIMIT, LARGEST_LIMIT, PAPER_LIMIT = 0.10, 0.25, 0.10
-NAMED = ("cluster", "half_model_cluster", "generation")
+NAMED = ("cluster", "half_model_cluster")
 """Studies whose errors are held to the limits. ``overlap`` stands beside them."""
 
 TECHNIQUE_GPUS = 128
@@ -72,10 +71,10 @@ def counted(rows: Iterable[Row]) -> list[Row]:
 def fastest_claims(rows: list[Row]) -> list[tuple[str, str, int, str, str, float]]:
     """Return for each table its study, link, micro-steps, the fastest predicted and the fastest measured of its rows.
 
-    The last value is how much longer the predicted choice took than the fastest, as measured. Generation has no presets.
+    The last value is how much longer the predicted choice took than the fastest, as measured.
     """
     claims = []
-    for key in dict.fromkeys((row.study, row.rate, row.micro_steps) for row in rows if row.micro_steps):
+    for key in dict.fromkeys((row.study, row.rate, row.micro_steps) for row in rows):
         table = [row for row in rows if (row.study, row.rate, row.micro_steps) == key and row.study in NAMED]
         if not table:
             continue
@@ -89,7 +88,7 @@ def error_grid(rows: list[Row]) -> Grid:
     """Make the table of errors by study and variant."""
     errors: dict[str, list[float]] = {}
     for row in rows:
-        label = f"{row.study}, {row.variant}{' (fitted)' if row.variant in ('stock', 'lora-stock') else ''}"
+        label = f"{row.study}, {row.variant}{' (fitted)' if row.is_fitted else ''}"
         errors.setdefault(label, []).append(row.error)
     columns = ("study, variant", "rows", "median", "lowest", "highest")
     grid = Grid("our own rows: errors of predictions by variant, over all links", columns)
@@ -103,8 +102,7 @@ def row_grid(rows: list[Row], study: str) -> Grid:
     """Make the table of all rows of one study."""
     grid = Grid(f"{study}.json, every row", ("link, micro-steps, variant", "measured s", "predicted s", "error"))
     for row in (row for row in rows if row.study == study):
-        steps = f"{row.micro_steps} micro-steps" if row.micro_steps else "one token"
-        name = f"{row.rate}, {steps}, {row.variant}{' (fitted)' if row.is_fitted else ''}"
+        name = f"{row.rate}, {row.micro_steps} micro-steps, {row.variant}{' (fitted)' if row.is_fitted else ''}"
         grid.rows.append([name, f"{row.measured:.4g}", f"{row.predicted:.4g}", f"{row.error:+.1%}"])
     return grid
 
@@ -181,9 +179,6 @@ def further_grid(values: Parameters, results: list[PaperResult]) -> Grid:
         each = ", ".join(f"{name} {found[name]:.2f}" for name in TECHNIQUES)
         grid.rows.append([f"18B on {TECHNIQUE_GPUS} GPUs, {gbit} Gbit/s: each alone", alone, each])
         grid.rows.append([f"18B on {TECHNIQUE_GPUS} GPUs, {gbit} Gbit/s: all three", together, f"{found['all']:.2f}"])
-    for model in ("30B", "66B"):
-        speedup = f"{generation_speedup(model, LOW, 32, values):.2f}"
-        grid.rows.append([f"RLHF, {model} on 32 GPUs, {LOW} Gbit/s: generation", "up to 2.25", speedup])
     return grid
 
 

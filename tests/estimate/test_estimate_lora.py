@@ -189,34 +189,14 @@ def test_a_packed_checkpoint_stays_packed(capsys, tmp_path: Path) -> None:
         config.save_pretrained(tmp_path / name)
     packed = base_of(capsys, str(tmp_path / "packed"), "--lora", "4")
     assert packed == base_of(capsys, str(tmp_path / "dense"), "--lora", "4", "--frozen-bits", "4")
-    # The adapters are other ones, and the base is the same.
-    assert packed == base_of(capsys, str(tmp_path / "packed"), "--trainable", "20K", "--frozen-bits", "16")
+    # It stays so, whatever the flag says.
+    assert packed == base_of(capsys, str(tmp_path / "packed"), "--lora", "4", "--frozen-bits", "16")
     shard = (-(-VOCAB // 2), SIZES["hidden_size"])  # of the embedding, and of the head
     more = 2 * math.prod(shard) - FrozenFormat(4).nbytes(shard)
     for name, dense in (("whole", 0), ("in part", 1)):
         assert base_of(capsys, str(tmp_path / name), "--lora", "4") == packed - (2 - dense) * more
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_estimate_says_what_packed_embeddings_save(capsys, tmp_path: Path, monkeypatch, tied: bool) -> None:
-    llama(tied).config.save_pretrained(tmp_path)
-    job = ("estimate", str(tmp_path), "--world", "4", "--ranks-per-node", "2", "--lora", "4")
-    cli.main([*job, "--frozen-bits", "4", "--json"])
-    said = json.loads(capsys.readouterr().out)
-    assert (
-        said["saved_by_packing_embeddings"]
-        == estimate_of(str(tmp_path), 4, False).memory["frozen"]
-        - (estimate_of(str(tmp_path), 4, True).memory["frozen"])
-    )
-    cli.main([*job, "--frozen-bits", "4"])
-    assert "Embeddings and heads: 16 bits. pack_embeddings: " in capsys.readouterr().out
-    for name, value in (("FROZEN_BITS", "4"), ("PACK_EMBEDDINGS", "true")):
-        monkeypatch.setenv(f"ZEROPP_{name}", value)
-    for flags in ([], ["--frozen-bits", "16"]):  # packed already, and nothing is packed
-        cli.main([*job, *flags, "--json"])
-        assert json.loads(capsys.readouterr().out)["saved_by_packing_embeddings"] == 0
-
-
 def test_frozen_bits_without_frozen_weights_are_a_mistake() -> None:
-    with pytest.raises(SystemExit, match="--frozen-bits 4 is for frozen weights.*--lora 16 or --trainable 20M"):
+    with pytest.raises(SystemExit, match="--frozen-bits 4 is for frozen weights.*--lora 16"):
         cli.main(["estimate", "1B", "--world", "4", "--ranks-per-node", "2", "--frozen-bits", "4"])

@@ -14,10 +14,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.estimate.cluster import find_gpu, gpu_cluster, parse_rate
+from hf_zeropp.estimate.cluster import GPUS, gpu_cluster, parse_rate
 from hf_zeropp.estimate.model_shape import ModelShape, ParamShape, UnitShape
 from hf_zeropp.estimate.simulation import KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage, simulate
-from hf_zeropp.estimate.step_order import step_program
+from hf_zeropp.estimate.step_order import step_tasks
 from hf_zeropp.estimate.step_time import SETTINGS, step_time
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import UnitWork
@@ -136,7 +136,7 @@ def check_steps(settings: dict[str, Any] | None, method: str, micro_steps: int, 
     config = ZeroPPConfig.resolve(settings or {})
     setup = Setup(WORLD, PER_NODE, micro_steps, config=config, learning_rate=learning_rate)
     for network in NETWORKS:
-        cluster = gpu_cluster(find_gpu("h100"), WORLD, PER_NODE, parse_rate(network))
+        cluster = gpu_cluster(GPUS["h100"], WORLD, PER_NODE, parse_rate(network))
         for tokens in TOKENS:
             scale = Scale(SHRINK**2, tokens / RECORDED_TOKENS)
             recorded = last_step_s(recording, tasks_of(recording, cluster, scale))
@@ -182,8 +182,8 @@ def test_two_units_with_cross_hops_beside() -> None:
         UnitWork(name, 1, 2, gather_first=first, reduce_last=reduce, all_reduce_last=across, ahead=1)
         for name in ("0", "1")
     ]
-    program = step_program(units, 1, 0, is_gloo=False)
-    ends = {one.name: span.end for one, span in zip(program.tasks, simulate(program.tasks), strict=True)}
+    tasks = step_tasks(units, 1, 0, is_gloo=False)
+    ends = {f"{one.stage.name} {one.unit}": span.end for one, span in zip(tasks, simulate(tasks), strict=True)}
     assert (ends["forward 0"], ends["forward 1"]) == pytest.approx((4, 6))
     assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((8, 10))
-    assert ends["optimizer"] == pytest.approx(15)
+    assert ends["optimizer "] == pytest.approx(15)

@@ -14,8 +14,8 @@ import yaml
 
 from hf_zeropp import cli
 from hf_zeropp.config import PRESETS, ZeroPPConfig, is_enabled
-from hf_zeropp.estimate.cluster import GPUS, Cluster, Device, Link, format_rate, parse_rate
-from hf_zeropp.estimate.measured_cluster import KIND, read_cluster, write_cluster
+from hf_zeropp.estimate.cluster import GPUS, Cluster, Device, Link, parse_rate
+from hf_zeropp.estimate.measured_cluster import read_cluster
 from hf_zeropp.estimate.step_time import method_names
 
 JOB = ["estimate", "350M", "--world", "16", "--ranks-per-node", "4"]
@@ -32,21 +32,13 @@ def run(capsys: pytest.CaptureFixture, *flags: str) -> str:
 
 def test_table_of_every_method_in_80_columns(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    shown = run(
-        capsys, *CLUSTER, "--within", "600GBps", "--accumulation", "8", "--batch-tokens", "2048", "--generate", "4"
-    )
+    shown = run(capsys, *CLUSTER, "--accumulation", "8", "--batch-tokens", "2048")
     assert max(map(len, shown.splitlines())) <= 80 and "\N{HORIZONTAL ELLIPSIS}" not in shown
     rows = [line.strip() for line in shown.splitlines()]
     for method in method_names():
         cells = next(row for row in rows if row.startswith(f"{method} ")).removeprefix(method).split()
         assert len(cells) == 6 and float(cells[0]) > 0 and cells[2].endswith("%"), method
-    for word in (
-        "Simulated, not measured",
-        "85 Gbit/s attainable",
-        "255 GB/s within",
-        "50% of the peak",
-        "tokens/s, all ranks",
-    ):
+    for word in ("Simulated, not measured", "85 Gbit/s attainable", "382 GB/s within", "50% of the peak"):
         assert word in shown
 
 
@@ -65,11 +57,10 @@ def test_json_says_that_it_is_simulated(capsys: pytest.CaptureFixture) -> None:
 
 
 def test_json_has_all_that_was_asked_for(capsys: pytest.CaptureFixture) -> None:
-    flags = [*CLUSTER, "--recommend", "--generate", "4"]
+    flags = [*CLUSTER, "--recommend"]
     answer, shown = json.loads(run(capsys, *flags, "--json")), run(capsys, *flags)
     assert answer["recommendation"] in shown and "per step, against" in answer["recommendation"]
-    assert all(method in shown for method in answer["generation"]) and min(answer["generation"].values()) > 0
-    assert not {"recommendation", "generation"} & json.loads(run(capsys, *CLUSTER, "--json")).keys()
+    assert "recommendation" not in json.loads(run(capsys, *CLUSTER, "--json"))
 
 
 def test_recommendation_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
@@ -78,12 +69,12 @@ def test_recommendation_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
     assert ZeroPPConfig.resolve(block["zeropp_config"]) == ZeroPPConfig.resolve({"preset": "min_traffic"})
     reason = next(line for line in shown.splitlines() if line.startswith("# "))
     assert "min_traffic is predicted to take" in reason and "FSDP2" in reason and "HSDP" in reason
-    assert "learning rate" not in shown
+    assert "# Learning rate: 0.001 (--learning-rate)." in shown
 
 
 def test_a_learning_rate_that_is_not_given_is_said(capsys: pytest.CaptureFixture) -> None:
     shown = run(capsys, "--network", "1gbit", "--gpu", "v100", "--recommend")
-    assert "preset: exact" in shown and "# A learning rate of 1e-05 is assumed. Say yours: --learning-rate" in shown
+    assert "preset: exact" in shown and "# Learning rate: 1e-05 (--learning-rate)." in shown
 
 
 def test_leaving_it_off_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
@@ -121,7 +112,7 @@ def test_settings_of_a_file_are_a_row_of_their_own(capsys: pytest.CaptureFixture
 
 def test_a_measured_cluster_is_read_back(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    write_cluster(path, MEASURED)
+    path.write_text(yaml.safe_dump(dataclasses.asdict(MEASURED)))
     assert read_cluster(path) == MEASURED
     answer = json.loads(run(capsys, "--cluster", str(path), "--json", "--batch-tokens", "64"))
     assert answer["cluster"]["backend"] == "gloo" and answer["cluster"]["network"]["rate"] == 1e8
@@ -131,96 +122,75 @@ def test_a_measured_cluster_is_read_back(capsys: pytest.CaptureFixture, tmp_path
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--gpu", "h1000", "--network", "1gbit"], "expected a GPU of v100, a100, h100, h200, b200, 4090, got 'h1000'. For"),
-        (["--gpu", "h100", "--network", "100"], "expected a rate with its unit, such as 100gbit or 600GBps, got '100'."),
-        (["--gpu", "h100", "--network", "0gbit"], "expected a rate above zero, got '0gbit'"),
-        (["--gpu", "h100", "--network", "1gbit", "--within", "fast"], "got 'fast'"),
-        (["--gpu", "h100"], "expected --network beside --gpu, got none. Say --gpu h100 --network 100gbit"),
-        (["--network", "1gbit"], "expected --gpu beside --network, got none"),
-        (["--recommend"], "expected --gpu and --network, or --cluster beside --recommend, got none"),
-        (["--mfu", "0.4"], "expected --gpu and --network, or --cluster beside --mfu, got none"),
-        (["--batch-tokens", "64"], "expected --gpu and --network, or --cluster beside --batch-tokens, got none"),
+        (["--gpu", "h1000", "--network", "1gbit"], "argument --gpu: invalid choice: 'h1000'"),
+        (["--gpu", "h100", "--network", "100"], "expected a rate above zero with its unit, such as 100gbit"),
+        (["--gpu", "h100"], "expected --gpu and --network, or --cluster alone, which holds all, got --gpu. Say --gpu h100"),
+        (["--network", "1gbit"], "which holds all, got --network."),
+        (["--recommend"], "which holds all, got --recommend."),
+        (["--mfu", "0.4", "--batch-tokens", "64"], "which holds all, got --batch-tokens, --mfu."),
         ([*CLUSTER, "--mfu", "50"], "expected an attainable MFU above 0 and at most 1, got 50.0"),
-        ([*CLUSTER, "--batch-tokens", "0"], "expected at least one token per rank and micro-step, got 0"),
-        ([*CLUSTER, "--gpu-memory", "much"], "expected a size with its unit for --gpu-memory, such as 80GB, got 'much'"),
-        ([*CLUSTER, "--gpu-memory", "infGB"], "expected a size with its unit for --gpu-memory, such as 80GB, got 'infGB'"),
+        ([*CLUSTER, "--batch-tokens", "0"], "argument --batch-tokens: expected a positive int, got '0'"),
+        ([*CLUSTER, "--gpu-memory", "much"], 'argument --gpu-memory: A size must be a number of bytes or a text such as "800MB"'),
         ([*CLUSTER, "--gpu-memory", "1MB", "--recommend"], "expected settings that fit the memory of a GPU, got"),
+        ([*CLUSTER, "--gpu-memory", "0B", "--recommend"], "expected settings that fit the memory of a GPU, got"),
         ([*CLUSTER, "--learning-rate", "0"], "expected a learning rate above zero, such as 1e-5, got 0.0"),
         ([*CLUSTER, "--learning-rate", "nan"], "expected a learning rate above zero, such as 1e-5, got nan"),
         ([*CLUSTER, "--active", "1B"], "parameters for --active, such as 37B, got '1B'"),
-        ([*CLUSTER, "--generate", "0"], "expected at least one sequence for --generate, got 0"),
-        ([*CLUSTER, "--cluster", "c.yaml"], "expected --cluster alone"),
-        (["--cluster", "no.yaml"], "expected a cluster file, cannot read 'no.yaml'"),
+        ([*CLUSTER, "--cluster", "c.yaml"], "expected --gpu and --network, or --cluster alone"),
+        (["--cluster", "c.yaml", "--network", "1gbit"], "expected --gpu and --network, or --cluster alone"),
+        (["--cluster", "no.yaml"], "expected a file of hf-zeropp bench-network, cannot use 'no.yaml'"),
     ],
 )  # fmt: skip
-def test_mistakes_are_one_line(flags: list[str], said: str) -> None:
+def test_mistakes_are_one_line(flags: list[str], said: str, capsys: pytest.CaptureFixture) -> None:
     with pytest.raises(SystemExit) as error:
         cli.main([*JOB, *flags])
-    message = str(error.value)
+    # argparse prints what it finds itself, and exits with a number.
+    message = str(error.value) if isinstance(error.value.code, str) else capsys.readouterr().err.rstrip("\n")
     assert message.startswith("hf-zeropp estimate: ") and said in message and "\n" not in message
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"ranks_per_node": 2}, "expected a file measured with 4 ranks per node, got one with 2 (4 ranks in all)"),
-        ({"kind": "something"}, f"expected a mapping with `kind: {KIND}`"),
-        ({"device": dataclasses.asdict(MEASURED.device) | {"flops": -1.0}}, "expected flops of a cluster in"),
-        ({"network": {"rate": "1gbit", "latency": 0}}, "expected rate of a cluster in"),
-        ({"network": {"rate": 1.0, "latency": math.nan}}, "got nan"),
-        ({"world_size": True}, "expected world_size of a cluster in"),
+        ({"ranks_per_node": 2}, "expected a file measured with 4 ranks per node, got one with 2"),
+        ({"device": dataclasses.asdict(MEASURED.device) | {"flops": -1.0}}, "expected flops above zero, got -1.0"),
+        ({"network": {"rate": "1gbit", "latency": 0}}, "'>' not supported"),
+        ({"network": {"rate": 1.0, "latency": math.nan}}, "expected latency above zero, got nan"),
         ({"backend": "mpi"}, "got 'mpi'"),
-        ({"device": 3}, "expected the keys copy_rate, flops"),
-        ({"extra": 1}, "expected the keys backend, device"),
-        ({"within": {"rate": None, "latency": 0}}, "got None"),
+        ({"device": 3}, "must be a mapping"),
+        ({"extra": 1}, "unexpected keyword argument 'extra'"),
+        ({"within": {"rate": None, "latency": 0}}, "'>' not supported"),
     ],
 )
 def test_files_of_other_clusters_are_refused(change: dict, said: str, tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    path.write_text(yaml.safe_dump({"kind": KIND, **dataclasses.asdict(MEASURED)} | change))
+    path.write_text(yaml.safe_dump(dataclasses.asdict(MEASURED) | change))
     with pytest.raises(SystemExit) as error:
         cli.main([*JOB, "--cluster", str(path)])
     message = str(error.value)
-    assert said in message and "hf-zeropp bench-network" in message and "\n" not in message
+    assert said in message and "bench-network" in message and "\n" not in message
 
 
 def test_a_file_without_a_key_or_a_mapping_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "cluster.yaml"
-    for content, said in (({"kind": KIND}, "expected the keys"), (["a"], "expected a mapping")):
+    for content in ({"backend": "gloo"}, ["a"]):
         path.write_text(yaml.safe_dump(content))
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError, match="expected a file of hf-zeropp bench-network, cannot use"):
             read_cluster(path)
 
 
-@pytest.mark.parametrize(
-    ("text", "rate"),
-    [
-        ("100gbit", 1.25e10),
-        ("3.2Tbit", 4e11),
-        ("600GBps", 6e11),
-        ("1.5 GB/s", 1.5e9),
-        ("200mbit", 2.5e7),
-        ("64kBps", 64e3),
-    ],
-)
+@pytest.mark.parametrize(("text", "rate"), [("100gbit", 1.25e10), ("3.2Tbit", 4e11), ("200mbit", 2.5e7)])
 def test_rates(text: str, rate: float) -> None:
     assert parse_rate(text) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("text", ["", "100", "gbit", "100Gb", "100Gbps", "-1gbit", "1e3gbit", "100 furlongs"])
+@pytest.mark.parametrize("text", ["", "100", "gbit", "0gbit", "100Gb", "100Gbps", "600GBps", "-1gbit", "1e3gbit"])
 def test_what_is_no_rate(text: str) -> None:
-    with pytest.raises(ValueError, match="expected a rate with its unit"):
+    with pytest.raises(ValueError, match="expected a rate above zero with its unit"):
         parse_rate(text)
 
 
-@pytest.mark.parametrize(
-    ("rate", "text"), [(1.25e10, "100 Gbit/s"), (4e11, "3.2 Tbit/s"), (2.5e7, "200 Mbit/s"), (10, "0.08 kbit/s")]
-)
-def test_rates_are_shown_in_bits(rate: float, text: str) -> None:
-    assert format_rate(rate) == text
-
-
 def test_presets_have_an_order_of_preference() -> None:
-    from hf_zeropp.estimate.step_time_report import EXACTNESS
+    from hf_zeropp.estimate.comparison import EXACTNESS
 
     assert set(PRESETS) == {*EXACTNESS, "pcie"}  # which is for one node

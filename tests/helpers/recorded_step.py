@@ -22,7 +22,7 @@ from happens_before import Operation, Stream
 
 from hf_zeropp.estimate.cluster import Cluster
 from hf_zeropp.estimate.simulation import COMPUTE, PROCESSOR, WIRE, Stage, Task, simulate
-from hf_zeropp.estimate.unit_work import Stages
+from hf_zeropp.estimate.unit_work import StageMaker
 from hf_zeropp.traffic import Peers
 
 MATRIX_PRODUCTS = {"mm": "self", "addmm": "mat1"}
@@ -149,7 +149,7 @@ def tasks_of(recording: Recording, cluster: Cluster, scale: Scale, *, orders_lau
         scale: from the recorded sizes to the true ones.
         orders_launches: whether collectives of all communicators start in the order of calls.
     """
-    stages = Stages(cluster)
+    stages = StageMaker(cluster)
     tasks: list[Task] = []
     last_of: dict[str, int] = {}
     last_start: int | None = None
@@ -160,8 +160,8 @@ def tasks_of(recording: Recording, cluster: Cluster, scale: Scale, *, orders_lau
             after |= {last_start} if last_start is not None and orders_launches else set()
             last_of[work.communicator], last_start = 2 * index + 1, 2 * index
         stage = _stage_of(work, stages, scale)
-        tasks.append(Task(f"start of {stage.name}", WIRE, work.stream, (), after=tuple(sorted(after))))
-        tasks.append(Task(stage.name, stage.kind, work.stream, stage.demands, stage.latency))
+        tasks.append(Task(Stage(f"start of {stage.name}", WIRE, ()), work.stream, tuple(sorted(after))))
+        tasks.append(Task(stage, work.stream))
     return tasks
 
 
@@ -175,7 +175,7 @@ def last_step_s(recording: Recording, tasks: list[Task]) -> float:
     return end - start
 
 
-def _stage_of(work: Work, stages: Stages, scale: Scale) -> Stage:
+def _stage_of(work: Work, stages: StageMaker, scale: Scale) -> Stage:
     if work.operations:
         seconds = work.operations * scale.weights * scale.tokens / stages.cluster.device.flops
         return Stage(work.name, COMPUTE, ((PROCESSOR, seconds),))

@@ -42,6 +42,7 @@ LAYERS = [
     "integrations",
     "rollouts",
     "run",
+    "estimate_command",
     "cli",
 ]
 # A Trainer that feeds an engine imports what serves it, in a function. No other module imports from below.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_zeropp.estimate.cluster import GPUS, gpu_cluster
+from hf_zeropp.estimate.comparison import MARGIN, STOCK, choices, compare, fastest, recommended
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.step_time_report import MARGIN, STOCK, choices, compare, fastest, recommended
 from hf_zeropp.estimate.training_job import Job, Setup
 from library.pages import Grid
 from library.plots import log_ticks, panels, pyplot, save
@@ -105,12 +105,11 @@ def plot_ahead(rows: list[Ahead], path: Path) -> None:
 
 
 def _ahead(name: str, world_size: int, micro_steps: int, gbit: int) -> Ahead:
-    gpu = GPUS["h100"]
-    cluster = gpu_cluster(gpu, world_size, RANKS_PER_NODE, gbit * 1e9 / 8)
+    cluster = gpu_cluster(GPUS["h100"], world_size, RANKS_PER_NODE, gbit * 1e9 / 8)
     job = Job(
         ModelShape.of_count(name), Setup(world_size, RANKS_PER_NODE, micro_steps), cluster, TOKENS, checkpointing=True
     )
-    rows, own = compare(job, gpu.memory, STOCK), choices(job, gpu.memory)
+    rows, own = compare(job, STOCK), choices(job)
     stock, choice = fastest(rows), recommended(rows, own)
     is_recommended = choice is not None and choice.settings is not None
     shown = choice if is_recommended else fastest(own)

@@ -22,9 +22,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster, Device, Link
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.step_time import SETTINGS, step_time, token_s
+from hf_zeropp.estimate.step_time import SETTINGS, step_time
 from hf_zeropp.estimate.training_job import BACKWARD_FLOPS, FORWARD_FLOPS, Job, Setup
-from hf_zeropp.integrations.pretrained_shape import frozen_units_of, units_of
+from hf_zeropp.integrations.pretrained_shape import units_of
 from library.fitting import error, fit, misfit
 from library.network import UNLIMITED, bits_per_second
 from library.variants import VARIANTS, Variant
@@ -32,8 +32,7 @@ from library.variants import VARIANTS, Variant
 KERNEL_RATE = 21e9
 """Bytes per second of one core, read and written, in INT8 and bf16: the middle of encode and decode in ``ops_cpu.md``."""
 
-LORA_RANK = 8
-FITTED = ("compute", "stock", "lora-stock")
+FITTED = ("compute", "stock")
 """Rows that the parameters are fitted to, in whole or in part. No error is counted for them."""
 
 
@@ -44,7 +43,7 @@ class Row:
     Attributes:
         study: name of the JSON file.
         rate: of the link.
-        micro_steps: per step; 0 for a generated token.
+        micro_steps: per step.
         variant: how ranks communicate.
         measured: seconds.
         predicted: seconds.
@@ -77,7 +76,7 @@ class OwnStudy:
 
     Attributes:
         name: of the file.
-        measured: seconds by link, micro-steps per step (0 for a generated token) and variant.
+        measured: seconds by link, micro-steps per step and variant.
         rates: of links, in the order of the file.
         wire_rate: fitted bytes per second of a rank's processor.
         link_rates: fitted bytes per second of a node's link, by its nominal rate.
@@ -88,18 +87,14 @@ class OwnStudy:
         cells: list[dict[str, Any]] = content["cells"]
         self.name = path.stem
         self._conditions = content["conditions"]
-        self._is_generation = "token_s" in cells[0]
-        seconds = "token_s" if self._is_generation else "step_s"
         self.measured: dict[tuple[str, int, str], float] = {
-            (cell["rate"], cell.get("accumulation", 0), cell["variant"]): cell[seconds] for cell in cells
+            (cell["rate"], cell["accumulation"], cell["variant"]): cell["step_s"] for cell in cells
         }
         self.rates = list(dict.fromkeys(rate for rate, _, _ in self.measured))
         self._accumulations = list(dict.fromkeys(micro_steps for _, micro_steps, _ in self.measured))
         self.overhead = self._overhead() if overhead is None else overhead
-        self._lora_extra_s = 0.0
         self.wire_rate = self._fit_stock(UNLIMITED, lambda rate: (rate, math.inf), 1e9)
         self.link_rates = {rate: self._fit_link(rate) for rate in self.rates}
-        self._lora_extra_s = self._fit_lora()
 
     @property
     def link_shares(self) -> dict[str, float]:
@@ -116,34 +111,29 @@ class OwnStudy:
         ]
 
     def predict(self, variant: Variant, rate: str, micro_steps: int) -> float:
-        """Return the seconds of a step or token under a variant, measured or not."""
+        """Return the seconds of a step under a variant, measured or not."""
         return self._predict(variant, rate, micro_steps, self.wire_rate, self.link_rates[rate])
 
     def _predict(self, variant: Variant, rate: str, micro_steps: int, wire_rate: float, link_rate: float) -> float:
         nodes, per_node = self._conditions["nodes"], self._conditions["ranks_per_node"]
-        model = _model(json.dumps(self._conditions["model"]), variant.lora)
-        tokens = self._conditions["batch_size"] * (1 if self._is_generation else self._conditions["seq_len"])
-        passes = FORWARD_FLOPS if self._is_generation else FORWARD_FLOPS + BACKWARD_FLOPS
+        model = _model(json.dumps(self._conditions["model"]))
+        tokens = self._conditions["batch_size"] * self._conditions["seq_len"]
         compute_s, overhead_s = self._compute(rate, micro_steps)
-        flops = passes * model.num_params * tokens / (compute_s + (self._lora_extra_s if variant.lora else 0.0))
+        flops = (FORWARD_FLOPS + BACKWARD_FLOPS) * model.num_params * tokens / compute_s
         cores = self._conditions["cores"] / (nodes * per_node)
         kernel_rate = KERNEL_RATE * min(1.0, cores)
-        device = Device("core", flops, flops, kernel_rate=kernel_rate, wire_rate=wire_rate, step_overhead=overhead_s)
+        device = Device("core", flops, flops, kernel_rate=kernel_rate, wire_rate=wire_rate)
         cluster = Cluster(nodes * per_node, per_node, Link(link_rate), Link(math.inf), device, "gloo")
-        settings = dict(variant.zeropp or {})
-        if "frozen_bits" in settings:  # generation.json was measured when embeddings were packed by default
-            settings["pack_embeddings"] = True
-        config = ZeroPPConfig.resolve(settings)
-        setup = Setup(cluster.world_size, per_node, max(1, micro_steps), config=config, fp32_reduce=variant.fp32_reduce)
-        job = Job(model, setup, cluster, tokens)
+        config = ZeroPPConfig.resolve(dict(variant.zeropp or {}))
+        setup = Setup(cluster.world_size, per_node, micro_steps, config=config, fp32_reduce=variant.fp32_reduce)
         method = "HSDP" if variant.replicas == "nodes" else "FSDP2" if variant.zeropp is None else SETTINGS
-        return token_s(job, method) if self._is_generation else step_time(job, method).step_s
+        # The ranks of a replica hold all of the model together, so under HSDP an optimizer has more to do.
+        copies = nodes if method == "HSDP" else 1
+        return step_time(Job(model, setup, cluster, tokens), method).step_s + copies * overhead_s
 
     def _compute(self, rate: str, micro_steps: int) -> tuple[float, float]:
-        """Return the seconds of one micro-step or token, and of the optimizer and the rest, from the row of the same table."""
+        """Return the seconds of one micro-step, and of the optimizer and the rest, from the row of the same table."""
         whole = self.measured[rate, micro_steps, "compute"]
-        if self._is_generation:
-            return whole, 0.0
         overhead = whole * self.overhead / (self.overhead + micro_steps * (1 - self.overhead))
         return (whole - overhead) / micro_steps, overhead
 
@@ -179,26 +169,16 @@ class OwnStudy:
 
         return fit(cost, {"rate": start}, {})["rate"]
 
-    def _fit_lora(self) -> float:
-        """Return the seconds that adapters add to the computation of a token, from ``lora-stock`` at unlimited rate."""
-        place = UNLIMITED, self._accumulations[0]
-        measured = self.measured.get((*place, "lora-stock"))
-        return 0.0 if measured is None else max(0.0, measured - self.predict(VARIANTS["lora-stock"], *place))
-
 
 @functools.cache
-def _model(shape: str, lora: bool) -> ModelShape:
+def _model(shape: str) -> ModelShape:
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(**json.loads(shape), max_position_embeddings=2048))
-        if lora:
-            from peft import LoraConfig, get_peft_model
-
-            model = get_peft_model(model.bfloat16(), LoraConfig(r=LORA_RANK, target_modules="all-linear"))
-    return ModelShape("Llama", units_of(model), frozen_units_of(model))
+    return ModelShape("Llama", units_of(model))
 
 
 def own_studies(folder: Path) -> list[OwnStudy]:
     """Return the studies that the page compares with, fitted."""
     cluster = OwnStudy(folder / "cluster.json")
-    others = ("half_model_cluster.json", "generation.json", "overlap.json")
+    others = ("half_model_cluster.json", "overlap.json")
     return [cluster, *(OwnStudy(folder / name, cluster.overhead) for name in others)]

@@ -12,9 +12,9 @@ import math
 from collections.abc import Mapping
 
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.estimate.cluster import GPUS, NETWORK_LATENCY, WITHIN_LATENCY, Cluster, Link, gpu_device
+from hf_zeropp.estimate.cluster import ATTAINABLE_MEMORY, GPUS, NETWORK_LATENCY, WITHIN_LATENCY, Cluster, Device, Link
 from hf_zeropp.estimate.model_shape import ModelShape
-from hf_zeropp.estimate.step_time import step_time, token_s
+from hf_zeropp.estimate.step_time import step_time
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import DEEPSPEED, Method
 from library.fitting import error, fit
@@ -143,14 +143,10 @@ def technique_speedups(gbit: int, tokens: int, world_size: int, values: Paramete
     return alone | {"all": stock / step_time(job, DEEPSPEED).step_s}
 
 
-def generation_speedup(model: str, gbit: int, world_size: int, values: Parameters) -> float:
-    """Return generated tokens per second under ZeRO++ over those under ZeRO-3."""
-    job = _job(model, gbit, 1, world_size, values)
-    return token_s(job, "ZeRO-3") / token_s(job, "hpZ")
-
-
 def _job(model: str, gbit: int, tokens: int, world_size: int, values: Parameters) -> Job:
-    device = dataclasses.replace(gpu_device(GPUS["v100"]), flops=values["flops"])
+    gpu = GPUS["v100"]
+    rate = gpu.memory_rate * ATTAINABLE_MEMORY
+    device = Device(gpu.name, gpu.flops, values["flops"], kernel_rate=rate, copy_rate=rate)
     network = Link(gbit * 1e9 / 8 * values["network share"], NETWORK_LATENCY)
     cluster = Cluster(world_size, RANKS_PER_NODE, network, Link(values["within"], WITHIN_LATENCY), device)
     setup = Setup(world_size, RANKS_PER_NODE, config=ZeroPPConfig.resolve({"preset": "paper"}))
