@@ -128,14 +128,10 @@ class ModelShape:
     def of_count(cls, text: str) -> ModelShape:
         """Return a transformer of usual proportions with as many parameters as ``text`` says.
 
-        It has L blocks of width 128 L with 12 width^2 parameters each (7 B: 33 blocks), and no parameter outside of them:
-        four square matrices of attention, the two matrices of a feed-forward layer, and norms.
-
-        Args:
-            text: a parameter count such as "7B" or "350M".
+        It has L blocks of width 128 L with 12 width^2 parameters each (7 B: 33 blocks), and no parameter outside of them.
 
         Raises:
-            ValueError: ``text`` is no count.
+            ValueError: ``text`` is no count such as "7B" or "350M".
         """
         count = parse_count(text)
         if not count:

@@ -1,9 +1,6 @@
-"""The order in which a rank issues the tasks of one optimizer step: on gloo, and on accelerators.
+"""The order in which a rank issues the tasks of one optimizer step: where collectives block, and where they run on streams.
 
-On gloo there are no streams, and every collective that FSDP2 calls blocks the thread that computes. This package starts hops
-early and finishes them late. When a forward pass begins, all stale units are encoded, and their cross hops are started. Each ends
-when its unit is needed. The parts of reductions come one unit behind each other, as ``fsdp/gradients/drivers.py`` says.
-gloo moves bytes in threads of its own, in the order in which hops were started. These threads take time of the processor.
+Under gloo every collective that FSDP2 calls blocks the thread that computes, so all tasks are on one stream.
 
 On accelerators the order is that in which FSDP2's hooks give work to its streams. The names in brackets are those of
 ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``:
@@ -18,43 +15,39 @@ On accelerators the order is that in which FSDP2's hooks give work to its stream
 DeepSpeed prefetches no more than a bucket of ``stage3_prefetch_bucket_size`` elements, which is less than one block of a large
 model. The gathers of such units come right before their computation (``UnitWork.prefetches``).
 
-This package runs cross hops on streams beside those of node hops. Those of gathers have their own, and are called one unit ahead
-[``GathersAhead.reach``]. Those of reductions run where HSDP's all-reduces do. With ``overlap=False`` both
-hops run inside the gather or reduction that FSDP2 calls.
+This package runs cross hops on streams beside those of node hops. Those of gathers have their own, and start with the forward
+pass; those of reductions run where HSDP's all-reduces do. On gloo it starts hops early and finishes them late, which comes to the
+same: the processor is shared then, and not a stream. With ``overlap=False`` both hops run inside the gather or reduction that
+FSDP2 calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
-from hf_zeropp.estimate.simulation import COMPUTE, PROCESSOR, WIRE, Stage, Task
+from hf_zeropp.estimate.simulation import COMPUTE, PROCESSOR, Stage, Task
 from hf_zeropp.estimate.unit_work import UnitWork
 
 MAIN, CROSS = "compute", "cross hops"
-NODE = "node hops"
 GATHER, REDUCE = "gathers", "reductions"
 ALL_REDUCE = "all-reduces, or cross hops of reductions"
 
 
-def step_tasks(
-    units: Sequence[UnitWork], micro_steps: int, optimizer_s: float, *, is_gloo: bool, overlaps: bool = True
-) -> list[Task]:
+def step_tasks(units: Sequence[UnitWork], micro_steps: int, optimizer_s: float, *, blocks: bool) -> list[Task]:
     """Return the tasks of one optimizer step, in the order in which a rank issues them.
 
     Args:
         units: in the order of a forward pass.
         micro_steps: forward and backward passes.
         optimizer_s: seconds of the optimizer.
-        is_gloo: whether collectives block.
-        overlaps: on gloo, whether reductions run while other units compute (this package), or block (FSDP2).
+        blocks: whether every collective blocks the computation.
     """
-    order = _BlockingOrder(units, overlaps) if is_gloo else _StreamOrder(units)
+    order = _Order(units)
     for micro_step in range(micro_steps):
         order.forward(is_first=micro_step == 0)
         order.backward(is_last=micro_step == micro_steps - 1)
-    # The stream of the optimizer has waited for gloo's reductions. On accelerators they are on streams of their own.
     order.compute("optimizer", optimizer_s, "", after=order.reductions)
-    return order.tasks
+    return [task._replace(stream=MAIN) for task in order.tasks] if blocks else order.tasks
 
 
 class _Order:
@@ -78,79 +71,24 @@ class _Order:
         """Add a part of the model, and return its index."""
         return self.add(MAIN, [Stage(name, COMPUTE, ((PROCESSOR, seconds),))], unit, after)
 
-
-class _BlockingOrder(_Order):
-    def __init__(self, units: Sequence[UnitWork], overlaps: bool) -> None:
-        super().__init__(units)
-        self._overlaps = overlaps
-
     def forward(self, *, is_first: bool) -> None:
-        arrived = [self._start_ahead(unit) if is_first else None for unit in self._units]
-        for unit, cross in zip(self._units, arrived, strict=True):
-            stages = unit.gather_first[unit.ahead :] if is_first else unit.gather_forward
-            self.add(MAIN, stages, unit.name, after=[cross])
-            self.compute("forward", unit.forward_s, unit.name, after=[cross])
-
-    def backward(self, *, is_last: bool) -> None:
-        within: list[Iterator[str]] = []  # reductions under way, by the hop that was started last
-        crossing: list[Iterator[str]] = []
-        for unit in reversed(self._units):
-            self.add(MAIN, unit.gather_backward, unit.name)
-            self.compute("backward", unit.backward_s, unit.name)
-            stages = (*unit.reduce_last, *unit.all_reduce_last) if is_last else unit.reduce
-            if not (self._overlaps and stages):
-                self.add(MAIN, stages, unit.name)
-                continue
-            crossing += [one for one in within if next(one, None)]
-            reduction = self._reduction(unit.name, stages)
-            stream = next(reduction, None)
-            within = [reduction] if stream == NODE else []
-            crossing += [reduction] if stream == CROSS else []
-        for reduction in crossing + [one for one in within if next(one, None)]:
-            next(reduction, None)
-
-    def _start_ahead(self, unit: UnitWork) -> int | None:
-        """Encode a unit and start its cross hop, where that is done ahead."""
-        last = None
-        for stage in unit.gather_first[: unit.ahead]:
-            last = self.add(CROSS if stage.kind == WIRE else MAIN, [stage], unit.name, after=[last])
-        return last
-
-    def _reduction(self, unit: str, stages: Sequence[Stage]) -> Iterator[str]:
-        """Run kernels, each behind the hop before it, and start hops. Stop behind each, and yield its stream."""
-        hop: int | None = None
-        for stage in stages:
-            if stage.kind == WIRE:
-                stream = NODE if hop is None and not stage.traffic.cross_node else CROSS
-                hop = self.add(stream, [stage], unit, after=[len(self.tasks) - 1])
-                yield stream
-            else:
-                self.add(MAIN, [stage], unit, after=[hop])
-
-
-class _StreamOrder(_Order):
-    def forward(self, *, is_first: bool) -> None:
-        due = [unit for unit in self._units if unit.ahead]
+        """Add the forward pass of a micro-step."""
         copied: list[int | None] = [None, None]  # when the last two units were copied out
-        crossed: list[int | None] = []  # when the units that are due were brought up to date
-        gathered: int | None = None
-        num_reached = 0
-        for unit in self._units:
-            waits, stages = [copied[-2]], unit.gather_forward
-            if is_first:
-                if unit.ahead:
-                    num_reached += 1
-                    for one in due[len(crossed) : num_reached + 1]:
-                        crossed.append(self.add(CROSS, one.gather_first[: one.ahead], one.name, after=[gathered]))
-                    waits.append(crossed[num_reached - 1])
-                stages = unit.gather_first[unit.ahead :]
-            gathered = self.add(_stream(unit), stages, unit.name, after=waits)
+        ahead = [unit.ahead if is_first else 0 for unit in self._units]
+        crossed = [
+            self.add(CROSS, unit.gather_first[:number], unit.name)
+            for unit, number in zip(self._units, ahead, strict=True)
+        ]
+        for unit, number, cross in zip(self._units, ahead, crossed, strict=True):
+            stages = unit.gather_first[number:] if is_first else unit.gather_forward
+            gathered = self.add(_stream(unit), stages, unit.name, after=[copied[-2], cross])
             copied.append(self._copy_out(unit, gathered))
             # Without a copy the computation itself says that the stream has come this far.
-            done = self.compute("forward", unit.forward_s, unit.name, after=[gathered])
+            done = self.compute("forward", unit.forward_s, unit.name, after=[gathered, cross])
             copied[-1] = done if copied[-1] is None else copied[-1]
 
     def backward(self, *, is_last: bool) -> None:
+        """Add the backward pass of a micro-step, with its reductions."""
         units = list(reversed(self._units))
         gathered: int | None = None
         reduced: int | None = None

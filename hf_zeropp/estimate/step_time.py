@@ -76,13 +76,9 @@ def tasks_of(job: Job, method: str | Method, micro_steps: int | None = None) -> 
     """Return the tasks of so many micro-steps of an optimizer step, by default of all."""
     job, other = resolved(job, method)
     units = work_of_package(job) if other is None else work_of_method(job, other)
-    return step_tasks(
-        units,
-        micro_steps or job.setup.micro_steps,
-        _optimizer_s(job, other),
-        is_gloo=job.cluster.backend == "gloo",
-        overlaps=other is None and job.setup.config.overlap and job.setup.world_size > job.setup.group_size,
-    )
+    overlaps = other is None and job.setup.config.overlap and job.setup.world_size > job.setup.group_size
+    blocks = job.cluster.backend == "gloo" and not overlaps
+    return step_tasks(units, micro_steps or job.setup.micro_steps, _optimizer_s(job, other), blocks=blocks)
 
 
 def resolved(job: Job, method: str | Method) -> tuple[Job, Method | None]:

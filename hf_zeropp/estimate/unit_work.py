@@ -91,11 +91,10 @@ class UnitWork:
         gather_backward: stages in backward passes; empty where the unit was not resharded.
         reduce: stages of its reduction in all micro-steps but the last.
         reduce_last: stages in the last micro-step.
-        all_reduce_last: stages that follow on a stream of their own (HSDP, and this package's cross hops on accelerators).
+        all_reduce_last: stages that follow on a stream of their own (HSDP, and this package's cross hops).
         copies: stages between a gather and the computation, on the compute stream (FSDP2's copy-out).
-        prefetches: whether its gathers run while the unit before it computes, on accelerators.
-        ahead: how many of the first stages of ``gather_first`` run before FSDP2 asks for the gather: on CPU for all units when
-            the forward pass begins, on accelerators on a stream of their own, one unit ahead.
+        prefetches: whether its gathers run while the unit before it computes. On gloo they block the computation.
+        ahead: how many of the first stages of ``gather_first`` run before FSDP2 asks for the gather.
     """
 
     name: str
@@ -195,19 +194,16 @@ class _Maker:
         self._is_gloo = job.cluster.backend == "gloo"
 
     def of_method(self, unit: UnitShape, method: Method) -> UnitWork:
-        gather = self._ring(unit.params, self._world) if method.shards else ()
+        ring = self._encoded_ring if method.qwz else self._ring
+        gather = ring(unit.params, self._world) if method.shards else ()
         again = self._ring(unit.params, Peers(self._world.intra_node, 0)) if method.hpz else gather
-        if method.qwz:
-            gather = self._encoded_ring(unit.params)
-            again = again if method.hpz else gather
-        if method.qgz:
-            reduce = self._two_hop_reduce(unit.params, last=True, accumulates=False)
-        else:
-            reduce = self._flat_reduce(unit.trainable, method)
+        flat = self._flat_reduce(unit.trainable, method)
+        reduce = self._two_hop_reduce(unit.params, accumulates=False) if method.qgz else flat
         return self._work(
             unit,
-            forward=gather,
-            backward=again,
+            gather,
+            gather,
+            again,
             reduce=reduce if method.syncs else (),
             reduce_last=reduce,
             all_reduce_last=self._all_reduce(unit.trainable) if method.replicates else (),
@@ -218,18 +214,19 @@ class _Maker:
     def trained(self, unit: UnitShape) -> UnitWork:
         overlaps, on_rank = self._setup.config.overlap, self._setup.config.accumulates_on_rank
         first, again, ahead = self._gathers(unit)
-        reduce_last = self._two_hop_reduce(unit.params, last=True, accumulates=not on_rank)
-        # On accelerators the cross hop and what follows it have a stream of their own.
-        split = len(reduce_last) - (2 if overlaps and not self._is_gloo else 0)
+        reduce_last = self._two_hop_reduce(unit.params, accumulates=not on_rank)
+        # The cross hop and what follows it have a stream of their own.
+        split = len(reduce_last) - (2 if overlaps else 0)
         return self._work(
             unit,
-            first=first,
-            forward=again,
-            backward=again,
-            reduce=() if on_rank else self._two_hop_reduce(unit.params, last=False),
+            first,
+            again,
+            again,
+            reduce=() if on_rank else self._two_hop_reduce(unit.params, accumulates=True, last=False),
             reduce_last=reduce_last[:split],
             all_reduce_last=reduce_last[split:],
             copies=self._copy_out(unit),
+            prefetches=not self._is_gloo,
             ahead=ahead if overlaps else 0,
         )
 
@@ -239,14 +236,10 @@ class _Maker:
         stages = (self._stages.ring("gather frozen", gather.shard_bytes(), peers),) if peers.group_size > 1 else ()
         copy = self._stages.copy("copy weights", gather.gathered_bytes())
         decode = (self._stages.kernel("decode frozen", decoding),) if decoding else ()
-        return self._work(unit, forward=stages, backward=stages, copies=(copy, *decode))
+        return self._work(unit, stages, stages, stages, copies=(copy, *decode), prefetches=not self._is_gloo)
 
-    def _work(
-        self, unit: UnitShape, *, forward: Stages, backward: Stages, first: Stages | None = None, **others: Any
-    ) -> UnitWork:
-        """Return the work of a unit; ``first`` is its gather in the first forward pass where that differs from later ones."""
+    def _work(self, unit: UnitShape, first: Stages, forward: Stages, backward: Stages, **others: Any) -> UnitWork:
         seconds = self._job.forward_s(unit), self._job.backward_s(unit)
-        first = forward if first is None else first
         return UnitWork(unit.name, *seconds, first, forward, backward if unit.reshards else (), **others)
 
     def _copy_out(self, unit: UnitShape) -> Stages:
@@ -259,13 +252,13 @@ class _Maker:
             return ()
         return (self._stages.ring("gather", HALF_BYTES * slice_numel(params, peers.group_size), peers),)
 
-    def _encoded_ring(self, params: Iterable[ParamShape]) -> Stages:
-        world, kept = self._setup.world_size, UnitGather(params, self._setup).layouts.kept
+    def _encoded_ring(self, params: Iterable[ParamShape], peers: Peers) -> Stages:
+        kept = UnitGather(params, self._setup).layouts.kept
         both_bytes = HALF_BYTES * kept.numel + kept.nbytes
         return (
             self._stages.kernel("encode", both_bytes),
-            self._stages.ring("gather", kept.nbytes, self._world),
-            self._stages.kernel("decode", world * both_bytes),
+            self._stages.ring("gather", kept.nbytes, peers),
+            self._stages.kernel("decode", peers.group_size * both_bytes),
         )
 
     def _flat_reduce(self, params: Sequence[ParamShape], method: Method) -> Stages:
@@ -299,8 +292,7 @@ class _Maker:
         crossing, within = self._crossing(gather), self._node_gather(gather)
         if not gather.keeps_secondary:  # every gather runs both hops, when FSDP2 asks for it
             return crossing + within, crossing + within, 0
-        # On CPU a hop that was started ahead ends when its unit is needed, on accelerators before.
-        return crossing + within, within, min(2, len(crossing)) if self._is_gloo else len(crossing)
+        return crossing + within, within, len(crossing)
 
     def _crossing(self, gather: UnitGather) -> Stages:
         """Return the stages that bring a secondary shard up to date: encode, cross hop, and adding what has changed."""
@@ -335,25 +327,25 @@ class _Maker:
             return (decode,)
         return stages.exchange("node hop", gather.hops(gathers=1, crossings=0).node_hop, peers), decode
 
-    def _two_hop_reduce(self, params: Iterable[ParamShape], *, last: bool, accumulates: bool = True) -> Stages:
+    def _two_hop_reduce(self, params: Iterable[ParamShape], *, accumulates: bool, last: bool = True) -> Stages:
         """Return the stages of a reduction. The sums of earlier micro-steps are read, and written before the last."""
-        setup, stages = self._setup, self._stages
-        reduce = UnitReduce(params, setup)
-        layouts, node, cross, hops = reduce.layouts, reduce.node_hop, reduce.cross_hop, reduce.hops(micro_steps=1)
-        numel, nodes, wire = layouts.node_hop.numel, cross.group_size, layouts.cross_hop.nbytes
-        arrived = full = setup.reduce_dtype.itemsize * setup.world_size * numel
-        partial = torch.float32.itemsize * nodes * numel if accumulates and setup.micro_steps > 1 else 0
-        result = [stages.copy("copy gradients", full)]
+        reduce, itemsize = UnitReduce(params, self._setup), self._setup.reduce_dtype.itemsize
+        layouts, nodes, wire = reduce.layouts, reduce.cross_hop.group_size, reduce.layouts.cross_hop.nbytes
+        numel, hops = layouts.node_hop.numel, reduce.hops(micro_steps=1)
+        stages = [self._stages.copy("copy gradients", itemsize * self._setup.world_size * numel)]
+        arrived = itemsize * self._setup.world_size * numel
+        partial = torch.float32.itemsize * nodes * numel if accumulates and self._setup.micro_steps > 1 else 0
         if reduce.is_native:
             arrived = nodes * layouts.node_hop_bytes
-            result.append(stages.ring("node hop", arrived, node, GLOO_REDUCE_TIMES if self._is_gloo else 1))
-        elif node.group_size > 1:
-            arrived = setup.world_size * layouts.node_hop.nbytes
-            result.append(stages.kernel("encode", full + arrived))
-            result.append(stages.exchange("node hop", hops.node_hop, node))
+            times = GLOO_REDUCE_TIMES if self._is_gloo else 1
+            stages.append(self._stages.ring("node hop", arrived, reduce.node_hop, times))
+        elif reduce.node_hop.group_size > 1:
+            full, arrived = arrived, self._setup.world_size * layouts.node_hop.nbytes
+            stages.append(self._stages.kernel("encode", full + arrived))
+            stages.append(self._stages.exchange("node hop", hops.node_hop, reduce.node_hop))
         if not last:
-            return (*result, stages.kernel("sum", arrived + 2 * partial))
-        result.append(stages.kernel("sum and encode", arrived + partial + nodes * wire))
-        if cross.group_size > 1:
-            result.append(stages.exchange("cross hop", hops.cross_hop, cross))
-        return (*result, stages.kernel("finish", nodes * wire + setup.reduce_dtype.itemsize * numel))
+            return (*stages, self._stages.kernel("sum", arrived + 2 * partial))
+        stages.append(self._stages.kernel("sum and encode", arrived + partial + nodes * wire))
+        if nodes > 1:
+            stages.append(self._stages.exchange("cross hop", hops.cross_hop, reduce.cross_hop))
+        return (*stages, self._stages.kernel("finish", nodes * wire + itemsize * numel))

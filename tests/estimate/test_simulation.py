@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zeropp.estimate.simulation import COMPUTE, KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Span, Stage, Task, simulate
+from hf_zeropp.estimate.simulation import COMPUTE, KERNEL, NETWORK, PROCESSOR, WIRE, Span, Stage, Task, simulate
 from hf_zeropp.estimate.step_order import step_tasks
 from hf_zeropp.estimate.unit_work import UnitWork
-from hf_zeropp.traffic import Bytes
 
 
 def task(stream: str, seconds: float, resource: str = "r", latency: float = 0.0, after: tuple[int, ...] = ()) -> Task:
@@ -62,7 +59,7 @@ def test_two_units_on_streams() -> None:
     gather, reduce = (stage(WIRE, NETWORK, 1),), (stage(KERNEL, PROCESSOR, 0), stage(WIRE, NETWORK, 1))
     copies = (stage(KERNEL, PROCESSOR, 0),)
     units = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce, copies=copies) for name in ("0", "1")]
-    tasks = step_tasks(units, 1, 0.5, is_gloo=False)
+    tasks = step_tasks(units, 1, 0.5, blocks=False)
     ends = ends_of(tasks)
     assert ends["forward 1"] == pytest.approx(5)
     assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((9, 13))
@@ -70,14 +67,14 @@ def test_two_units_on_streams() -> None:
     # Without prefetching every gather adds its second: 6 s forward, 11 at the first backward pass. The gather that follows
     # shares the network with the reduction, so it ends at 13, the second backward pass at 17, the last reduction at 18.
     alone = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce, prefetches=False) for name in ("0", "1")]
-    assert last(step_tasks(alone, 1, 0.5, is_gloo=False)) == pytest.approx(18.5)
+    assert last(step_tasks(alone, 1, 0.5, blocks=False)) == pytest.approx(18.5)
 
 
 def test_reductions_hold_up_the_next_copy() -> None:
     """A reduction of 9 s outlasts the next backward pass of 4 s: the copy behind that waits, and so does the optimizer."""
     reduce = (stage(KERNEL, PROCESSOR, 0), stage(WIRE, NETWORK, 9))
     units = [UnitWork(name, 2, 4, reduce_last=reduce) for name in ("0", "1", "2")]
-    tasks = step_tasks(units, 1, 0, is_gloo=False)
+    tasks = step_tasks(units, 1, 0, blocks=False)
     ends = ends_of(tasks)
     # Forward passes end at 6, backward passes at 10 and 14; the reductions follow each other and end at 19, 28, 37. The second
     # copy waits until 19, and the third backward pass stands behind it.
@@ -89,28 +86,7 @@ def test_two_units_that_block() -> None:
     """Under gloo FSDP2's collectives block: (1 + 2) twice, (1 + 4 + 1) twice, and the optimizer."""
     gather, reduce = (stage(WIRE, NETWORK, 1),), (stage(WIRE, NETWORK, 1),)
     units = [UnitWork(name, 2, 4, gather, gather, gather, reduce, reduce) for name in ("0", "1")]
-    assert last(step_tasks(units, 1, 0.5, is_gloo=True, overlaps=False)) == pytest.approx(18.5)
-
-
-def test_two_units_of_this_package_on_cpu() -> None:
-    """Encoding takes 0.5 s, a cross hop 2 s, a node hop 1 s, sums and decoding 0.5 s, forward 1 s, backward 2 s.
-
-    Both cross hops are started at once and arrive at 2.5 and 4.5, so forward passes end at 3.5 and 5.5. Backward passes end
-    at 7.5 and 10. The first reduction crosses from 10.5 to 12.5, the second from there to 14.5; it is decoded at 15.
-    """
-    first = (stage(KERNEL, PROCESSOR, 0.5), stage(WIRE, NETWORK, 2))
-    kernel, node, cross = stage(KERNEL, PROCESSOR, 0.5), stage(WIRE, WITHIN, 1), stage(WIRE, NETWORK, 2)
-    reduce = (kernel, node, kernel, cross, kernel)
-    units = [UnitWork(name, 1, 2, first, reduce_last=reduce, ahead=2) for name in ("0", "1")]
-    tasks = step_tasks(units, 1, 0.5, is_gloo=True, overlaps=True)
-    ends = ends_of(tasks)
-    assert (ends["forward 0"], ends["forward 1"]) == pytest.approx((3.5, 5.5))
-    assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((7.5, 10))
-    assert ends["optimizer "] == pytest.approx(15.5)
-    # With one rank per node the cross hop starts at once: from 8 to 10, and from 10.5 to 12.5.
-    across = dataclasses.replace(cross, traffic=Bytes(cross_node=1))
-    units = [UnitWork(name, 1, 2, first, reduce_last=(kernel, across, kernel), ahead=2) for name in ("0", "1")]
-    assert last(step_tasks(units, 1, 0.5, is_gloo=True, overlaps=True)) == pytest.approx(13.5)
+    assert last(step_tasks(units, 1, 0.5, blocks=True)) == pytest.approx(18.5)
 
 
 @st.composite

@@ -182,7 +182,7 @@ def test_two_units_with_cross_hops_beside() -> None:
         UnitWork(name, 1, 2, gather_first=first, reduce_last=reduce, all_reduce_last=across, ahead=1)
         for name in ("0", "1")
     ]
-    tasks = step_tasks(units, 1, 0, is_gloo=False)
+    tasks = step_tasks(units, 1, 0, blocks=False)
     ends = {f"{one.stage.name} {one.unit}": span.end for one, span in zip(tasks, simulate(tasks), strict=True)}
     assert (ends["forward 0"], ends["forward 1"]) == pytest.approx((4, 6))
     assert (ends["backward 1"], ends["backward 0"]) == pytest.approx((8, 10))
