@@ -254,9 +254,11 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
         # before its partial sums are freed, and the next one's in their room, which is larger.
         largest = max((slice_numel(unit.trainable, setup.world_size) for unit in model.units), default=0)
         memory["gradients"] = MASTER_BYTES * largest
-    # Wires of gathers and reductions are as large as some unit, in 16 bits (by their layouts 0.3 to 1.7 times). Those
-    # of deltas and changed words come beside it, with overlap of all units at once.
-    one_unit = HALF_BYTES * max((unit.numel for unit in model.units), default=0)
+    # Wires of gathers and reductions come to about one unit in 16 bits, or to 3/N of it where the backend's own collectives run
+    # within the node. Those of deltas and changed words come beside it, with overlap of all units at once.
+    is_native = setup.settings.qwz_intra_bits is None and setup.settings.qgz_intra_bits is None
+    share = min(1.0, 3 / setup.group_size) if is_native else 1.0
+    one_unit = HALF_BYTES * share * max((unit.numel for unit in model.units), default=0)
     landing = [gather.landing_bytes() for gather in gathers]
     memory["wire buffers"] = one_unit + (sum(landing) if setup.config.overlap else max(landing, default=0))
     traffic = total(reduce.hops(setup.micro_steps).total() for reduce in reduces)

@@ -105,11 +105,11 @@ def lines_of_70b(**settings) -> tuple[dict[str, float], float]:
 def test_memory_of_70b_on_8_nodes_of_8_gpus() -> None:
     """The aim is 45 GB before activations."""
     memory, total = lines_of_70b()
-    assert memory["accumulator"] == 35.0 and total == pytest.approx(58.6, abs=0.1)
+    assert memory["accumulator"] == 35.0 and total == pytest.approx(57.7, abs=0.1)
     memory, total = lines_of_70b(qgz_accumulator="bfloat16")
-    assert memory["accumulator"] == 17.5 and total == pytest.approx(41.1, abs=0.1)
+    assert memory["accumulator"] == 17.5 and total == pytest.approx(40.3, abs=0.1)
     assert (memory["secondary"], memory["optimizer"]) == (8.8, 8.8)
-    assert (memory["parameters"], memory["gradients"], memory["wire buffers"]) == (4.4, 0.1, 2.0)
+    assert (memory["parameters"], memory["gradients"], memory["wire buffers"]) == (4.4, 0.1, 0.7)
 
 
 def test_the_accumulator_needs_micro_steps_and_nodes() -> None:
@@ -123,10 +123,12 @@ def test_wire_buffers_are_one_unit_and_the_deltas_of_all() -> None:
     """A delta in 4 bits arrives from each of the 2 nodes, for all units at once where hops overlap."""
     model, setup = ModelShape.of_count("1B"), Setup(world_size=16, ranks_per_node=8)
     largest = 2 * max(unit.numel for unit in model.units)  # bytes of bf16
-    assert ours(model, setup).memory["wire buffers"] == largest
+    assert ours(model, setup).memory["wire buffers"] == pytest.approx(3 / 8 * largest)
+    codes = ZeroPPConfig(qwz_intra_bits=8, qgz_intra_bits=8)
+    assert ours(model, dataclasses.replace(setup, config=codes)).memory["wire buffers"] == largest
     with_deltas = ours(model, dataclasses.replace(setup, config=ZeroPPConfig(qwz_mode="delta", qwz_bits=4)))
     deltas = 2 * model.num_params / 16 * (0.5 + 2 / 128)
-    assert with_deltas.memory["wire buffers"] == pytest.approx(largest + deltas, rel=0.01)
+    assert with_deltas.memory["wire buffers"] == pytest.approx(3 / 8 * largest + deltas, rel=0.01)
 
 
 def test_what_is_switched_off_costs_what_fsdp2_costs() -> None:
@@ -321,7 +323,7 @@ def test_numbers_have_three_digits_and_a_unit(number: float, text: str) -> None:
 def test_command_gives_json(capsys: pytest.CaptureFixture) -> None:
     cli.main(["estimate", "350M", "--world", "16", "--json"])
     answer = json.loads(capsys.readouterr().out)
-    assert answer["model"]["parameters"] == 352_000_000
+    assert answer["model"]["parameters"] == 350_000_000
     assert answer["setup"]["world_size"] == 16
     assert answer["estimates"][-1]["total"] == sum(answer["estimates"][-1]["memory"].values())
 

@@ -60,7 +60,6 @@ COMMANDS = [
     command("negative ranks", "estimate 7B --world -4", "--world: expected a positive int", "got '-4'"),
     command("ranks that nodes do not divide", "estimate 7B --world 10", "8 ranks per node", "Divisors: [1, 2, 5, 10]"),
     command("no micro-step", "estimate 7B --world 8 --accumulation 0", "--accumulation: expected a positive int"),
-    command("no adapter", "estimate 7B --world 8 --trainable 0", "--trainable: expected a count such as 20M", "'0'"),
     command("LoRA of rank 0", "estimate 7B --world 8 --lora 0", "--lora: expected a positive int", "got '0'"),
     command("bits of no format", "estimate 7B --world 8 --lora 8 --frozen-bits 3", "--frozen-bits", "3", "16, 8, 4"),
     command("unknown optimizer", "estimate 7B --world 8 --optimizer adam", "invalid choice: 'adam'", "adamw"),
