@@ -16,18 +16,12 @@ check_versions()  # first: with an older library the imports below fail by names
 
 # ruff: noqa: E402
 from hf_zeropp.apply import apply_zeropp, get_handle
-from hf_zeropp.comm.gloo_address import take_interface_of_nccl
-from hf_zeropp.comm.nccl import order_launches
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.frozen.packing import quantize_frozen
 from hf_zeropp.generation import generation_mode
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin
 from hf_zeropp.muon import Muon
-
-# NCCL reads its variables once, and gloo its own with each group: here most scripts have made no process group yet.
-order_launches()
-take_interface_of_nccl()
 
 if TYPE_CHECKING:
     from hf_zeropp.integrations.lora.quantizer import ZeroPPQuantConfig

@@ -15,14 +15,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
-from hf_zeropp.announcement import log_active, log_inactive
 from hf_zeropp.comm.agreement import Agreement, Channel
+from hf_zeropp.comm.backend_variables import set_backend_variables
 from hf_zeropp.comm.exchange import exchange
 from hf_zeropp.comm.gloo_exit import give_gloo_time_at_exit
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.node_memory import can_share
 from hf_zeropp.comm.topology import (
     ShardMesh,
+    Topology,
     WorldGroups,
     get_replica_group,
     get_replica_rounds,
@@ -56,8 +57,11 @@ from hf_zeropp.traffic import (
     REDUCE_CROSS,
     REDUCE_NODE,
     REDUCE_REPLICAS,
+    Bytes,
     MeshBytes,
     Traffic,
+    total,
+    with_noun,
 )
 
 logger = logging.getLogger(__name__)
@@ -97,6 +101,7 @@ def apply_zeropp(
             check_all_served(model, handle.serves)
         return handle.check_same_config(ZeroPPConfig.resolve(config))
     require_process_group()
+    set_backend_variables()
     # ``torch.compile`` wraps the model in a module of its own. The handle is kept on the module inside, so that a call
     # with the compiled model and a call with the plain one find the same handle.
     model = without_compile_wrapper(model)
@@ -142,7 +147,7 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
         compare_frozen(model, frozen, run)
     if not plan.is_enabled or mesh.topology.num_nodes == 1:
         refuse_thawed_before_forwards(model, frozen)
-        log_inactive(mesh.topology, num_nodes, is_enabled=plan.is_enabled)
+        _log_inactive(mesh.topology, num_nodes, is_enabled=plan.is_enabled)
         return ZeroPPHandle(run, of_meshes, of_nodes)
     # The mesh of the model spans nodes, so these are experts.
     by_fsdp2 = [unit for unit in of_meshes if meshes[ranks_of(unit)].topology.num_nodes == 1]
@@ -153,7 +158,7 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
         refuse_thawed_before_forwards(model, frozen)
     handle = ZeroPPHandle(run, served, of_nodes, decisions, by_fsdp2, [*frozen, *counted])
     on_cpu = not devices.has_streams(mesh.device_type)
-    log_active(run.config, run.traffic, handle.predict(), num_units=len(units), on_cpu=on_cpu)
+    _log_active(run.config, run.traffic, handle.predict(), num_units=len(units), on_cpu=on_cpu)
     return handle
 
 
@@ -326,3 +331,67 @@ def _mesh_bytes(units: Sequence[Unit], mesh: ShardMesh, ranks_per_node: int, fro
 
 def _nodes_of(ranks: Sequence[int], ranks_per_node: int) -> set[int]:
     return {rank // ranks_per_node for rank in ranks}
+
+
+# The lines that a user reads when ZeRO++ is applied are logged at warning level, though nothing is wrong: it is the level that
+# shows where a script configures no logging, which is how Transformers and Accelerate speak to users. A line at info level would
+# be seen by few, and a job that runs on other nodes or settings than was meant looks like one that runs well.
+
+
+def _log_inactive(topology: Topology, num_nodes: int, *, is_enabled: bool) -> None:
+    """Say that FSDP2's own collectives stay, and what a user can do whose model is sharded within a node. Rank 0 speaks for all.
+
+    Args:
+        topology: one node.
+        num_nodes: the nodes on which the model is trained, with all its replicas.
+        is_enabled: False with ``ZEROPP_ENABLED=0``.
+    """
+    if not is_enabled or topology.num_ranks == 1:
+        logger.info("%s: FSDP2's own collectives stay.", "One rank only" if is_enabled else "ZEROPP_ENABLED=0")
+    elif topology.rank == 0 and num_nodes > 1:
+        logger.warning(
+            "Each replica of the model lies within one node (%d ranks), so ZeRO++ has nothing to do: FSDP2's own collectives "
+            "stay, and average the gradients of %d nodes at their full size. Shard the model over several nodes "
+            "(dp_replicate_size of 1, or a smaller one), and ZeRO++ quantizes what crosses them.",
+            topology.num_ranks,
+            num_nodes,
+        )
+    elif topology.rank == 0:
+        logger.warning(
+            "One node only (%d ranks), and nothing crosses nodes: FSDP2's own collectives stay. If the links between these "
+            'ranks are slow (GPUs without NVLink), preset="pcie" quantizes what they exchange.',
+            topology.num_ranks,
+        )
+
+
+def _log_active(
+    config: ZeroPPConfig, traffic: Traffic, predicted: Mapping[str, Bytes], *, num_units: int, on_cpu: bool
+) -> None:
+    """Say that ZeRO++ runs, and what is expected to cross nodes. Rank 0 speaks for all.
+
+    Args:
+        config: the settings.
+        traffic: knows the nodes, and what stock FSDP2 sends at least.
+        predicted: bytes that a rank receives in a step of one micro-step, by collective.
+        num_units: number of units.
+        on_cpu: whether ranks compute on CPUs.
+    """
+    if dist.get_rank() != 0:
+        return
+    name = config.preset_name(on_cpu=on_cpu)
+    logger.warning(
+        "ZeRO++ is on: %d nodes x %s, %s, %s. In a step of one micro-step a node is expected to receive %s%s from "
+        "other nodes. FSDP2's own collectives would take %s or more.",
+        traffic.num_nodes,
+        with_noun(traffic.ranks_per_node, "rank"),
+        f"preset {name!r}" if name else "settings of no preset",
+        with_noun(num_units, "unit"),
+        # How many words change is known after a step. Until then whole weights, or deltas, are counted.
+        "at most " if config.sends_changes else "",
+        _in_words(traffic.ranks_per_node * total(predicted.values()).cross_node),
+        _in_words(traffic.zero3_bytes(1)),
+    )
+
+
+def _in_words(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.3g} MB"

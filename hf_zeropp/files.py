@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -147,21 +147,17 @@ def written_at_once(path: Path) -> Iterator[Path]:
     """Give a place to write a file or a folder to, which moves to ``path`` when the context ends.
 
     The place is in a new folder beside ``path`` that no other user can enter, so none can put a link there for the writer to
-    follow. If writing fails, nothing is left. A writer that is killed leaves its folder, whose name begins with ``PARTIAL``.
+    follow. If writing fails, nothing is left at ``path`` that was not there before. A writer that is killed, or has no file
+    descriptor left with which to remove its folder, leaves the folder, whose name begins with ``PARTIAL``.
 
     Yields:
         The path to write to, which does not exist yet.
     """
-    with ExitStack() as spare:
-        # Removing a folder takes descriptors, and a writer may fail for want of them. These are freed first.
-        for _ in range(4):
-            spare.enter_context(open(os.devnull))
-        # The folder is beside ``path``, so both are on one file system, and ``replace`` is one rename: no reader sees half
-        # a file.
-        with tempfile.TemporaryDirectory(prefix=f"{PARTIAL}{path.name}-", dir=path.parent) as folder, spare:
-            place = Path(folder, path.name)
-            yield place
-            place.replace(path)
+    # The folder is beside ``path``, so both are on one file system, and ``replace`` is one rename: no reader sees half a file.
+    with tempfile.TemporaryDirectory(prefix=f"{PARTIAL}{path.name}-", dir=path.parent) as folder:
+        place = Path(folder, path.name)
+        yield place
+        place.replace(path)
 
 
 def make_readable(path: Path) -> None:

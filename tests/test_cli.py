@@ -105,16 +105,6 @@ def test_launch_takes_the_zeropp_block_and_delegates_the_rest(tmp_path) -> None:
     assert facts["kept"] < 2**20, "memory of gathered weights does not go back to the system"
 
 
-def test_a_module_of_the_working_directory_is_found(tmp_path, monkeypatch) -> None:
-    (tmp_path / "module_of_mine.py").touch()
-    config = write_yaml(tmp_path / "config.yaml", ACCELERATE)
-    jobs = []
-    monkeypatch.setattr(launcher, "launch_command", jobs.append)
-    monkeypatch.chdir(tmp_path)
-    cli.main(["launch", "--config_file", config, "-m", "module_of_mine"])
-    assert jobs[0].training_script_args == ["-m", "module_of_mine"] and str(tmp_path) not in sys.path
-
-
 def test_an_empty_zeropp_block_means_the_defaults(tmp_path, monkeypatch) -> None:
     (tmp_path / "script.py").touch()
     config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "zeropp_config": None})
@@ -139,7 +129,6 @@ def test_the_threshold_of_malloc_is_set_on_cpu_and_left_to_the_user(
     (tmp_path / "script.py").touch()
     config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "use_cpu": is_cpu})
     monkeypatch.setattr(launcher, "launch_command", lambda args: None)
-    monkeypatch.setattr("torch.accelerator.is_available", lambda: True)  # else a job that is not for the CPU is refused
     os.environ.pop("MALLOC_MMAP_THRESHOLD_", None)
     os.environ.update(variables)
     cli.main(["launch", "--config_file", config, str(tmp_path / "script.py")])

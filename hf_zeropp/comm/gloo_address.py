@@ -3,7 +3,7 @@
 Agreements of the ranks run on groups of gloo's, also where the world is NCCL's (``topology.new_cpu_group``). gloo takes the
 interfaces in ``GLOO_SOCKET_IFNAME``, or else the first address to which the host's own name resolves. Two things go wrong there:
 
-- A cluster's scripts set ``NCCL_SOCKET_IFNAME`` alone. So gloo's variable gets its default from it, when the package is imported.
+- A cluster's scripts set ``NCCL_SOCKET_IFNAME`` alone. So gloo's variable gets its default from it (``backend_variables.py``).
 - A host's name may resolve to a loopback address (Debian writes ``127.0.1.1`` into ``/etc/hosts``). A rank of another host is
   refused there, and the rank that waits for it does so for five times the group's timeout. So ranks tell each other their
   addresses before they make such a group, and all of them raise where it would not come about (``hosts.check_gloo_connects``).

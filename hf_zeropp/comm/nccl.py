@@ -15,8 +15,8 @@ hundred MB are expected with NCCL's defaults. This has not been measured here.
 Every rank issues them in the same order. But streams may start them in another one, and NCCL documents that communicators
 which wait for each other's kernels can block each other then. From version 2.26 on NCCL makes kernels of all communicators of
 a device start in the order of the calls, if it is asked to (``NCCL_LAUNCH_ORDER_IMPLICIT=1``). It reads the variable when the
-first communicator is made. The variable is therefore set when the package is imported, which most scripts do before they make a
-process group, with whatever launcher they are started.
+first communicator is made. ``backend_variables.py`` says where the variable is set, and ``warn_of_any_order`` tells of a process
+group that was there before.
 
 [Note: one thread launches]
 The order of calls is one thread's. So with the variable two host threads that launch operations of NCCL on one device at the same
@@ -73,10 +73,11 @@ def warn_of_any_order(device_type: str, environ: MutableMapping[str, str] = os.e
             _dotted(FIRST_VERSION),
         )
     elif environ.get(VARIABLE) != "1" or _came_late:
-        found = "was set after the process group was made" if _came_late else f"is {environ.get(VARIABLE, 'not set')}"
+        late = "was set after the process group was made, and NCCL may have looked for it before"
+        found = late if _came_late else f"is {environ.get(VARIABLE, 'not set')}"
         logger.warning(
-            "NCCL may start collectives of a node and across nodes in any order, which can block both: %s %s. Set it to 1 "
-            "before the script starts (hf-zeropp launch does), or import hf_zeropp before the process group is made.",
+            "NCCL may start collectives of a node and across nodes in any order, which can block both: %s %s. Set it to 1 in the "
+            "shell that starts the ranks, or start them by hf-zeropp launch or with -m hf_zeropp.run in front of the script.",
             VARIABLE,
             found,
         )

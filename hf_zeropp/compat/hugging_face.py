@@ -53,9 +53,8 @@ HUGGING_FACE: tuple[Seam, ...] = (
     # Transformers: the Trainer
     # The list could stay importable while the Trainer takes its defaults from elsewhere, so its code is searched.
     reads("transformers.trainer:Trainer", "DEFAULT_CALLBACKS", "integrations.trainer",
-        "A callback in this list logs ZeRO++'s figures ahead of the trackers, and serves scripts that pass no "
-        "callback. If it moved: trackers receive no figures, and a Trainer without a ZeroPPCallback trains without "
-        "ZeRO++.", silent=True),
+        "A callback in this list serves scripts that pass none. If it moved: under hf_zeropp.run a Trainer without a "
+        "ZeroPPCallback trains without what the callback does.", silent=True),
     reads("transformers.trainer:Trainer", "sync_each_batch", "integrations.accelerate",
         "With this setting the Trainer lets FSDP2 reduce on every micro-step. If it moved: FSDP2 keeps gradients in "
         "full size between micro-steps.", silent=True),

@@ -23,6 +23,7 @@ import torch.nn as nn
 import yaml
 
 from hf_zeropp import ops
+from hf_zeropp.comm.backend_variables import set_backend_variables
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.topology import detect_ranks_per_node, get_topology
 from hf_zeropp.estimate.cluster import Cluster, Device, Link
@@ -114,6 +115,7 @@ def measure_cluster(output: Path, ranks_per_node: int | str) -> Cluster | None:
         raise ValueError(f"expected --output to name a file in a folder that can be written, got {str(output)!r}")
     if "RANK" not in os.environ:
         raise ValueError(f"expected a launcher, which exports RANK and its like; got none. Run {RUN}")
+    set_backend_variables()
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     per_node = detect_ranks_per_node(ranks_per_node, dist.get_world_size())
     if per_node == dist.get_world_size():

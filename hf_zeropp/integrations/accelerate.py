@@ -41,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 
 from hf_zeropp.apply import apply_zeropp, get_handle
+from hf_zeropp.comm.backend_variables import set_backend_variables
 from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.compat import check_seams
 from hf_zeropp.compat.extend import extend
@@ -200,6 +201,9 @@ class ZeroPPPlugin(FullyShardedDataParallelPlugin):
         if self.zeropp is not False:
             self.zeropp = ZeroPPConfig.resolve(self.zeropp)
         self._require_fsdp2()
+        set_backend_variables()
+        # On CPU Accelerate drops a plugin in this very function, and calls no method of it before. No public place comes later
+        # with the plugin at hand, and a plugin that did nothing there would leave the script on replicas without a word.
         extend(AcceleratorState, "__init__", _initialize_state)
         patch_prepare()
         patch_checkpoints(accelerate.accelerator)

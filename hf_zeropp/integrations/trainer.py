@@ -12,20 +12,24 @@ Two things cannot be done from a callback's events alone:
   callback. But a ZeroPPCallback is constructed before the Trainer it is passed to. So its constructor makes FSDP plugins count
   on CPU (``let_stock_plugin_count_on_cpu``). Transformers' own way, ``use_configured_state``, would require every CPU script
   to build an Accelerator first.
-- *Figures for trackers.* See the note.
+- *What a Trainer does before and around its events*: resuming, checkpoints, an evaluation before training, and the order of
+  callbacks. Methods of Trainer's are extended for it as soon as a callback takes part in a Trainer (``_extend_trainers``), and do
+  nothing else in those where none does.
 
 [Note: the trackers' order]
 The Trainer calls its callbacks one after the other: first its defaults (``transformers.trainer.DEFAULT_CALLBACKS``), then the
 trackers (TensorBoard, Weights & Biases), then those the user passed. All receive the same dictionary of figures in ``on_log``.
-What a user's callback adds to it comes after the trackers have written theirs. Therefore importing this module adds a small
-callback to the defaults, which all Trainers built later share. It adds the figures of this Trainer's ZeroPPCallback ahead of
-the trackers.
+What a user's callback adds to it comes after the trackers have written theirs. Therefore the ZeroPPCallback moves ahead of the
+trackers when training begins (``_put_in_charge``).
 
 [Note: scripts that pass no callback]
-A script by others (run_clm.py, TRL's sft.py) passes no ZeroPPCallback. The callback among the defaults is one itself.
-It takes part in a Trainer whose arguments hold zeropp settings, and in one whose Accelerator got a ZeroPPPlugin from
-``hf_zeropp.run``. It stands back where the user passed a ZeroPPCallback too. It is told so when training begins (``_train``):
-a callback does not know the others.
+A script by others (run_clm.py, TRL's sft.py) passes no ZeroPPCallback. ``hf_zeropp.run`` puts one among the defaults
+(``serve_scripts``), which all Trainers built later share. It takes part in a Trainer whose arguments hold zeropp settings, and in
+one whose Accelerator got a ZeroPPPlugin from ``hf_zeropp.run``. Where the user passed a ZeroPPCallback too it is removed when the
+Trainer is used (``_put_in_charge``): a callback does not know the others.
+
+A Trainer without a callback, in a script that ``hf_zeropp.run`` did not start, is one of Transformers' alone: nothing reads
+``fsdp_config["zeropp"]``, and nothing can say so.
 """
 
 from __future__ import annotations
@@ -41,11 +45,12 @@ import transformers.trainer
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import FSDPModule
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from hf_zeropp.comm.backend_variables import set_backend_variables
 from hf_zeropp.compat import check_seams
 from hf_zeropp.compat.extend import extend
-from hf_zeropp.config import ZeroPPConfig, check_misplaced, is_like_block
+from hf_zeropp.config import ZeroPPConfig, check_misplaced, is_enabled, is_like_block
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.handle import ZeroPPHandle
@@ -99,20 +104,15 @@ class ZeroPPCallback(TrainerCallback):
         self.handle: ZeroPPHandle | None = None
         self._args: TrainingArguments | None = None
         self._plugin: ZeroPPPlugin | None = None
-        # Accelerate's own plugin, with which the Trainer shards its model if this callback takes no part.
-        self._stock_plugin: FullyShardedDataParallelPlugin | None = None
         self._auxiliary: list[ZeroPPHandle] = []
         self._log: StepLog | None = None
         self._begin()
 
     def _begin(self) -> None:
-        """Check the surroundings, and extend Accelerate and Transformers where the callback needs it."""
+        """Check the surroundings, and do what comes too late when a Trainer calls its callbacks."""
         check_seams()
+        set_backend_variables()
         let_stock_plugin_count_on_cpu()
-        patch_checkpoints(transformers.trainer)
-        patch_saves(_is_served)
-        extend(Trainer, "train", _train)
-        extend(Trainer, "evaluation_loop", _shard_before_evaluation)
 
     @property
     def _active_plugin(self) -> ZeroPPPlugin | None:
@@ -161,7 +161,8 @@ class ZeroPPCallback(TrainerCallback):
         # for it, and there may be no FSDP plugin to replace.
         if _is_sharded(model):
             on_first_use(model, lambda: plugin.handle_of(model))
-        if getattr(AcceleratorState(), "fsdp_plugin", None) is not None:
+        if (replaced := _plugin_in_force()) is not None:
+            vars(AcceleratorState()).setdefault(_REPLACED, replaced)
             use_plugin(plugin)
         else:
             check_all_or_none(plugin)
@@ -171,6 +172,7 @@ class ZeroPPCallback(TrainerCallback):
 
     def _take_part(self, args: TrainingArguments, plugin: ZeroPPPlugin) -> None:
         self._args, self._plugin = args, plugin
+        _extend_trainers()
         if self._active_plugin is not None and feeds_engine(args):
             from hf_zeropp.rollouts.callback import take_over_syncs
 
@@ -270,25 +272,27 @@ class ZeroPPCallback(TrainerCallback):
             if handle is not None:
                 handle.invalidate()
 
-    def log_entries(self) -> dict[str, float]:
-        """Return the figures of the steps since the last call, per step."""
-        return {} if self._log is None or not self._log.trained.is_active else self._log.since_last_log()
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
+    ) -> None:
+        """Add the figures of the steps since the last log, per step: see [Note: the trackers' order]."""
+        is_evaluation = not {"loss", "train_loss"} & logs.keys()  # the steps wait for the next figures of training
+        if self._log is None or not self._log.trained.is_active or is_evaluation:
+            return
+        entries = self._log.since_last_log()
+        logs.update(entries)  # for the trackers, which come later
+        state.log_history[-1].update(entries)  # a copy that the Trainer made of the figures before
 
 
 class _DefaultCallback(ZeroPPCallback):
-    """Part of every Trainer that is built after this module was imported: see the two notes above."""
+    """Part of every Trainer that is built after ``serve_scripts``: see [Note: scripts that pass no callback]."""
 
-    _of_scripts: tuple[Any] | None = None
-    _in_charge: ZeroPPCallback | None = None
-
-    @classmethod
-    def serve_scripts(cls, settings: Any) -> None:
-        """Take part also where a script brings a model that is sharded already, with these settings, and says nothing of any."""
-        cls._of_scripts = (settings,)
+    _settings: Any = None
+    """Those of ``serve_scripts``."""
 
     def _settings_for(self, args: TrainingArguments) -> Any:
         settings = super()._settings_for(args)
-        return self._of_scripts[0] if settings is None and self._of_scripts is not None else settings
+        return self._settings if settings is None else settings
 
     def _begin(self) -> None:
         """Leave everything as it is, because most Trainers have nothing to do with ZeRO++."""
@@ -297,26 +301,19 @@ class _DefaultCallback(ZeroPPCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
     ) -> None:
         """Take part if the arguments, or ``hf_zeropp.run``, ask for ZeRO++."""
-        self._stock_plugin = active = getattr(AcceleratorState(), "fsdp_plugin", None)
+        active = _plugin_in_force()
         launched = active if isinstance(active, ZeroPPPlugin) else None
         wants = _wants_zeropp(args)
-        # Accelerate has no plugin for a model that Transformers sharded at load, so none stands here under ``hf_zeropp.run``.
-        is_run = self._of_scripts is not None and wants is None and _is_sharded(model)
-        if launched is None and not wants and not is_run:
+        # Accelerate has no plugin for a model that Transformers sharded at load.
+        is_sharded_at_load = wants is None and is_enabled() and _is_sharded(model)
+        if launched is None and not wants and not is_sharded_at_load:
             return
-        super()._begin()
         # The plugin that stands already has the settings of the environment, or those that a script gave its own
         # Accelerator. The arguments' settings go over both.
         if launched is not None and wants is None:
             self._take_part(args, launched)
         else:
             super().on_init_end(args, state, control, model=model)
-
-    def follow(self, callback: ZeroPPCallback | None) -> None:
-        """Log the figures of the callback that is in charge of this Trainer, and stand back if it is another one."""
-        self._in_charge = callback
-        if callback is not self:
-            self._args = self._plugin = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
@@ -325,19 +322,25 @@ class _DefaultCallback(ZeroPPCallback):
         if self._plugin is not None:
             super().on_train_begin(args, state, control, model=model)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
-    ) -> None:
-        is_evaluation = not {"loss", "train_loss"} & logs.keys()  # the steps wait for the next figures of training
-        if self._in_charge is None or is_evaluation:
-            return
-        entries = self._in_charge.log_entries()
-        logs.update(entries)  # for the trackers, which come later
-        state.log_history[-1].update(entries)  # a copy that the Trainer made of the figures before
+
+def serve_scripts(settings: Any) -> None:
+    """Let every Trainer that is built from now on have a ZeroPPCallback.
+
+    Args:
+        settings: for models that are sharded already where the Trainer's arguments hold none.
+    """
+    _DefaultCallback._settings = settings
+    defaults = cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS)
+    if _DefaultCallback not in defaults:
+        defaults.append(_DefaultCallback)
 
 
-cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS).append(_DefaultCallback)
-serve_scripts = _DefaultCallback.serve_scripts
+def _extend_trainers() -> None:
+    """Extend methods of all Trainers. In those where no callback takes part they keep to what they did."""
+    patch_checkpoints(transformers.trainer)
+    patch_saves(_is_served)
+    extend(Trainer, "train", _train)
+    extend(Trainer, "evaluation_loop", _evaluate)
 
 
 def _settings_of(args: TrainingArguments) -> Any:
@@ -391,7 +394,7 @@ def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
             f"ZeroPPCallback needs a model sharded by FSDP2, got fsdp={args.fsdp!r} in {state.num_processes} processes of "
             f'{state.distributed_type!s}. Set TrainingArguments(fsdp=True, fsdp_config={{"zeropp": {{...}}}}) (on the command '
             'line: --fsdp --fsdp_config zeropp.json), leave fsdp_config["version"] at 2, and start several processes with '
-            "`hf-zeropp launch`. With another launcher, on CPU, also pass callbacks=[ZeroPPCallback()]: it makes FSDP count."
+            "`hf-zeropp launch`."
         )
 
 
@@ -440,13 +443,32 @@ def _is_served(trainer: Trainer) -> bool:
     return callback is not None and callback._plugin is not None
 
 
+_REPLACED = "_zeropp_replaced_plugin"
+"""In Accelerate's state the plugin that stood there before the first callback put its own in its place."""
+
+
+def _plugin_in_force() -> FullyShardedDataParallelPlugin | None:
+    plugin: FullyShardedDataParallelPlugin | None = getattr(AcceleratorState(), "fsdp_plugin", None)
+    return plugin
+
+
 def _use_own_plugin(trainer: Trainer) -> None:
     """Put the trainer's plugin back. All Trainers share Accelerate's state, where one that was built later has put its own."""
-    state, callback = trainer.accelerator.state, _in_charge(trainer)
-    if callback is None or getattr(state, "fsdp_plugin", None) is None:
-        return
-    if (own := callback._plugin or callback._stock_plugin) is not None:
-        state.fsdp_plugin = own
+    if (active := _plugin_in_force()) is not None:
+        callback, state = _in_charge(trainer), AcceleratorState()
+        own = None if callback is None else callback._plugin
+        state.fsdp_plugin = own or getattr(state, _REPLACED, active)
+
+
+def _put_in_charge(trainer: Trainer) -> None:
+    """Let one ZeroPPCallback serve the trainer, ahead of the trackers."""
+    callback = _in_charge(trainer)
+    if not isinstance(callback, _DefaultCallback):
+        trainer.remove_callback(_DefaultCallback)
+    # The callback that tells the Trainer when to log stays the first.
+    trainer.callback_handler.callbacks.sort(
+        key=lambda each: (not isinstance(each, DefaultFlowCallback), each is not callback)
+    )
 
 
 def _train(
@@ -455,9 +477,7 @@ def _train(
     """Extend ``train``: with the settings of its own Trainer, and resuming from a checkpoint that all ranks see whole."""
     _use_own_plugin(self)
     if _is_served(self):
-        for callback in self.callback_handler.callbacks:
-            if isinstance(callback, _DefaultCallback):
-                callback.follow(_in_charge(self))
+        _put_in_charge(self)
         if getattr(self, "_lora_sync", False):  # a server takes adapters, so TRL sends nothing else
             from hf_zeropp.rollouts.trl_sync import count_as_published
 
@@ -466,10 +486,12 @@ def _train(
     return original(self, resume_from_checkpoint, *args, **kwargs)
 
 
-def _shard_before_evaluation(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
+def _evaluate(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs: Any) -> Any:
     """Extend ``evaluate`` and ``predict``. Before ``train`` the Trainer would shard a model alone, which FSDP2 refuses."""
-    if self.is_fsdp_enabled and _is_served(self) and not _is_sharded(_model_of(self)):
-        _shard(self)
+    if _is_served(self):
+        _put_in_charge(self)
+        if self.is_fsdp_enabled and not _is_sharded(_model_of(self)):
+            _shard(self)
     return original(self, *args, **kwargs)
 
 

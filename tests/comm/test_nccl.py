@@ -12,10 +12,12 @@ from happens_before import Operation, checked_world
 from harness import run_ranks
 from toy import POLICIES, loss_of, make_lm, shard, tokens_of, train
 
-from hf_zeropp import apply_zeropp
+from hf_zeropp import ZeroPPCallback, ZeroPPPlugin, apply_zeropp
 from hf_zeropp.comm import nccl
+from hf_zeropp.comm.gloo_address import INTERFACES, INTERFACES_OF_NCCL
 from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.topology import broadcast_from_rank_0, get_topology, new_cpu_group, whole_world
+from hf_zeropp.integrations.launch.unmodified import put_in_force
 
 
 def calls_of_rank(rank: int, ranks_per_node: int, settings: dict) -> list[tuple[str, str, int]]:
@@ -82,13 +84,25 @@ def test_no_cpu_tensor_goes_to_a_group_for_gpus(tmp_path):
         assert all("CUDA" in error or "NVIDIA" in error for error in errors.values()), errors
 
 
-def variable_of_a_fresh_process(rank: int) -> str | None:
-    return os.environ.get(nccl.VARIABLE)
+def variables_behind(rank: int, way: str) -> tuple[str | None, str | None, bool]:
+    """Return both variables, and whether the order is known to have come late."""
+    if way == "launch":
+        put_in_force()
+    elif way == "plugin":
+        ZeroPPPlugin()
+    elif way == "callback":
+        ZeroPPCallback()
+    elif way == "plain FSDP2":
+        apply_zeropp(shard(make_lm()))
+    return os.environ.get(nccl.VARIABLE), os.environ.get(INTERFACES), nccl._came_late
 
 
-def test_importing_the_package_asks_for_the_order():
-    """No plugin is made, and no launcher of this package is there: as with the Trainer's callback behind torchrun."""
-    assert run_ranks(variable_of_a_fresh_process, 1, init=False) == ["1"]
+@pytest.mark.parametrize("way", ["launch", "plugin", "callback", "plain FSDP2"])
+def test_the_variables_are_set_where_the_package_is_asked_for_anything(way):
+    """A script on plain FSDP2 has a process group by then."""
+    is_late = way == "plain FSDP2"
+    assert run_ranks(variables_behind, 1, way, env={INTERFACES_OF_NCCL: "=lo"}, init=is_late) == [("1", "lo", is_late)]
+    assert run_ranks(variables_behind, 1, "import", env={INTERFACES_OF_NCCL: "=lo"}) == [(None, None, False)]
 
 
 def test_the_order_is_asked_for_in_time(monkeypatch):

@@ -20,6 +20,8 @@ from harness import run_ranks
 sys.path.append(str(Path(__file__).parents[2] / "scripts/benchmarks"))
 from library import one_gpu  # noqa: E402
 
+from hf_zeropp.comm.backend_variables import set_backend_variables  # noqa: E402
+
 DEVICE = os.environ.get("GPU_TESTS_DEVICE", "cuda")
 ON_ONE_GPU = one_gpu.NCCL | {"NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 needs_ranks_on_gpus = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -73,6 +75,7 @@ def _run_on_gpu(
         torch.cuda.set_device(index)
         device = torch.device("cuda", index)
     if backend is not None:
+        set_backend_variables()  # as hf-zeropp launch does
         dist.init_process_group(
             backend if DEVICE == "cuda" else "gloo",
             rank=rank,

@@ -51,7 +51,7 @@ def test_four_ranks_of_one_machine(micro_steps):
 
 
 def warnings_without_preset(rank: int) -> list[str]:
-    with logged_messages("hf_zeropp.announcement", logging.WARNING) as lines, torch.no_grad():
+    with logged_messages("hf_zeropp.apply", logging.WARNING) as lines, torch.no_grad():
         model, _ = prepared(new_accelerator({}))
         model(batch_of(rank, 0))
     return lines

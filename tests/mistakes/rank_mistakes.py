@@ -11,6 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import transformers.trainer
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import FullyShardedDataParallelPlugin
@@ -26,6 +27,7 @@ from hf_zeropp import ZeroPPCallback, ZeroPPPlugin, apply_zeropp, generation_mod
 from hf_zeropp import plan as plan_module
 from hf_zeropp.compat import MovedNameError
 from hf_zeropp.integrations.launch.unmodified import FirstSteps
+from hf_zeropp.integrations.trainer import serve_scripts
 
 NODES = {"ranks_per_node": 2}
 
@@ -164,7 +166,9 @@ def callback_beside_deepspeed() -> None:
 
 def trainer_without_callback() -> None:
     arguments = training_arguments("out", None, fsdp_config={"zero_pp": {"preset": "exact"}})
-    Trainer(tiny_model(), arguments, train_dataset=token_data())
+    with mock.patch.object(transformers.trainer, "DEFAULT_CALLBACKS", [*transformers.trainer.DEFAULT_CALLBACKS]):
+        serve_scripts(None)  # as hf-zeropp launch does
+        Trainer(tiny_model(), arguments, train_dataset=token_data())
 
 
 def late_callback() -> None:

@@ -34,7 +34,6 @@ LAYERS = [
     "frozen",
     "estimate",
     "plan",
-    "announcement",
     "handle",
     "step_record",
     "apply",

@@ -2,7 +2,8 @@
 
 ``accelerate launch`` rejects top-level keys that it does not know, and exports only its own. So the ``zeropp_config:`` block
 is taken out of the file here and travels as a file of its own, which the variable ``ZEROPP_CONFIG_FILE`` names and every
-rank reads. Mistakes are looked for before anything starts (``checks.py``), and end the command with one line.
+rank reads. Wrong settings, and mistakes that nobody would tell of later (``checks.py``), end the command with one line before
+anything starts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from accelerate.commands.launch import launch_command, launch_command_parser
 
 from hf_zeropp.config import BLOCK, ENV_CONFIG_FILE, ZeroPPConfig, is_enabled
 from hf_zeropp.files import MAX_SETTINGS_BYTES, parse_settings, read_text
-from hf_zeropp.integrations.launch.checks import check_job, check_keys, check_script
+from hf_zeropp.integrations.launch.checks import check_job, check_keys
 
 RUNNER = "hf_zeropp.run"
 
@@ -78,10 +79,9 @@ def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
         _export_cpu(file)
         # Accelerate opens the file again in ``launch_command``, and rejects one with our block. It gets a copy without it.
         args.config_file = _write_yaml(file, folder, "accelerate.yaml")
-    config = ZeroPPConfig.from_env()
-    check_script(args)
+    ZeroPPConfig.from_env()
     if is_enabled():
-        check_job(args, file, config)
+        check_job(args, file)
     _run_through_the_package(args)
     return args
 
@@ -140,10 +140,14 @@ def _export_cpu(settings: dict[str, Any]) -> None:
 
 def _run_through_the_package(args: argparse.Namespace) -> None:
     """Let the ranks run ``hf_zeropp.run`` with the script, and not the script itself."""
-    # A program of another kind imports this package by itself, or not at all.
-    if not args.no_python:
-        args.training_script_args = [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
-        args.training_script, args.module = RUNNER, True
+    if args.no_python:  # a program of another kind imports this package by itself, or not at all
+        return
+    script, rest = args.training_script, args.training_script_args
+    # ``trl`` is a launcher itself, and would start ranks that know nothing of this one's.
+    if script == "trl" and rest and not args.module and not os.path.exists(script):
+        script, rest, args.module = f"trl.scripts.{rest[0].replace('-', '_')}", rest[1:], True
+    args.training_script_args = [*(["-m"] if args.module else []), script, *rest]
+    args.training_script, args.module = RUNNER, True
 
 
 def _write_yaml(settings: Any, folder: str, name: str) -> str:

@@ -2,7 +2,7 @@
 
 ``hf_zeropp.run`` calls ``put_in_force`` before such a script starts. From then on every Accelerator that would shard with FSDP
 builds on a ZeroPPPlugin, whether the plugin that it replaces comes from the launcher's environment, from the script or from a
-Trainer. A Trainer's callback takes part by itself: see "scripts that pass no callback" in trainer.py.
+Trainer. Every Trainer gets a ZeroPPCallback: see "scripts that pass no callback" in trainer.py.
 
 The seam is the argument ``fsdp_plugin`` of ``Accelerator``, which is public and where all three ways meet. Replacing the class
 ``FullyShardedDataParallelPlugin`` by name would miss modules that have imported it already, and would break their checks of its
@@ -25,6 +25,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from hf_zeropp.apply import has_handles
+from hf_zeropp.comm.backend_variables import set_backend_variables
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.units import find_sharded_modules
@@ -55,12 +56,11 @@ def put_in_force(settings: Settings = None) -> None:
         _watch_first_steps()
     else:
         record_steps()
-    # Importing the module puts the callback among the Trainer's defaults. It is imported here and not above, because that
-    # takes a second, and wrong settings should be refused before.
+    set_backend_variables()
+    # It is imported here and not above, because that takes a second, and wrong settings should be refused before.
     from hf_zeropp.integrations.trainer import serve_scripts
 
-    if is_enabled():
-        serve_scripts(settings)
+    serve_scripts(settings)
     extend(Accelerator, "__init__", _initialize)
 
 

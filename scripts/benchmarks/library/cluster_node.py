@@ -107,6 +107,9 @@ def _initialize(rank: int) -> None:
     import torch
     import torch.distributed as dist
 
+    from hf_zeropp.comm.backend_variables import set_backend_variables
+
+    set_backend_variables()  # as hf-zeropp launch does
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.manual_seed(0)
     backend = "gloo"
