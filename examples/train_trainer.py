@@ -52,6 +52,7 @@ class Arguments(TrainingArguments):
 
 def main() -> None:
     """Train, resume if asked to, and save the model."""
+    callback = ZeroPPCallback()  # before the arguments, which make the process group
     script, args = HfArgumentParser((ScriptArguments, Arguments)).parse_args_into_dataclasses()
     set_seed(args.seed)
     with args.main_process_first():
@@ -66,7 +67,7 @@ def main() -> None:
         eval_dataset=tokens["test"],
         data_collator=default_data_collator,
         processing_class=tokenizer,
-        callbacks=[ZeroPPCallback()],
+        callbacks=[callback],
         optimizer_cls_and_kwargs=(lambda: Muon.of_model, settings) if script.muon else None,
     )
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)

@@ -161,8 +161,7 @@ class ZeroPPCallback(TrainerCallback):
         # for it, and there may be no FSDP plugin to replace.
         if _is_sharded(model):
             on_first_use(model, lambda: plugin.handle_of(model))
-        if (replaced := _plugin_in_force()) is not None:
-            vars(AcceleratorState()).setdefault(_REPLACED, replaced)
+        if _plugin_in_force() is not None:
             use_plugin(plugin)
         else:
             check_all_or_none(plugin)
@@ -443,10 +442,6 @@ def _is_served(trainer: Trainer) -> bool:
     return callback is not None and callback._plugin is not None
 
 
-_REPLACED = "_zeropp_replaced_plugin"
-"""In Accelerate's state the plugin that stood there before the first callback put its own in its place."""
-
-
 def _plugin_in_force() -> FullyShardedDataParallelPlugin | None:
     plugin: FullyShardedDataParallelPlugin | None = getattr(AcceleratorState(), "fsdp_plugin", None)
     return plugin
@@ -454,10 +449,12 @@ def _plugin_in_force() -> FullyShardedDataParallelPlugin | None:
 
 def _use_own_plugin(trainer: Trainer) -> None:
     """Put the trainer's plugin back. All Trainers share Accelerate's state, where one that was built later has put its own."""
-    if (active := _plugin_in_force()) is not None:
-        callback, state = _in_charge(trainer), AcceleratorState()
-        own = None if callback is None else callback._plugin
-        state.fsdp_plugin = own or getattr(state, _REPLACED, active)
+    active, callback = _plugin_in_force(), _in_charge(trainer)
+    if active is not None and callback is not None and callback._plugin is not None:
+        AcceleratorState().fsdp_plugin = callback._plugin
+    elif isinstance(active, ZeroPPPlugin) and trainer.args.fsdp_plugin_args is not None:
+        # This Trainer runs without ZeRO++, and has kept nothing of the plugin that it built from its arguments.
+        use_plugin(FullyShardedDataParallelPlugin(**trainer.args.fsdp_plugin_args))
 
 
 def _put_in_charge(trainer: Trainer) -> None:

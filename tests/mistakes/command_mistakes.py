@@ -66,7 +66,6 @@ COMMANDS = [
     launch("machines of different sizes", {"num_machines": 3}, "a multiple of num_machines=3", "Change one"),
     launch("misspelt setting", settings(qwz_bitz=8), "zeropp_config", "'config.yaml'", "Did you mean 'qwz_bits'?"),
     launch("a block under another name", {"zeropp": {"qwz_bits": 8}}, "unknown keys (['zeropp'])"),
-    launch("settings beside the block", settings() | {"qwz_bits": 4}, "unknown keys (['qwz_bits'])"),
     launch("settings without the block", {"qgz_bits": 8}, "unknown keys (['qgz_bits'])"),
     launch("a block under FSDP's", fsdp({"zeropp": "exact"}), "'zeropp' stands under `fsdp_config:`", "the top level"),
     launch("a setting under FSDP's", fsdp({"fsdp_qwz_bits": 4}), "'qwz_bits' stands under", "`zeropp_config:`"),

@@ -75,10 +75,11 @@ def _prepare(flags: list[str], folder: str) -> argparse.Namespace:
     if (path := config_file_of(args)) is not None:
         file = read_launch_config(path)
         check_keys(path, file)
-        _export_zeropp(path, file, folder)
         _export_cpu(file)
-        # Accelerate opens the file again in ``launch_command``, and rejects one with our block. It gets a copy without it.
-        args.config_file = _write_yaml(file, folder, "accelerate.yaml")
+        if BLOCK in file:
+            _export_zeropp(path, file.pop(BLOCK), folder)
+            # Accelerate opens the file again in ``launch_command``, and rejects one with our block. It gets a copy without it.
+            args.config_file = _write_yaml(file, folder, "accelerate.yaml")
     ZeroPPConfig.from_env()
     if is_enabled():
         check_job(args, file)
@@ -107,15 +108,12 @@ def read_launch_config(path: str) -> dict[str, Any]:
     return settings
 
 
-def _export_zeropp(path: str, file: dict[str, Any], folder: str) -> None:
-    """Take the ``zeropp_config:`` block out of a file and export it: settings, a preset's name, or a file's path.
+def _export_zeropp(path: str, block: Any, folder: str) -> None:
+    """Export the ``zeropp_config:`` block of a file: settings, a preset's name, or a file's path.
 
     Raises:
         ValueError: the block is none of these, its settings are wrong, or settings are given in another place too.
     """
-    if BLOCK not in file:
-        return
-    block = file.pop(BLOCK)
     block = {} if block is None else block  # an empty block means the defaults
     # Overwriting the variable would drop settings that the user gave, and nothing in the output would show it.
     if other := os.environ.get(ENV_CONFIG_FILE):
