@@ -52,7 +52,7 @@ HUGGING_FACE: tuple[Seam, ...] = (
         "such a script trains without ZeRO++, and the first optimizer step raises."),
     # Transformers: the Trainer
     # The list could stay importable while the Trainer takes its defaults from elsewhere, so its code is searched.
-    reads("transformers.trainer:Trainer", "DEFAULT_CALLBACKS", "integrations.trainer",
+    reads("transformers.trainer:Trainer", "DEFAULT_CALLBACKS", "integrations.launch.default_callback",
         "A callback in this list serves scripts that pass none. If it moved: under hf_zeropp.run a Trainer without a "
         "ZeroPPCallback trains without what the callback does.", silent=True),
     reads("transformers.trainer:Trainer", "sync_each_batch", "integrations.accelerate",

@@ -22,14 +22,8 @@ trackers (TensorBoard, Weights & Biases), then those the user passed. All receiv
 What a user's callback adds to it comes after the trackers have written theirs. Therefore the ZeroPPCallback moves ahead of the
 trackers when training begins (``_put_in_charge``).
 
-[Note: scripts that pass no callback]
-A script by others (run_clm.py, TRL's sft.py) passes no ZeroPPCallback. ``hf_zeropp.run`` puts one among the defaults
-(``serve_scripts``), which all Trainers built later share. It takes part in a Trainer whose arguments hold zeropp settings, and in
-one whose Accelerator got a ZeroPPPlugin from ``hf_zeropp.run``. Where the user passed a ZeroPPCallback too it is removed when the
-Trainer is used (``_put_in_charge``): a callback does not know the others.
-
-A Trainer without a callback, in a script that ``hf_zeropp.run`` did not start, is one of Transformers' alone: nothing reads
-``fsdp_config["zeropp"]``, and nothing can say so.
+A script that passes no callback gets one by ``hf_zeropp.run`` (``launch/default_callback.py``). A Trainer without any is one of
+Transformers' alone: nothing reads ``fsdp_config["zeropp"]``, and nothing can say so.
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ import json
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch.nn as nn
 import transformers.trainer
@@ -50,7 +44,7 @@ from transformers import DefaultFlowCallback, Trainer, TrainerCallback, TrainerC
 from hf_zeropp.comm.backend_variables import set_backend_variables
 from hf_zeropp.compat import check_seams
 from hf_zeropp.compat.extend import extend
-from hf_zeropp.config import ZeroPPConfig, check_misplaced, is_enabled, is_like_block
+from hf_zeropp.config import ZeroPPConfig, check_misplaced, is_like_block
 from hf_zeropp.fsdp.units import find_sharded_modules
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.handle import ZeroPPHandle
@@ -137,7 +131,7 @@ class ZeroPPCallback(TrainerCallback):
         """
         if self._args is not trainer.args:
             raise ValueError("attach: this callback was not passed to that trainer. Use Trainer(callbacks=[callback]).")
-        if not _is_sharded(_model_of(trainer)):
+        if not is_sharded(_model_of(trainer)):
             _shard(trainer)
         if (plugin := self._active_plugin) is not None:
             self._auxiliary = [plugin.apply(_frozen_in_eval(model)) for model in _auxiliary_models(trainer)]
@@ -159,9 +153,9 @@ class ZeroPPCallback(TrainerCallback):
         self._take_part(args, plugin)
         # A model that Transformers sharded at load is not prepared by Accelerate. The plugin's own hook is never armed
         # for it, and there may be no FSDP plugin to replace.
-        if _is_sharded(model):
+        if is_sharded(model):
             on_first_use(model, lambda: plugin.handle_of(model))
-        if _plugin_in_force() is not None:
+        if plugin_in_force() is not None:
             use_plugin(plugin)
         else:
             check_all_or_none(plugin)
@@ -236,7 +230,7 @@ class ZeroPPCallback(TrainerCallback):
         Training or the loading of a full state dict (best model, checkpoint) comes next, and both take gathered parameters
         for shards.
         """
-        if self._plugin is None or not _is_sharded(model):
+        if self._plugin is None or not is_sharded(model):
             return
         if (plugin := self._active_plugin) is not None:
             plugin.apply(model).reshard()
@@ -283,57 +277,6 @@ class ZeroPPCallback(TrainerCallback):
         state.log_history[-1].update(entries)  # a copy that the Trainer made of the figures before
 
 
-class _DefaultCallback(ZeroPPCallback):
-    """Part of every Trainer that is built after ``serve_scripts``: see [Note: scripts that pass no callback]."""
-
-    _settings: Any = None
-    """Those of ``serve_scripts``."""
-
-    def _settings_for(self, args: TrainingArguments) -> Any:
-        settings = super()._settings_for(args)
-        return self._settings if settings is None else settings
-
-    def _begin(self) -> None:
-        """Leave everything as it is, because most Trainers have nothing to do with ZeRO++."""
-
-    def on_init_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
-        """Take part if the arguments, or ``hf_zeropp.run``, ask for ZeRO++."""
-        active = _plugin_in_force()
-        launched = active if isinstance(active, ZeroPPPlugin) else None
-        wants = _wants_zeropp(args)
-        # Accelerate has no plugin for a model that Transformers sharded at load.
-        is_sharded_at_load = wants is None and is_enabled() and _is_sharded(model)
-        if launched is None and not wants and not is_sharded_at_load:
-            return
-        # The plugin that stands already has the settings of the environment, or those that a script gave its own
-        # Accelerator. The arguments' settings go over both.
-        if launched is not None and wants is None:
-            self._take_part(args, launched)
-        else:
-            super().on_init_end(args, state, control, model=model)
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: Any
-    ) -> None:
-        """Train as a ZeroPPCallback where this one takes part."""
-        if self._plugin is not None:
-            super().on_train_begin(args, state, control, model=model)
-
-
-def serve_scripts(settings: Any) -> None:
-    """Let every Trainer that is built from now on have a ZeroPPCallback.
-
-    Args:
-        settings: for models that are sharded already where the Trainer's arguments hold none.
-    """
-    _DefaultCallback._settings = settings
-    defaults = cast(list[type[TrainerCallback]], transformers.trainer.DEFAULT_CALLBACKS)
-    if _DefaultCallback not in defaults:
-        defaults.append(_DefaultCallback)
-
-
 def _extend_trainers() -> None:
     """Extend methods of all Trainers. In those where no callback takes part they keep to what they did."""
     patch_checkpoints(transformers.trainer)
@@ -348,11 +291,11 @@ def _settings_of(args: TrainingArguments) -> Any:
     if isinstance(config, str):  # the Trainer reads the file only with fsdp=True
         with open(config) as file:
             config = json.load(file)
-    settings = _entry_of(config)
+    settings = entry_of(config)
     return None if settings is True else settings
 
 
-def _entry_of(fsdp_config: Mapping[str, Any]) -> Any:
+def entry_of(fsdp_config: Mapping[str, Any]) -> Any:
     """Return what stands under ``"zeropp"``; None where nothing does.
 
     Raises:
@@ -363,13 +306,6 @@ def _entry_of(fsdp_config: Mapping[str, Any]) -> Any:
             raise ValueError(f'unknown key {key!r} in fsdp_config. Settings of ZeRO++ stand under "{ENTRY}".')
     check_misplaced(fsdp_config, "in fsdp_config", f'in it under "{ENTRY}"')
     return fsdp_config.get(ENTRY)
-
-
-def _wants_zeropp(args: TrainingArguments) -> bool | None:
-    """Return whether ``fsdp_config`` turns ZeRO++ on or off; None where it says nothing."""
-    # A path is left unread: the Trainer itself has read it if it uses FSDP at all.
-    settings = _entry_of(args.fsdp_config) if isinstance(args.fsdp_config, dict) else None
-    return None if settings is None else settings is not False
 
 
 def feeds_engine(args: TrainingArguments) -> bool:
@@ -388,7 +324,7 @@ def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
     state = AcceleratorState()
     if args.deepspeed or state.distributed_type == DistributedType.DEEPSPEED:
         raise ValueError("ZeroPPCallback and DeepSpeed exclude each other: drop `deepspeed`, set `fsdp=True`.")
-    if getattr(state, "fsdp_plugin", None) is None and not _is_sharded(model) and _settings_of(args) is not False:
+    if plugin_in_force() is None and not is_sharded(model) and _settings_of(args) is not False:
         raise ValueError(
             f"ZeroPPCallback needs a model sharded by FSDP2, got fsdp={args.fsdp!r} in {state.num_processes} processes of "
             f'{state.distributed_type!s}. Set TrainingArguments(fsdp=True, fsdp_config={{"zeropp": {{...}}}}) (on the command '
@@ -398,7 +334,7 @@ def _check_arguments(args: TrainingArguments, model: nn.Module) -> None:
 
 
 def _warn_of_inexact_resume(handle: ZeroPPHandle) -> None:
-    if handle.config.sends_deltas and getattr(AcceleratorState(), "fsdp_plugin", None) is None:
+    if handle.config.sends_deltas and plugin_in_force() is None:
         logger.warning(
             "This model was sharded at loading, and the Trainer saves its optimizer without Accelerate's FSDP functions: what "
             "qwz_mode='delta' must do at a checkpoint is not done, and a resumed run differs a little. "
@@ -427,14 +363,15 @@ def _model_of(trainer: Trainer) -> nn.Module:
     return trainer.model
 
 
-def _is_sharded(model: nn.Module) -> bool:
+def is_sharded(model: nn.Module) -> bool:
+    """Return whether FSDP2 has sharded the model, or a part of it."""
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _in_charge(trainer: Trainer) -> ZeroPPCallback | None:
-    """Return the ZeroPPCallback that the user passed to a Trainer, else that of the defaults, which may take no part."""
+    """Return the ZeroPPCallback that the user passed to a Trainer, else that of the defaults, which come before the user's."""
     own = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, ZeroPPCallback)]
-    return min(own, key=lambda callback: isinstance(callback, _DefaultCallback), default=None)
+    return own[-1] if own else None
 
 
 def _is_served(trainer: Trainer) -> bool:
@@ -442,14 +379,15 @@ def _is_served(trainer: Trainer) -> bool:
     return callback is not None and callback._plugin is not None
 
 
-def _plugin_in_force() -> FullyShardedDataParallelPlugin | None:
+def plugin_in_force() -> FullyShardedDataParallelPlugin | None:
+    """Return the FSDP plugin in Accelerate's state, which all Trainers share."""
     plugin: FullyShardedDataParallelPlugin | None = getattr(AcceleratorState(), "fsdp_plugin", None)
     return plugin
 
 
 def _use_own_plugin(trainer: Trainer) -> None:
     """Put the trainer's plugin back. All Trainers share Accelerate's state, where one that was built later has put its own."""
-    active, callback = _plugin_in_force(), _in_charge(trainer)
+    active, callback = plugin_in_force(), _in_charge(trainer)
     if active is not None and callback is not None and callback._plugin is not None:
         AcceleratorState().fsdp_plugin = callback._plugin
     elif isinstance(active, ZeroPPPlugin) and trainer.args.fsdp_plugin_args is not None:
@@ -459,13 +397,11 @@ def _use_own_plugin(trainer: Trainer) -> None:
 
 def _put_in_charge(trainer: Trainer) -> None:
     """Let one ZeroPPCallback serve the trainer, ahead of the trackers."""
-    callback = _in_charge(trainer)
-    if not isinstance(callback, _DefaultCallback):
-        trainer.remove_callback(_DefaultCallback)
+    callback, callbacks = _in_charge(trainer), trainer.callback_handler.callbacks
+    for other in [each for each in callbacks if isinstance(each, ZeroPPCallback) and each is not callback]:
+        trainer.remove_callback(other)
     # The callback that tells the Trainer when to log stays the first.
-    trainer.callback_handler.callbacks.sort(
-        key=lambda each: (not isinstance(each, DefaultFlowCallback), each is not callback)
-    )
+    callbacks.sort(key=lambda each: (not isinstance(each, DefaultFlowCallback), each is not callback))
 
 
 def _train(
@@ -487,7 +423,7 @@ def _evaluate(original: Callable[..., Any], self: Trainer, *args: Any, **kwargs:
     """Extend ``evaluate`` and ``predict``. Before ``train`` the Trainer would shard a model alone, which FSDP2 refuses."""
     if _is_served(self):
         _put_in_charge(self)
-        if self.is_fsdp_enabled and not _is_sharded(_model_of(self)):
+        if self.is_fsdp_enabled and not is_sharded(_model_of(self)):
             _shard(self)
     return original(self, *args, **kwargs)
 
@@ -507,7 +443,7 @@ def _auxiliary_models(trainer: Trainer) -> list[nn.Module]:
     values = [item for value in vars(trainer).values() for item in (value if isinstance(value, list) else [value])]
     trained = set(_model_of(trainer).modules())
     models = [value for value in values if isinstance(value, nn.Module) and value not in trained]
-    return [model for model in dict.fromkeys(models) if _is_sharded(model) and trained.isdisjoint(model.modules())]
+    return [model for model in dict.fromkeys(models) if is_sharded(model) and trained.isdisjoint(model.modules())]
 
 
 def _frozen_in_eval(model: nn.Module) -> nn.Module:

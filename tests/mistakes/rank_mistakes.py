@@ -26,8 +26,8 @@ from transformers import Trainer
 from hf_zeropp import ZeroPPCallback, ZeroPPPlugin, apply_zeropp, generation_mode
 from hf_zeropp import plan as plan_module
 from hf_zeropp.compat import MovedNameError
+from hf_zeropp.integrations.launch.default_callback import serve_scripts
 from hf_zeropp.integrations.launch.unmodified import FirstSteps
-from hf_zeropp.integrations.trainer import serve_scripts
 
 NODES = {"ranks_per_node": 2}
 

@@ -2,7 +2,7 @@
 
 ``hf_zeropp.run`` calls ``put_in_force`` before such a script starts. From then on every Accelerator that would shard with FSDP
 builds on a ZeroPPPlugin, whether the plugin that it replaces comes from the launcher's environment, from the script or from a
-Trainer. Every Trainer gets a ZeroPPCallback: see "scripts that pass no callback" in trainer.py.
+Trainer. Every Trainer gets a ZeroPPCallback: see default_callback.py.
 
 The seam is the argument ``fsdp_plugin`` of ``Accelerator``, which is public and where all three ways meet. Replacing the class
 ``FullyShardedDataParallelPlugin`` by name would miss modules that have imported it already, and would break their checks of its
@@ -58,7 +58,7 @@ def put_in_force(settings: Settings = None) -> None:
         record_steps()
     set_backend_variables()
     # It is imported here and not above, because that takes a second, and wrong settings should be refused before.
-    from hf_zeropp.integrations.trainer import serve_scripts
+    from hf_zeropp.integrations.launch.default_callback import serve_scripts
 
     serve_scripts(settings)
     extend(Accelerator, "__init__", _initialize)
