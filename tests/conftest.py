@@ -1,7 +1,9 @@
+import fnmatch
 import importlib.util
 import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,26 +14,9 @@ STYLE = TESTS / "style"
 # Test modules import helpers by name, and so do the ranks that helpers/harness.py starts.
 sys.path[:0] = [str(TESTS / "helpers"), str(TESTS)]
 
-from thorough import is_thorough, patterns_without_tests  # noqa: E402
-
-# Files whose tests start no group of several ranks. The rest runs one test at a time, in one process, also where xdist runs two
-# processes: gloo takes any connection to a port of its own for its peer's, and ranks that a test has killed leave others that
-# go on connecting.
-ONE_RANK = (
-    "test_check.py",
-    "test_config.py",
-    "estimate/test_step_",
-    "estimate/test_validation.py",
-    "fsdp/test_happens_before.py",
-    "fsdp/test_pending_model.py",
-    "fuzz/test_programs.py",
-    "ops/",
-    "zoo/test_forms.py",
-)
-
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="Also run the tests of tests/thorough.py.")
+    parser.addoption("--all", action="store_true", help="Also run the tests that are marked `thorough`.")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -44,14 +29,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Leave out what takes long, or what the machine cannot run, and say so."""
     # A command that names files or folders runs all that is in them.
     if config.args_source is pytest.Config.ArgsSource.TESTPATHS:
+        if unknown := patterns_without_tests(items):
+            raise pytest.UsageError(f"the mark `thorough` names no test by {', '.join(unknown)}")
         if not config.getoption("--all"):
-            left_out = [item for item in items if is_thorough(item.nodeid)]
-            config.hook.pytest_deselected(items=left_out)
-            items[:] = [item for item in items if not is_thorough(item.nodeid)]
-        elif unknown := patterns_without_tests([item.nodeid for item in items]):
-            raise pytest.UsageError(f"tests/thorough.py names no test by {', '.join(unknown)}")
-    # xdist gives the first file to one process and the second to the other. The check takes longest of what is no rank's.
-    items.sort(key=lambda item: (item.path.name != "test_check.py", not _starts_ranks(item.nodeid)))
+            config.hook.pytest_deselected(items=[item for item in items if is_thorough(item)])
+            items[:] = [item for item in items if not is_thorough(item)]
+    # xdist gives the first group to one process and the second to the other. The check takes longest of what is no rank's.
+    items.sort(key=lambda item: (item.path.name != "test_check.py", not starts_ranks(item)))
+    # gloo takes any connection to a port of its own for its peer's, and ranks that a test has killed leave others that go on
+    # connecting. So all tests that start ranks are one group, for one process.
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group("ranks" if starts_ranks(item) else item.path.name))
     has_vllm = importlib.util.find_spec("vllm") is not None
     for item in items:
         if item.get_closest_marker("vllm") and not has_vllm:
@@ -62,20 +50,41 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.skip(reason="long: run it with `-m long`"))
 
 
-def _starts_ranks(nodeid: str) -> bool:
-    return not nodeid.removeprefix("tests/").startswith(ONE_RANK)
+def starts_ranks(item: pytest.Item) -> bool:
+    """Return whether a test starts a group of several ranks."""
+    return item.get_closest_marker("one_rank") is None
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give all tests that start ranks to one process, and the others, file by file, to who has nothing to do."""
-    from xdist.scheduler import LoadScopeScheduling
+def is_thorough(item: pytest.Item) -> bool:
+    """Return whether a test is left to ``--all``: it is marked ``thorough``, or its parameters are those that the mark names."""
+    return any(
+        not patterns or any(fnmatch.fnmatchcase(id_of(item), each) for each in patterns) for patterns in marks_of(item)
+    )
 
-    class TwoProcesses(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "ranks" if _starts_ranks(nodeid) else nodeid.partition("::")[0]
 
-    return TwoProcesses(config, log)
+def marks_of(item: pytest.Item) -> Iterator[Sequence[str]]:
+    """Iterate over the patterns of each mark ``thorough`` of a test. One without patterns means all of its parameters."""
+    return (mark.args for mark in item.iter_markers("thorough"))
+
+
+def id_of(item: pytest.Item) -> str:
+    """Return the id of a test's parameters."""
+    return getattr(getattr(item, "callspec", None), "id", "")
+
+
+def patterns_without_tests(items: Sequence[pytest.Item]) -> list[str]:
+    """Return the patterns of marks that name no parameters of their test."""
+    ids: dict[str, list[str]] = defaultdict(list)
+    for item in items:
+        ids[item.nodeid.partition("[")[0]].append(id_of(item))
+    named = {
+        (name, pattern)
+        for item in items
+        for mark in marks_of(item)
+        for pattern in mark
+        for name in [item.nodeid.partition("[")[0]]
+    }
+    return sorted(f"{name}: {pattern}" for name, pattern in named if not fnmatch.filter(ids[name], pattern))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -23,6 +23,8 @@ from library.rounds import Measurement, busiest_link_bytes, largest_counted_byte
 from library.stages import Round, Stage, run_rounds  # noqa: E402
 from library.study import Study  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 STUDIES = sorted(BENCHMARKS.glob("*.py"))
 WHY_IMPOSSIBLE = sandbox.why_impossible() if sys.platform == "linux" else "this is not Linux."
 needs_namespaces = pytest.mark.skipif(WHY_IMPOSSIBLE is not None, reason=f"no emulated cluster: {WHY_IMPOSSIBLE}")

@@ -97,6 +97,7 @@ def write_yaml(path: Path, content: dict) -> str:
     return str(path)
 
 
+@pytest.mark.thorough
 def test_launch_takes_the_zeropp_block_and_delegates_the_rest(tmp_path) -> None:
     config = write_yaml(tmp_path / "config.yaml", {**ACCELERATE, "zeropp_config": SETTINGS})
     facts = launch([sys.executable, "-m", "hf_zeropp.cli", "launch", "--config_file", config], tmp_path)
@@ -135,6 +136,7 @@ def test_the_threshold_of_malloc_is_set_on_cpu_and_left_to_the_user(
     assert os.environ.get("MALLOC_MMAP_THRESHOLD_") == threshold
 
 
+@pytest.mark.thorough
 def test_the_stock_launcher_with_a_config_file_variable(tmp_path) -> None:
     config = write_yaml(tmp_path / "config.yaml", ACCELERATE)
     zeropp = write_yaml(tmp_path / "zeropp.yaml", SETTINGS)

@@ -26,6 +26,8 @@ from hf_zeropp.config import (
 )
 from hf_zeropp.ops.format import QMAX
 
+pytestmark = pytest.mark.one_rank
+
 ROOT = Path(__file__).parent.parent
 GUIDE = ROOT / "hf_zeropp" / "README.md"
 WIDTHS = {

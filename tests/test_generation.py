@@ -118,12 +118,14 @@ def results(request: pytest.FixtureRequest) -> list[dict[str, dict]]:
     return run_ranks(run_setups, 4, selected(request, "setup"))
 
 
+@pytest.mark.thorough("lora, no secondary", "lora 16 bits", "lora 4 bits in replicas")
 @pytest.mark.parametrize("setup", SETUPS)
 def test_tokens_are_those_of_the_unsharded_model(results, setup):
     for rank in results:
         assert all(rank[setup]["same"].values()), rank[setup]["same"]
 
 
+@pytest.mark.thorough("lora 16 bits", "lora 4 bits in replicas")
 @pytest.mark.parametrize("setup", [setup for setup in SETUPS if "no secondary" not in setup])
 def test_nothing_crosses_nodes_after_the_first_token(results, setup):
     for rank in results:
@@ -153,6 +155,7 @@ def test_a_memory_budget_gathers_once(results, setup):
         assert rank[setup]["later"][GATHER_FROZEN][0] > 4
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("setup", ["lora, no secondary"])
 def test_without_secondary_shards_the_world_goes_on_together(results, setup):
     for rank in results:

@@ -50,6 +50,7 @@ def test_the_commands_of_the_readme_exist(capsys: pytest.CaptureFixture[str]) ->
     assert "zeropp_config:" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_a_wheel_works_without_a_compiler() -> None:
     command = ["bash", "scripts/check_wheel.sh"]
     environment = {**os.environ, "PYTHON": sys.executable}

@@ -11,6 +11,8 @@ from recorded_step import Recording, Scale, tasks_of
 from hf_zeropp.estimate.cluster import Cluster, Device, Link
 from hf_zeropp.estimate.simulation import simulate
 
+pytestmark = pytest.mark.thorough
+
 WORLD, PER_NODE, N = 4, 2, 2**10
 NETWORK_S, PRODUCT_S = 2.0, 1.0
 """Seconds of an exchange with the other node, and of a matrix product, under ``CLUSTER``."""

@@ -4,11 +4,14 @@ import gc
 import os
 import time
 
+import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
 from hf_zeropp.comm.agreement import Agreement, Channel, Statement
 from hf_zeropp.comm.topology import new_cpu_group, whole_world
+
+pytestmark = pytest.mark.thorough
 
 open_ends: list[Channel] = []
 

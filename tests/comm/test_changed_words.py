@@ -62,6 +62,7 @@ def check_cases(rank: int) -> int:
     return len(cases)
 
 
+@pytest.mark.thorough("2", "6", "3")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_copies_equal_those_sent_whole(world_size):
     assert run_ranks(check_cases, world_size) == [(len(node_sizes(world_size)) - 1) * len(SLICES) * 3] * world_size

@@ -221,6 +221,7 @@ class TwoHosts:
         return str(gloo_address.gloo_address()), losses[-1]
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(WHY_IMPOSSIBLE is not None, reason=f"no network namespaces: {WHY_IMPOSSIBLE}")
 def test_two_hosts_in_network_namespaces(tmp_path: Path) -> None:
     script = tmp_path / "driver.py"

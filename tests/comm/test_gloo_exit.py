@@ -3,6 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 SCRIPT = """
 import threading, time
 import torch

@@ -93,6 +93,7 @@ def train_without_shared_memory(rank: int) -> None:
             assert all(map(torch.equal, trained_weights(rank), expected)), name
 
 
+@pytest.mark.thorough
 def test_without_shared_memory_training_is_the_same_bit_for_bit():
     """Sockets serve ranks on several hosts, systems without room for the memory, and runs that switched it off."""
     run_ranks(train_without_shared_memory, WORLD_SIZE)
@@ -124,6 +125,7 @@ def steps_with_a_late_rank(rank: int, late: str, deltas: bool, has_barriers: boo
     return all(right)
 
 
+@pytest.mark.thorough("sender-values", "reader-deltas", "reader-values")
 @pytest.mark.parametrize("deltas", [False, True], ids=["values", "deltas"])
 @pytest.mark.parametrize("late", ["sender", "reader"])
 def test_no_rank_reads_what_a_peer_has_yet_to_write_or_has_written_since(late, deltas):

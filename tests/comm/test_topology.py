@@ -25,6 +25,7 @@ def groups_of_rank(rank: int, world_size: int) -> list[tuple[int, list[int], lis
     return found
 
 
+@pytest.mark.thorough("6", "3")
 @pytest.mark.parametrize("world_size", DIVISORS)
 def test_rank_r_is_y_times_n_plus_x(world_size: int) -> None:
     for rank, found in enumerate(run_ranks(groups_of_rank, world_size, world_size)):

@@ -102,6 +102,7 @@ def run_gathers(rank: int) -> dict[Case, str]:
     return digests
 
 
+@pytest.mark.thorough("2", "6", "3")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_gather_equals_all_gather_up_to_half_a_step(world_size):
     """Every rank also holds the same bits, its own shard included."""
@@ -177,6 +178,7 @@ def run_reduces(rank: int) -> dict[Case, str]:
     return digests
 
 
+@pytest.mark.thorough("2", "6", "3")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_reduce_equals_the_sum_up_to_half_a_step_per_hop(world_size):
     """A second start of the whole world also gives the same bits."""
@@ -225,6 +227,7 @@ def run_accumulations(rank: int) -> None:
     each_case(cases, lambda case: check_accumulation(case, rank))
 
 
+@pytest.mark.thorough("6")
 @pytest.mark.parametrize("world_size", (1, 4, 6))
 def test_accumulated_partial_sums_reach_the_cross_hop(world_size):
     run_ranks(run_accumulations, world_size)
@@ -259,6 +262,7 @@ def run_native_sums(rank: int) -> None:
     )
 
 
+@pytest.mark.thorough("6")
 @pytest.mark.parametrize("world_size", (4, 6))
 def test_without_bits_the_backend_sums_within_the_node(world_size):
     run_ranks(run_native_sums, world_size)

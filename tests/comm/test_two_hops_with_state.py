@@ -84,11 +84,13 @@ def run_deltas(rank: int) -> None:
     each_case([(Case(*one), bits) for *one, bits in cases], lambda pair: check_deltas(*pair, rank))
 
 
+@pytest.mark.thorough("6", "3")
 @pytest.mark.parametrize("world_size", WORLDS)
 def test_deltas_make_the_copies_that_the_reference_makes(world_size):
     run_ranks(run_deltas, world_size)
 
 
+@pytest.mark.thorough("3")
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_a_copy_is_off_by_the_error_of_the_last_delta_and_its_own_rounding(bits):
     """Errors of earlier deltas do not add up."""

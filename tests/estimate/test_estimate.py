@@ -203,12 +203,14 @@ def memory_of(grad: torch.Tensor) -> int:
     return 0 if pending.plain is None else pending.plain.nbytes
 
 
+@pytest.mark.thorough("3-tied", "1*")
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_ours_is_what_a_run_holds_and_sends(tied: bool, micro_steps: int) -> None:
     check_against_run(SETTINGS["default"], tied, micro_steps)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "default"])
 def test_ours_under_other_settings(settings: str) -> None:
     check_against_run(SETTINGS[settings], tied=False, micro_steps=2)

@@ -110,6 +110,7 @@ def largest_block(units: list[Unit]) -> int:
     return max(sizes)
 
 
+@pytest.mark.thorough("codes as floats")
 @pytest.mark.parametrize("as_floats", [False, True], ids=["codes as integers", "codes as floats"])
 def test_a_run_holds_and_sends_what_is_estimated(tmp_path: Path, as_floats: bool) -> None:
     ranks = run_ranks(hold_and_send, 4, as_floats, init=False)

@@ -22,6 +22,8 @@ from hf_zeropp.estimate.step_time import SETTINGS, step_time
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.estimate.unit_work import UnitWork
 
+pytestmark = pytest.mark.one_rank
+
 HIDDEN, INNER, VOCABULARY, LAYERS = 4096, 11008, 32000, 6
 """The sizes of the model: those of Llama-2-7B, with fewer layers."""
 SHRINK = 16
@@ -144,6 +146,7 @@ def check_steps(settings: dict[str, Any] | None, method: str, micro_steps: int, 
             assert predicted == pytest.approx(recorded, rel=0.08), (network, tokens)
 
 
+@pytest.mark.thorough("*False*", "delta*", "INT8*3", "default-True-1")
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("method", METHODS)
@@ -157,10 +160,12 @@ def test_changed_words() -> None:
     check_steps({"preset": "exact"}, SETTINGS, 1, learning_rate=1e-5)
 
 
+@pytest.mark.thorough
 def test_gradients_kept_on_the_rank() -> None:
     check_steps(NATIVE | {"qgz_accumulate": "rank"}, SETTINGS, 3)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_the_order_of_stock_fsdp2(micro_steps: int) -> None:
     check_steps(None, "FSDP2", micro_steps)

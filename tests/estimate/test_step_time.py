@@ -22,6 +22,8 @@ from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, step_
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.traffic import Bytes, total
 
+pytestmark = pytest.mark.one_rank
+
 CONFIGS = {
     "balanced": {},
     "paper": {"preset": "paper"},
@@ -189,6 +191,7 @@ def test_node_hops_of_the_backend(
     assert step_time(one, SETTINGS).step_s == pytest.approx(native, rel=0.015)
 
 
+@pytest.mark.thorough("7B-256", "70B*")
 @pytest.mark.parametrize(("name", "world"), [("7B", 64), ("7B", 256), ("70B", 64), ("70B", 256)])
 def test_what_is_recommended_is_never_slower(name: str, world: int) -> None:
     """At least 0.98 of the best of FSDP2 and HSDP that fits, and up to 800 Gbit/s faster than it by its own settings."""

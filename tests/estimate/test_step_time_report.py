@@ -18,6 +18,8 @@ from hf_zeropp.estimate.cluster import GPUS, Cluster, Device, Link, parse_rate
 from hf_zeropp.estimate.measured_cluster import read_cluster
 from hf_zeropp.estimate.step_time import method_names
 
+pytestmark = pytest.mark.one_rank
+
 JOB = ["estimate", "350M", "--world", "16", "--ranks-per-node", "4"]
 CLUSTER = ["--network", "100gbit", "--gpu", "h100"]
 MEASURED = Cluster(

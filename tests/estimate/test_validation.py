@@ -17,6 +17,8 @@ import validate_estimate as page  # noqa: E402
 from library.own_rows import Row, own_studies  # noqa: E402
 from library.paper_rows import PAPER_ROWS, fit_model, predict_rows  # noqa: E402
 
+pytestmark = pytest.mark.one_rank
+
 KNOWN_OVER = {("cluster", "10gbit", 8, "stock-fp32")}
 """Rows off by more than a quarter, which the page names. ``stock`` of that table, to which the link is fitted, is as far off."""
 

@@ -10,6 +10,8 @@ import pytest
 from attack.fault import BLOWS, CELLS, POINTS, draw
 from attack.place import why_impossible
 
+pytestmark = pytest.mark.thorough
+
 WHY_IMPOSSIBLE = why_impossible()
 CHOSEN = (("kill", "sharded save"), ("full disk", "sharded save"))
 

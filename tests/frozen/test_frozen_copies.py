@@ -134,6 +134,7 @@ def replicas_on_one_node_and_on_others(rank: int, differ: bool) -> None:
     model(torch.ones(1, 8))
 
 
+@pytest.mark.thorough
 def test_replicas_that_share_nodes_in_part():
     run_ranks(replicas_on_one_node_and_on_others, 8, False)
     for error in expect_errors(replicas_on_one_node_and_on_others, 8, True):

@@ -38,6 +38,7 @@ def run_adapters(rank: int, bits: int | None, use_dora: bool) -> dict[str, tuple
     return gaps
 
 
+@pytest.mark.thorough("None*", "8*")
 @pytest.mark.parametrize(("bits", "use_dora"), [(4, False), (8, True), (None, False), (None, True)])
 def test_switching_and_disabling_adapters_equal_the_unsharded_model(bits, use_dora):
     for gaps in run_ranks(run_adapters, 4, bits, use_dora):
@@ -58,6 +59,7 @@ def run_merging(rank: int, bits: int | None, use_dora: bool) -> tuple[list[str],
     return said, (logits(model) - before).abs().max().item()
 
 
+@pytest.mark.thorough("None*")
 @pytest.mark.parametrize(("bits", "use_dora"), [(4, False), (None, False), (None, True)])
 def test_merging_into_a_sharded_base_is_refused_and_changes_nothing(bits, use_dora):
     for said, moved in run_ranks(run_merging, 4, bits, use_dora):

@@ -134,6 +134,7 @@ def outcomes(request: pytest.FixtureRequest) -> dict[Case, list[Outcome]]:
     return {case: [ranks[i] for ranks in by_rank] for i, case in enumerate(cases)}
 
 
+@pytest.mark.thorough("*ranks_per_node=4*", "*ranks_per_node=1*", "*bits=8*ranks_per_node=2*")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_losses_are_those_of_the_unsharded_model(outcomes, case):
     tolerance = 3e-5 if case.mixed_precision == "no" else 0.02
@@ -142,6 +143,7 @@ def test_losses_are_those_of_the_unsharded_model(outcomes, case):
             assert ours == pytest.approx(theirs, abs=tolerance)
 
 
+@pytest.mark.thorough("*ranks_per_node=4*", "*ranks_per_node=1*", "*bits=8*ranks_per_node=2*")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_bytes_are_the_predicted_ones_and_the_base_stays_in_its_node(outcomes, case):
     for outcome in outcomes[case]:

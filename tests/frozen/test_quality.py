@@ -19,7 +19,7 @@ from hf_zeropp import quantize_frozen
 from hf_zeropp.ops import frozen_format
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.thorough]
 LENGTH, BATCH = 128, 8  # bytes of text in a sequence; sequences of a step
 HELD_OUT = 64  # sequences
 

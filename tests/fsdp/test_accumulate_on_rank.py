@@ -244,7 +244,9 @@ def two_ranks_give_the_bits_of_stock(rank: int) -> None:
     compare(train_as_ours(model, handle, rank), train_as_stock(stock, rank), rtol=0, atol=0)
 
 
-test_accumulation_on_the_rank = in_both_ways(__name__)
+test_accumulation_on_the_rank = pytest.mark.thorough(
+    "*blocking", "*every_dtype_quantized*", "*schedules_of_quantization*", "*units_that_no_pass_has_used_yet*"
+)(in_both_ways(__name__))
 
 
 def test_two_ranks_give_the_bits_of_stock():

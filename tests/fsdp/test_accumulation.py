@@ -279,4 +279,10 @@ def scenario_progress_turns_quantization_off(rank: int, overlap: bool) -> None:
     check_gradients(model, make_lm(), rank, quantized, steps=(0, 1))
 
 
-test_accumulation = in_both_ways(__name__)
+test_accumulation = pytest.mark.thorough(
+    "*blocking",
+    "*divide_factors_that_change*",
+    "*a_block_*",
+    "*predictions_follow_gradient_hooks*",
+    "*full_gradients_that_fsdp2_keeps*",
+)(in_both_ways(__name__))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 import torch
 from accelerate_runs import distance
 from torch.distributed.fsdp import CPUOffloadPolicy
@@ -140,4 +141,4 @@ def program_with_drops(rank: int, kind: str) -> tuple[dict[str, torch.Tensor], d
     return look, full_gradients(model)
 
 
-test_accumulator = on_four_ranks(__name__)
+test_accumulator = pytest.mark.thorough("*other_settings_are_within*", "every_dtype*")(on_four_ranks(__name__))

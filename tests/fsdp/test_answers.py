@@ -182,7 +182,7 @@ def scenario_the_other_half_of_a_container_in_a_backward_pass(rank: int) -> None
     same_as_stock(rank, program)
 
 
-test_losses_are_those_of_stock = on_four_ranks(__name__)
+test_losses_are_those_of_stock = pytest.mark.thorough("*another_model_in_a_backward_pass*")(on_four_ranks(__name__))
 
 
 def entrances(model: nn.Module) -> dict[str, Entrance]:

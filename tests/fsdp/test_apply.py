@@ -325,6 +325,7 @@ def backward_once(rank: int) -> None:
     gc.collect()
 
 
+@pytest.mark.thorough
 def test_a_new_process_group_gets_new_groups():
     for old, new in run_ranks(run_other_gloo_world, 4):
         assert old != new
@@ -343,6 +344,7 @@ def many_models(rank: int) -> list[int]:
     return counts
 
 
+@pytest.mark.thorough
 def test_threads_go_with_their_model():
     """A thread that every model leaves adds seven to the third count. A thread may still be ending when it is counted."""
     for counts in run_ranks(many_models, 4):

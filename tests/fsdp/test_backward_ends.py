@@ -147,4 +147,6 @@ def a_pass_behind_one_that_raised(rank: int, overlap: bool) -> None:
 
 # FSDP2 of torch 2.11 cannot go on after a backward pass that raised.
 CAN_GO_ON = hasattr(FSDPModule, "reset_iter_state")
-test_the_end_of_a_backward_pass = in_both_ways(__name__, [a_pass_behind_one_that_raised] if CAN_GO_ON else [])
+test_the_end_of_a_backward_pass = pytest.mark.thorough("*blocking", "*reentrant_checkpointing_without_a_root*")(
+    in_both_ways(__name__, [a_pass_behind_one_that_raised] if CAN_GO_ON else [])
+)

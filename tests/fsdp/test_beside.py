@@ -86,6 +86,7 @@ def differences(rank: int) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.thorough
 def test_streams_change_no_bit():
     for found in run_ranks(differences, 4, limit_s=300):
         assert found and not any(found.values()), {name: wrong for name, wrong in found.items() if wrong}

@@ -96,6 +96,7 @@ def run_cases(rank: int, ranks_per_node: int, cases: list[Case]) -> None:
     each_case(cases, lambda case: check_case(case, rank, ranks_per_node))
 
 
+@pytest.mark.thorough("2*", "3*", "8*", "6*", "4-1*")
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), WORLDS)
 def test_gradients_are_the_mean_over_ranks(world_size, ranks_per_node):
     """Every setting with every dtype policy at 3 x 2 ranks; elsewhere every setting, and the policies in turn."""
@@ -154,6 +155,7 @@ def run_loss_curves(rank: int, ranks_per_node: int) -> dict[str, tuple[list[floa
     return curves
 
 
+@pytest.mark.thorough
 def test_hpz_alone_changes_no_bit_of_a_loss_curve_of_two_ranks():
     """A sum of two terms has one order, and rounding it to the reduce dtype before or after halving is the same."""
     for curves in run_ranks(run_loss_curves, 2, 1):
@@ -163,6 +165,7 @@ def test_hpz_alone_changes_no_bit_of_a_loss_curve_of_two_ranks():
             assert len(set(stock)) == CURVE_STEPS
 
 
+@pytest.mark.thorough
 def test_hpz_alone_changes_only_the_order_of_sums_of_four_ranks():
     """Bitwise equal to FSDP2 with a reduce-scatter that sums node by node: the order is all that differs.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from toy import (
     EXACT,
@@ -55,4 +56,4 @@ def scenario_compiled_optimizer_steps(rank: int, overlap: bool) -> None:
         torch.testing.assert_close(weight, stock[name], rtol=0, atol=1e-6)  # sums in another order
 
 
-test_compiled = on_four_ranks(__name__, True)
+test_compiled = pytest.mark.thorough("compiled_model*", "compiled_optimizer*")(on_four_ranks(__name__, True))

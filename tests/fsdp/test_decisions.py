@@ -66,6 +66,7 @@ def gradient_read_on_one_rank(rank: int, overlap: bool) -> torch.Tensor:
     return model.head.weight.grad.full_tensor()
 
 
+@pytest.mark.thorough("*blocking")
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
 def test_a_look_on_one_rank_raises_there_and_hangs_nobody(overlap):
     first, *others = run_ranks(gradient_read_on_one_rank, 4, overlap)
@@ -97,6 +98,7 @@ DIFFERENCES = {
 }
 
 
+@pytest.mark.thorough("*blocking")
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda function: function.__name__)
 def test_a_difference_is_named_on_every_rank(difference, overlap):
@@ -126,6 +128,7 @@ def train_for_ever(rank: int, settings: dict) -> None:
             announce("warm")
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("settings", [{}, {"overlap": False, "shared_memory": False}], ids=["default", "blocking"])
 def test_a_stopped_rank_ends_all_others_within_the_timeout(settings):
     """As stock FSDP2: every group has the world's timeout."""

@@ -6,6 +6,7 @@ are 0.007 off here; the goal for INT4 deltas is 0.003.
 
 from __future__ import annotations
 
+import pytest
 import torch
 from harness import expect_errors, run_ranks
 from staleness import WritesData, WritesPointers
@@ -242,7 +243,9 @@ def scenario_half_a_model(rank: int) -> None:
         assert share <= found <= 1.05 * share, (bits, found)
 
 
-test_deltas = on_four_ranks(__name__)
+test_deltas = pytest.mark.thorough(
+    "*every_size_of_a_copy_and_every_dtype*", "*half_a_model*", "*closures_within_a_step*"
+)(on_four_ranks(__name__))
 
 
 # ---- ZEROPP_CHECK.

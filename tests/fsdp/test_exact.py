@@ -246,9 +246,10 @@ def scenario_one_exchange_of_sizes(rank: int) -> None:
     assert calls(handle, GATHER_CROSS) == 3 * (1 + len(handle.gathers))
 
 
-test_exact = on_four_ranks(__name__, env={"ZEROPP_CHECK": "1"})
+test_exact = pytest.mark.thorough("*other_ways_of_the_same_bytes*")(on_four_ranks(__name__, env={"ZEROPP_CHECK": "1"}))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("num_steps", [NUM_STEPS, pytest.param(MANY_STEPS, marks=pytest.mark.long)])
 def test_over_many_steps(num_steps):
     run_ranks(over_many_steps, 4, num_steps, limit_s=300)
@@ -258,6 +259,7 @@ def in_any_world(rank: int) -> bool:
     return is_exact(steps, rank)
 
 
+@pytest.mark.thorough("8", "2")
 @pytest.mark.parametrize("num_ranks", [2, 6, 8])
 def test_any_number_of_nodes(num_ranks):
     assert all(run_ranks(in_any_world, num_ranks))
@@ -280,6 +282,7 @@ def lora(rank: int, bits: int | None, settings: dict) -> tuple[list[float], dict
     return losses, {name: full(param.detach()) for name, param in model.named_parameters() if "lora" in name}
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("bits", [None, 4])
 def test_adapters(bits):
     exact, whole = (run_ranks(lora, 4, bits, settings, init=False) for settings in (EXACT, WHOLE))

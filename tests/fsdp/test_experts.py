@@ -6,6 +6,7 @@ gradients are the mean over ranks, with zeros where a rank has none.
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -202,4 +203,6 @@ def scenario_quantized(rank: int, overlap: bool) -> None:
             torch.testing.assert_close(ours[name], param.grad, rtol=0, atol=0.02 * param.grad.abs().max().item() + 1e-7)
 
 
-test_gradients_of_experts = in_both_ways(__name__)
+test_gradients_of_experts = pytest.mark.thorough(
+    "*blocking", "*a_look_between_micro_steps*", "exchanges*", "hooks_on_gradients*", "gradients_cleared*"
+)(in_both_ways(__name__))

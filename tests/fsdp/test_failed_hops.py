@@ -58,6 +58,7 @@ def dies_in_a_hop(rank: int, name: str, overlap: bool) -> None:
     backward(model, rank)
 
 
+@pytest.mark.thorough("*blocking")
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "blocking"])
 @pytest.mark.parametrize(
     "name, before, unit, ranks",
@@ -111,6 +112,7 @@ def data_ends_earlier(rank: int, then: str) -> None:
     dist.barrier()  # of a checkpoint, say
 
 
+@pytest.mark.thorough("goes on")
 @pytest.mark.parametrize("then", ["leaves", "goes on"])
 def test_a_rank_without_data_is_named(then):
     errors = errors_of_the_others(data_ends_earlier, then, dead=2)
@@ -140,6 +142,7 @@ def waits_long(rank: int) -> list[str]:
     return logged
 
 
+@pytest.mark.thorough
 def test_a_long_wait_is_logged_and_goes_on():
     logged = run_ranks(waits_long, 4)
     assert all(any("rank 2 is not there" in line for line in logged[rank]) for rank in (0, 1, 3))

@@ -103,4 +103,6 @@ def scenario_two_losses_through_one_forward(rank: int, overlap: bool) -> None:
 
 
 CAN_FINALIZE = hasattr(FSDPModule, "finalize_backward")
-test_gradients = in_both_ways(__name__, [reductions_outside_of_backward_are_refused] if CAN_FINALIZE else [])
+test_gradients = pytest.mark.thorough("*blocking")(
+    in_both_ways(__name__, [reductions_outside_of_backward_are_refused] if CAN_FINALIZE else [])
+)

@@ -48,6 +48,8 @@ from hf_zeropp.fsdp.gradients import backward_passes
 from hf_zeropp.fsdp.gradients.drivers import StreamDriver
 from hf_zeropp.fsdp.weights import copy, schedules
 
+pytestmark = pytest.mark.one_rank
+
 NUM_RANKS = 2 * RANKS_PER_NODE
 
 
@@ -364,12 +366,37 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, Outcome]:
     return run_ranks(outcomes_of, 1, selected(request, "name"), init=False, limit_s=300)[0]
 
 
+@pytest.mark.thorough(
+    "replicas, *",
+    "two meshes, *",
+    "values, *",
+    "delta, *",
+    "native sums, *",
+    "native, *",
+    "quantized within the node, *",
+    "hops on one stream, *",
+    "generation, *",
+    "a copy on *",
+    "accumulation on the rank, *",
+)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 def test_no_way_through_a_step_has_a_race(outcomes, name):
     assert not outcomes[name].races, "\n".join(outcomes[name].races)
     assert outcomes[name].num_accesses > 1000
 
 
+@pytest.mark.thorough(
+    "no wait of replicas for cross hops",
+    "no wait of a round of replicas for the one before",
+    "no wait for the last round of replicas",
+    "no wait for an all-reduce of replicas",
+    "the memory of cross hops is not held among replicas",
+    "the input of native sums is freed early",
+    "no wait for native sums",
+    "no wait for a native gather",
+    "no wait for the collectives of a native gather",
+    "no wait of changed words for native gathers",
+)
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_is_reported(outcomes, name):
     """The checker can fail: each order that is taken away makes a race of the two operators that it kept apart."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 
+import pytest
 import torch
 import torch.distributed.checkpoint.state_dict as dcp
 import torch.nn as nn
@@ -210,6 +211,7 @@ ONCE = [units_that_stay_fsdp2s_are_named_once, an_asynchronous_unshard_gathers_a
 WAYS = {"overlap": Scenarios(4, [*EVERY, *ONCE], True), "blocking": Scenarios(4, EVERY, False)}
 
 
+@pytest.mark.thorough("*blocking", "*models_in_half_precision*")
 @Scenarios.parametrize_ways(WAYS)
 def test_units(scenario, way):
     WAYS[way].check(scenario)

@@ -221,4 +221,4 @@ def test_a_copy_of_model_and_optimizer_trains_as_the_original():
     torch.testing.assert_close(copies[0].state_dict(), pair[0].state_dict(), rtol=0, atol=0)
 
 
-test_muon = on_four_ranks(__name__)
+test_muon = pytest.mark.thorough("*what_is_no_matrix_is_refused*", "*a_trainer_resumes*")(on_four_ranks(__name__))

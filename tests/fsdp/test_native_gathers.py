@@ -97,6 +97,7 @@ def run_cases(rank: int, world_size: int, ranks_per_node: int, cases: list[tuple
     each_case(cases, lambda case: keeps_every_bit(rank, world_size, ranks_per_node, *case))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "ranks_per_node"),
     [

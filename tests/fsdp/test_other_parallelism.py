@@ -82,6 +82,7 @@ def beside_stock(rank: int, make: Callable[[], tuple], settings: dict) -> dict:
     }
 
 
+@pytest.mark.thorough("stages")
 @pytest.mark.parametrize("make", [tensor_parallel_lm, stage_lm], ids=["tensor parallelism", "stages"])
 def test_a_part_of_the_world_unquantized_as_stock(make):
     for rank, found in enumerate(run_ranks(beside_stock, WORLD, make, UNQUANTIZED)):
@@ -95,6 +96,7 @@ def test_a_part_of_the_world_unquantized_as_stock(make):
         assert found["counted"] == found["predicted"] > 0
 
 
+@pytest.mark.thorough
 def test_tensor_parallelism_with_default_settings():
     """Copies are checked as well, within the shard group."""
     settings = {"ranks_per_node": RANKS_PER_NODE}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 
+import pytest
 import torch
 from toy import POLICIES, VOCAB, backward, full_gradients, full_weights, loss_of, make_lm, shard, tokens_of
 from two_nodes import in_both_ways
@@ -88,4 +89,4 @@ def scenario_zeros_stay_zeros(rank: int, overlap: bool) -> None:
     assert all((gradient == 0).all() for gradient in full_gradients(model).values())
 
 
-test_overflow = in_both_ways(__name__)
+test_overflow = pytest.mark.thorough("*blocking", "*zeros_stay_zeros*")(in_both_ways(__name__))

@@ -58,6 +58,7 @@ def one_rank_skips_a_block(rank: int, settings: dict, is_frozen: bool) -> None:
     take_step(model, optimizer, rank, 1)
 
 
+@pytest.mark.thorough("wires-*", "native-*", "exact-*")
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("way", WAYS)
 def test_every_rank_names_the_module_that_one_rank_of_a_node_skips(way, is_frozen):

@@ -37,6 +37,8 @@ from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.gather import WeightGather
 from hf_zeropp.traffic import Traffic
 
+pytestmark = pytest.mark.one_rank
+
 UNITS = {"first": ("a", "b"), "second": ("c",)}
 CONTRIBUTION = {"a": 1.0, "b": 10.0, "c": 100.0}
 DEPTH = 6
@@ -336,6 +338,7 @@ def explore(rank: int, overlap: bool, depth: int, has_node_hop: bool = False) ->
     return num_runs, failures
 
 
+@pytest.mark.thorough("*False-3")
 @pytest.mark.parametrize(
     ("overlap", "has_node_hop", "depth"),
     [

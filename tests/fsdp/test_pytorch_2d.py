@@ -51,6 +51,8 @@ from toy import full_weights
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 
+pytestmark = pytest.mark.thorough
+
 UNQUANTIZED = {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None}
 REPLICAS = {"dp_replicate": 2, "dp_shard": 2}
 TENSORS = {"dp": 2, "tp": 2}

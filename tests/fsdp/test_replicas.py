@@ -246,6 +246,7 @@ WAYS = {"2 x (2 x 1)": Scenarios(4, FUNCTIONS, 1), "2 x (2 x 2)": Scenarios(8, F
 NUMBERS_OF_REPLICAS = {"3 x (2 x 1)": (6, 3), "4 x (2 x 1)": (8, 4), "6 x (2 x 1)": (12, 6)}
 
 
+@pytest.mark.thorough("in_bf16*", "drift*", "*2 x (2 x 2)")
 @Scenarios.parametrize_ways(WAYS)
 def test_replicas(scenario, way):
     WAYS[way].check(scenario)
@@ -295,6 +296,7 @@ def any_number_of_replicas(rank: int, num_replicas: int) -> None:
     beside_stock(rank, 1, {}, 0.01, num_replicas=num_replicas)
 
 
+@pytest.mark.thorough("[46]*")
 @pytest.mark.parametrize("way", list(NUMBERS_OF_REPLICAS))
 def test_any_number_of_replicas(way):
     world_size, num_replicas = NUMBERS_OF_REPLICAS[way]

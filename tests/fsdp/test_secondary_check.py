@@ -88,6 +88,7 @@ def step_that_is_missed(rank: int, settings: dict) -> None:
         steps(model, rank)
 
 
+@pytest.mark.thorough("*values", "*unquantized", "*delta", "*copies on one rank", "*through sockets")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_encodes_old_weights_is_named(mode):
     run_ranks(one_rank_encodes_old_weights, 4, MODES[mode])  # without the check nothing tells
@@ -97,6 +98,7 @@ def test_a_rank_that_encodes_old_weights_is_named(mode):
         assert f"rank 1 sent other weights than its masters hold, to {holders} (seen" in error, error
 
 
+@pytest.mark.thorough("*values", "*delta")
 @pytest.mark.parametrize("mode", ["values", "delta", "exact"])
 def test_a_write_that_is_missed_is_named(mode):
     for error in expect_errors(write_that_is_missed, 4, MODES[mode], env=CHECK):
@@ -120,6 +122,7 @@ def nodes_use_different_layers(rank: int, settings: dict) -> None:
             model(tokens_of(rank))
 
 
+@pytest.mark.thorough("*values", "*delta")
 @pytest.mark.parametrize("mode", ["values", "delta", "exact"])
 def test_nodes_may_use_different_layers_under_the_check(mode):
     run_ranks(nodes_use_different_layers, 4, MODES[mode], env=CHECK)

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -22,6 +23,8 @@ from toy import POLICIES
 from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
+
+pytestmark = pytest.mark.thorough
 
 SETTINGS = {
     "unquantized": {"qwz_bits": None, "qgz_bits": None, "qgz_intra_bits": None},

@@ -265,6 +265,7 @@ WAYS = {
 }
 
 
+@pytest.mark.thorough("accumulation_on_the_rank*", "words_of_all_steps*", "presets*", "*4 nodes x 1")
 @Scenarios.parametrize_ways(WAYS)
 def test_two_meshes(scenario, way):
     WAYS[way].check(scenario)

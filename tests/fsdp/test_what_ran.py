@@ -126,6 +126,7 @@ PARTING = {
 """Words where the ranks of a node wait for each other in gathers of their first step."""
 
 
+@pytest.mark.thorough("*blocking", "*-no copies")
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("difference", DIFFERENCES, ids=lambda function: function.__name__)
 def test_every_rank_raises_before_the_step(difference, settings):
@@ -157,6 +158,7 @@ def skips_on_all_ranks_alike(rank: int, settings: dict) -> None:
     full_weights(model)
 
 
+@pytest.mark.thorough("*blocking")
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_what_ranks_run_alike_is_no_difference(settings):
     run_ranks(skips_on_all_ranks_alike, 4, SETTINGS[settings])

@@ -9,6 +9,8 @@ from differential.campaign import Campaign
 from differential.generate import NEVER
 from differential.hazards import STOCK_IS_WRONG
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     ("first_seed", "worlds", "seconds"),

@@ -13,6 +13,8 @@ from differential.planted import PLANTS
 from differential.pool import Outcome, Worlds
 from differential.rank import Job
 
+pytestmark = pytest.mark.thorough
+
 WORLD = 4
 SEEDS = [seed for seed in range(40) if WORLDS[seed % len(WORLDS)] == WORLD][:8]
 SEEDS_THAT_MUST_RAISE = [

@@ -10,6 +10,8 @@ from differential.generate import generate
 from differential.hazards import HAZARDS, hazards
 from differential.minimize import minimize
 
+pytestmark = pytest.mark.one_rank
+
 SEEDS = range(600)
 REGRESSIONS = Path(__file__).parent / "regressions"
 # Of each folder of regressions, the hazards that every program in it must have one of.

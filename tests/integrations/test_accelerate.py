@@ -188,6 +188,7 @@ def scenario_second_accelerator(rank: int) -> None:
 WORKS = Scenarios(4, scenarios_of(__name__), init=False)
 
 
+@pytest.mark.thorough("*a_model_that_is_never_used_is_not_kept*")
 @WORKS.parametrize
 def test_accelerate(scenario):
     WORKS.check(scenario)
@@ -213,6 +214,7 @@ def run_training(rank: int, folder: str, state_dict_type: str, steps: tuple[int,
     return losses, weights(model)
 
 
+@pytest.mark.thorough("FULL*")
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
 def test_training_resumes_bit_for_bit(tmp_path, kind):
     """Six steps are three, saved and loaded into fresh processes that had forwards before, and three more."""
@@ -235,6 +237,7 @@ def run_efficient_loading(rank: int, folder: str, zeropp) -> tuple[dict[str, tor
     return gradients(accelerator, model, rank), has_weights
 
 
+@pytest.mark.thorough
 def test_loading_on_rank_0_alone(tmp_path):
     tiny_llama(seed=3).save_pretrained(tmp_path)
     env = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_CPU_RAM_EFFICIENT_LOADING": "true"}

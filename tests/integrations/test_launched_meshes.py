@@ -37,6 +37,7 @@ def launch(folder: Path, **environ: str) -> tuple[list[float], str]:
     return json.loads((folder / "losses.json").read_text()), ran.stdout + ran.stderr
 
 
+@pytest.mark.thorough
 def test_the_command_runs_a_script_whose_model_is_sharded_at_load(tmp_path: Path) -> None:
     """Accelerate's name for several ranks is MULTI_GPU, also on CPUs. Its file must not say FSDP, as the next test shows."""
     tiny_model().save_pretrained(tmp_path / "model")
@@ -56,6 +57,7 @@ def run_as_stock(rank: int, folder: str) -> None:
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
+@pytest.mark.thorough
 def test_accelerate_takes_no_such_model_where_its_file_says_fsdp(tmp_path: Path) -> None:
     """The model is sharded already. Accelerate would do it, and says so without this package too."""
     tiny_model().save_pretrained(tmp_path / "model")

@@ -143,6 +143,7 @@ def train_adapters(rank: int, folder: str, saved: str) -> dict[str, tuple]:
     return found
 
 
+@pytest.mark.thorough
 def test_adapters_beside_frozen_experts(tmp_path):
     """PEFT adds them to a model that was sharded at load: the base crosses nodes once, and adapters are whole on every rank."""
     saved = str(tmp_path / "model")
@@ -176,6 +177,7 @@ def train_on_parts_of_sequences(rank: int, folder: str, attends: bool) -> dict[s
     return found
 
 
+@pytest.mark.thorough
 def test_context_parallelism_of_accelerate(tmp_path):
     """ZeRO++ runs over all ranks, since Accelerate shards over "dp_shard" and "cp" together."""
     for found in run_ranks(train_on_parts_of_sequences, 4, str(tmp_path), True):
@@ -185,6 +187,7 @@ def test_context_parallelism_of_accelerate(tmp_path):
             assert counted == predicted
 
 
+@pytest.mark.thorough
 def test_pytorch_has_no_context_parallel_attention_for_cpus(tmp_path):
     """So the test above has none. The guide says so by these words."""
     for error in expect_errors(train_on_parts_of_sequences, 4, str(tmp_path), False):
@@ -205,6 +208,7 @@ def test_transformers_refuses_stages_beside_shards():
         DistributedConfig(pp_size=2, fsdp_size=2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", [*MESHES, *EXPERT_MESHES])
 def test_model_sharded_at_load(tmp_path, mesh):
     saved = str(tmp_path / "model")
@@ -277,6 +281,7 @@ def save_and_load_and_train_without_end(rank: int, folder: str, saved: str, mesh
         optimizer.zero_grad()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", KINDS)
 def test_full_weights_are_saved_and_loaded_and_a_killed_rank_ends_all(tmp_path, mesh):
     arguments = str(tmp_path), saved_model(str(tmp_path), mesh), KINDS[mesh]
@@ -299,12 +304,14 @@ def with_other_micro_steps(rank: int, saved: str, mesh: dict) -> None:
     loss_of(model, rank, mesh).backward()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("mesh", ["fsdp x tp", "fsdp x ep"])
 def test_other_micro_steps_on_some_ranks_raise_on_all(tmp_path, mesh):
     errors = expect_errors(with_other_micro_steps, WORLD, saved_model(str(tmp_path), mesh), KINDS[mesh], limit_s=300)
     assert any("DisagreementError" in error for error in errors), errors
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("implementation", ["all_to_all", "auto"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_other_families_of_experts(tmp_path, family, implementation):
@@ -348,6 +355,7 @@ def train_with_idle_experts(rank: int, saved: str) -> dict[str, tuple]:
     return found
 
 
+@pytest.mark.thorough
 def test_experts_of_a_rank_that_no_token_reaches(tmp_path):
     saved = saved_model(str(tmp_path), "fsdp x ep")
     everywhere = run_ranks(train_with_idle_experts, WORLD, saved, limit_s=300)
@@ -365,6 +373,7 @@ def adapt_experts(rank: int, saved: str) -> None:
     model(input_ids=tokens, labels=tokens)
 
 
+@pytest.mark.thorough
 def test_peft_has_no_adapters_on_experts_of_other_ranks(tmp_path):
     """This package has no part in it. The guide says so by these words."""
     for error in expect_errors(adapt_experts, WORLD, saved_model(str(tmp_path), "fsdp x ep")):

@@ -10,6 +10,8 @@ from accelerate_runs import batch_of, handle_of, new_accelerator, prepared, tiny
 from harness import run_ranks
 from toy import logged_messages
 
+pytestmark = pytest.mark.thorough
+
 WORLD, STEPS = 4, 4
 # Blocks of 128 to 256 elements need rows of that length, or the scales weigh as much as in no real model.
 SIZES = {"hidden_size": 128, "intermediate_size": 256}

@@ -113,6 +113,13 @@ def run(rank: int, name: str, packs_on_load: bool, folder: str) -> dict:
     return gaps
 
 
+@pytest.mark.thorough(
+    "classifier-while sharding",
+    "head and embedding-while loading",
+    "tied head and embedding-while sharding",
+    "new tokens and head-while sharding",
+    "tied new tokens-while loading",
+)
 @pytest.mark.parametrize("packs_on_load", [True, False], ids=["while loading", "while sharding"])
 @pytest.mark.parametrize("name", CASES)
 def test_heads_and_tokens_train_on_a_base_in_4_bits(tmp_path, name, packs_on_load):

@@ -96,6 +96,7 @@ MEMORY_PROBE = """
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_the_16_bit_model_is_never_in_memory(tmp_path):
     """Memory the process owns; pages of the checkpoint that the system keeps mapped can be dropped at any time."""

@@ -104,6 +104,7 @@ def die_while_others_have_saved(rank: int, folder: str) -> None:
     trainer.train()
 
 
+@pytest.mark.thorough
 def test_older_checkpoints_stay_until_all_ranks_have_saved(tmp_path):
     with pytest.raises(RankError):
         run_ranks(die_while_others_have_saved, 4, str(tmp_path))

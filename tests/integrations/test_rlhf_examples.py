@@ -21,6 +21,8 @@ import dpo_lora  # noqa: E402
 import ppo_rollout  # noqa: E402
 import python_lines  # noqa: E402
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.mark.parametrize(
     ("prompt", "completion", "expected"),

@@ -56,6 +56,7 @@ VARIANTS = {
 }
 
 
+@pytest.mark.thorough("plain", "bf16*")
 @pytest.mark.parametrize("arguments", VARIANTS.values(), ids=VARIANTS.keys())
 def test_losses_follow_stock_and_bytes_follow_the_prediction(tmp_path, arguments):
     stock, _ = run_ranks(train, 4, str(tmp_path), False, arguments)[0]
@@ -69,6 +70,7 @@ def test_losses_follow_stock_and_bytes_follow_the_prediction(tmp_path, arguments
     assert all(saving > 3 for saving in bytes_["savings"])
 
 
+@pytest.mark.thorough
 def test_schedule_changes_the_bytes_at_half_the_steps(tmp_path):
     _, bytes_ = run_ranks(train, 4, str(tmp_path), TWO_NODES | {"qgz_until": 0.5}, {"max_steps": 8})[0]
     _, quantized = run_ranks(train, 4, str(tmp_path), TWO_NODES, {"max_steps": 1})[0]
@@ -86,6 +88,7 @@ def train_with_tensorboard(rank: int, folder: str):
     return [entry for entry in trainer.state.log_history if CROSS_NODE in entry]
 
 
+@pytest.mark.thorough
 def test_tensorboard_receives_the_figures(tmp_path, monkeypatch):
     folder = tmp_path / "runs"
     env = {"TENSORBOARD_LOGGING_DIR": str(folder)}
@@ -126,6 +129,7 @@ def train_and_time_the_callback(rank: int, folder: str):
     return spent["callback"] / spent["all"]
 
 
+@pytest.mark.thorough
 def test_callback_costs_under_2_percent_of_a_step(tmp_path):
     shares = run_ranks(train_and_time_the_callback, 4, str(tmp_path))
     assert max(shares) < 0.02, shares
@@ -169,6 +173,7 @@ def settings_without_callback(rank: int, folder: str, first_has_one: bool):
     return losses(trainer), [1e9 * each for each in logged(trainer, CROSS_NODE)], 2 * predicted.cross_node
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("first_has_one", [False, True])
 def test_settings_take_effect_without_a_callback(tmp_path, first_has_one):
     ours, bytes_, predicted = run_ranks(settings_without_callback, 4, str(tmp_path), first_has_one)[0]

@@ -22,6 +22,7 @@ def train(rank: int, folder: str, zeropp: dict, kind: str, resume_from: str | No
     return losses(trainer), weights(trainer)
 
 
+@pytest.mark.thorough("SHARDED_STATE_DICT-rank", "FULL*")
 @pytest.mark.parametrize(("kind", "where"), [(KINDS[0], "node"), (KINDS[1], "node"), (KINDS[1], "rank")])
 def test_resume_is_exact_with_accumulation_and_across_the_schedule(tmp_path, kind, where):
     zeropp = TWO_NODES | {"qgz_until": 0.5, "qgz_accumulate": where}
@@ -51,6 +52,7 @@ def test_a_full_checkpoint_holds_the_adapters_of_all_ranks(tmp_path):
         assert weights_a and same_weights(weights_a, weights_b)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("world_size", "ranks_per_node"), [(2, 1), (4, 1), (6, 3)])
 def test_sharded_checkpoint_resumes_on_another_shape(tmp_path, world_size, ranks_per_node):
     arguments = {"save_strategy": "steps", "save_steps": 4, "learning_rate": 1e-3}
@@ -89,6 +91,7 @@ def load_best(rank: int, folder: str, kind: str):
     return best, [entry["eval_loss"] for entry in history if "eval_loss" in entry], trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", KINDS)
 def test_load_best_model_at_end(tmp_path, kind):
     for best, evaluated, after in run_ranks(load_best, 4, str(tmp_path), kind):
@@ -109,6 +112,7 @@ def open_weights(folder) -> dict[str, np.ndarray]:
     return {name: param.detach().numpy() for name, param in model.named_parameters()}
 
 
+@pytest.mark.thorough
 def test_saved_model_opens_without_this_package(tmp_path):
     expected = run_ranks(save_after_training, 4, str(tmp_path), "FULL_STATE_DICT")[0]
     for folder in ("final", "checkpoint-3"):
@@ -116,6 +120,7 @@ def test_saved_model_opens_without_this_package(tmp_path):
     assert b"zeropp" not in (tmp_path / "final" / "config.json").read_bytes()
 
 
+@pytest.mark.thorough
 def test_accelerate_merges_sharded_weights(tmp_path):
     expected = run_ranks(save_after_training, 4, str(tmp_path), "SHARDED_STATE_DICT")[0]
     sharded, merged = tmp_path / "checkpoint-3" / "pytorch_model_fsdp_0", tmp_path / "merged"
@@ -143,6 +148,7 @@ def evaluate_from_pretrained(rank: int, folder: str, checkpoint: str):
     return trainer.evaluate()["eval_loss"]
 
 
+@pytest.mark.thorough
 def test_full_state_load_after_a_forward_without_gradients(tmp_path):
     results = run_ranks(load_full_state_after_evaluation, 4, str(tmp_path))
     fresh = run_ranks(evaluate_from_pretrained, 4, str(tmp_path / "fresh"), str(tmp_path / "checkpoint-2"))

@@ -9,6 +9,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -50,6 +51,7 @@ def test_example_from_the_command_line(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path).config.vocab_size == 300
 
 
+@pytest.mark.thorough
 def test_example_with_muon(tmp_path):
     """The checkpoint says which optimizer trained what: matrices of layers have a momentum alone, all else AdamW's moments."""
     run_example(tmp_path, "--muon", "--save_strategy", "steps")

@@ -66,6 +66,7 @@ def local_loss(state: dict[str, np.ndarray]) -> float:
         return model(input_ids=ids, labels=ids).loss.item()
 
 
+@pytest.mark.thorough
 def test_evaluation_before_between_and_after_changes_nothing_and_sees_the_weights_of_the_moment(tmp_path):
     expected = run_ranks(train_only, 4, str(tmp_path))
     runs = {use: run_ranks(use_then_train, 4, str(tmp_path), use) for use in ("evaluate", "predict")}
@@ -96,6 +97,7 @@ def train_twice(rank: int, folder: str, zeropp):
     return first, trainer.evaluate()["eval_loss"], losses(trainer)
 
 
+@pytest.mark.thorough
 def test_train_evaluate_train(tmp_path):
     stock = run_ranks(train_twice, 4, str(tmp_path), False)[0]
     ours = run_ranks(train_twice, 4, str(tmp_path), TWO_NODES)[0]
@@ -151,6 +153,7 @@ def train_sharded_at_load(rank: int, folder: str, saved: str, zeropp):
     return before, losses(trainer), counted
 
 
+@pytest.mark.thorough
 def test_model_sharded_at_load(tmp_path):
     saved = str(tmp_path / "model")
     tiny_model().save_pretrained(saved)
@@ -177,6 +180,7 @@ def train_by_accelerate(rank: int, saved: str) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.thorough
 def test_model_sharded_at_load_through_accelerate(tmp_path):
     saved = str(tmp_path / "model")
     tiny_model().save_pretrained(saved)
@@ -197,6 +201,7 @@ def train_each_compiled(rank: int, folder: str, *settings) -> list[tuple]:
     return [train_compiled(rank, folder, zeropp) for zeropp in settings]
 
 
+@pytest.mark.thorough
 def test_torch_compile(tmp_path):
     settings = (False, TWO_NODES | UNQUANTIZED, TWO_NODES)
     stock, exact, ours = run_ranks(train_each_compiled, 4, str(tmp_path), *settings)[0]

@@ -132,6 +132,7 @@ def assert_ours(run: dict) -> None:
     assert all(traffic.FSDP2_GATHER not in names for names in run["collectives"])
 
 
+@pytest.mark.thorough("kto*", "sft*", "reward*", "dpo_reference*")
 @pytest.mark.parametrize("build", [sft, dpo_lora, dpo_reference, reward, kto], ids=lambda build: build.__name__)
 def test_offline_trainers(tmp_path, build):
     stock, ours = run_ranks(train_each, 4, build, str(tmp_path), False, TWO_NODES)[0]
@@ -141,6 +142,7 @@ def test_offline_trainers(tmp_path, build):
     assert ours["reference_crossings"] in ([], [1])  # frozen: crosses once, not once per step
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("build", [grpo, rloo], ids=lambda build: build.__name__)
 def test_online_trainers(tmp_path, build):
     settings = (False, TWO_NODES | UNQUANTIZED, TWO_NODES)
@@ -152,6 +154,7 @@ def test_online_trainers(tmp_path, build):
     assert any(stock["losses"])
 
 
+@pytest.mark.thorough
 def test_reference_model_sync_is_seen(tmp_path):
     """A synced reference equals the policy, so the next step's loss is that of the first: log 2."""
     run = run_ranks(train, 4, dpo_synced_reference, str(tmp_path), TWO_NODES)[0]
@@ -166,6 +169,7 @@ def train_without_attach(rank: int, folder: str) -> list[str]:
     return messages
 
 
+@pytest.mark.thorough
 def test_reference_model_left_to_fsdp2_is_reported(tmp_path):
     messages = run_ranks(train_without_attach, 4, str(tmp_path))[0]
     assert any("call ZeroPPCallback.attach(trainer) before train()" in message for message in messages)
@@ -212,6 +216,7 @@ def sft_with_template(
     return losses(trainer), (found - expected).abs().max().item(), expected
 
 
+@pytest.mark.thorough
 def test_a_chat_template_adds_tokens_to_a_base_in_4_bits(tmp_path):
     base, template = save_model(tmp_path / "base"), save_template(tmp_path / "chat")
     run = (sft_with_template, base, template)
@@ -248,6 +253,7 @@ def sft_changes(rank: int, folder: str, *settings) -> list[dict[str, torch.Tenso
     return found
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not compat.is_at_least("trl", (1, 16)), reason="older TRL has no fused head by default")
 def test_a_fused_loss_trains_a_head_that_is_a_unit_of_its_own(tmp_path):
     """``full_tensor()`` of its weight would leave each rank with rows of its own gradient."""

@@ -282,6 +282,7 @@ def torchrun(path: str, *flags: str) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", *flags, "-m", "hf_zeropp.run", path]
 
 
+@pytest.mark.thorough
 def test_two_nodes_behind_torchrun(tmp_path: Path) -> None:
     """The same command on each node, one after the other on the same port: all trials meet."""
     (tmp_path / "script.py").write_text(ACCELERATE)

@@ -59,6 +59,7 @@ def run_plain(folder: Path, env: dict, *flags: str) -> tuple[list[float], dict |
     return json.loads(out.read_text()), counts[0]
 
 
+@pytest.mark.thorough
 def test_a_plain_accelerate_script(tmp_path: Path) -> None:
     stock, without = run_plain(tmp_path, OFF)
     unquantized, _ = run_plain(tmp_path, UNQUANTIZED)
@@ -74,6 +75,7 @@ def test_a_plain_accelerate_script(tmp_path: Path) -> None:
     assert counts["counted"] == pytest.approx(counts["predicted"], rel=0.04)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", ["", "raise SystemExit"], ids=["ends", "exits"])
 def test_a_script_that_never_shards_fails_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     script = tmp_path / "alone.py"
@@ -150,6 +152,7 @@ def run_trl(rank: int, folder: str, flags: list[str]) -> tuple[list[float], dict
     return seen, run_script(rank, ["-m", "trl.scripts.sft", *flags], 1)
 
 
+@pytest.mark.thorough
 def test_an_unmodified_script_of_trl(tmp_path: Path) -> None:
     flags = save_model_and_data(tmp_path) + ["--output_dir", str(tmp_path / "out"), "--max_steps", "3"]
     flags += ["--per_device_train_batch_size", "2", "--logging_steps", "1", "--report_to", "none", "--use_cpu", "true"]

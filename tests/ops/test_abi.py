@@ -14,6 +14,8 @@ from hf_zeropp import config
 from hf_zeropp.ops import format, frozen_format, frozen_reference, native
 from hf_zeropp.ops.register import OPERATORS
 
+pytestmark = pytest.mark.one_rank
+
 SOURCES = Path(__file__).parents[2] / "ops"
 ABI = (SOURCES / "abi.h").read_text()
 

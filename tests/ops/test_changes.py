@@ -15,7 +15,7 @@ from hf_zeropp.ops import changes_format, changes_reference, native
 from hf_zeropp.ops.changes_reference import BAD_SIZE, BLOCK_WORDS, ENTRY_BYTES, WHOLE
 from hf_zeropp.ops.reference_kernels import ReferenceKernels
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.one_rank]
 SEEDS = st.integers(0, 2**32 - 1)
 MANY = settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 

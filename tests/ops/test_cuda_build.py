@@ -54,7 +54,10 @@ def tools_are_missing() -> str | None:
     )
 
 
-pytestmark = pytest.mark.skipif(tools_are_missing() is not None, reason=str(tools_are_missing()))
+pytestmark = [
+    pytest.mark.skipif(tools_are_missing() is not None, reason=str(tools_are_missing())),
+    pytest.mark.one_rank,
+]
 
 
 @functools.cache
@@ -95,6 +98,7 @@ def test_no_spills_and_no_arrays_in_memory(kernel, architecture):
             assert (int(stack), int(local)) == (0, 0), f"{name}: {registers} registers, {stack} bytes of stack"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("kernel", HOT)
 def test_16_bytes_at_a_time_and_no_local_memory(kernel, architecture):
@@ -114,6 +118,7 @@ def test_newer_devices_find_ptx_of_the_newest_architecture_alone():
     assert {int(number) for number in re.findall(r"\.sm_(\d+)\.", cuobjdump("--list-ptx"))} == {newest}
 
 
+@pytest.mark.thorough("sm_[18]*")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_tensor_cores_multiply(architecture):
     functions = disassembled(architecture)

@@ -35,6 +35,7 @@ GROUPS = 12
 pytestmark = [
     pytest.mark.skipif(cuda_emulation.compiler() is None, reason="no C++ compiler for the emulation"),
     pytest.mark.skipif(ops.kernel_info().cpu == "reference", reason="no compiled CPU kernels to compare with"),
+    pytest.mark.one_rank,
 ]
 
 
@@ -54,6 +55,7 @@ def check_quantize(emulated: ops.CompiledKernels, values: torch.Tensor, layout: 
     check_call(OPERATORS["quantize"], call, case, [emulated], "cpu", kernels_of("cpu"))
 
 
+@pytest.mark.thorough("[4-9]", "1?")
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_random_cases(emulated, group):
     blocks = OTHER_BLOCKS if group % 4 == 3 else ROW_BLOCKS
@@ -193,6 +195,7 @@ def emulated_matmul(emulated, x, codes, scales, format, bias=None):
     return product.tensor.view(len(x), -1)
 
 
+@pytest.mark.thorough("*-[14589]-?", "*-17-?")
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("num_inputs", [1, 3, 4, 5, 8, 9, 17, 32])
 @pytest.mark.parametrize(

@@ -14,6 +14,8 @@ from hf_zeropp import ops
 from hf_zeropp.ops import register
 from hf_zeropp.ops.format import Segment, WireLayout
 
+pytestmark = pytest.mark.one_rank
+
 LAYOUT = WireLayout([Segment(64, 8), Segment(5, None)], 32, torch.float32)
 OPERATOR = torch.ops.zeropp.quantize_out
 

@@ -8,6 +8,8 @@ from op_cases import widths_of
 
 from hf_zeropp.ops.format import ALIGNMENT, FLOAT_DTYPES, MAX_BLOCK, Part, Segment, WireLayout
 
+pytestmark = pytest.mark.one_rank
+
 
 @st.composite
 def layouts(draw):

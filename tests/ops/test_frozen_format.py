@@ -12,6 +12,8 @@ from hf_zeropp import ops
 from hf_zeropp.ops import frozen_format, frozen_reference
 from hf_zeropp.ops.frozen_format import FrozenFormat
 
+pytestmark = pytest.mark.one_rank
+
 SHAPES = ((5, 7), (3, 33), (4, 384), (2, 3, 131), (1, 1))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

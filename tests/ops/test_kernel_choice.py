@@ -14,7 +14,7 @@ from hf_zeropp import ops
 from hf_zeropp.ops import native
 from hf_zeropp.ops.kernels import _choose_at_import
 
-pytestmark = pytest.mark.usefixtures("restore_kernels")
+pytestmark = [pytest.mark.usefixtures("restore_kernels"), pytest.mark.one_rank]
 
 
 @pytest.mark.parametrize("name", ["reference", *COMPILED])

@@ -17,7 +17,7 @@ from hf_zeropp.ops.format import CODES_AT_A_BYTE, FLOAT_DTYPES, LARGEST_LEVEL, Q
 from hf_zeropp.ops.reference_kernels import ReferenceKernels
 from hf_zeropp.ops.register import OPERATORS
 
-pytestmark = pytest.mark.usefixtures("restore_kernels")
+pytestmark = [pytest.mark.usefixtures("restore_kernels"), pytest.mark.one_rank]
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -19,6 +19,8 @@ from hf_zeropp.ops import kernels, native
 from hf_zeropp.ops.format import Segment, WireLayout
 from hf_zeropp.ops.register import OPERATORS
 
+pytestmark = pytest.mark.one_rank
+
 BUILT = native.library_path("cuda") is not None
 needs_library = pytest.mark.skipif(not BUILT, reason="no CUDA library in this install (no nvcc when it was built)")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -8,6 +8,8 @@ import torch
 from hf_zeropp import ops
 from hf_zeropp.ops.format import Segment, WireLayout
 
+pytestmark = pytest.mark.one_rank
+
 LAYOUT = WireLayout([Segment(300, 8), Segment(5, None), Segment(0, 8), Segment(33, 4)], 64)
 LARGE = WireLayout([Segment(6_000_001, 8), Segment(7, None), Segment(5_000_001, 4)], 256)  # results bypass the caches
 BASE = WireLayout([Segment(300, None), Segment(5, None), Segment(0, 8), Segment(33, 4)], 32)

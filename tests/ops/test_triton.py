@@ -15,12 +15,16 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("triton") is None, reason="Triton is not installed (no wheel for this platform)"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        importlib.util.find_spec("triton") is None, reason="Triton is not installed (no wheel for this platform)"
+    ),
+    pytest.mark.one_rank,
+]
 PROGRAM = Path(__file__).parents[1] / "helpers/triton_cases.py"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("first", "end"), [(0, 6), pytest.param(1000, 1300, marks=pytest.mark.long)])
 def test_interpreted_kernels_have_the_bits_of_the_cpu(first: int, end: int) -> None:
     environment = {

@@ -23,7 +23,7 @@ BLOCKS = (8, 128, 1024, MAX_BLOCK)  # CUDA kernels with 16-byte accesses take up
 EMULATED = "cuda, emulated"
 NAMES = [*COMPILED, EMULATED] if cuda_emulation.compiler() else COMPILED
 
-pytestmark = pytest.mark.usefixtures("restore_kernels")
+pytestmark = [pytest.mark.usefixtures("restore_kernels"), pytest.mark.one_rank]
 
 
 def fenced(tensor: torch.Tensor) -> torch.Tensor:

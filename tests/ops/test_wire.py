@@ -10,6 +10,8 @@ import torch
 from hf_zeropp import ops
 from hf_zeropp.ops.format import FLOAT_DTYPES, LARGEST_LEVEL, QMAX, ROOT_WIDTHS, SCALE_NAN, Segment, WireLayout
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.fixture(params=ops.kernel_info().available, autouse=True)
 def kernels(request, restore_kernels):

@@ -9,6 +9,8 @@ from op_cases import largest_error
 from hf_zeropp import ops
 from hf_zeropp.ops.format import QMAX, Segment, WireLayout
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.fixture(params=ops.kernel_info().available, autouse=True)
 def kernels(request, restore_kernels):

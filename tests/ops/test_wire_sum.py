@@ -8,6 +8,8 @@ import torch
 from hf_zeropp import ops
 from hf_zeropp.ops.format import Segment, WireLayout
 
+pytestmark = pytest.mark.one_rank
+
 
 @pytest.fixture(params=ops.kernel_info().available, autouse=True)
 def kernels(request, restore_kernels):

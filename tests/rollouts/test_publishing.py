@@ -195,6 +195,7 @@ def publish_lora(rank: int) -> dict[str, dict]:
     return found
 
 
+@pytest.mark.thorough
 def test_adapters_are_merged_as_peft_merges_them():
     for found in run_ranks(publish_lora, 4):
         for name, result in found.items():
@@ -364,6 +365,7 @@ def publish_adapters_beside_their_base(rank: int) -> tuple[float, int]:
     return max(differences), most
 
 
+@pytest.mark.thorough
 def test_one_unit_is_gathered_at_a_time():
     for difference, most in run_ranks(publish_adapters_beside_their_base, 4):
         assert difference < 1e-6 and most == 1
@@ -382,6 +384,7 @@ def train_between_publishing(rank: int) -> list[bool]:
     return [not torch.equal(one, other) for one, other in zip(seen, seen[1:], strict=False)]
 
 
+@pytest.mark.thorough
 def test_adapters_in_16_bits_go_on_training():
     """PEFT before 0.20 casts them in place while it merges, on a CPU."""
     for moved in run_ranks(train_between_publishing, 4):

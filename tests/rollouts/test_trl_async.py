@@ -26,6 +26,8 @@ from trl.experimental.async_grpo.async_grpo_trainer import AsyncGRPOTrainer
 from hf_zeropp.rollouts import server_updates, trl_async
 from hf_zeropp.rollouts.trl_async import UpdateTransfer
 
+pytestmark = pytest.mark.thorough
+
 
 def trainer_with(accelerator: Accelerator, model, transfer) -> AsyncGRPOTrainer:
     """A trainer with what ``_sync_weight`` reads, as its constructor sets it: the transfer is rank 0's."""

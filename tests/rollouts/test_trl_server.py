@@ -21,6 +21,8 @@ from hf_zeropp.rollouts import trl_server
 from hf_zeropp.rollouts.trl_server import send_updates_to_server
 from hf_zeropp.rollouts.trl_sync import publish_to_vllm
 
+pytestmark = pytest.mark.thorough
+
 
 @pytest.fixture(autouse=True)
 def no_vllm_is_needed(monkeypatch):

@@ -125,6 +125,7 @@ def train(rank: int, kind: str, folder: str, model: str) -> dict:
     }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_unmodified_trainers_feed_their_engine_without_a_byte_of_their_own(tmp_path, kind):
     model = save_model(tmp_path / "model")
@@ -173,6 +174,7 @@ def sync_by_hand(rank: int, folder: str, mode: str) -> dict[str, dict]:
     return found
 
 
+@pytest.mark.thorough("server")
 @pytest.mark.parametrize("mode", ["colocate", "server"])
 def test_each_mode_syncs_the_weights_of_the_next_forward(tmp_path, mode):
     for rank, found in enumerate(run_ranks(sync_by_hand, 4, save_model(tmp_path / "model"), mode)):
@@ -232,6 +234,7 @@ def test_a_trainer_that_sends_adapters_alone_is_not_warned_of(tmp_path):
     assert adapters == [] and "gather every weight over all nodes" in whole[0]
 
 
+@pytest.mark.thorough
 def test_nothing_is_imported_without_use_vllm():
     script = """
 import sys

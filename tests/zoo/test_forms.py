@@ -19,6 +19,8 @@ from hf_zeropp.frozen.published import PublishedWeight, merged_weights
 from hf_zeropp.integrations.wrap_policy import block_names
 from hf_zeropp.rollouts.publish import _converted_model, _read
 
+pytestmark = pytest.mark.one_rank
+
 
 def by_block(model: PreTrainedModel) -> dict[nn.Module | None, list[PublishedWeight]]:
     """The weights of each block that the usual wrap policy makes a unit of, and those of the rest."""

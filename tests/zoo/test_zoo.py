@@ -27,6 +27,17 @@ def outcomes(request):
     return run(selected(request, "case"))
 
 
+@pytest.mark.thorough(
+    "siglip*",
+    "[!l]*, LoRA 4 bit",
+    "lfm2*",
+    "*LoRA 16 bit",
+    "vit*",
+    "bert*",
+    "whisper*",
+    "qwen2_audio, generate",
+    "llava, generate*",
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0].name}, {case[1]}")
 def test_a_family_trains_and_generates_as_unsharded(outcomes, case):
     family, mode = case
