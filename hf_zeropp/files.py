@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 MAX_SETTINGS_BYTES = 2**20
 """Settings have about a thousand bytes. PyYAML reads about a million per second."""
 MAX_JSON_BYTES = 100 * 2**20
-"""The largest tokenizers of today's models have 35 MB, the largest indices 10 MB."""
+"""The state of a training, whose log grows with each step, stays far below."""
 PARTIAL = ".partial-"
 """How the names of folders begin in which something is written before it moves to its place."""
 

@@ -17,7 +17,7 @@ MERGE_DENSE = (
     "PeftModel.from_pretrained(base, ADAPTER).merge_and_unload().save_pretrained(FOLDER). hf_zeropp.publish_weights gives merged "
     "weights without changing the model."
 )
-"""What to do in place of merging into frozen weights that are packed or sharded."""
+"""The end of errors that refuse a merge, because the frozen weights are packed or sharded: how PEFT merges instead."""
 
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Methods of PEFT's ``init_lora_weights`` that also change the base: they move a part of its weights into the new adapter.

@@ -48,7 +48,7 @@ def test_switching_and_disabling_adapters_equal_the_unsharded_model(bits, use_do
 
 
 def run_merging(rank: int, bits: int | None, use_dora: bool) -> tuple[list[str], float]:
-    """What merging and unmerging say, and how far they moved the logits."""
+    """Return the errors of a merge, a safe merge and an unmerge, and how far these attempts moved the logits."""
     *_, model, _ = prepare(with_adapter(tiny_llama(), use_dora=use_dora), frozen_bits=bits, **UNQUANTIZED)
     before, said = logits(model), []
     layer = next(module for module in model.modules() if isinstance(module, LoraLayer))

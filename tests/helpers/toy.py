@@ -204,8 +204,8 @@ def _gather_shards(tensors: dict[str, DTensor], group: dist.ProcessGroup) -> dic
 
 def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gather the gradients by the parameter's name. Parameters without one are left out."""
-    # Where micro-steps wait for a last one, gradients are completed first. Then those exist too to which other ranks alone have
-    # contributed.
+    # Gradients whose last micro-step has not come are completed first. A parameter to which other ranks alone contributed has its
+    # gradient on this rank from then on.
     if (handle := get_handle(model)) is not None:
         handle.deliver()
     return full_of_all({name: param.grad for name, param in model.named_parameters() if param.grad is not None})

@@ -217,9 +217,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if output is not None and output.numel() == layout.numel and output.dtype == layout.raw_dtype:
             self.hops.finish(flight, form.layouts, output, form.scale)
             return
-        with torch.inference_mode(
-            False
-        ):  # ``handle.deliver`` may be called in that mode, and training adds to the gradient
+        # ``handle.deliver`` may be called in inference mode, and training adds to the gradient later.
+        with torch.inference_mode(False):
             reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flight.received.device)
         self.hops.finish(flight, form.layouts, reduced, form.scale)
         if output is not None:

@@ -22,7 +22,7 @@ class DefaultCallback(ZeroPPCallback):
     """Part of every Trainer that is built after ``serve_scripts``: see above."""
 
     _settings: Any = None
-    """Those of ``serve_scripts``."""
+    """The settings that ``serve_scripts`` was given."""
 
     def _settings_for(self, args: TrainingArguments) -> Any:
         settings = super()._settings_for(args)
