@@ -309,9 +309,6 @@ def new_cpu_group(groups: ShardGroups) -> dist.ProcessGroup:
     return _new_group(groups, backend="gloo")
 
 
-_own_groups: set[tuple[dist.ProcessGroup | None, str]] = set()
-
-
 def _new_group(groups: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
     """Make the groups of these ranks, and return that of this rank. Collective over the world."""
     # While gloo makes a group, it waits for a rank that has died for five times the timeout. A collective of a group that
@@ -321,19 +318,12 @@ def _new_group(groups: Sequence[Sequence[int]], backend: str | None = None) -> d
     # Since torch 2.15 its type includes what ranks of no group get. Each rank is in one of these.
     made: Any = dist.new_subgroups_by_enumeration(ranks_of_all, timeout=world_timeout(), backend=backend)
     group: dist.ProcessGroup = made[0]
-    _own_groups.add((dist.group.WORLD, group.group_name))
     return group
-
-
-def is_own_group(group: dist.ProcessGroup) -> bool:
-    """Return whether this package made the group, and no one else uses it."""
-    return (dist.group.WORLD, group.group_name) in _own_groups
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:
     """Destroy a group, unless that has happened with the world. No other rank has to do so at the same time."""
     with contextlib.suppress(ValueError):  # it was destroyed
-        _own_groups.discard((dist.group.WORLD, group.group_name))
         dist.destroy_process_group(group)
 
 

@@ -64,12 +64,6 @@ class ReduceLayouts:
             return replicas.bytes_in_all_reduce(self._sum_bytes)
         return total(peers.bytes_of(self.cross_hop.nbytes) for peers in rounds)
 
-    def replica_buffer_bytes(self, rounds: Sequence[int]) -> int:
-        """Return the bytes that replicas leave on a rank at most: codes of a round, or sums."""
-        if self.replicas_add_whole(rounds):
-            return self._sum_bytes
-        return max(rounds, default=0) * self.cross_hop.nbytes
-
     @property
     def _sum_bytes(self) -> int:
         return self.cross_hop.numel * self.cross_hop.raw_dtype.itemsize
