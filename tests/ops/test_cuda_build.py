@@ -128,8 +128,9 @@ def test_tensor_cores_multiply(architecture):
 # ---- Instructions. Another compiler makes other code, so the ceilings hold for one version of nvcc.
 
 CEILINGS = Path(__file__).parent / "cuda_instructions.json"
-SPREAD = 0.005
-"""The share by which a count may be above its ceiling: builds of one source by one nvcc differed by up to 0.23 %."""
+"""Of two kernels for sm_90 one source compiles to either of two forms, by chance of the addresses at which ptxas runs. Their
+ceilings are the larger counts (dequantize_update_rows 10,576 or 10,584 instructions, quantize_difference_rows 15,027 or 15,034 of
+its 36,540 on the ALU pipe). Five builds gave the same counts for all other kernels."""
 WRITE = "ZEROPP_WRITE_CEILINGS"  # set: lower the ceilings to what is counted. They never rise by themselves.
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
 # These run on the pipe for integers and comparisons, at half the rate of multiplications and additions.
@@ -182,7 +183,7 @@ def test_kernels_take_no_more_instructions(kernel, architecture):
         CEILINGS.write_text(json.dumps(ceilings, indent=2, sort_keys=True) + "\n")
     assert ceiling is not None, f"{kernel} has no ceiling: run with {WRITE}=1"
     assert found["variants"] == ceiling["variants"], f"other variants: set the ceilings of {kernel} anew, and say why"
-    above = {key: (count, ceiling[key]) for key, count in found.items() if count > (1 + SPREAD) * ceiling[key]}
+    above = {key: (count, ceiling[key]) for key, count in found.items() if count > ceiling[key]}
     assert not above, f"{kernel} takes more instructions than before (counted, ceiling): {above}"
 
 
