@@ -133,13 +133,13 @@ def test_it_is_set_up_without_a_network_in_the_environment_that_is_first_on_the_
 
 def test_without_a_network_it_names_what_is_missing(clone: Path) -> None:
     packages = next((clone.parent / "environment").glob("lib/python*/site-packages"))
-    for name in ("torch", "xxhash", "scikit_build_core"):
+    for name in ("torch", "psutil", "scikit_build_core"):
         for path in (packages / name, *packages.glob(f"{name}-*.dist-info")):
             path.unlink()
     done = set_up(clone, without_network(), HF_ZEROPP_OFFLINE="1")
     assert done.returncode == 1
     assert re.search(
-        r"downloads nothing, and the environment of \S+/bin/python3 lacks: scikit-build-core torch xxhash *$",
+        r"downloads nothing, and the environment of \S+/bin/python3 lacks: scikit-build-core torch psutil *$",
         done.stderr,
     )
     assert not list(packages.glob("hf_zeropp*"))

@@ -20,6 +20,7 @@ statements that have arrived: a digest is not zero, and the memory for it is unt
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -29,7 +30,6 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-import xxhash
 
 from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.comm.topology import destroy_group
@@ -130,7 +130,7 @@ class Agreement:
         self.settle()
         # A digest has the same length whatever is stated, so questions of different moments meet in one collective, and
         # are seen to differ.
-        message = xxhash.xxh3_64_digest(common) + xxhash.xxh3_64_digest(of_node) + flags
+        message = _digest(common) + _digest(of_node) + flags
         # Bytes are handled by Python and NumPy, whose calls cost less than those of PyTorch. This runs twice in a micro-step.
         sent = torch.frombuffer(bytearray(message * self._num_ranks), dtype=torch.uint8)
         received = torch.zeros_like(sent)  # and not ``empty_like``: ``_silent_ranks``
@@ -233,6 +233,10 @@ class Answer:
         if not silent:
             return "all of them are here, but one has ended since"
         return f"{_are(silent)} not there (its data ended before that of the others? it ended, hangs, or was stopped?)"
+
+
+def _digest(stated: bytes) -> bytes:
+    return hashlib.blake2b(stated, digest_size=DIGEST_BYTES).digest()
 
 
 def describe(statements: dict[int, Statement], nodes: dict[int, int]) -> str:

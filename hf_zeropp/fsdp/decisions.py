@@ -9,8 +9,7 @@ Ranks agree (comm/agreement.py) on these occasions, among others:
   for before the first hop starts. On an accelerator the exchange runs while the model computes.
 - *Pending gradients are needed* (gradients/pending.py): by an optimizer's step, or in ``handle.deliver()``. Every rank states for
   which units.
-- *The backward pass of the last micro-step ends.* Every rank states in which units other gradients are missing than before. A
-  gradient that exists on any rank then exists on all (gradients/withheld.py).
+- *The backward pass of the last micro-step ends.* What ranks ran in it is compared, in time for an optimizer's step.
 
 With each statement go facts that would make ranks run different collectives later: frozen parameters, dtypes, reductions that a
 backward pass left when it raised. And it says what the rank ran since the last statement ([Note: what ran]). If ranks differ, all
@@ -24,7 +23,7 @@ import dataclasses
 import functools
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -33,11 +32,11 @@ import torch.nn as nn
 
 from hf_zeropp import devices
 from hf_zeropp.comm.agreement import SKIP_IN_A_NODE, Agreement, Answer, Statement
+from hf_zeropp.comm.exchange import ranks_by, words_of
 from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.gradients.backward_passes import Backward, current_backward, require_backward
 from hf_zeropp.fsdp.gradients.plain import PlainParameters
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
-from hf_zeropp.fsdp.gradients.withheld import give_everywhere
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
@@ -61,6 +60,9 @@ from hf_zeropp.traffic import OPTIMIZER
 # tell each other what they are about to do, before a gather in which they would wait. They do so in forward passes with gradients
 # alone: it takes as long as a gather of few weights, and what backward gathers follows from the forward pass. A rank that comes
 # to a question tells that.
+
+NAMED = 4
+"""Units that an error names."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -131,7 +133,7 @@ class Decisions:
         while self._entered and not entrance.modules < self._entered[-1].modules:
             self._entered.pop()
 
-        # Only units within the module that was entered are asked about: hashing the shards of the rest (the other
+        # Only units within the module that was entered are asked about: reading the shards of the rest (the other
         # model of a container) would be in vain.
         def is_inside(gather: WeightGather) -> bool:
             return not entrance.modules.isdisjoint(gather.unit.modules)
@@ -249,8 +251,7 @@ class Decisions:
         # FSDP2 would initialize these units later, but their cross hops start before.
         for gather in asked:
             gather.unit.initialize()
-        # Reading the content is the cost of a question. A unit that is not asked about keeps its state for the next
-        # one.
+        # Reading the shards is the cost of a question. A unit that is not asked about keeps its state for the next one.
         changes = {gather: gather.copy.freshness.change() for gather in asked}
         flags = [changes.get(gather, Change.NONE) for gather in self.gathers]
         # Gradients of a unit with hooks cross nodes at every micro-step, so a hook on one rank alone would change collectives.
@@ -261,6 +262,7 @@ class Decisions:
         # unfinished reductions, and finishing one runs collectives.
         largest = self._ask(action, facts, flags, self._describe_structure).largest()
         self._run.driver.drain()
+        self._refuse_unseen(changes, largest)
         for frozen in self._frozen:
             if frozen.unit.shard_group.size() == 1:  # FSDP2 calls no gather there that could refuse
                 frozen.refuse_thawed()
@@ -276,6 +278,21 @@ class Decisions:
             for gather in due:
                 if gather.copy.is_under_way:
                     gather.land()
+
+    def _refuse_unseen(self, changes: Mapping[WeightGather, Change], largest: bytes) -> None:
+        """Raise on all ranks if weights changed on any by a write that nothing told of: [Note: writes that move no counter]."""
+        if Change.UNSEEN not in largest:
+            return
+        unseen = [gather for gather, change in zip(self.gathers, largest, strict=True) if change == Change.UNSEEN]
+        own = [gather.unit.name for gather in unseen if changes.get(gather) == Change.UNSEEN]
+        found = ranks_by((rank, name) for rank, names in self._agreement.tell((dist.get_rank(), own)) for name in names)
+        said = [f"unit {name} on {words_of(ranks)}" for name, ranks in found.items()]
+        raise RuntimeError(
+            f"Weights have changed since they were gathered, and no version counter tells of it: {'; '.join(said[:NAMED])}"
+            f"{f' and {len(said) - NAMED} more' if said[NAMED:] else ''}. Other nodes hold the old ones, and on accelerators the "
+            "pass before this one has computed with them. Call handle.invalidate() after writes through param.data, NumPy, "
+            "pointers or torch._foreach_* functions, and after a checkpoint was loaded in place."
+        )
 
     def _compare_due(self) -> None:
         """Compare which units' weights every rank is about to send, before one waits for another that sends nothing."""
@@ -348,15 +365,11 @@ class Decisions:
         """Complete all gradients of the model. Collective if any is pending."""
         # A rank that owes nothing asks nothing: before most steps gradients are complete. Where ranks differ in
         # what they owe, the question of one meets another question of the others, and all of them raise.
-        changed = None
         if any(reduce.owes for reduce in self.reduces):
-            action = "complete accumulated gradients, for an optimizer's step or in handle.deliver()"
-            changed = self._ask_debts(action, self._changed_gradients()).largest()
+            self._ask_debts("complete accumulated gradients, for an optimizer's step or in handle.deliver()").confirm()
             self._run.driver.drain()
         for reduce in self.reduces:
             reduce.deliver()
-        if changed is not None:
-            self._give_withheld(changed)
 
     # Optimizers' steps. Every optimizer of the process is told of here, also that of another model.
 
@@ -441,9 +454,9 @@ class Decisions:
         self.confirm_micro_step()
         answer, is_last = None, self._run.micro_steps.is_last_now
         if is_last:
-            # Ranks compare what they reduced, and which gradients exist. This travels beside the hops that are still under way.
-            # After another micro-step the next forward pass asks, long before a step.
-            answer = self._ask("end a backward pass of the last micro-step", flags=self._changed_gradients())
+            # Ranks compare what they reduced. This travels beside the hops that are still under way. After another micro-step the
+            # next forward pass asks, long before a step.
+            answer = self._ask("end a backward pass of the last micro-step")
         self._run.driver.drain()
         for reduce in self.reduces:
             # After the last micro-step this also settles units that took no part in it. After another one it only
@@ -451,21 +464,17 @@ class Decisions:
             if not reduce.is_settled and (is_last or not reduce.owes):
                 reduce.deliver()
         if answer is not None:
-            self._give_withheld(answer.largest())
-
-    def _changed_gradients(self) -> list[int]:
-        return [int(reduce.withheld.has_changed()) for reduce in self.reduces]
-
-    def _give_withheld(self, changed: bytes) -> None:
-        give_everywhere([reduce.withheld for reduce in self.reduces], changed, self._agreement)
+            answer.confirm()
 
     # Statements.
 
-    def _ask_debts(self, action: str, flags: Sequence[int] = ()) -> Answer:
+    def _ask_debts(self, action: str) -> Answer:
         # The debts are read once, for the bytes and for the words: an answer is waited for later, when this pass has
         # changed them.
         owes = [reduce.owes for reduce in self.reduces]
-        return self._ask(action, owes, flags, lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients")
+        return self._ask(
+            action, owes, describe=lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients"
+        )
 
     def _ask(
         self,

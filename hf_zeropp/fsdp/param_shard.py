@@ -34,13 +34,11 @@ class ReducedShard(NamedTuple):
         shard: its sizes.
         param: the sharded parameter.
         start: its first element in the slice.
-        has_gradient: whether the micro-step gave it one; otherwise FSDP2 leaves it out of the flat gradient.
     """
 
     shard: ParamShard
     param: DTensor
     start: int
-    has_gradient: bool
 
     def of(self, slices: torch.Tensor) -> torch.Tensor:
         """Return the part of ``slices`` [..., S] that belongs to the parameter, with its padding."""
@@ -84,16 +82,6 @@ def grad_dtype_of(fsdp_param: FSDPParam) -> torch.dtype | None:
     return getattr(fsdp_param, "sharded_grad_dtype", None)
 
 
-def gets_gradient(fsdp_param: FSDPParam, fills_in: bool) -> bool:
-    """Return whether FSDP2's next reduction takes a gradient of this parameter. The condition is FSDP2's own.
-
-    ``fills_in``: FSDP2 was told to reduce zeros for parameters without a gradient.
-    """
-    if not was_gathered(fsdp_param):
-        return False
-    return bool(unreduced_of(fsdp_param)) or (fills_in and fsdp_param._unsharded_param.requires_grad)
-
-
 def was_gathered(fsdp_param: FSDPParam) -> bool:
     """Return whether any pass has used the parameter. FSDP2 sets the attribute then."""
     return getattr(fsdp_param, "_unsharded_param", None) is not None
@@ -105,6 +93,17 @@ def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
     # Up to torch 2.14 FSDP2 moves them to an attribute. Later it leaves them there, and a property of that name shows them again.
     moved = vars(fsdp_param).get("unsharded_accumulated_grad")
     return [grad for grad in (moved, own) if grad is not None]
+
+
+def fill_in_zeros(fsdp_param: FSDPParam, dtype: torch.dtype) -> None:
+    """Give the parameter a gradient of zeros at full size, if it trains and has none. FSDP2 then reduces it with the others."""
+    if unreduced_of(fsdp_param) or not was_gathered(fsdp_param) or not fsdp_param.sharded_param.requires_grad:
+        return
+    zeros = torch.zeros_like(fsdp_param._unsharded_param, dtype=dtype, requires_grad=False)
+    if "unsharded_accumulated_grad" in vars(fsdp_param):
+        vars(fsdp_param)["unsharded_accumulated_grad"] = zeros
+    else:
+        fsdp_param._unsharded_param.grad = zeros
 
 
 def drop_unreduced(fsdp_param: FSDPParam) -> None:

@@ -38,8 +38,8 @@ from hf_zeropp.fsdp.param_shard import (
     ParamShard,
     ReducedShard,
     drop_unreduced,
+    fill_in_zeros,
     gather_dtype_of,
-    gets_gradient,
     grad_dtype_of,
     is_extension,
     reduce_dtype_of,
@@ -48,6 +48,14 @@ from hf_zeropp.fsdp.param_shard import (
     was_gathered,
 )
 from hf_zeropp.ops.format import FLOAT_DTYPES
+
+# [Note: unused parameters]
+# A token meets a few experts of a layer, so an expert that is a module gets a gradient on some ranks only. FSDP2 leaves out what
+# has no gradient, and ranks would exchange pieces of different sizes. So a unit in which any parameter has a gradient on this
+# rank gets zeros for its others, and all ranks reduce all of them. An expert that no rank has used then has a gradient of zeros,
+# as in DeepSpeed's ZeRO-3, and not None: weight decay and momentum go on. A unit in which no parameter has a gradient is left
+# out, as in stock FSDP2, and ranks must leave out the same ones. (``set_reduce_scatter_unused_params``, which FSDP2 has since
+# torch 2.13, fills in zeros as well, and sends also those of units that were skipped.)
 
 __all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "find_units"]
 
@@ -59,10 +67,10 @@ class Unit:
         self.name = name
         self._module = module
         self._group = param_group
-        self._have_gradients = [True] * len(param_group.fsdp_params)
+        self._reduces_gradients = [True] * len(param_group.fsdp_params)
         self._behind: Callable[[torch.Tensor], None] | None = None
         self._reduced_shards: tuple[ReducedShard, ...] = ()
-        self._reduced_key: list[tuple[int, int, bool]] = []
+        self._reduced_key: list[tuple[int, int]] = []
 
     @property
     def modules(self) -> tuple[nn.Module, ...]:
@@ -107,23 +115,22 @@ class Unit:
         return getattr(self._group, "_reduce_scatter_param_indices", None) or range(len(self._group.fsdp_params))
 
     def reduced_shards(self) -> tuple[ReducedShard, ...]:
-        """Return the parts of the flat gradient that FSDP2 is about to hand to the reduction, and those missing in it.
+        """Return the parts of the flat gradient that FSDP2 is about to hand to the reduction.
 
         They are the trainable parameters, and those that were frozen after the forward pass and have a gradient still. Valid
         during a reduction. As long as nothing of it changes, it is the same object.
         """
-        params, have_gradients = self._group.fsdp_params, self._have_gradients
-        places = [(index, params[index].sharded_param, have_gradients[index]) for index in self._reduction_order]
-        found = [place for place in places if place[2] or place[1].requires_grad]
+        params, reduces = self._group.fsdp_params, self._reduces_gradients
+        found = [(index, params[index].sharded_param) for index in self._reduction_order if reduces[index]]
         # Parameters are compared by identity. What was found last holds them, so no other one can have their ids.
-        key = [(index, id(param), has_gradient) for index, param, has_gradient in found]
+        key = [(index, id(param)) for index, param in found]
         if key != self._reduced_key:
             self._reduced_key = key
-            shards = [self._shards[index] for index, _, _ in found]
+            shards = [self._shards[index] for index, _ in found]
             starts = itertools.accumulate((shard.padded_numel for shard in shards), initial=0)
             self._reduced_shards = tuple(
-                ReducedShard(shard, cast(DTensor, param), start, has_gradient)
-                for shard, start, (_, param, has_gradient) in zip(shards, starts, found, strict=False)
+                ReducedShard(shard, cast(DTensor, param), start)
+                for shard, start, (_, param) in zip(shards, starts, found, strict=False)
             )
         return self._reduced_shards
 
@@ -148,9 +155,10 @@ class Unit:
                 finally:  # the user's own choice, which may be the same
                     self._group.reduce_grads = reduces
                 return
-            # FSDP2 leaves parameters without a gradient out of the flat tensor that it reduces, and does not say
-            # which. They are noted here, because it takes the gradients off the parameters next.
-            self._have_gradients = self._get_gradients()
+            self._fill_in_zeros()
+            # FSDP2 does not say which parameters are in the flat tensor that it reduces: those with a gradient. They are noted
+            # here, because it takes the gradients off the parameters next.
+            self._reduces_gradients = [len(unreduced_of(param)) > 0 for param in self._group.fsdp_params]
             before()
             try:
                 original(*args)
@@ -163,17 +171,26 @@ class Unit:
         """Let ``wrapper`` run each reduction that FSDP2 does itself. It is also told whether replicas are averaged behind it."""
 
         def post_backward(original: Callable[..., None], *args: Any) -> None:
-            if self._group.reduce_grads and any(self._get_gradients()):
+            if self._group.reduce_grads and self._takes_part:
                 wrapper(lambda: original(*args), self._group.all_reduce_grads)
             else:
                 original(*args)
 
         extend(self._group, "post_backward", post_backward)
 
-    def _get_gradients(self) -> list[bool]:
-        """Return for each parameter whether FSDP2's next reduction takes a gradient of it."""
-        fills_in = getattr(self._group, "reduce_scatter_unused_params", False)  # since torch 2.13
-        return [gets_gradient(param, fills_in) for param in self._group.fsdp_params]
+    @property
+    def _takes_part(self) -> bool:
+        """Whether FSDP2 has a gradient of the unit to reduce, or was told to reduce zeros (since torch 2.13)."""
+        reduces_unused = getattr(self._group, "reduce_scatter_unused_params", False)
+        return reduces_unused or any(map(unreduced_of, self._group.fsdp_params))
+
+    def _fill_in_zeros(self) -> None:
+        """Give every trainable parameter of a unit that takes part in the reduction a gradient: [Note: unused parameters]."""
+        if self._takes_part:
+            dtypes = {grad.dtype for param in self._group.fsdp_params for grad in unreduced_of(param)}
+            dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else self.param_dtype
+            for fsdp_param in self._group.fsdp_params:
+                fill_in_zeros(fsdp_param, dtype)
 
     def unreduced_bytes(self) -> int:
         """Bytes of the gradients that this rank keeps at full size until FSDP2 reduces them."""

@@ -114,7 +114,8 @@ def edited(model: nn.Module, handle: ZeroPPHandle, rank: int) -> Iterator[float]
         yield backward(model, rank, step)
         optimizer.step()
         optimizer.zero_grad()
-    model.blocks[0].up.weight.to_local().data.mul_(1.5)
+    with torch.no_grad():
+        model.blocks[0].up.weight.mul_(1.5)
     yield backward(model, rank, 7)
     model.load_state_dict({key: 0.5 * value for key, value in model.state_dict().items()})
     yield backward(model, rank, 8)
@@ -178,7 +179,8 @@ def scenario_only_what_changed_crosses(rank: int) -> None:
     model(tokens_of(rank))
     assert calls(handle, GATHER_CROSS) == calls(handle, GATHER_RESYNC) == 0
     if rank == 2:
-        model.blocks[0].up.weight.to_local().data[0, 0] += 1
+        with torch.no_grad():
+            model.blocks[0].up.weight.to_local()[0, 0] += 1
     model.reshard()
     model(tokens_of(rank))
     # The sizes, of one unit, and the wire: a table of entries, and the block with one change.

@@ -18,6 +18,7 @@ HOT_PATH = (
         "fsdp.comm_objects",
         "fsdp.weights.gather",
         "fsdp.weights.copy",
+        "fsdp.weights.freshness",
         "fsdp.weights.policy",
         "fsdp.weights.schedules",
         "fsdp.gradients.reduce",
@@ -41,6 +42,8 @@ MEANT = {
     ("fsdp.gradients.pending", "_wait_for_offloaded_gradients"),
     # With qwz_mode="exact" the host has to know how much to send: once per step, for all units.
     ("comm.carriers", "exchange_sizes"),
+    # It looks at memory of the host, once an event says that it is there.
+    ("fsdp.weights.freshness", "_is_other"),
     # It waits only where there are no streams.
     ("comm.carriers", "_encode"),
 }

@@ -74,10 +74,9 @@ class FakeUnit:
         return tuple((param.requires_grad, param.dtype) for param in self.params)
 
     def reduced_shards(self) -> tuple[ReducedShard, ...]:
-        names = [name for name, param in self.named.items() if param.requires_grad or name in self.with_gradient]
+        names = [name for name in self.named if name in self.with_gradient]
         return tuple(
-            ReducedShard(ParamShard(name, 1, 1, 1), self.named[name], start, name in self.with_gradient)
-            for start, name in enumerate(names)
+            ReducedShard(ParamShard(name, 1, 1, 1), self.named[name], start) for start, name in enumerate(names)
         )
 
     def divisor_after_reduce(self, dtype: torch.dtype) -> float:
@@ -105,8 +104,8 @@ class Expected:
 
     grads: dict[str, float | None]
 
-    def add(self, name: str) -> None:
-        self.grads[name] = (self.grads[name] or 0.0) + CONTRIBUTION[name]
+    def add(self, name: str, value: float) -> None:
+        self.grads[name] = (self.grads[name] or 0.0) + value
 
 
 class CountedDecisions(Decisions):
@@ -151,17 +150,18 @@ class Model:
 
     def post_backward(self, index: int, names: tuple[str, ...]) -> None:
         unit, reduce = self.units[index], self.reduces[index]
-        unit.with_gradient = {name for name in names if self.params[name].requires_grad}
+        used = {name for name in names if self.params[name].requires_grad}
+        unit.with_gradient = {name for name in unit.named if used and self.params[name].requires_grad}  # zeros fill in
         before = [(param, param.grad) for param in unit.params if param.grad is not None]
         reduce.before_post_backward()
         if unit.with_gradient:
             present = [name for name in unit.named if name in unit.with_gradient]
-            flat = torch.tensor([CONTRIBUTION[name] for name in present])
+            flat = torch.tensor([CONTRIBUTION[name] if name in used else 0.0 for name in present])
             output = torch.empty(len(present))
             reduce(output, flat, dist.group.WORLD, ReduceOp.SUM)
             for place, name in enumerate(present):
                 self._add_to_grad(self.params[name], output[place : place + 1].clone())
-                self.expected.add(name)
+                self.expected.add(name, CONTRIBUTION[name] if name in used else 0.0)
         reduce.after_post_backward()
         assert all(param.grad is grad for param, grad in before), "a gradient became another object"
 

@@ -19,7 +19,7 @@ VALUES = GatherLayouts(WireLayout([Segment(8192, 8)], 32, torch.bfloat16))
 DELTAS = GatherLayouts(KEPT, DELTA)
 EXACT = GatherLayouts(KEPT, sends_changes=True)
 FROZEN = GatherLayouts(KEPT)
-NONE, STEPPED, EDITED, INVALID = Change
+NONE, STEPPED, EDITED, UNSEEN, INVALID = Change
 
 TABLE = [
     # due, layouts, kept: what travels

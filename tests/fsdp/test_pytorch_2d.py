@@ -237,9 +237,10 @@ def scenario_groups_of_the_users_own(rank: int) -> None:
 
 
 def scenario_weights_sent_to_other_replicas(rank: int) -> None:
-    """Copies of the weights are made before, and are followed by what the first replica sends."""
+    """Copies of the weights are made before, and are followed by what the first replica sends, of which no counter tells."""
     mesh = mesh_of(REPLICAS)
-    stock, model = both(mesh)
+    stock, model = make(mesh), make(mesh)
+    handle = zeropp(model, mesh)
     group = mesh.get_group("dp_replicate")
     for one in (stock, model):
         with torch.no_grad():
@@ -249,6 +250,7 @@ def scenario_weights_sent_to_other_replicas(rank: int) -> None:
             one.reshard()
             for param in one.parameters():
                 dist.broadcast(param.to_local(), src=dist.get_process_group_ranks(group)[0], group=group)
+            handle.invalidate()
             assert (loss_of(one, mesh) == own) == (mesh.get_local_rank("dp_replicate") == 0)
     assert_trains_as_stock(mesh, stock, model)
 

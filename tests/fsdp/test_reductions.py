@@ -18,7 +18,6 @@ from toy import backward, loss_without_head, make_lm, shard
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm.two_hops import TwoHopReduce
-from hf_zeropp.fsdp.gradients.form import Form
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 
 WAYS = {
@@ -37,7 +36,7 @@ class Memory:
     """
 
     def __init__(self) -> None:
-        self.num_seen = {"flat gradient": 0, "widened gradient": 0, "partial sums": 0}
+        self.num_seen = {"flat gradient": 0, "partial sums": 0}
         self.kept: list[str] = []
         self._made: list[tuple[str, weakref.ref[torch.Tensor]]] = []
 
@@ -56,7 +55,7 @@ class Memory:
 def watched() -> Iterator[Memory]:
     """Give reductions flat gradients that nothing else holds, and look when a call returns and when a cross hop ends."""
     memory = Memory()
-    call, widen = ZeroPPReduceScatter.__call__, Form.widen
+    call = ZeroPPReduceScatter.__call__
     start_cross_hop, finish = TwoHopReduce.start_cross_hop, TwoHopReduce.finish
 
     def watched_call(
@@ -67,13 +66,7 @@ def watched() -> Iterator[Memory]:
         given = [flat]
         del flat
         call(reduce, output_tensor, given.pop(), **kwargs)
-        memory.look("flat gradient", "widened gradient")
-
-    def watched_widen(form: Form, flat: torch.Tensor, *args: Any) -> torch.Tensor:
-        full = widen(form, flat, *args)
-        if full is not flat:
-            memory.note("widened gradient", full)
-        return full
+        memory.look("flat gradient")
 
     def watched_start(hops: TwoHopReduce, layouts: Any, partial: Any, flight: Any = None) -> Any:
         if partial is not None and flight is not None:
@@ -81,12 +74,11 @@ def watched() -> Iterator[Memory]:
         return start_cross_hop(hops, layouts, partial, flight)
 
     def watched_finish(*args: Any) -> None:
-        memory.look("widened gradient", "partial sums")
+        memory.look("partial sums")
         finish(*args)
 
     with (
         mock.patch.object(ZeroPPReduceScatter, "__call__", watched_call),
-        mock.patch.object(Form, "widen", watched_widen),
         mock.patch.object(TwoHopReduce, "start_cross_hop", watched_start),
         mock.patch.object(TwoHopReduce, "finish", watched_finish),
     ):

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn as nn
 from harness import expect_errors, run_ranks
-from staleness import without_optimizer_hook, without_versions
 from toy import POLICIES, make_lm, shard, tokens_of, train
 
 from hf_zeropp import apply_zeropp
@@ -69,25 +68,6 @@ def one_rank_encodes_old_weights(rank: int, settings: dict) -> None:
         steps(model, rank)
 
 
-def write_that_is_missed(rank: int, settings: dict) -> None:
-    """On a GPU nothing tells of a write through ``.data``. Here what would tell is taken away."""
-    model = shard(make_lm(), POLICIES["bf16"])
-    apply_zeropp(model, settings)
-    with without_versions():
-        model(tokens_of(rank))
-        if rank == 2:
-            model.blocks[1].up.weight.data.mul_(2)
-        model(tokens_of(rank))
-
-
-def step_that_is_missed(rank: int, settings: dict) -> None:
-    """All ranks take old copies for fresh, so nothing crosses that could be compared on arrival."""
-    model = shard(make_lm(), POLICIES["bf16"])
-    apply_zeropp(model, settings)
-    with without_versions(), without_optimizer_hook():
-        steps(model, rank)
-
-
 @pytest.mark.thorough("*values", "*unquantized", "*delta", "*copies on one rank", "*through sockets")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_rank_that_encodes_old_weights_is_named(mode):
@@ -96,18 +76,6 @@ def test_a_rank_that_encodes_old_weights_is_named(mode):
     for error in expect_errors(one_rank_encodes_old_weights, 4, MODES[mode], env=CHECK):
         assert f"of unit {UNIT} differ from the masters" in error, error
         assert f"rank 1 sent other weights than its masters hold, to {holders} (seen" in error, error
-
-
-@pytest.mark.thorough("*values", "*delta")
-@pytest.mark.parametrize("mode", ["values", "delta", "exact"])
-def test_a_write_that_is_missed_is_named(mode):
-    for error in expect_errors(write_that_is_missed, 4, MODES[mode], env=CHECK):
-        assert f"the weights of unit {UNIT} have changed on rank 2 since they were gathered" in error, error
-
-
-def test_a_step_that_is_missed_is_named():
-    for error in expect_errors(step_that_is_missed, 4, MODES["values"], env=CHECK):
-        assert "have changed on ranks [0, 1, 2, 3] since they were gathered" in error, error
 
 
 def nodes_use_different_layers(rank: int, settings: dict) -> None:

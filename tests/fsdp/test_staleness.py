@@ -23,7 +23,7 @@ from staleness import (
     sees_the_weights,
     step,
     warm_model,
-    without_content,
+    without_fingerprints,
     without_invalidation,
     without_optimizer_hook,
     without_resharding,
@@ -51,7 +51,7 @@ def scenario_forward_between_backward_and_step(rank: int) -> None:
 
 
 def scenario_optimizer_that_writes_through_data(rank: int) -> None:
-    check(rank, lambda model, handle: step(model, WritesData, rank), without_optimizer_hook, without_content)
+    check(rank, lambda model, handle: step(model, WritesData, rank), without_optimizer_hook, without_fingerprints)
 
 
 # (b) Loading.
@@ -81,7 +81,7 @@ def scenario_load_through_data(rank: int) -> None:
         model.blocks[0].up.__class__ = LoadsThroughData
         model.load_state_dict({name: model.state_dict()[name] * 2}, strict=False)
 
-    check(rank, load, without_invalidation, without_content)
+    check(rank, load, without_invalidation, without_fingerprints)
 
 
 def scenario_assign_state_dict_before_the_first_forward(rank: int) -> None:
@@ -140,25 +140,17 @@ def scenario_edit_in_place(rank: int) -> None:
     check(rank, change, without_versions)
 
 
-# (e) What moves no counter is seen by its content; where content cannot be read, invalidate() tells.
+# (e) What moves no counter needs invalidate(). That it is refused without is in test_fingerprint.py.
 
 
-def write_through_data(model, handle) -> None:
-    model.blocks[1].up.weight.data.mul_(2)
-
-
-def scenario_writes_that_move_no_counter(rank: int) -> None:
+def scenario_invalidate_behind_a_write_that_moves_no_counter(rank: int) -> None:
     """Programs of other such writes are in tests/fuzz/regressions/silent_writes."""
-    check(rank, write_through_data, without_content)
 
-
-def scenario_invalidate_where_content_cannot_be_read(rank: int) -> None:
     def change(model, handle) -> None:
-        write_through_data(model, handle)
+        model.blocks[1].up.weight.data.mul_(2)
         handle.invalidate()
 
-    with without_content():
-        check(rank, change, without_invalidation)
+    check(rank, change, without_invalidation, without_fingerprints)
 
 
 class RaisesHalfWay(WritesData):
@@ -172,15 +164,13 @@ class RaisesHalfWay(WritesData):
 
 
 def scenario_step_that_raises_and_is_caught(rank: int) -> None:
-    """On an accelerator no content is read, and this step moves no version: there the optimizer's hook alone tells."""
+    """This step moves no version: the optimizer's hook alone tells."""
 
     def change(model, handle) -> None:
         with contextlib.suppress(MemoryError):
             step(model, RaisesHalfWay, rank)
 
-    check(rank, change, without_content, without_optimizer_hook)
-    with without_content():
-        check(rank, change, without_optimizer_hook)
+    check(rank, change, without_optimizer_hook, without_fingerprints)
 
 
 def scenario_parameters_frozen_between_backward_and_step(rank: int) -> None:

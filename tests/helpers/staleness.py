@@ -51,14 +51,14 @@ def sees_the_weights(model: torch.nn.Module, rank: int) -> bool:
 # The guards, and how to take them away.
 
 
-def without_content() -> contextlib.AbstractContextManager:
-    return mock.patch.object(freshness.ShardContent, "digest", lambda content: None)
+def without_fingerprints() -> contextlib.AbstractContextManager:
+    return mock.patch.object(freshness.Fingerprint, "differs", lambda fingerprint: False)
 
 
 @contextlib.contextmanager
 def without_versions():
-    """Neither stamps nor content: a change of weights that is not reported is not seen."""
-    with mock.patch.object(WeightStamp, "matches", lambda self, params: True), without_content():
+    """Neither stamps nor fingerprints: a change of weights that is not reported is not seen."""
+    with mock.patch.object(WeightStamp, "matches", lambda self, params: True), without_fingerprints():
         yield
 
 

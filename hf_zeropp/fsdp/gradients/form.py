@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.two_hops import ReduceLayouts
 from hf_zeropp.fsdp.param_shard import ReducedShard
@@ -32,42 +29,10 @@ class Form:
     scale: float
     divisor: float
 
-    @functools.cached_property
-    def missing(self) -> frozenset[DTensor]:
-        """The parameters without a gradient on this rank, which FSDP2 leaves out of the flat gradient and of its output."""
-        return frozenset(part.param for part in self.parts if not part.has_gradient)
-
     def divide(self, reduced: torch.Tensor) -> None:
         """Divide in place as FSDP2 divides its output after the reduction."""
         if self.divisor != 1:
             reduced.div_(self.divisor)
-
-    def widen(self, flat: torch.Tensor, num_ranks: int) -> torch.Tensor:
-        """Return the flat gradient [W * S] in the dtype of the wires, with zeros for the parameters that are missing in it.
-
-        They may be others on other ranks, and then ranks would exchange pieces of different sizes.
-        """
-        layout = self.layouts.node_hop
-        if not self.missing:
-            return flat.to(layout.raw_dtype)
-        full = torch.zeros(num_ranks, layout.numel, dtype=layout.raw_dtype, device=flat.device)
-        slices = flat.view(num_ranks, -1)
-        for part, place in self._present():
-            part.of(full).copy_(slices[:, place])
-        return full.view(-1)
-
-    def narrow(self, reduced: torch.Tensor, output: torch.Tensor) -> None:
-        """Write a reduced slice [S] into FSDP2's output, which has no place for the parameters that are missing."""
-        for part, place in self._present():
-            output[place].copy_(part.of(reduced))
-
-    def _present(self) -> Iterator[tuple[ReducedShard, slice]]:
-        """Iterate over the parameters with a gradient, and their places in a slice without the others."""
-        start = 0
-        for part in self.parts:
-            if part.has_gradient:
-                yield part, slice(start, start + part.shard.padded_numel)
-                start += part.shard.padded_numel
 
     def adds_up_with(self, other: Form) -> bool:
         """Return whether sums of both forms are sums of the same things."""
@@ -85,14 +50,12 @@ class Partial:
     Attributes:
         sums: fp32 [Y, S]; bf16 with ``qgz_accumulator="bfloat16"``.
         form: how they travel.
-        others: the parameters that got no gradient on this rank so far. Their sums come from other ranks.
         written: recorded when they were written, on FSDP2's reduce-scatter stream. The next reduction runs on that stream too;
             a delivery for an optimizer's step runs on another one, and waits for it. None on CPU.
     """
 
     sums: torch.Tensor
     form: Form
-    others: frozenset[DTensor]
     written: torch.Event | None
 
 

@@ -7,14 +7,13 @@ long. See also [Note: gradient accumulation] below.
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
@@ -22,7 +21,6 @@ from hf_zeropp.fsdp.comm_objects import CommObject, names_unit, naming, record_e
 from hf_zeropp.fsdp.gradients.drivers import BLOCKING, StreamDriver, UnderWay
 from hf_zeropp.fsdp.gradients.form import Form, Partial, scale_of
 from hf_zeropp.fsdp.gradients.pending import PendingGradients
-from hf_zeropp.fsdp.gradients.withheld import WithheldGradients
 from hf_zeropp.fsdp.layouts import reduce_layouts
 from hf_zeropp.fsdp.param_shard import ParamShard, ReducedShard
 from hf_zeropp.fsdp.predictions import reduce_bytes, reductions_per_step
@@ -49,7 +47,7 @@ NO_WIRE_FORM = (
 )
 
 
-# Experts may get other gradients in every step. Forms are made anew then, and their layouts are found here.
+# Which parameters train may change between steps. Forms are made anew then, and their layouts are found here.
 _cached_layouts = functools.lru_cache(maxsize=4096)(reduce_layouts)
 
 
@@ -74,14 +72,12 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
 
     Attributes:
         pending: the gradients that wait for a result.
-        withheld: what was reduced for parameters without a gradient on this rank.
     """
 
     def __init__(self, unit: Unit, run: Run, decisions: AsksAboutReductions, hops: TwoHopReduce) -> None:
         self.unit = unit
         self.hops = hops
         self.pending = PendingGradients(unit)
-        self.withheld = WithheldGradients(unit)
         self._run = run
         self._decisions = decisions
         if isinstance(run.driver, StreamDriver):
@@ -107,12 +103,9 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         self._decisions.reduction_begins(self)
         self._run.driver.make_room()
         parts = self.unit.reduced_shards()
-        self.withheld.is_complete = all(one.has_gradient for one in parts)
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_by_fsdp2(output_tensor, input_tensor, group, op, async_op)
-        # FSDP2 of torch 2.15 chooses its dtype from the gradients that there are. Where some are missing, other ranks may have
-        # them, and reduce in another dtype. So that dtype is taken which all gradients together would have.
-        dtype = input_tensor.dtype if self.withheld.is_complete else self.unit.reduce_dtype
+        dtype = input_tensor.dtype
         scale, divisor = scale_of(op, group.size()), self.unit.divisor_after_reduce(dtype)
         # FSDP2 asks for the mean over a shard group, unless the user has set by what gradients are divided in all.
         if self.unit.gradient_divide_factor is None:
@@ -136,7 +129,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if output is None:
             output_tensor.zero_()
         driver.run(self._reduce(input_tensor, form, crosses, output))
-        self.pending.make_way(_with_gradient(parts), for_zeros=output is None)
+        self.pending.make_way((part.param for part in parts), for_zeros=output is None)
         return None
 
     def _form_of(self, parts: tuple[ReducedShard, ...], dtype: torch.dtype, scale: float, divisor: float) -> Form:
@@ -159,7 +152,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         A suspended generator keeps its variables. So each is deleted as soon as its memory is no longer needed.
 
         Args:
-            flat: this rank's gradients of all slices [W * S], without those that are missing.
+            flat: this rank's gradients of all slices [W * S].
             form: how they travel.
             crosses: whether the cross hop follows the node hop: on the last micro-step.
             output: FSDP2's output, which it adds to ``.grad``; None where it was given zeros.
@@ -167,19 +160,16 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         hops, layouts = self.hops, form.layouts
         with self._under_way(is_late=output is None):
             # Encode, and send every rank of the node its part.
-            full = form.widen(flat, hops.num_ranks)
-            flight = hops.start_node_hop(full, layouts)
-            del flat, full
+            flight = hops.start_node_hop(flat, layouts)
+            del flat
             if hops.has_node_hop:
                 yield UnderWay(flight, crosses=False)
 
             # Sum over the node, and over the micro-steps before this one. Until the last one the sums stay here.
-            others, sums = form.missing, None
-            if self._partial is not None:
-                others, sums = others & self._partial.others, self._partial.sums
+            sums = None if self._partial is None else self._partial.sums
             if not crosses:
                 sums = hops.accumulate(flight, layouts, sums)
-                self._partial = Partial(sums, form, others, record_event(sums.device))
+                self._partial = Partial(sums, form, record_event(sums.device))
                 return
 
             # Encode the sums, and send every node its part.
@@ -192,49 +182,31 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
                 yield UnderWay(flight, crosses=True)
 
             # Sum over nodes, and bring the result into ``.grad``.
-            self._finish(flight, form, others, output)
+            self._finish(flight, form, output)
 
-    def _finish(
-        self,
-        flight: Flight,
-        form: Form,
-        others: frozenset[DTensor],
-        output: torch.Tensor | None = None,
-    ) -> None:
+    def _finish(self, flight: Flight, form: Form, output: torch.Tensor | None = None) -> None:
         """Finish the cross hop, and bring the sum over nodes into ``.grad``, which sums enter here and nowhere else.
 
-        FSDP2 divides its output, if it asked for sums, and adds it to ``.grad``. Of all that is not in the output, this does the
-        same: the gradients that are missing in it, which may have a part in the sum all the same, from earlier micro-steps or
-        other ranks; and all of them where FSDP2 was given zeros.
+        FSDP2 divides its output, if it asked for sums, and adds it to ``.grad``. Where FSDP2 was given zeros, this does the same.
 
         Args:
             flight: the cross hop.
             form: how the gradients travel.
-            others: the parameters that got no gradient on this rank, in none of the micro-steps.
             output: FSDP2's output; None where it was given zeros.
         """
         layout = form.layouts.cross_hop
-        if output is not None and output.numel() == layout.numel and output.dtype == layout.raw_dtype:
+        if output is not None:
             self.hops.finish(flight, form.layouts, output, form.scale)
             return
         # ``handle.deliver`` may be called in inference mode, and training adds to the gradient later.
         with torch.inference_mode(False):
             reduced = torch.empty(layout.numel, dtype=layout.raw_dtype, device=flight.received.device)
         self.hops.finish(flight, form.layouts, reduced, form.scale)
-        if output is not None:
-            form.narrow(reduced, output)
         form.divide(reduced)
         for part in form.parts:
-            param = part.param
-            if output is not None and part.has_gradient:
-                continue
-            # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
-            result = part.of(reduced)[: part.shard.numel]
-            if self.pending.waits(param):
-                self.pending.add(param, result)
-            elif param in others:
-                self.withheld.keep(param, result)
-            # Otherwise the gradient was cleared since, and must not come back.
+            if self.pending.waits(part.param):  # otherwise the gradient was cleared since, and must not come back
+                # The slice is padded to equal lengths on all ranks; ``numel`` is the part that exists on this rank.
+                self.pending.add(part.param, part.of(reduced)[: part.shard.numel])
 
     @contextmanager
     def _under_way(self, *, is_late: bool) -> Iterator[None]:
@@ -254,7 +226,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool,
     ) -> dist.Work | None:
-        self.pending.make_way(_with_gradient(self.unit.reduced_shards()), for_zeros=False)
+        self.pending.make_way((part.param for part in self.unit.reduced_shards()), for_zeros=False)
         self._run.warn(NO_WIRE_FORM, [self.unit])
         peers = Peers.of(group, self._run.traffic.ranks_per_node)
         self._run.traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
@@ -275,7 +247,6 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
     def before_post_backward(self) -> None:
         """FSDP2 is about to reduce: forget contributions to gradients that are gone."""
         self._drop_unwanted()
-        self.withheld.forget_unwanted()
 
     def after_post_backward(self) -> None:
         """FSDP2 has added its output to ``.grad``: where something is missing in it, let ``.grad`` say so."""
@@ -312,7 +283,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             flight = self.hops.start_cross_hop(partial.form.layouts, partial.sums)
             for index in range(len(self.hops.hops_of_replicas(partial.form.layouts))):
                 flight = self.hops.start_replica_hop(index, flight, partial.form.layouts)
-            self._finish(flight, partial.form, partial.others)
+            self._finish(flight, partial.form)
         if not self._has_unfinished:
             self.pending.clear()
 
@@ -336,8 +307,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             return
         slices = self._partial.sums.view(-1, form.layouts.node_hop.numel)
         for part in unwanted:
-            if part.param not in self._partial.others:
-                part.of(slices).zero_()
+            part.of(slices).zero_()
 
     # Sizes.
 
@@ -376,7 +346,3 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             replica_hops=layouts.replica_bytes(rounds, None if replicas is None else replicas.peers),
         )
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
-
-
-def _with_gradient(parts: Sequence[ReducedShard]) -> list[DTensor]:
-    return [part.param for part in parts if part.has_gradient]

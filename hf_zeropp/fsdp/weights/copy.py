@@ -126,7 +126,7 @@ class Copy:
             self._unit.reshard()
         if self._check is not None:
             with self.guard(WrongCopies):
-                self._check.agreed(is_fresh=self.due == Change.NONE)
+                self._check.agreed()
 
     def encode(self, words: ChangedWords, shards: Sequence[torch.Tensor]) -> None:
         """Encode the changed words that will cross. What is written to the weights from now on is a new change."""

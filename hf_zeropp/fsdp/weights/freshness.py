@@ -10,35 +10,33 @@ import enum
 import weakref
 from collections.abc import Sequence
 
-import numpy as np
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor
 
 from hf_zeropp import devices
+from hf_zeropp.fsdp.comm_objects import record_event
 from hf_zeropp.fsdp.units import Unit, local_tensor_of
 
 # [Note: when a secondary shard is stale]
-# A secondary shard is a copy of the weights. It serves until they change. A rank sees a change of its own shard by three
-# signs:
+# A secondary shard is a copy of the weights. It serves until they change. A rank sees a change of its own shard by two signs, on
+# every device:
 #
-# 1. *the stamp*: identity and version counters of the unit's parameters. They move in optimizers' steps and in
-#    operations on the parameters. They decide where the content is not known, and tell right before a step whether
-#    something other than an optimizer wrote until then;
-# 2. *the content*: a 64-bit hash of this rank's shard, 1/W of the unit, at memory speed (xxh3 reads 20 MB in 0.8 ms on
-#    one core of an AVX-512 machine). It notices every other write: ``.data``, ``numpy()``, raw pointers,
-#    ``torch._foreach_*`` on DTensors, ``torch.distributed.checkpoint.load`` in place, a step that raised half-way.
-#    It is taken with every gather across nodes, and after a step where deltas may be sent;
-# 3. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or the user's code
-#    called ``handle.invalidate()``. A mark makes the hash unnecessary. Where no content can be read, an optimizer's mark is set
-#    before the step as well: a step that raised shows by it.
+# 1. *the stamp*: identity and version counters of the unit's parameters, which move in operations on the parameters;
+# 2. *marks*: a torch optimizer that holds a parameter of the unit stepped, ``load_state_dict`` ran, or the user's code called
+#    ``handle.invalidate()``. An optimizer's mark is set before its step as well: a step that raised half-way shows by it.
 #
 # No rank acts on its own answer. Before every forward pass the ranks exchange their answers for all units, and each unit
 # is gathered anew if it changed on *any* rank (decisions.py). A change made on one rank alone is then a gather more, not
 # a hang.
 #
-# Content is read where the shards lie in CPU memory. On an accelerator reading it would make the host wait, so there the
-# stamps and marks decide alone; ``handle.invalidate()`` is needed after writes that neither of them sees.
+# [Note: writes that move no counter]
+# Some writes show by neither sign: through ``.data``, NumPy or pointers, by ``torch._foreach_*`` on DTensors, by
+# ``torch.distributed.checkpoint.load`` in place. ``handle.invalidate()`` is for them. Where it was forgotten, a *fingerprint* of
+# the shard tells: the sum of its bits. It is taken when the weights are sent, and again in each pass in which neither sign shows.
+# A rank whose sum has changed says so (``Change.UNSEEN``), and all ranks raise. On a CPU the sum is known before the pass. On an
+# accelerator the host does not wait for it, so the next pass raises, and one pass has computed with old copies.
+# Sums of integers are exact in any order, and take no longer than the memory does (20 M weights in 7 ms on one core, and 22 ms by
+# ``torch.hash_tensor``). A write that only moves 8-byte words to other places keeps the sum, and is not found.
 
 # [Note: when a delta is enough]
 # With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by the difference between the weights and the copy.
@@ -56,7 +54,8 @@ class Change(enum.IntEnum):
     NONE = 0
     STEPPED = 1
     EDITED = 2
-    INVALID = 3
+    UNSEEN = 3  # by counters and marks: [Note: writes that move no counter]
+    INVALID = 4
 
 
 class Freshness:
@@ -64,16 +63,15 @@ class Freshness:
 
     Args:
         unit: the unit.
-        checks_steps: whether a write between an optimizer's step and the next gather must be told from the step. It costs one
-            hash more per step, and only deltas need it.
+        checks_steps: whether a write between an optimizer's step and the next gather must be told from the step. Only deltas
+            need it.
     """
 
     def __init__(self, unit: Unit, *, checks_steps: bool = False) -> None:
         self._unit = unit
-        self._content = ShardContent(unit)
+        self._fingerprint = Fingerprint(unit)
         self._checks_steps = checks_steps
         self._stamp: WeightStamp | None = None
-        self._digest: int | None = None
         # Nothing was gathered yet, so the first gather must send whole weights.
         self._marked = Change.INVALID
         self._is_in_closure_step = False
@@ -84,7 +82,8 @@ class Freshness:
         self._marked = Change.NONE
         if not self._is_in_closure_step:
             self._under_step = Change.NONE
-        self._remember()
+        self._stamp = WeightStamp.of(self._unit.params)
+        self._fingerprint.take()
 
     def mark(self, change: Change) -> None:
         """Note a change that the caller reports."""
@@ -94,53 +93,41 @@ class Freshness:
         """Note that an optimizer which holds a parameter of the unit begins a step. Changes up to now were not its own."""
         # Without deltas whole weights cross after an edit as after a step, so there is nothing to tell apart.
         if self._checks_steps and self._stamp is not None and not self._is_in_closure_step:
-            # The stamp alone is compared here, since a hash would read the shards once more in every step. An edit that
-            # it shows must be noted now: after the step it could not be told from the step's own writes, and a delta
-            # would be sent for it.
+            # An edit must be noted now: after the step it could not be told from the step's own writes, and a delta would be
+            # sent for it.
             if not self._stamp.matches(self._unit.params):
                 self.mark(Change.EDITED)
         # Without a closure no forward pass runs inside of the step. One that runs before ``after_step`` then shows that the
         # step raised, and what it wrote until then counts as an edit.
         self._is_in_closure_step = has_closure
-        # A step that raises half-way runs nothing behind it. Where no content can be read, the mark must stand by then.
-        if self._digest is None:
-            self._under_step = Change.STEPPED if has_closure else Change.EDITED
+        # A step that raises half-way runs nothing behind it. The mark must stand by then.
+        self._under_step = Change.STEPPED if has_closure else Change.EDITED
 
     def after_step(self) -> None:
-        """Note that the step ended. It does not come after a step that raised: the content, or a mark, tells of that one."""
+        """Note that the step ended. It does not come after a step that raised: the mark of ``before_step`` tells of that one."""
         self._is_in_closure_step = False
         self._under_step = Change.NONE
         self.mark(Change.STEPPED)
         # Without deltas the mark is answer enough: every change means whole weights, so there is nothing to compare
-        # later. With deltas, the content after the step shows whether anything else wrote between the step and the
+        # later. With deltas, the stamp after the step shows whether anything else wrote between the step and the
         # next gather.
         if self._checks_steps:
-            self._remember()
+            self._stamp = WeightStamp.of(self._unit.params)
 
     def change(self) -> Change:
-        """Return what happened to the weights since ``taken``. Asking changes nothing."""
+        """Return what happened to the weights since ``taken``."""
         marked = max(self._marked, self._under_step)
         if marked >= Change.EDITED:
             return marked
-        # The two answers that need no hash come first: reading the shards is the cost of this method.
         if marked == Change.STEPPED and not self._checks_steps:
             return Change.STEPPED
-        if not self._is_as_remembered():
+        assert self._stamp is not None
+        if not self._stamp.matches(self._unit.params):
             # Optimizers with a closure (LBFGS) run forward passes between updates of one step. Weights that changed
             # there were changed by the optimizer.
             return max(marked, Change.STEPPED if self._is_in_closure_step else Change.EDITED)
-        return marked
-
-    def _is_as_remembered(self) -> bool:
-        assert self._stamp is not None
-        # The content tells all that a stamp tells, and that equal values were written. Reading both would cost time.
-        if self._digest is not None:
-            return self._digest == self._content.digest()
-        return self._stamp.matches(self._unit.params)
-
-    def _remember(self) -> None:
-        self._stamp = WeightStamp.of(self._unit.params)
-        self._digest = self._content.digest()
+        # Reading the shards is the cost of this method, so it comes last.
+        return Change.UNSEEN if marked == Change.NONE and self._fingerprint.differs() else marked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -174,8 +161,8 @@ class WeightStamp:
         return same_tensors and self.versions == WeightStamp.of(params).versions
 
 
-class ShardContent:
-    """The bytes of this rank's shards of one unit, where they lie in CPU memory.
+class Fingerprint:
+    """The sum of the bits of this rank's shards of one unit, as they were when they were sent.
 
     Args:
         unit: the unit.
@@ -184,21 +171,71 @@ class ShardContent:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._places: list[tuple[int, int]] = []
-        self._views: list[np.ndarray] = []
+        self._words: list[torch.Tensor] = []  # views of the shards, on a CPU
+        self._taken: torch.Tensor | None = None
+        self._written: torch.Event | None = None
+        self._answer: torch.Tensor | None = None  # of the last comparison, where the host can read it
+        self._is_there: torch.Event | None = None
 
-    def digest(self) -> int | None:
-        """Return a 64-bit hash of the bytes; None where the shards lie elsewhere."""
-        memory = self._unit.shard_memory()
-        if memory is None or any(devices.has_streams(shard.device) for shard in memory):
-            self._places, self._views = [], []
+    def take(self) -> None:
+        """Note the weights as they are now."""
+        self._taken, self._answer = self._sum(), None
+        # Hops that are started ahead run on a stream of their own, and so does this.
+        self._written = None if self._taken is None else record_event(self._taken.device)
+
+    def differs(self) -> bool:
+        """Compare the weights with those that were noted. Return what is known: of an earlier comparison on an accelerator."""
+        if self._taken is None:
+            return False
+        was_other = self._is_other()
+        if self._written is not None:
+            torch.accelerator.current_stream().wait_event(self._written)
+        other = self._sum() != self._taken
+        assert isinstance(other, torch.Tensor)
+        self._answer = torch.empty((), dtype=torch.bool, pin_memory=other.device.type != "cpu")
+        self._answer.copy_(other, non_blocking=True)
+        self._is_there = record_event(other.device)
+        return was_other or self._is_other()
+
+    def _is_other(self) -> bool:
+        """Return the answer of the last comparison, if it has come; the host does not wait for it."""
+        has_come = self._answer is not None and (self._is_there is None or self._is_there.query())
+        return has_come and bool(self._answer)
+
+    def _sum(self) -> torch.Tensor | None:
+        shards = self._unit.shard_memory()
+        if shards is None or not shards:
             return None
-        # This runs in every micro-step, and making a view takes longer than hashing a small parameter. So views are kept
-        # while the shards stay where they are. A view holds its memory, so no other tensor can come to lie at its address.
-        places = [(shard.data_ptr(), shard.nbytes) for shard in memory]
+        if devices.has_streams(shards[0].device):  # one launch for each parameter would take longer than joining them
+            return sum_of_bits([self._unit.flat_shard(torch.float32)])
+        # Views are kept while the shards stay where they are: making them takes longer than reading a small parameter. A view
+        # holds its memory, so no other tensor can come to lie at its address.
+        places = [(shard.data_ptr(), shard.nbytes) for shard in shards]
         if places != self._places:
-            # A shard is viewed as bytes, since NumPy has no bfloat16. Neither the view nor ``numpy`` copies anything.
-            self._places, self._views = places, [shard.detach().view(torch.uint8).numpy() for shard in memory]
-        digest = xxhash.xxh3_64()
-        for view in self._views:
-            digest.update(view)  # type: ignore[arg-type]  # arrays are buffers
-        return digest.intdigest()
+            self._places, self._words = places, _words_of(shards)
+        return _sum_of_words(self._words)
+
+
+def sum_of_bits(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the sum of the bits of contiguous tensors [...], as 0-d int64 that wraps around. The host does not wait.
+
+    It is that of the memory's 64-bit words. So tensors of equal bits have equal sums if they begin alike within a word.
+    """
+    return _sum_of_words(_words_of(tensors))
+
+
+def _words_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return views of the tensors as int64 words, and of bytes that fill no word as uint8."""
+    words = []
+    for tensor in tensors:
+        data = tensor.detach().view(-1).view(torch.uint8)
+        # A view as words begins where a word of the memory does.
+        start = min(-data.storage_offset() % 8, data.numel())
+        end = data.numel() - (data.numel() - start) % 8
+        whole = data[start:end]
+        words += [data[:start], whole.view(torch.int64) if whole.numel() else whole, data[end:]]
+    return [view for view in words if view.numel()] or words[:1]
+
+
+def _sum_of_words(words: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([view.sum() for view in words]).sum()

@@ -3,8 +3,8 @@
 Each node holds a copy of all frozen weights, and nothing that happens in training makes copies equal that differ. They differ
 where each rank has made a part of them by itself with a seed of its own: the new rows of an embedding that was resized, a head
 that no checkpoint has. A rank's shard of the copy must be equal on all ranks with its place in their nodes, of its own replica
-and of others. Those of a cross group exchange a hash of each weight, and so do those of a replica group, which may have ranks of
-one node as well. All ranks tell each other what they found, so that all raise the same error.
+and of others. Those of a cross group exchange the sum of the bits of each weight, and so do those of a replica group, which may
+have ranks of one node as well. All ranks tell each other what they found, so that all raise the same error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-import xxhash
 
 from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.first_use import on_first_use
+from hf_zeropp.fsdp.weights.freshness import sum_of_bits
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 
 
@@ -41,9 +41,9 @@ def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Run) 
 
 def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
     names = [name for gather in gathers for name in gather.names]
-    digests = [_digest(local_tensor_of(param)) for gather in gathers for param in gather.unit.params]
+    sums = [_sum_of(local_tensor_of(param)) for gather in gathers for param in gather.unit.params]
     across = filter(None, (run.mesh.topology.cross_group, run.mesh.replicas))
-    found = [_find_difference(names, digests, group, run.traffic.ranks_per_node) for group in across]
+    found = [_find_difference(names, sums, group, run.traffic.ranks_per_node) for group in across]
     if said := next(filter(None, _of_data_parallel_ranks(next(filter(None, found), None), run)), None):
         raise ValueError(
             f"Nodes hold different frozen weights: {said}. Nothing makes them equal later. Give all ranks the same seed before "
@@ -53,20 +53,20 @@ def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
 
 
 def _find_difference(
-    names: Sequence[str], digests: Sequence[bytes], group: dist.ProcessGroup, ranks_per_node: int
+    names: Sequence[str], sums: Sequence[int], group: dist.ProcessGroup, ranks_per_node: int
 ) -> str | None:
     """Return in words the first parameter in which ranks of a group with one place in their nodes differ; None if none do."""
     ranks = dist.get_process_group_ranks(group)
-    for name, values in zip(names, zip(*exchange(digests, group), strict=True), strict=True):
+    for name, values in zip(names, zip(*exchange(sums, group), strict=True), strict=True):
         if holders := _differing(ranks, values, ranks_per_node):
             return f"{name} differs between {' and '.join(map(words_of, ranks_by(holders.items()).values()))}"
     return None
 
 
-def _differing(ranks: Sequence[int], values: Sequence[bytes], ranks_per_node: int) -> dict[int, bytes]:
+def _differing(ranks: Sequence[int], values: Sequence[int], ranks_per_node: int) -> dict[int, int]:
     """Return the values of the ranks of the first place in a node at which they differ; none where all are equal."""
     # Ranks of one node hold other shards of one copy.
-    places: dict[int, dict[int, bytes]] = defaultdict(dict)
+    places: dict[int, dict[int, int]] = defaultdict(dict)
     for rank, value in zip(ranks, values, strict=True):
         places[rank % ranks_per_node][rank] = value
     return next((held for held in places.values() if len(set(held.values())) > 1), {})
@@ -81,9 +81,6 @@ def _of_data_parallel_ranks(value: Any, run: Run) -> list[Any]:
     return values
 
 
-def _digest(shard: torch.Tensor) -> bytes:
-    """Return a hash of a shard's bytes."""
-    if shard.is_meta:  # FSDP2 says so in this forward pass
-        return b""
-    data = shard.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-    return xxhash.xxh3_64_digest(data)  # type: ignore[arg-type]  # arrays are buffers
+def _sum_of(shard: torch.Tensor) -> int:
+    # FSDP2 says what is on ``meta`` in this forward pass. A copy begins at a word of memory, on all ranks.
+    return 0 if shard.is_meta else int(sum_of_bits([shard.detach().clone(memory_format=torch.contiguous_format)]))

@@ -1,12 +1,11 @@
 """``ZEROPP_CHECK=1``: a debugging aid that compares the nodes' copies of the weights with the masters.
 
 Training on secondary shards that differ from the masters raises no error and gives bad results; with deltas, a difference between
-nodes stays once it is there. Three things are compared, for each unit:
+nodes stays once it is there. Two things are compared, for each unit:
 
 - *after every update*, all copies of a rank's slice with what the masters of that rank give, bit for bit. Copies that equal each
   other may all be old. The rank encodes its masters once more for it, read from the parameters and not from FSDP2's views of
   them. A delta is applied to the rank's own slice once more;
-- *when ranks agree that a copy is fresh*, the masters with those that it was made of;
 - *whenever ranks agree*, the masters of replicas (HSDP) with each other.
 
 Every rank sends checksums to all ranks that hold copies of the unit. If two differ, all ranks that train the same part of the
@@ -66,13 +65,11 @@ class SecondaryCheck:
         self._tell = tell
         self._dtype = torch.float32
         self._expected: torch.Tensor | None = None
-        self._taken: torch.Tensor | None = None
 
     def encoded(self, carrier: Carrier) -> None:
         """Note what the masters give, which ``carrier`` has encoded just now."""
         self._dtype = carrier.layouts.kept.raw_dtype
         self._expected = carrier.expected_slice(self._unit.masters(carrier.reads or self._dtype))
-        self._taken = self._sum_of_masters()
 
     def landed(self, secondary: Secondary) -> None:
         """Compare all copies of the unit, which were brought up to date, with the masters.
@@ -90,14 +87,14 @@ class SecondaryCheck:
             "damaged on the way: call handle.invalidate() on all ranks, and look for the cause.",
         )
 
-    def agreed(self, *, is_fresh: bool) -> None:
-        """Compare the masters of all replicas, and with those that were encoded if ranks take the copies for fresh.
+    def agreed(self) -> None:
+        """Compare the masters of all replicas.
 
         Raises:
             WrongCopies: on every rank, if they differ on any.
         """
-        masters = self._sum_of_masters()
         if (replicas := self._unit.replica_group) is not None:
+            masters = checksum(self._unit.masters(self._dtype).view(torch.uint8))
             differs = any(total != masters.item() for [total] in _all_of(masters.view(1), replicas))
             # A rank that differs is seen by one rank of each replica, which tells its own replica. So all ranks raise.
             places = self._ranks_with(differs)
@@ -107,13 +104,6 @@ class SecondaryCheck:
                 f"and of the ranks with the same shards (seen on rank {dist.get_rank()}). Weights were changed or loaded on "
                 "one of them alone.",
             )
-        changed = self._ranks_with(is_fresh and self._taken is not None and bool(masters != self._taken))
-        self._stop_if_any(
-            changed,
-            f"{ENV_CHECK}: the weights of unit {self._unit.name} have changed on {words_of(changed)} since they were gathered, "
-            f"and were taken for fresh (seen on rank {dist.get_rank()}). Call handle.invalidate() after writes that move no "
-            "version counter.",
-        )
 
     def _faults(self, sums: Sequence[Sequence[int]]) -> Iterator[str]:
         """Say which ranks hold wrong copies of whose slices. ``sums`` are, for each rank, of its copies and of its masters."""
@@ -149,9 +139,6 @@ class SecondaryCheck:
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=self._unit.shard_group)
         raise WrongCopies(next(filter(None, found)))
-
-    def _sum_of_masters(self) -> torch.Tensor:
-        return checksum(self._unit.masters(self._dtype).view(torch.uint8))
 
 
 def _all_of(own: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:

@@ -21,7 +21,7 @@ HAZARDS = {
     "pending and refrozen": "requires_grad changes while micro-steps wait",
     "waits on the rank": "gradients are dropped while they wait on the rank, which FSDP2 keeps whatever becomes of .grad",
     "frozen before step": "parameters are frozen between backward and step",
-    "silent write": "weights change through .data, numpy, foreach, or a checkpoint loaded in place",
+    "silent write": "weights change through .data, numpy, foreach, or a checkpoint loaded in place, and invalidate() follows",
     "step that raises": "an optimizer raises after a part of its updates",
     "changed while unsharded": "weights change while a forward without backward left units unsharded",
     "frozen while unsharded": "requires_grad changes while a forward without backward left units unsharded",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -208,6 +208,46 @@ def parameters_of(case: Case) -> list[Parameter]:
 @functools.cache
 def _names_and_training(spec: ModelSpec) -> list[tuple[str, bool]]:
     return [(name, param.requires_grad) for name, param in build(spec, 0).named_parameters()]
+
+
+@functools.cache
+def units_of(spec: ModelSpec) -> dict[str, str]:
+    """Return the unit that each parameter is in, by its name."""
+
+    def unit_of(name: str) -> str:
+        first, _, rest = name.partition(".")
+        if first != "blocks":
+            return "ends" if spec.ends == "unit" else "root"
+        index = rest.partition(".")[0]
+        block = spec.blocks[int(index)]
+        if not block.unit:
+            return "root"
+        is_child = block.kind == "nested" and rest.startswith(f"{index}.child.")
+        return f"{index}.child" if is_child else index
+
+    return {name: unit_of(name) for name, _ in _names_and_training(spec)}
+
+
+def unused_in(case: Case, params: Mapping[str, torch.Tensor], fresh: Collection[str]) -> list[torch.Tensor]:
+    """Return the trainable parameters that got no gradient in a pass, of units that have one of its ``fresh`` gradients.
+
+    ZeRO++ gives them gradients of zeros, where there are several nodes.
+    """
+    if not case.has_nodes:
+        return []
+    of_models = enumerate(map(units_of, case.models))
+    units = {f"{index}.{name}": (index, unit) for index, of_model in of_models for name, unit in of_model.items()}
+    reduced = {units[name] for name in fresh}
+    return [
+        param for name, param in params.items() if param.requires_grad and name not in fresh and units[name] in reduced
+    ]
+
+
+def fill_in_zeros(params: Iterable[torch.Tensor]) -> None:
+    """Give gradients of zeros to those without one."""
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param, requires_grad=False)
 
 
 def blocks_that_are_units(spec: ModelSpec) -> list[int]:

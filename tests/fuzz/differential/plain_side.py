@@ -16,7 +16,9 @@ from differential.networks import (
     Experts,
     Net,
     build,
+    fill_in_zeros,
     run_models,
+    unused_in,
 )
 from differential.sides import Observation, Side, step_and_drop
 
@@ -112,6 +114,8 @@ class Plain(Side):
         for param in self.params.values():
             param.grad = None
         super()._backward(loss, times)
+        used = {name for name, param in self.params.items() if param.grad is not None}
+        fill_in_zeros(unused_in(self.case, self.params, used))
         fresh = {name: param.grad for name, param in self.params.items() if param.grad is not None}
         self._average(fresh)
         for name, param in self.params.items():

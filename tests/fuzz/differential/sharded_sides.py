@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.state_dict import set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from differential.cases import Case, ModelSpec
+from differential.cases import SILENT_ROUTES, Case, ModelSpec
 from differential.extension import local
 from differential.meshes import rows_of
-from differential.networks import Net, build, leave_meta, run_models, shard, starts_on_meta
+from differential.networks import Net, build, fill_in_zeros, leave_meta, run_models, shard, starts_on_meta, unused_in
 from differential.sides import Observation, Side, step_and_drop
 from hf_zeropp import apply_zeropp, generation_mode
 from hf_zeropp.fsdp.gradients.pending import PendingGradient
@@ -70,12 +70,16 @@ class Stock(Side):
 
     def edit(self, route: str, param: int, count: int, factor: float) -> Observation:
         ROUTES[route]([self.params[name] for name in self._chosen(param, count)], factor)
+        if route in SILENT_ROUTES:
+            self.invalidate()
         return self.weights()
 
     def edit_on_one_rank(self, route: str, param: int, rank: int, factor: float) -> Observation:
         if self.place == rank % self.case.world:
             names = [name for name in self._chosen(param, 1) if name not in self.on_node]
             ROUTES[route]([self.params[name] for name in names], factor)
+            if route in SILENT_ROUTES:
+                self.invalidate()
         return self.weights()
 
     def load(self, route: str) -> Observation:
@@ -96,7 +100,9 @@ class Stock(Side):
         path = os.path.join(self.folder, f"{type(self).__name__}{self._num_saved}")
         checkpoints.save(saved, checkpoint_id=path, process_group=self.peers)
         checkpoints.load(state, checkpoint_id=path, process_group=self.peers)
-        if not in_place:
+        if in_place:
+            self.invalidate()
+        else:
             net.load_state_dict(state)
 
     def _build_nets(self) -> list[Net]:
@@ -127,12 +133,31 @@ class Stock(Side):
             if marks_last:
                 net.set_is_last_backward(sync)
 
+    def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
+        before = self._stamps_of_gradients()
+        super()._backward(loss, times)
+        fresh = {name for name, stamp in self._stamps_of_gradients().items() if before.get(name) != stamp}
+        # ZeRO++ gives gradients of zeros itself.
+        fill_in_zeros(unused_in(self.case, self.params, fresh))
+
+    def _stamps_of_gradients(self) -> dict[str, tuple[int, int]]:
+        grads = ((name, param.grad) for name, param in self.params.items())
+        return {name: (id(grad), local(grad)._version) for name, grad in grads if grad is not None}
+
     def _backward_with_steps(self, loss: torch.Tensor) -> None:
-        params = [param for param in self.params.values() if param.requires_grad]
-        hooks = [param.register_post_accumulate_grad_hook(step_and_drop) for param in params]
-        self._backward(loss)
+        stepped: set[str] = set()
+
+        def step(name: str, param: torch.Tensor) -> None:
+            stepped.add(name)
+            step_and_drop(param)
+
+        trained = [(name, param) for name, param in self.params.items() if param.requires_grad]
+        hooks = [param.register_post_accumulate_grad_hook(functools.partial(step, name)) for name, param in trained]
+        super()._backward(loss)
         for hook in hooks:
             hook.remove()
+        for param in unused_in(self.case, self.params, stepped):
+            step_and_drop(param)
 
 
 class Ours(Stock):
@@ -232,6 +257,9 @@ class Ours(Stock):
     def save_handle_state(self) -> None:
         for handle in self.handles:
             handle.save_state()
+
+    def _stamps_of_gradients(self) -> dict[str, tuple[int, int]]:
+        return {}
 
     def _models(self) -> Sequence[nn.Module]:
         """Return what ``apply_zeropp`` and ``generation_mode`` are called with."""

@@ -67,6 +67,11 @@ class Event:
         self.clock: Clock = {}
         self._timeline = timeline
 
+    def query(self) -> bool:
+        """Return that it has happened: operations run where they are launched. The host knows of it from now on."""
+        join(self._timeline.host, self.clock)
+        return True
+
     def record(self, stream: Stream | None = None) -> None:
         self.clock = dict((stream or self._timeline.current).clock)
 

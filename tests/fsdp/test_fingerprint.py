@@ -1,0 +1,174 @@
+"""A write that moves no version counter, and that nobody tells of, ends in an error on all ranks. See freshness.py."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from happens_before.clocks import Event
+from staleness import CONFIG, forward
+from test_beside import as_on_a_gpu
+from toy import make_lm, shard, train
+from two_nodes import on_four_ranks
+
+from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
+from hf_zeropp.fsdp.weights import freshness
+from hf_zeropp.fsdp.weights.freshness import sum_of_bits
+
+QUANTIZED = CONFIG | {"qwz_bits": 8}
+DELTA = CONFIG | {"qwz_mode": "delta", "qwz_bits": 4}
+KEPT_NOWHERE = CONFIG | {"hpz_size": None, "qwz_bits": 8}
+
+
+def model_of(config: dict) -> tuple[torch.nn.Module, ZeroPPHandle]:
+    model = shard(make_lm())
+    return model, apply_zeropp(model, config)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def write(model: torch.nn.Module) -> None:
+    model.blocks[1].up.weight.data.mul_(2)
+
+
+def refusal(model: torch.nn.Module, rank: int) -> str:
+    """Return the error that the next forward pass must raise."""
+    with pytest.raises(RuntimeError, match="no version counter tells of it") as error:
+        forward(model, rank)
+    return str(error.value)
+
+
+def scenario_a_write_is_refused_on_all_ranks(rank: int) -> None:
+    """Behind a gather, behind a pass that compared, and behind steps. The error says where, and ``invalidate`` helps."""
+    for config in (CONFIG, QUANTIZED, DELTA, KEPT_NOWHERE):
+        for num_forwards, num_steps in ((1, 0), (2, 0), (1, 2)):
+            model, handle = model_of(config)
+            train(model, sgd(model), rank, range(num_steps), micro_steps=2)
+            for _ in range(num_forwards):
+                before = forward(model, rank)
+            if rank in (1, 2):
+                write(model)
+            for _ in range(2):  # it is not forgotten
+                said = refusal(model, rank)
+                assert "unit blocks.1 on ranks [1, 2]" in said and "handle.invalidate()" in said, said
+            if rank == 2:  # of any rank
+                handle.invalidate()
+            assert not torch.equal(forward(model, rank), before), (config, num_forwards, num_steps)
+            crossed = handle.traffic.cross_node_bytes
+            forward(model, rank)
+            assert handle.traffic.cross_node_bytes == crossed or config is KEPT_NOWHERE
+
+
+def scenario_a_write_before_generation_is_refused(rank: int) -> None:
+    model, _ = model_of(QUANTIZED)
+    forward(model, rank)
+    write(model)
+    with pytest.raises(RuntimeError, match="on ranks .0, 1, 2, 3"), generation_mode(model):
+        pass
+
+
+def scenario_a_write_while_the_gather_is_under_way(rank: int) -> None:
+    """The first forward pass starts the second block's gather and skips the block; what is written then must be found."""
+    for config in (CONFIG, QUANTIZED):
+        model, _ = model_of(config)
+        model.path = [0]
+        forward(model, rank)
+        model.path = [0, 1]
+        forward(model, rank)  # nothing is found where nothing was written
+        model, _ = model_of(config)
+        model.path = [0]
+        forward(model, rank)
+        model.path = [0, 1]
+        write(model)
+        refusal(model, rank)
+
+
+def scenario_a_step_covers_what_was_written(rank: int) -> None:
+    """Behind an optimizer's step weights cross anyway, and nothing has computed with old ones: clipping weights is allowed."""
+    for config in (CONFIG, QUANTIZED):
+        model, _ = model_of(config)
+        optimizer = sgd(model)
+        for step in range(2):
+            train(model, optimizer, rank, [step])
+            write(model)
+        forward(model, rank)
+
+
+def scenario_an_accelerator_tells_one_pass_later(rank: int) -> None:
+    """The host does not wait for the answer, and reads it in the next pass."""
+    for config in (CONFIG, QUANTIZED):
+        with as_on_a_gpu():
+            model, handle = model_of(config)
+            forward(model, rank)
+            write(model)
+            with mock.patch.object(Event, "query", lambda event: False):
+                forward(model, rank)
+            refusal(model, rank)
+            handle.invalidate()
+            forward(model, rank)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[mock.Mock]:
+    """The number of sums inside, of all units."""
+    with mock.patch.object(freshness, "_sum_of_words", mock.Mock(side_effect=freshness._sum_of_words)) as sums:
+        yield sums
+
+
+def scenario_a_step_of_one_micro_step_reads_the_shards_once(rank: int) -> None:
+    """The mark of the optimizer answers, and no question reads the shards again."""
+    for config in (CONFIG, QUANTIZED):
+        model, handle = model_of(config)
+        with counted() as sums:
+            train(model, sgd(model), rank, range(3))
+        assert sums.call_count == 3 * len(handle.units)
+
+
+def scenario_each_further_micro_step_reads_them_once_more(rank: int) -> None:
+    model, handle = model_of(QUANTIZED)
+    with counted() as sums:
+        train(model, sgd(model), rank, range(2), micro_steps=3)
+    assert sums.call_count == 2 * 3 * len(handle.units)
+
+
+test_writes_that_move_no_counter = on_four_ranks(__name__)
+
+
+def sum_of_python(tensors: list[torch.Tensor]) -> int:
+    """The same sum, of Python's integers."""
+    total = 0
+    for tensor in tensors:
+        data = tensor.view(torch.uint8).numpy().tobytes()
+        first = min(-tensor.storage_offset() * tensor.itemsize % 8, len(data))
+        starts = range(first, len(data) - 7, 8)
+        total += sum(int.from_bytes(data[start : start + 8], "little", signed=True) for start in starts)
+        total += sum(data[:first]) + sum(data[first + 8 * len(starts) :])
+    return (total + 2**63) % 2**64 - 2**63
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+def test_a_sum_of_bits_is_exact(dtype: torch.dtype) -> None:
+    """Of every size, at every place in memory, and of shards that are empty on this rank."""
+    data = (torch.randn(300, generator=torch.Generator().manual_seed(0)) * 40).abs().to(dtype)
+    for start in range(9):
+        for numel in (0, 1, 7, 8, 9, 64, 101):
+            tensors = [data[start : start + numel], data[:5]]
+            assert sum_of_bits(tensors).item() == sum_of_python(tensors), (start, numel)
+
+
+@pytest.mark.parametrize("change", ["one element", "the last one", "negated", "filled", "scaled"])
+def test_a_sum_of_bits_tells_changes(change: str) -> None:
+    before = torch.ones(1001) if change == "filled" else torch.randn(1001, generator=torch.Generator().manual_seed(0))
+    after = before.clone()
+    if change == "one element":
+        after[500] = torch.nextafter(after[500], torch.tensor(9.0))
+    elif change == "the last one":
+        after[-1] += 1
+    else:
+        after.mul_({"negated": -1.0, "filled": 2.0, "scaled": 1.0001}[change])
+    assert sum_of_bits([before]) != sum_of_bits([after])
