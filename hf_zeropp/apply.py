@@ -199,17 +199,19 @@ def _install_two_hops(
             ways[ranks] = _gathers_over(mesh, run, decisions), _reduce_hops(mesh, run)
     for unit in units:
         make_gather, hops = ways[ranks_of(unit)]
-        gather, reduce = make_gather(unit), ZeroPPReduceScatter(unit, run, decisions, hops)
+        gather, reduce = make_gather(unit), ZeroPPReduceScatter(unit, run, decisions.gradients, hops)
         unit.take_over_replicas()
         unit.set_all_gather(gather)
         unit.set_reduce_scatter(reduce)
         # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be
         # a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at it.
-        unit.wrap_post_backward(decisions.keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward)
+        unit.wrap_post_backward(
+            decisions.gradients.keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward
+        )
         decisions.add_unit(gather, reduce)
     # The hooks come after the comm objects. From here on a forward pass runs agreements on all of them.
     hook_passes(model, decisions)
-    hook_loading(model, decisions.invalidate)
+    hook_loading(model, decisions.weights.invalidate)
     listen_to_optimizers(decisions)
     _warn_of_fallbacks(run, decisions)
     return decisions
@@ -220,7 +222,7 @@ def _gathers_over(mesh: ShardMesh, run: Run, decisions: Decisions) -> Callable[[
     # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
     # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
     if leaves_gathers_to_fsdp2(run.config, mesh.hpz_size, mesh.topology.num_ranks):
-        return lambda unit: WeightGather(unit, run, decisions.before_gather)
+        return lambda unit: WeightGather(unit, run, decisions.weights.before_gather)
     hops = _gather_hops(mesh, run)
     has_copies = mesh.hpz_size is not None
     if run.checks and not has_copies and dist.get_rank() == 0:
@@ -228,11 +230,11 @@ def _gathers_over(mesh: ShardMesh, run: Run, decisions: Decisions) -> Callable[[
     # The ranks of this mesh compare their copies with each other. If the model has further ranks (replicas, or experts on a mesh
     # of their own), these see no fault by themselves, so they are told of it and stop as well.
     is_whole = mesh.topology.num_ranks == len(own_group(run.mesh.groups.data_parallel))
-    tell = None if is_whole else decisions.tell_faults
+    tell = None if is_whole else decisions.questions.tell_faults
 
     def make_gather(unit: Unit) -> ZeroPPAllGather:
         check = SecondaryCheck(unit, hops, tell) if run.checks and has_copies else None
-        return ZeroPPAllGather(unit, run, decisions.before_gather, hops, check)
+        return ZeroPPAllGather(unit, run, decisions.weights.before_gather, hops, check)
 
     return make_gather
 
@@ -269,9 +271,9 @@ def _reduce_hops(mesh: ShardMesh, run: Run) -> TwoHopReduce:
 
 def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
     """Name the units that stay with FSDP2's collectives, in one warning. Units that change later are named then."""
-    gathered = [gather.unit for gather in decisions.gathers if isinstance(gather, ZeroPPAllGather)]
+    gathered = [gather.unit for gather in decisions.weights.gathers if isinstance(gather, ZeroPPAllGather)]
     run.warn(MIXED_DTYPES, [unit for unit in gathered if unit.param_dtype not in FLOAT_DTYPES])
-    trained = [reduce.unit for reduce in decisions.reduces if reduce.unit.trains]
+    trained = [reduce.unit for reduce in decisions.gradients.reduces if reduce.unit.trains]
     run.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])
 
 

@@ -61,9 +61,9 @@ class ZeroPPHandle:
         self._decisions = decisions
         self._comms: list[CommObject] = [*counted]
         if decisions is not None:
-            self.gathers += [gather for gather in decisions.gathers if isinstance(gather, ZeroPPAllGather)]
-            self.reduces += decisions.reduces
-            self._comms += [*decisions.gathers, *decisions.reduces]
+            self.gathers += [gather for gather in decisions.weights.gathers if isinstance(gather, ZeroPPAllGather)]
+            self.reduces += decisions.gradients.reduces
+            self._comms += [*decisions.weights.gathers, *decisions.gradients.reduces]
 
     @property
     def is_active(self) -> bool:
@@ -88,7 +88,7 @@ class ZeroPPHandle:
         with ``torch._foreach_*`` operations on parameters.
         """
         if self._decisions is not None:
-            self._decisions.invalidate()
+            self._decisions.weights.invalidate()
 
     def reshard(self) -> None:
         """Reshard the units that a forward pass left unsharded, such as FSDP2's root unit.
@@ -134,7 +134,7 @@ class ZeroPPHandle:
             DisagreementError: on every rank, if ranks did not reduce the same gradients.
         """
         if self._decisions is not None:
-            self._decisions.deliver()
+            self._decisions.gradients.deliver()
 
     def discard_accumulated(self) -> None:
         """Forget micro-steps accumulated so far (``zero_grad`` does it too, but with ``qgz_accumulate="rank"``)."""
@@ -153,7 +153,7 @@ class ZeroPPHandle:
         """Bring all weights up to date, and let no forward pass inside cross nodes again. Enter it on all ranks."""
         # No trainable unit is over the world, or there is one node: no gather crosses nodes, and there is nothing to
         # agree on.
-        return contextlib.nullcontext() if self._decisions is None else self._decisions.generating()
+        return contextlib.nullcontext() if self._decisions is None else self._decisions.weights.generating()
 
     def lockstep_group(self) -> dist.ProcessGroup | None:
         """Return the ranks that must run the same forward passes while no weight changes; None for the whole world."""

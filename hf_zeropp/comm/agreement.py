@@ -49,8 +49,8 @@ SKIP_IN_A_NODE = (
 )
 """The remedy where ranks of a node part."""
 
-NAMED_DIFFERENCES = 4
-"""Units that an error names, where ranks ran different ones."""
+NAMED_UNITS = 4
+"""Units that an error names."""
 
 
 class DisagreementError(RuntimeError):
@@ -280,11 +280,11 @@ def _describe_runs(runs: dict[int, tuple[str, ...]]) -> str:
     entries = dict.fromkeys(sum(runs.values(), ()))
     differing = [entry for entry in entries if len({count[entry] for count in counts.values()}) > 1]
     said = []
-    for entry in differing[:NAMED_DIFFERENCES]:
+    for entry in differing[:NAMED_UNITS]:
         by_count = ranks_by((rank, count[entry]) for rank, count in counts.items())
         said.append(f"{entry}: {', '.join(f'{times} on {words_of(ranks)}' for times, ranks in by_count.items())}")
-    if len(differing) > NAMED_DIFFERENCES:
-        said.append(f"and {len(differing) - NAMED_DIFFERENCES} more differ")
+    if len(differing) > NAMED_UNITS:
+        said.append(f"and {len(differing) - NAMED_UNITS} more differ")
     if not said and len(set(runs.values())) > 1:
         place = next(index for index, ran in enumerate(zip(*runs.values(), strict=True)) if len(set(ran)) > 1)
         by_entry = ranks_by((rank, run[place]) for rank, run in runs.items())

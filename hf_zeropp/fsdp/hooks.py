@@ -15,9 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hf_zeropp.compat.extend import extend
-from hf_zeropp.fsdp.decisions import Decisions, Entrance
+from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.pending import renew_gradients
 from hf_zeropp.fsdp.units import Unit, initialize_root, on_backward
+from hf_zeropp.fsdp.weights.weight_decisions import Entrance, WeightDecisions
 from hf_zeropp.heads import base_models, embeddings
 
 # The hooks below stay for the life of the process. Strong references would keep every model that was ever prepared. The
@@ -87,10 +88,10 @@ def hook_passes(model: nn.Module, decisions: Decisions) -> None:
 
     Hooks on forward passes run ahead of FSDP2's own, which gather: they are registered later, and to be first (``prepend``).
     """
-    on_backward(model, decisions.backward.enter)
+    on_backward(model, decisions.gradients.backward.enter)
 
     # Nodes may run different units of frozen weights: only the ranks of a node gather them together.
-    of_nodes = decisions.modules_of_nodes
+    of_nodes = decisions.weights.modules_of_nodes
 
     def is_hooked(module: nn.Module) -> bool:
         return module is model or (isinstance(module, FSDPModule) and module not in of_nodes)
@@ -99,7 +100,7 @@ def hook_passes(model: nn.Module, decisions: Decisions) -> None:
     for name, module in units.items():
         inner = frozenset(units.values()).intersection(module.modules())
         entrance = Entrance(f"module {name}" if name else f"the model ({type(model).__name__})", inner)
-        _hook_forward(module, decisions, entrance)
+        _hook_forward(module, decisions.weights, entrance)
 
 
 def hook_loading(model: nn.Module, invalidate: Callable[[], None]) -> None:
@@ -153,7 +154,7 @@ def _hook_head(model: nn.Module, base: nn.Module, units: Sequence[Unit]) -> None
     model.register_forward_hook(end, always_call=True)
 
 
-def _hook_forward(module: nn.Module, decisions: Decisions, entrance: Entrance) -> None:
+def _hook_forward(module: nn.Module, decisions: WeightDecisions, entrance: Entrance) -> None:
     # An agreement must run at every call and its result decides what follows, so a compiler must not trace it.
     @torch.compiler.disable
     def before_forward(module: nn.Module, args: Any) -> None:

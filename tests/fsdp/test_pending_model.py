@@ -26,7 +26,9 @@ from hf_zeropp.comm.hop import Hop, WireBuffers
 from hf_zeropp.comm.topology import ShardMesh, WorldGroups, get_topology, whole_world
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.config import ZeroPPConfig
-from hf_zeropp.fsdp.decisions import Decisions, Entrance
+from hf_zeropp.fsdp.decisions import Decisions
+from hf_zeropp.fsdp.gradients.backward_passes import Backward as BackwardPasses
+from hf_zeropp.fsdp.gradients.gradient_decisions import GradientDecisions
 from hf_zeropp.fsdp.gradients.pending import PendingGradient
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.param_shard import ParamShard, ReducedShard
@@ -35,6 +37,7 @@ from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.copy import Copy
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.gather import WeightGather
+from hf_zeropp.fsdp.weights.weight_decisions import Entrance
 from hf_zeropp.traffic import Traffic
 
 pytestmark = pytest.mark.one_rank
@@ -108,16 +111,6 @@ class Expected:
         self.grads[name] = (self.grads[name] or 0.0) + value
 
 
-class CountedDecisions(Decisions):
-    """Counts how often a backward pass ends."""
-
-    num_ends = 0
-
-    def _end_backward(self) -> None:
-        self.num_ends += 1
-        super()._end_backward()
-
-
 class Raised(Exception):
     """A backward pass that raises on purpose."""
 
@@ -138,13 +131,19 @@ class Model:
         mesh_of_shards = ShardMesh(get_topology(1, "cpu"), groups, hpz_size=None, replicas=None)
         run = Run(config, mesh_of_shards, Traffic(1, 1))
         self.micro_steps, self.driver = run.micro_steps, run.driver
-        self.decisions = CountedDecisions(run, Agreement(Channel(world)), [], torch.nn.Module())
+        self.decisions = Decisions(run, Agreement(Channel(world)), [], torch.nn.Module())
+        self.num_ends = 0
+        self.decisions.gradients.backward = BackwardPasses(self._end_backward)
         hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())
         for unit in self.units:
-            reduce = ZeroPPReduceScatter(unit, run, self.decisions, hops)
-            gather = NoGather(unit, run, self.decisions.before_gather, Copy(unit, AlwaysFresh()))
+            reduce = ZeroPPReduceScatter(unit, run, self.decisions.gradients, hops)
+            gather = NoGather(unit, run, self.decisions.weights.before_gather, Copy(unit, AlwaysFresh()))
             self.decisions.add_unit(gather, reduce)
-        self.reduces = self.decisions.reduces
+        self.reduces = self.decisions.gradients.reduces
+
+    def _end_backward(self) -> None:
+        self.num_ends += 1
+        self.decisions.gradients.end_backward()
 
     # FSDP2's part.
 
@@ -177,10 +176,10 @@ class Model:
     def backward(self, *used: tuple[str, ...], last: bool, raises_behind: int = 0) -> None:
         """Run a backward pass of one tuple of parameters per unit, which may raise behind so many units."""
         entrance = Entrance("the model", frozenset())
-        self.decisions.enter_forward(entrance)
-        self.decisions.leave_forward(entrance)
+        self.decisions.weights.enter_forward(entrance)
+        self.decisions.weights.leave_forward(entrance)
         self.micro_steps.ask_is_last = lambda: last
-        num_ends = self.decisions.num_ends
+        num_ends = self.num_ends
         try:
             Backward.apply(
                 torch.zeros(1, requires_grad=True), lambda: self._reduce(used, raises_behind)
@@ -188,7 +187,7 @@ class Model:
         except Raised:
             return
         has_reduced = any(unit.with_gradient for unit in self.units)
-        assert self.decisions.num_ends - num_ends == has_reduced, "the end of a backward pass comes once"
+        assert self.num_ends - num_ends == has_reduced, "the end of a backward pass comes once"
 
     def _reduce(self, used: tuple[tuple[str, ...], ...], raises_behind: int) -> None:
         for index, names in enumerate(used):
@@ -221,7 +220,7 @@ class Model:
 
     def step(self) -> None:
         """An optimizer through pointers: its pre-hook delivers, then it reads memory."""
-        self.decisions.deliver()
+        self.decisions.gradients.deliver()
         for name, param in self.params.items():
             if param.grad is not None:
                 assert not isinstance(local_tensor_of(param.grad), PendingGradient)
@@ -382,7 +381,7 @@ def look_in_inference_mode(rank: int, overlap: bool) -> None:
     model = run(("micro-step",), init_device_mesh("cpu", (1,)), overlap)
     with torch.inference_mode():
         model.read("a")
-        model.decisions.deliver()
+        model.decisions.gradients.deliver()
         model.read("a")
     EVENTS["micro-step"](model)
     model.check()
@@ -395,5 +394,5 @@ def test_the_search_finds_a_lost_contribution():
 
 
 def explore_without_delivery(rank: int) -> tuple[int, list[str]]:
-    Decisions.deliver = lambda self: None
+    GradientDecisions.deliver = lambda self: None
     return explore(rank, False, 2)

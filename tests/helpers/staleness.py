@@ -14,10 +14,10 @@ import torch
 from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights import freshness
 from hf_zeropp.fsdp.weights.freshness import WeightStamp
+from hf_zeropp.fsdp.weights.weight_decisions import WeightDecisions
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
 
@@ -68,7 +68,7 @@ def without_optimizer_hook() -> contextlib.AbstractContextManager:
 
 
 def without_invalidation() -> contextlib.AbstractContextManager:
-    return mock.patch.object(Decisions, "invalidate", lambda self: None)
+    return mock.patch.object(WeightDecisions, "invalidate", lambda self: None)
 
 
 def without_resharding() -> contextlib.AbstractContextManager:

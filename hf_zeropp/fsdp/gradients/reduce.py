@@ -37,7 +37,7 @@ from hf_zeropp.traffic import FSDP2_REDUCE, REDUCE_REPLICAS, Bytes, Peers
 #
 # A partial is a debt: ``.grad`` is not what it seems until the cross hop has run. Three things settle it, whichever comes
 # first: the last micro-step; the end of a last backward pass in which the unit took no part (a skipped layer); and an optimizer's
-# step or ``handle.deliver()`` (decisions.py), should the last micro-step never come. Until then ``.grad`` is pending
+# step or ``handle.deliver()`` (gradient_decisions.py), should the last micro-step never come. Until then ``.grad`` is pending
 # (pending.py).
 
 
@@ -52,7 +52,7 @@ _cached_layouts = functools.lru_cache(maxsize=4096)(reduce_layouts)
 
 
 class AsksAboutReductions(Protocol):
-    """The part of decisions.py that reductions ask."""
+    """The part of gradient_decisions.py that reductions ask."""
 
     def reduction_begins(self, reduce: ZeroPPReduceScatter) -> None:
         """Take note of a reduction that FSDP2 asks for."""

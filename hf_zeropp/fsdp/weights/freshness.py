@@ -26,7 +26,7 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 #    ``handle.invalidate()``. An optimizer's mark is set before its step as well: a step that raised half-way shows by it.
 #
 # No rank acts on its own answer. Before every forward pass the ranks exchange their answers for all units, and each unit
-# is gathered anew if it changed on *any* rank (decisions.py). A change made on one rank alone is then a gather more, not
+# is gathered anew if it changed on *any* rank (weight_decisions.py). A change made on one rank alone is then a gather more, not
 # a hang.
 #
 # [Note: writes that move no counter]

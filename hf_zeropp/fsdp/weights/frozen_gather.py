@@ -3,7 +3,7 @@
 The ranks over which a gradient is averaged are chosen when a model is prepared: the world for what trains then, and nothing for
 what is frozen. A frozen weight that is made trainable later (gradual unfreezing) would get the mean over its node alone, and the
 copies of the nodes would go apart for good. So the next gather of such a weight raises an error.
-Weights that were frozen and are sharded over the world may thaw (``decisions.py``).
+Weights that were frozen and are sharded over the world may thaw (``weight_decisions.py``).
 """
 
 from __future__ import annotations
