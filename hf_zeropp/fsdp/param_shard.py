@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -90,20 +91,50 @@ def was_gathered(fsdp_param: FSDPParam) -> bool:
 def unreduced_of(fsdp_param: FSDPParam) -> list[torch.Tensor]:
     """Return the gradients that a rank keeps of a parameter at full size, because FSDP2 was told not to reduce them."""
     own = fsdp_param._unsharded_param.grad if was_gathered(fsdp_param) else None
-    # Up to torch 2.14 FSDP2 moves them to an attribute. Later it leaves them there, and a property of that name shows them again.
-    moved = vars(fsdp_param).get("unsharded_accumulated_grad")
-    return [grad for grad in (moved, own) if grad is not None]
+    return [grad for grad in (_accumulated_of(fsdp_param), own) if grad is not None]
 
 
-def fill_in_zeros(fsdp_param: FSDPParam, dtype: torch.dtype) -> None:
-    """Give the parameter a gradient of zeros at full size, if it trains and has none. FSDP2 then reduces it with the others."""
-    if unreduced_of(fsdp_param) or not was_gathered(fsdp_param) or not fsdp_param.sharded_param.requires_grad:
+def gets_gradient(fsdp_param: FSDPParam, reduces_unused: bool) -> bool:
+    """Return whether FSDP2's next reduction takes a gradient of this parameter. The condition is FSDP2's own.
+
+    ``reduces_unused``: FSDP2 was told to reduce zeros for parameters without a gradient.
+    """
+    if not was_gathered(fsdp_param):
+        return False
+    return bool(unreduced_of(fsdp_param)) or (reduces_unused and fsdp_param._unsharded_param.requires_grad)
+
+
+def fill_in_zeros(fsdp_params: Sequence[FSDPParam]) -> None:
+    """Give trainable parameters of a unit gradients of zeros at full size where they have none, if any of them has one."""
+    gradients = list(map(unreduced_of, fsdp_params))
+    if not any(gradients):
         return
-    zeros = torch.zeros_like(fsdp_param._unsharded_param, dtype=dtype, requires_grad=False)
-    if "unsharded_accumulated_grad" in vars(fsdp_param):
-        vars(fsdp_param)["unsharded_accumulated_grad"] = zeros
-    else:
-        fsdp_param._unsharded_param.grad = zeros
+    missing = [
+        param
+        for param, own in zip(fsdp_params, gradients, strict=True)
+        if not own and param.sharded_param.requires_grad and was_gathered(param)
+    ]
+    # From torch 2.15 on each parameter says in which dtype its gradient is, and FSDP2 reduces gradients of several.
+    if "unsharded_accumulated_grad" not in vars(fsdp_params[0]):
+        for param in missing:
+            full = param._unsharded_param
+            full.grad = torch.zeros_like(full, dtype=full.grad_dtype, requires_grad=False)
+        return
+    # Before, all have one: the dtype of what earlier micro-steps left at full size, or that in which backward made them.
+    accumulated = next((grad for grad in map(_accumulated_of, fsdp_params) if grad is not None), None)
+    dtype = next(filter(None, gradients))[0].dtype if accumulated is None else accumulated.dtype
+    for param in missing:
+        zeros = torch.zeros_like(param._unsharded_param, dtype=dtype, requires_grad=False)
+        vars(param)["unsharded_accumulated_grad"] = zeros
+    for param in fsdp_params if accumulated is not None else ():
+        if _accumulated_of(param) is None and (own := unreduced_of(param)):  # this micro-step alone has used it
+            vars(param)["unsharded_accumulated_grad"] = own[0].to(dtype)
+            param._unsharded_param.grad = None
+
+
+def _accumulated_of(fsdp_param: FSDPParam) -> torch.Tensor | None:
+    # Up to torch 2.14 FSDP2 moves it to an attribute. Later it stays where it is, and a property of that name shows it again.
+    return vars(fsdp_param).get("unsharded_accumulated_grad")
 
 
 def drop_unreduced(fsdp_param: FSDPParam) -> None:

@@ -2,22 +2,6 @@
 
 With every question go facts that would make ranks run different collectives later, and what the rank has run since the last one.
 If ranks differ, all of them raise the same error, which names unit and ranks (comm/agreement.py).
-
-[Note: what ran]
-Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
-collectives as each other, of equal sizes, and exchange the weights and gradients of different layers. No hop can tell.
-Therefore each rank notes what it runs: collectives of all ranks, and the modules that a forward pass with gradients enters. The
-first question of a backward pass then tells of a skipped layer before any gradient is exchanged. What the backward pass itself
-reduced is compared at its end, in time for the optimizer's step.
-
-[Note: what ran in a node]
-A gather of the ranks of a node is noted apart, since only these have to run the same: other nodes may run others, without
-gradients. In generation nothing is noted, because nothing is asked there.
-If ranks of a node run different modules, one waits in a gather, and another one in another gather, or in the next question. On
-accelerators no host waits in a gather, and all ask. On a CPU the question would not come about. So there the ranks of a node
-tell each other what they are about to do, before a gather in which they would wait. They do so in forward passes with gradients
-alone: it takes as long as a gather of few weights, and what backward gathers follows from the forward pass. A rank that comes
-to a question tells that.
 """
 
 from __future__ import annotations
@@ -37,6 +21,22 @@ from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
+
+# [Note: what ran]
+# Ranks that skip different layers of equal shape (LayerDrop with a seed per rank, early exit, experts without tokens) run as many
+# collectives as each other, of equal sizes, and exchange the weights and gradients of different layers. No hop can tell.
+# Therefore each rank notes what it runs: collectives of all ranks, and the modules that a forward pass with gradients enters. The
+# first question of a backward pass then tells of a skipped layer before any gradient is exchanged. What the backward pass itself
+# reduced is compared at its end, in time for the optimizer's step.
+#
+# [Note: what ran in a node]
+# A gather of the ranks of a node is noted apart, since only these have to run the same: other nodes may run others, without
+# gradients. In generation nothing is noted, because nothing is asked there.
+# If ranks of a node run different modules, one waits in a gather, and another one in another gather, or in the next question. On
+# accelerators no host waits in a gather, and all ask. On a CPU the question would not come about. So there the ranks of a node
+# tell each other what they are about to do, before a gather in which they would wait. They do so in forward passes with gradients
+# alone: it takes as long as a gather of few weights, and what backward gathers follows from the forward pass. A rank that comes
+# to a question tells that.
 
 T = TypeVar("T")
 

@@ -40,6 +40,7 @@ from hf_zeropp.fsdp.param_shard import (
     drop_unreduced,
     fill_in_zeros,
     gather_dtype_of,
+    gets_gradient,
     grad_dtype_of,
     is_extension,
     reduce_dtype_of,
@@ -67,7 +68,7 @@ class Unit:
         self.name = name
         self._module = module
         self._group = param_group
-        self._reduces_gradients = [True] * len(param_group.fsdp_params)
+        self._have_gradients = [True] * len(param_group.fsdp_params)
         self._behind: Callable[[torch.Tensor], None] | None = None
         self._reduced_shards: tuple[ReducedShard, ...] = ()
         self._reduced_key: list[tuple[int, int]] = []
@@ -120,8 +121,8 @@ class Unit:
         They are the trainable parameters, and those that were frozen after the forward pass and have a gradient still. Valid
         during a reduction. As long as nothing of it changes, it is the same object.
         """
-        params, reduces = self._group.fsdp_params, self._reduces_gradients
-        found = [(index, params[index].sharded_param) for index in self._reduction_order if reduces[index]]
+        params, have_gradients = self._group.fsdp_params, self._have_gradients
+        found = [(index, params[index].sharded_param) for index in self._reduction_order if have_gradients[index]]
         # Parameters are compared by identity. What was found last holds them, so no other one can have their ids.
         key = [(index, id(param)) for index, param in found]
         if key != self._reduced_key:
@@ -155,10 +156,11 @@ class Unit:
                 finally:  # the user's own choice, which may be the same
                     self._group.reduce_grads = reduces
                 return
-            self._fill_in_zeros()
             # FSDP2 does not say which parameters are in the flat tensor that it reduces: those with a gradient. They are noted
             # here, because it takes the gradients off the parameters next.
-            self._reduces_gradients = [len(unreduced_of(param)) > 0 for param in self._group.fsdp_params]
+            if self._group.reduce_grads and not self._reduces_unused:
+                fill_in_zeros(self._group.fsdp_params)  # [Note: unused parameters]
+            self._have_gradients = self._get_gradients()
             before()
             try:
                 original(*args)
@@ -171,7 +173,7 @@ class Unit:
         """Let ``wrapper`` run each reduction that FSDP2 does itself. It is also told whether replicas are averaged behind it."""
 
         def post_backward(original: Callable[..., None], *args: Any) -> None:
-            if self._group.reduce_grads and self._takes_part:
+            if self._group.reduce_grads and any(self._get_gradients()):
                 wrapper(lambda: original(*args), self._group.all_reduce_grads)
             else:
                 original(*args)
@@ -179,18 +181,13 @@ class Unit:
         extend(self._group, "post_backward", post_backward)
 
     @property
-    def _takes_part(self) -> bool:
-        """Whether FSDP2 has a gradient of the unit to reduce, or was told to reduce zeros (since torch 2.13)."""
-        reduces_unused = getattr(self._group, "reduce_scatter_unused_params", False)
-        return reduces_unused or any(map(unreduced_of, self._group.fsdp_params))
+    def _reduces_unused(self) -> bool:
+        """Whether FSDP2 was told to reduce zeros for parameters without a gradient (since torch 2.13)."""
+        return getattr(self._group, "reduce_scatter_unused_params", False)
 
-    def _fill_in_zeros(self) -> None:
-        """Give every trainable parameter of a unit that takes part in the reduction a gradient: [Note: unused parameters]."""
-        if self._takes_part:
-            dtypes = {grad.dtype for param in self._group.fsdp_params for grad in unreduced_of(param)}
-            dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else self.param_dtype
-            for fsdp_param in self._group.fsdp_params:
-                fill_in_zeros(fsdp_param, dtype)
+    def _get_gradients(self) -> list[bool]:
+        """Return for each parameter whether FSDP2's next reduction takes a gradient of it."""
+        return [gets_gradient(param, self._reduces_unused) for param in self._group.fsdp_params]
 
     def unreduced_bytes(self) -> int:
         """Bytes of the gradients that this rank keeps at full size until FSDP2 reduces them."""

@@ -32,8 +32,11 @@ class FakeFreshness:
 
     num_taken = 0
 
-    def taken(self) -> None:
+    def taken(self, *, is_kept: bool) -> None:
         self.num_taken += 1
+
+    def mark(self, change: Change) -> None:
+        pass
 
     def change(self) -> Change:
         return Change.NONE

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from toy import EXACT, full, full_gradients, full_weights
 from two_nodes import in_both_ways
 
@@ -51,10 +51,10 @@ def make() -> Model:
     return Model()
 
 
-def sharded(overlap: bool, **settings) -> tuple[Model, ZeroPPHandle]:
+def sharded(overlap: bool, policy: MixedPrecisionPolicy | None = None, **settings) -> tuple[Model, ZeroPPHandle]:
     model = make()
     for module in (*model.layers, model):
-        fully_shard(module)
+        fully_shard(module, mp_policy=policy or MixedPrecisionPolicy())
     return model, apply_zeropp(model, {"ranks_per_node": 2, "overlap": overlap} | UNQUANTIZED | settings)
 
 
@@ -166,6 +166,23 @@ def scenario_hooks_on_gradients(rank: int, overlap: bool) -> None:
         loss_of(model, rank, step, used_by(rank, step)).backward()
         oracle.backward(step, used_by(rank, step))
     check_gradients(model, oracle)
+
+
+def scenario_gradients_that_wait_at_full_size(rank: int, overlap: bool) -> None:
+    """In fp32 behind micro-steps in bf16. The last one uses experts that none before has used, and leaves out some."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for settings in ({"qgz_accumulate": "rank"}, {}):
+        (model, handle), oracle = sharded(overlap, policy, **settings), Oracle(rank)
+        for step, used in enumerate(([0], [rank % 2, 2], [3, rank % 2])):
+            handle.set_last_micro_step(step == 2)
+            if not settings:
+                model.set_requires_gradient_sync(step == 2)
+            loss_of(model, rank, step, used).backward()
+            oracle.backward(step, used)
+        ours = full_gradients(model)
+        for name, param in oracle.model.named_parameters():
+            bound = 0.1 * param.grad.abs().max().item() + 1e-7  # of three sums in bf16
+            torch.testing.assert_close(ours[name], param.grad, rtol=0, atol=bound, msg=name)
 
 
 def scenario_a_unit_without_gradients(rank: int, overlap: bool) -> None:

@@ -42,8 +42,8 @@ MEANT = {
     ("fsdp.gradients.pending", "_wait_for_offloaded_gradients"),
     # With qwz_mode="exact" the host has to know how much to send: once per step, for all units.
     ("comm.carriers", "exchange_sizes"),
-    # It looks at memory of the host, once an event says that it is there.
-    ("fsdp.weights.freshness", "_is_other"),
+    # It looks at memory of the host once an event says that it is there, and waits where the device is several passes behind.
+    ("fsdp.weights.freshness", "has_found"),
     # It waits only where there are no streams.
     ("comm.carriers", "_encode"),
 }

@@ -52,7 +52,7 @@ def sees_the_weights(model: torch.nn.Module, rank: int) -> bool:
 
 
 def without_fingerprints() -> contextlib.AbstractContextManager:
-    return mock.patch.object(freshness.Fingerprint, "differs", lambda fingerprint: False)
+    return mock.patch.object(freshness.Fingerprint, "has_found", lambda fingerprint: False)
 
 
 @contextlib.contextmanager

@@ -149,5 +149,6 @@ class GradientDecisions:
         # The debts are read once, for the bytes and for the words: an answer is waited for later, when this pass has
         # changed them.
         owes = [reduce.owes for reduce in self.reduces]
-        describe = lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients"  # noqa: E731
-        return self._questions.ask(action, owes, describe=describe)
+        return self._questions.ask(
+            action, owes, describe=lambda index: f"has {'' if owes[index] else 'no '}accumulated gradients"
+        )

@@ -116,6 +116,8 @@ class Copy:
         """
         if self.state is State.FAILED and change == Change.INVALID:
             self.state = State.ABSENT
+        if change == Change.INVALID:  # also where another rank says so: what this one has found does not count any more
+            self.freshness.mark(change)
         # A unit that an earlier pass found stale and then skipped is still due.
         self._change = max(self.due, change)
         if self.state is State.ENCODED or (self.state is State.FRESH and change != Change.NONE):
@@ -132,7 +134,7 @@ class Copy:
         """Encode the changed words that will cross. What is written to the weights from now on is a new change."""
         self._expect("encode", State.DUE)
         self._prepare(words, shards)
-        self.freshness.taken()
+        self.freshness.taken(is_kept=True)
         self.words, self.state = words, State.ENCODED
 
     def start(self, carrier: Carrier, shards: Sequence[torch.Tensor] = ()) -> None:
@@ -150,7 +152,7 @@ class Copy:
         # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
         # a write in between is a new change.
         if not was_encoded:
-            self.freshness.taken()
+            self.freshness.taken(is_kept=True)
 
     def land(self) -> None:
         """Finish the cross hop, which brings the secondary shard up to date. With a check this is a collective."""
@@ -180,7 +182,7 @@ class Copy:
         """Note that FSDP2's unsharded parameters are gathered from the shards as they are now, past the secondary shard."""
         # An agreement alone clears nothing, since a pass may skip the unit. What was really gathered does.
         self._expect("take", *(state for state in State if state is not State.FAILED))
-        self.freshness.taken()
+        self.freshness.taken(is_kept=False)
         self._version += 1
         self._unsharded_version = self._version
         self.words, self.state = None, State.CROSSING if self.is_under_way else State.FRESH

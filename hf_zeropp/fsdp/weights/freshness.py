@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -34,7 +35,7 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 # ``torch.distributed.checkpoint.load`` in place. ``handle.invalidate()`` is for them. Where it was forgotten, a *fingerprint* of
 # the shard tells: the sum of its bits. It is taken when the weights are sent, and again in each pass in which neither sign shows.
 # A rank whose sum has changed says so (``Change.UNSEEN``), and all ranks raise. On a CPU the sum is known before the pass. On an
-# accelerator the host does not wait for it, so the next pass raises, and one pass has computed with old copies.
+# accelerator the host does not wait for it, so a later pass raises, as a rule the next one, and one has computed with old copies.
 # Sums of integers are exact in any order, and take no longer than the memory does (20 M weights in 7 ms on one core, and 22 ms by
 # ``torch.hash_tensor``). A write that only moves 8-byte words to other places keeps the sum, and is not found.
 
@@ -46,6 +47,10 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 #
 # Changed words (``qwz_mode="exact"``) bring a secondary shard up to date after any change. Whole weights cross only
 # where the caller says that copies are not to be relied on (``Change.INVALID``).
+
+
+MAX_LATE = 2
+"""Passes that an accelerator may lag behind the host before the host waits for an answer about the weights."""
 
 
 class Change(enum.IntEnum):
@@ -65,11 +70,12 @@ class Freshness:
         unit: the unit.
         checks_steps: whether a write between an optimizer's step and the next gather must be told from the step. Only deltas
             need it.
+        max_late: as of ``Fingerprint``.
     """
 
-    def __init__(self, unit: Unit, *, checks_steps: bool = False) -> None:
+    def __init__(self, unit: Unit, *, checks_steps: bool = False, max_late: int = MAX_LATE) -> None:
         self._unit = unit
-        self._fingerprint = Fingerprint(unit)
+        self._fingerprint = Fingerprint(unit, max_late)
         self._checks_steps = checks_steps
         self._stamp: WeightStamp | None = None
         # Nothing was gathered yet, so the first gather must send whole weights.
@@ -77,13 +83,20 @@ class Freshness:
         self._is_in_closure_step = False
         self._under_step = Change.NONE
 
-    def taken(self) -> None:
-        """Note that the unit's weights, as they are now, were gathered or are being sent."""
+    def taken(self, *, is_kept: bool) -> None:
+        """Note that the unit's weights, as they are now, were gathered or are being sent.
+
+        Args:
+            is_kept: whether a copy is kept of them. Where none is, each gather takes the weights as they are, as in stock FSDP2.
+        """
+        if self._marked == Change.INVALID or not is_kept:
+            self._fingerprint.forget()
         self._marked = Change.NONE
         if not self._is_in_closure_step:
             self._under_step = Change.NONE
         self._stamp = WeightStamp.of(self._unit.params)
-        self._fingerprint.take()
+        if is_kept:
+            self._fingerprint.take()
 
     def mark(self, change: Change) -> None:
         """Note a change that the caller reports."""
@@ -115,9 +128,17 @@ class Freshness:
             self._stamp = WeightStamp.of(self._unit.params)
 
     def change(self) -> Change:
-        """Return what happened to the weights since ``taken``."""
+        """Return what happened to the weights since ``taken``.
+
+        On an accelerator this may start a comparison, and returns what earlier ones have found.
+        """
         marked = max(self._marked, self._under_step)
-        if marked >= Change.EDITED:
+        if marked == Change.INVALID:
+            return marked
+        # It counts also behind a step: a pass has computed with old copies.
+        if self._fingerprint.has_found():
+            return Change.UNSEEN
+        if marked == Change.EDITED:
             return marked
         if marked == Change.STEPPED and not self._checks_steps:
             return Change.STEPPED
@@ -126,8 +147,9 @@ class Freshness:
             # Optimizers with a closure (LBFGS) run forward passes between updates of one step. Weights that changed
             # there were changed by the optimizer.
             return max(marked, Change.STEPPED if self._is_in_closure_step else Change.EDITED)
-        # Reading the shards is the cost of this method, so it comes last.
-        return Change.UNSEEN if marked == Change.NONE and self._fingerprint.differs() else marked
+        if marked == Change.NONE:  # reading the shards is the cost of this method, so it comes last
+            self._fingerprint.compare()
+        return Change.UNSEEN if self._fingerprint.has_found() else marked
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,52 +184,65 @@ class WeightStamp:
 
 
 class Fingerprint:
-    """The sum of the bits of this rank's shards of one unit, as they were when they were sent.
+    """The sum of the bits of this rank's shards of one unit, as they were when a copy was made of them.
 
     Args:
         unit: the unit.
+        max_late: the number of comparisons that may be under way on an accelerator before the host waits for the oldest.
     """
 
-    def __init__(self, unit: Unit) -> None:
+    def __init__(self, unit: Unit, max_late: int = MAX_LATE) -> None:
         self._unit = unit
+        self._max_late = max_late
         self._places: list[tuple[int, int]] = []
         self._words: list[torch.Tensor] = []  # views of the shards, on a CPU
         self._taken: torch.Tensor | None = None
         self._written: torch.Event | None = None
-        self._answer: torch.Tensor | None = None  # of the last comparison, where the host can read it
-        self._is_there: torch.Event | None = None
+        self._has_found = False
+        self._under_way: deque[tuple[torch.Tensor, torch.Event | None]] = deque()
 
     def take(self) -> None:
-        """Note the weights as they are now."""
-        self._taken, self._answer = self._sum(), None
+        """Note the weights as they are now. Comparisons that are under way go on."""
+        self._taken = self._sum()
         # Hops that are started ahead run on a stream of their own, and so does this.
         self._written = None if self._taken is None else record_event(self._taken.device)
 
-    def differs(self) -> bool:
-        """Compare the weights with those that were noted. Return what is known: of an earlier comparison on an accelerator."""
+    def forget(self) -> None:
+        """Forget what was noted and found: no copy is made of these weights, or it is given up."""
+        self._taken, self._has_found = None, False
+        self._under_way.clear()
+
+    def compare(self) -> None:
+        """Compare the weights with those that were noted. On an accelerator the answer comes later."""
         if self._taken is None:
-            return False
-        was_other = self._is_other()
+            return
         if self._written is not None:
             torch.accelerator.current_stream().wait_event(self._written)
         other = self._sum() != self._taken
         assert isinstance(other, torch.Tensor)
-        self._answer = torch.empty((), dtype=torch.bool, pin_memory=other.device.type != "cpu")
-        self._answer.copy_(other, non_blocking=True)
-        self._is_there = record_event(other.device)
-        return was_other or self._is_other()
+        answer = torch.empty((), dtype=torch.bool, device="cpu", pin_memory=other.device.type != "cpu")
+        answer.copy_(other, non_blocking=True)
+        self._under_way.append((answer, record_event(other.device)))
 
-    def _is_other(self) -> bool:
-        """Return the answer of the last comparison, if it has come; the host does not wait for it."""
-        has_come = self._answer is not None and (self._is_there is None or self._is_there.query())
-        return has_come and bool(self._answer)
+    def has_found(self) -> bool:
+        """Return whether a comparison has found other weights, as far as answers have come."""
+        while self._under_way:
+            answer, is_there = self._under_way[0]
+            if is_there is not None and not is_there.query():
+                if len(self._under_way) <= self._max_late:
+                    break
+                is_there.synchronize()  # the host is that many passes ahead
+            self._has_found = self._has_found or bool(answer)
+            self._under_way.popleft()
+        return self._has_found
 
     def _sum(self) -> torch.Tensor | None:
         shards = self._unit.shard_memory()
         if shards is None or not shards:
             return None
         if devices.has_streams(shards[0].device):  # one launch for each parameter would take longer than joining them
-            return sum_of_bits([self._unit.flat_shard(torch.float32)])
+            dtypes = {shard.dtype for shard in shards}
+            return sum_of_bits([self._unit.flat_shard(dtypes.pop() if len(dtypes) == 1 else torch.float32)])
         # Views are kept while the shards stay where they are: making them takes longer than reading a small parameter. A view
         # holds its memory, so no other tensor can come to lie at its address.
         places = [(shard.data_ptr(), shard.nbytes) for shard in shards]

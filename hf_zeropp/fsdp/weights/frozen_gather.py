@@ -50,7 +50,7 @@ class FrozenGather(CountedAllGather):
         """Gather as FSDP2 does.
 
         Raises:
-            ValueError: a weight of the unit was made trainable. Ranks agreed on which before (``decisions.py``).
+            ValueError: a weight of the unit was made trainable. Ranks agreed on which before (``weight_decisions.py``).
         """
         self.refuse_thawed()
         if self.before_gather is not None:

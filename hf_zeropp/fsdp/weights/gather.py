@@ -31,7 +31,7 @@ from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.copy import Copy
-from hf_zeropp.fsdp.weights.freshness import Change, Freshness
+from hf_zeropp.fsdp.weights.freshness import MAX_LATE, Change, Freshness
 from hf_zeropp.fsdp.weights.policy import MANY_EDITS, Sent, next_carrier
 from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.ops.format import FLOAT_DTYPES
@@ -100,7 +100,7 @@ class WeightGather(CountedAllGather):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether this rank believes that what was gathered last is still the unit's weights."""
+        """Whether this rank believes that what was gathered last is still the unit's weights. It may start a comparison."""
         return self.copy.freshness.change() == Change.NONE
 
     def expire(self) -> None:
@@ -125,7 +125,9 @@ class ZeroPPAllGather(WeightGather):
         hops: TwoHopGather,
         check: SecondaryCheck | None = None,
     ) -> None:
-        freshness = Freshness(unit, checks_steps=run.config.sends_deltas)
+        # With ``ZEROPP_CHECK=1`` the host waits in many places.
+        max_late = 0 if run.checks else MAX_LATE
+        freshness = Freshness(unit, checks_steps=run.config.sends_deltas, max_late=max_late)
         super().__init__(unit, run, before_gather, Copy(unit, freshness, check))
         self.hops = hops
         self._keeps_secondary = run.config.hpz_size is not None

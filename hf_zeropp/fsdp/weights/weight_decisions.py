@@ -77,13 +77,16 @@ class WeightDecisions:
         # KeyboardInterrupt.
         while self._entered and not entrance.modules < self._entered[-1].modules:
             self._entered.pop()
+
         # Only units within the module that was entered are asked about: reading the shards of the rest (the other
         # model of a container) would be in vain.
-        inside = [gather for gather in self.gathers if not entrance.modules.isdisjoint(gather.unit.modules)]
-        if not self._has_answers(inside):
+        def is_inside(gather: WeightGather) -> bool:
+            return not entrance.modules.isdisjoint(gather.unit.modules)
+
+        if not self._has_answers(filter(is_inside, self.gathers)):
             # A pass without gradients leaves out what a rank that trains would wait for.
             manner = "" if torch.is_grad_enabled() else " without gradients"
-            self._agree(inside, f"run a forward pass of {entrance.name}{manner}")
+            self._agree(list(filter(is_inside, self.gathers)), f"run a forward pass of {entrance.name}{manner}")
             self._questions.tells_node = self._may_part()
         self._entered.append(entrance)
         # Whether layers are recomputed in backward follows from the forward pass. In generation nodes may run different ones.
