@@ -84,8 +84,9 @@ PYTORCH: tuple[Seam, ...] = (
         "Name, sizes and memory of a parameter's shard."),
     # Later versions keep such a gradient on the gathered parameter, and show it by a property of this name.
     sets(f"{_PARAM}:FSDPParam", "unsharded_accumulated_grad", "fsdp.param_shard",
-        "The gradient that a rank keeps at full size until it is reduced. If it moved: what `discard_accumulated` drops is "
-        "reduced all the same.", silent=True, until=(2, 15)),
+        "The gradient that a rank keeps at full size until it is reduced, and zeros where it has none. If it moved: what "
+        "`discard_accumulated` drops is reduced all the same, and ranks reduce gradients of different experts.",
+        silent=True, until=(2, 15)),
     # It is read with a default, which is right for torch 2.14 and earlier.
     has(f"{_GROUP}:FSDPParamGroup", "_reduce_scatter_param_indices", "fsdp.units",
         "The order of parameters in a flat gradient. If it moved: gradients of a unit with several dtypes are taken "
