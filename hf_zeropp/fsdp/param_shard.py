@@ -10,6 +10,14 @@ import torch
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor import DTensor
 
+# [Note: unused parameters]
+# A token meets a few experts of a layer, so an expert that is a module gets a gradient on some ranks only. FSDP2 leaves out what
+# has no gradient, and ranks would exchange pieces of different sizes. So a unit in which any parameter has a gradient on this
+# rank gets zeros for its others, and all ranks reduce all of them. An expert that no rank has used then has a gradient of zeros,
+# as in DeepSpeed's ZeRO-3, and not None: weight decay and momentum go on. A unit in which no parameter has a gradient is left
+# out, as in stock FSDP2, and ranks must leave out the same ones. (``set_reduce_scatter_unused_params``, which FSDP2 has since
+# torch 2.13, fills in zeros as well, and sends also those of units that were skipped.)
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamShard:
@@ -105,7 +113,10 @@ def gets_gradient(fsdp_param: FSDPParam, reduces_unused: bool) -> bool:
 
 
 def fill_in_zeros(fsdp_params: Sequence[FSDPParam]) -> None:
-    """Give trainable parameters of a unit gradients of zeros at full size where they have none, if any of them has one."""
+    """Give trainable parameters of a unit gradients of zeros at full size where they have none, if any of them has one.
+
+    See [Note: unused parameters].
+    """
     gradients = list(map(unreduced_of, fsdp_params))
     if not any(gradients):
         return

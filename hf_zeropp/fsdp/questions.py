@@ -45,7 +45,7 @@ Describe = Callable[[int], str]
 
 
 class Questions:
-    """What one model's rank asks the others.
+    """The questions of this rank to the other ranks that train the same model.
 
     Args:
         run: what all units share.

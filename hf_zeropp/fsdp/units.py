@@ -50,14 +50,6 @@ from hf_zeropp.fsdp.param_shard import (
 )
 from hf_zeropp.ops.format import FLOAT_DTYPES
 
-# [Note: unused parameters]
-# A token meets a few experts of a layer, so an expert that is a module gets a gradient on some ranks only. FSDP2 leaves out what
-# has no gradient, and ranks would exchange pieces of different sizes. So a unit in which any parameter has a gradient on this
-# rank gets zeros for its others, and all ranks reduce all of them. An expert that no rank has used then has a gradient of zeros,
-# as in DeepSpeed's ZeRO-3, and not None: weight decay and momentum go on. A unit in which no parameter has a gradient is left
-# out, as in stock FSDP2, and ranks must leave out the same ones. (``set_reduce_scatter_unused_params``, which FSDP2 has since
-# torch 2.13, fills in zeros as well, and sends also those of units that were skipped.)
-
 __all__ = ["AllGather", "DefaultAllGather", "DefaultReduceScatter", "ReduceScatter", "Unit", "find_units"]
 
 
@@ -159,7 +151,7 @@ class Unit:
             # FSDP2 does not say which parameters are in the flat tensor that it reduces: those with a gradient. They are noted
             # here, because it takes the gradients off the parameters next.
             if self._group.reduce_grads and not self._reduces_unused:
-                fill_in_zeros(self._group.fsdp_params)  # [Note: unused parameters]
+                fill_in_zeros(self._group.fsdp_params)
             self._have_gradients = self._get_gradients()
             before()
             try:

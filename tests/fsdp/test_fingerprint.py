@@ -109,31 +109,18 @@ def scenario_a_step_covers_what_was_written(rank: int) -> None:
 
 
 def scenario_an_accelerator_tells_one_pass_later(rank: int) -> None:
-    """The host does not wait for the answer, and reads it in the next pass."""
+    """The host does not wait for the answer. A pass has computed with old copies, also where a step follows it."""
     for config in (CONFIG, QUANTIZED):
-        with as_on_a_gpu():
-            model, handle = model_of(config)
-            forward(model, rank)
-            write(model)
-            with mock.patch.object(Event, "query", lambda event: False):
+        for has_step in (False, True):
+            with as_on_a_gpu():
+                model, handle = model_of(config)
                 forward(model, rank)
-            refusal(model, rank)
-            handle.invalidate()
-            forward(model, rank)
-
-
-def scenario_an_accelerator_tells_behind_a_step(rank: int) -> None:
-    """A step makes new copies. The pass before it has computed with old ones all the same."""
-    for config in (CONFIG, QUANTIZED):
-        with as_on_a_gpu():
-            model, handle = model_of(config)
-            forward(model, rank)
-            write(model)
-            with mock.patch.object(Event, "query", lambda event: False):
-                train(model, sgd(model), rank, range(1))
-            refusal(model, rank)
-            handle.invalidate()
-            forward(model, rank)
+                write(model)
+                with mock.patch.object(Event, "query", lambda event: False):
+                    train(model, sgd(model), rank, range(1)) if has_step else forward(model, rank)
+                refusal(model, rank)
+                handle.invalidate()
+                forward(model, rank)
 
 
 def scenario_an_accelerator_that_lags_behind_is_waited_for(rank: int) -> None:
@@ -192,7 +179,7 @@ def sum_of_python(tensors: list[torch.Tensor]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 def test_a_sum_of_bits_is_exact(dtype: torch.dtype) -> None:
-    """Of every size, at every place in memory, and of shards that are empty on this rank."""
+    """Sums of tensors of many sizes, empty ones among them, which begin at any byte of an 8-byte word."""
     data = (torch.randn(300, generator=torch.Generator().manual_seed(0)) * 40).abs().to(dtype)
     for start in range(9):
         for numel in (0, 1, 7, 8, 9, 64, 101):

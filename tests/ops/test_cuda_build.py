@@ -128,9 +128,9 @@ def test_tensor_cores_multiply(architecture):
 # ---- Instructions. Another compiler makes other code, so the ceilings hold for one version of nvcc.
 
 CEILINGS = Path(__file__).parent / "cuda_instructions.json"
-"""Of two kernels for sm_90 one source compiles to either of two forms, by chance of the addresses at which ptxas runs. Their
-ceilings are the larger counts (dequantize_update_rows 10,576 or 10,584 instructions, quantize_difference_rows 15,027 or 15,034 of
-its 36,540 on the ALU pipe). Five builds gave the same counts for all other kernels."""
+"""The counts of each kernel. For sm_90 ptxas compiles two of the kernels in one of two ways, which changes from build to build:
+dequantize_update_rows to 10,576 or 10,584 instructions, and quantize_difference_rows to 15,027 or 15,034 on the ALU pipe. Their
+ceilings are the larger counts. Five builds gave the same counts for all other kernels."""
 WRITE = "ZEROPP_WRITE_CEILINGS"  # set: lower the ceilings to what is counted. They never rise by themselves.
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9]*)")
 # These run on the pipe for integers and comparisons, at half the rate of multiplications and additions.

@@ -39,8 +39,13 @@ class CrossedTwiceError(Exception):
 
 
 class Stock(Side):
-    """FSDP2 as torch has it."""
+    """FSDP2 as torch has it.
 
+    Attributes:
+        makes_zeros: whether parameters without a gradient get zeros in a unit that is reduced. Stock FSDP2 is given them here.
+    """
+
+    makes_zeros = False
     _num_saved = 0
 
     def abort(self, data: int, which: int | None) -> Observation:
@@ -134,10 +139,12 @@ class Stock(Side):
                 net.set_is_last_backward(sync)
 
     def _backward(self, loss: torch.Tensor, times: int = 1) -> None:
+        if self.makes_zeros:
+            super()._backward(loss, times)
+            return
         before = self._stamps_of_gradients()
         super()._backward(loss, times)
         fresh = {name for name, stamp in self._stamps_of_gradients().items() if before.get(name) != stamp}
-        # ZeRO++ gives gradients of zeros itself.
         fill_in_zeros(unused_in(self.case, self.params, fresh))
 
     def _stamps_of_gradients(self) -> dict[str, tuple[int, int]]:
@@ -156,12 +163,14 @@ class Stock(Side):
         super()._backward(loss)
         for hook in hooks:
             hook.remove()
-        for param in unused_in(self.case, self.params, stepped):
+        for param in () if self.makes_zeros else unused_in(self.case, self.params, stepped):
             step_and_drop(param)
 
 
 class Ours(Stock):
     """FSDP2 with ``apply_zeropp``."""
+
+    makes_zeros = True
 
     def __init__(self, case: Case, rank: int, folder: str, mesh: DeviceMesh) -> None:
         self.handles: list[ZeroPPHandle] = []
@@ -257,9 +266,6 @@ class Ours(Stock):
     def save_handle_state(self) -> None:
         for handle in self.handles:
             handle.save_state()
-
-    def _stamps_of_gradients(self) -> dict[str, tuple[int, int]]:
-        return {}
 
     def _models(self) -> Sequence[nn.Module]:
         """Return what ``apply_zeropp`` and ``generation_mode`` are called with."""
