@@ -44,7 +44,7 @@ from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
 from hf_zeropp.fsdp.weights.frozen_copies import compare_frozen
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
-from hf_zeropp.fsdp.weights.gather import MIXED_DTYPES, WeightGather, ZeroPPAllGather
+from hf_zeropp.fsdp.weights.gather import MIXED_DTYPES, WeightGather
 from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.ops.format import FLOAT_DTYPES
@@ -232,9 +232,9 @@ def _gathers_over(mesh: ShardMesh, run: Run, decisions: Decisions) -> Callable[[
     is_whole = mesh.topology.num_ranks == len(own_group(run.mesh.groups.data_parallel))
     tell = None if is_whole else decisions.questions.tell_faults
 
-    def make_gather(unit: Unit) -> ZeroPPAllGather:
+    def make_gather(unit: Unit) -> WeightGather:
         check = SecondaryCheck(unit, hops, tell) if run.checks and has_copies else None
-        return ZeroPPAllGather(unit, run, decisions.weights.before_gather, hops, check)
+        return WeightGather(unit, run, decisions.weights.before_gather, hops, check)
 
     return make_gather
 
@@ -271,7 +271,7 @@ def _reduce_hops(mesh: ShardMesh, run: Run) -> TwoHopReduce:
 
 def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
     """Name the units that stay with FSDP2's collectives, in one warning. Units that change later are named then."""
-    gathered = [gather.unit for gather in decisions.weights.gathers if isinstance(gather, ZeroPPAllGather)]
+    gathered = [gather.unit for gather in decisions.weights.gathers if gather.has_hops]
     run.warn(MIXED_DTYPES, [unit for unit in gathered if unit.param_dtype not in FLOAT_DTYPES])
     trained = [reduce.unit for reduce in decisions.gradients.reduces if reduce.unit.trains]
     run.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])

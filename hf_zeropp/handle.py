@@ -15,7 +15,7 @@ from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import Unit
-from hf_zeropp.fsdp.weights.gather import ZeroPPAllGather
+from hf_zeropp.fsdp.weights.gather import WeightGather
 from hf_zeropp.traffic import Bytes
 
 
@@ -54,14 +54,14 @@ class ZeroPPHandle:
         self.traffic = run.traffic
         self.units = list(units)
         self.frozen_units = list(frozen_units)
-        self.gathers: list[ZeroPPAllGather] = []
+        self.gathers: list[WeightGather] = []
         self.reduces: list[ZeroPPReduceScatter] = []
         self._run = run
         self._by_fsdp2 = list(by_fsdp2)
         self._decisions = decisions
         self._comms: list[CommObject] = [*counted]
         if decisions is not None:
-            self.gathers += [gather for gather in decisions.weights.gathers if isinstance(gather, ZeroPPAllGather)]
+            self.gathers += [gather for gather in decisions.weights.gathers if gather.has_hops]
             self.reduces += decisions.gradients.reduces
             self._comms += [*decisions.weights.gathers, *decisions.gradients.reduces]
 

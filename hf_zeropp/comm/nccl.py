@@ -1,7 +1,7 @@
 """One order of launches for the two communicators that a GPU takes part in.
 
 A rank has a communicator for its node and one for its cross group. Gathers, reductions and cross hops run on streams of their
-own (fsdp/weights/schedules.py), so these collectives of a rank may run at the same time:
+own (fsdp/weights/schedule.py), so these collectives of a rank may run at the same time:
 
 - a node hop of a gather beside a cross hop of another gather;
 - a node hop of a gather beside a cross hop of a reduction;

@@ -23,19 +23,28 @@ What lies between the hops is kept, and that saves more than quantization does:
 Once there is a secondary shard, the cross hop need not send weights. It can send a *delta*: how this rank's masters differ from
 its slice of the secondary shard. All ranks that hold a copy of the slice add the delta to it, the sender too, so copies stay
 equal. The next delta is taken against the copy, so it includes whatever this one rounded away. Or it can send the 16-bit words
-that changed, and round nothing. What a cross hop carries is in ``carriers.py``.
+that changed, and round nothing.
 
 Slices are in rank order [y, x] in memory and in the order [x, y] on the wire, so that each peer's part is one run of bytes. The
 encode and decode kernels change the order while they write (slice reordering, section 3.3), in no pass of its own.
 
 A hop is started by one method and finished by another, so that a caller can compute in between. ``Flight`` is a hop under way.
 
-The node hop of a gather is in ``two_hop_gather.py``, the reduction in ``two_hop_reduce.py``. On CPU the ranks of a node read
+The gather is in ``two_hop_gather.py``, the reduction in ``two_hop_reduce.py``. On CPU the ranks of a node read
 secondary shards in each other's memory, and the node hop of a gather moves no bytes (``node_memory.py``), unless it is native.
 """
 
-from hf_zeropp.comm.carriers import Carrier, ChangedWords, Delta, WholeWeights, exchange_sizes, gather_both_hops
-from hf_zeropp.comm.two_hop_gather import GatherLayouts, Secondary, TwoHopGather
+from hf_zeropp.comm.two_hop_gather import (
+    Carrier,
+    ChangedWords,
+    Delta,
+    GatherLayouts,
+    Secondary,
+    TwoHopGather,
+    WholeWeights,
+    exchange_sizes,
+    gather_both_hops,
+)
 from hf_zeropp.comm.two_hop_reduce import ReduceLayouts, TwoHopReduce
 
 __all__ = [

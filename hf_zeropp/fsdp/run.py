@@ -14,7 +14,7 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.gradients.drivers import new_driver
 from hf_zeropp.fsdp.gradients.micro_steps import MicroSteps
 from hf_zeropp.fsdp.units import Unit
-from hf_zeropp.fsdp.weights.schedules import GatherSchedule
+from hf_zeropp.fsdp.weights.schedule import GatherSchedule
 from hf_zeropp.traffic import Traffic
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class Run:
         self.checks = checks
         self.micro_steps = MicroSteps(config.quantizes_gradients)
         self.buffers = WireBuffers()
-        self.schedule = GatherSchedule.of(config, mesh.device_type)
+        self.schedule = GatherSchedule(mesh.device_type, overlaps=config.overlap)
         self.driver = new_driver(mesh.device_type, overlaps=config.overlap)
         self._warned: set[tuple[str, str]] = set()
 

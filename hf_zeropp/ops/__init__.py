@@ -5,7 +5,7 @@ end), ``operator.py`` and ``register.py`` (how PyTorch and C learn of them), ``k
 them). The compiled kernels are in ``ops/`` at the top of the repository; ``ops/README.md`` explains how to add one.
 """
 
-from hf_zeropp.ops.changes_format import apply_changes, changes_buffers, encode_changes
+from hf_zeropp.ops.changes_format import apply_changes, changes_buffers, encode_changes, refuse_damaged
 from hf_zeropp.ops.kernels import CompiledKernels, compiled_kernels, kernel_info, set_kernels
 from hf_zeropp.ops.wire import dequantize, quantize
 from hf_zeropp.ops.wire_delta import dequantize_update, quantize_difference
@@ -24,5 +24,6 @@ __all__ = [
     "kernel_info",
     "quantize",
     "quantize_difference",
+    "refuse_damaged",
     "set_kernels",
 ]

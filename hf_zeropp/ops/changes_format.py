@@ -48,6 +48,8 @@ Other damage cannot be told from data. Bits between sections are ignored.
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
@@ -142,7 +144,8 @@ def apply_changes(wire: Tensor, sizes: Tensor, base: Tensor, offsets: Tensor | N
 
     Returns:
         int64 [K]: 0 for a slice that is up to date, ``BAD_SIZE`` where its table and size do not fit, ``BAD_SIZE`` + 1 + b where
-        block b is damaged. On a CPU it is always 0. On a GPU the host does not wait, and the caller may look later.
+        block b is damaged. On a CPU it is always 0. On a GPU the host does not wait, and the caller looks later
+        (``refuse_damaged``).
 
     Raises:
         ValueError: tensors that do not fit; on a CPU also a damaged wire. Its undamaged blocks are applied then.
@@ -152,14 +155,26 @@ def apply_changes(wire: Tensor, sizes: Tensor, base: Tensor, offsets: Tensor | N
         offsets = torch.arange(sizes.numel(), device=sizes.device) * stride
     failed, _ = _apply_changes(wire, offsets, sizes, _bytes_of("base", base))
     if not devices.has_streams(failed.device) and failed.any():
-        damaged = int(failed.nonzero()[0])
-        code = int(failed[damaged])
-        part = "table or size" if code == BAD_SIZE else f"block {code - BAD_SIZE - 1}"
-        raise ValueError(
-            f"apply_changes: slice {damaged} of {failed.numel()} is damaged in its {part}. The wire was cut or "
-            "changed on its way, or made for other slices."
-        )
+        refuse_damaged(failed)
     return failed
+
+
+def refuse_damaged(failed: Tensor) -> NoReturn:
+    """Raise an error that says which slice ``apply_changes`` found damaged. The host waits.
+
+    Args:
+        failed: its result, not all 0.
+
+    Raises:
+        ValueError: always.
+    """
+    damaged = int(failed.nonzero()[0])
+    code = int(failed[damaged])
+    part = "table or size" if code == BAD_SIZE else f"block {code - BAD_SIZE - 1}"
+    raise ValueError(
+        f"apply_changes: slice {damaged} of {failed.numel()} is damaged in its {part}. The wire was cut or "
+        "changed on its way, or made for other slices."
+    )
 
 
 def _bytes_of(name: str, data: Tensor) -> Tensor:

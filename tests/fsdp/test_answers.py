@@ -17,7 +17,7 @@ from toy import EXACT, Block, loss_of, make_lm, shard, tokens_of
 from two_nodes import on_four_ranks
 
 from hf_zeropp import apply_zeropp
-from hf_zeropp.fsdp.weights.schedules import GathersTogether
+from hf_zeropp.fsdp.weights.schedule import GatherSchedule
 from hf_zeropp.fsdp.weights.weight_decisions import Entrance, WeightDecisions
 
 CONFIG = EXACT | {"hpz_size": "node", "ranks_per_node": 2}
@@ -204,7 +204,7 @@ def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
     """``left`` were entered, one inside of the other. The next one asks anew unless it may lie within one of them."""
     model = nn.Sequential(nn.Sequential(nn.Identity(), nn.Identity()), nn.Sequential(nn.Identity()))
     asked, decisions = [], WeightDecisions.__new__(WeightDecisions)
-    run = SimpleNamespace(schedule=GathersTogether())
+    run = SimpleNamespace(schedule=GatherSchedule("cpu", overlaps=True))
     questions = SimpleNamespace(tells_node=False, note=lambda ran: None)
     vars(decisions).update(_entered=[], gathers=[], is_generating=False, _run=run, _questions=questions)
     decisions._agree = lambda *args, **kwargs: asked.append(args[1])  # type: ignore[method-assign]

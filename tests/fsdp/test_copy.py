@@ -13,7 +13,7 @@ import torch
 from harness import run_ranks
 
 from hf_zeropp.comm.hop import HopError
-from hf_zeropp.fsdp.weights.copy import Copy, State
+from hf_zeropp.fsdp.weights.copy import TABLE, Copy, State
 from hf_zeropp.fsdp.weights.freshness import Change, Freshness
 from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
 
@@ -81,11 +81,11 @@ def fail(copy: Copy) -> None:
 
 
 MOVES: dict[str, Callable[[Copy], Any]] = {
-    "no change": lambda copy: copy.agree(Change.NONE),
+    "same": lambda copy: copy.agree(Change.NONE),
     "changed": lambda copy: copy.agree(Change.STEPPED),
     "invalid": lambda copy: copy.agree(Change.INVALID),
     "encode": lambda copy: copy.encode(cast(Any, FakeCarrier()), []),
-    "start": lambda copy: copy.start(copy.words or cast(Any, FakeCarrier())),
+    "start": lambda copy: copy.start(None if copy.state is State.ENCODED else cast(Any, FakeCarrier())),
     "land": lambda copy: copy.land(),
     "take": lambda copy: copy.take(),
     "read": lambda copy: copy.read(),
@@ -113,21 +113,13 @@ def copy_in(state: State) -> Copy:
 
 
 def table() -> dict[tuple[State, str], State | None]:
-    """Return the table of the docstring: the state behind each move from each state; None where it is forbidden."""
-    lines = (Copy.__doc__ or "").splitlines()
-    rules = [index for index, line in enumerate(lines) if line.strip().startswith("====")]
-    starts = [index for index, sign in enumerate(lines[rules[0]]) if sign == "=" and lines[rules[0]][index - 1] == " "]
-
-    def cells(line: str) -> list[str]:
-        return [line[start:end].strip() for start, end in zip(starts, [*starts[1:], None], strict=True)]
-
-    _, *moves = cells(lines[rules[0] + 1])
-    found = {}
-    for line in lines[rules[1] + 1 : rules[2]]:
-        state, *after = cells(line)
-        for move, name in zip(moves, after, strict=True):
-            found[State(state), move] = None if name == "-" else State(name)
-    return found
+    """Return the state behind each move from each state; None where it is forbidden."""
+    (_, *moves), *rows = (line.split() for line in TABLE.splitlines() if line)
+    return {
+        (State(state), move): None if after == "-" else State(after)
+        for state, *cells in rows
+        for move, after in zip(moves, cells, strict=True)
+    }
 
 
 def walk_all_moves(rank: int) -> int:
@@ -174,7 +166,7 @@ def test_weights_are_taken_once_where_they_are_encoded():
     words = FakeCarrier()
     copy.encode(cast(Any, words), [])
     assert freshness.num_taken == before + 1
-    copy.start(cast(Any, words))
+    copy.start()
     assert freshness.num_taken == before + 1 and words.calls == ["prepare", "send"]
     copy.land()
     copy.agree(Change.STEPPED)
@@ -185,7 +177,7 @@ def test_weights_are_taken_once_where_they_are_encoded():
 def test_what_was_encoded_is_dropped_where_ranks_agree_anew():
     copy = copy_in(State.ENCODED)
     copy.agree(Change.NONE)
-    assert copy.words is None and copy.due == Change.STEPPED
+    assert copy.carrier is None and copy.due == Change.STEPPED
     whole = FakeCarrier()
     copy.start(cast(Any, whole))
     assert whole.calls == ["prepare", "send"]

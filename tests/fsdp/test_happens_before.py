@@ -46,7 +46,7 @@ from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import TwoHopReduce
 from hf_zeropp.fsdp.gradients import backward_passes
 from hf_zeropp.fsdp.gradients.drivers import StreamDriver
-from hf_zeropp.fsdp.weights import copy, schedules
+from hf_zeropp.fsdp.weights import copy, schedule
 
 pytestmark = pytest.mark.one_rank
 
@@ -121,7 +121,7 @@ class Fault(NamedTuple):
 
 
 @contextlib.contextmanager
-def queue_at_once(ahead: schedules.GathersAhead) -> Iterator[None]:
+def queue_at_once(ahead: schedule.GatherSchedule) -> Iterator[None]:
     """The stream of cross hops does not come behind the current one."""
     ahead._stream = ahead._stream or torch.cpu.Stream()
     with torch.cpu.stream(ahead._stream):
@@ -200,14 +200,14 @@ def no_wait_behind_replicas() -> Any:
 
 def no_wait_of_the_second_mesh() -> Any:
     """Words of experts are encoded on a stream of their own, before the host waits for the sizes of all others."""
-    encode = schedules.encode
+    encode = schedule._encode
 
-    def encode_on_two_streams(due: Sequence[schedules.DueGather]) -> None:
+    def encode_on_two_streams(due: Sequence[schedule.DueGather]) -> None:
         with torch.cpu.stream(torch.cpu.Stream()):
             encode([gather for gather in due if gather.hops is not due[0].hops])
         encode([gather for gather in due if gather.hops is due[0].hops])
 
-    return mock.patch.object(schedules, "encode", encode_on_two_streams)
+    return mock.patch.object(schedule, "_encode", encode_on_two_streams)
 
 
 native_steps = functools.partial(steps, **NATIVE)
@@ -263,12 +263,12 @@ FAULTS = {
         ("allgather_into_tensor_coalesced_", "apply_changes"),
     ),
     "no wait of cross hops for the optimizer": Fault(
-        lambda: mock.patch.object(schedules.GathersAhead, "_queue", queue_at_once),
+        lambda: mock.patch.object(schedule.GatherSchedule, "_queue", queue_at_once),
         steps,
         ("_foreach_add", "_foreach_copy_"),
     ),
     "no wait of the optimizer for cross hops": Fault(
-        lambda: mock.patch.object(schedules.GathersAhead, "wait_before_writes", lambda ahead: None),
+        lambda: mock.patch.object(schedule.GatherSchedule, "wait_before_writes", lambda ahead: None),
         decay_of_a_skipped_layer,
         ("_foreach_copy_", "write on default stream: aten._foreach_mul_"),
     ),

@@ -13,14 +13,13 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
 HOT_PATH = (
-    *("comm.hop", "comm.carriers", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
+    *("comm.hop", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
     *(
         "fsdp.comm_objects",
         "fsdp.weights.gather",
         "fsdp.weights.copy",
         "fsdp.weights.freshness",
-        "fsdp.weights.policy",
-        "fsdp.weights.schedules",
+        "fsdp.weights.schedule",
         "fsdp.gradients.reduce",
         "fsdp.gradients.form",
         "fsdp.gradients.drivers",
@@ -41,11 +40,11 @@ MEANT = {
     # With CPU offload FSDP2 waits for the same copies.
     ("fsdp.gradients.pending", "_wait_for_offloaded_gradients"),
     # With qwz_mode="exact" the host has to know how much to send: once per step, for all units.
-    ("comm.carriers", "exchange_sizes"),
+    ("comm.two_hop_gather", "exchange_sizes"),
     # It looks at memory of the host once an event says that it is there, and waits where the device is several passes behind.
     ("fsdp.weights.freshness", "has_found"),
     # It waits only where there are no streams.
-    ("comm.carriers", "_encode"),
+    ("comm.two_hop_gather", "_encode"),
 }
 
 

@@ -137,7 +137,8 @@ class Model:
         hops = TwoHopReduce(Hop("node", world, run.traffic), Hop("cross", world, run.traffic), WireBuffers())
         for unit in self.units:
             reduce = ZeroPPReduceScatter(unit, run, self.decisions.gradients, hops)
-            gather = NoGather(unit, run, self.decisions.weights.before_gather, Copy(unit, AlwaysFresh()))
+            gather = NoGather(unit, run, self.decisions.weights.before_gather)
+            gather.copy = Copy(unit, AlwaysFresh())
             self.decisions.add_unit(gather, reduce)
         self.reduces = self.decisions.gradients.reduces
 

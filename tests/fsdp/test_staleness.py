@@ -34,7 +34,7 @@ from two_nodes import on_four_ranks, raise_out_of_memory
 
 from hf_zeropp import apply_zeropp, generation_mode
 from hf_zeropp.fsdp.weights.copy import State
-from hf_zeropp.fsdp.weights.gather import ZeroPPAllGather
+from hf_zeropp.fsdp.weights.gather import WeightGather
 from hf_zeropp.traffic import GATHER_CROSS
 
 # (a) Optimizers.
@@ -307,7 +307,7 @@ def scenario_edit_of_a_unit_whose_gather_is_under_way(rank: int) -> None:
         model.path = [0, 1]
 
     check(rank, change, without_versions)
-    with mock.patch.object(ZeroPPAllGather, "start", start_unless_started(ZeroPPAllGather.start)):
+    with mock.patch.object(WeightGather, "start", start_unless_started(WeightGather.start)):
         model, handle = warm_model(rank)
         change(model, handle)
         assert not sees_the_weights(model, rank), "the change shows without a new start: the test cannot fail"

@@ -1,1 +1,1 @@
-"""How FSDP2's units get their weights. ``gather.py`` is what FSDP2 calls; read ``copy.py`` and ``policy.py`` behind it."""
+"""How FSDP2's units get their weights. ``gather.py`` is what FSDP2 calls; read ``copy.py`` behind it."""

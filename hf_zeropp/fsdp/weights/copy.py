@@ -19,7 +19,20 @@ from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck, WrongCopies
 
 
 class State(enum.Enum):
-    """The states of a copy, which are in the docstring of ``Copy``."""
+    """The states of a copy.
+
+    ABSENT: there is nothing that could be brought up to date, so whole weights cross at the next gather.
+    DUE: all ranks know that weights of some rank changed. The cross hop starts at the next gather of the unit, or in the next
+        forward pass, also in one that skips the unit.
+    ENCODED: the changed words that will cross are encoded.
+    CROSSING: the cross hop is under way. It is landed before the weights are used.
+    OVERTAKEN: weights changed while the cross hop was under way, in a unit that the pass did not use. It is landed before another
+        one starts. It may not be dropped: the other ranks of the cross group add what it brings, and a delta that one rank left
+        out would stay missing.
+    FRESH: gathers stay within the node. Where nothing is kept: what FSDP2 gathered last are the weights.
+    FAILED: a hop failed, a wire is damaged, or copies are wrong. The run ends here, unless whole weights replace all copies
+        (``handle.invalidate()`` on any rank).
+    """
 
     ABSENT = "absent"
     DUE = "due"
@@ -30,35 +43,40 @@ class State(enum.Enum):
     FAILED = "failed"
 
 
+TABLE = """
+state      same       changed    invalid    encode   start     land   take      read   fail
+
+absent     absent     absent     absent     -        crossing  -      fresh     -      failed
+due        due        due        due        encoded  crossing  -      fresh     -      failed
+encoded    due        due        due        -        crossing  -      fresh     -      failed
+crossing   crossing   overtaken  overtaken  -        -         fresh  crossing  -      failed
+overtaken  overtaken  overtaken  overtaken  -        -         due    crossing  -      failed
+fresh      fresh      due        due        -        -         -      fresh     fresh  failed
+failed     failed     failed     absent     -        -         -      -         -      failed
+"""
+"""The moves of a copy, and the states behind them. A dash stands for a move that raises an error.
+
+Three moves are agreements of all ranks: that nothing changed, that weights changed, or that copies are not to be relied on
+(``Change.INVALID``). The others are methods of ``Copy``."""
+
+
+def read_table(table: str) -> dict[tuple[State, str], State]:
+    """Return the states behind the moves that a table like ``TABLE`` permits."""
+    (_, *moves), *rows = (line.split() for line in table.splitlines() if line)
+    return {
+        (State(state), move): State(after)
+        for state, *cells in rows
+        for move, after in zip(moves, cells, strict=True)
+        if after != "-"
+    }
+
+
+_MOVES = read_table(TABLE)
+_AGREEMENTS = {Change.NONE: "same", Change.INVALID: "invalid"}
+
+
 class Copy:
     """A unit's secondary shard, and the state that it is in.
-
-    A move that is not in the table raises an error. ``agree`` has three columns: ranks agreed that nothing changed, that weights
-    changed, or that copies are not to be relied on (``Change.INVALID``).
-
-    ========== ========= ========= ========= ======== ======== ======== ======== ======= ======
-    state      no change changed   invalid   encode   start    land     take     read    fail
-    ========== ========= ========= ========= ======== ======== ======== ======== ======= ======
-    absent     absent    absent    absent    -        crossing -        fresh    -       failed
-    due        due       due       due       encoded  crossing -        fresh    -       failed
-    encoded    due       due       due       -        crossing -        fresh    -       failed
-    crossing   crossing  overtaken overtaken -        -        fresh    crossing -       failed
-    overtaken  overtaken overtaken overtaken -        -        due      crossing -       failed
-    fresh      fresh     due       due       -        -        -        fresh    fresh   failed
-    failed     failed    failed    absent    -        -        -        -        -       failed
-    ========== ========= ========= ========= ======== ======== ======== ======== ======= ======
-
-    absent: there is nothing that could be brought up to date, so whole weights cross at the next gather.
-    due: all ranks know that weights of some rank changed. The cross hop starts at the next gather of the unit, or in the next
-        forward pass, also in one that skips the unit, where hops overlap.
-    encoded: the changed words that will cross are encoded.
-    crossing: the cross hop is under way. It is landed before the weights are used.
-    overtaken: weights changed while the cross hop was under way, in a unit that the pass did not use. It is landed before another
-        one starts. It may not be dropped: the other ranks of the cross group add what it brings, and a delta that one rank left
-        out would stay missing.
-    fresh: gathers stay within the node. Where nothing is kept: what FSDP2 gathered last are the weights.
-    failed: a hop failed, a wire is damaged, or copies are wrong. The run ends here, unless whole weights replace all copies
-        (``handle.invalidate()`` on any rank).
 
     Two facts stand beside the state. *Changed here*: this rank sees that its own weights are others than those that were taken
     last. It does nothing about it alone. *Outdated unsharded*: FSDP2 holds the unit unsharded, or has prefetched it, with weights
@@ -70,19 +88,17 @@ class Copy:
         check: compares copies with the masters; None where this was not asked for.
 
     Attributes:
-        state: as above.
+        state: as in ``TABLE``.
         freshness: as given.
         secondary: room for the secondary shard; None until a carrier needs it.
         layouts: the form in which it holds weights; None until the first cross hop starts.
-        words: the changed words that are encoded; None in other states.
-        carrier: what is under way, or failed on its way.
+        carrier: what is encoded, or under way; None in other states.
     """
 
     def __init__(self, unit: Unit, freshness: Freshness, check: SecondaryCheck | None = None) -> None:
         self.state = State.ABSENT
         self.secondary: Secondary | None = None
         self.layouts: GatherLayouts | None = None
-        self.words: ChangedWords | None = None
         self.carrier: Carrier | None = None
         self._unit = unit
         self.freshness = freshness
@@ -114,16 +130,11 @@ class Copy:
         that a pass did not use. Such a unit would compute with what it was gathered from, so it is resharded unless that is the
         newest copy.
         """
-        if self.state is State.FAILED and change == Change.INVALID:
-            self.state = State.ABSENT
         if change == Change.INVALID:  # also where another rank says so: what this one has found does not count any more
             self.freshness.mark(change)
         # A unit that an earlier pass found stale and then skipped is still due.
         self._change = max(self.due, change)
-        if self.state is State.ENCODED or (self.state is State.FRESH and change != Change.NONE):
-            self.words, self.state = None, State.DUE
-        elif self.state is State.CROSSING and change != Change.NONE:
-            self.state = State.OVERTAKEN
+        self._enter(self._behind(_AGREEMENTS.get(change, "changed")))
         if self._unit.is_unsharded and (self.due != Change.NONE or self._unsharded_version != self._version):
             self._unit.reshard()
         if self._check is not None:
@@ -132,35 +143,37 @@ class Copy:
 
     def encode(self, words: ChangedWords, shards: Sequence[torch.Tensor]) -> None:
         """Encode the changed words that will cross. What is written to the weights from now on is a new change."""
-        self._expect("encode", State.DUE)
+        encoded = self._behind("encode")
         self._prepare(words, shards)
         self.freshness.taken(is_kept=True)
-        self.words, self.state = words, State.ENCODED
+        self.carrier = words
+        self._enter(encoded)
 
-    def start(self, carrier: Carrier, shards: Sequence[torch.Tensor] = ()) -> None:
-        """Start the cross hop with what ``carrier`` makes of ``shards``, or with what is encoded already."""
-        self._expect("start", State.ABSENT, State.DUE, State.ENCODED)
-        if carrier is not self.words:
+    def start(self, carrier: Carrier | None = None, shards: Sequence[torch.Tensor] = ()) -> None:
+        """Start the cross hop with what ``carrier`` makes of ``shards``; without one, with what is encoded already."""
+        crossing, is_encoded = self._behind("start"), carrier is None
+        if carrier is not None:
             self._prepare(carrier, shards)
-        was_encoded = self.state is State.ENCODED
-        with self.guard():
-            carrier.send()
+            self.carrier = carrier
+        assert self.carrier is not None
+        with self.guard(ValueError):
+            self.carrier.send()
         # The hop is under way, and is landed also if what follows here is interrupted.
-        self.carrier, self.state = carrier, State.CROSSING
-        self.secondary, self.layouts, self.words = carrier.secondary, carrier.layouts, None
+        self._enter(crossing)
+        self.secondary, self.layouts = self.carrier.secondary, self.carrier.layouts
         self._version += 1
         # The weights count as taken from here on and not from the landing: they were encoded when the hop started, so
         # a write in between is a new change.
-        if not was_encoded:
+        if not is_encoded:
             self.freshness.taken(is_kept=True)
 
     def land(self) -> None:
         """Finish the cross hop, which brings the secondary shard up to date. With a check this is a collective."""
-        self._expect("land", State.CROSSING, State.OVERTAKEN)
+        landed = self._behind("land")
         assert self.carrier is not None and self.secondary is not None
         with self.guard(ValueError):
             self.carrier.land()
-        self.carrier, self.state = None, State.FRESH if self.state is State.CROSSING else State.DUE
+        self._enter(landed)
         # The copies are compared after the landing, when all of them should be equal, and before they are decoded.
         if self._check is not None:
             with self.guard(WrongCopies):
@@ -169,7 +182,7 @@ class Copy:
 
     def read(self) -> Secondary:
         """Return the secondary shard, from which FSDP2's unsharded parameters are decoded next on this stream."""
-        self._expect("read", State.FRESH)
+        self._enter(self._behind("read"))
         assert self.secondary is not None
         # It may have been written on another stream: FSDP2 gathers on streams of its own, and hops that are started ahead run
         # on the caller's. An event orders them without making the host wait.
@@ -181,16 +194,16 @@ class Copy:
     def take(self) -> None:
         """Note that FSDP2's unsharded parameters are gathered from the shards as they are now, past the secondary shard."""
         # An agreement alone clears nothing, since a pass may skip the unit. What was really gathered does.
-        self._expect("take", *(state for state in State if state is not State.FAILED))
+        taken = self._behind("take")
         self.freshness.taken(is_kept=False)
         self._version += 1
         self._unsharded_version = self._version
-        self.words, self.state = None, State.CROSSING if self.is_under_way else State.FRESH
+        self._enter(taken)
 
     def fail(self, error: Exception) -> NoReturn:
         """Note that a hop failed, that a wire is damaged, or that copies are wrong, and raise an error that names the unit."""
-        self.state = State.FAILED
-        if isinstance(error, ValueError):  # a damaged wire, which is found at once on a CPU
+        self.state = self._behind("fail")
+        if isinstance(error, ValueError):  # a damaged wire
             assert self.carrier is not None
             ranks = dist.get_process_group_ranks(self.carrier.hops.cross_hop.group)
             self._failure = (
@@ -218,20 +231,26 @@ class Copy:
         if self._check is not None:
             self._check.encoded(carrier)
 
-    def _expect(self, move: str, *states: State) -> None:
-        """Assert that the copy is in one of the states from which it can move so.
+    def _enter(self, state: State) -> None:
+        self.state = state
+        if state in (State.ABSENT, State.DUE, State.FRESH):
+            self.carrier = None
+
+    def _behind(self, move: str) -> State:
+        """Return the state to which a move leads.
 
         Raises:
-            RuntimeError: it is not.
+            RuntimeError: the move is forbidden.
         """
+        if (after := _MOVES.get((self.state, move))) is not None:
+            return after
         if self.state is State.FAILED:
             raise RuntimeError(
                 f"The copy of unit {self._unit.name} failed before, and cannot be used: {self._failure} "
                 "(handle.invalidate() brings a new copy, of weights that are right again.)"
             )
-        if self.state not in states:
-            names = " or ".join(state.value for state in states)
-            raise RuntimeError(
-                f"Expected the copy of unit {self._unit.name} to be {names} when it is to {move}, got {self.state.value} (rank "
-                f"{dist.get_rank()}). This is a bug of hf_zeropp: please report it."
-            )
+        able = " or ".join(state.value for state, name in _MOVES if name == move)
+        raise RuntimeError(
+            f"Expected the copy of unit {self._unit.name} to be {able} when it is to {move}, got {self.state.value} (rank "
+            f"{dist.get_rank()}). This is a bug of hf_zeropp: please report it."
+        )

@@ -43,7 +43,7 @@ from hf_zeropp.fsdp.units import Unit, local_tensor_of
 # With ``qwz_mode="delta"`` a stale secondary shard is brought up to date by the difference between the weights and the copy.
 # Differences are coarse where weights moved far, so they are sent only after changes by optimizers
 # (``Change.STEPPED``). After any other change (``Change.EDITED``) whole weights cross: a resync. They also cross behind a
-# checkpoint (``ZeroPPAllGather.resync``), because a resumed run starts from the masters that it holds.
+# checkpoint (``WeightGather.resync``), because a resumed run starts from the masters that it holds.
 #
 # Changed words (``qwz_mode="exact"``) bring a secondary shard up to date after any change. Whole weights cross only
 # where the caller says that copies are not to be relied on (``Change.INVALID``).

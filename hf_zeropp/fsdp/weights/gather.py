@@ -1,21 +1,20 @@
 """qwZ and hpZ for FSDP2: one gather per unit, which FSDP2 calls whenever it needs the unit's weights.
 
-A gather reads from top to bottom in ``ZeroPPAllGather.__call__``: ranks agree on which copies are stale, the cross hop of a stale
+A gather reads from top to bottom in ``WeightGather.__call__``: ranks agree on which copies are stale, the cross hop of a stale
 copy brings it up to date, and the node hop decodes the weights from it. The states of a copy are in copy.py, what its cross hop
-carries in policy.py and comm/carriers.py, and in schedules.py when cross hops start: before FSDP2 comes to the unit, if they
-overlap.
+carries in comm/two_hop_gather.py, and in schedule.py when cross hops start: before FSDP2 comes to the unit, if they overlap.
 """
 
 from __future__ import annotations
 
-import logging
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from hf_zeropp.comm.exchange import words_of
 from hf_zeropp.comm.two_hops import (
+    Carrier,
     ChangedWords,
     Delta,
     GatherLayouts,
@@ -25,19 +24,16 @@ from hf_zeropp.comm.two_hops import (
     exchange_sizes,
     gather_both_hops,
 )
-from hf_zeropp.fsdp.comm_objects import CountedAllGather
+from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather
 from hf_zeropp.fsdp.layouts import gather_layouts
 from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
 from hf_zeropp.fsdp.run import Run
-from hf_zeropp.fsdp.units import Unit
-from hf_zeropp.fsdp.weights.copy import Copy
+from hf_zeropp.fsdp.units import AllGather, Unit
+from hf_zeropp.fsdp.weights.copy import Copy, State
 from hf_zeropp.fsdp.weights.freshness import MAX_LATE, Change, Freshness
-from hf_zeropp.fsdp.weights.policy import MANY_EDITS, Sent, next_carrier
 from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import Bytes
-
-logger = logging.getLogger(__name__)
 
 MIXED_DTYPES = (
     "These units mix dtypes, or hold one that is no float of 16 or 32 bits, or tensors that make the input of their gather "
@@ -53,68 +49,72 @@ _MANY_EDITS = (
     "update by hand): whole weights cross each time in place of deltas. Change them in the optimizer's step, "
     "or set qwz_mode='values'."
 )
-_DAMAGED = (
-    "Changed words of unit %s arrived damaged on %s, which have computed with older weights since the last crossing. "
-    "Whole weights cross now. Bytes are damaged in the network, in memory or by a kernel: go on from an earlier checkpoint, and "
-    "look for the cause."
-)
+
+MANY_EDITS = 3
+"""Resyncs in a row that no optimizer and no call explains: more than that is worth a warning."""
 
 
-class WeightGather(CountedAllGather):
-    """FSDP2's own gather of a unit over the world. It knows whether the weights have changed since it gathered them.
+def next_carrier(due: Change, layouts: GatherLayouts, kept: GatherLayouts | None) -> type[Carrier]:
+    """Return what travels next when a unit's weights cross nodes. It follows from what all ranks agreed on.
+
+    Args:
+        due: the change that ranks agreed on.
+        layouts: the layouts in which the unit is gathered now.
+        kept: those of the copy; None where there is none.
+    """
+    # Other layouts than the copy's mean another dtype, or parameters frozen or thawed: codes of two forms do not add up.
+    if layouts != kept or due == Change.INVALID:
+        return WholeWeights
+    if layouts.sends_changes:
+        # This rank's slice of the secondary shard is what the other nodes hold of its weights, bit for bit. The words that
+        # differ from it are therefore enough, whatever changed the weights.
+        return ChangedWords
+    # [Note: when a delta is enough] in freshness.py
+    return WholeWeights if layouts.delta is None or due >= Change.EDITED else Delta
+
+
+@dataclasses.dataclass
+class Sent:
+    """The record of what a unit has sent since its secondary shard was allocated.
+
+    Attributes:
+        edits_in_a_row: resyncs in a row for edits.
+        num_measured: times that changed words crossed.
+        measured_bytes: bytes of one rank's wires in all of these, with those of the sizes.
+    """
+
+    edits_in_a_row: int = 0
+    num_measured: int = 0
+    measured_bytes: int = 0
+
+    def note(self, carrier: Carrier, due: Change) -> None:
+        """Note that a cross hop started for the change ``due``."""
+        if isinstance(carrier, ChangedWords):
+            self.num_measured += 1
+            self.measured_bytes += carrier.size.nbytes + carrier.row_bytes
+        elif isinstance(carrier, Delta):
+            self.edits_in_a_row = 0
+        elif carrier.layouts.delta is not None and due >= Change.EDITED:
+            self.edits_in_a_row += 1
+
+    def mean_bytes(self) -> int | None:
+        """Return the mean bytes of changed words that one rank sent in a step, their sizes included; None before any."""
+        return round(self.measured_bytes / self.num_measured) if self.num_measured else None
+
+
+class WeightGather(CommObject, AllGather):
+    """Gathers a unit's weights in wire form, and keeps the secondary shard between changes of the weights.
 
     Args:
         unit: the unit it serves.
         run: what all units share.
         before_gather: lets ranks agree on the weights now, unless they did for the pass under way.
-        copy: the state of what was gathered; by default one of weights that FSDP2 gathers as they are.
+        hops: the two hops, shared by all units of a mesh; None where FSDP2 gathers the weights as they are.
+        check: compares secondary shards with the masters; None where this was not asked for.
 
     Attributes:
-        unit, copy: as given.
-    """
-
-    def __init__(
-        self, unit: Unit, run: Run, before_gather: Callable[[WeightGather], None], copy: Copy | None = None
-    ) -> None:
-        super().__init__(unit, run.traffic)
-        self.copy = copy or Copy(unit, Freshness(unit))
-        self._run = run
-        self._before_gather = before_gather
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        """Gather as FSDP2 does, and note of which weights."""
-        self._before_gather(self)
-        self.copy.take()
-        return super().__call__(output_tensor, input_tensor, group, async_op)
-
-    @property
-    def is_of_all_ranks(self) -> bool:
-        """Whether a gather now is a collective of all ranks, and not one within a node."""
-        return True
-
-    @property
-    def is_fresh(self) -> bool:
-        """Whether this rank believes that what was gathered last is still the unit's weights. It may start a comparison."""
-        return self.copy.freshness.change() == Change.NONE
-
-    def expire(self) -> None:
-        """Gather the weights anew at the next forward pass."""
-        self.copy.freshness.mark(Change.INVALID)
-
-
-class ZeroPPAllGather(WeightGather):
-    """Gathers a unit's weights in wire form, and keeps the secondary shard between changes of the weights.
-
-    Args:
-        unit, run, before_gather: as above.
-        hops: the two hops; shared by all units.
-        check: compares secondary shards with the masters; None where this was not asked for.
+        unit: as given.
+        copy: the state of what was gathered.
     """
 
     def __init__(
@@ -122,15 +122,18 @@ class ZeroPPAllGather(WeightGather):
         unit: Unit,
         run: Run,
         before_gather: Callable[[WeightGather], None],
-        hops: TwoHopGather,
+        hops: TwoHopGather | None = None,
         check: SecondaryCheck | None = None,
     ) -> None:
         # With ``ZEROPP_CHECK=1`` the host waits in many places.
         max_late = 0 if run.checks else MAX_LATE
         freshness = Freshness(unit, checks_steps=run.config.sends_deltas, max_late=max_late)
-        super().__init__(unit, run, before_gather, Copy(unit, freshness, check))
-        self.hops = hops
-        self._keeps_secondary = run.config.hpz_size is not None
+        self.unit = unit
+        self.copy = Copy(unit, freshness, check)
+        self._run = run
+        self._before_gather = before_gather
+        self._hops = hops
+        self._by_fsdp2 = CountedAllGather(unit, run.traffic)
         self._sent = Sent()
         # The key is dtype and whether the unit trains. Both may change during a run: a conversion, or a unit that
         # thaws.
@@ -144,16 +147,18 @@ class ZeroPPAllGather(WeightGather):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Gather: output [W * S] <- every rank's input [S] in rank order, as the wire form decodes it (also its own)."""
-        if self.unit.param_dtype not in FLOAT_DTYPES:
-            self._run.warn(MIXED_DTYPES, [self.unit])
-            return super().__call__(output_tensor, input_tensor, group, async_op)
         # Within a pass this asks nothing. ``unshard()`` outside of one also gathers, and there ranks have to agree
         # first.
         self._before_gather(self)
+        copy = self.copy
+        if not self.has_wire_form:
+            if self.has_hops:
+                self._run.warn(MIXED_DTYPES, [self.unit])
+            copy.take()
+            return self._by_fsdp2(output_tensor, input_tensor, group, async_op)
         if async_op:
             self._run.warn(_NOT_ASYNC, [self.unit])
-        copy = self.copy
-        if not self._keeps_secondary:
+        if self._run.config.hpz_size is None:
             copy.take()
             with copy.guard():
                 gather_both_hops(self.hops, output_tensor, input_tensor, self.layouts(input_tensor.dtype))
@@ -171,11 +176,7 @@ class ZeroPPAllGather(WeightGather):
         # No work is returned, because everything is on this stream already: FSDP2 records its event after this call.
         return None
 
-    @property
-    def can_start_ahead(self) -> bool:
-        """Whether the cross hop is due, and its input can be had without FSDP2."""
-        # Also a unit that the last pass skipped: which units a rank used is its own affair, and must not choose collectives.
-        return self.stays_in_group and self.copy.due != Change.NONE and self.unit.has_plain_shards
+    # The cross hop.
 
     def encode(self) -> ChangedWords | None:
         """Encode the changed words that the cross hop will send, before their sizes are exchanged; None where it sends others."""
@@ -193,31 +194,25 @@ class ZeroPPAllGather(WeightGather):
             made: this rank's shard, where FSDP2 made it already.
         """
         copy, due = self.copy, self.copy.due
-        dtype = self.unit.param_dtype if made is None else made.dtype
         if copy.is_under_way:  # started ahead, and the weights changed since
             copy.land()
-        layouts, words = self.layouts(dtype), copy.words
+        layouts = self.layouts(self.unit.param_dtype if made is None else made.dtype)
         kind = next_carrier(due, layouts, copy.layouts)
-        if kind is ChangedWords and words is None:  # nothing was encoded ahead, so this unit exchanges its sizes alone
-            assert made is not None
-            words = self._encode(layouts, [made])
-            with copy.guard():
-                exchange_sizes([words])
-        if words is not None and words.failed_on:
-            self._log_damage(words.failed_on)
-            kind = WholeWeights
         if kind is ChangedWords:
-            assert words is not None
-            copy.start(words)
+            if copy.state is not State.ENCODED:  # this unit exchanges its sizes alone
+                assert made is not None
+                words = self._encode(layouts, [made])
+                with copy.guard():
+                    exchange_sizes([words])
+            copy.start()
         elif kind is Delta:
             assert copy.secondary is not None
             copy.start(Delta(self.hops, layouts, copy.secondary), self.unit.shards_to_encode(torch.float32))
         else:
-            flat = self.unit.flat_shard(dtype) if made is None else made
+            flat = self.unit.flat_shard(self.unit.param_dtype) if made is None else made
             copy.start(WholeWeights(self.hops, layouts, self._room(layouts, flat.device)), [flat])
-            if words is not None:
-                words.drop()
-        self._sent.note(kind, layouts, due, words)
+        assert copy.carrier is not None
+        self._sent.note(copy.carrier, due)
         if self._sent.edits_in_a_row > MANY_EDITS:
             self._run.warn(_MANY_EDITS, [self.unit])
 
@@ -231,14 +226,6 @@ class ZeroPPAllGather(WeightGather):
         self.copy.encode(words, shards)
         return words
 
-    def _log_damage(self, failed_on: Sequence[int]) -> None:
-        """Log that the words of the crossing before were damaged on these ranks of the cross group. Whole weights cross now."""
-        # All ranks of the cross group know of it, so whole weights cross on all of them. Other cross groups need not.
-        group = self.hops.cross_hop.group
-        if group.rank() == 0:
-            ranks = dist.get_process_group_ranks(group)
-            logger.error(_DAMAGED, self.unit.name, words_of([ranks[index] for index in failed_on]))
-
     def _room(self, layouts: GatherLayouts, device: torch.device) -> Secondary:
         """Return where whole weights arrive."""
         # A secondary shard of the right size is used again: where ranks share memory, a new one is a collective of
@@ -250,7 +237,7 @@ class ZeroPPAllGather(WeightGather):
 
     def expire(self) -> None:
         """Gather whole weights at the next forward pass. The caller knows why, so these do not count as edits without a cause."""
-        super().expire()
+        self.copy.freshness.mark(Change.INVALID)
         self._sent.edits_in_a_row = 0
 
     def resync(self) -> None:
@@ -258,23 +245,48 @@ class ZeroPPAllGather(WeightGather):
         if self.copy.layouts is not None and self.copy.layouts.delta is not None:
             self.expire()
 
+    # Which ranks a gather is a collective of.
+
+    @property
+    def has_hops(self) -> bool:
+        """Whether the gather was given two hops. Without them it is FSDP2's own."""
+        return self._hops is not None
+
+    @property
+    def hops(self) -> TwoHopGather:
+        """The two hops. Only where ``has_hops``."""
+        assert self._hops is not None
+        return self._hops
+
+    @property
+    def has_wire_form(self) -> bool:
+        """Whether the unit's weights travel in two hops, and are not gathered by FSDP2."""
+        return self.has_hops and self.unit.param_dtype in FLOAT_DTYPES
+
     @property
     def stays_in_group(self) -> bool:
         """Whether a gather of a fresh unit stays among the ranks that share the secondary shards of one copy."""
-        return self._keeps_secondary and self.unit.param_dtype in FLOAT_DTYPES
+        return self._run.config.hpz_size is not None and self.has_wire_form
+
+    @property
+    def can_start_ahead(self) -> bool:
+        """Whether the cross hop is due, and its input can be had without FSDP2."""
+        # Also a unit that the last pass skipped: which units a rank used is its own affair, and must not choose collectives.
+        return self.stays_in_group and self.copy.due != Change.NONE and self.unit.has_plain_shards
 
     @property
     def is_of_all_ranks(self) -> bool:
         """Whether a gather now is a collective of all ranks, and not one within a node."""
         # Cross hops that a schedule starts come in one order, whatever units a rank uses.
-        starts_by_itself = self._run.schedule.starts_all and self.can_start_ahead
-        return not self.stays_in_group or (self.copy.due != Change.NONE and not starts_by_itself)
+        return not self.stays_in_group or (self.copy.due != Change.NONE and not self.unit.has_plain_shards)
 
     @property
     def waits_in_node(self) -> bool:
-        """Whether a gather now is a collective of the ranks that share the copy."""
+        """Whether a gather that is not of all ranks makes those wait for each other that share the copy."""
         # Ranks that share memory read a copy that is there, and wait for each other where one lands.
         return not self.hops.shares_memory or self.copy.is_under_way
+
+    # Sizes.
 
     def secondary_bytes(self) -> int:
         """Return the bytes that this rank holds between gathers for hpZ."""
@@ -289,11 +301,11 @@ class ZeroPPAllGather(WeightGather):
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Return the bytes of one optimizer step that makes no resync."""
-        if self.unit.param_dtype not in FLOAT_DTYPES:
-            return super().predict(micro_steps)
+        if not self.has_wire_form:
+            return self._by_fsdp2.predict(micro_steps)
         cross, node = self.hops.cross_hop, self.hops.node_hop
         gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards_after_forward)
-        crossings = crossings_per_step(gathers, keeps_secondary=self._keeps_secondary, trains=self.unit.trains)
+        crossings = crossings_per_step(gathers, keeps_secondary=self.stays_in_group, trains=self.unit.trains)
         measured = self._sent.mean_bytes()
         predicted = gather_bytes(
             self.layouts(self.unit.param_dtype),

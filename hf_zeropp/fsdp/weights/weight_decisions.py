@@ -25,7 +25,7 @@ from hf_zeropp.fsdp.questions import Questions
 from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
-from hf_zeropp.fsdp.weights.gather import WeightGather, ZeroPPAllGather
+from hf_zeropp.fsdp.weights.gather import WeightGather
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,10 +112,7 @@ class WeightDecisions:
         try:
             for gather in self.gathers:
                 # FSDP2 alone makes what such a unit sends (an offloaded one, for instance), so no schedule has started it.
-                is_left = (
-                    isinstance(gather, ZeroPPAllGather) and gather.stays_in_group and gather.copy.due != Change.NONE
-                )
-                if is_left:
+                if gather.stays_in_group and gather.copy.due != Change.NONE:
                     with gather.unit.kept_gathered():
                         pass
             yield
@@ -130,7 +127,7 @@ class WeightDecisions:
             self._agree(self.gathers, "unshard parameters")
         if gather.is_of_all_ranks:
             self._questions.note(f"gathers of unit {gather.unit.name}")
-        elif isinstance(gather, ZeroPPAllGather) and gather.waits_in_node:
+        elif gather.waits_in_node:
             self._note_in_node(gather.unit.name, gather.hops.node_hop.group)
 
     def before_frozen_gather(self, gather: FrozenGather) -> None:
@@ -211,7 +208,7 @@ class WeightDecisions:
                 gather.copy.agree(Change(change))
         if self._run.checks:
             self._compare_due()
-        due = [one for one in asked if isinstance(one, ZeroPPAllGather) and one.can_start_ahead]
+        due = [gather for gather in asked if gather.can_start_ahead]
         self._run.schedule.begin(due, starts_now=starts_now)
         if self._run.checks:
             # A landing compares copies, which all ranks have to do in one order. Later they may use different units.
