@@ -38,10 +38,11 @@ from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import NO_WIRE_FORM, ZeroPPReduceScatter
 from hf_zeropp.fsdp.gradients.replicas_of_nodes import count_replicas_of_nodes
 from hf_zeropp.fsdp.hooks import hook_heads, hook_loading, hook_passes, listen_to_optimizers
-from hf_zeropp.fsdp.meshes import is_whole_copy, ranks_of
+from hf_zeropp.fsdp.meshes import is_whole_copy, numel_in_group, ranks_of
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.predictions import leaves_gathers_to_fsdp2
-from hf_zeropp.fsdp.run import Run
-from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
+from hf_zeropp.fsdp.sharded_models import find_units, without_compile_wrapper
+from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.frozen_copies import compare_frozen
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather, install_frozen_gathers, refuse_thawed_before_forwards
 from hf_zeropp.fsdp.weights.gather import MIXED_DTYPES, WeightGather
@@ -140,7 +141,7 @@ def _install(model: nn.Module, plan: Plan, groups: Sequence[WorldGroups]) -> Zer
     of_nodes = [unit for unit in units if not _is_over(unit, meshes)]
     num_nodes = len(_nodes_of(own_group(mesh.groups.data_parallel), plan.ranks_per_node))
     traffic = _new_traffic(model, of_meshes, of_nodes, plan.ranks_per_node, num_nodes, meshes)
-    run = Run(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
+    run = ModelRun(ZeroPPConfig(**dict(plan.settings)), mesh, traffic, checks=plan.checks_secondaries)
     # The copies of frozen weights on several nodes must be equal and stay so, whether ZeRO++ has anything to do or not.
     frozen = install_frozen_gathers(model, of_nodes, run.traffic)
     if frozen:
@@ -181,7 +182,7 @@ def _shard_meshes(plan: Plan, groups: Sequence[WorldGroups], units: Sequence[Uni
 
 def _install_two_hops(
     model: nn.Module,
-    run: Run,
+    run: ModelRun,
     units: Sequence[Unit],
     meshes: Mapping[tuple[int, ...], ShardMesh],
     frozen: Sequence[FrozenGather],
@@ -200,12 +201,12 @@ def _install_two_hops(
     for unit in units:
         make_gather, hops = ways[ranks_of(unit)]
         gather, reduce = make_gather(unit), ZeroPPReduceScatter(unit, run, decisions.gradients, hops)
-        unit.take_over_replicas()
+        unit.gradients.take_over_replicas()
         unit.set_all_gather(gather)
-        unit.set_reduce_scatter(reduce)
+        unit.gradients.reduce_through(reduce)
         # FSDP2 adds the output of a reduction to ``.grad``. Where that stands for a result still to come, ``.grad`` must be
         # a plain tensor while FSDP2 adds, and marked as pending before anybody else can look at it.
-        unit.wrap_post_backward(
+        unit.gradients.wrap_post_backward(
             decisions.gradients.keeps_unreduced, reduce.before_post_backward, reduce.after_post_backward
         )
         decisions.add_unit(gather, reduce)
@@ -217,7 +218,7 @@ def _install_two_hops(
     return decisions
 
 
-def _gathers_over(mesh: ShardMesh, run: Run, decisions: Decisions) -> Callable[[Unit], WeightGather]:
+def _gathers_over(mesh: ShardMesh, run: ModelRun, decisions: Decisions) -> Callable[[Unit], WeightGather]:
     """Return what makes the gather of a unit of this mesh."""
     # Nothing is quantized and nothing is kept here, so the gather stays FSDP2's own. It is wrapped all the same:
     # its bytes are counted, and a unit that stayed unsharded is gathered anew when its weights change.
@@ -239,7 +240,7 @@ def _gathers_over(mesh: ShardMesh, run: Run, decisions: Decisions) -> Callable[[
     return make_gather
 
 
-def _gather_hops(mesh: ShardMesh, run: Run) -> TwoHopGather:
+def _gather_hops(mesh: ShardMesh, run: ModelRun) -> TwoHopGather:
     # The groups of gathers follow ``hpz_size``, the number of ranks that share a copy, and may differ from the true
     # nodes. The groups of reductions do not: their node hop is meant for the fast links, whatever the copies are.
     groups = mesh.topology if mesh.hpz_size is None else mesh.topology_of(mesh.hpz_size)
@@ -257,7 +258,7 @@ def _gather_hops(mesh: ShardMesh, run: Run) -> TwoHopGather:
     return TwoHopGather(cross, node, run.buffers, may_share and can_share(node.group), resync)
 
 
-def _reduce_hops(mesh: ShardMesh, run: Run) -> TwoHopReduce:
+def _reduce_hops(mesh: ShardMesh, run: ModelRun) -> TwoHopReduce:
     node = Hop(REDUCE_NODE, mesh.topology.node_group, run.traffic, is_async=run.overlaps_by_itself)
     # With streams too, FSDP2 goes on before cross hops have ended.
     cross = Hop(REDUCE_CROSS, mesh.topology.cross_group, run.traffic, is_async=run.config.overlap)
@@ -269,12 +270,12 @@ def _reduce_hops(mesh: ShardMesh, run: Run) -> TwoHopReduce:
     return TwoHopReduce(node, cross, run.buffers, accumulator, replicas, whole)
 
 
-def _warn_of_fallbacks(run: Run, decisions: Decisions) -> None:
+def _warn_of_fallbacks(run: ModelRun, decisions: Decisions) -> None:
     """Name the units that stay with FSDP2's collectives, in one warning. Units that change later are named then."""
     gathered = [gather.unit for gather in decisions.weights.gathers if gather.has_hops]
     run.warn(MIXED_DTYPES, [unit for unit in gathered if unit.param_dtype not in FLOAT_DTYPES])
     trained = [reduce.unit for reduce in decisions.gradients.reduces if reduce.unit.trains]
-    run.warn(NO_WIRE_FORM, [unit for unit in trained if unit.reduce_dtype not in FLOAT_DTYPES])
+    run.warn(NO_WIRE_FORM, [unit for unit in trained if unit.gradients.dtype not in FLOAT_DTYPES])
 
 
 def _warn_of_unread(handle: ZeroPPHandle) -> None:
@@ -305,7 +306,9 @@ def _new_traffic(
     model_bytes = frozen + sum(
         sum(param.numel() for param in unit.params) * unit.param_dtype.itemsize for unit in units
     )
-    trainable_bytes = sum(sum(param.numel() for param in unit.trainable) * unit.reduce_dtype.itemsize for unit in units)
+    trainable_bytes = sum(
+        sum(param.numel() for param in unit.trainable) * unit.gradients.dtype.itemsize for unit in units
+    )
     of_meshes: list[MeshBytes] = []
     for ranks, mesh in meshes.items():
         of_mesh = [unit for unit in units if ranks_of(unit) == ranks]
@@ -321,11 +324,11 @@ def _mesh_bytes(units: Sequence[Unit], mesh: ShardMesh, ranks_per_node: int, fro
 
     def numel_on_node(unit: Unit, params: Sequence[DTensor]) -> int:
         # A weight that other parallelism does not cut is the same in each part, and has to arrive once.
-        return sum(min(param.numel(), num_parts * unit.numel_in_group(param)) for param in params)
+        return sum(min(param.numel(), num_parts * numel_in_group(unit, param)) for param in params)
 
     return MeshBytes(
         weights=frozen_bytes + sum(numel_on_node(unit, unit.params) * unit.param_dtype.itemsize for unit in units),
-        gradients=sum(numel_on_node(unit, unit.trainable) * unit.reduce_dtype.itemsize for unit in units),
+        gradients=sum(numel_on_node(unit, unit.trainable) * unit.gradients.dtype.itemsize for unit in units),
         num_nodes=mesh.topology.num_nodes,
         num_replicas=max(1, len(own_nodes) // mesh.topology.num_nodes),  # those that are on other nodes
     )

@@ -30,7 +30,8 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
 from hf_zeropp.apply import get_handle
-from hf_zeropp.fsdp.units import Unit, find_units, without_compile_wrapper
+from hf_zeropp.fsdp.sharded_models import find_units, without_compile_wrapper
+from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.sizes import parse_bytes
 

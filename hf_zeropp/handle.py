@@ -13,7 +13,8 @@ from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.comm_objects import CommObject
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
-from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.meshes import has_other_parallelism
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.gather import WeightGather
 from hf_zeropp.traffic import Bytes
@@ -42,7 +43,7 @@ class ZeroPPHandle:
 
     def __init__(
         self,
-        run: Run,
+        run: ModelRun,
         units: Sequence[Unit],
         frozen_units: Sequence[Unit],
         decisions: Decisions | None = None,
@@ -161,12 +162,12 @@ class ZeroPPHandle:
         # stays FSDP2's own, that is the world.
         in_groups = bool(self.gathers) and all(gather.stays_in_group for gather in self.gathers)
         # Other parallelism exchanges activations in every forward pass, in groups of its own.
-        has_other_parallelism = len(self._run.mesh.groups.data_parallel) > 1 or any(
-            unit.has_other_parallelism for unit in (*self.units, *self._by_fsdp2)
+        is_in_parallel = len(self._run.mesh.groups.data_parallel) > 1 or any(
+            has_other_parallelism(unit) for unit in (*self.units, *self._by_fsdp2)
         )
         # Replicas on the same nodes as each other have nodes of fewer ranks than the frozen units that they share.
         is_apart = self.topology.ranks_per_node != self.traffic.ranks_per_node
-        if not self.is_active or not (in_groups or not self.units) or has_other_parallelism or is_apart:
+        if not self.is_active or not (in_groups or not self.units) or is_in_parallel or is_apart:
             return None
         # Two kinds of gathers meet in groups of two sizes: frozen units over the node, secondary shards over
         # ``hpz_size`` ranks. One size divides the other (``resolve_hpz_size``), so the larger group contains the
@@ -179,7 +180,7 @@ class ZeroPPHandle:
 
     def partial_bytes(self) -> int:
         """Bytes this rank holds in accumulated gradients: partial sums of its node, or its own at full size."""
-        return sum(reduce.partial_bytes() + reduce.unit.unreduced_bytes() for reduce in self.reduces)
+        return sum(reduce.partial_bytes() + reduce.unit.gradients.unreduced_bytes() for reduce in self.reduces)
 
     def check_same_config(self, config: ZeroPPConfig) -> ZeroPPHandle:
         """Return this handle.

@@ -26,7 +26,9 @@ from hf_zeropp.compat import check_seams, version_of
 from hf_zeropp.config import ZeroPPConfig, is_enabled
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.meshes import UnitMesh, check_no_unknown_replicas, holders_of, meshes_of, ranks_of, world_groups
-from hf_zeropp.fsdp.units import Unit, find_units
+from hf_zeropp.fsdp.sharded_models import find_units
+from hf_zeropp.fsdp.unit_words import words_of_params, words_of_precision
+from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.first_use import is_running
 from hf_zeropp.fsdp.weights.secondary_check import wants_check
 
@@ -223,14 +225,14 @@ def _make_plan(model: nn.Module, config: ZeroPPConfig, mesh: DeviceMesh | None) 
         holders=tuple(sorted(set(of_model.ranks).union(*map(holders_of, units)))),
         is_enabled=is_enabled(),
         checks_secondaries=wants_check(),
-        units=tuple(UnitPlan(unit.name, tuple(unit.describe_params()), unit.describe_precision()) for unit in units),
+        units=tuple(UnitPlan(unit.name, tuple(words_of_params(unit)), words_of_precision(unit)) for unit in units),
     )
 
 
 def _check_unit(unit: Unit) -> None:
     # The handle is on the module that ``apply_zeropp`` was called with, so a call above or below that module does not
     # find it. A second installation would replace the comm objects under the first handle's hooks.
-    if isinstance(unit.reduce_scatter, ZeroPPReduceScatter):
+    if isinstance(unit.gradients.comm, ZeroPPReduceScatter):
         raise ValueError(
             f"unit {unit.name} already runs ZeRO++ through another apply_zeropp call, on a module above or below this "
             "one. Call it once, on the model."

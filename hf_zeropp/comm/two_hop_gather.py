@@ -48,7 +48,8 @@ import torch
 
 from hf_zeropp import devices, ops
 from hf_zeropp.comm import node_memory
-from hf_zeropp.comm.hop import Flight, Hop, WireBuffers, new_wire
+from hf_zeropp.comm.hop import Flight, Hop
+from hf_zeropp.comm.wire_buffers import WireBuffers, new_wire
 from hf_zeropp.ops.format import WireLayout
 
 BUFFER_STEP = 1 << 16
@@ -239,10 +240,6 @@ class Carrier(ABC):
         # This rank's part is written. Without this barrier it could read the part of a slower rank before that is.
         self.hops.wait_for_node(self.secondary)
 
-    def expected_slice(self, masters: torch.Tensor) -> torch.Tensor:
-        """Return the bytes that this rank's slice has once ``masters`` [S] have crossed. It sends nothing, and serves checks."""
-        return ops.quantize(masters, self.layouts.kept)
-
     @abstractmethod
     def _update(self, received: torch.Tensor) -> None:
         """Bring the secondary shard up to date with what arrived."""
@@ -299,12 +296,6 @@ class Delta(Carrier):
         hop = self.hops.cross_hop
         received = self.hops.buffers.take(hop.size * self._layout.nbytes, self._wire.device)
         self._flight = Flight(received, hop.all_gather(received, self._wire), sent=(self._wire,))
-
-    def expected_slice(self, masters: torch.Tensor) -> torch.Tensor:
-        """Return the bytes that this rank's slice has once a delta of the fp32 ``masters`` [S] has crossed."""
-        own_slice = self.hops.own_slice(self.secondary)
-        wire = ops.quantize_difference(masters, own_slice, self.layouts.kept, self._layout)
-        return ops.dequantize_update(wire, self._layout, own_slice, self.layouts.kept)
 
     def _update(self, received: torch.Tensor) -> None:
         # Deltas are added in place, so a slower rank of the node must have read the last weights before.

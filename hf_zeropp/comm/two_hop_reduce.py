@@ -30,7 +30,8 @@ from collections.abc import Sequence
 import torch
 
 from hf_zeropp import ops
-from hf_zeropp.comm.hop import Flight, Hop, WireBuffers
+from hf_zeropp.comm.hop import Flight, Hop
+from hf_zeropp.comm.wire_buffers import WireBuffers
 from hf_zeropp.ops.format import WireLayout
 from hf_zeropp.traffic import Bytes, Peers, total
 

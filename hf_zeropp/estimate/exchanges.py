@@ -106,7 +106,7 @@ class UnitReduce:
         return reduce_bytes(self.layouts, cross_hop=self.cross_hop, node_hop=self.node_hop, micro_steps=times)
 
 
-class FrozenGather:
+class FrozenUnitGather:
     """The gathers of one frozen unit within the node; ``packing`` is None where its weights stay in 16 bits."""
 
     def __init__(self, unit: UnitShape, setup: Setup, packing: Packing | None) -> None:

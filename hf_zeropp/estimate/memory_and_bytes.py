@@ -31,7 +31,7 @@ from collections.abc import Iterable
 from hf_zeropp.estimate.exchanges import (
     HALF_BYTES,
     MASTER_BYTES,
-    FrozenGather,
+    FrozenUnitGather,
     UnitGather,
     UnitReduce,
     gathers_stay_fsdp2,
@@ -230,7 +230,7 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
         line = dataclasses.replace(fsdp2(trained, setup), method=THIS_PACKAGE)
     else:
         line = _with_muon(_two_hops(trained, setup), trained, setup)
-    gathers = [FrozenGather(unit, setup, model.packing(setup.config)) for unit in model.frozen_units]
+    gathers = [FrozenUnitGather(unit, setup, model.packing(setup.config)) for unit in model.frozen_units]
     traffic = total(gather.step_bytes(setup.micro_steps) for gather in gathers).times(setup.ranks_per_node)
     gathered = _largest_at_once((gather.unit, gather.gathered_bytes()) for gather in gathers)
     decoded = max((gather.decoded_bytes() for gather in gathers), default=0)

@@ -21,7 +21,7 @@ from hf_zeropp.estimate.cluster import Cluster
 from hf_zeropp.estimate.exchanges import (
     HALF_BYTES,
     MASTER_BYTES,
-    FrozenGather,
+    FrozenUnitGather,
     UnitGather,
     UnitReduce,
     gathers_stay_fsdp2,
@@ -231,7 +231,7 @@ class _Maker:
         )
 
     def frozen(self, unit: UnitShape) -> UnitWork:
-        gather = FrozenGather(unit, self._setup, self._job.model.packing(self._setup.config))
+        gather = FrozenUnitGather(unit, self._setup, self._job.model.packing(self._setup.config))
         peers, decoding = gather.node_hop, gather.decoding_bytes()
         stages = (self._stages.ring("gather frozen", gather.shard_bytes(), peers),) if peers.group_size > 1 else ()
         copy = self._stages.copy("copy weights", gather.gathered_bytes())

@@ -17,8 +17,8 @@ from hf_zeropp.comm.agreement import Agreement
 from hf_zeropp.fsdp.gradients.gradient_decisions import GradientDecisions
 from hf_zeropp.fsdp.gradients.plain import PlainParameters
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.questions import Questions
-from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import WeightGather
 from hf_zeropp.fsdp.weights.low_rates import warn_of_low_rate
@@ -41,7 +41,7 @@ class Decisions:
         weights, gradients: the decisions on both.
     """
 
-    def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather], model: nn.Module) -> None:
+    def __init__(self, run: ModelRun, agreement: Agreement, frozen: Sequence[FrozenGather], model: nn.Module) -> None:
         self.questions = Questions(run, agreement, frozen)
         self.weights = WeightDecisions(run, self.questions, frozen)
         self.gradients = GradientDecisions(run, self.questions)

@@ -17,7 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.pending import renew_gradients
-from hf_zeropp.fsdp.units import Unit, initialize_root, on_backward
+from hf_zeropp.fsdp.sharded_models import initialize_root, on_backward
+from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.weight_decisions import Entrance, WeightDecisions
 from hf_zeropp.heads import base_models, embeddings
 

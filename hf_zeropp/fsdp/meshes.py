@@ -11,10 +11,12 @@ equal.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from hf_zeropp.comm.topology import WorldGroups, count_on_each_node, resolve_hpz_size
 from hf_zeropp.fsdp.units import Unit
@@ -44,9 +46,26 @@ def ranks_of(unit: Unit) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(unit.shard_group))
 
 
+def has_other_parallelism(unit: Unit) -> bool:
+    """Return whether parameters are sharded over a second mesh as well, which is that of tensor parallelism."""
+    return any(param.device_mesh.ndim > _num_own_dimensions(unit) for param in unit.params)
+
+
+def numel_in_group(unit: Unit, param: DTensor) -> int:
+    """Return how many elements of a parameter the shard group holds: a part, if tensor or expert parallelism cuts it."""
+    num_own = _num_own_dimensions(unit)
+    others = zip(param.device_mesh.shape[num_own:], param.placements[num_own:], strict=True)
+    return param.numel() // math.prod(size for size, placement in others if placement.is_shard())
+
+
+def _num_own_dimensions(unit: Unit) -> int:
+    """Return the number of dimensions that FSDP2 has put in front of the others in a parameter's mesh."""
+    return 1 if unit.replica_group is None else 2
+
+
 def is_whole_copy(unit: Unit) -> bool:
     """Return whether the unit is frozen, and its shard group holds a whole copy of it that FSDP2 knows no replica of."""
-    return not unit.trains and unit.replica_group is None and not unit.has_other_parallelism
+    return not unit.trains and unit.replica_group is None and not has_other_parallelism(unit)
 
 
 def holders_of(unit: Unit) -> set[int]:
@@ -83,7 +102,7 @@ def meshes_of(
                     f"unit {unit.name} is replicated over ranks {list(_replicas_of(unit))}, and other units over "
                     f"{list(replicas)}. Call fully_shard with the same mesh for all units."
                 )
-        elif unit.has_other_parallelism and holders_of(unit) == holders:
+        elif has_other_parallelism(unit) and holders_of(unit) == holders:
             found[own, _replicas_of(unit)] = None  # experts
             if sum(each == own for each, _ in found) > 1:
                 raise ValueError(
@@ -121,7 +140,7 @@ def _mesh_of_model(units: Sequence[Unit], given: DeviceMesh | None) -> tuple[tup
         beside = [
             mesh
             for mesh, unit in zip(found, units, strict=True)
-            if unit.has_other_parallelism or unit.replica_group is not None
+            if has_other_parallelism(unit) or unit.replica_group is not None
         ]
         # Experts are sharded over fewer ranks than the rest.
         world = max(beside, key=lambda mesh: len(mesh[0]) * len(mesh[1]), default=world)

@@ -16,9 +16,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from hf_zeropp.comm.agreement import SKIP_IN_A_NODE, Agreement, Answer, Statement
+from hf_zeropp.comm.agreement import Agreement, Answer
+from hf_zeropp.comm.disagreement import SKIP_IN_A_NODE, Statement
 from hf_zeropp.comm.hop import HopError
-from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 
@@ -58,7 +59,7 @@ class Questions:
             question.
     """
 
-    def __init__(self, run: Run, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
+    def __init__(self, run: ModelRun, agreement: Agreement, frozen: Sequence[FrozenGather]) -> None:
         self.units: list[Unit] = []
         self.tells_node = False
         self._run = run

@@ -46,7 +46,7 @@ from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
 from hf_zeropp.compat import check_seams
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ZeroPPConfig, is_enabled
-from hf_zeropp.fsdp.units import without_compile_wrapper
+from hf_zeropp.fsdp.sharded_models import without_compile_wrapper
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.generation import install_generate
 from hf_zeropp.handle import ZeroPPHandle

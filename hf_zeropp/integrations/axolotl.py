@@ -1,6 +1,6 @@
 """Axolotl: a plugin that is named in the config, with the settings beside it.
 
-    plugins: [hf_zeropp.integrations.axolotl.ZeroPPPlugin]
+    plugins: [hf_zeropp.integrations.axolotl.ZeroPPAxolotlPlugin]
     zeropp: {preset: balanced}
     fsdp_version: 2
     fsdp_config: {auto_wrap_policy: TRANSFORMER_BASED_WRAP}
@@ -36,7 +36,7 @@ class ZeroPPArgs(BaseModel):
     zeropp: dict[str, Any] | str | bool | None = None
 
 
-class ZeroPPPlugin(BasePlugin):
+class ZeroPPAxolotlPlugin(BasePlugin):
     """Train under ZeRO++ what Axolotl trains with FSDP2."""
 
     def get_input_args(self) -> str:

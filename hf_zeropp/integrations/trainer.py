@@ -45,7 +45,7 @@ from hf_zeropp.comm.backend_variables import set_backend_variables
 from hf_zeropp.compat import check_seams
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ZeroPPConfig, check_misplaced, is_like_block
-from hf_zeropp.fsdp.units import find_sharded_modules
+from hf_zeropp.fsdp.sharded_models import find_sharded_modules
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.handle import ZeroPPHandle
 from hf_zeropp.integrations.accelerate import (

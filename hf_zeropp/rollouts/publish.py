@@ -23,7 +23,9 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from hf_zeropp.frozen.adapters import wrapped_model
 from hf_zeropp.frozen.published import PublishedWeight, adapter_weights, base_buffers, merged_weights
-from hf_zeropp.fsdp.units import Unit, without_compile_wrapper
+from hf_zeropp.fsdp.meshes import has_other_parallelism
+from hf_zeropp.fsdp.sharded_models import without_compile_wrapper
+from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.generation import generation_mode, handle_of, units_of
 
 NamedWeights = Iterator[tuple[str, torch.Tensor]]
@@ -58,7 +60,7 @@ def publish_weights(model: nn.Module, *, adapters: Literal["merged", "alone"] = 
     model = without_compile_wrapper(model)
     units = units_of(model, handle_of(model))
     for unit in units:
-        if unit.has_other_parallelism:  # on all ranks, before anything is gathered
+        if has_other_parallelism(unit):  # on all ranks, before anything is gathered
             raise ValueError(
                 f"publish_weights yields full weights, but other parallelism cuts those of unit {unit.name}. Read "
                 "`model.state_dict()` with `full_tensor()` instead, which gathers over both."

@@ -28,7 +28,7 @@ from transformers import TrainingArguments
 
 from hf_zeropp.compat import TESTED, version_of
 from hf_zeropp.compat.extend import extend
-from hf_zeropp.fsdp.units import without_compile_wrapper
+from hf_zeropp.fsdp.sharded_models import without_compile_wrapper
 from hf_zeropp.generation import find_handle
 from hf_zeropp.rollouts.publish import NamedWeights, publish_weights
 from hf_zeropp.rollouts.vllm_cpu import keep_weights_loadable

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 from harness import run_ranks
 
-from hf_zeropp.comm.agreement import Agreement, Channel, Statement
+from hf_zeropp.comm.agreement import Agreement, Channel
+from hf_zeropp.comm.disagreement import Statement
 from hf_zeropp.comm.topology import new_cpu_group, whole_world
 
 pytestmark = pytest.mark.thorough

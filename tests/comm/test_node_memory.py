@@ -16,10 +16,11 @@ from two_hops import cross
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm import node_memory
-from hf_zeropp.comm.hop import Hop, WireBuffers
+from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.node_memory import allocate, can_share
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.comm.two_hops import Delta, GatherLayouts, TwoHopGather, WholeWeights
+from hf_zeropp.comm.wire_buffers import WireBuffers
 from hf_zeropp.ops.format import Segment, WireLayout
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, Traffic
 

@@ -257,7 +257,7 @@ def sharded_units(rank: int) -> list[list[tuple[int, bool]]]:
     from accelerate import Accelerator
 
     from hf_zeropp import ZeroPPPlugin
-    from hf_zeropp.fsdp.units import find_units
+    from hf_zeropp.fsdp.sharded_models import find_units
 
     accelerator = Accelerator(fsdp_plugin=ZeroPPPlugin())
     found = []

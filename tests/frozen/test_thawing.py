@@ -10,7 +10,7 @@ from harness import Scenarios, expect_errors
 from rollout_runs import train_step
 
 from hf_zeropp import ZeroPPPlugin
-from hf_zeropp.comm.agreement import DisagreementError
+from hf_zeropp.comm.disagreement import DisagreementError
 
 NAME = "base_model.model.model.layers.1.mlp.down_proj.base_layer.weight"
 

@@ -215,7 +215,7 @@ def scenario_bytes_held_and_sent(rank: int, overlap: bool) -> None:
     before = live_bytes()
     backward(model, rank, 0)
     assert live_bytes() - before == handle.partial_bytes(), "something is held beside the partial sums"
-    shard_numel = sum(shard_of.padded_numel for unit in handle.units for shard_of in unit.param_shards())
+    shard_numel = sum(shard_of.padded_numel for unit in handle.units for shard_of in unit.param_shards)
     assert handle.partial_bytes() == 2 * shard_numel * 4  # two nodes' shards; padding aside, half of the model
     assert unsharded_gradients(model) == []
     handle.traffic.reset()

@@ -23,7 +23,7 @@ from two_nodes import on_four_ranks
 from hf_zeropp import ZeroPPConfig, apply_zeropp, get_handle
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.micro_steps import STEPS_UNTIL_REMINDER
-from hf_zeropp.fsdp.units import find_units
+from hf_zeropp.fsdp.sharded_models import find_units
 from hf_zeropp.fsdp.weights.gather import WeightGather
 
 NODES = {"ranks_per_node": 2}

@@ -29,8 +29,8 @@ from toy import (
 )
 
 from hf_zeropp import ZeroPPConfig, apply_zeropp
-from hf_zeropp.fsdp.gradients.form import scale_of
-from hf_zeropp.fsdp.units import DefaultReduceScatter
+from hf_zeropp.fsdp.gradients.reduce import scale_of
+from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter
 
 SETTINGS = {
     "qwZ": EXACT | {"qwz_bits": 8},

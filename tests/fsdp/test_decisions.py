@@ -16,7 +16,8 @@ from two_nodes import raise_out_of_memory
 from ways_through_steps import RANKS_PER_NODE, training
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.comm.agreement import Agreement, Answer, DisagreementError
+from hf_zeropp.comm.agreement import Agreement, Answer
+from hf_zeropp.comm.disagreement import DisagreementError
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
 from hf_zeropp.fsdp.hooks import listen_to_optimizers

@@ -1,4 +1,4 @@
-"""A write that moves no version counter, and that nobody tells of, ends in an error on all ranks. See freshness.py."""
+"""A write that moves no version counter, and that nobody tells of, ends in an error on all ranks. See fingerprint.py."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from toy import make_lm, shard, train
 from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
-from hf_zeropp.fsdp.weights import freshness
-from hf_zeropp.fsdp.weights.freshness import MAX_LATE, sum_of_bits
+from hf_zeropp.fsdp.weights import fingerprint
+from hf_zeropp.fsdp.weights.fingerprint import MAX_LATE, sum_of_bits
 
 QUANTIZED = CONFIG | {"qwz_bits": 8}
 DELTA = CONFIG | {"qwz_mode": "delta", "qwz_bits": 4}
@@ -142,7 +142,7 @@ def scenario_an_accelerator_that_lags_behind_is_waited_for(rank: int) -> None:
 @contextlib.contextmanager
 def counted() -> Iterator[mock.Mock]:
     """The number of sums inside, of all units."""
-    with mock.patch.object(freshness, "_sum_of_words", mock.Mock(side_effect=freshness._sum_of_words)) as sums:
+    with mock.patch.object(fingerprint, "_sum_of_words", mock.Mock(side_effect=fingerprint._sum_of_words)) as sums:
         yield sums
 
 

@@ -13,15 +13,16 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "hf_zeropp"
 HOT_PATH = (
-    *("comm.hop", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
+    *("comm.hop", "comm.wire_buffers", "comm.two_hop_gather", "comm.two_hop_reduce", "comm.node_memory"),
     *(
         "fsdp.comm_objects",
         "fsdp.weights.gather",
         "fsdp.weights.copy",
         "fsdp.weights.freshness",
+        "fsdp.weights.fingerprint",
         "fsdp.weights.schedule",
         "fsdp.gradients.reduce",
-        "fsdp.gradients.form",
+        "fsdp.gradients.unit_gradients",
         "fsdp.gradients.drivers",
         "fsdp.gradients.micro_steps",
         "fsdp.gradients.pending",
@@ -33,7 +34,7 @@ HOT_PATH = (
 WAITING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "is_nonzero", "equal", "allclose"}
 CONVERSIONS = {"bool", "int", "float"}
 # Conversions of what is a number already: module, function.
-NUMBERS = {("fsdp.gradients.form", "scale_of")}
+NUMBERS = {("fsdp.gradients.reduce", "scale_of")}
 
 
 MEANT = {
@@ -42,7 +43,7 @@ MEANT = {
     # With qwz_mode="exact" the host has to know how much to send: once per step, for all units.
     ("comm.two_hop_gather", "exchange_sizes"),
     # It looks at memory of the host once an event says that it is there, and waits where the device is several passes behind.
-    ("fsdp.weights.freshness", "has_found"),
+    ("fsdp.weights.fingerprint", "has_found"),
     # It waits only where there are no streams.
     ("comm.two_hop_gather", "_encode"),
 }

@@ -22,17 +22,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from hf_zeropp.comm.agreement import Agreement, Channel
-from hf_zeropp.comm.hop import Hop, WireBuffers
+from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.topology import ShardMesh, WorldGroups, get_topology, whole_world
 from hf_zeropp.comm.two_hops import TwoHopReduce
+from hf_zeropp.comm.wire_buffers import WireBuffers
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.decisions import Decisions
 from hf_zeropp.fsdp.gradients.backward_passes import Backward as BackwardPasses
 from hf_zeropp.fsdp.gradients.gradient_decisions import GradientDecisions
 from hf_zeropp.fsdp.gradients.pending import PendingGradient
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
-from hf_zeropp.fsdp.param_shard import ParamShard, ReducedShard
-from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.gradients.unit_gradients import ReducedShard
+from hf_zeropp.fsdp.model_run import ModelRun
+from hf_zeropp.fsdp.param_shard import ParamShard
 from hf_zeropp.fsdp.units import local_tensor_of
 from hf_zeropp.fsdp.weights.copy import Copy
 from hf_zeropp.fsdp.weights.freshness import Change
@@ -48,11 +50,11 @@ DEPTH = 6
 
 
 class FakeUnit:
-    """Stands for a unit in reductions, without FSDP2."""
+    """Stands for a unit in reductions, and for its gradients, without FSDP2."""
 
-    shows_reduced_output = puts_off_replicas = False
-    reduce_dtype = torch.float32
-    gradient_divide_factor = None
+    are_looked_at = puts_off_replicas = False
+    dtype = torch.float32
+    divide_factor = None
     modules: tuple[torch.nn.Module, ...] = ()
 
     def __init__(self, name: str, params: dict[str, DTensor]) -> None:
@@ -60,6 +62,10 @@ class FakeUnit:
         self.named = params
         self.with_gradient: set[str] = set()
         self.is_unsharded = False
+
+    @property
+    def gradients(self) -> FakeUnit:
+        return self
 
     @property
     def params(self) -> list[DTensor]:
@@ -129,7 +135,7 @@ class Model:
         config = ZeroPPConfig(qgz_bits=None, qgz_intra_bits=None, overlap=overlap)
         groups = WorldGroups(whole_world(), whole_world(), ())
         mesh_of_shards = ShardMesh(get_topology(1, "cpu"), groups, hpz_size=None, replicas=None)
-        run = Run(config, mesh_of_shards, Traffic(1, 1))
+        run = ModelRun(config, mesh_of_shards, Traffic(1, 1))
         self.micro_steps, self.driver = run.micro_steps, run.driver
         self.decisions = Decisions(run, Agreement(Channel(world)), [], torch.nn.Module())
         self.num_ends = 0

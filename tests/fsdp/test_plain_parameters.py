@@ -10,7 +10,7 @@ from harness import Scenarios, scenarios_of
 from toy import loss_of, make_lm, shard, tokens_of
 
 from hf_zeropp import apply_zeropp
-from hf_zeropp.comm.agreement import DisagreementError
+from hf_zeropp.comm.disagreement import DisagreementError
 
 
 class Adapted(nn.Module):

@@ -14,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from toy import EXACT, make_lm, shard
 
 from hf_zeropp import apply_zeropp
-from hf_zeropp.fsdp.units import find_units
+from hf_zeropp.fsdp.sharded_models import find_units
 from hf_zeropp.muon import Muon
 
 WORLD, WIDTH = 8, 8

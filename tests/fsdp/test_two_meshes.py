@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from toy import POLICIES, full_weights, logged_messages
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp, generation_mode
-from hf_zeropp.fsdp.units import find_units
-from hf_zeropp.fsdp.weights import schedules
+from hf_zeropp.fsdp.sharded_models import find_units
+from hf_zeropp.fsdp.weights import schedule
 from hf_zeropp.traffic import FSDP2_REDUCE, GATHER_CROSS, GATHER_RESYNC, Bytes
 
 WORLD, WIDTH, NUM_EXPERTS, DEPTH, STEPS = 4, 24, 4, 2, 3
@@ -312,7 +312,7 @@ class Due:
 def test_sizes_are_exchanged_mesh_by_mesh_in_the_order_of_what_is_due(monkeypatch):
     """Not in that of the units that send words."""
     exchanged = []
-    monkeypatch.setattr(schedules, "exchange_sizes", exchanged.append)
+    monkeypatch.setattr(schedule, "exchange_sizes", exchanged.append)
     dense, experts = object(), object()
-    schedules.encode([Due(dense, None), Due(experts, "a"), Due(dense, "b"), Due(experts, "c")])
+    schedule._encode([Due(dense, None), Due(experts, "a"), Due(dense, "b"), Due(experts, "c")])
     assert exchanged == [["b"], ["a", "c"]]

@@ -15,7 +15,9 @@ from two_nodes import on_four_ranks
 
 from hf_zeropp.fsdp import units
 from hf_zeropp.fsdp.gradients.backward_passes import current_backward, queue_after_backward
-from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
+from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter
+from hf_zeropp.fsdp.sharded_models import find_units
+from hf_zeropp.fsdp.units import DefaultAllGather
 from hf_zeropp.fsdp.weights.first_use import on_first_use
 from hf_zeropp.fsdp.weights.freshness import WeightStamp
 
@@ -39,8 +41,8 @@ def record(model) -> list[tuple[units.Unit, RecordingGather, RecordingReduce]]:
     recorded = [(unit, RecordingGather(), RecordingReduce()) for unit in find_units(model)]
     for unit, gather, reduce in recorded:
         unit.set_all_gather(gather)
-        unit.set_reduce_scatter(reduce)
-        assert unit.all_gather is gather and unit.reduce_scatter is reduce
+        unit.gradients.reduce_through(reduce)
+        assert unit.all_gather is gather and unit.gradients.comm is reduce
     return recorded
 
 
@@ -52,12 +54,12 @@ def scenario_shards_are_what_fsdp2_gathers(rank: int) -> None:
         backward(model, rank)
         for unit, gather, _ in recorded:
             assert gather.input.dtype == unit.param_dtype
-            assert gather.input.numel() == sum(one.padded_numel for one in unit.param_shards())
+            assert gather.input.numel() == sum(one.padded_numel for one in unit.param_shards)
             assert unit.has_plain_shards
             assert torch.equal(gather.input, unit.flat_shard(unit.param_dtype)), (policy, kwargs, unit.name)
             local = [param.to_local().numel() for param in unit.params]
-            assert [one.numel for one in unit.param_shards()] == local
-            assert [one.ndim for one in unit.param_shards()] == [param.ndim for param in unit.params]
+            assert [one.numel for one in unit.param_shards] == local
+            assert [one.ndim for one in unit.param_shards] == [param.ndim for param in unit.params]
 
 
 def scenario_reductions_are_what_units_say(rank: int) -> None:
@@ -68,10 +70,10 @@ def scenario_reductions_are_what_units_say(rank: int) -> None:
         recorded = record(shard(model, policy))
         backward(model, rank)
         for unit, _, reduce in recorded:
-            shards = unit.param_shards(trainable_only=True)
-            assert reduce.dtype == unit.reduce_dtype
+            shards = unit.gradients.param_shards()
+            assert reduce.dtype == unit.gradients.dtype
             assert reduce.numel == dist.get_world_size() * sum(one.padded_numel for one in shards)
-            reduced = reduce.output / unit.divisor_after_reduce(reduce.output.dtype)
+            reduced = reduce.output / unit.gradients.divisor_after_reduce(reduce.output.dtype)
             param, numel = unit.trainable[0], shards[0].numel
             assert torch.equal(reduced[:numel].float(), param.grad.to_local().flatten().float()), unit.name
 
@@ -83,10 +85,10 @@ def scenario_gradients_lie_where_units_say(rank: int) -> None:
         model.blocks[0].up.weight.grad_dtype = torch.float32
     recorded = record(shard(model, MixedPrecisionPolicy(reduce_dtype=torch.float32)))
     for unit, _, _ in recorded:
-        unit.wrap_post_backward(lambda: False, lambda: None, lambda: None)
+        unit.gradients.wrap_post_backward(lambda: False, lambda: None, lambda: None)
     backward(model, rank)
     for unit, _, reduce in recorded:
-        shards = unit.reduced_shards()
+        shards = unit.gradients.reduced_shards()
         parts = reduce.output.split([one.shard.padded_numel for one in shards])
         for one, part in zip(shards, parts, strict=True):
             gradient = one.param.grad.to_local().flatten()
@@ -101,7 +103,7 @@ def scenario_found_units(rank: int) -> None:
     found = find_units(model)
     assert [unit.name for unit in found] == ["(root)", "blocks.0", "blocks.1", "norm"]
     assert [len(unit.modules) for unit in found] == [1, 1, 1, 2]
-    assert [one.name for one in found[1].param_shards()] == ["weight", "bias"] * 3
+    assert [one.name for one in found[1].param_shards] == ["weight", "bias"] * 3
     assert find_units(make_lm()) == []
     assert all(unit.device_type == "cpu" and unit.replica_group is None for unit in found)
     assert dist.get_process_group_ranks(found[0].shard_group) == list(range(4))
@@ -185,7 +187,7 @@ def scenario_shown_reductions(rank: int) -> None:
     root, first, second = find_units(model)
     model.blocks[0].up.weight.register_post_accumulate_grad_hook(lambda param: None)
     model.blocks[1].set_all_reduce_hook(lambda reduced: None)
-    assert [unit.shows_reduced_output for unit in (root, first, second)] == [False, True, True]
+    assert [unit.gradients.are_looked_at for unit in (root, first, second)] == [False, True, True]
 
 
 test_units = on_four_ranks(__name__)

@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from toy import EXACT, HIDDEN, Block, backward, full_weights, make_lm, shard, tokens_of, train
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.comm.agreement import Agreement, Statement, describe
+from hf_zeropp.comm.agreement import Agreement
+from hf_zeropp.comm.disagreement import Statement, describe_difference
 
 SETTINGS = {
     "default": EXACT | {"hpz_size": "node"},
@@ -184,5 +185,7 @@ def test_a_step_asks_once_more_than_its_passes(micro_steps):
 
 def test_many_differences_are_named_in_few_words():
     runs = [tuple(f"reductions of unit {index}" for index in range(10) if index != rank) for rank in range(8)]
-    said = describe({rank: Statement("step", {}, run) for rank, run in enumerate(runs)}, dict.fromkeys(range(8), 0))
+    said = describe_difference(
+        {rank: Statement("step", {}, run) for rank, run in enumerate(runs)}, dict.fromkeys(range(8), 0)
+    )
     assert "unit 4: 1 on ranks" in said and "unit 5" not in said and "and 4 more differ" in said

@@ -15,7 +15,7 @@ from toy import EXACT, backward, full_weights, make_lm, shard, tokens_of
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.fsdp.units import Unit
-from hf_zeropp.fsdp.weights import freshness
+from hf_zeropp.fsdp.weights import fingerprint, freshness
 from hf_zeropp.fsdp.weights.freshness import WeightStamp
 from hf_zeropp.fsdp.weights.weight_decisions import WeightDecisions
 
@@ -52,7 +52,7 @@ def sees_the_weights(model: torch.nn.Module, rank: int) -> bool:
 
 
 def without_fingerprints() -> contextlib.AbstractContextManager:
-    return mock.patch.object(freshness.Fingerprint, "has_found", lambda fingerprint: False)
+    return mock.patch.object(fingerprint.Fingerprint, "has_found", lambda self: False)
 
 
 @contextlib.contextmanager

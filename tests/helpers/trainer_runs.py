@@ -11,7 +11,8 @@ from datasets import Dataset
 from toy import full_weights
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
 
-from hf_zeropp.fsdp.units import DefaultAllGather, find_units
+from hf_zeropp.fsdp.sharded_models import find_units
+from hf_zeropp.fsdp.units import DefaultAllGather
 from hf_zeropp.integrations.trainer import ZeroPPCallback
 
 VOCAB = 128

@@ -12,10 +12,11 @@ import pytest
 import torch
 from op_cases import largest_error
 
-from hf_zeropp.comm.hop import Hop, WireBuffers
+from hf_zeropp.comm.hop import Hop
 from hf_zeropp.comm.node_memory import can_share
 from hf_zeropp.comm.topology import get_topology
 from hf_zeropp.comm.two_hops import Carrier, ReduceLayouts, TwoHopGather, TwoHopReduce
+from hf_zeropp.comm.wire_buffers import WireBuffers
 from hf_zeropp.config import WEIGHT_BITS
 from hf_zeropp.ops.format import Segment, WireLayout
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_NODE, REDUCE_CROSS, REDUCE_NODE, Traffic

@@ -30,7 +30,9 @@ from toy import logged_messages
 from transformers import LlamaForCausalLM
 
 from hf_zeropp import compat, get_handle
-from hf_zeropp.fsdp.units import DefaultAllGather, DefaultReduceScatter, find_units
+from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter
+from hf_zeropp.fsdp.sharded_models import find_units
+from hf_zeropp.fsdp.units import DefaultAllGather
 from hf_zeropp.traffic import REDUCE_NODE
 
 # INT8 weights and INT8 + INT4 gradients of a tiny random model: the distance was measured as 0.06 to 0.09 of the gradient's
@@ -65,7 +67,7 @@ def scenario_false_is_stock(rank: int) -> None:
     train(accelerator, model, optimizer, rank, range(2))
     assert handle_of(accelerator, model) is None and get_handle(model) is None
     for unit in find_units(model):
-        assert type(unit.all_gather) is DefaultAllGather and type(unit.reduce_scatter) is DefaultReduceScatter
+        assert type(unit.all_gather) is DefaultAllGather and type(unit.gradients.comm) is DefaultReduceScatter
     assert "sync_each_batch" not in GradientState().plugin_kwargs
 
 
@@ -98,7 +100,7 @@ def scenario_accumulation_on_the_rank(rank: int) -> None:
         handle = handle_of(accelerator, model)
         assert GradientState().plugin_kwargs.get("sync_each_batch", False) == (where == "node")
         train(accelerator, model, optimizer, rank, (0, 1))
-        assert any(unit.unreduced_bytes() for unit in handle.units) == (where == "rank")
+        assert any(unit.gradients.unreduced_bytes() for unit in handle.units) == (where == "rank")
         train(accelerator, model, optimizer, rank, range(2, 6))
         predicted = {name: count.times(2) for name, count in handle.predict(3).items()}
         assert handle.traffic.counts == predicted, (where, handle.traffic.counts, predicted)

@@ -98,11 +98,11 @@ def plugin(monkeypatch):
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.delitem(sys.modules, PLUGIN, raising=False)
-    from hf_zeropp.integrations.axolotl import ZeroPPPlugin
+    from hf_zeropp.integrations.axolotl import ZeroPPAxolotlPlugin
 
     monkeypatch.setattr(Accelerator, "__init__", Accelerator.__init__)
     monkeypatch.setattr(unmodified, "_settings", None)
-    return ZeroPPPlugin()
+    return ZeroPPAxolotlPlugin()
 
 
 def test_the_plugin_of_axolotl_puts_its_settings_in_force(plugin) -> None:

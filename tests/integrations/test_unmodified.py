@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainer_runs import tiny_model
 
 from hf_zeropp import get_handle, run, traffic
-from hf_zeropp.fsdp.units import find_sharded_modules
+from hf_zeropp.fsdp.sharded_models import find_sharded_modules
 
 PLAIN = Path(__file__).parent / "scripts/plain_accelerate.py"
 # The variables that Accelerate's launcher exports for FSDP2, and two emulated nodes.

@@ -17,8 +17,8 @@ from hf_zeropp import devices
 from hf_zeropp.comm.agreement import Answer
 from hf_zeropp.fsdp.gradients.backward_passes import Backward, require_backward
 from hf_zeropp.fsdp.gradients.reduce import ZeroPPReduceScatter
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.questions import Questions
-from hf_zeropp.fsdp.run import Run
 
 
 class GradientDecisions:
@@ -33,7 +33,7 @@ class GradientDecisions:
         backward: the model's backward passes.
     """
 
-    def __init__(self, run: Run, questions: Questions) -> None:
+    def __init__(self, run: ModelRun, questions: Questions) -> None:
         self.reduces: list[ZeroPPReduceScatter] = []
         self.backward = Backward(self.end_backward)
         self._run = run
@@ -103,7 +103,9 @@ class GradientDecisions:
         """
         if not self._run.config.accumulates_on_rank:
             return
-        waiting = [one.unit for one in self.reduces if one.unit.has_param_of(held) and one.unit.unreduced_bytes()]
+        waiting = [
+            one.unit for one in self.reduces if one.unit.has_param_of(held) and one.unit.gradients.unreduced_bytes()
+        ]
         if not waiting:
             return
         among = f"those of unit {waiting[0].name} among them"
@@ -126,7 +128,7 @@ class GradientDecisions:
         require_backward()
         if self.backward.begins_micro_step():
             self._run.traffic.micro_steps += 1
-            puts_off = any(reduce.unit.puts_off_replicas for reduce in self.reduces)
+            puts_off = any(reduce.unit.gradients.puts_off_replicas for reduce in self.reduces)
             self._run.micro_steps.enter_backward(puts_off_replicas=puts_off)
 
     def _ask_micro_step(self) -> None:

@@ -6,10 +6,11 @@ long. See also [Note: gradient accumulation] below.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -19,13 +20,13 @@ from hf_zeropp.comm.hop import Flight
 from hf_zeropp.comm.two_hops import ReduceLayouts, TwoHopReduce
 from hf_zeropp.fsdp.comm_objects import CommObject, names_unit, naming, record_event
 from hf_zeropp.fsdp.gradients.drivers import BLOCKING, StreamDriver, UnderWay
-from hf_zeropp.fsdp.gradients.form import Form, Partial, scale_of
 from hf_zeropp.fsdp.gradients.pending import PendingGradients
+from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter, ReducedShard, ReduceScatter
 from hf_zeropp.fsdp.layouts import reduce_layouts
-from hf_zeropp.fsdp.param_shard import ParamShard, ReducedShard
+from hf_zeropp.fsdp.model_run import ModelRun
+from hf_zeropp.fsdp.param_shard import ParamShard
 from hf_zeropp.fsdp.predictions import reduce_bytes, reductions_per_step
-from hf_zeropp.fsdp.run import Run
-from hf_zeropp.fsdp.units import DefaultReduceScatter, ReduceScatter, Unit
+from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import FSDP2_REDUCE, REDUCE_REPLICAS, Bytes, Peers
 
@@ -51,6 +52,52 @@ NO_WIRE_FORM = (
 _cached_layouts = functools.lru_cache(maxsize=4096)(reduce_layouts)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Form:
+    """How a unit's gradients travel in one reduction.
+
+    Attributes:
+        layouts: the wire layouts of both hops.
+        parts: the parameters in a slice, in order.
+        scale: the factor that the reduction applies to the sum over ranks.
+        divisor: by what FSDP2 divides its output after the reduction.
+    """
+
+    layouts: ReduceLayouts
+    parts: tuple[ReducedShard, ...]
+    scale: float
+    divisor: float
+
+    def divide(self, reduced: torch.Tensor) -> None:
+        """Divide in place as FSDP2 divides its output after the reduction."""
+        if self.divisor != 1:
+            reduced.div_(self.divisor)
+
+    def adds_up_with(self, other: Form) -> bool:
+        """Return whether sums of both forms are sums of the same things."""
+        if self is other:
+            return True
+        has_same_params = [id(one.param) for one in self.parts] == [id(one.param) for one in other.parts]
+        own, others = (self.layouts, self.scale, self.divisor), (other.layouts, other.scale, other.divisor)
+        return has_same_params and own == others
+
+
+@dataclasses.dataclass
+class Partial:
+    """Gradients of earlier micro-steps, summed within the node.
+
+    Attributes:
+        sums: fp32 [Y, S]; bf16 with ``qgz_accumulator="bfloat16"``.
+        form: how they travel.
+        written: recorded when they were written, on FSDP2's reduce-scatter stream. The next reduction runs on that stream too;
+            a delivery for an optimizer's step runs on another one, and waits for it. None on CPU.
+    """
+
+    sums: torch.Tensor
+    form: Form
+    written: torch.Event | None
+
+
 class AsksAboutReductions(Protocol):
     """The part of gradient_decisions.py that reductions ask."""
 
@@ -74,14 +121,14 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         pending: the gradients that wait for a result.
     """
 
-    def __init__(self, unit: Unit, run: Run, decisions: AsksAboutReductions, hops: TwoHopReduce) -> None:
+    def __init__(self, unit: Unit, run: ModelRun, decisions: AsksAboutReductions, hops: TwoHopReduce) -> None:
         self.unit = unit
         self.hops = hops
         self.pending = PendingGradients(unit)
         self._run = run
         self._decisions = decisions
         if isinstance(run.driver, StreamDriver):
-            unit.reduce_behind(run.driver.run_rest)
+            unit.gradients.reduce_behind(run.driver.run_rest)
         self._fsdp2 = DefaultReduceScatter()
         self._form: Form | None = None  # of the reduction before; kept as long as nothing of it changes
         self._form_key: tuple[object, ...] = ()
@@ -102,13 +149,13 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         # The first reduction of a backward pass asks all ranks. The host waits for their answer before it waits for a hop.
         self._decisions.reduction_begins(self)
         self._run.driver.make_room()
-        parts = self.unit.reduced_shards()
+        parts = self.unit.gradients.reduced_shards()
         if input_tensor.dtype not in FLOAT_DTYPES:
             return self._reduce_by_fsdp2(output_tensor, input_tensor, group, op, async_op)
         dtype = input_tensor.dtype
-        scale, divisor = scale_of(op, group.size()), self.unit.divisor_after_reduce(dtype)
+        scale, divisor = scale_of(op, group.size()), self.unit.gradients.divisor_after_reduce(dtype)
         # FSDP2 asks for the mean over a shard group, unless the user has set by what gradients are divided in all.
-        if self.unit.gradient_divide_factor is None:
+        if self.unit.gradients.divide_factor is None:
             scale /= self.hops.num_replicas
         form = self._form_of(parts, dtype, scale, divisor)
         # The parameters that train, their dtype, or what gradients are divided by changed between micro-steps. Sums of another
@@ -118,7 +165,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             self.deliver()
         # A gradient hook or an all-reduce hook reads the output as soon as this call returns. Such a unit crosses
         # nodes at every micro-step and is not late, because zeros would be taken for its gradient.
-        shows_output = self.unit.shows_reduced_output
+        shows_output = self.unit.gradients.are_looked_at
         driver = BLOCKING if shows_output else self._run.driver
         crosses = self._run.micro_steps.is_last_now or shows_output
         # FSDP2 runs an all-reduce hook, and adds the output to ``.grad``, on a stream of its own, and drops the output while
@@ -226,7 +273,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         op: ReduceOp | ReduceOp.RedOpType,
         async_op: bool,
     ) -> dist.Work | None:
-        self.pending.make_way((part.param for part in self.unit.reduced_shards()), for_zeros=False)
+        self.pending.make_way((part.param for part in self.unit.gradients.reduced_shards()), for_zeros=False)
         self._run.warn(NO_WIRE_FORM, [self.unit])
         peers = Peers.of(group, self._run.traffic.ranks_per_node)
         self._run.traffic.record(FSDP2_REDUCE, peers.bytes_of(output.nbytes))
@@ -238,7 +285,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             work.wait()
         if (summed := self.hops.replicas.all_reduce(output)) is not None:
             summed.wait()
-        if self.unit.gradient_divide_factor is None:
+        if self.unit.gradients.divide_factor is None:
             output.div_(self.hops.num_replicas)
         return None
 
@@ -291,7 +338,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         """Forget the micro-steps accumulated so far."""
         self._partial = None
         if self._run.config.accumulates_on_rank:
-            self.unit.drop_unreduced()
+            self.unit.gradients.drop_unreduced()
         if not self._has_unfinished:
             self.pending.clear()
 
@@ -324,8 +371,8 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         if not self.unit.trains:
             return {}
         micro_steps = reductions_per_step(micro_steps, accumulates_on_rank=self._run.config.accumulates_on_rank)
-        dtype, node, cross = self.unit.reduce_dtype, self.hops.node_hop, self.hops.cross_hop
-        shards = tuple(self.unit.param_shards(trainable_only=True))
+        dtype, node, cross = self.unit.gradients.dtype, self.hops.node_hop, self.hops.cross_hop
+        shards = tuple(self.unit.gradients.param_shards())
         if dtype not in FLOAT_DTYPES:  # FSDP2 reduces it
             output = sum(shard.padded_numel for shard in shards) * dtype.itemsize
             peers = Peers.of(self.unit.shard_group, self._run.traffic.ranks_per_node)
@@ -335,7 +382,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             return own | {REDUCE_REPLICAS: replicas.peers.bytes_in_all_reduce(output).times(micro_steps)}
         layouts = self._layouts(shards, dtype)
         # A hook that looks at the unit's gradients lets them cross at every micro-step.
-        crossings = micro_steps if self.unit.shows_reduced_output else 1
+        crossings = micro_steps if self.unit.gradients.are_looked_at else 1
         rounds, replicas = [hop.peers for hop in self.hops.replica_hops], self.hops.replicas
         predicted = reduce_bytes(
             layouts,
@@ -346,3 +393,24 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
             replica_hops=layouts.replica_bytes(rounds, None if replicas is None else replicas.peers),
         )
         return predicted.by_name(cross_hop=cross.name, node_hop=node.name)
+
+
+def scale_of(op: ReduceOp | ReduceOp.RedOpType, world_size: int) -> float:
+    """Return the factor that a reduce op applies to the sum over ranks.
+
+    Raises:
+        ValueError: the op is neither a sum, nor a mean, nor a pre-multiplied sum.
+    """
+    # A ReduceOp carries the factor of a pre-multiplied sum where only its pickled state shows it.
+    # (`type`, not `isinstance`: ReduceOp claims its own enum members as instances.)
+    state: Any = cast(Any, op).__getstate__() if type(op) is ReduceOp else (op, None)
+    kind, factor = state
+    if kind == ReduceOp.SUM:
+        return 1.0
+    if kind == ReduceOp.AVG:
+        return 1.0 / world_size
+    if kind == ReduceOp.PREMUL_SUM:
+        return float(factor)
+    raise ValueError(
+        f"Gradients can be reduced by SUM, AVG or a pre-multiplied sum, got {kind} on rank {dist.get_rank()}."
+    )

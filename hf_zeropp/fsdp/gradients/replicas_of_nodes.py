@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hf_zeropp.fsdp.comm_objects import CommObject, names_unit
-from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.traffic import FSDP2_REDUCE, Bytes, Peers, Traffic, total
 
@@ -31,7 +31,7 @@ class ReplicasOfNodes(CommObject):
         self._traffic = traffic
         self._within = Peers.of(unit.shard_group, traffic.ranks_per_node)
         self._replicas = Peers.of(unit.replica_group, traffic.ranks_per_node)
-        unit.wrap_own_reduction(self._reduce)
+        unit.gradients.wrap_own_reduction(self._reduce)
 
     @names_unit
     def _reduce(self, reduce: Callable[[], None], averages: bool) -> None:
@@ -43,14 +43,14 @@ class ReplicasOfNodes(CommObject):
         return {FSDP2_REDUCE: self._bytes(averages=True).times(micro_steps)} if self.unit.trains else {}
 
     def _bytes(self, *, averages: bool) -> Bytes:
-        shards = self.unit.param_shards(trainable_only=True)
-        output = sum(shard.padded_numel for shard in shards) * self.unit.reduce_dtype.itemsize
+        shards = self.unit.gradients.param_shards()
+        output = sum(shard.padded_numel for shard in shards) * self.unit.gradients.dtype.itemsize
         collectives = [self._within.bytes_of(output)] if self._within.group_size > 1 else []
         collectives += [self._replicas.bytes_in_all_reduce(output)] if averages else []
         return total(collectives)
 
 
-def count_replicas_of_nodes(units: Sequence[Unit], run: Run) -> list[ReplicasOfNodes]:
+def count_replicas_of_nodes(units: Sequence[Unit], run: ModelRun) -> list[ReplicasOfNodes]:
     """Count what the reductions of those units send whose replicas are on other nodes, and name them in a warning.
 
     Args:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.nn as nn
 
-from hf_zeropp.fsdp.units import without_compile_wrapper
+from hf_zeropp.fsdp.sharded_models import without_compile_wrapper
 
 _FIRST_USES = "_zeropp_first_uses"
 """The attribute of a module that holds what waits for the first use of the models it is in."""

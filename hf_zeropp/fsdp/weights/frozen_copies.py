@@ -18,14 +18,14 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from hf_zeropp.comm.exchange import exchange, ranks_by, words_of
-from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.units import local_tensor_of
+from hf_zeropp.fsdp.weights.fingerprint import sum_of_bits
 from hf_zeropp.fsdp.weights.first_use import on_first_use
-from hf_zeropp.fsdp.weights.freshness import sum_of_bits
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 
 
-def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Run) -> None:
+def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: ModelRun) -> None:
     """Compare the frozen weights of all nodes: now, or before the model's first forward if they are on ``meta``. Collective.
 
     Raises:
@@ -39,7 +39,7 @@ def compare_frozen(model: nn.Module, gathers: Sequence[FrozenGather], run: Run) 
         on_first_use(model, lambda: _compare(gathers, run))
 
 
-def _compare(gathers: Sequence[FrozenGather], run: Run) -> None:
+def _compare(gathers: Sequence[FrozenGather], run: ModelRun) -> None:
     names = [name for gather in gathers for name in gather.names]
     sums = [_sum_of(local_tensor_of(param)) for gather in gathers for param in gather.unit.params]
     across = filter(None, (run.mesh.topology.cross_group, run.mesh.replicas))
@@ -72,7 +72,7 @@ def _differing(ranks: Sequence[int], values: Sequence[int], ranks_per_node: int)
     return next((held for held in places.values() if len(set(held.values())) > 1), {})
 
 
-def _of_data_parallel_ranks(value: Any, run: Run) -> list[Any]:
+def _of_data_parallel_ranks(value: Any, run: ModelRun) -> list[Any]:
     """Return the values of all ranks that train this rank's model."""
     values = [value]
     for group in (run.mesh.topology.cross_group, run.mesh.topology.node_group, run.mesh.replicas):

@@ -85,7 +85,7 @@ def install_frozen_gathers(model: nn.Module, units: Sequence[Unit], traffic: Tra
     found = {id(param): name for name, param in model.named_parameters()}
     gathers = []
     for unit in units:
-        shards = zip(unit.params, unit.param_shards(), strict=True)
+        shards = zip(unit.params, unit.param_shards, strict=True)
         gathers.append(FrozenGather(unit, [found.get(id(param), shard.name) for param, shard in shards], traffic))
         unit.set_all_gather(gathers[-1])
     return gathers

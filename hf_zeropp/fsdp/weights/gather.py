@@ -26,11 +26,12 @@ from hf_zeropp.comm.two_hops import (
 )
 from hf_zeropp.fsdp.comm_objects import CommObject, CountedAllGather
 from hf_zeropp.fsdp.layouts import gather_layouts
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.predictions import crossings_per_step, gather_bytes, gathers_per_step
-from hf_zeropp.fsdp.run import Run
 from hf_zeropp.fsdp.units import AllGather, Unit
 from hf_zeropp.fsdp.weights.copy import Copy, State
-from hf_zeropp.fsdp.weights.freshness import MAX_LATE, Change, Freshness
+from hf_zeropp.fsdp.weights.fingerprint import MAX_LATE
+from hf_zeropp.fsdp.weights.freshness import Change, Freshness
 from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck
 from hf_zeropp.ops.format import FLOAT_DTYPES
 from hf_zeropp.traffic import Bytes
@@ -120,7 +121,7 @@ class WeightGather(CommObject, AllGather):
     def __init__(
         self,
         unit: Unit,
-        run: Run,
+        run: ModelRun,
         before_gather: Callable[[WeightGather], None],
         hops: TwoHopGather | None = None,
         check: SecondaryCheck | None = None,
@@ -296,7 +297,7 @@ class WeightGather(CommObject, AllGather):
         """Return the wire layouts for gathering the unit in ``dtype``, with its parameters frozen as they are now."""
         key = (dtype, self.unit.trains)
         if key not in self._layouts:
-            self._layouts[key] = gather_layouts(self._run.config, self.unit.param_shards(), dtype, trains=key[1])
+            self._layouts[key] = gather_layouts(self._run.config, self.unit.param_shards, dtype, trains=key[1])
         return self._layouts[key]
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:

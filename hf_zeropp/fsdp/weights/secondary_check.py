@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from hf_zeropp import ops
 from hf_zeropp.comm.exchange import words_of
-from hf_zeropp.comm.two_hops import Carrier, Secondary, TwoHopGather
+from hf_zeropp.comm.two_hops import Carrier, Delta, Secondary, TwoHopGather
 from hf_zeropp.config import ENV_CHECK
-from hf_zeropp.fsdp.units import Unit
+from hf_zeropp.fsdp.units import Unit, local_tensor_of
 
 TellFaults = Callable[[str, str], Sequence[str]]
 """Takes the name of a unit and what this rank found wrong with its copies, or nothing. Returns what all ranks found."""
@@ -69,7 +70,7 @@ class SecondaryCheck:
     def encoded(self, carrier: Carrier) -> None:
         """Note what the masters give, which ``carrier`` has encoded just now."""
         self._dtype = carrier.layouts.kept.raw_dtype
-        self._expected = carrier.expected_slice(self._unit.masters(carrier.reads or self._dtype))
+        self._expected = expected_slice(carrier, masters_of(self._unit, carrier.reads or self._dtype))
 
     def landed(self, secondary: Secondary) -> None:
         """Compare all copies of the unit, which were brought up to date, with the masters.
@@ -94,7 +95,7 @@ class SecondaryCheck:
             WrongCopies: on every rank, if they differ on any.
         """
         if (replicas := self._unit.replica_group) is not None:
-            masters = checksum(self._unit.masters(self._dtype).view(torch.uint8))
+            masters = checksum(masters_of(self._unit, self._dtype).view(torch.uint8))
             differs = any(total != masters.item() for [total] in _all_of(masters.view(1), replicas))
             # A rank that differs is seen by one rank of each replica, which tells its own replica. So all ranks raise.
             places = self._ranks_with(differs)
@@ -139,6 +140,27 @@ class SecondaryCheck:
         with contextlib.suppress(RuntimeError):
             dist.barrier(group=self._unit.shard_group)
         raise WrongCopies(next(filter(None, found)))
+
+
+def expected_slice(carrier: Carrier, masters: torch.Tensor) -> torch.Tensor:
+    """Return the bytes that this rank's slice has once ``masters`` [S] have crossed, in fp32 for a delta. It sends nothing."""
+    layouts = carrier.layouts
+    if not isinstance(carrier, Delta):
+        return ops.quantize(masters, layouts.kept)
+    assert layouts.delta is not None
+    own_slice = carrier.hops.own_slice(carrier.secondary)
+    wire = ops.quantize_difference(masters, own_slice, layouts.kept, layouts.delta)
+    return ops.dequantize_update(wire, layouts.delta, own_slice, layouts.kept)
+
+
+def masters_of(unit: Unit, dtype: torch.dtype) -> torch.Tensor:
+    """Return what ``unit.flat_shard`` returns, read from the parameters themselves."""
+    sizes = [shard.padded_numel for shard in unit.param_shards]
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=unit.device)
+    for place, param in zip(flat.split(sizes), unit.params, strict=True):
+        local = local_tensor_of(param).detach().reshape(-1)
+        place[: local.numel()].copy_(local)
+    return flat
 
 
 def _all_of(own: torch.Tensor, group: dist.ProcessGroup) -> list[list[int]]:

@@ -18,11 +18,12 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from hf_zeropp import devices
-from hf_zeropp.comm.agreement import NAMED_UNITS
+from hf_zeropp.comm.disagreement import NAMED_UNITS
 from hf_zeropp.comm.exchange import ranks_by, words_of
 from hf_zeropp.fsdp.gradients.backward_passes import current_backward
+from hf_zeropp.fsdp.model_run import ModelRun
 from hf_zeropp.fsdp.questions import Questions
-from hf_zeropp.fsdp.run import Run
+from hf_zeropp.fsdp.unit_words import words_of_structure
 from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.fsdp.weights.frozen_gather import FrozenGather
 from hf_zeropp.fsdp.weights.gather import WeightGather
@@ -54,7 +55,7 @@ class WeightDecisions:
         is_generating: whether weights must not change now.
     """
 
-    def __init__(self, run: Run, questions: Questions, frozen: Sequence[FrozenGather]) -> None:
+    def __init__(self, run: ModelRun, questions: Questions, frozen: Sequence[FrozenGather]) -> None:
         self.gathers: list[WeightGather] = []
         self.is_generating = False
         self._run = run
@@ -197,7 +198,9 @@ class WeightDecisions:
         facts.append(_structure_digest(self._questions.thawed()))
         # The order matters: until the statements were compared, a rank does not know that the others have as many
         # unfinished reductions, and finishing one runs collectives.
-        largest = self._questions.ask(action, facts, flags, self._describe_structure).largest()
+        largest = self._questions.ask(
+            action, facts, flags, lambda index: words_of_structure(self.gathers[index].unit)
+        ).largest()
         self._run.driver.drain()
         self._refuse_unseen(changes, largest)
         for frozen in self._frozen:
@@ -236,18 +239,6 @@ class WeightDecisions:
         due = [int(gather.copy.due) for gather in self.gathers]
         said = "start the hops of stale weights"
         self._questions.ask(said, due, describe=lambda index: f"due for {Change(due[index]).name}").confirm()
-
-    def _describe_structure(self, index: int) -> str:
-        unit = self.gathers[index].unit
-        shards = zip(unit.param_shards(), unit.params, strict=True)
-        frozen = [shard.name for shard, param in shards if not param.requires_grad]
-        dtypes = sorted({str(param.dtype) for param in unit.params})
-        said = f"{', '.join(dtypes)}, {'frozen: ' + ', '.join(frozen) if frozen else 'all parameters trainable'}"
-        grad_dtypes = sorted(map(str, unit.grad_dtypes - {None, *(param.dtype for param in unit.params)}))
-        said += f", some gradients in {', '.join(grad_dtypes)}" if grad_dtypes else ""
-        said += ", with hooks on its gradients" if unit.shows_reduced_output else ""
-        factor = unit.gradient_divide_factor
-        return said + ("" if factor is None else f", gradients divided by {factor}")
 
 
 # Structures rarely change, and a digest for each unit is needed at every forward pass. It is no ``hash``: Python

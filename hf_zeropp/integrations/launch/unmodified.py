@@ -28,7 +28,7 @@ from hf_zeropp.apply import has_handles
 from hf_zeropp.comm.backend_variables import set_backend_variables
 from hf_zeropp.compat.extend import extend
 from hf_zeropp.config import ENV_ENABLED, ZeroPPConfig, is_enabled
-from hf_zeropp.fsdp.units import find_sharded_modules
+from hf_zeropp.fsdp.sharded_models import find_sharded_modules
 from hf_zeropp.integrations.accelerate import ZeroPPPlugin, check_ranks_meet, launcher_says
 from hf_zeropp.step_record import record_steps
 

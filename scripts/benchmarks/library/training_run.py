@@ -23,7 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp import ZeroPPPlugin
 from hf_zeropp.fsdp.gradients.pending import PendingGradient
-from hf_zeropp.fsdp.units import AllGather, ReduceScatter, find_units
+from hf_zeropp.fsdp.gradients.unit_gradients import ReduceScatter
+from hf_zeropp.fsdp.sharded_models import find_units
+from hf_zeropp.fsdp.units import AllGather
 from library.rounds import Measurement, timed_steps
 from library.variants import LEARNING_RATE, ModelShape, Variant
 
@@ -246,4 +248,4 @@ def with_lora(base: torch.nn.Module, rank: int = 8) -> torch.nn.Module:
 def _silence(model: torch.nn.Module) -> None:
     for unit in find_units(model):
         unit.set_all_gather(_SilentAllGather())
-        unit.set_reduce_scatter(_SilentReduceScatter())
+        unit.gradients.reduce_through(_SilentReduceScatter())

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from hf_zeropp import devices
-from hf_zeropp.comm.hop import WireBuffers
 from hf_zeropp.comm.topology import ShardMesh
+from hf_zeropp.comm.wire_buffers import WireBuffers
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.fsdp.gradients.drivers import new_driver
 from hf_zeropp.fsdp.gradients.micro_steps import MicroSteps
@@ -20,7 +20,7 @@ from hf_zeropp.traffic import Traffic
 logger = logging.getLogger(__name__)
 
 
-class Run:
+class ModelRun:
     """The things that the units of one model share. They are made once, when ZeRO++ is applied, and passed to all parts of it.
 
     Args:
