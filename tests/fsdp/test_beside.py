@@ -20,6 +20,7 @@ from toy import POLICIES, backward, full_weights, loss_without_head, make_lm, sh
 
 from hf_zeropp import apply_zeropp
 from hf_zeropp.comm.hop import Hop
+from hf_zeropp.fsdp.weights.freshness import Change
 
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4}
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -142,7 +143,7 @@ def nodes_with_different_layers(rank: int, mode: str) -> tuple[list[str], list[s
             model.path = [2] if rank < 2 else [1, 0]
             with torch.no_grad():
                 model(tokens_of(rank))
-        return calls, [gather.unit.name for gather in handle.gathers if not gather.is_fresh]
+        return calls, [gather.unit.name for gather in handle.gathers if gather.copy.freshness.change() != Change.NONE]
 
 
 @pytest.mark.parametrize("mode", ["values", "exact"])

@@ -28,6 +28,7 @@ from two_nodes import on_four_ranks
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
 from hf_zeropp.config import DELTA_BITS
+from hf_zeropp.fsdp.weights.freshness import Change
 from hf_zeropp.traffic import GATHER_CROSS, GATHER_RESYNC, Bytes
 
 DELTA = {"qwz_mode": "delta", "qwz_bits": 4, "ranks_per_node": 2}
@@ -130,7 +131,8 @@ def scenario_checkpoints_resync_what_deltas_made(rank: int) -> None:
     handle = apply_zeropp(model, DELTA)
     train(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1), rank, range(2))
     handle.save_state()
-    assert [gather.is_fresh for gather in handle.gathers] == [not gather.unit.trainable for gather in handle.gathers]
+    are_fresh = [gather.copy.freshness.change() == Change.NONE for gather in handle.gathers]
+    assert are_fresh == [not gather.unit.trainable for gather in handle.gathers]
 
 
 def scenario_manual_edits_resync(rank: int) -> None:

@@ -259,7 +259,7 @@ def test_a_collective_of_which_nothing_is_known_is_refused():
 # ------------------------------------------------------------------------------------------------------ the package's ways
 
 ASKS_FOR_CPU = {
-    "fsdp.weights.freshness": 1,  # page-locked memory, which there is for accelerators alone
+    "fsdp.weights.fingerprint": 1,  # page-locked memory, which there is for accelerators alone
     "devices": 1,  # the one question, which the checker answers
     "comm.topology": 1,  # the index of a device, for a broadcast before training
 }

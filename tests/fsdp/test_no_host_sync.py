@@ -34,7 +34,7 @@ HOT_PATH = (
 WAITING_METHODS = {"item", "cpu", "tolist", "numpy", "nonzero", "synchronize", "is_nonzero", "equal", "allclose"}
 CONVERSIONS = {"bool", "int", "float"}
 # Conversions of what is a number already: module, function.
-NUMBERS = {("fsdp.gradients.reduce", "scale_of")}
+NUMBERS = {("fsdp.gradients.reduce", "scale_of"), ("fsdp.gradients.unit_gradients", "gets_gradient")}
 
 
 MEANT = {

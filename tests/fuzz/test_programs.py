@@ -25,7 +25,6 @@ OF_FOLDER = {
     "refrozen_while_micro_steps_wait": {"pending and refrozen"},
     "one_rank": {"optimizer on one rank", "step skipped on one rank", "edit on one rank"},
     "skipped_on_one_rank": {"skipped on one rank"},
-    "skipped_where_gathers_wait": {"skipped where gathers wait"},
     "replaced_before_the_first_pass": {"replaced before the first pass"},
     "from_meta": {"from meta"},
     "thawed": {"thawed"},

@@ -14,9 +14,7 @@ from differential.rank import Job
 
 FOLDER = Path(__file__).parent / "regressions"
 # What is wrong still, and why. The marks are strict: they go when the package is right.
-STILL_WRONG: dict[str, str] = {
-    "skipped_where_gathers_wait/across_nodes": "ranks hang until the group's time-out ends their wait in different collectives",
-}
+STILL_WRONG: dict[str, str] = {}
 
 
 def programs() -> list:

@@ -83,6 +83,8 @@ class TrainingRun:
                 output_dtype=torch.bfloat16,
             ),
         )
+        if variant.gathers_in_node:  # FSDP2 takes a number of ranks as well, and Accelerate hands it over
+            self.plugin.reshard_after_forward = int(os.environ["LOCAL_WORLD_SIZE"])
         self.accelerator = Accelerator(
             cpu=not self.is_on_gpu,
             mixed_precision="bf16",
@@ -98,6 +100,8 @@ class TrainingRun:
             torch.cuda.empty_cache()  # the whole model was there, and ranks of other variants need the memory
         if variant.silent:
             _silence(self.model)
+        if variant.keeps_weights:
+            self.model.set_reshard_after_forward(False)
         torch.manual_seed(dist.get_rank())
         self.tokens = torch.randint(shape.vocab_size, (batch_size, seq_len)).to(self.accelerator.device)
         self._text = None if text is None else np.load(text, mmap_mode="r")
@@ -141,7 +145,9 @@ class TrainingRun:
         """Make one optimizer step, and return the loss of its last micro-step."""
         # Accelerate reads it in every ``accumulate``, so one prepared model can be measured with all accumulations.
         self.accelerator.gradient_accumulation_steps = micro_steps
-        for _ in range(micro_steps):
+        for index in range(micro_steps):
+            if self.variant.keeps_weights:
+                self.model.set_reshard_after_backward(index == micro_steps - 1)
             if self._text is not None:
                 self.tokens = windows(self._text, self._random, *self.tokens.shape).to(self.accelerator.device)
             with self.accelerator.accumulate(self.model):

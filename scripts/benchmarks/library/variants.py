@@ -24,6 +24,8 @@ SHOWN = {
     "compute": "no communication",
     "stock": "stock FSDP2",
     "stock-fp32": "stock FSDP2, fp32 reduction",
+    "keep": "FSDP2 that keeps weights",
+    "node": "FSDP2, backward in nodes",
     "hsdp": "HSDP",
     "qwz": "qwZ alone",
     "hpz": "hpZ alone",
@@ -52,6 +54,10 @@ class Variant:
         fp32_reduce: reduce gradients in fp32 instead of bf16.
         replicas: replicate over so many groups of nodes, and shard within each of them (HSDP). ``"nodes"`` replicates over
             nodes, which Transformers recommends between nodes.
+        keeps_weights: gather weights once a step, and keep them and full-size gradients until the last micro-step
+            (``set_reshard_after_forward``, ``set_reshard_after_backward`` and ``set_requires_gradient_sync``).
+        gathers_in_node: keep weights of 1/N after the forward pass, and gather those of the backward pass within nodes
+            (``reshard_after_forward=N``).
         silent: run no collective at all. The time that is left is that of the computation and of FSDP2's own copies.
         lora: train LoRA adapters on the linear layers of a frozen bf16 base, instead of the whole model.
     """
@@ -60,6 +66,8 @@ class Variant:
     zeropp: dict[str, Any] | None = None
     fp32_reduce: bool = False
     replicas: int | Literal["nodes"] = 1
+    keeps_weights: bool = False
+    gathers_in_node: bool = False
     silent: bool = False
     lora: bool = False
 
@@ -70,6 +78,8 @@ VARIANTS = {
         Variant("compute", silent=True),
         Variant("stock"),
         Variant("stock-fp32", fp32_reduce=True),
+        Variant("keep", keeps_weights=True),
+        Variant("node", gathers_in_node=True),
         Variant("hsdp", replicas="nodes"),
         Variant("hsdp, 2 replicas", replicas=2),
         Variant("qwz", QWZ),

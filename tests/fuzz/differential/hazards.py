@@ -226,11 +226,10 @@ class Walk:
         has_extension = any(block.kind in EXTENSION_KINDS for model in models for block in model.blocks)
         # Weights that move in 16 bits within the node are gathered by gloo, whatever memory the ranks share.
         reads_peers = settings.get("shared_memory", True) and settings.get("qwz_intra_bits", 8) is not None
-        starts_ahead = settings.get("overlap", True) and reads_peers
         # Ranks that read copies in each other's memory wait for each other where weights arrive.
         share_copies = (self.case.ranks_per_node if size == "node" else size) != 1
         lands = share_copies and not self._used(args) <= self.settled
-        return not (keeps_copies and starts_ahead) or has_extension or lands
+        return not (keeps_copies and reads_peers) or has_extension or lands
 
     def _step(self, name: str) -> None:
         self.found |= self.changes & MUST_RAISE
