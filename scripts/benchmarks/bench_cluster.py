@@ -46,8 +46,9 @@ from library.study import (
 from library.text import checkpoint_of
 from library.variants import LEARNING_RATE, VARIANTS, ModelShape, Recipe, shown
 
-RATES = ["unlimited", "10gbit", "1gbit", "200mbit", "100mbit"]
-DEFAULT_VARIANTS = ["compute", "stock", "stock-fp32", "hsdp", "qwz", "hpz", "qgz", "balanced"]
+RATES = ["unlimited", "10gbit", "1gbit", "200mbit", "50mbit"]
+RIVALS = ["stock", "keep", "node", "hsdp"]
+DEFAULT_VARIANTS = ["compute", *RIVALS, "balanced", "balanced, kept", "half_model", "exact", "paper"]
 QUICK = {
     "rates": ["100mbit"],
     "variants": ["compute", "stock", "hsdp", "balanced"],

@@ -164,8 +164,8 @@ class WeightGather(CommObject, AllGather):
             with copy.guard():
                 gather_both_hops(self.hops, output_tensor, input_tensor, self.layouts(input_tensor.dtype))
             return None
-        self._run.schedule.reach(self)
         # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still due.
+        self._run.schedule.reach(self, input_tensor)
         if copy.due != Change.NONE:
             self.start(input_tensor)
         if copy.is_under_way:
@@ -181,6 +181,8 @@ class WeightGather(CommObject, AllGather):
 
     def encode(self) -> ChangedWords | None:
         """Encode the changed words that the cross hop will send, before their sizes are exchanged; None where it sends others."""
+        if not self._run.config.sends_changes:
+            return None
         layouts, copy = self.layouts(self.unit.param_dtype), self.copy
         if next_carrier(copy.due, layouts, copy.layouts) is not ChangedWords:
             return None
@@ -197,7 +199,8 @@ class WeightGather(CommObject, AllGather):
         copy, due = self.copy, self.copy.due
         if copy.is_under_way:  # started ahead, and the weights changed since
             copy.land()
-        layouts = self.layouts(self.unit.param_dtype if made is None else made.dtype)
+        dtype = self.unit.param_dtype if made is None else made.dtype
+        layouts = self.layouts(dtype)
         kind = next_carrier(due, layouts, copy.layouts)
         if kind is ChangedWords:
             if copy.state is not State.ENCODED:  # this unit exchanges its sizes alone
@@ -210,7 +213,7 @@ class WeightGather(CommObject, AllGather):
             assert copy.secondary is not None
             copy.start(Delta(self.hops, layouts, copy.secondary), self.unit.shards_to_encode(torch.float32))
         else:
-            flat = self.unit.flat_shard(self.unit.param_dtype) if made is None else made
+            flat = self.unit.flat_shard(dtype) if made is None else made
             copy.start(WholeWeights(self.hops, layouts, self._room(layouts, flat.device)), [flat])
         assert copy.carrier is not None
         self._sent.note(copy.carrier, due)

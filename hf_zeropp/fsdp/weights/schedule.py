@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
@@ -42,8 +43,8 @@ class DueGather(Protocol):
     def encode(self) -> ChangedWords | None:
         """Encode the changed words that it will send; None where it sends something else."""
 
-    def start(self) -> None:
-        """Start the cross hop on the current stream, behind the exchange of sizes."""
+    def start(self, made: torch.Tensor | None = None) -> None:
+        """Start the cross hop on the current stream, behind the exchange of sizes. ``made`` is its input, where it is there."""
 
     def land(self) -> None:
         """Finish the cross hop."""
@@ -80,10 +81,17 @@ class GatherSchedule:
         if starts_now or self._ahead == ALL:
             self.finish()
 
-    def reach(self, gather: DueGather) -> None:
-        """Start cross hops up to that of ``gather``, whose weights are needed now, and those that come ahead."""
+    def reach(self, gather: DueGather, made: torch.Tensor) -> None:
+        """Start cross hops up to that of ``gather``, whose weights are needed now, and those that come ahead.
+
+        Args:
+            gather: the gather.
+            made: the input of its cross hop, which FSDP2 has made.
+        """
         if gather in self._due:
-            self._start(self._due.index(gather) + 1 + self._ahead)
+            # Another stream would need that memory for longer than FSDP2 keeps it.
+            inputs = {} if self._has_stream else {gather: made}
+            self._start(self._due.index(gather) + 1 + self._ahead, inputs)
 
     def finish(self) -> None:
         """Start those that are left: of units that the pass did not use."""
@@ -110,13 +118,13 @@ class GatherSchedule:
         with devices.on_stream(self._stream, self._device_type):
             yield
 
-    def _start(self, count: int) -> None:
+    def _start(self, count: int, inputs: Mapping[DueGather, torch.Tensor] = MappingProxyType({})) -> None:
         if self._num_started >= min(count, len(self._due)):
             return
         with self._queue():
             for gather in self._due[self._num_started : count]:
                 self._num_started += 1
-                gather.start()
+                gather.start(inputs.get(gather))
                 # On accelerators landing makes one stream wait for another, and the host goes on. On gloo the host would wait.
                 if self._ahead != ALL:
                     gather.land()

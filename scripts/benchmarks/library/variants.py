@@ -22,6 +22,7 @@ LEARNING_RATE = 1e-4
 
 SHOWN = {
     "compute": "no communication",
+    "balanced, kept": "balanced that keeps weights",
     "stock": "stock FSDP2",
     "stock-fp32": "stock FSDP2, fp32 reduction",
     "keep": "FSDP2 that keeps weights",
@@ -86,6 +87,7 @@ VARIANTS = {
         Variant("hpz", HPZ),
         Variant("qgz", QGZ),
         *(Variant(name, settings) for name, settings in PRESETS.items()),
+        Variant("balanced, kept", PRESETS["balanced"] | {"qgz_accumulate": "rank"}, keeps_weights=True),
         Variant("balanced, 2 replicas", PRESETS["balanced"], replicas=2),
         Variant("exact, 3-bit gradients", {"preset": "exact", "qgz_bits": 3}),
         # The default without one of its parts: see scripts/results/overlap.md.
@@ -120,6 +122,8 @@ LOSS_VARIANTS: dict[str, dict[str, Any] | None] = {
 
 def shown(name: str) -> str:
     """Return the name of a variant in tables and plots. What follows a comma, such as a setting that differs, stays."""
+    if name in SHOWN:
+        return SHOWN[name]
     variant, comma, rest = name.partition(", ")
     return SHOWN.get(variant, variant) + comma + rest
 
