@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from hf_zeropp.config import BLOCK, PRESETS, ZeroPPConfig
-from hf_zeropp.estimate.memory_and_bytes import SYNCED, estimate, ours
+from hf_zeropp.estimate.memory_and_bytes import FSDP2, IN_NODE, KEPT, SYNCED, estimate, ours
 from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, resolved, step_time, with_settings
 from hf_zeropp.estimate.training_job import Job, Setup
-from hf_zeropp.estimate.unit_work import DEEPSPEED
+from hf_zeropp.estimate.unit_work import COALESCED, DEEPSPEED
 from hf_zeropp.fsdp.weights.low_rates import lowest_rate
 
 EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic")
@@ -24,8 +24,13 @@ EXACTNESS = ("balanced", "exact", "paper", "half_model", "min_traffic")
 MARGIN = 0.03
 """Share of a step that counts as equal: medians of one measured job moved by as much from one run to the next."""
 
-STOCK = ("FSDP2", SYNCED, "HSDP")
+STOCK = (FSDP2, SYNCED, KEPT, IN_NODE, "HSDP")
 """The ways of FSDP2 without this package, beside which its settings have to pay."""
+
+_KEEPING = """# In a loop of your own: model.set_reshard_after_forward(False) once, and before each micro-step
+# model.set_reshard_after_backward(is_last).
+"""
+"""How weights are kept for all micro-steps, which neither Accelerate nor the Trainer does."""
 
 CODES_WITHIN_NODE = {"qwz_intra_bits": 8, "qgz_intra_bits": 8}
 """The other choice than the backend's own collectives within a node, for slow links."""
@@ -41,6 +46,7 @@ class Row:
         memory: bytes per rank, with gathered units, without activations.
         fits: whether that is within the memory of a GPU.
         settings: of a choice: a preset, and what to set beside it. None for methods.
+        keeps_weights: whether the loop keeps weights for all micro-steps.
     """
 
     method: str
@@ -48,11 +54,12 @@ class Row:
     memory: float
     fits: bool
     settings: dict[str, Any] | None = None
+    keeps_weights: bool = False
 
 
 def methods_of(setup: Setup) -> list[str]:
     """Return the methods to compare, the settings of the job among them where no preset has them."""
-    names = [name for name in method_names() if setup.micro_steps > 1 or name != SYNCED]
+    names = [name for name in method_names() if setup.micro_steps > 1 or name not in (SYNCED, COALESCED)]
     plain = dataclasses.replace(setup.config, frozen_bits=None, pack_embeddings=False)
     return names if plain in map(ZeroPPConfig.preset, PRESETS) else [*names, SETTINGS]
 
@@ -63,7 +70,7 @@ def compare(job: Job, methods: Iterable[str]) -> list[Row]:
 
 
 def choices(job: Job) -> list[Row]:
-    """Return a row for each choice of settings: presets, with and without codes within a node and gradients on the rank."""
+    """Return a row for each choice: presets, with and without codes within a node, and gradients, or weights too, on the rank."""
     setup = job.setup
     presets = [preset for preset in EXACTNESS if setup.learning_rate >= lowest_rate(ZeroPPConfig.preset(preset))]
     rows = []
@@ -76,6 +83,14 @@ def choices(job: Job) -> list[Row]:
                 settings = {"preset": preset, **hops, **sums}
                 row = _row(with_settings(job, settings), SETTINGS)
                 rows.append(dataclasses.replace(row, method=_name(settings), settings=settings))
+            if setup.micro_steps > 1:
+                settings = {"preset": preset, **hops, "qgz_accumulate": "rank"}
+                kept = with_settings(job, settings)
+                row = _row(
+                    dataclasses.replace(kept, setup=dataclasses.replace(kept.setup, keeps_weights=True)), SETTINGS
+                )
+                name = f"{_name(settings)}, weights kept"
+                rows.append(dataclasses.replace(row, method=name, settings=settings, keeps_weights=True))
     return rows
 
 
@@ -96,9 +111,11 @@ def memory_of(job: Job, method: str) -> float:
         line = ours(job.model, job.setup)
         return line.total + line.gathered
     lines = {line.method: line for line in estimate(job.model, job.setup)}
-    line = lines.get({DEEPSPEED: "hpZ"}.get(method, method), lines["FSDP2"])  # synced with one micro-step: FSDP2
+    line = lines.get(
+        {DEEPSPEED: "hpZ", COALESCED: "hpZ"}.get(method, method), lines[FSDP2]
+    )  # synced with one micro-step
     # The papers' formulas leave gathered units out. Every method that shards weights holds as many as FSDP2.
-    return line.total + (0 if method == "DDP" else line.gathered or lines["FSDP2"].gathered)
+    return line.total + (0 if method == "DDP" else line.gathered or lines[FSDP2].gathered)
 
 
 # ---- What to use.
@@ -146,6 +163,7 @@ def recommendation(job: Job, rows: Sequence[Row]) -> str:
     else:
         frozen = {name: value for name, value in job.setup.config.of_frozen.items() if value}
         text = yaml.safe_dump({BLOCK: row.settings | frozen}, sort_keys=False)
+        text += _KEEPING if row.keeps_weights else ""
     return f"{text}# {_reason(job, row, rows, own)}\n# Learning rate: {job.setup.learning_rate:g} (--learning-rate).\n"
 
 
@@ -159,12 +177,17 @@ def _off(row: Row, setup: Setup) -> str:
     if row.method == SYNCED:
         arguments = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
         text += f"# In the arguments of the Trainer:\n{yaml.safe_dump(arguments)}"
+    if row.method == KEPT:
+        text += f"{_KEEPING}# model.set_requires_gradient_sync(is_last) as well.\n"
+    if row.method == IN_NODE:
+        text += f"# fully_shard(module, reshard_after_forward={setup.ranks_per_node}) for each module.\n"
     return text
 
 
 def _reason(job: Job, row: Row, rows: Sequence[Row], own: Sequence[Row]) -> str:
     ours = row if row.settings is not None else fastest(own) or min(own, key=lambda one: one.time.step_s)
-    told = [_told(one) for one in rows if one.method in STOCK]
+    rival = fastest(one for one in rows if one.method in STOCK)
+    told = [_told(one) for one in rows if one is rival or one.method == FSDP2]
     said = f"{ours.method} is predicted to take {ours.time.step_s:.3g} s per step, against {' and '.join(told)}"
     if job.setup.num_nodes == 1:
         return f"{said}: with one node nothing crosses nodes."

@@ -26,7 +26,7 @@ node for the forward pass and again for the backward pass, in the form in which 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from hf_zeropp.estimate.exchanges import (
     HALF_BYTES,
@@ -44,7 +44,10 @@ from hf_zeropp.traffic import total
 KINDS = ("parameters", "gradients", "optimizer", "secondary", "accumulator", "frozen", "wire buffers")
 """Kinds of memory, in the order of a report."""
 
+FSDP2 = "FSDP2"
 SYNCED = "FSDP2 synced"
+KEPT = "FSDP2 kept"
+IN_NODE = "FSDP2 node"
 THIS_PACKAGE = "this package"
 
 
@@ -82,8 +85,9 @@ class Estimate:
 
 def estimate(model: ModelShape, setup: Setup) -> list[Estimate]:
     """Return the estimates of all methods: the papers' first, this package last."""
-    synced = [fsdp2(model, setup, syncs=True)] if setup.micro_steps > 1 else []
-    return [*paper_methods(model, setup), hsdp(model, setup), fsdp2(model, setup), *synced, ours(model, setup)]
+    ways = [FSDP2, *([SYNCED] if setup.micro_steps > 1 else []), KEPT, IN_NODE]
+    stock = [fsdp2(model, setup, way) for way in ways]
+    return [*paper_methods(model, setup), hsdp(model, setup), *stock, ours(model, setup)]
 
 
 # ---- The papers' methods.
@@ -141,18 +145,30 @@ def _flat_bytes(num_bytes: float, setup: Setup, times: int = 1) -> dict[str, flo
 # ---- FSDP2.
 
 
-def fsdp2(model: ModelShape, setup: Setup, *, syncs: bool = False) -> Estimate:
-    """Return the estimate of FSDP2 as Accelerate runs it.
+def fsdp2(model: ModelShape, setup: Setup, way: str = FSDP2) -> Estimate:
+    """Return the estimate of FSDP2 in one of its ways.
 
-    By default gradients are kept in full and reduced once per step. With ``syncs`` they are reduced in every micro-step.
+    Args:
+        model: the model.
+        setup: the job.
+        way: ``FSDP2`` is what Accelerate runs: gradients are kept in full and reduced once per step. With ``SYNCED`` they are
+            reduced in every micro-step. With ``KEPT`` weights are gathered once per step, and kept in full until the last
+            micro-step, as gradients are. With ``IN_NODE`` backward passes gather within the node, from shards of 1/N of the
+            weights that forward passes leave (``reshard_after_forward=N``).
     """
     memory = _sharded_memory(model, setup)
     gradients = setup.reduce_dtype.itemsize * model.num_trainable
-    if setup.micro_steps > 1 and not syncs:
+    if setup.micro_steps > 1 and way != SYNCED:
         memory["accumulator"] = gradients
-    reduced = gradients * (setup.micro_steps if syncs else 1)
-    traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup) + reduced, setup)
-    line = Estimate(SYNCED if syncs else "FSDP2", memory, **traffic, gathered=_gathered_at_once(model, setup))
+    reduced = gradients * (setup.micro_steps if way == SYNCED else 1)
+    traffic = _flat_bytes(_fsdp2_gathered_bytes(model, setup, way) + reduced, setup)
+    line = Estimate(way, memory, **traffic, gathered=_gathered_at_once(model, setup))
+    if way == KEPT:
+        line = dataclasses.replace(line, gathered=_gathered_in_all(model, setup))
+    if way == IN_NODE:
+        left = HALF_BYTES * sum(unit.numel for unit in model.units if unit.reshards)
+        line.memory["secondary"] = left / setup.ranks_per_node
+        line = line.plus(0, round((setup.ranks_per_node - 1) * left * setup.micro_steps))
     return _with_muon(line, model, setup)
 
 
@@ -177,17 +193,27 @@ def hsdp(model: ModelShape, setup: Setup) -> Estimate:
     return dataclasses.replace(fsdp2(model, setup.of_one_node).plus(across), method="HSDP")
 
 
-def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup) -> int:
-    """Return the bytes of all weights that FSDP2's own gathers make whole in one step."""
-    return sum(
-        HALF_BYTES * unit.numel * gathers_per_step(setup.micro_steps, reshards_after_forward=unit.reshards)
-        for unit in model.units
-    )
+def _fsdp2_gathered_bytes(model: ModelShape, setup: Setup, way: str = FSDP2) -> int:
+    """Return the bytes of all weights that FSDP2's own gathers over the world make whole in one step."""
+
+    def gathers(unit: UnitShape) -> int:
+        gathers_again = unit.reshards and way != IN_NODE
+        return 1 if way == KEPT else gathers_per_step(setup.micro_steps, reshards_after_forward=gathers_again)
+
+    return sum(HALF_BYTES * unit.numel * gathers(unit) for unit in model.units)
 
 
 def _gathered_at_once(model: ModelShape, setup: Setup) -> int:
+    return _gathered_in_all(model, setup) if setup.keeps_weights else _largest_at_once(_gathered_units(model, setup))
+
+
+def _gathered_in_all(model: ModelShape, setup: Setup) -> int:
+    return sum(num_bytes for _, num_bytes in _gathered_units(model, setup))
+
+
+def _gathered_units(model: ModelShape, setup: Setup) -> Iterator[tuple[UnitShape, int]]:
     whole = HALF_BYTES * setup.world_size
-    return _largest_at_once((unit, whole * slice_numel(unit.params, setup.world_size)) for unit in model.units)
+    return ((unit, whole * slice_numel(unit.params, setup.world_size)) for unit in model.units)
 
 
 def _largest_at_once(units: Iterable[tuple[UnitShape, int]]) -> int:
@@ -263,7 +289,8 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
     memory["wire buffers"] = one_unit + (sum(landing) if setup.config.overlap else max(landing, default=0))
     traffic = total(reduce.hops(setup.micro_steps).total() for reduce in reduces)
     for unit, gather in zip(model.units, gathers, strict=False):  # no gathers where they stay FSDP2's
-        times = gathers_per_step(setup.micro_steps, reshards_after_forward=unit.reshards)
+        reshards = unit.reshards and not setup.keeps_weights
+        times = gathers_per_step(1 if setup.keeps_weights else setup.micro_steps, reshards_after_forward=reshards)
         crossings = crossings_per_step(times, keeps_secondary=gather.keeps_secondary, trains=True)
         traffic.add(gather.hops(times, crossings).total())
     # Units count what one rank receives. All ranks receive equally, so a node receives N times that.

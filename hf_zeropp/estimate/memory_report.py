@@ -9,7 +9,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from hf_zeropp.estimate.memory_and_bytes import KINDS, SYNCED, THIS_PACKAGE, Estimate
+from hf_zeropp.estimate.memory_and_bytes import IN_NODE, KEPT, KINDS, SYNCED, THIS_PACKAGE, Estimate
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.training_job import Setup
 
@@ -21,8 +21,9 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
     """Return a rich table with one column per method: memory per rank by kind, and bytes per node and step.
 
     Methods are the columns because all of them fit 80 characters; the kinds of memory would not. Each number has a unit of
-    its own for the same reason: a shard may be a millionth of the model.
+    its own for the same reason: a shard may be a millionth of the model. ZeRO-1 and ZeRO-2, which shard no weights, have no room.
     """
+    estimates = [one for one in estimates if one.method not in ("ZeRO-1", "ZeRO-2")]
     # The papers' methods and FSDP2 do not pack frozen weights.
     packing = model.packing(setup.config)
     base = f", base in {16 if packing is None else packing.format.bits} bits" if model.frozen_units else ""
@@ -39,7 +40,9 @@ def table(estimates: list[Estimate], model: ModelShape, setup: Setup) -> Table:
         "Memory is per rank. Gathered: full weights, held while layers compute.\n"
         "Traffic is what enters one node per optimizer step. Across nodes: the least for\n"
         "any algorithm; in rings: what NCCL's flat rings put on its link (gloo's: more).\n"
-        f"{synced}M, G and T are 10^6, 10^9 and 10^12 bytes."
+        f"{synced}{KEPT}: weights and gradients stay in full until the last micro-step.\n"
+        f"{IN_NODE}: backward passes gather within the node (reshard_after_forward=N).\n"
+        "M, G and T are 10^6, 10^9 and 10^12 bytes."
     )
     result = Table(title=title, caption=caption, box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     result.add_column(no_wrap=True)

@@ -26,13 +26,14 @@ from hf_zeropp.estimate.exchanges import (
     UnitReduce,
     gathers_stay_fsdp2,
 )
-from hf_zeropp.estimate.memory_and_bytes import SYNCED
+from hf_zeropp.estimate.memory_and_bytes import FSDP2, IN_NODE, KEPT, SYNCED
 from hf_zeropp.estimate.model_shape import ParamShape, UnitShape, slice_numel
 from hf_zeropp.estimate.simulation import KERNEL, NETWORK, PROCESSOR, WIRE, WITHIN, Stage
 from hf_zeropp.estimate.training_job import Job, Setup
 from hf_zeropp.traffic import Bytes, Peers
 
 DEEPSPEED = "DeepSpeed ZeRO++"
+COALESCED = "ZeRO++ coalesced"
 
 PREFETCH_NUMEL = 50_000_000
 """Elements that DeepSpeed prefetches at most: its default of ``stage3_prefetch_bucket_size``."""
@@ -51,6 +52,7 @@ class Method:
         shards: whether weights are sharded, and so gathered (all but DDP).
         replicates: whether each node shards a model of its own, and gradients are all-reduced over nodes (HSDP).
         syncs: whether gradients are reduced in every micro-step, as DeepSpeed does, and not in the last alone.
+        keeps: whether weights are gathered once per step, and kept.
         deepspeed: whether DeepSpeed runs it. It prefetches units of at most ``PREFETCH_NUMEL`` elements, and FSDP2 all.
         qwz: whether gathers over the world are quantized.
         hpz: whether backward passes gather within the node.
@@ -60,6 +62,7 @@ class Method:
     shards: bool = True
     replicates: bool = False
     syncs: bool = False
+    keeps: bool = False
     deepspeed: bool = False
     qwz: bool = False
     hpz: bool = False
@@ -69,13 +72,17 @@ class Method:
 METHODS = {
     "DDP": Method(shards=False),
     "ZeRO-3": Method(syncs=True, deepspeed=True),
-    "FSDP2": Method(),
+    FSDP2: Method(),
     SYNCED: Method(syncs=True),
+    KEPT: Method(keeps=True),
+    IN_NODE: Method(hpz=True),
     "HSDP": Method(replicates=True),
     "hpZ": Method(syncs=True, deepspeed=True, hpz=True),
     DEEPSPEED: Method(syncs=True, deepspeed=True, qwz=True, hpz=True, qgz=True),
+    COALESCED: Method(deepspeed=True, qwz=True, hpz=True, qgz=True),
 }
-"""By name. ZeRO-3, hpZ and ZeRO++ are DeepSpeed's; FSDP2 and HSDP are FSDP2's as Accelerate runs it."""
+"""By name. ZeRO-3, hpZ and ZeRO++ are DeepSpeed's. With ``engine.coalesce_grad_reduction()`` it reduces once per step, which was
+not tried under qgZ. FSDP2 and HSDP are FSDP2's as Accelerate runs them; ``memory_and_bytes.fsdp2`` has the others."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +133,7 @@ def work_of_package(job: Job) -> list[UnitWork]:
     if job.setup.world_size > job.setup.group_size:
         trained = _work_of_all(trained_job.model.units, maker.trained)
     else:  # FSDP2's own collectives stay
-        trained = work_of_method(trained_job, METHODS["FSDP2"])
+        trained = work_of_method(trained_job, METHODS[FSDP2])
     frozen = _work_of_all(job.model.frozen_units, maker.frozen)
     # A block of LoRA is two units, of its frozen weights and of its adapters, one after the other.
     return [one for pair in itertools.zip_longest(frozen, trained) for one in pair if one is not None]
@@ -197,13 +204,14 @@ class _Maker:
         ring = self._encoded_ring if method.qwz else self._ring
         gather = ring(unit.params, self._world) if method.shards else ()
         again = self._ring(unit.params, Peers(self._world.intra_node, 0)) if method.hpz else gather
+        later = () if method.keeps else gather
         flat = self._flat_reduce(unit.trainable, method)
         reduce = self._two_hop_reduce(unit.params, accumulates=False) if method.qgz else flat
         return self._work(
             unit,
             gather,
-            gather,
-            again,
+            later,
+            () if method.keeps else again,
             reduce=reduce if method.syncs else (),
             reduce_last=reduce,
             all_reduce_last=self._all_reduce(unit.trainable) if method.replicates else (),
@@ -214,6 +222,7 @@ class _Maker:
     def trained(self, unit: UnitShape) -> UnitWork:
         overlaps, on_rank = self._setup.config.overlap, self._setup.config.accumulates_on_rank
         first, again, ahead = self._gathers(unit)
+        again = () if self._setup.keeps_weights else again
         reduce_last = self._two_hop_reduce(unit.params, accumulates=not on_rank)
         # The cross hop and what follows it have a stream of their own.
         split = len(reduce_last) - (2 if overlaps else 0)

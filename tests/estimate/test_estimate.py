@@ -75,6 +75,7 @@ def test_zero_plus_plus_paper_figure_4() -> None:
     ("method", "micro_steps", "volume"),
     [
         ("DDP", 8, 2), ("ZeRO-1", 8, 2), ("ZeRO-2", 1, 2), ("ZeRO-2", 8, 9), ("ZeRO-3", 1, 3), ("ZeRO-3", 8, 24),
+        ("FSDP2 kept", 1, 2), ("FSDP2 kept", 8, 2), ("FSDP2 node", 1, 2), ("FSDP2 node", 8, 9),
         ("HSDP", 8, 2), ("FSDP2 synced", 8, 24), ("hpZ", 1, 2), ("hpZ", 8, 16), ("FSDP2", 1, 3), ("FSDP2", 8, 17),
     ],
 )  # fmt: skip
@@ -304,7 +305,7 @@ def test_command_prints_every_method_in_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     cli.main(["estimate", *job])
     shown = capsys.readouterr().out
-    for word in ("DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "HSDP", "hpZ", "FSDP2", "this", "package"):
+    for word in ("DDP", "ZeRO-3", "HSDP", "hpZ", "FSDP2", "kept", "node", "this", "package"):
         assert word in shown
     assert "\N{HORIZONTAL ELLIPSIS}" not in shown and max(map(len, shown.splitlines())) <= 80
     rows = [line.split() for line in shown.splitlines()]

@@ -62,6 +62,16 @@ def test_bytes_are_those_that_a_run_predicts(name: str, micro_steps: int) -> Non
     assert 4 * sent.intra_node == pytest.approx(line.intra_node, rel=1e-9)
 
 
+def test_weights_that_are_kept_are_gathered_once() -> None:
+    each_time = job(micro_steps=3, config={"qgz_accumulate": "rank"})
+    kept = dataclasses.replace(each_time, setup=dataclasses.replace(each_time.setup, keeps_weights=True))
+    sent, line, before = sent_in(kept, SETTINGS), ours(MODEL, kept.setup), ours(MODEL, each_time.setup)
+    assert 4 * sent.cross_node == pytest.approx(line.cross_node, rel=1e-9) == before.cross_node
+    assert 4 * sent.intra_node == pytest.approx(line.intra_node, rel=1e-9) < before.intra_node
+    assert line.gathered == pytest.approx(2 * MODEL.num_params, rel=0.01) > before.gathered
+    assert step_time(kept, SETTINGS).step_s < step_time(each_time, SETTINGS).step_s
+
+
 @pytest.mark.parametrize("micro_steps", [1, 3])
 def test_flat_methods_send_what_a_ring_sends(micro_steps: int) -> None:
     """A ring sends (W-1)/W of each gather over a node's network, where the least is (Y-1)/Y."""
@@ -69,7 +79,7 @@ def test_flat_methods_send_what_a_ring_sends(micro_steps: int) -> None:
     ring, least = 15 / 16, 3 / 4
     lines = {line.method: line for line in estimate(MODEL, one.setup)}
     # HSDP all-reduces over the Y nodes alone.
-    for method in ("ZeRO-3", "FSDP2", "FSDP2 synced", "HSDP", "DDP", "hpZ"):
+    for method in ("ZeRO-3", "FSDP2", "FSDP2 synced", "FSDP2 kept", "FSDP2 node", "HSDP", "DDP", "hpZ"):
         line = lines["FSDP2" if micro_steps == 1 and method == "FSDP2 synced" else method]
         sent = 4 * sent_in(one, method).cross_node
         assert sent == pytest.approx(line.cross_node * (1 if method == "HSDP" else ring / least), rel=2e-3), method

@@ -28,7 +28,7 @@ from toy import (
 from two_nodes import in_both_ways
 
 from hf_zeropp import ZeroPPHandle, apply_zeropp
-from hf_zeropp.traffic import REDUCE_CROSS, REDUCE_NODE
+from hf_zeropp.traffic import GATHER_NODE, REDUCE_CROSS, REDUCE_NODE
 
 ON_RANK = {"qgz_accumulate": "rank", "qgz_intra_bits": None}
 UNQUANTIZED = EXACT | {"hpz_size": "node"}
@@ -111,6 +111,24 @@ def scenario_both_ways_are_one_way(rank: int, overlap: bool) -> None:
         results.append(_train(model, rank, COUNTS, tell))
     compare(results[1], results[0], rtol=0, atol=0)
     compare(results[2], results[0], rtol=0, atol=0)
+
+
+def scenario_weights_may_stay_for_all_micro_steps(rank: int, overlap: bool) -> None:
+    """A rank that has the memory gathers each unit once a step, with the same bits."""
+    results, node_hops = [], []
+    for stays in (False, True):
+        model = shard(make_lm())
+        handle = apply(model, overlap, shared_memory=False)
+        model.set_reshard_after_forward(not stays)
+
+        def tell(last: bool, model=model, handle=handle, stays=stays) -> None:
+            handle.set_last_micro_step(last)
+            model.set_reshard_after_backward(last or not stays)
+
+        results.append(_train(model, rank, COUNTS, tell))
+        node_hops.append(handle.traffic.counts[GATHER_NODE].calls)
+    compare(results[1], results[0], rtol=0, atol=0)
+    assert node_hops == [2 * sum(COUNTS) * len(handle.gathers), len(COUNTS) * len(handle.gathers)]
 
 
 def scenario_bytes_are_those_of_one_reduction(rank: int, overlap: bool) -> None:

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_zeropp.config import ZeroPPConfig
 from hf_zeropp.estimate.cluster import Cluster, Device, Link
+from hf_zeropp.estimate.memory_and_bytes import FSDP2, IN_NODE, KEPT
 from hf_zeropp.estimate.model_shape import ModelShape
 from hf_zeropp.estimate.step_time import SETTINGS, step_time
 from hf_zeropp.estimate.training_job import BACKWARD_FLOPS, FORWARD_FLOPS, Job, Setup
@@ -126,7 +127,8 @@ class OwnStudy:
         cluster = Cluster(nodes * per_node, per_node, Link(link_rate), Link(math.inf), device, "gloo")
         config = ZeroPPConfig.resolve(dict(variant.zeropp or {}))
         setup = Setup(cluster.world_size, per_node, micro_steps, config=config, fp32_reduce=variant.fp32_reduce)
-        method = "HSDP" if variant.replicas == "nodes" else "FSDP2" if variant.zeropp is None else SETTINGS
+        setup = dataclasses.replace(setup, keeps_weights=variant.keeps_weights and variant.zeropp is not None)
+        method = SETTINGS if variant.zeropp is not None else _method_of(variant)
         # The ranks of a replica hold all of the model together, so under HSDP an optimizer has more to do.
         copies = nodes if method == "HSDP" else 1
         return step_time(Job(model, setup, cluster, tokens), method).step_s + copies * overhead_s
@@ -168,6 +170,12 @@ class OwnStudy:
             )
 
         return fit(cost, {"rate": start}, {})["rate"]
+
+
+def _method_of(variant: Variant) -> str:
+    if variant.replicas == "nodes":
+        return "HSDP"
+    return KEPT if variant.keeps_weights else IN_NODE if variant.gathers_in_node else FSDP2
 
 
 @functools.cache
