@@ -4,7 +4,7 @@ A generated token needs every layer's weights once, and nothing changes them mea
 trainable ones crossed it when they last changed, and their secondary shards stay. So a token costs the node hop per layer, within
 the node. Three things have to be seen to:
 
-- *Hop 1 first.* It is started for all stale units at once on entry, by all ranks. After that no rank needs another node.
+- *Cross hops first.* They are started for all stale units at once on entry, by all ranks. After that no rank needs another node.
 - *Uneven stops.* Ranks that gather together must go on together until the last of them is done. Transformers asks all ranks
   of the world, by an all-reduce for every token, over the slow network. Here the node's ranks ask each other.
 - *Adapters.* PEFT's ``generate`` calls the forward pass of the base model and never that of the PeftModel, which is FSDP2's root

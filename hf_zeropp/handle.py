@@ -83,10 +83,10 @@ class ZeroPPHandle:
     def invalidate(self) -> None:
         """Gather across nodes again at the next forward pass. One rank may call it alone.
 
-        Weights that lie on the CPU need no such call: whatever changes them is seen, except in units that hold tensors with a
-        gather of their own. For these, and on accelerators, call it after a checkpoint was loaded (Accelerate's and the Trainer's
-        do it), and after writes that move no version counter: through ``param.data``, raw pointers or a kernel of your own, and
-        with ``torch._foreach_*`` operations on parameters.
+        Call it after a checkpoint was loaded in place (Accelerate's and the Trainer's do it), and after writes that move no
+        version counter: through ``param.data``, NumPy, raw pointers or a kernel of your own, and with ``torch._foreach_*``
+        operations on parameters. Without it all ranks raise an error later, except for units that hold tensors with a gather of
+        their own.
         """
         if self._decisions is not None:
             self._decisions.weights.invalidate()

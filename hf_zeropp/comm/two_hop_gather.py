@@ -9,7 +9,7 @@ Each crossing of a unit has a *carrier* of its own, which takes it through three
     land       finish it, and bring the secondary shard up to date
 
 ``TwoHopGather.decode``, the node hop, then makes the unit's weights of the secondary shards, any number of times, until the
-weights change. On every rank of the world all these calls must come in the same order.
+weights change. All ranks of a cross group send in the same order, and all ranks of a node decode in the same order.
 
 *Whole weights* replace a secondary shard. *Deltas* are added to one: a delta is this rank's masters, less its slice of the
 secondary shard. It is taken against the copy and not against the last weights, so it includes whatever the last delta rounded
@@ -24,10 +24,7 @@ are due: one all-gather of 8 bytes a unit. Each unit's wires are then padded to 
 
 [Note: the host waits once] On a device with streams the host reads the sizes between the first stage and the last. It waits for
 the optimizer and for the encoding then, once a step (and for experts on a mesh of their own once more, for the network alone),
-and the device idles until the host has launched the next kernels. Without the wait, buffers would have to be chosen from sizes of
-earlier steps, with a margin. That margin is padding, which crosses the network in every step, and words that did not fit would
-arrive a step late: weights would not be exact any more. For 7 B weights at 1e-5 (0.03 of the 7 GB that enter a node) a margin of
-an eighth takes 4 ms at 50 Gbit/s, and longer on slower networks.
+and the device idles until the host has launched the next kernels (scripts/results/what_did_not_pay.md has the way without it).
 
 [Note: segments where they lie] On CPU the masters of several parameters lie apart, and are encoded where they lie: joining them
 would copy the shard. What a segment is encoded to depends on no other segment, so the bytes are those of the joined shard.
@@ -181,13 +178,13 @@ class TwoHopGather:
         GPUs). A single all-gather would deliver slices as [x, y], and a copy of the whole unit would have to follow it.
         """
         kept, own = layouts.kept, secondary.own
-        is_decoded = layouts.holds_weights and kept.raw_dtype == output.dtype
-        if not is_decoded:
+        needs_decoding = not layouts.holds_weights or kept.raw_dtype != output.dtype
+        if needs_decoding:
             own = self.buffers.take(output.nbytes // self.node_hop.size, output.device)
             ops.dequantize(secondary.own, kept, dtype=output.dtype, out=own.view(output.dtype))
         num_nodes = self.cross_hop.size
         work = self.node_hop.all_gather_rows(output.view(num_nodes, -1), own.view(output.dtype).view(num_nodes, -1))
-        Flight(output, work, () if is_decoded else (own,)).land(self.buffers)
+        Flight(output, work, (own,) if needs_decoding else ()).land(self.buffers)
 
     def own_slice(self, secondary: Secondary) -> torch.Tensor:
         """Return the part of a secondary shard that holds this rank's own shard."""
@@ -232,7 +229,7 @@ class Carrier(ABC):
         """Finish the cross hop: wait, bring the secondary shard up to date, and see that those of the whole node can be read.
 
         Raises:
-            ValueError: what arrived is damaged (found on a CPU, where looking costs nothing).
+            DamagedWireError: what arrived is damaged (found on a CPU, where looking costs nothing).
         """
         assert self._flight is not None, "it is sent first"
         received = self._flight.land(self.hops.buffers)
@@ -276,7 +273,7 @@ class Delta(Carrier):
     """The quantized difference between the fp32 masters and this rank's slice of the secondary shard."""
 
     # A shard in the compute dtype would hide small updates by its rounding.
-    reads = torch.float32
+    reads: torch.dtype = torch.float32
 
     def prepare(self, shards: Sequence[torch.Tensor]) -> None:
         """Encode the difference between the fp32 masters and the copy."""
@@ -360,7 +357,7 @@ class ChangedWords(Carrier):
         """Start the cross hop. Sizes were exchanged.
 
         Raises:
-            ValueError: words of the crossing before were damaged. A CPU raises that when they land.
+            DamagedWireError: words of the crossing before were damaged. A CPU raises that when they land.
         """
         if self._is_behind_damage:
             assert self.secondary.failed is not None

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from hf_zeropp.config import BLOCK, PRESETS, ZeroPPConfig
+from hf_zeropp.estimate.exchanges import HALF_BYTES
 from hf_zeropp.estimate.memory_and_bytes import FSDP2, IN_NODE, KEPT, SYNCED, estimate, ours
 from hf_zeropp.estimate.step_time import SETTINGS, StepTime, method_names, resolved, step_time, with_settings
 from hf_zeropp.estimate.training_job import Job, Setup
@@ -83,7 +84,8 @@ def choices(job: Job) -> list[Row]:
                 settings = {"preset": preset, **hops, **sums}
                 row = _row(with_settings(job, settings), SETTINGS)
                 rows.append(dataclasses.replace(row, method=_name(settings), settings=settings))
-            if setup.micro_steps > 1:
+            # A frozen base would be gathered whole, and stay.
+            if setup.micro_steps > 1 and not job.model.frozen_units:
                 settings = {"preset": preset, **hops, "qgz_accumulate": "rank"}
                 kept = with_settings(job, settings)
                 row = _row(
@@ -114,8 +116,10 @@ def memory_of(job: Job, method: str) -> float:
     line = lines.get(
         {DEEPSPEED: "hpZ", COALESCED: "hpZ"}.get(method, method), lines[FSDP2]
     )  # synced with one micro-step
+    # Behind one reduction per step there are gradients of full size before it.
+    kept = HALF_BYTES * job.model.num_trainable if method == COALESCED else 0
     # The papers' formulas leave gathered units out. Every method that shards weights holds as many as FSDP2.
-    return line.total + (0 if method == "DDP" else line.gathered or lines[FSDP2].gathered)
+    return kept + line.total + (0 if method == "DDP" else line.gathered or lines[FSDP2].gathered)
 
 
 # ---- What to use.

@@ -165,7 +165,7 @@ def fsdp2(model: ModelShape, setup: Setup, way: str = FSDP2) -> Estimate:
     line = Estimate(way, memory, **traffic, gathered=_gathered_at_once(model, setup))
     if way == KEPT:
         line = dataclasses.replace(line, gathered=_gathered_in_all(model, setup))
-    if way == IN_NODE:
+    if way == IN_NODE and setup.num_nodes > 1:
         left = HALF_BYTES * sum(unit.numel for unit in model.units if unit.reshards)
         line.memory["secondary"] = left / setup.ranks_per_node
         line = line.plus(0, round((setup.ranks_per_node - 1) * left * setup.micro_steps))
@@ -253,7 +253,7 @@ def ours(model: ModelShape, setup: Setup) -> Estimate:
     # The plugin takes frozen parameters out of the units over the world, and gives them units over the node.
     trained = model.without_frozen
     if setup.world_size == setup.group_size:  # FSDP2's own collectives stay
-        line = dataclasses.replace(fsdp2(trained, setup), method=THIS_PACKAGE)
+        line = dataclasses.replace(fsdp2(trained, setup, _way_of(setup)), method=THIS_PACKAGE)
     else:
         line = _with_muon(_two_hops(trained, setup), trained, setup)
     gathers = [FrozenUnitGather(unit, setup, model.packing(setup.config)) for unit in model.frozen_units]
@@ -295,6 +295,11 @@ def _two_hops(model: ModelShape, setup: Setup) -> Estimate:
         traffic.add(gather.hops(times, crossings).total())
     # Units count what one rank receives. All ranks receive equally, so a node receives N times that.
     traffic = traffic.times(setup.ranks_per_node)
-    flat = _flat_bytes(_fsdp2_gathered_bytes(model, setup), setup) if stays_fsdp2 else {}
+    flat = _flat_bytes(_fsdp2_gathered_bytes(model, setup, _way_of(setup)), setup) if stays_fsdp2 else {}
     line = Estimate(THIS_PACKAGE, memory, **flat, gathered=_gathered_at_once(model, setup))
     return line.plus(traffic.cross_node, traffic.intra_node)
+
+
+def _way_of(setup: Setup) -> str:
+    """Return the way of FSDP2's own gathers, where they stay."""
+    return KEPT if setup.keeps_weights else FSDP2

@@ -48,6 +48,7 @@ class Setup:
         learning_rate: of AdamW. How many weights change in a step depends on it (``qwz_mode="exact"``).
         on_cpu: whether ranks compute on CPUs. Settings that say ``"auto"`` depend on it.
         keeps_weights: whether the loop lets this package gather weights once per step (``set_reshard_after_backward``).
+            Of models without frozen weights.
 
     Raises:
         ValueError: the nodes do not divide the world, or the learning rate is not above zero.

@@ -133,7 +133,7 @@ def work_of_package(job: Job) -> list[UnitWork]:
     if job.setup.world_size > job.setup.group_size:
         trained = _work_of_all(trained_job.model.units, maker.trained)
     else:  # FSDP2's own collectives stay
-        trained = work_of_method(trained_job, METHODS[FSDP2])
+        trained = work_of_method(trained_job, METHODS[KEPT if job.setup.keeps_weights else FSDP2])
     frozen = _work_of_all(job.model.frozen_units, maker.frozen)
     # A block of LoRA is two units, of its frozen weights and of its adapters, one after the other.
     return [one for pair in itertools.zip_longest(frozen, trained) for one in pair if one is not None]

@@ -127,9 +127,7 @@ def hook_heads(model: nn.Module, units: Sequence[Unit]) -> None:
     for whole, base in base_models(model):
         inside = {module for each in embeddings(whole) for module in each.modules()} - set(base.modules())
         if own := [unit for unit in units if inside.issuperset(unit.modules)]:
-            for (
-                unit
-            ) in own:  # another forward pass, which calls the head, may come before the backward pass of the first
+            for unit in own:  # another forward pass may call the head before the backward pass of the first
                 unit.stay_gathered_after_forward()
             _hook_head(model, base, own)
 

@@ -202,7 +202,7 @@ class Unit:
         return not self._has_extensions and not any(param.offload_to_cpu for param in self._group.fsdp_params)
 
     def flat_shard(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return what FSDP2 would hand to a gather: the padded shards of all parameters, cast and joined. Plain shards only."""
+        """Return what FSDP2 would hand to a gather: the padded shards of all parameters, cast and joined."""
         # One fused copy casts and joins all parameters, as FSDP2's own copy-in does.
         shards = self._shard_data
         flat = torch.empty(sum(shard.numel() for shard in shards), dtype=dtype, device=self._group.device)
@@ -210,7 +210,7 @@ class Unit:
         return flat
 
     def shards_to_encode(self, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Return the padded shards of all parameters one by one, as they are kept, or the flat shard. Plain shards only."""
+        """Return the padded shards of all parameters one by one, as they are kept, or the flat shard."""
         # On accelerators a kernel launch for each parameter would cost more than the copy that joins them. On CPU a call
         # costs little and a copy of the whole shard does not.
         shards = self._shard_data

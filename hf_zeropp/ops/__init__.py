@@ -5,7 +5,13 @@ end), ``operator.py`` and ``register.py`` (how PyTorch and C learn of them), ``k
 them). The compiled kernels are in ``ops/`` at the top of the repository; ``ops/README.md`` explains how to add one.
 """
 
-from hf_zeropp.ops.changes_format import apply_changes, changes_buffers, encode_changes, refuse_damaged
+from hf_zeropp.ops.changes_format import (
+    DamagedWireError,
+    apply_changes,
+    changes_buffers,
+    encode_changes,
+    refuse_damaged,
+)
 from hf_zeropp.ops.kernels import CompiledKernels, compiled_kernels, kernel_info, set_kernels
 from hf_zeropp.ops.wire import dequantize, quantize
 from hf_zeropp.ops.wire_delta import dequantize_update, quantize_difference
@@ -13,6 +19,7 @@ from hf_zeropp.ops.wire_sum import dequantize_sum, dequantize_sum_quantize
 
 __all__ = [
     "CompiledKernels",
+    "DamagedWireError",
     "apply_changes",
     "changes_buffers",
     "compiled_kernels",

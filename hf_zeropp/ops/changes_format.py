@@ -148,7 +148,7 @@ def apply_changes(wire: Tensor, sizes: Tensor, base: Tensor, offsets: Tensor | N
         (``refuse_damaged``).
 
     Raises:
-        ValueError: tensors that do not fit; on a CPU also a damaged wire. Its undamaged blocks are applied then.
+        ValueError: tensors that do not fit; on a CPU also a ``DamagedWireError``. Blocks that are whole are applied then.
     """
     if offsets is None:
         stride = capacity(base.nbytes // max(sizes.numel(), 1))
@@ -159,6 +159,10 @@ def apply_changes(wire: Tensor, sizes: Tensor, base: Tensor, offsets: Tensor | N
     return failed
 
 
+class DamagedWireError(ValueError):
+    """Bytes of changed words were cut or changed on their way, or made for other slices."""
+
+
 def refuse_damaged(failed: Tensor) -> NoReturn:
     """Raise an error that says which slice ``apply_changes`` found damaged. The host waits.
 
@@ -166,12 +170,12 @@ def refuse_damaged(failed: Tensor) -> NoReturn:
         failed: its result, not all 0.
 
     Raises:
-        ValueError: always.
+        DamagedWireError: always.
     """
     damaged = int(failed.nonzero()[0])
     code = int(failed[damaged])
     part = "table or size" if code == BAD_SIZE else f"block {code - BAD_SIZE - 1}"
-    raise ValueError(
+    raise DamagedWireError(
         f"apply_changes: slice {damaged} of {failed.numel()} is damaged in its {part}. The wire was cut or "
         "changed on its way, or made for other slices."
     )

@@ -16,6 +16,7 @@ from hf_zeropp.comm.hop import HopError
 from hf_zeropp.fsdp.weights.copy import TABLE, Copy, State
 from hf_zeropp.fsdp.weights.freshness import Change, Freshness
 from hf_zeropp.fsdp.weights.secondary_check import WrongCopies
+from hf_zeropp.ops import DamagedWireError
 
 
 class FakeUnit:
@@ -210,7 +211,7 @@ def test_fail_joins_unit_and_ranks():
             copy.land()
         with pytest.raises(RuntimeError, match=r"blocks.0 failed before, and cannot be used: Unit blocks.0: the hop"):
             copy.land()
-        copy = crossing(ValueError("slice 0 of 2"))
+        copy = crossing(DamagedWireError("slice 0 of 2"))
         with pytest.raises(
             ValueError, match=r"unit blocks.0 that rank 3 received from ranks \[1, 3\], .* damaged: slice 0 of 2"
         ):

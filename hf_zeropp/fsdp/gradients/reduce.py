@@ -280,7 +280,7 @@ class ZeroPPReduceScatter(CommObject, ReduceScatter):
         work = self._fsdp2(output, flat, group, op, async_op)
         if self.hops.replicas is None:
             return work
-        # FSDP2 knows the shard group alone (``Unit.take_over_replicas``), and averages over no replicas.
+        # FSDP2 knows the shard group alone (``UnitGradients.take_over_replicas``), and averages over no replicas.
         if work is not None:
             work.wait()
         if (summed := self.hops.replicas.all_reduce(output)) is not None:

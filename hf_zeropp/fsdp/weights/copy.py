@@ -16,14 +16,15 @@ from hf_zeropp.fsdp.comm_objects import record_event
 from hf_zeropp.fsdp.units import Unit
 from hf_zeropp.fsdp.weights.freshness import Change, Freshness
 from hf_zeropp.fsdp.weights.secondary_check import SecondaryCheck, WrongCopies
+from hf_zeropp.ops import DamagedWireError
 
 
 class State(enum.Enum):
     """The states of a copy.
 
-    ABSENT: there is nothing that could be brought up to date, so whole weights cross at the next gather.
-    DUE: all ranks know that weights of some rank changed. The cross hop starts at the next gather of the unit, or in the next
-        forward pass, also in one that skips the unit.
+    ABSENT: there is nothing that could be brought up to date, so whole weights cross.
+    DUE: all ranks know that weights of some rank changed. The cross hop starts in the forward pass that has begun, also in one
+        that skips the unit; or at the unit's next gather, where only FSDP2 can make its input.
     ENCODED: the changed words that will cross are encoded.
     CROSSING: the cross hop is under way. It is landed before the weights are used.
     OVERTAKEN: weights changed while the cross hop was under way, in a unit that the pass did not use. It is landed before another
@@ -156,7 +157,7 @@ class Copy:
             self._prepare(carrier, shards)
             self.carrier = carrier
         assert self.carrier is not None
-        with self.guard(ValueError):
+        with self.guard(DamagedWireError):
             self.carrier.send()
         # The hop is under way, and is landed also if what follows here is interrupted.
         self._enter(crossing)
@@ -171,7 +172,7 @@ class Copy:
         """Finish the cross hop, which brings the secondary shard up to date. With a check this is a collective."""
         landed = self._behind("land")
         assert self.carrier is not None and self.secondary is not None
-        with self.guard(ValueError):
+        with self.guard(DamagedWireError):
             self.carrier.land()
         self._enter(landed)
         # The copies are compared after the landing, when all of them should be equal, and before they are decoded.
@@ -203,14 +204,14 @@ class Copy:
     def fail(self, error: Exception) -> NoReturn:
         """Note that a hop failed, that a wire is damaged, or that copies are wrong, and raise an error that names the unit."""
         self.state = self._behind("fail")
-        if isinstance(error, ValueError):  # a damaged wire
+        if isinstance(error, DamagedWireError):
             assert self.carrier is not None
             ranks = dist.get_process_group_ranks(self.carrier.hops.cross_hop.group)
             self._failure = (
                 f"The weights of unit {self._unit.name} that rank {dist.get_rank()} received from ranks {ranks}, slice by slice, "
                 f"are damaged: {error}. Go on from an earlier checkpoint, and look for what damages bytes."
             )
-            raise ValueError(self._failure) from error
+            raise DamagedWireError(self._failure) from error
         if isinstance(error, HopError):
             error.unit = self._unit.name
         self._failure = str(error)

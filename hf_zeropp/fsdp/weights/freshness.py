@@ -89,7 +89,7 @@ class Freshness:
 
     def before_step(self, *, has_closure: bool) -> None:
         """Note that an optimizer which holds a parameter of the unit begins a step. Changes up to now were not its own."""
-        # Without deltas whole weights cross after an edit as after a step, so there is nothing to tell apart.
+        # Without deltas the same crosses after an edit as after a step, so there is nothing to tell apart.
         if self._checks_steps and self._stamp is not None and not self._is_in_closure_step:
             # An edit must be noted now: after the step it could not be told from the step's own writes, and a delta would be
             # sent for it.
@@ -106,7 +106,7 @@ class Freshness:
         self._is_in_closure_step = False
         self._under_step = Change.NONE
         self.mark(Change.STEPPED)
-        # Without deltas the mark is answer enough: every change means whole weights, so there is nothing to compare
+        # Without deltas the mark is answer enough: every change means the same, so there is nothing to compare
         # later. With deltas, the stamp after the step shows whether anything else wrote between the step and the
         # next gather.
         if self._checks_steps:

@@ -1,8 +1,8 @@
 """qwZ and hpZ for FSDP2: one gather per unit, which FSDP2 calls whenever it needs the unit's weights.
 
-A gather reads from top to bottom in ``WeightGather.__call__``: ranks agree on which copies are stale, the cross hop of a stale
-copy brings it up to date, and the node hop decodes the weights from it. The states of a copy are in copy.py, what its cross hop
-carries in comm/two_hop_gather.py, and in schedule.py when cross hops start: before FSDP2 comes to the unit, if they overlap.
+A gather reads from top to bottom in ``WeightGather.__call__``: behind an agreement of the ranks on which copies are stale, the
+cross hop of a stale copy brings it up to date, and the node hop decodes the weights from it. The states of a copy are in copy.py,
+what its cross hop carries in comm/two_hop_gather.py, and in schedule.py when cross hops start: before FSDP2 comes to the unit.
 """
 
 from __future__ import annotations
@@ -93,10 +93,8 @@ class Sent:
         if isinstance(carrier, ChangedWords):
             self.num_measured += 1
             self.measured_bytes += carrier.size.nbytes + carrier.row_bytes
-        elif isinstance(carrier, Delta):
-            self.edits_in_a_row = 0
-        elif carrier.layouts.delta is not None and due >= Change.EDITED:
-            self.edits_in_a_row += 1
+        elif carrier.layouts.delta is not None:
+            self.edits_in_a_row = self.edits_in_a_row + 1 if due == Change.EDITED else 0
 
     def mean_bytes(self) -> int | None:
         """Return the mean bytes of changed words that one rank sent in a step, their sizes included; None before any."""
@@ -164,8 +162,8 @@ class WeightGather(CommObject, AllGather):
             with copy.guard():
                 gather_both_hops(self.hops, output_tensor, input_tensor, self.layouts(input_tensor.dtype))
             return None
+        self._run.schedule.reach(self)
         # FSDP2 has already cast and joined the shard, fresh or not. It is read only if the cross hop is still due.
-        self._run.schedule.reach(self, input_tensor)
         if copy.due != Change.NONE:
             self.start(input_tensor)
         if copy.is_under_way:
@@ -211,7 +209,8 @@ class WeightGather(CommObject, AllGather):
             copy.start()
         elif kind is Delta:
             assert copy.secondary is not None
-            copy.start(Delta(self.hops, layouts, copy.secondary), self.unit.shards_to_encode(torch.float32))
+            delta = Delta(self.hops, layouts, copy.secondary)
+            copy.start(delta, self.unit.shards_to_encode(delta.reads))
         else:
             flat = self.unit.flat_shard(dtype) if made is None else made
             copy.start(WholeWeights(self.hops, layouts, self._room(layouts, flat.device)), [flat])
@@ -240,9 +239,8 @@ class WeightGather(CommObject, AllGather):
         return secondary
 
     def expire(self) -> None:
-        """Gather whole weights at the next forward pass. The caller knows why, so these do not count as edits without a cause."""
+        """Gather whole weights at the next forward pass."""
         self.copy.freshness.mark(Change.INVALID)
-        self._sent.edits_in_a_row = 0
 
     def resync(self) -> None:
         """Gather whole weights at the next forward pass, where deltas brought the secondary shard to what it is."""
@@ -264,7 +262,7 @@ class WeightGather(CommObject, AllGather):
 
     @property
     def has_wire_form(self) -> bool:
-        """Whether the unit's weights travel in two hops, and are not gathered by FSDP2."""
+        """Whether the unit's weights travel in two hops, and are not gathered by FSDP2: they have a dtype that wires carry."""
         return self.has_hops and self.unit.param_dtype in FLOAT_DTYPES
 
     @property

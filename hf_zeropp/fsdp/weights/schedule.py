@@ -11,6 +11,9 @@ due copies are known when a forward pass begins, so cross hops start earlier whe
       network   cross hop k+1    |  cross hop k+2    |
       node           node hop k  |      node hop k+1 |
 
+Where nothing overlaps, each of them starts and ends when the pass begins. In all cases they come in the order of the modules, on
+every rank, whatever units a rank uses.
+
 The order in which the host starts collectives matters as well as streams do. NCCL starts kernels of all communicators of a device
 in the order of the calls (comm/nccl.py), so a cross hop that is called early holds up every node hop that is called behind it
 until the network is free for it. Therefore a cross hop is called one unit ahead and not more.
@@ -19,9 +22,7 @@ until the network is free for it. Therefore a cross hop is called one unit ahead
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -29,8 +30,8 @@ import torch
 from hf_zeropp import devices
 from hf_zeropp.comm.two_hops import ChangedWords, TwoHopGather, exchange_sizes
 
-ALL = sys.maxsize
-"""Units: every cross hop starts when the forward pass begins."""
+AHEAD = 1
+"""Units that a cross hop on a stream of its own starts ahead of its own unit."""
 
 
 class DueGather(Protocol):
@@ -43,27 +44,27 @@ class DueGather(Protocol):
     def encode(self) -> ChangedWords | None:
         """Encode the changed words that it will send; None where it sends something else."""
 
-    def start(self, made: torch.Tensor | None = None) -> None:
-        """Start the cross hop on the current stream, behind the exchange of sizes. ``made`` is its input, where it is there."""
+    def start(self) -> None:
+        """Start the cross hop on the current stream, behind the exchange of sizes."""
 
     def land(self) -> None:
         """Finish the cross hop."""
 
 
 class GatherSchedule:
-    """The cross hops of one model's gathers, started in the order of the modules, on every rank, whatever units a rank uses.
+    """The cross hops of one model's gathers.
 
-    Where a model computes in another order, its cross hops come earlier than they need to.
+    Where a model computes in another order than that of its modules, its cross hops come earlier than they need to.
 
     Args:
         device_type: of the units.
-        overlaps: whether cross hops run while the model computes. Otherwise each starts and ends when its unit is needed.
+        overlaps: whether cross hops run while the model computes.
     """
 
     def __init__(self, device_type: str, *, overlaps: bool) -> None:
         self._device_type = device_type
+        self._overlaps = overlaps
         self._has_stream = overlaps and devices.has_streams(device_type)
-        self._ahead = 0 if not overlaps else 1 if self._has_stream else ALL
         self._due: Sequence[DueGather] = ()
         self._num_started = 0
         self._stream: torch.Stream | None = None
@@ -73,25 +74,18 @@ class GatherSchedule:
 
         Args:
             due: the gathers, in module order.
-            starts_now: whether all cross hops start now, because none may start later.
+            starts_now: whether all cross hops start now, because none may start later. Without a stream they always do.
         """
         with self._queue():
             _encode(due)
         self._due, self._num_started = due, 0
-        if starts_now or self._ahead == ALL:
+        if starts_now or not self._has_stream:
             self.finish()
 
-    def reach(self, gather: DueGather, made: torch.Tensor) -> None:
-        """Start cross hops up to that of ``gather``, whose weights are needed now, and those that come ahead.
-
-        Args:
-            gather: the gather.
-            made: the input of its cross hop, which FSDP2 has made.
-        """
+    def reach(self, gather: DueGather) -> None:
+        """Start cross hops up to that of ``gather``, whose weights are needed now, and those that come ahead."""
         if gather in self._due:
-            # Another stream would need that memory for longer than FSDP2 keeps it.
-            inputs = {} if self._has_stream else {gather: made}
-            self._start(self._due.index(gather) + 1 + self._ahead, inputs)
+            self._start(self._due.index(gather) + 1 + AHEAD)
 
     def finish(self) -> None:
         """Start those that are left: of units that the pass did not use."""
@@ -118,16 +112,18 @@ class GatherSchedule:
         with devices.on_stream(self._stream, self._device_type):
             yield
 
-    def _start(self, count: int, inputs: Mapping[DueGather, torch.Tensor] = MappingProxyType({})) -> None:
+    def _start(self, count: int) -> None:
         if self._num_started >= min(count, len(self._due)):
             return
+        starting, self._due = self._due, ()  # a hop that fails is the last of its pass
         with self._queue():
-            for gather in self._due[self._num_started : count]:
+            for gather in starting[self._num_started : count]:
                 self._num_started += 1
-                gather.start(inputs.get(gather))
-                # On accelerators landing makes one stream wait for another, and the host goes on. On gloo the host would wait.
-                if self._ahead != ALL:
+                gather.start()
+                # On gloo the host would wait. With a stream it does not: what landing does is queued there.
+                if self._has_stream or not self._overlaps:
                     gather.land()
+        self._due = starting
 
 
 def _encode(due: Sequence[DueGather]) -> None:
