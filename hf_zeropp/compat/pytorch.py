@@ -35,7 +35,7 @@ PYTORCH: tuple[Seam, ...] = (
         "The parameters of a unit, where one `fully_shard` call may make several groups. If it moved: "
         "`_fsdp_param_group` is read in its place, which raises if there are several.", since=(2, 12)),
     has("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState",
-        "_is_root _auto_reshard_after_forward _state_ctx", "fsdp.units",
+        "_is_root _auto_reshard_after_forward _state_ctx", "fsdp.units fsdp.gradients.unit_gradients",
         "Whether FSDP2 will keep its root unit gathered, before a first forward pass has told; and the state that the units of a "
         "model share."),
     called("torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState", "_lazy_init", "fsdp.sharded_models",
@@ -44,7 +44,7 @@ PYTORCH: tuple[Seam, ...] = (
         "post_backward_final_callback_queued iter_forward_root", "fsdp.units",
         "Whether a backward pass of the model is under way, which uses the weights of the forward pass; whether a forward pass "
         "is. If it moved: AttributeError in a pass."),
-    called("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "fsdp.units fsdp.sharded_models",
+    called("torch.distributed.fsdp:FSDPModule", "_get_fsdp_state", "fsdp.units fsdp.sharded_models fsdp.gradients.unit_gradients",
         "The way from a module to its unit."),
     has("torch.distributed._composable_state", "_module_state_mapping", "fsdp.sharded_models",
         "All sharded modules of the process, to warn of those that run without ZeRO++."),
@@ -63,7 +63,7 @@ PYTORCH: tuple[Seam, ...] = (
     called(f"{_GROUP}:FSDPParamGroup", "_init_mp_dtypes", "fsdp.units",
         "Chooses that dtype anew.", until=(2, 15)),
     sets(f"{_GROUP}:FSDPParamGroup",
-        "reduce_grads mesh_info post_forward_mesh_info _all_gather_result post_backward",
+        "reduce_grads reshard_after_backward mesh_info post_forward_mesh_info _all_gather_result post_backward",
         "fsdp.units fsdp.gradients.unit_gradients",
         "Whether a pass reduces; over which ranks; what was prefetched and is dropped; and ours in the place of the method. If "
         "one cannot be set: training raises, or FSDP2 averages over replicas in every micro-step.", silent=True),

@@ -28,11 +28,6 @@ MARGIN = 0.03
 STOCK = (FSDP2, SYNCED, KEPT, IN_NODE, "HSDP")
 """The ways of FSDP2 without this package, beside which its settings have to pay."""
 
-_KEEPING = """# In a loop of your own: model.set_reshard_after_forward(False) once, and before each micro-step
-# model.set_reshard_after_backward(is_last).
-"""
-"""How weights are kept for all micro-steps, which neither Accelerate nor the Trainer does."""
-
 CODES_WITHIN_NODE = {"qwz_intra_bits": 8, "qgz_intra_bits": 8}
 """The other choice than the backend's own collectives within a node, for slow links."""
 
@@ -47,7 +42,7 @@ class Row:
         memory: bytes per rank, with gathered units, without activations.
         fits: whether that is within the memory of a GPU.
         settings: of a choice: a preset, and what to set beside it. None for methods.
-        keeps_weights: whether the loop keeps weights for all micro-steps.
+        keeps_weights: whether weights stay whole until the last micro-step.
     """
 
     method: str
@@ -167,7 +162,11 @@ def recommendation(job: Job, rows: Sequence[Row]) -> str:
     else:
         frozen = {name: value for name, value in job.setup.config.of_frozen.items() if value}
         text = yaml.safe_dump({BLOCK: row.settings | frozen}, sort_keys=False)
-        text += _KEEPING if row.keeps_weights else ""
+        text += (
+            "# and reshard_after_forward=False, so that weights stay until the last micro-step\n"
+            if row.keeps_weights
+            else ""
+        )
     return f"{text}# {_reason(job, row, rows, own)}\n# Learning rate: {job.setup.learning_rate:g} (--learning-rate).\n"
 
 
@@ -182,7 +181,10 @@ def _off(row: Row, setup: Setup) -> str:
         arguments = {"accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}}}
         text += f"# In the arguments of the Trainer:\n{yaml.safe_dump(arguments)}"
     if row.method == KEPT:
-        text += f"{_KEEPING}# model.set_requires_gradient_sync(is_last) as well.\n"
+        text += (
+            "# In a loop of your own: model.set_reshard_after_forward(False) once, and before each micro-step\n"
+            "# model.set_reshard_after_backward(is_last) and model.set_requires_gradient_sync(is_last).\n"
+        )
     if row.method == IN_NODE:
         text += f"# fully_shard(module, reshard_after_forward={setup.ranks_per_node}) for each module.\n"
     return text

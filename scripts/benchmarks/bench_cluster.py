@@ -48,6 +48,7 @@ from library.variants import LEARNING_RATE, VARIANTS, ModelShape, Recipe, shown
 
 RATES = ["unlimited", "10gbit", "1gbit", "200mbit", "50mbit"]
 RIVALS = ["stock", "keep", "node", "hsdp"]
+"""The ways of FSDP2 without this package."""
 DEFAULT_VARIANTS = ["compute", *RIVALS, "balanced", "balanced, kept", "half_model", "exact", "paper"]
 QUICK = {
     "rates": ["100mbit"],
@@ -67,7 +68,10 @@ INTRO = """A Llama with {millions:.1f} M parameters, trained through Accelerate 
 that are network namespaces of one machine, their links shaped in both directions. *Stock FSDP2* is Accelerate's, with
 bf16 reduction unless the name says fp32; *HSDP* shards within the node and replicates over nodes; the others are this
 package, under the names of its presets; *no communication* runs the same step without any collective. Step times are
-medians. The floor is the step without communication plus the bytes that crossed the link over its rate. M is the model in
+medians. *Keeps weights*: each unit is gathered once per step, and weights and gradients stay in full until the last micro-step.
+*Backward in nodes*: `reshard_after_forward` is the number of ranks of a node. *x best FSDP2* is beside the fastest of the ways
+that FSDP2 has by itself, *computing* the share of a step that the model takes, by the row without communication. The floor
+is the step without communication plus the bytes that crossed the link over its rate. M is the model in
 bf16 times (Y-1)/Y for Y nodes. Link MB are those of the busiest node per step, by its interface's counters, headers and
 acknowledgements included: the flat rings of stock FSDP2 put more on each link than has to cross (cluster.md says why);
 counted MB are our own accounting of payload (and, for qgZ alone, of FSDP2's gathers as a ring carries them)."""
@@ -191,6 +195,9 @@ def step_grid(study: Study, table: Key, args: argparse.Namespace) -> Grid:
     rivals = {"x stock": study.find("cells", **table, variant="stock")}
     if args.rival != "stock":
         rivals[f"x {shown(args.rival)}"] = study.find("cells", **table, variant=args.rival)
+    ways = [cell for name in RIVALS if (cell := study.find("cells", **table, variant=name))]
+    if len(ways) == len(RIVALS):
+        rivals["x best FSDP2"] = min(ways, key=itemgetter("step_s"))
     rows = []
     for cell in study.rows("cells", **table):
         seconds, sent, counted = cell["step_s"], cell["link_bytes"], cell["counted_bytes"]
@@ -199,6 +206,7 @@ def step_grid(study: Study, table: Key, args: argparse.Namespace) -> Grid:
         for header, rival in rivals.items():
             row[header] = f"{rival['step_s'] / seconds:.2f}" if rival else ""
         floor = compute["step_s"] + (8 * sent / bits if bits else 0.0) if compute else None
+        row["computing"] = f"{compute['step_s'] / seconds:.0%}" if compute else ""
         row["floor s"], row["x floor"] = (f"{floor:.3f}", f"{seconds / floor:.2f}") if floor else ("", "")
         row |= {"link MB": megabytes(sent), "in M": f"{sent / model_bytes:.3f}", "counted MB": megabytes(counted)}
         if has_predictions:

@@ -2,7 +2,7 @@
 
     python scripts/benchmarks/plot_readme.py
 
-It measures nothing. Links of 100 Mbit/s are left out: other programs ran beside their measurement (scripts/results/cluster.md).
+It measures nothing.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from library.study import RESULTS, Study, command_line
 
 LINES = {
     "stock": "stock FSDP2",
+    "keep": "FSDP2 that keeps weights",
     "hsdp": "HSDP",
     "balanced": "hf_zeropp, preset balanced",
+    "balanced, kept": "the same, which keeps weights",
     "compute": "no communication",
 }
 """Variants of the cluster study, and their names in the plot."""
-RATES = ("200mbit", "1gbit", "10gbit", "unlimited")
-SECONDS = (0.25, 0.5, 1, 2, 5, 10, 20)
+RATES = ("50mbit", "200mbit", "1gbit", "10gbit", "unlimited")
+SECONDS = (0.25, 0.5, 1, 2, 5, 10, 20, 50, 100)
 
 
 def main() -> None:
     """Draw one panel for each number of micro-steps, on one scale of seconds."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--study", type=Path, default=RESULTS / "cluster.json", help="JSON of bench_cluster.py")
+    parser.add_argument("--study", type=Path, default=RESULTS / "rivals.json", help="JSON of bench_cluster.py")
     parser.add_argument("--output", type=Path, default=RESULTS / "readme.png")
     args = parser.parse_args()
     study = Study.from_file(args.study, command_line(__file__))

@@ -113,19 +113,13 @@ def scenario_both_ways_are_one_way(rank: int, overlap: bool) -> None:
     compare(results[2], results[0], rtol=0, atol=0)
 
 
-def scenario_weights_may_stay_for_all_micro_steps(rank: int, overlap: bool) -> None:
+def scenario_weights_that_stay_after_forward_stay_for_all_micro_steps(rank: int, overlap: bool) -> None:
     """A rank that has the memory gathers each unit once a step, with the same bits."""
     results, node_hops = [], []
-    for stays in (False, True):
-        model = shard(make_lm())
+    for reshards in (True, False):
+        model = shard(make_lm(), reshard_after_forward=reshards)
         handle = apply(model, overlap, shared_memory=False)
-        model.set_reshard_after_forward(not stays)
-
-        def tell(last: bool, model=model, handle=handle, stays=stays) -> None:
-            handle.set_last_micro_step(last)
-            model.set_reshard_after_backward(last or not stays)
-
-        results.append(_train(model, rank, COUNTS, tell))
+        results.append(train_as_ours(model, handle, rank))
         node_hops.append(handle.traffic.counts[GATHER_NODE].calls)
     compare(results[1], results[0], rtol=0, atol=0)
     assert node_hops == [2 * sum(COUNTS) * len(handle.gathers), len(COUNTS) * len(handle.gathers)]

@@ -128,6 +128,8 @@ class UnitGradients:
         """Call ``before`` and ``after`` around FSDP2's ``post_backward``, which reduces gradients and adds them to ``.grad``.
 
         Where ``keeps_unreduced()``, FSDP2 adds gradients up at full size instead, as under ``set_requires_gradient_sync(False)``.
+        Weights that the user lets stay between forward and backward (``reshard_after_forward=False``) then stay as well, as under
+        ``set_reshard_after_backward(False)``: the memory for them is there in each pass.
         """
 
         # FSDP2 looks the method up at each call (in its autograd function, and for units that autograd did not reach, in
@@ -137,11 +139,13 @@ class UnitGradients:
                 # FSDP2 would look for gradients of parameters that no pass has used yet, and raise.
                 if not all(map(was_gathered, self._group.fsdp_params)):
                     return
-                reduces, self._group.reduce_grads = self._group.reduce_grads, False
+                group = self._group
+                reduces, reshards = group.reduce_grads, group.reshard_after_backward
+                group.reduce_grads, group.reshard_after_backward = False, reshards and not self._lets_weights_stay
                 try:
                     original(*args)
                 finally:  # the user's own choice, which may be the same
-                    self._group.reduce_grads = reduces
+                    group.reduce_grads, group.reshard_after_backward = reduces, reshards
                 return
             # FSDP2 does not say which parameters are in the flat tensor that it reduces: those with a gradient. They are noted
             # here, because it takes the gradients off the parameters next.
@@ -236,6 +240,11 @@ class UnitGradients:
         """Drop the gradients that ``unreduced_bytes`` counts."""
         for fsdp_param in self._group.fsdp_params:
             drop_unreduced(fsdp_param)
+
+    @property
+    def _lets_weights_stay(self) -> bool:
+        """Whether the user let weights stay after forward passes, and not FSDP2 by itself, as it does in its root unit."""
+        return not self._group._reshard_after_forward and not self._module._get_fsdp_state()._auto_reshard_after_forward
 
     @property
     def _reduces_unused(self) -> bool:
