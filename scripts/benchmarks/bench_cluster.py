@@ -63,7 +63,7 @@ CHECKPOINT_RATE = 1e-3
 TICKS = (0.5, 0.75, 1, 1.25, 1.5, 2, 3, 4, 6, 8, 12, 16)
 FINE_TICKS = (0.6, 0.7, 0.8, 0.9, 1, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.8)
 MEMORY_KINDS = ("parameters", "gradients", "optimizer", "secondary", "partial", "peak")
-TITLE = "Step time on an emulated cluster"
+TITLE = "Step time on an emulated cluster, beside all ways of FSDP2"
 INTRO = """A Llama with {millions:.1f} M parameters, trained through Accelerate with bf16 compute and AdamW, on nodes
 that are network namespaces of one machine, their links shaped in both directions. *Stock FSDP2* is Accelerate's, with
 bf16 reduction unless the name says fp32; *HSDP* shards within the node and replicates over nodes; the others are this
