@@ -79,9 +79,9 @@ def choices(job: Job) -> list[Row]:
                 settings = {"preset": preset, **hops, **sums}
                 row = _row(with_settings(job, settings), SETTINGS)
                 rows.append(dataclasses.replace(row, method=_name(settings), settings=settings))
-            # A frozen base would be gathered whole, and stay.
-            if setup.micro_steps > 1 and not job.model.frozen_units:
-                settings = {"preset": preset, **hops, "qgz_accumulate": "rank"}
+            if not job.model.frozen_units:  # a base would be gathered whole, and stay
+                on_rank = {"qgz_accumulate": "rank"} if setup.micro_steps > 1 else {}
+                settings = {"preset": preset, **hops, **on_rank}
                 kept = with_settings(job, settings)
                 row = _row(
                     dataclasses.replace(kept, setup=dataclasses.replace(kept.setup, keeps_weights=True)), SETTINGS

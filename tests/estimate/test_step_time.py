@@ -66,9 +66,9 @@ def test_weights_that_are_kept_are_gathered_once() -> None:
     each_time = job(micro_steps=3, config={"qgz_accumulate": "rank"})
     kept = dataclasses.replace(each_time, setup=dataclasses.replace(each_time.setup, keeps_weights=True))
     sent, line, before = sent_in(kept, SETTINGS), ours(MODEL, kept.setup), ours(MODEL, each_time.setup)
-    assert 4 * sent.cross_node == pytest.approx(line.cross_node, rel=1e-9) == before.cross_node
-    assert 4 * sent.intra_node == pytest.approx(line.intra_node, rel=1e-9) < before.intra_node
-    assert line.gathered == pytest.approx(2 * MODEL.num_params, rel=0.01) > before.gathered
+    assert 4 * sent.cross_node == pytest.approx(line.cross_node, rel=1e-9) and line.cross_node == before.cross_node
+    assert 4 * sent.intra_node == pytest.approx(line.intra_node, rel=1e-9) and line.intra_node < before.intra_node
+    assert line.gathered == pytest.approx(2 * MODEL.num_params, rel=0.01) and line.gathered > before.gathered
     assert step_time(kept, SETTINGS).step_s < step_time(each_time, SETTINGS).step_s
 
 
@@ -228,10 +228,10 @@ def test_the_recommendation_follows_the_network_and_the_links_within_a_node() ->
     one = job(micro_steps=2, gbit=1)
     row = recommended(compare(one, STOCK), choices(one))
     assert row is not None and row.settings is not None and row.settings["preset"] == "exact"
-    slow = dataclasses.replace(GPUS["4090"], within_rate=1e10)
+    slow = dataclasses.replace(GPUS["4090"], within_rate=5e9)
     cluster = gpu_cluster(slow, 16, 4, 10e9 / 8)
     row = recommended((), choices(dataclasses.replace(job(), cluster=cluster)))
-    assert row is not None and row.settings == {"preset": "exact", "qwz_intra_bits": 8, "qgz_intra_bits": 8}
+    assert row is not None and row.settings == {"preset": "balanced", "qwz_intra_bits": 8, "qgz_intra_bits": 8}
     cluster = gpu_cluster(dataclasses.replace(GPUS["h100"], memory=1e6), 16, 4, 1e9)
     one = dataclasses.replace(job(), cluster=cluster)
     assert recommended(compare(one, STOCK), choices(one)) is None  # nothing fits a megabyte

@@ -112,8 +112,11 @@ def calls_of_a_forward_pass(rank: int, overlap: bool) -> list[str]:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_a_cross_hop_is_called_one_unit_ahead_and_not_more(overlap):
-    """NCCL starts collectives in the order of calls. One that is called too early would hold up the node hops behind it."""
-    one_by_one = ["cross", "node"] * 4
+    """NCCL starts collectives in the order of calls. One that is called too early would hold up the node hops behind it.
+
+    Where nothing overlaps, all of them end before the first node hop.
+    """
+    one_by_one = ["cross"] * 4 + ["node"] * 4
     ahead = ["cross", "cross", "node", "cross", "node", "cross", "node", "node"]
     for calls in run_ranks(calls_of_a_forward_pass, 4, overlap):
         assert calls == (ahead if overlap else one_by_one)

@@ -141,7 +141,7 @@ class UnitGradients:
                     return
                 group = self._group
                 reduces, reshards = group.reduce_grads, group.reshard_after_backward
-                group.reduce_grads, group.reshard_after_backward = False, reshards and not self._lets_weights_stay
+                group.reduce_grads, group.reshard_after_backward = False, reshards and not self.let_weights_stay
                 try:
                     original(*args)
                 finally:  # the user's own choice, which may be the same
@@ -232,6 +232,11 @@ class UnitGradients:
 
     # Gradients at full size.
 
+    @property
+    def let_weights_stay(self) -> bool:
+        """Whether weights stay where gradients do: they were let stay after forward passes, and not by FSDP2 in its root unit."""
+        return not self._group._reshard_after_forward and not self._module._get_fsdp_state()._auto_reshard_after_forward
+
     def unreduced_bytes(self) -> int:
         """Bytes of the gradients that this rank keeps at full size until FSDP2 reduces them."""
         return sum(grad.nbytes for fsdp_param in self._group.fsdp_params for grad in unreduced_of(fsdp_param))
@@ -240,11 +245,6 @@ class UnitGradients:
         """Drop the gradients that ``unreduced_bytes`` counts."""
         for fsdp_param in self._group.fsdp_params:
             drop_unreduced(fsdp_param)
-
-    @property
-    def _lets_weights_stay(self) -> bool:
-        """Whether the user let weights stay after forward passes, and not FSDP2 by itself, as it does in its root unit."""
-        return not self._group._reshard_after_forward and not self._module._get_fsdp_state()._auto_reshard_after_forward
 
     @property
     def _reduces_unused(self) -> bool:
