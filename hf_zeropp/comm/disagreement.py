@@ -1,4 +1,4 @@
-"""What a rank states about what it is about to do, and the error in which ranks say how they differ."""
+"""The statements of ranks that an agreement compares, and the error that says in which of them ranks differ."""
 
 from __future__ import annotations
 

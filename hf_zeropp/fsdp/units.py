@@ -76,7 +76,7 @@ class Unit:
 
     @functools.cached_property
     def gradients(self) -> UnitGradients:
-        """What FSDP2 does with the unit's gradients."""
+        """The gradients of the unit: which of them a reduction takes, and the hooks around it."""
         return UnitGradients(self._module, self._group, self.param_shards)
 
     def shard_bytes(self) -> int:
@@ -141,7 +141,7 @@ class Unit:
 
     @property
     def device_type(self) -> str:
-        """Its type."""
+        """The type of that device, such as ``"cpu"``."""
         return self.device.type
 
     @property

@@ -114,12 +114,17 @@ def scenario_both_ways_are_one_way(rank: int, overlap: bool) -> None:
 
 
 def scenario_weights_that_stay_after_forward_stay_for_all_micro_steps(rank: int, overlap: bool) -> None:
-    """A rank that has the memory gathers each unit once a step, with the same bits."""
+    """A rank that has the memory gathers each unit once a step, with the same bits, and as predicted. Frozen units too."""
     results, node_hops = [], []
     for reshards in (True, False):
-        model = shard(make_lm(), reshard_after_forward=reshards)
+        model = make_lm()
+        model.blocks[1].requires_grad_(False)
+        shard(model, reshard_after_forward=reshards)
         handle = apply(model, overlap, shared_memory=False)
         results.append(train_as_ours(model, handle, rank))
+        assert handle.traffic.counts[GATHER_NODE].calls == sum(
+            handle.predict(count)[GATHER_NODE].calls for count in COUNTS
+        )
         node_hops.append(handle.traffic.counts[GATHER_NODE].calls)
     compare(results[1], results[0], rtol=0, atol=0)
     assert node_hops == [2 * sum(COUNTS) * len(handle.gathers), len(COUNTS) * len(handle.gathers)]

@@ -217,3 +217,37 @@ def test_which_passes_were_left(left: Sequence[str], entered: str, asks: bool):
     assert bool(asked) == asks
     decisions.leave_forward(places[entered])
     decisions.leave_forward(places[entered])  # a pass that was left may be told of twice
+
+
+class Due:
+    """A gather that is due, and raises where it is to start if its name is in ``broken``."""
+
+    hops = None
+
+    def __init__(self, name: str, log: list[str], broken: set[str]) -> None:
+        self.name, self.log, self.broken = name, log, broken
+
+    def encode(self) -> None:
+        pass
+
+    def start(self) -> None:
+        if self.name in self.broken:
+            raise RuntimeError("Connection closed")
+        self.log.append(self.name)
+
+    def land(self) -> None:
+        pass
+
+
+def test_a_hop_that_fails_is_the_last_of_its_pass():
+    """The others would pair this rank's next hop with the one that failed."""
+    log: list[str] = []
+    broken = {"b"}
+    schedule, due = GatherSchedule("cpu", overlaps=True), [Due(name, log, broken) for name in "abc"]
+    with pytest.raises(RuntimeError):
+        schedule.begin(due, starts_now=False)  # type: ignore[arg-type]
+    schedule.finish()
+    assert log == ["a"]
+    broken.clear()
+    schedule.begin(due, starts_now=False)  # type: ignore[arg-type]
+    assert log == ["a", *"abc"]

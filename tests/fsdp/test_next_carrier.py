@@ -64,3 +64,6 @@ def test_edits_in_a_row_are_those_that_deltas_could_not_bring():
     assert sent.edits_in_a_row == 3
     sent.note(carrier(Delta, DELTAS), STEPPED)
     assert sent.edits_in_a_row == 0
+    sent.note(carrier(WholeWeights, DELTAS), EDITED)
+    sent.note(carrier(WholeWeights, DELTAS), INVALID)  # ``invalidate()``: the caller knows why
+    assert sent.edits_in_a_row == 0

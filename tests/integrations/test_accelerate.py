@@ -33,7 +33,7 @@ from hf_zeropp import compat, get_handle
 from hf_zeropp.fsdp.gradients.unit_gradients import DefaultReduceScatter
 from hf_zeropp.fsdp.sharded_models import find_units
 from hf_zeropp.fsdp.units import DefaultAllGather
-from hf_zeropp.traffic import REDUCE_NODE
+from hf_zeropp.traffic import GATHER_NODE, REDUCE_NODE
 
 # INT8 weights and INT8 + INT4 gradients of a tiny random model: the distance was measured as 0.06 to 0.09 of the gradient's
 # norm. A gradient that is lost, doubled or scaled wrongly shows as 0.5 or more.
@@ -109,6 +109,23 @@ def scenario_accumulation_on_the_rank(rank: int) -> None:
         found[where], node_bytes[where] = weights(model), handle.traffic.counts[REDUCE_NODE].intra_node
     assert distance(found["rank"], found["node"]) < 1e-5
     assert node_bytes["node"] == 3 * node_bytes["rank"]
+
+
+def scenario_weights_that_stay_are_gathered_once_a_step(rank: int) -> None:
+    """Accelerate's ``reshard_after_forward=False`` with gradients on the rank: the same bits, and bytes as predicted."""
+    found, calls = [], []
+    for reshards in (True, False):
+        settings = UNQUANTIZED | {"qgz_accumulate": "rank"}
+        accelerator = new_accelerator(settings, micro_steps=3, reshard_after_forward=reshards)
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer, rank, range(6))
+        handle = handle_of(accelerator, model)
+        predicted = {name: count.times(2) for name, count in handle.predict(3).items()}
+        assert handle.traffic.counts == predicted, (reshards, handle.traffic.counts, predicted)
+        found.append(weights(model))
+        calls.append(handle.traffic.counts[GATHER_NODE].calls)
+    assert distance(*found) == 0
+    assert calls[1] == 2 * len(handle.gathers) < calls[0]
 
 
 def scenario_no_sync_by_hand(rank: int) -> None:

@@ -69,7 +69,7 @@ class UnitGradients:
         self._reduced_shards: tuple[ReducedShard, ...] = ()
         self._reduced_key: list[tuple[int, int]] = []
 
-    # What lies in a flat gradient.
+    # The flat gradient: what FSDP2 hands to a reduction.
 
     def param_shards(self) -> list[ParamShard]:
         """Return the parts of a flat gradient of all trainable parameters."""
@@ -234,7 +234,7 @@ class UnitGradients:
 
     @property
     def let_weights_stay(self) -> bool:
-        """Whether weights stay where gradients do: they were let stay after forward passes, and not by FSDP2 in its root unit."""
+        """Whether the user set ``reshard_after_forward=False``. What FSDP2 sets by itself, in its root unit, does not count."""
         return not self._group._reshard_after_forward and not self._module._get_fsdp_state()._auto_reshard_after_forward
 
     def unreduced_bytes(self) -> int:

@@ -303,13 +303,13 @@ class WeightGather(CommObject, AllGather):
 
     def predict(self, micro_steps: int) -> dict[str, Bytes]:
         """Return the bytes of one optimizer step that makes no resync."""
+        # With ``qgz_accumulate="rank"`` a unit of ``reshard_after_forward=False`` is gathered in the first micro-step alone.
+        if self._run.config.accumulates_on_rank and self.unit.gradients.let_weights_stay:
+            micro_steps = 1
         if not self.has_wire_form:
             return self._by_fsdp2.predict(micro_steps)
         cross, node = self.hops.cross_hop, self.hops.node_hop
-        # Where gradients stay on the rank, so do weights that were let stay after forward passes.
-        stays = self._run.config.accumulates_on_rank and self.unit.gradients.let_weights_stay and self.unit.trains
-        reshards = self.unit.reshards_after_forward
-        gathers = gathers_per_step(1 if stays else micro_steps, reshards_after_forward=reshards)
+        gathers = gathers_per_step(micro_steps, reshards_after_forward=self.unit.reshards_after_forward)
         crossings = crossings_per_step(gathers, keeps_secondary=self.stays_in_group, trains=self.unit.trains)
         measured = self._sent.mean_bytes()
         predicted = gather_bytes(
