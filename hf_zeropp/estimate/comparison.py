@@ -75,20 +75,21 @@ def choices(job: Job) -> list[Row]:
         # On CPU codes within a node are the default. Some presets name their bits.
         has_bits = setup.on_cpu or "qgz_intra_bits" in PRESETS[preset]
         for hops in ({},) if has_bits else ({}, CODES_WITHIN_NODE):
-            for sums in ({}, {"qgz_accumulate": "rank"}) if setup.micro_steps > 1 else ({},):
-                settings = {"preset": preset, **hops, **sums}
-                row = _row(with_settings(job, settings), SETTINGS)
-                rows.append(dataclasses.replace(row, method=_name(settings), settings=settings))
-            if not job.model.frozen_units:  # a base would be gathered whole, and stay
-                on_rank = {"qgz_accumulate": "rank"} if setup.micro_steps > 1 else {}
-                settings = {"preset": preset, **hops, **on_rank}
-                kept = with_settings(job, settings)
-                row = _row(
-                    dataclasses.replace(kept, setup=dataclasses.replace(kept.setup, keeps_weights=True)), SETTINGS
-                )
-                name = f"{_name(settings)}, weights kept"
-                rows.append(dataclasses.replace(row, method=name, settings=settings, keeps_weights=True))
+            plain = {"preset": preset, **hops}
+            on_rank = plain | {"qgz_accumulate": "rank"} if setup.micro_steps > 1 else plain
+            rows.append(_choice(job, plain))
+            if on_rank != plain:
+                rows.append(_choice(job, on_rank))
+            if not job.model.frozen_units:  # a frozen base would be gathered whole, and stay
+                rows.append(_choice(job, on_rank, keeps_weights=True))
     return rows
+
+
+def _choice(job: Job, settings: dict[str, Any], *, keeps_weights: bool = False) -> Row:
+    job = with_settings(job, settings)
+    job = dataclasses.replace(job, setup=dataclasses.replace(job.setup, keeps_weights=keeps_weights))
+    name = f"{_name(settings)}, weights kept" if keeps_weights else _name(settings)
+    return dataclasses.replace(_row(job, SETTINGS), method=name, settings=settings, keeps_weights=keeps_weights)
 
 
 def _row(job: Job, method: str) -> Row:
@@ -108,13 +109,13 @@ def memory_of(job: Job, method: str) -> float:
         line = ours(job.model, job.setup)
         return line.total + line.gathered
     lines = {line.method: line for line in estimate(job.model, job.setup)}
-    line = lines.get(
-        {DEEPSPEED: "hpZ", COALESCED: "hpZ"}.get(method, method), lines[FSDP2]
-    )  # synced with one micro-step
-    # Behind one reduction per step there are gradients of full size before it.
-    kept = HALF_BYTES * job.model.num_trainable if method == COALESCED else 0
+    # FSDP2 synced, with one micro-step, is FSDP2.
+    line = lines.get("hpZ" if method in (DEEPSPEED, COALESCED) else method, lines[FSDP2])
+    # Gradients that are reduced once per step are kept in full until then.
+    full_gradients = HALF_BYTES * job.model.num_trainable if method == COALESCED else 0
     # The papers' formulas leave gathered units out. Every method that shards weights holds as many as FSDP2.
-    return kept + line.total + (0 if method == "DDP" else line.gathered or lines[FSDP2].gathered)
+    gathered = 0 if method == "DDP" else line.gathered or lines[FSDP2].gathered
+    return line.total + full_gradients + gathered
 
 
 # ---- What to use.
@@ -162,11 +163,8 @@ def recommendation(job: Job, rows: Sequence[Row]) -> str:
     else:
         frozen = {name: value for name, value in job.setup.config.of_frozen.items() if value}
         text = yaml.safe_dump({BLOCK: row.settings | frozen}, sort_keys=False)
-        text += (
-            "# and reshard_after_forward=False, so that weights stay until the last micro-step\n"
-            if row.keeps_weights
-            else ""
-        )
+        if row.keeps_weights:
+            text += "# and reshard_after_forward=False, so that weights stay until the last micro-step\n"
     return f"{text}# {_reason(job, row, rows, own)}\n# Learning rate: {job.setup.learning_rate:g} (--learning-rate).\n"
 
 

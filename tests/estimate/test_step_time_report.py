@@ -85,7 +85,7 @@ def test_leaving_it_off_can_be_pasted(capsys: pytest.CaptureFixture) -> None:
     shown = run(capsys, "--network", "90tbit", "--gpu", "v100", "--recommend")
     assert "zeropp_config" not in shown and "FSDP2 kept without this package is as fast, within 3%, or faster." in shown
     assert is_switched_off(shown)
-    # Where nodes hold a frozen base, HSDP is what to leave it off for; Accelerate reads its sizes.
+    # For LoRA on a base that a node can hold HSDP is recommended. The lines have the sizes that Accelerate reads.
     shown = run(capsys, "--network", "25gbit", "--gpu", "v100", "--recommend", "--lora", "16")
     assert is_switched_off(shown)
     block = yaml.safe_load(shown[shown.index("parallelism_config:") :])["parallelism_config"]
