@@ -16,9 +16,11 @@ from trainer_runs import (
     logged,
     losses,
     num_fsdp2_gathers,
+    same_weights,
     tiny_model,
     token_data,
     training_arguments,
+    weights,
 )
 from transformers import Trainer, TrainerCallback
 
@@ -68,6 +70,26 @@ def test_losses_follow_stock_and_bytes_follow_the_prediction(tmp_path, arguments
         assert mean == pytest.approx(bytes_[f"counted{suffix}"])
     assert bytes_["counted"] == pytest.approx(bytes_["predicted"], rel=0.04)
     assert all(saving > 3 for saving in bytes_["savings"])
+
+
+def train_with_weights_that_stay(rank: int, folder: str, stays: bool):
+    """Return losses, weights, and the calls of gathers within the node, with the units that make them."""
+    settings = TWO_NODES | {"qgz_accumulate": "rank"}
+    config = {"reshard_after_forward": not stays}
+    trainer = build_trainer(folder, settings, fsdp_config=config, max_steps=3, gradient_accumulation_steps=2)
+    trainer.train()
+    handle = callback_of(trainer).handle
+    return losses(trainer), weights(trainer), handle.traffic.counts[traffic.GATHER_NODE].calls, len(handle.gathers)
+
+
+def test_weights_that_stay_are_gathered_once_a_step(tmp_path):
+    each_time = run_ranks(train_with_weights_that_stay, 4, str(tmp_path / "a"), False)
+    once = run_ranks(train_with_weights_that_stay, 4, str(tmp_path / "b"), True)
+    for (losses_a, weights_a, calls_a, _), (losses_b, weights_b, calls_b, num_units) in zip(
+        each_time, once, strict=True
+    ):
+        assert losses_a == losses_b and same_weights(weights_a, weights_b)
+        assert calls_b == 3 * num_units < calls_a
 
 
 @pytest.mark.thorough
