@@ -17,8 +17,8 @@ model. The gathers of such units come right before their computation (``UnitWork
 
 This package runs cross hops on streams beside those of node hops. Those of gathers have their own, and start with the forward
 pass; those of reductions run where HSDP's all-reduces do. On gloo it starts hops early and finishes them late, which comes to the
-same: the processor is shared then, and not a stream. With ``overlap=False`` both hops run inside the gather or reduction that
-FSDP2 calls.
+same: the processor is shared then, and not a stream. With ``overlap=False`` all cross hops of gathers run when the forward pass
+begins, before the model computes, and both hops of a reduction run inside the reduction that FSDP2 calls.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Order:
         copied: list[int | None] = [None, None]  # when the last two units were copied out
         ahead = [unit.ahead if is_first else 0 for unit in self._units]
         crossed = [
-            self.add(CROSS, unit.gather_first[:number], unit.name)
+            self.add(CROSS if unit.overlaps else MAIN, unit.gather_first[:number], unit.name)
             for unit, number in zip(self._units, ahead, strict=True)
         ]
         for unit, number, cross in zip(self._units, ahead, crossed, strict=True):

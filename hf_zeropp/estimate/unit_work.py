@@ -102,6 +102,7 @@ class UnitWork:
         copies: stages between a gather and the computation, on the compute stream (FSDP2's copy-out).
         prefetches: whether its gathers run while the unit before it computes. On gloo they block the computation.
         ahead: how many of the first stages of ``gather_first`` run before FSDP2 asks for the gather.
+        overlaps: whether those run on a stream of their own, while the model computes. If not, they run before it computes.
     """
 
     name: str
@@ -116,6 +117,7 @@ class UnitWork:
     copies: Stages = ()
     prefetches: bool = True
     ahead: int = 0
+    overlaps: bool = True
 
 
 def work_of_method(job: Job, method: Method) -> list[UnitWork]:
@@ -236,7 +238,8 @@ class _Maker:
             all_reduce_last=reduce_last[split:],
             copies=self._copy_out(unit),
             prefetches=not self._is_gloo,
-            ahead=ahead if overlaps else 0,
+            ahead=ahead,
+            overlaps=overlaps,
         )
 
     def frozen(self, unit: UnitShape) -> UnitWork:
